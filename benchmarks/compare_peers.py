@@ -77,7 +77,7 @@ def compare(flags: Flags) -> str:
     if not 0.2 <= flags.shortest <= flags.longest:
         raise UsageError("--shortest must be at least 0.2, and --longest no less.")
     if not flags.concurrent_micro_batches or min(flags.concurrent_micro_batches) < 1:
-        raise UsageError("--at_once must be at least 1.")
+        raise UsageError("--concurrent_micro_batches must be at least 1.")
     limits = [re.fullmatch(r"([1-9]\d*):([1-9]\d*)", limit) for limit in flags.within]
     if any(limit is None or flags.utterances % int(limit[1]) for limit in limits):
         raise UsageError("--within is not CUT:MIB. Give it as 2:619, where CUT divides --utterances.")

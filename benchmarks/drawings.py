@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Draws the README's pictures as SVG: the way of the data, a step beside other toolkits' and, with a model, subtitles.
+"""Draw the README's pictures as SVG: the data flow, a step compared with other toolkits and, with a model, subtitles.
 
     python3 benchmarks/drawings.py
     python3 benchmarks/drawings.py --checkpoint checkpoints/checkpoint_best.pt --manifest data/builtin/test.jsonl
 
-The bars are those of the last table of contestants in docs/performance.md. The subtitles are what transcribe.py writes
-of some utterances of one voice, joined with pauses. Where another word was said, a line is under what was recognised.
+The bars show the last table of contestants in docs/performance.md. The subtitles are transcribe.py's for some
+utterances of one voice, joined with pauses; recognition errors are underlined. Devanagari text is drawn as outlines
+(measuring/drawing/outlines.py).
 """
 
 import sys
@@ -26,22 +27,22 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Flags:
-    """What is drawn, and from what."""
+    """Flags of this script."""
 
     output: str = "docs"
-    """Folder of the SVG files."""
+    """Folder for the SVG files."""
     checkpoint: str | None = None
-    """A checkpoint_*.pt file: draws the subtitles too."""
+    """Also draw subtitles with this checkpoint_*.pt file."""
     manifest: str = "data/builtin/test.jsonl"
-    """Where the sentences of the subtitles are from."""
+    """Manifest with the utterances for the subtitles."""
     speaker: str = "mr+linda"
-    """The voice that says them."""
+    """Speaker of these utterances."""
     sentences: int = 4
-    """How many, from the first on."""
+    """Number of utterances."""
 
 
 def draw(flags: Flags) -> str:
-    """Writes the pictures; a sentence about them."""
+    """Write the pictures and return a sentence about them."""
     from benchmarks.measuring.drawing.bars import steps_beside_others
     from benchmarks.measuring.drawing.data_flow import way_of_the_data
     from benchmarks.measuring.drawing.subtitles import joined_utterances, player
@@ -49,7 +50,7 @@ def draw(flags: Flags) -> str:
     folder = Path(flags.output)
     folder.mkdir(parents=True, exist_ok=True)
     performance = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    pictures = {"flow.svg": way_of_the_data(), "beside.svg": steps_beside_others(performance)}
+    pictures = {"flow.svg": way_of_the_data(), "step_comparison.svg": steps_beside_others(performance)}
     if flags.checkpoint:
         said = joined_utterances(Path(flags.manifest), flags.speaker, flags.sentences)
         if not said.texts:

@@ -22,7 +22,9 @@ from typing import Literal, get_args
 from benchmarks.measuring.parts import PartsFlags, run_parts
 from konkanivani.base.command_line import read_flags
 
-Part = Literal["kills", "signals", "resumes", "files", "room", "numbers", "loaders", "strangers", "fuzz", "peers"]
+Part = Literal[
+    "kills", "signals", "resumes", "files", "disk_full", "numbers", "loaders", "untrusted_input", "fuzz", "peers"
+]
 
 
 @dataclass(frozen=True)

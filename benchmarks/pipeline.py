@@ -39,7 +39,7 @@ class Flags:
     valid_manifest: str
     """JSONL manifest that is validated on once."""
     training: str = (
-        "--device cpu --preset minimal --batch_size 4 --gradient_accumulation_steps 2 --micro_batches_at_once 2 "
+        "--device cpu --preset minimal --batch_size 4 --gradient_accumulation_steps 2 --concurrent_micro_batches 2 "
         "--tokenizer_type char"
     )
     """Further flags of the training script."""

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What several processes make of a run: law 9 over its whole grid, ranks that are killed, speed; docs/scaling.md.
+"""What several processes make of a run: invariant 9 over its whole grid, ranks that are killed, speed; docs/scaling.md.
 
     python3 benchmarks/scaling.py                         a few tries of everything, in minutes
-    python3 benchmarks/scaling.py --parts law --full      the grid of docs/scaling.md; an hour for all parts
+    python3 benchmarks/scaling.py --parts invariant --full      the grid of docs/scaling.md; an hour for all parts
 
 The exit code is 1 where a result differs that should not, or a run ends otherwise than it should.
 """
@@ -21,7 +21,7 @@ from typing import Literal, get_args
 from benchmarks.measuring.parts import PartsFlags, run_parts
 from konkanivani.base.command_line import read_flags
 
-Part = Literal["law", "kills", "overhead", "speed", "traffic"]
+Part = Literal["invariant", "kills", "overhead", "speed", "traffic"]
 
 
 @dataclass(frozen=True)

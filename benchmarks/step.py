@@ -73,7 +73,7 @@ def config_of(flags: Flags) -> TrainConfig:
         data=DataConfig(
             batch_size=flags.batch // flags.accum,
             gradient_accumulation_steps=flags.accum,
-            micro_batches_at_once=flags.concurrent_micro_batches,
+            concurrent_micro_batches=flags.concurrent_micro_batches,
         ),
         model=dataclasses.replace(PRESETS[flags.preset], dropout=flags.dropout),
         memory=MemoryConfig(mixed_precision=flags.mixed_precision, gradient_checkpointing=flags.gradient_checkpointing),

@@ -37,7 +37,7 @@ QUICK = "--epochs 1 --batch_size 2 --gradient_accumulation_steps 2 --num_workers
 class Flags:
     """What is walked through."""
 
-    micro_batches_at_once: int = 1
+    concurrent_micro_batches: int = 1
     """Micro-batches side by side."""
     json: bool = False
     """Print one line of JSON instead of a sentence."""
@@ -108,7 +108,7 @@ def walk(flags: Flags) -> Walk:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         given = f"--train_manifest {write_corpus(folder)} --checkpoint_dir {folder}/checkpoints --log_dir {folder}/runs"
-        given += f" --micro_batches_at_once {flags.micro_batches_at_once} {TINY} {QUICK}"
+        given += f" --concurrent_micro_batches {flags.concurrent_micro_batches} {TINY} {QUICK}"
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             threading.setprofile(seen.see)
             sys.setprofile(seen.see)

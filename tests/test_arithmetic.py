@@ -33,7 +33,7 @@ MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, 
 def test_matrix_products_of_a_step_are_what_the_formulas_say(change, recompute, seconds):
     shape = dataclasses.replace(SHAPE, **change)
     # One at a time: PyTorch's counter sees only its own thread's products.
-    data, memory = DataConfig(micro_batches_at_once=1), MemoryConfig(gradient_checkpointing=recompute)
+    data, memory = DataConfig(concurrent_micro_batches=1), MemoryConfig(gradient_checkpointing=recompute)
     config = TrainConfig(model=shape, memory=memory, data=data)
     speech = build_speech(2, *seconds)
     global_batch = build_global_batch(speech, 1)

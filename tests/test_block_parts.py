@@ -176,12 +176,7 @@ def test_features_are_parakeets():
     found, lengths = LogMel(FEATURES)(waveforms, samples)
     assert lengths == tuple(given.attention_mask.sum(1).tolist()) == tuple(n // 160 for n in samples)
     assert float((found - given.input_features[:, : found.shape[1]]).abs().max()) < 1e-5
-    for name, value in {
-        "preemphasis": 0.0,
-        "window": "periodic",
-        "mel_scale": "htk",
-        "deviation": "population",
-    }.items():
+    for name, value in {"preemphasis": 0.0, "window": "periodic", "mel_scale": "htk", "std_ddof": "population"}.items():
         other, _ = LogMel(dataclasses.replace(FEATURES, **{name: value}))(waveforms, samples)
         assert float((found - other).abs().max()) > 1e-3, name
 
@@ -200,9 +195,8 @@ def by_definition(waveform: torch.Tensor, config: FeatureConfig) -> torch.Tensor
         return_complex=True,
     )
     bands = LogMel(config).power.mel_scale.fb.to(waveform.dtype)
-    features = (spectrum.abs().square().T @ bands + 2**-24).log()[
-        : len(waveform) // 160 + (config.frame_padding != "zeros")
-    ]
+    frames = len(waveform) // 160 + (config.frame_padding != "zeros")
+    features = (spectrum.abs().square().T @ bands + 2**-24).log()[:frames]
     return (features - features.mean(0)) / (features.std(0) + 1e-5)
 
 
@@ -222,7 +216,7 @@ def test_frames_at_the_edges_are_those_of_the_utterance_alone(edges):
         wanted = by_definition(waveform, config)
         assert count == len(wanted) == Framing(config).feature_length(len(waveform))
         assert relative_difference(wanted, row[:count]) < 1e-12 and not row[count:].any()
-    other = LogMel(dataclasses.replace(config, edges="zeros" if edges == "reflected" else "reflected")).double()
+    other = LogMel(dataclasses.replace(config, frame_padding="zeros" if edges == "reflected" else "reflected")).double()
     assert relative_difference(found[1, 1:20], other(waveforms, lengths)[0][1, 1:20]) > 1e-3  # the negative control
 
 
@@ -383,10 +377,19 @@ def test_a_checkpoint_of_before_says_nothing_of_the_parts_and_a_run_cannot_go_on
     pairs = zip(settings_of(TrainConfig()), settings_of(config), strict=True)
     changed = [one.name for one, other in pairs if one.group in ("model", "features") and one.value != other.value]
     parts = [name for name in changed if not hasattr(TrainConfig().run, name)]
-    assert {"attention_positions", "biases", "edges", "deviation"} < set(parts)
+    assert {"attention_positions", "biases", "frame_padding", "std_ddof"} < set(parts)
     text = config_to_text(TrainConfig())
-    newer = ("attention_pos", "convolution_norm", "subsampling ", "scaled_", "entry_", "biases", "power_", "preemph")
-    newer += ("window ", "edges", "mel_scale", "deviation")
+    newer = (
+        "attention_pos",
+        "convolution_norm",
+        "subsampling ",
+        "scaled_",
+        "entry_",
+        "biases",
+        "log_floor_",
+        "preemph",
+    )
+    newer += ("window ", "frame_padding", "mel_scale", "std_ddof")
     older = "".join(f"{line}\n" for line in text.splitlines() if not line.startswith(tuple("--" + n for n in newer)))
     assert older.count("\n") == text.count("\n") - 12 and config_from_text(older) == TrainConfig()
     flags = "--attention_positions relative --biases False --entry_norm False --frame_padding zeros".split()

@@ -105,7 +105,7 @@ def test_a_minute_is_run_in_one_piece(monkeypatch):
 
 @pytest.mark.parametrize("mode, model", crossed(["never", "always"], ["ours", "by distance"]))
 def test_in_chunks_too_the_traced_peak_is_the_real_steps_peak(mode, model):
-    config, cpu = TrainConfig(model=MODELS[model], data=DataConfig(micro_batches_at_once=1)), torch.device("cpu")
+    config, cpu = TrainConfig(model=MODELS[model], data=DataConfig(concurrent_micro_batches=1)), torch.device("cpu")
     spoken = [dataclasses.replace(s, waveform=s.waveform.float()) for s in speeches(4, augmented=False)]
 
     def build(front_end: FeatureExtractor) -> StepParts:

@@ -1,4 +1,4 @@
-"""What several ranks agree on, remember and plan, without a process for each (those are in faults and laws)."""
+"""What several ranks agree on, remember and plan, without a process for each (those are in faults and invariants)."""
 
 import os
 import signal

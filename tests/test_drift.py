@@ -34,9 +34,9 @@ class KeptGlobalBatches:
         self.kept: list[torch.Tensor] = []
 
     def __getitem__(self, number: int) -> GlobalBatch:
-        window = WINDOWS[number]
-        self.kept.append(window.micro_batches[0].tokens)
-        return window
+        global_batch = WINDOWS[number]
+        self.kept.append(global_batch.micro_batches[0].tokens)
+        return global_batch
 
 
 def test_the_script_finds_no_growth():
@@ -53,9 +53,9 @@ def test_the_script_finds_no_growth():
 
 
 def test_what_a_window_leaves_behind_is_seen():
-    windows = KeptGlobalBatches()
-    moments = follow_steps(small_parts(), windows, 4)
-    sizes = [tensor.untyped_storage().nbytes() for tensor in windows.kept]
+    global_batches = KeptGlobalBatches()
+    moments = follow_steps(small_parts(), global_batches, 4)
+    sizes = [tensor.untyped_storage().nbytes() for tensor in global_batches.kept]
     grown = [moment.live - moments[0].live for moment in moments]
     assert grown == [sum(sizes[1:count]) for count in range(1, 5)] and grown[-1] > 0
     assert not summarize("minimal", 1, moments).is_within
@@ -82,6 +82,18 @@ def test_the_resident_memory_may_grow_by_a_twentieth(end, is_within):
     drift = summarize("minimal", 1, settled + [dataclasses.replace(settled[0], resident_mib=end)] * 30)
     assert (drift.settled_step, drift.settled_mib, drift.end_mib) == (140, 100.0, end)
     assert drift.is_within is is_within
+
+
+@pytest.mark.parametrize(("filled_after", "late"), [(100, 0.0), (1000, 0.5)])
+def test_growth_that_ends_is_told_from_growth_that_does_not(filled_after, late):
+    first = Moment(live=7, resident_mib=100.0, seconds=0.1, audio_seconds=1.0, report=REPORT)
+    moments = [
+        dataclasses.replace(first, resident_mib=100 + 0.5 * max(0, min(step - 200, filled_after)))
+        for step in range(850)
+    ]
+    drift = summarize("minimal", 1, moments)
+    assert drift.late_growth_mib_per_step == pytest.approx(late)
+    assert drift.growth_mib_per_step == pytest.approx(0.5 if late else (150 - drift.settled_mib) / 600, abs=1e-3)
 
 
 def test_a_window_is_a_function_of_its_number():

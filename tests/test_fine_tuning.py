@@ -132,7 +132,7 @@ def step_parts(tuning: TuningConfig, **memory: object) -> StepParts:
 
 
 def tuned_config(tuning: TuningConfig, **memory: object) -> TrainConfig:
-    data, optimizer = DataConfig(micro_batches_at_once=1), OptimizerConfig(warmup_steps=1)
+    data, optimizer = DataConfig(concurrent_micro_batches=1), OptimizerConfig(warmup_steps=1)
     return TrainConfig(model=WIDE, data=data, memory=MemoryConfig(**memory), tuning=tuning, optimizer=optimizer)
 
 

@@ -1,13 +1,26 @@
 """Format characters in transcripts: each is kept, mapped or dropped, and equal words give equal labels."""
 
+import csv
 import json
 import sys
 import unicodedata
+from pathlib import Path
 
 import pytest
+import soundfile
 
+from konkanivani.data.format_characters import (
+    JOINERS,
+    FormatCharacterCount,
+    count_mapped_joiners,
+    find_removed,
+    find_unwritten,
+)
+from konkanivani.data.health.characters import CharacterCount
+from konkanivani.data.index import open_index
 from konkanivani.data.text import normalize_text, written_text
 from konkanivani.data.utterance import BadRow, parse_row
+from tests.conftest import TINY_MODEL, WORDS, run_folders, run_script, run_trainer, speak, well
 
 FORMAT = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) == "Cf"]
 VISIBLE = {0x600, 0x601, 0x602, 0x603, 0x604, 0x605, 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD}
@@ -49,3 +62,133 @@ def test_both_spellings_of_the_eyelash_ra_are_one_word() -> None:
 def test_both_encodings_of_a_chillu_are_one_letter(consonant: str, chillu: str) -> None:
     assert normalize_text(f"അ{consonant}\u0d4d\u200d") == normalize_text(f"അ{chillu}") == f"അ{chillu}"
     assert normalize_text(f"അ{consonant}\u0d4d") != f"അ{chillu}"
+
+
+# Counts of removed characters
+
+EYELASH, LETTER, OTHER = "दर\u094d\u200dयाचे", "द\u0931\u094dयाचे", "दर\u094dयाचे"
+
+
+def test_every_removed_character_is_found_and_no_other() -> None:
+    for code in range(sys.maxunicode + 1):
+        character = chr(code)
+        is_invisible = unicodedata.category(character) == "Cf" and code not in VISIBLE
+        assert find_removed(f"क{character}") == ([character] if is_invisible else []), hex(code)
+        is_unwritten = is_invisible and character not in JOINERS
+        assert find_unwritten(f"क{character}") == ([character] if is_unwritten else []), hex(code)
+
+
+def test_a_mapped_joiner_is_not_removed() -> None:
+    assert find_removed(EYELASH) == find_removed(OTHER) == [] and count_mapped_joiners(EYELASH) == 1
+    assert find_removed(f"{EYELASH} क\u200dक") == ["\u200d"] and count_mapped_joiners(f"{EYELASH} क\u200dक") == 1
+
+
+def counted(*texts: str) -> FormatCharacterCount:
+    counts = FormatCharacterCount()
+    for text in texts:
+        counts.add(find_removed(text))
+    return counts
+
+
+def test_the_line_counts_characters_and_transcripts() -> None:
+    counts = counted("\ufeffघर\u200e\u200e", "क\u200dक", EYELASH, "घर")
+    expected = "Removed 4 invisible format characters from 2 transcripts (U+200D, U+200E, U+FEFF)."
+    assert counts.sentence() == expected
+    assert counts.sentence(keeps_joiners=True) == (
+        "Removed 3 invisible format characters from 1 transcript (U+200E, U+FEFF)."
+    )
+    assert counted("घर", EYELASH, "").sentence() == "" == counted("क\u200dक").sentence(keeps_joiners=True)
+
+
+def write_recordings(folder: Path, texts: list[str]) -> list[dict[str, object]]:
+    """A recording for each text; returns the rows of their manifest."""
+    folder.mkdir(exist_ok=True)
+    rows = []
+    for number, text in enumerate(texts):
+        samples = speak([WORDS[number % 10], WORDS[number // 10]])
+        soundfile.write(folder / f"{number}.wav", samples, 16_000)
+        rows.append({"audio_filepath": f"{number}.wav", "duration": len(samples) / 16_000, "text": text})
+    return rows
+
+
+def write_manifest_of(folder: Path, texts: list[str], name: str = "train.jsonl") -> Path:
+    rows = write_recordings(folder, texts)
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder / name
+
+
+TEXTS = ["\ufeffघर\u200e", "उदक\u200e\u200e", EYELASH, "क\u200dक", *WORDS]
+LINE = "Removed 5 invisible format characters from 3 transcripts (U+200D, U+200E, U+FEFF)."
+UNWRITTEN_LINE = "Removed 4 invisible format characters from 2 transcripts (U+200E, U+FEFF)."
+
+
+@pytest.mark.parametrize("small_bytes", [0, 2**20])
+def test_the_index_keeps_the_counts(small_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("konkanivani.data.index.SMALL_BYTES", small_bytes)
+    monkeypatch.setattr("konkanivani.data.index.BLOCK_BYTES", 200)  # several blocks
+    manifest = write_manifest_of(tmp_path / "corpus", TEXTS)
+    for _ in range(2):  # made, then read if it is kept
+        assert open_index(manifest).format_characters.sentence() == LINE
+    assert (tmp_path / "corpus" / "train.jsonl.index").exists() == (small_bytes == 0)
+
+
+def removal_lines(stdout: str) -> list[str]:
+    return [line.strip() for line in stdout.splitlines() if "format character" in line]
+
+
+@pytest.mark.parametrize(("texts", "lines"), [(TEXTS, [LINE]), ([EYELASH, *WORDS], [])])
+def test_training_says_once_how_many_characters_it_removed(texts: list[str], lines: list[str], tmp_path: Path) -> None:
+    train = str(write_manifest_of(tmp_path / "corpus", texts))
+    valid = str(write_manifest_of(tmp_path / "corpus", list(WORDS), "valid.jsonl"))
+    flags = ("--train_manifest", train, "--valid_manifest", valid, "--max_steps", "1", "--num_workers", "0")
+    done = well(run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path)))
+    assert removal_lines(done.stdout) == lines
+
+
+@pytest.mark.parametrize(("texts", "line"), [(TEXTS, UNWRITTEN_LINE), ([EYELASH, *WORDS, "क\u200dक"], "")])
+def test_prepare_data_removes_what_no_text_keeps_and_says_so_once(texts: list[str], line: str, tmp_path: Path) -> None:
+    rows = write_recordings(tmp_path / "corpus", texts)
+    with open(tmp_path / "corpus" / "all.csv", "w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([("audio", "text"), *((row["audio_filepath"], row["text"]) for row in rows)])
+    flags = ("--format", "csv", "--source", str(tmp_path / "corpus"), "--table", "all.csv", "--valid_share", "0")
+    output = tmp_path / "out"
+    done = well(run_script("training_scripts/prepare_data.py", *flags, "--test_share", "0", "--output", str(output)))
+    assert removal_lines(done.stdout) == ([line] if line else [])
+    assert json.loads((output / "report.json").read_text(encoding="utf-8"))["removed_characters"] == line
+    written = (output / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    expected = ["".join(c for c in text if c not in "\u200e\ufeff") for text in texts]
+    assert [json.loads(row)["text"] for row in written] == expected  # joiners stay: Whisper writes them
+
+
+def test_inspection_calls_a_mapped_joiner_mapped() -> None:
+    for texts, removed, mapped, marks in (
+        ([EYELASH, EYELASH], 0, 2, ("joiner", "mapped")),
+        ([EYELASH, "क\u200dक"], 1, 1, ("joiner", "mapped", "removed")),
+        (["क\u200dक"], 1, 0, ("joiner", "removed")),
+    ):
+        counts = CharacterCount()
+        for row_number, text in enumerate(texts, start=1):
+            counts.add(text, normalize_text(text), row_number)
+        health = counts.health()
+        assert (health.changes.joiners_removed, health.changes.joiners_mapped) == (removed, mapped)
+        assert next(c.marks for c in health.inventory if c.code == 0x200D) == marks
+
+
+# Scores
+
+EVALUATE = "training_scripts/evaluate_konkanivani_asr.py"
+
+
+def score(tmp_path: Path, reference: str, hypothesis: str) -> dict[str, float]:
+    for name, text in (("references.txt", reference), ("hypotheses.txt", hypothesis)):
+        (tmp_path / name).write_text(f"{text} घर\n", encoding="utf-8")
+    files = ("--references", str(tmp_path / "references.txt"), "--hypotheses", str(tmp_path / "hypotheses.txt"))
+    return json.loads(well(run_script(EVALUATE, *files, "--json")).stdout.splitlines()[-1])
+
+
+def test_both_spellings_of_the_eyelash_ra_score_as_one_word_and_the_other_word_does_not(tmp_path: Path) -> None:
+    for reference, hypothesis in ((EYELASH, LETTER), (LETTER, EYELASH), (EYELASH, EYELASH)):
+        scored = score(tmp_path, reference, hypothesis)
+        assert (scored["wer"], scored["cer"]) == (0, 0)
+    for spelling in (EYELASH, LETTER):
+        assert score(tmp_path, spelling, OTHER)["wer"] == score(tmp_path, OTHER, spelling)["wer"] == 0.5

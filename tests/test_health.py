@@ -526,7 +526,7 @@ def test_what_is_left_out_is_what_the_trainer_leaves_out(small, tmp_path):
     train = diagnose((path,), config, 0).health.parts[0]
     assert train.usable == len(speech.utterances) == 37
     assert [(e.row, e.detail) for e in train.rejected.examples] == [(r["row"], r["reason"]) for r in listed]
-    planner = EpochPlanner(np.array([u.duration for u in speech.utterances]), config.window_size, config.run.seed)
+    planner = EpochPlanner(np.array([u.duration for u in speech.utterances]), config.global_batch_size, config.run.seed)
     assert train.epoch == measure_epoch(planner, config.data.batch_size)
 
 

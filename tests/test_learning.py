@@ -59,7 +59,7 @@ def test_the_state_adds_up_an_epoch_and_begins_anew_with_the_next():
 
 
 def test_an_epoch_that_begins_again_counts_from_nothing():
-    state = TrainState(step=5, epoch=1, window=2, epoch_steps=2, epoch_clipped=1, epoch_loss=6.0, first_loss=3.0)
+    state = TrainState(step=5, epoch=1, consumed=2, epoch_steps=2, epoch_clipped=1, epoch_loss=6.0, first_loss=3.0)
     state.begin_epoch()
     assert state == TrainState(step=5, epoch=1, first_loss=3.0)
 

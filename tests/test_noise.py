@@ -247,7 +247,7 @@ def test_ratios_are_drawn_from_the_whole_range(everything, monkeypatch):
     assert all(5 <= snr <= 25 for snr in drawn) and min(drawn) < 7 and max(drawn) > 23
 
 
-# Law 1: resuming is exact with all of it, for any worker count
+# Invariant 1: resuming is exact with all of it, for any worker count
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Optimizers of smaller state: their arithmetic against plain references, what they take, and the laws they keep."""
+"""Optimizers with smaller state: arithmetic against plain references, refused settings, and the invariants."""
 
 import dataclasses
 import math
@@ -40,7 +40,7 @@ RATE, DECAY = 1e-2, 0.1
 
 
 def config_of(kind: str, model: ModelConfig = WIDE) -> TrainConfig:
-    one_after_another = DataConfig(micro_batches_at_once=1)
+    one_after_another = DataConfig(concurrent_micro_batches=1)
     return TrainConfig(model=model, data=one_after_another, optimizer=OptimizerConfig(optimizer=kind))
 
 

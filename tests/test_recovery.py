@@ -1,4 +1,4 @@
-"""Recovery beside its law: batches in halves, remembered sizes, and what a whole run makes of both."""
+"""Recovery beside its invariant: batches in halves, remembered sizes, and what a whole run makes of both."""
 
 import dataclasses
 from pathlib import Path
@@ -132,7 +132,7 @@ def test_what_does_not(said):
 
 
 def built(corpus: Corpus, directory: Path, *more: str) -> Run:
-    cut = ("--batch_size", "4", "--gradient_accumulation_steps", "1", "--micro_batches_at_once", "1")
+    cut = ("--batch_size", "4", "--gradient_accumulation_steps", "1", "--concurrent_micro_batches", "1")
     flags = (*TINY_MODEL, *corpus.flags(), *cut, *run_folders(directory), "--num_workers", "0", *more)
     return build_run(begin_run(list(flags)))
 

@@ -1,12 +1,19 @@
-"""A command that refuses its input leaves no file and no folder."""
+"""A command that refuses its input leaves no file and no folder, but for a list that its message names."""
 
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 
-from tests.conftest import run_script
+from tests.conftest import WORDS, run_script
+from tests.test_channels import write_rows
+
+SCRIPTS = "training_scripts"
 
 
 def write_table(folder: Path, rows: int, text: str = "ka") -> Path:
@@ -36,3 +43,246 @@ def test_prepare_data_that_refuses_leaves_nothing(rows: int, tmp_path: Path) -> 
 def test_prepare_data_that_succeeds_writes_its_list_of_rejected_rows(tmp_path: Path) -> None:
     assert prepare(tmp_path, 12).returncode == 0
     assert (tmp_path / "made" / "rejected.jsonl").read_text() == ""
+
+
+def test_prepare_data_keeps_the_list_that_its_message_names_and_nothing_else(tmp_path: Path) -> None:
+    source = write_table(tmp_path / "source", 4)
+    (source / "1.wav").unlink()
+    output = tmp_path / "deep" / "er" / "made"
+    flags = ("--format", "csv", "--table", "all.csv", "--source", str(source), "--output", str(output))
+    done = run_script("training_scripts/prepare_data.py", *flags)
+    assert done.returncode == 3 and f"All stand in {output / 'rejected.jsonl'}" in done.stderr
+    assert [path.name for path in output.iterdir()] == ["rejected.jsonl"]
+    assert len((output / "rejected.jsonl").read_text(encoding="utf-8").splitlines()) == 1
+
+
+# Every other refusal
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Files to name on command lines, sound ones and others, in `folder`."""
+
+    folder: Path
+
+    def __getitem__(self, name: str) -> str:
+        return str(self.folder / name)
+
+
+@pytest.fixture
+def inputs(base: Path, tmp_path: Path) -> Inputs:
+    """A small corpus, a checkpoint, and for each kind of file a broken one."""
+    folder = write_table(tmp_path / "in", 4, "एक")
+    shutil.copy(base, folder / "good.pt")
+    other = folder / "checkpoint_other.pt"
+    other.write_bytes(base.read_bytes()[:1000])
+    (folder / "bad.nemo").write_bytes(b"\0" * 2000)
+    (folder / "bad.wav").write_bytes(b"RIFF\x00\x00\x00\x00WAVEnothing")
+    soundfile.write(folder / "nan.wav", np.r_[np.full(16_000, 0.1), np.nan], 16_000, subtype="FLOAT")
+    (folder / "latin.txt").write_bytes("caf\u00e9\n".encode("latin-1"))
+    (folder / "blank.txt").write_text("\n\n")
+    (folder / "lines.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    (folder / "file").write_text("no folder\n")
+    rows = [{"audio_filepath": f"{n}.wav", "duration": 1.0, "text": "एक"} for n in range(4)]
+    write_rows(folder / "good.jsonl", rows)
+    write_rows(folder / "broken.jsonl", [row | {"audio_filepath": "gone.wav"} for row in rows])
+    (folder / "two.csv").write_text("\n".join((folder / "all.csv").read_text(encoding="utf-8").splitlines()[:3]) + "\n")
+    (folder / "foreign").mkdir()
+    (folder / "foreign" / "comparison.json").write_text("mine\n")
+    (folder / "no.jsonl").write_text("no json\n")
+    (folder / "empty").mkdir()
+    (folder / "speaker1").mkdir()
+    segments = [{"start": 0.0, "end": 0.5, "text": "हय", "speaker_id": 1}]
+    recording = {"verbatim": segments, "normalized": segments, "speaker_id": "a"}
+    (folder / "speaker1" / "0.json").write_text(json.dumps(recording))
+    shutil.copy(folder / "0.wav", folder / "speaker1" / "0.wav")
+    return Inputs(folder)
+
+
+Arguments = Callable[[Inputs, str], tuple[str, ...]]
+
+
+def preparation(source: str, *flags: str, table: str = "all.csv", output: str = "out") -> Arguments:
+    def arguments(inputs: Inputs, out: str) -> tuple[str, ...]:
+        kind = () if "--format" in flags else ("--format", "csv", "--table", table)
+        return *kind, "--source", inputs[source], "--output", f"{out}/{output}", *flags
+
+    return arguments
+
+
+def named(*words: str) -> Arguments:
+    """Words of a command line: `<NAME>` is an input, `>NAME` an output."""
+
+    def arguments(inputs: Inputs, out: str) -> tuple[str, ...]:
+        filled = []
+        for word in words:
+            if word.startswith("<"):
+                filled.append(inputs[word[1:-1]])
+            elif word.startswith(">"):
+                filled.append(out + word[1:])
+            else:
+                filled.append(word)
+        return tuple(filled)
+
+    return arguments
+
+
+LM = ("--checkpoint", "<good.pt>")
+EVALUATION = ("--device", "cpu", "--checkpoint")
+DATA = ("--train_manifest", "<good.jsonl>", "--test_manifest", "<good.jsonl>")
+REFUSALS: dict[str, tuple[str, Arguments, int]] = {
+    "prepare: no such source": ("prepare_data.py", preparation("nowhere"), 2),
+    "prepare: no such table": ("prepare_data.py", preparation("", table="no.csv"), 3),
+    "prepare: too few speakers": (
+        "prepare_data.py",
+        preparation("", "--split_by", "speaker", table="two.csv", output="deep/out"),
+        3,
+    ),
+    "prepare: an output below a file": ("prepare_data.py", preparation("", output="in/file/out"), 6),
+    "prepare: missing parents": ("prepare_data.py", preparation("empty", output="deep/er/out", table="no.csv"), 3),
+    "prepare: only expected refusals": ("prepare_data.py", preparation("speaker1", "--format", "indicvoices"), 3),
+    "import: no such model": ("import_asr.py", named("<nowhere.nemo>", ">/out.pt"), 4),
+    "import: no model": ("import_asr.py", named("<bad.nemo>", ">/out.pt"), 4),
+    "import: an empty folder": ("import_asr.py", named("<empty>", ">/out.pt"), 4),
+    "import: missing parent": ("import_asr.py", named("<bad.nemo>", ">/deep/out.pt"), 6),
+    "export: no checkpoint": ("export_asr.py", named("--checkpoint", "<file>", "--bundle", ">/a.safetensors"), 4),
+    "export: cut": ("export_asr.py", named("--checkpoint", "<checkpoint_other.pt>", "--onnx", ">/a.onnx"), 4),
+    "export: missing parent": ("export_asr.py", named(*LM, "--bundle", ">/deep/a.safetensors"), 6),
+    "export: a folder of another kind": ("export_asr.py", named(*LM, "--whisper", ">/deep/whisper"), 2),
+    "export: no manifest": ("export_asr.py", named(*LM, "--bundle", ">/a.safetensors", "--manifest", "<file>"), 3),
+    "average: one is cut": ("average_checkpoints.py", named("<good.pt>", "<checkpoint_other.pt>"), 4),
+    "average: missing parent": ("average_checkpoints.py", named("<good.pt>", "--output", ">/deep/a.pt"), 6),
+    "average: no such folder": ("average_checkpoints.py", named("--checkpoint_dir", "<nowhere>"), 4),
+    "language model: no text": ("train_language_model.py", named(*LM, "--text", "<no.txt>", "--output", ">/a.arpa"), 3),
+    "language model: blank": (
+        "train_language_model.py",
+        named(*LM, "--text", "<blank.txt>", "--output", ">/a.arpa"),
+        3,
+    ),
+    "language model: Latin-1": (
+        "train_language_model.py",
+        named(*LM, "--text", "<latin.txt>", "--output", ">/a.arpa.gz"),
+        3,
+    ),
+    "language model: missing parent": (
+        "train_language_model.py",
+        named(*LM, "--text", "<lines.txt>", "--output", ">/deep/a.arpa"),
+        6,
+    ),
+    "evaluate: no checkpoint": (
+        "evaluate_konkanivani_asr.py",
+        named(*EVALUATION, "<file>", "--manifest", "<good.jsonl>", "--output", ">/h.jsonl"),
+        4,
+    ),
+    "evaluate: no manifest": (
+        "evaluate_konkanivani_asr.py",
+        named(*EVALUATION, "<good.pt>", "--manifest", "<no.jsonl>", "--html", ">/h.html"),
+        3,
+    ),
+    "evaluate: no audio": (
+        "evaluate_konkanivani_asr.py",
+        named(*EVALUATION, "<good.pt>", "--manifest", "<broken.jsonl>", "--html", ">/h.html"),
+        3,
+    ),
+    "evaluate: missing parent": (
+        "evaluate_konkanivani_asr.py",
+        named(*EVALUATION, "<good.pt>", "--manifest", "<good.jsonl>", "--output", ">/deep/h.jsonl"),
+        6,
+    ),
+    "evaluate: page in a missing parent": (
+        "evaluate_konkanivani_asr.py",
+        named(*EVALUATION, "<good.pt>", "--manifest", "<good.jsonl>", "--html", ">/deep/h.html"),
+        6,
+    ),
+    "evaluate: texts that do not pair": (
+        "evaluate_konkanivani_asr.py",
+        named("--references", "<lines.txt>", "--hypotheses", "<file>", "--output", ">/h.jsonl", "--html", ">/h.html"),
+        3,
+    ),
+    "transcribe: no recording": (
+        "transcribe.py",
+        named("<nowhere.wav>", *LM, "--device", "cpu", "--output_dir", ">/out"),
+        3,
+    ),
+    "transcribe: no audio": ("transcribe.py", named("<bad.wav>", *LM, "--device", "cpu", "--output_dir", ">/a/b"), 3),
+    "transcribe: two without audio": (
+        "transcribe.py",
+        named("<bad.wav>", "<file>", *LM, "--device", "cpu", "--output_dir", ">/a/b"),
+        3,
+    ),
+    "transcribe: breaks at its end": (
+        "transcribe.py",
+        named("<nan.wav>", *LM, "--device", "cpu", "--output_dir", ">/a/b"),
+        3,
+    ),
+    "transcribe: an empty folder": ("transcribe.py", named("<empty>", *LM, "--output_dir", ">/out"), 3),
+    "transcribe: no checkpoint": (
+        "transcribe.py",
+        named("<0.wav>", "--checkpoint", "<file>", "--output_dir", ">/o"),
+        4,
+    ),
+    "transcribe: an output below a file": (
+        "transcribe.py",
+        named("<0.wav>", *LM, "--device", "cpu", "--output_dir", "<file/out>"),
+        6,
+    ),
+    "compare: no models": ("compare_models.py", named("--folder", ">/deep/c", *DATA), 2),
+    "compare: no manifest": (
+        "compare_models.py",
+        named("--presets", "minimal", "--folder", ">/c", *DATA[:2], "--test_manifest", "<nowhere.jsonl>"),
+        3,
+    ),
+    "compare: no JSON": (
+        "compare_models.py",
+        named("--presets", "minimal", "--folder", ">/deep/c", *DATA[2:], "--train_manifest", "<no.jsonl>"),
+        3,
+    ),
+    "compare: a folder below a file": (
+        "compare_models.py",
+        named("--presets", "minimal", "--folder", "<file/c>", *DATA),
+        6,
+    ),
+    "compare: a report of another program": (
+        "compare_models.py",
+        named("--presets", "minimal", "--folder", "<foreign>", *DATA),
+        2,
+    ),
+    "train: no manifest": (
+        "train_konkanivani_asr.py",
+        named("--train_manifest", "<nowhere.jsonl>", "--checkpoint_dir", ">/c", "--log_dir", ">/deep/r"),
+        3,
+    ),
+    "train: a flag that contradicts": (
+        "train_konkanivani_asr.py",
+        named(*DATA[:2], "--batch_size", "0", "--checkpoint_dir", ">/c", "--log_dir", ">/r"),
+        2,
+    ),
+    "train: no checkpoint": (
+        "train_konkanivani_asr.py",
+        named(*DATA[:2], "--init_from", "<file>", "--checkpoint_dir", ">/c", "--log_dir", ">/r", "--device", "cpu"),
+        4,
+    ),
+    "inspect: no manifest": ("inspect_data.py", named("<nowhere.jsonl>"), 3),
+    "inspect: no JSON": ("inspect_data.py", named("<no.jsonl>"), 3),
+    "inspect: page in a missing parent": ("inspect_data.py", named("<good.jsonl>", "--html", ">/deep/h.html"), 6),
+}
+
+
+def listing(folder: Path) -> dict[str, bytes | None]:
+    """Every file and folder below, files with their contents."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refusal_leaves_every_folder_as_it_was(name: str, inputs: Inputs, tmp_path: Path) -> None:
+    script, arguments, code = REFUSALS[name]
+    before = listing(tmp_path)
+    words = arguments(inputs, str(tmp_path))
+    done = run_script(f"{SCRIPTS}/{script}", *words, cwd=tmp_path)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    left = listing(tmp_path)
+    assert sorted(set(left) ^ set(before)) == [] and left == before, done.stderr

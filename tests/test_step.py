@@ -73,10 +73,10 @@ TRAIN = """
 import sys
 from konkanivani.base.config import OptimizerConfig
 from konkanivani.training.step import train_step
-from tests.invariants.parts import double_parts, speeches, window
+from tests.invariants.parts import double_parts, global_batch, speeches
 {before}
 for kind in ("adamw", "adamw8bit"):
-    train_step(double_parts(optimizer=OptimizerConfig(optimizer=kind)), window(speeches(2), 1), step=0)
+    train_step(double_parts(optimizer=OptimizerConfig(optimizer=kind)), global_batch(speeches(2), 1), step=0)
 print("torch._dynamo" in sys.modules, "triton" in sys.modules)
 """
 

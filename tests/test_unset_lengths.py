@@ -190,7 +190,7 @@ def test_an_mp3_without_length_header_is_read_to_its_end(tmp_path):
 
 @pytest.mark.parametrize("shape", [(2, RATE), (1, RATE)])
 def test_torchaudios_layout_is_named_with_what_to_pass(shape):
-    with pytest.raises(DataError, match=r"Pass samples\.T\."):
+    with pytest.raises(DataError, match=r"Give samples\.T\."):
         stream_samples(np.zeros(shape, np.float32), RATE)
     assert sum(map(len, stream_samples(np.zeros(shape, np.float32).T, RATE))) == RATE
 

@@ -144,7 +144,7 @@ def set_process_defaults(environment):
     """What PyTorch and its libraries read when they are loaded; a user's own settings stay."""
     set_allocator_defaults(environment)
     # Threads that spin while they wait make training a hundred times slower on a core that they have to share, be it
-    # with the audio workers; sleeping ones cost a tenth on a core of their own (docs/LOG.md).
+    # with the audio workers; sleeping ones cost a tenth on a core of their own (docs/experiments.md).
     environment.setdefault("OMP_WAIT_POLICY", "passive")
     # oneDNN keeps the kernels of the last 1,024 shapes, and utterances of mixed lengths are all shapes of their own.
     environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
@@ -168,7 +168,7 @@ def add_huge_pages(environment):
     """Has glibc ask for pages of 2 MiB, for a program that is started with `environment`; a user's own choice stays.
 
     A step frees its gradients and takes them again, 25,000 pages of 4 KiB for 25 M parameters: a fortieth of its time
-    (docs/LOG.md). glibc reads this only as a program starts, so a Python that needs no other one goes without.
+    (docs/experiments.md). glibc reads this only as a program starts, so a Python that needs no other one goes without.
     """
     tunables = environment.get("GLIBC_TUNABLES", "")
     if "glibc.malloc.hugetlb" not in tunables:
@@ -189,9 +189,9 @@ def set_malloc_options(environment):
     """Has glibc return freed tensors' memory to the system, and keep one heap for all threads; whether it was told so.
 
     By itself malloc soon keeps blocks of up to 32 MiB in its heap, where freed tensors of mixed sizes leave holes that
-    none of the next fit: more memory is resident than is in use (docs/LOG.md). And it gives each thread a heap, whose
-    holes no other thread fills: micro-batches side by side would take a third of a gibibyte more. A user's own setting
-    stays. A heap that grows to the byte and shrinks at once has its pages cleared again and again, for a tenth of a
+    none of the next fit: more memory is resident than is in use (docs/experiments.md). And it gives each thread a heap,
+    whose holes no other thread fills: concurrent micro-batches would need 400 MiB more. A user's own setting stays.
+    A heap that grows to the byte and shrinks at once has its pages cleared again and again, for a tenth of a
     step: it grows by more than is asked for, and keeps its free end, which the next step's gradients take. Not by the
     environment: that counts only before a process starts, and other programs would inherit it. Elsewhere than on glibc
     nothing happens.

@@ -59,6 +59,11 @@ def read_own_flags(given: list[Flag], arguments: list[str]) -> Flags:
     return read_flags(Flags, ["--help"] if {"-h", "--help"} & set(arguments) else words, Flags())
 
 
+def check_report(folder: Path) -> None:
+    """Raise a UsageError if the folder's report is another program's file."""
+    check_own_file(folder / REPORT, "--folder", "comparison", '{"models":')
+
+
 def answer(arguments: list[str]) -> str:
     """The comparison, as it is to be printed; where every model fails, that, and the first one's exit code."""
     given = flags_in(arguments)
@@ -68,8 +73,10 @@ def answer(arguments: list[str]) -> str:
     check_data(configs[candidates[0].name])
     conditions = {name: conditions_of(config) for name, config in configs.items()}
     check_conditions(conditions, flags.folder)
+    if flags.folder.is_dir():
+        check_report(flags.folder)  # before the lock, which is a file in the folder
     trainer, _lock = Trainer(TRAINER), RunLock(flags.folder, COMPARING)
-    check_own_file(flags.folder / REPORT, "--folder", "comparison", '{"models":')
+    check_report(flags.folder)
     trainer.install()
     with ignore_lost_output():
         outcomes = compare(candidates, conditions, flags.folder, trainer)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # usage errors do not wait for torch
     from konkanivani.inference.speech_model import SpeechModel
     from konkanivani.inference.verify import Exported, FormScore
     from konkanivani.training.checkpoint.checkpoint import Checkpoint
+    from konkanivani.training.validation import EvaluationSet
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def export(flags: Flags) -> str:
 
     from konkanivani.inference.onnx_export import require_onnx
     from konkanivani.inference.speech_model import build_speech_model, check_finite
-    from konkanivani.inference.verify import Exported, recognize_with
+    from konkanivani.inference.verify import Exported, compare, recognize_with
     from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
     if flags.onnx is not None or flags.int8 is not None:
@@ -109,6 +110,7 @@ def export(flags: Flags) -> str:
     check_kind(flags, checkpoint)
     speech_model = build_speech_model(checkpoint, torch.device("cpu"))
     check_finite(flags.checkpoint, speech_model.model.state_dict())
+    utterances = None if flags.manifest is None else read_utterances(flags, checkpoint, speech_model)
     forms = [Exported("checkpoint", Path(flags.checkpoint), recognize_with(speech_model))]
     if flags.bundle is not None:
         forms.append(export_bundle(Path(flags.bundle), speech_model))
@@ -116,9 +118,9 @@ def export(flags: Flags) -> str:
         forms += export_onnx(flags, speech_model)
     if flags.folders:
         forms += export_folders(flags, checkpoint)
-    if flags.manifest is None:
+    if utterances is None:
         return "Read again, compared with the checkpoint on a signal: sound. With --manifest they are scored."
-    return "\n".join(score(flags, checkpoint, speech_model, forms))
+    return "\n".join(table(compare(forms, utterances)))
 
 
 def with_folder(checkpoint: "Checkpoint", folder: str) -> "Checkpoint":
@@ -205,20 +207,18 @@ def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
     return forms
 
 
-def score(flags: Flags, checkpoint: "Checkpoint", speech_model: "SpeechModel", forms: list["Exported"]) -> list[str]:
-    """The table of the forms' scores on the manifest."""
+def read_utterances(flags: Flags, checkpoint: "Checkpoint", speech_model: "SpeechModel") -> "EvaluationSet":
+    """Return the utterances of --manifest to score on, checked before anything is written."""
     from konkanivani.base.flags import config_from_text
     from konkanivani.data.rejections import Rejections
-    from konkanivani.inference.verify import compare
     from konkanivani.recipe.speech import build_evaluation_set
 
     config = config_from_text(checkpoint.config)
     config = replace(config, data=replace(config.data, audio_roots=flags.audio_roots))
     rejections = Rejections(None, parse_share(config.data.max_rejected, "--max_rejected"))
-    utterances = build_evaluation_set(
+    return build_evaluation_set(
         flags.manifest, config, speech_model.tokenizer, speech_model.architecture, speech_model.device, rejections
     )
-    return table(compare(forms, utterances))
 
 
 def table(comparisons: list["FormScore"]) -> list[str]:

@@ -34,6 +34,8 @@ def describe(report: PreparationReport, output: Path) -> str:
         lines.append(f"  left out: {count.rows} ({count.kind})")
     if report.refused:
         lines.append(f"  each with its row and reason in {output / REJECTED}")
+    if report.removed_characters:
+        lines.append(f"  {report.removed_characters}")
     for leak in report.leaks:
         if leak.count:
             lines.append(f"  in two splits: {leak.count} × the same {leak.what}, such as")

@@ -132,7 +132,7 @@ def build_speeches(seed: int) -> list[Example]:
 def build_parts(model: torch.nn.Module) -> StepParts:
     """Our step, with the same weights."""
     config = TrainConfig(
-        data=DataConfig(micro_batches_at_once=1),
+        data=DataConfig(concurrent_micro_batches=1),
         loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0),
         optimizer=OptimizerConfig(learning_rate=0.0, weight_decay=0.0),
     )

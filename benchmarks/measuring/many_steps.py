@@ -48,7 +48,8 @@ class Drift:
     """What was measured. Live bytes are those of all tensors between two steps, resident memory is in MiB.
 
     `settled_mib` is the median over the steps from `settled_step` on, `end_mib` and `step_s` (on a CPU with the count
-    of live bytes in it) over the last ones.
+    of live bytes in it) over the last ones. `growth_mib_per_step` is the growth from the former to the latter, and
+    `late_growth_mib_per_step` that since the middle: a cache of bounded size fills up, and leaves the second near zero.
     """
 
     preset: str
@@ -65,6 +66,8 @@ class Drift:
     end_mib: float
     largest_mib: float
     growth_percent: float
+    growth_mib_per_step: float
+    late_growth_mib_per_step: float
     step_s: float
     loss: float
     is_within: bool
@@ -75,7 +78,8 @@ class Drift:
             f"{self.preset}, {self.steps} steps on {self.audio_seconds:.0f} s of audio: live bytes between steps "
             f"{self.live_first} at first, {self.live_last} at last, {self.live_most} at most; resident "
             f" {self.settled_mib:.0f} MiB after step {self.settled_step}, "
-            f"{self.end_mib:.0f} MiB at the end ({self.growth_percent:+.1f} %), {self.step_s:.2f} s a step then: "
+            f"{self.end_mib:.0f} MiB at the end ({self.growth_percent:+.1f} %, {self.growth_mib_per_step:+.3f} MiB "
+            f"a step, {self.late_growth_mib_per_step:+.3f} in the second half), {self.step_s:.2f} s a step then: "
             f"{'within' if self.is_within else 'OUTSIDE'} the bars."
         )
 
@@ -149,8 +153,9 @@ def live_now(device: torch.device, live: LiveBytes) -> int:
 def summarize(preset: str, params: int, moments: Sequence[Moment]) -> Drift:
     """The drift over these moments, which are those of a run from its first step on."""
     settled = min(SETTLED_STEP, len(moments) // 2)
-    settled_mib = statistics.median(moment.resident_mib for moment in moments[settled : settled + SAMPLES])
-    end_mib = statistics.median(moment.resident_mib for moment in moments[-SAMPLES:])
+    last = max(len(moments) - SAMPLES, settled)
+    middle = (settled + last) // 2
+    settled_mib, middle_mib, end_mib = (median_mib(moments, first) for first in (settled, middle, last))
     growth, most = 100 * (end_mib / settled_mib - 1), max(moment.live for moment in moments)
     return Drift(
         preset=preset,
@@ -167,7 +172,14 @@ def summarize(preset: str, params: int, moments: Sequence[Moment]) -> Drift:
         end_mib=round(end_mib, 1),
         largest_mib=round(max(moment.resident_mib for moment in moments), 1),
         growth_percent=round(growth, 2),
+        growth_mib_per_step=round((end_mib - settled_mib) / max(1, last - settled), 4),
+        late_growth_mib_per_step=round((end_mib - middle_mib) / max(1, last - middle), 4),
         step_s=round(statistics.median(moment.seconds for moment in moments[-SAMPLES:]), 3),
         loss=round(moments[-1].report.loss, 3),
         is_within=most <= moments[0].live and growth <= GROWTH_PERCENT,
     )
+
+
+def median_mib(moments: Sequence[Moment], first: int) -> float:
+    """Return the median resident memory over `SAMPLES` steps from `first` on."""
+    return statistics.median(moment.resident_mib for moment in moments[first : first + SAMPLES])

@@ -16,7 +16,7 @@ GLOBAL_BATCH_SECONDS = (
     20.0  # of little speech in a step: twice the steps of half the speech learn more in as many epochs
 )
 MIN_GLOBAL_BATCH_SIZE = 2
-LARGE_RATE = 2e-3  # for a model no wider, from so many distinct words and hours on: else it learns less (docs/LOG.md)
+LARGE_RATE = 2e-3  # up to that width, from that number of words and hours on (docs/experiments.md)
 SMALL_WIDTH, MANY_WORDS, MIN_HOURS = 128, 100, 0.75
 TUNED_GLOBAL_BATCH_SIZE = 16  # utterances, of a model that has learnt already: as its makers' own recipes have it
 

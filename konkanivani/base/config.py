@@ -10,7 +10,15 @@ AUTO = "auto"
 DEFAULT_RATE = 1e-3
 DEFAULT_EFFECTIVE_BATCH_SIZE = 8
 AudioContext = Literal["window", "speech"]
-OLD_NAMES = {"rir_share": "rir_prob", "noise_share": "noise_prob"}  # in old command lines and checkpoints
+# Old flag names, accepted on command lines and in checkpoints.
+OLD_NAMES = {
+    "rir_share": "rir_prob",
+    "noise_share": "noise_prob",
+    "micro_batches_at_once": "concurrent_micro_batches",
+    "edges": "frame_padding",
+    "deviation": "std_ddof",
+    "power_guard": "log_floor_mode",
+}
 
 
 @dataclass(frozen=True)
@@ -67,18 +75,18 @@ class FeatureConfig:
     hop_samples: int = 160
     """Hop between feature frames, in samples (160: 10 ms)."""
     smallest_power: float = 1e-10
-    """Lower bound of the mel power before the logarithm, or a constant added to it (see --power_guard)."""
-    power_guard: Literal["floor", "added"] = "floor"
+    """Lower bound of the mel power before the logarithm, or a constant added to it (see --log_floor_mode)."""
+    log_floor_mode: Literal["floor", "added"] = "floor"
     """How --smallest_power keeps the logarithm finite: floor (clamp) or added."""
     preemphasis: float = 0.0
     """Pre-emphasis coefficient: x[n] - c x[n-1] (0: off)."""
     window: Literal["periodic", "symmetric"] = "periodic"
     """Periodic or symmetric Hann window."""
-    edges: Literal["none", "zeros", "reflected"] = "none"
+    frame_padding: Literal["none", "zeros", "reflected"] = "none"
     """Padding at both ends of the waveform: none, zeros, or reflected."""
     mel_scale: Literal["htk", "slaney"] = "htk"
     """Mel scale: htk, or slaney with area normalisation."""
-    deviation: Literal["population", "sample"] = "population"
+    std_ddof: Literal["population", "sample"] = "population"
     """Divisor of the standard deviation in feature normalisation: n (population) or n - 1 (sample)."""
 
 
@@ -103,7 +111,7 @@ class DataConfig:
     most 20 s of audio)."""
     effective_batch_size: int | None = None
     """Utterances per optimizer step with --batch_size auto (None: as --gradient_accumulation_steps auto)."""
-    micro_batches_at_once: int | Literal["auto"] = "auto"
+    concurrent_micro_batches: int | Literal["auto"] = "auto"
     """CPU only: run N micro-batches in parallel, each on a share of the cores; faster, but needs more memory (auto: 2
     if there are two threads and the memory plan allows it)."""
     train_subset: float = 100.0

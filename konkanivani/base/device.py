@@ -26,7 +26,7 @@ def choose_device(asked: str) -> torch.device:
         torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.cuda.get_arch_list(), torch.__version__
     )
     torch.set_float32_matmul_precision("high")  # TF32 where the card has it
-    # cuDNN makes a plan for each new length of each operator: nine tenths of a step, and the host's memory (LOG.md).
+    # cuDNN creates a plan for each new shape: nine tenths of a step, and 55 MiB of host memory (docs/experiments.md).
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device("cuda", torch.cuda.current_device())  # PyTorch's limit of a card's memory asks for its number

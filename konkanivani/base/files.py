@@ -113,6 +113,18 @@ def write_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 
 @contextlib.contextmanager
+def without_empty_folders(folders: Iterable[Path]) -> Iterator[None]:
+    """Remove, at the end of the block, those of these folders and their parents that it made and left empty."""
+    absent = {place for folder in folders for place in (folder, *folder.parents) if not os.path.lexists(place)}
+    try:
+        yield
+    finally:
+        for place in sorted(absent, key=lambda path: len(path.parts), reverse=True):
+            with contextlib.suppress(OSError):  # it holds something, or was never made
+                place.rmdir()
+
+
+@contextlib.contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
     """A new folder in `folder`, removed at the end with all that it holds and all that was made to hold it."""
     absent = [place for place in (folder, *folder.parents) if not place.exists()]

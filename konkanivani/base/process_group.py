@@ -22,8 +22,8 @@ ROLL_CALL_SECONDS = 3.0  # in which the ranks that still run say so, once contac
 def process_group(topology: Topology, timeout: float) -> Iterator[None]:
     """The block runs in every process of the topology, joined; what one waits for another takes at most `timeout` s.
 
-    An error ends all of them, and is told by one: by the rank that it came from first. The others raise ReportedByOtherRank
-    with the same exit code. Where a rank has ended without a word or hangs, one of those left says which.
+    An error ends all ranks. Only the rank that failed first reports it; the others raise ReportedByOtherRank with the
+    same exit code. If a rank dies without a message or hangs, one of the remaining ranks names it.
     """
     if topology.is_single_process:
         yield
@@ -74,8 +74,8 @@ def _attempt(store: dist.Store, topology: Topology, timeout: float) -> int:
                 return first
         time.sleep(0.02)
     raise RankLost(
-        f"Rank {topology.rank} waited {timeout:g} s for all {topology.world_size} ranks. See that every machine's torchrun "
-        "runs, with the same --rdzv_endpoint, or give a longer --rank_timeout."
+        f"Rank {topology.rank} waited {timeout:g} s for all {topology.world_size} ranks. Check that torchrun runs on "
+        "every machine with the same --rdzv_endpoint, or give a longer --rank_timeout."
     )
 
 
@@ -87,7 +87,7 @@ def _told_by_another(store: dist.Store, rank: int, code: int) -> ReportedByOther
 
 
 def _cause_of(error: BaseException, topology: Topology, store: dist.Store, timeout: float) -> BaseException:
-    """What to raise in place of an error: itself, ReportedByOtherRank, or for a rank that was lost an error that names it."""
+    """Return the exception to raise: the error itself, ReportedByOtherRank, or an error that names a lost rank."""
     cause = error
     with contextlib.suppress(RuntimeError):  # the store may have been the lost rank's
         code = error.exit_code if isinstance(error, KonkaniVaniError) else 1

@@ -143,8 +143,8 @@ def _data_rules(data: DataConfig) -> list[Rule]:
             "--effective_batch_size must be at least 1",
         ),
         (
-            data.micro_batches_at_once == AUTO or 1 <= data.micro_batches_at_once <= 64,
-            "--micro_batches_at_once must be between 1 and 64",
+            data.concurrent_micro_batches == AUTO or 1 <= data.concurrent_micro_batches <= 64,
+            "--concurrent_micro_batches must be between 1 and 64",
         ),
         (0 < data.train_subset <= 100, "--train_subset is a percentage: above 0, at most 100"),
         (0 <= data.min_duration < data.max_duration, "--min_duration must be below --max_duration"),

@@ -130,10 +130,10 @@ def largest_batch(batches: tuple[Batch, ...]) -> Batch:
 
 
 def order_for_concurrency(batches: tuple[Batch, ...], concurrent_micro_batches: int) -> tuple[Batch, ...]:
-    """The batches in the order in which `concurrent_micro_batches` of them at a time are done soonest; one at a time, as they were.
+    """Order batches so that running `concurrent_micro_batches` of them in parallel takes the least time.
 
-    Costliest first, so that what is left for the end is short; but the first `concurrent_micro_batches` the other way round, as each
-    adds its gradients after the one before it and would have to wait for a costlier one.
+    The longest come first, so that the last ones are short. The first `concurrent_micro_batches` are in ascending
+    order, because gradients are added in order and a short batch would wait for a longer one before it.
     """
     if concurrent_micro_batches < 2:
         return batches

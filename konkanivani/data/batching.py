@@ -19,15 +19,15 @@ PLAN_VERSION = 2  # counts changes of how a plan follows from its numbers
 
 @dataclass(frozen=True, order=True)
 class Cursor:
-    """A position in the data: `global_batch` windows of epoch `epoch` (from 0) have been consumed."""
+    """A position in the data: `consumed` global batches of epoch `epoch` (from 0) have been trained on."""
 
     epoch: int
-    global_batch: int
+    consumed: int
 
 
 @dataclass(frozen=True)
 class EpochPlan(Sequence[np.ndarray]):
-    """The windows of one epoch as arrays of utterance indices; `order` has them window after window."""
+    """The global batches of one epoch as arrays of utterance indices; `order` is their concatenation."""
 
     order: np.ndarray
     global_batch_order: np.ndarray
@@ -38,9 +38,8 @@ class EpochPlan(Sequence[np.ndarray]):
 
     def __getitem__(self, number: int) -> np.ndarray:
         number = range(len(self))[number]
-        place = (
-            int(self.global_batch_order[number]) if number < len(self.global_batch_order) else number
-        )  # the ragged one is last
+        is_full = number < len(self.global_batch_order)  # only the last global batch may be smaller
+        place = int(self.global_batch_order[number]) if is_full else number
         return self.order[place * self.global_batch_size : (place + 1) * self.global_batch_size]
 
 

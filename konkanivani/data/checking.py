@@ -19,6 +19,9 @@ from konkanivani.data.utterance import Utterance
 from konkanivani.data.vocabulary import Vocabulary
 
 ROWS_AT_ONCE = 500_000
+# Fast speech has some 40 code points a second, of at most three tokens each. Without CTC nothing else bounds a text.
+MAX_TOKEN_RATE = 200.0  # tokens a second
+SPARE_TOKENS = 100
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,13 @@ class Limits:
         """(N,) bool: whether utterances of these durations (N,) have too few encoder frames, or none, for these."""
         needed = np.maximum(frames_needed if self.is_aligned else 0, 1)
         return self.encoder_frames(durations) < needed
+
+    def most_spoken_tokens(self, durations: np.ndarray) -> np.ndarray:
+        """Return the most tokens (N,) that utterances of these durations (N,) may have; CTC has a stricter bound."""
+        durations = np.asarray(durations)
+        if self.is_aligned:
+            return np.full(durations.shape, np.inf)
+        return SPARE_TOKENS + MAX_TOKEN_RATE * durations
 
     def encoder_frames(self, durations: np.ndarray) -> np.ndarray:
         """Encoder frames of so many seconds of audio (N,) at the fastest speed."""
@@ -92,6 +102,9 @@ def reason_to_reject(utterance: Utterance, tokens: list[int], limits: Limits) ->
         return f"{utterance.duration:.2f} s is longer than {limits.duration_flag} {limits.max_duration:g} s"
     if len(tokens) > limits.max_tokens:
         return f"{len(tokens)} tokens are more than {limits.tokens_limit} {limits.max_tokens}"
+    if len(tokens) > limits.most_spoken_tokens(utterance.duration):
+        rate = f"{utterance.duration:.2f} s, {MAX_TOKEN_RATE:g} tokens a second at most"
+        return f"{len(tokens)} tokens are more than speech of its length has: {rate}"
     frames, needed = limits.encoder_frames(utterance.duration), ctc_frames_needed(tokens)
     if not limits.frames_missing(utterance.duration, needed):
         return None
@@ -125,6 +138,7 @@ def _usable(manifest: Manifest, counts: TokenCounts, limits: Limits) -> np.ndarr
         durations, tokens = manifest.durations[rows], counts.tokens[rows]
         fits = (tokens > 0) & (tokens <= limits.max_tokens)
         fits &= (durations >= limits.min_duration) & (durations <= limits.max_duration)
+        fits &= tokens <= limits.most_spoken_tokens(durations)
         usable[rows] = fits & ~limits.frames_missing(durations, counts.frames_needed[rows])
     return usable
 

@@ -12,7 +12,13 @@ Unicode names no equivalent encoding without the joiner for the second row, so t
 
 import re
 import unicodedata
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
+from konkanivani.base.console import count
+
+MAX_NAMED = 8  # kinds of characters that a sentence names
 ZWNJ = "\u200c"
 ZWJ = "\u200d"
 JOINERS = frozenset((ZWNJ, ZWJ))
@@ -48,3 +54,69 @@ def drop_unwritten(text: str) -> str:
     if text.isascii():
         return text
     return "".join(character for character in text if not is_dropped_from_written(character))
+
+
+# Category Cf without `VISIBLE`. Its ranges are written out: to find them takes a sixth of a second at each start.
+_INVISIBLE = re.compile(
+    "[\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb\U00013430-\U0001343f"
+    "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001\U000e0020-\U000e007f]"
+)
+
+
+def find_removed(text: str) -> list[str]:
+    """Return the invisible format characters that scored text drops, in their order; a mapped joiner is not dropped."""
+    if text.isascii():
+        return []
+    return _find_invisible(map_equivalent(unicodedata.normalize("NFC", text)) if ZWJ in text else text)
+
+
+def find_unwritten(text: str) -> list[str]:
+    """Return the invisible format characters that written text drops too, in their order: no joiner."""
+    return [] if text.isascii() else [character for character in _find_invisible(text) if character not in JOINERS]
+
+
+def _find_invisible(text: str) -> list[str]:
+    # An older Unicode than that of the ranges has fewer.
+    return [character for character in _INVISIBLE.findall(text) if unicodedata.category(character) == "Cf"]
+
+
+def count_mapped_joiners(text: str) -> int:
+    """Return how many joiners of `text` are part of a sequence that is mapped to its equivalent encoding."""
+    return text.count(ZWJ) - find_removed(text).count(ZWJ) if ZWJ in text else 0
+
+
+@dataclass
+class FormatCharacterCount:
+    """Invisible format characters that are removed from transcripts, by character, and the transcripts with any.
+
+    `unwritten_texts` are the transcripts with one that written text drops too, so no joiner.
+    """
+
+    characters: Counter[str] = field(default_factory=Counter)
+    texts: int = 0
+    unwritten_texts: int = 0
+
+    def add(self, removed: Iterable[str]) -> None:
+        """Count the characters that `find_removed` finds in one transcript."""
+        found = Counter(removed)
+        if found:
+            self.characters += found
+            self.texts += 1
+            self.unwritten_texts += not JOINERS.issuperset(found)
+
+    def add_all(self, other: "FormatCharacterCount") -> None:
+        """Add the counts of other transcripts."""
+        self.characters += other.characters
+        self.texts += other.texts
+        self.unwritten_texts += other.unwritten_texts
+
+    def sentence(self, keeps_joiners: bool = False) -> str:
+        """Return one sentence with the counts; empty if nothing is removed. Written text keeps its joiners."""
+        left = {c: n for c, n in self.characters.items() if not (keeps_joiners and c in JOINERS)}
+        if not left:
+            return ""
+        texts = self.unwritten_texts if keeps_joiners else self.texts
+        codes = [f"U+{ord(character):04X}" for character in sorted(left)]
+        named = ", ".join(codes[:MAX_NAMED]) + (f" and {len(codes) - MAX_NAMED} more" if codes[MAX_NAMED:] else "")
+        removed = count(sum(left.values()), "invisible format character")
+        return f"Removed {removed} from {count(texts, 'transcript')} ({named})."

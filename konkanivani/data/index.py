@@ -8,10 +8,11 @@ import json
 import os
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from heapq import nsmallest
 from itertools import repeat
 from multiprocessing import get_context
@@ -23,16 +24,18 @@ import numpy as np
 from konkanivani.base.console import say
 from konkanivani.data.audio.roots import audio_roots
 from konkanivani.data.audio.unicode_paths import existing_path
+from konkanivani.data.format_characters import FormatCharacterCount, find_removed
 from konkanivani.data.utterance import BadRow, parse_row
 
-# 4: a sketch of 256 marks; 3: rows with format characters or absolute paths refused; 2: without a sketch; 1: by the
-# time of the last change alone, which an archive brings along.
-VERSION = 5
+# 5: a sketch of 256 marks. 4: no channels and no counts of format characters. 3: rows with format characters or
+# absolute paths were refused. 2: no sketch. 1: checked by modification time alone, which unpacking an archive restores.
+VERSION = 6
 SMALL_BYTES = 4 * 2**20  # read anew at each start: it takes less than a second, and nothing is left beside the file
 BLOCK_BYTES = 16 * 2**20
 SKETCHED = 2**16  # marks: exact for corpora of up to about 90 hours, and 600 kB in a checkpoint
 MAX_LINE = 2**20  # bytes; hours of speech need less
 MISSING = "the audio file does not exist"
+FORMAT_CHARACTERS = "format_characters.json"
 ARRAYS = {"starts": np.int64, "sizes": np.int32, "rows": np.int32, "durations": np.float64}
 
 
@@ -54,7 +57,8 @@ class ManifestIndex:
     """The sound rows: the byte at which each line starts, its bytes, its number from 1, its seconds; and the others.
 
     `sketch` are the least marks of the utterances, ascending, at most SKETCHED, by which two corpora are compared.
-    `folder` is where the arrays are kept, None where they are not.
+    `folder` is where the arrays are kept, None where they are not. `format_characters` are those of the transcripts
+    that normalisation removes.
     """
 
     starts: np.ndarray
@@ -64,6 +68,7 @@ class ManifestIndex:
     broken: tuple[BrokenRow, ...]
     sketch: tuple[int, ...]
     folder: Path | None
+    format_characters: FormatCharacterCount = field(default_factory=FormatCharacterCount)
 
 
 def open_index(manifest: Path, named_roots: tuple[str, ...] = ()) -> ManifestIndex:
@@ -99,11 +104,20 @@ def _read(folder: Path, manifest: Path, identity: dict[str, object]) -> Manifest
         lines = (folder / "broken.jsonl").read_text(encoding="utf-8").splitlines()
         broken = tuple(BrokenRow(**json.loads(line)) for line in lines)
         sketch = tuple(json.loads((folder / "sketch.json").read_text()))
+        removed = _read_counts(folder / FORMAT_CHARACTERS)
         arrays = {name: _mapped(folder / name, kind) for name, kind in ARRAYS.items()}
     except (OSError, ValueError, TypeError):
         return None
     is_mended = any(row.is_missing and os.path.exists(manifest.parent / row.audio_filepath) for row in broken)
-    return None if is_mended else ManifestIndex(**arrays, broken=broken, sketch=sketch, folder=folder)
+    if is_mended:
+        return None
+    return ManifestIndex(**arrays, broken=broken, sketch=sketch, folder=folder, format_characters=removed)
+
+
+def _read_counts(path: Path) -> FormatCharacterCount:
+    """Return the counts at `path`; a ValueError or TypeError if they are something else."""
+    characters, texts, unwritten_texts = json.loads(path.read_text(encoding="utf-8"))
+    return FormatCharacterCount(Counter(dict(characters)), int(texts), int(unwritten_texts))
 
 
 def _mapped(path: Path, kind: type) -> np.ndarray:
@@ -117,20 +131,24 @@ def _write(folder: Path, manifest: Path, identity: dict[str, object], roots: tup
     partial.mkdir()
     broken: list[BrokenRow] = []
     sketch: tuple[int, ...] = ()
+    removed = FormatCharacterCount()
     for block in _scanned(manifest, roots):
         for name in ARRAYS:
             with open(partial / name, "ab") as file:
                 getattr(block, name).tofile(file)
         broken += block.broken
         sketch = _least({*sketch, *block.sketch})
+        removed.add_all(block.format_characters)
     with open(partial / "broken.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(row)) + "\n" for row in broken)
     (partial / "sketch.json").write_text(json.dumps(sketch))
+    counts = (removed.characters, removed.texts, removed.unwritten_texts)
+    (partial / FORMAT_CHARACTERS).write_text(json.dumps(counts), encoding="utf-8")
     (partial / "index.json").write_text(json.dumps(identity))
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     arrays = {name: _mapped(folder / name, kind) for name, kind in ARRAYS.items()}
-    return ManifestIndex(**arrays, broken=tuple(broken), sketch=sketch, folder=folder)
+    return ManifestIndex(**arrays, broken=tuple(broken), sketch=sketch, folder=folder, format_characters=removed)
 
 
 def _least(marks: set[int]) -> tuple[int, ...]:
@@ -142,7 +160,10 @@ def _joined(blocks: list[ManifestIndex]) -> ManifestIndex:
     arrays = {name: np.concatenate([empty[name], *(getattr(block, name) for block in blocks)]) for name in ARRAYS}
     broken = tuple(row for block in blocks for row in block.broken)
     sketch = _least({mark for block in blocks for mark in block.sketch})
-    return ManifestIndex(**arrays, broken=broken, sketch=sketch, folder=None)
+    removed = FormatCharacterCount()
+    for block in blocks:
+        removed.add_all(block.format_characters)
+    return ManifestIndex(**arrays, broken=broken, sketch=sketch, folder=None, format_characters=removed)
 
 
 def _scanned(manifest: Path, roots: tuple[str, ...]) -> Iterator[ManifestIndex]:
@@ -176,6 +197,7 @@ def _scan(manifest: str, first: int, end: int, roots: tuple[str, ...]) -> tuple[
     """The index of the lines in these bytes, rows numbered from 1, and how many lines there are."""
     columns: dict[str, list] = {name: [] for name in ARRAYS}
     broken, marks, start, row, known = [], set(), first, 0, ""
+    removed = FormatCharacterCount()
     folder = os.path.dirname(manifest)
     with open(manifest, "rb") as file:
         file.seek(first)
@@ -189,13 +211,15 @@ def _scan(manifest: str, first: int, end: int, roots: tuple[str, ...]) -> tuple[
                         raise BadRow(MISSING, utterance.audio_filepath)
                     known = utterance.audio_path
                     marks.add(utterance.mark)
+                    removed.add(find_removed(utterance.text))
                     for column, value in zip(columns.values(), (start, size, row, utterance.duration), strict=True):
                         column.append(value)
                 except BadRow as error:
                     broken.append(BrokenRow(row, error.audio_filepath, str(error), str(error) == MISSING))
             start += size
     arrays = {name: np.array(columns[name], kind) for name, kind in ARRAYS.items()}
-    return ManifestIndex(**arrays, broken=tuple(broken), sketch=_least(marks), folder=None), row
+    found = ManifestIndex(**arrays, broken=tuple(broken), sketch=_least(marks), folder=None, format_characters=removed)
+    return found, row
 
 
 def _lines(file: BinaryIO, end: int) -> Iterator[tuple[bytes, int]]:

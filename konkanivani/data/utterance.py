@@ -3,7 +3,8 @@
 A row is a JSON object: `audio_filepath` (relative to the manifest's folder, or absolute), `duration` in seconds,
 `text`, and optionally `speaker` and `pattern` (`seen` or `unseen` in training; the built-in corpus sets it). With
 `offset` it is the `duration` seconds of its file that begin `offset` seconds into it, with `byte_offset` and
-`byte_count` the audio file is a part of the file named: a member of a tar shard.
+`byte_count` the audio file is a part of the file named: a member of a tar shard. With `channel` (from 0) it is that
+channel alone of a recording with one speaker per channel; without it, the mean of all channels.
 """
 
 import hashlib
@@ -11,6 +12,7 @@ import json
 import os
 from dataclasses import dataclass, field
 
+from konkanivani.data.audio.channels import parse_channel
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.roots import OUTSIDE, is_named_inside
 from konkanivani.data.text import forbidden_character, forbidden_in_transcript
@@ -44,20 +46,27 @@ class Utterance:
     offset: float | None = None
     byte_offset: int = 0
     byte_count: int = 0
+    channel: int | None = None
     row: int = field(default=0, compare=False)
     roots: tuple[str, ...] | None = field(default=None, compare=False, repr=False)
 
     @property
     def id(self) -> str:
-        """Its name: the path, with the byte and the second at which it begins where it is a part of the file."""
+        """Its name: the path, with the byte and the second at which it begins where it is a part of the file.
+
+        A channel is a part too: two rows of one recording with different channels have different audio.
+        """
         member = f"#{self.byte_offset}" if self.byte_count else ""
-        return f"{self.audio_filepath}{member}" + ("" if self.offset is None else f"@{self.offset:g}")
+        begin = "" if self.offset is None else f"@{self.offset:g}"
+        return f"{self.audio_filepath}{member}{begin}" + ("" if self.channel is None else f":ch{self.channel}")
 
     @property
     def mark(self) -> int:
         """A hash of what stays where its corpus is moved, its audio changed to another format, its text corrected."""
         stem = os.path.splitext(os.path.basename(self.audio_filepath))[0]
-        place = stem, self.byte_offset, self.offset or 0.0, round(self.duration, 2)
+        place = (stem, self.byte_offset, self.offset or 0.0, round(self.duration, 2))
+        if self.channel is not None:
+            place += (self.channel,)
         return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=7).digest(), "big")
 
     @property
@@ -65,7 +74,7 @@ class Utterance:
         place = self.audio_path, self.byte_offset, self.byte_count
         # The user names the manifest, and with it its absolute paths; only relative paths are confined to its folder.
         roots = None if os.path.isabs(self.audio_filepath) else self.roots
-        return AudioSource(*place, self.offset, self.duration, roots)
+        return AudioSource(*place, self.offset, self.duration, roots, self.channel)
 
 
 def row_of(utterance: Utterance) -> dict[str, object]:
@@ -75,6 +84,8 @@ def row_of(utterance: Utterance) -> dict[str, object]:
         row["offset"] = round(utterance.offset, 4)
     if utterance.byte_count:
         row |= {"byte_offset": utterance.byte_offset, "byte_count": utterance.byte_count}
+    if utterance.channel is not None:
+        row["channel"] = utterance.channel
     marks = {"speaker": utterance.speaker, "pattern": utterance.pattern}
     return row | {name: mark for name, mark in marks.items() if mark}
 
@@ -105,6 +116,10 @@ def parse_row(
     reason = _reason_to_refuse(fields)
     if reason:
         raise BadRow(reason, audio)
+    try:
+        channel = parse_channel(fields)
+    except ValueError as error:
+        raise BadRow(str(error), audio) from None
     offset = fields.get("offset")
     return Utterance(
         audio_filepath=audio,
@@ -116,6 +131,7 @@ def parse_row(
         offset=None if offset is None else float(offset),
         byte_offset=fields.get("byte_offset", 0),
         byte_count=fields.get("byte_count", 0),
+        channel=channel,
         row=row,
         roots=roots,
     )

@@ -21,6 +21,7 @@ import numpy as np
 
 from konkanivani.base.errors import DataError, ResourceError, explained
 from konkanivani.base.files import atomic_replace
+from konkanivani.base.line_endings import BYTE_ORDER_MARK, conversion_hint
 from konkanivani.data.text import Tokenizer
 
 LN_10 = math.log(10)
@@ -52,9 +53,12 @@ def read_arpa(path: str | Path, tokenizer: Tokenizer) -> tuple[Ngrams, ...]:
     """The n-grams of order 1, 2, ... of an ARPA file, also gzipped; a DataError where it is none for this tokenizer."""
     path = Path(path)
     advice = "Give an ARPA file as train_language_model.py writes it."
-    with explained(DataError, f"The language model {path} cannot be read", advice, EOFError, zlib.error):
-        with _opened(path) as (file, most_bytes):
-            return _Reader(path, file, most_bytes, tokenizer).read()
+    with explained(DataError, f"The language model {path} cannot be read", advice):
+        try:
+            with _opened(path) as (file, most_bytes):
+                return _Reader(path, file, most_bytes, tokenizer).read()
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise OSError(f"{error}{conversion_hint(path)}") from None
 
 
 @contextmanager
@@ -105,6 +109,8 @@ class _Reader:
         while line := self._file.readline(MAX_LINE):
             self._row += 1
             self._bytes_left -= len(line)
+            if self._row == 1:
+                line = line.removeprefix(BYTE_ORDER_MARK)
             if len(line) == MAX_LINE:
                 raise self._error(f"a line of more than {MAX_LINE} bytes is no n-gram's")
             if self._bytes_left < 0:
@@ -176,7 +182,8 @@ class _Reader:
         return self._error(f"{named} is no piece of the tokenizer", FOREIGN)
 
     def _error(self, what: str, advice: str = "Train it again, or give another --language_model.") -> DataError:
-        return DataError(f"The language model {self._path} cannot be used: line {self._row}: {what}. {advice}")
+        hint = conversion_hint(self._path) if self._path.suffix == ".gz" else ""
+        return DataError(f"The language model {self._path} cannot be used: line {self._row}: {what}{hint}. {advice}")
 
 
 def _shown(text: bytes) -> str:

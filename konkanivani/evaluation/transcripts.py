@@ -14,6 +14,7 @@ from typing import Literal
 
 from konkanivani.base.console import count, show_text
 from konkanivani.base.errors import DataError, explained
+from konkanivani.data.audio.channels import parse_channel
 from konkanivani.data.utterance import Utterance
 
 TextFormat = Literal["lines", "ids"]
@@ -146,7 +147,11 @@ def _id_of(fields: dict[str, object]) -> str:
         return str(fields.get("id") or "")
     part = {name: v for name in ("byte_offset", "byte_count") if isinstance(v := fields.get(name), int)}
     begin = float(offset) if isinstance(offset, float) or (isinstance(offset, int) and abs(offset) < 2**53) else None
-    return Utterance(audio, "", 0.0, "", offset=begin, **part).id
+    try:
+        channel = parse_channel(fields)
+    except ValueError:
+        channel = None  # another system's field of that name
+    return Utterance(audio, "", 0.0, "", offset=begin, channel=channel, **part).id
 
 
 def _check_ids(path: str, rows: list[TranscriptRow]) -> None:

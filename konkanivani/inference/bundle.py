@@ -20,12 +20,13 @@ import torch
 from konkanivani.base.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, DataError, ResourceError, UsageError
 from konkanivani.base.flags import config_from_text
+from konkanivani.base.line_endings import conversion_hint
 from konkanivani.base.rules import check_config
 from konkanivani.data.text import Tokenizer
 from konkanivani.inference.provenance import provenance_of
 from konkanivani.inference.speech_model import SpeechModel, check_finite, is_within_bounds
 from konkanivani.model.architecture import HybridArchitecture
-from konkanivani.model.front_end import described
+from konkanivani.model.front_end import described, stored_features
 
 FORMAT = 2
 # What format 1 says nothing of, which is written where all of that is as it always was.
@@ -38,7 +39,7 @@ ENTRY = "konkanivani"  # of the file's metadata
 TOKENIZER = "tokenizer"  # the name of its tensor
 MAX_HEADER_BYTES = 2**21  # some 130 a tensor, of which the largest preset has 500; safetensors would take 100 MB
 
-MODEL, FEATURES = dataclasses.asdict(ModelConfig()), dataclasses.asdict(FeatureConfig())  # as they are by default
+MODEL, FEATURES = dataclasses.asdict(ModelConfig()), stored_features(FeatureConfig())  # as they are by default
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def bundle_bytes(speech_model: SpeechModel) -> bytes:
     check_finite("the model to export", tensors)
     tensors[TOKENIZER] = torch.frombuffer(bytearray(speech_model.tokenizer.model), dtype=torch.uint8)
     shape = speech_model.architecture
-    model, features = dataclasses.asdict(shape.model), dataclasses.asdict(shape.features)
+    model, features = dataclasses.asdict(shape.model), stored_features(shape.features)
     is_first = MODEL | FEATURES | _of_format_1(model | features) == model | features
     description = {
         "format": 1 if is_first else FORMAT,
@@ -108,7 +109,9 @@ def read_bundle(path: Path, device: torch.device) -> SpeechModel:
         raise ResourceError(f"The bundle {path} cannot be read: {reason}. Mend that and start again.") from None
     except Exception as error:  # a damaged or hostile file can raise nearly anything
         reason = (str(error) or type(error).__name__).splitlines()[0][:200].rstrip(".")
-        raise CheckpointError(f"The bundle {path} is damaged or not ours ({reason}). Export it again.") from None
+        raise CheckpointError(
+            f"The bundle {path} is damaged or not ours ({reason}){conversion_hint(path)}. Export it again."
+        ) from None
 
 
 def _read_contents(path: Path) -> Contents:
@@ -131,7 +134,10 @@ def _read_contents(path: Path) -> Contents:
     checksum = entry.pop("sha256", None)
     contents = Contents(entry, tensors)
     if contents.checksum != checksum:
-        raise CheckpointError(f"The bundle {path} is damaged: its checksum does not match. Copy or export it again.")
+        hint = conversion_hint(path)
+        raise CheckpointError(
+            f"The bundle {path} is damaged: its checksum does not match{hint}. Copy or export it again."
+        )
     return contents
 
 

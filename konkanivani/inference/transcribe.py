@@ -16,7 +16,7 @@ from konkanivani.base.command_line import is_out_of_memory
 from konkanivani.base.console import count, printable
 from konkanivani.base.distributed import ALONE, Topology, broadcast_from_rank0, gather
 from konkanivani.base.errors import DataError, ResourceError, UsageError
-from konkanivani.base.files import atomic_write, visible_files
+from konkanivani.base.files import atomic_write, visible_files, without_empty_folders
 from konkanivani.data.audio.files import AudioSource, ShortAudio, UnusableAudio, claimed_header
 from konkanivani.data.audio.names import AUDIO_SUFFIXES
 from konkanivani.data.audio.standard_input import SIGN
@@ -114,8 +114,19 @@ class Transcription:
         What is wrong with one recording is said on stderr, and the others go on. At the end a DataError says how many
         could not be transcribed; where there is only one, it says what is wrong with it.
         """
-        is_single_process, failed = len(recordings) == 1, 0
         targets, done = self._targets(recordings)
+        with without_empty_folders({target.absolute().parent for target in targets if target is not None}):
+            failed = self._run_all(recordings, targets, done)
+        if failed:
+            raise DataError(
+                f"{failed} of {len(recordings)} files could not be transcribed, for the reasons above. Mend or leave "
+                "them out; the others are done."
+            )
+        return "" if self.output is None else f"{count(len(recordings), 'transcript', 'is/are')} in {self.output}."
+
+    def _run_all(self, recordings: Sequence[Recording], targets: Sequence[Path | None], done: list[bool]) -> int:
+        """Transcribe this rank's portion; return how many recordings of all ranks could not be transcribed."""
+        is_single_process, failed = len(recordings) == 1, 0
         recognizer = self.load()  # seconds, after all that may be refused
         # Of a file that is not there its reader will tell.
         sizes = np.array([each.path.stat().st_size if each.path.is_file() else 0 for each in recordings])
@@ -135,13 +146,7 @@ class Transcription:
                     failed += 1
                     progress.write(f"{printable(error)}\n", sys.stderr)
                 progress.end(int(number))
-        failed = sum(gather(self.topology, failed))
-        if failed:
-            raise DataError(
-                f"{failed} of {len(recordings)} files could not be transcribed, for the reasons above. Mend or leave "
-                "them out; the others are done."
-            )
-        return "" if self.output is None else f"{count(len(recordings), 'transcript', 'is/are')} in {self.output}."
+        return sum(gather(self.topology, failed))
 
     def _targets(self, recordings: Sequence[Recording]) -> tuple[Sequence[Path | None], list[bool]]:
         """Where each transcript goes, None for the screen, and which are to be kept."""

@@ -35,8 +35,8 @@ class DeviceCosts:
 def cpu_costs() -> DeviceCosts:
     """A CPU: what libraries load when training starts and hold for each thread, and the holes that freed tensors leave.
 
-    Measured beside the tensors (two threads, docs/LOG.md): 180 to 370 MiB in a step of one length, 330 to 390 MiB after
-    many steps of mixed ones. The process itself, Python and PyTorch as imported, is not part of a CPU's budget.
+    Measured on two threads, without the tensors: 180 to 370 MiB in a step of one length, 330 to 390 MiB after many
+    steps of mixed lengths (docs/experiments.md). Python and PyTorch as imported are not part of a CPU's budget.
     """
     return DeviceCosts("a CPU", is_cuda=False, rounding=1, workspace=300 * MIB, context=0)
 

@@ -77,7 +77,7 @@ def reset_peak_resident() -> None:
 def set_mmap_threshold() -> None:
     """Has glibc map blocks of HOLE_BYTES and more one by one, so that freed tensors leave no holes in its heap.
 
-    For a run on a CPU that is to keep to its plan; page faults cost it up to a fifth of a step's time (docs/LOG.md).
+    For a CPU run with a memory plan; page faults cost up to a fifth of a step's time (docs/experiments.md).
     A user's own setting stays, and elsewhere than on glibc nothing happens.
     """
     is_set = any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"))

@@ -42,10 +42,10 @@ class Growth:
 
 
 class Planner:
-    """Answers about one model on one device, under one budget in bytes.
+    """Memory planner for one model on one device, under a budget in bytes.
 
-    `tokens_per_second` is what utterances hold about; it only makes the first guesses good. `concurrent_micro_batches` micro-batches are
-    run side by side.
+    `tokens_per_second` is the average of the utterances and only speeds up the search. `concurrent_micro_batches` is
+    the number of micro-batches that run in parallel.
     """
 
     def __init__(

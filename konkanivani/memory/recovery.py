@@ -34,10 +34,10 @@ class Outcome(enum.IntEnum):
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """How the work on some utterances is run: in which micro-batches, and whether every block is recomputed.
+    """Plan of one pass over some utterances: micro-batches, recomputation, chunk length and concurrency.
 
-    What is longer than `chunk_frames` encoder frames or tokens is run in chunks of as many. `concurrent_micro_batches` micro-batches are
-    run side by side.
+    Sequences longer than `chunk_frames` encoder frames or tokens are processed in chunks of that length.
+    `concurrent_micro_batches` is the number of micro-batches that run in parallel.
     """
 
     micro_batches: tuple[Batch, ...]
@@ -177,7 +177,8 @@ class OomAttempt(Generic[Result]):
     def result_or_raise(self, oom_history: OomHistory) -> Result:
         """The result, where other ranks wait inside of the work and nothing can be done again.
 
-        Out of memory, RestartAfterOom, its size remembered; a ResourceError that names an utterance where nothing is smaller.
+        After an out-of-memory error, record the size and raise RestartAfterOom; if the plan cannot be made smaller,
+        raise a ResourceError that names the utterance.
         """
         if self.reason is None:
             return self.result
@@ -212,15 +213,14 @@ class OomRetry(Generic[Result]):
     ) -> None:
         """`undo` takes back what a failed attempt has left, and must not allocate to speak of.
 
-        `all_reduce_max` tells of all ranks: one that is done waits, its result kept, until all are, and counts their retries
-        with its own; where one was stopped, which an attempt says by no result, each takes back what it has.
+        `all_reduce_max` returns the worst outcome over all ranks: a rank that is done keeps its result and waits until
+        all are done, and counts their retries with its own. If one rank was interrupted (no result), all undo their
+        work.
         """
-        self._first, self._oom_history, self._undo, self._agree = (
-            oom_history.fit_to_memory(plan),
-            oom_history,
-            undo,
-            all_reduce_max,
-        )
+        self._first = oom_history.fit_to_memory(plan)
+        self._oom_history = oom_history
+        self._undo = undo
+        self._all_reduce_max = all_reduce_max
         self.result: Result | None = None
         self.retries = 0
 
@@ -241,7 +241,7 @@ class OomRetry(Generic[Result]):
             mine, smaller = Outcome.SPLIT, attempt.plan.smaller()
             if smaller is None:
                 raise _does_not_fit(attempt.plan.largest, attempt.reason)
-        while (of_all := self._agree(mine)) is Outcome.SPLIT:
+        while (of_all := self._all_reduce_max(mine)) is Outcome.SPLIT:
             self.retries += 1
             if smaller is not None:
                 if self._oom_history.remember(attempt.plan):

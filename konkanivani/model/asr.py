@@ -46,7 +46,7 @@ class KonkaniVaniASR(torch.nn.Module):
         self.encoder = Encoder(config, mel_bins)
         self.ctc_head = Linear(config.d_model, vocab_size) if has_ctc else None
         if has_ctc:  # begun rare, the blank (token 0) is driven up by every frame at once, and for long comes alone
-            self.ctc_head.bias.data[0] += 3.0  # docs/LOG.md, "A head that begins with the blank"
+            self.ctc_head.bias.data[0] += 3.0  # docs/experiments.md, "CTC bias towards the blank"
         self.decoder = Decoder(config, vocab_size) if config.decoder_layers else None
         for number, block in enumerate(self.blocks):
             block.number, block.keeps_attention = number, False

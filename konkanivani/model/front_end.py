@@ -34,11 +34,18 @@ DESCRIPTIONS = {
     },
 }
 UNSAID = {"preemphasis": 0.0, "power_guard": "floor"}  # where they have these values
+# Keys of these fields in bundles and ONNX files, which other programs and older versions read.
+STORED_NAMES = {"frame_padding": "edges", "std_ddof": "deviation", "log_floor_mode": "power_guard"}
+
+
+def stored_features(config: FeatureConfig) -> dict[str, object]:
+    """Return the feature settings under the keys that files use."""
+    return {STORED_NAMES.get(name, name): value for name, value in dataclasses.asdict(config).items()}
 
 
 def described(config: FeatureConfig) -> dict[str, object]:
     """All that features depend on, by name, for a file that goes to other programs."""
-    settings = dataclasses.asdict(config)
+    settings = stored_features(config)
     words = {name: kinds[settings[name]] for name, kinds in DESCRIPTIONS.items()}
     numbers = {name: value for name, value in settings.items() if name not in words and UNSAID.get(name) != value}
     words["normalisation"] = words.pop("deviation")
@@ -113,7 +120,7 @@ def with_margins(waveforms: torch.Tensor, ends: torch.Tensor, framing: Framing) 
 
 def log_power(power: torch.Tensor, config: FeatureConfig, out: torch.Tensor | None = None) -> torch.Tensor:
     """The logarithm of bands, kept finite; in `out`, where it is given."""
-    guard = torch.clamp_min if config.power_guard == "floor" else torch.add
+    guard = torch.clamp_min if config.log_floor_mode == "floor" else torch.add
     return torch.log(guard(power, config.smallest_power, out=out), out=out)
 
 
@@ -134,7 +141,7 @@ def slaney_bands(config: FeatureConfig) -> torch.Tensor:
 
 
 def normalize_features(
-    features: torch.Tensor, padding: torch.Tensor, frames: torch.Tensor, deviation: str = "population"
+    features: torch.Tensor, padding: torch.Tensor, frames: torch.Tensor, std_ddof: str = "population"
 ) -> torch.Tensor:
     """Features (B, T, F), each bin of mean 0 and variance 1 over the utterance's valid frames, 0 in the padding.
 
@@ -144,7 +151,7 @@ def normalize_features(
     features = features.masked_fill(padding, 0.0)
     features = features - features.sum(dim=1, keepdim=True) / frames
     features = features.masked_fill(padding, 0.0)
-    if deviation == "sample":
+    if std_ddof == "sample":
         frames = (frames - 1).clamp_min(1)
     spread = (features.square().sum(dim=1, keepdim=True) / frames).sqrt()
     return features / (spread + 1e-5)

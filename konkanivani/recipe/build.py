@@ -76,6 +76,7 @@ def build_run(start: Start, report: Report = silent) -> Run:
     if plan:
         print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
         limits = tuple(SizeLimit(bucket.seconds, bucket.utterances) for bucket in plan.buckets)
+    loader = loader_config(config, device)
     checkpointer, validation = take_checkpoint_folder(start, run_directory), speech.validation
     logbook = Logbook(run_directory, resumed=Resumed(state.step, state.skipped_steps, state.epochs_finished))
     logbook.log_settings(config_to_text(config))
@@ -85,9 +86,7 @@ def build_run(start: Start, report: Report = silent) -> Run:
         tokenizer=speech.tokenizer,
         state=state,
         step=step,
-        global_batches=GlobalBatchStream(
-            speech.train, planner, limits, loader_config(config, device), speech.rejections, topology
-        ),
+        global_batches=GlobalBatchStream(speech.train, planner, limits, loader, speech.rejections, topology),
         plan=plan,
         watch=BudgetWatch(plan.budget / MIB if plan and device.type == "cpu" else float("inf"), resident_before),
         validation=validation.within(plan.validation_seconds) if plan and validation else validation,
@@ -233,7 +232,8 @@ def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochP
     cut = f"micro-batches of {config.data.batch_size}, no memory plan asked for"
     if plan:
         cut = f"planned peak {peak_text(plan.peak)} of {budget_text(plan.budget)}"
-    return f"{count(planner.global_batches_per_epoch(), 'step')} of {count(config.global_batch_size, 'utterance')} an epoch, {cut}"
+    steps = count(planner.global_batches_per_epoch(), "step")
+    return f"{steps} of {count(config.global_batch_size, 'utterance')} an epoch, {cut}"
 
 
 def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainDataset, planner: EpochPlanner) -> None:

@@ -19,6 +19,7 @@ from konkanivani.data.batching import EpochPlanner, choose_subset, plan_evaluati
 from konkanivani.data.checking import Limits, check_any_usable, check_utterances, evaluation_limits, training_limits
 from konkanivani.data.dataset import EvalDataset, TrainDataset
 from konkanivani.data.fingerprint import Fingerprint, make_fingerprint
+from konkanivani.data.format_characters import ZWJ, FormatCharacterCount
 from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.manifest import Manifest, iterate_texts, measure_corpus_size, no_text, read_manifest
 from konkanivani.data.noise_reverb import NoiseReverb, read_noise_reverb
@@ -106,9 +107,20 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     with problems.collect():
         tested = test and evaluation_set(test, config, tokenizer, architecture, device, rejections)
     problems.raise_all()
+    say_removed([manifest for manifest in manifests if manifest is not None], tokenizer)
     validation = validation and dataclasses.replace(validation, topology=start.topology)
     test_utterances = len(tested.speech.utterances) if tested else 0
     return RunData(config, corpus, tokenizer, training, validation, rejections, test_utterances)
+
+
+def say_removed(manifests: list[Manifest], tokenizer: Vocabulary) -> None:
+    """Print one line that counts the format characters that the tokenizer drops from the transcripts, if any."""
+    removed = FormatCharacterCount()
+    for manifest in manifests:
+        removed.add_all(manifest.index.format_characters)
+    sentence = removed.sentence(keeps_joiners=ZWJ in tokenizer.normalize(f"क{ZWJ}क", "keep"))
+    if sentence:
+        say(sentence)
 
 
 def settle(start: Start, amount: CorpusSize) -> Start:

@@ -78,8 +78,9 @@ def check_ranks(asked: TrainConfig, topology: Topology) -> None:
     run, problems = asked.run, []
     if asked.global_batch_size < topology.world_size:
         problems.append(
-            f"the effective batch is {count(asked.global_batch_size, 'utterance')}, fewer than the {topology.world_size} ranks: "
-            "give a larger --batch_size or --gradient_accumulation_steps, or start fewer ranks"
+            f"the effective batch is {count(asked.global_batch_size, 'utterance')}, fewer than the "
+            f"{topology.world_size} ranks: give a larger --batch_size or --gradient_accumulation_steps, or start "
+            "fewer ranks"
         )
     if topology.max_restarts and (run.fresh or run.resume not in (None, "auto")):
         flag = "--fresh" if run.fresh else f"--resume {run.resume}"

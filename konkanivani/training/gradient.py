@@ -71,8 +71,8 @@ def _bucket(parts: StepParts, plan: MicroBatchPlan, totals: torch.Tensor) -> tor
 def sharded_gradient(task: GradientTask) -> StepGradient | None:
     """The gradient of weights sharded over the ranks, which take each step to its end together; see ComputeGradient.
 
-    A rank that runs out of memory leaves the others inside of a sum, so it ends, and they with it: RestartAfterOom, with what
-    did not fit remembered. A ResourceError names an utterance that does not fit even alone.
+    A rank that runs out of memory would leave the others waiting in a collective, so all ranks end with
+    RestartAfterOom, and the size is recorded. A ResourceError names an utterance that does not fit even alone.
     """
     parts = task.parts
     plan = parts.oom_history.fit_to_memory(task.plan)

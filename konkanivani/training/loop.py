@@ -60,7 +60,7 @@ def freeze_gc() -> Iterator[None]:
     """The garbage collector leaves out what is there already.
 
     Of a quarter of a million objects, most of them torch's modules, a walk through all takes 0.14 s, every sixteenth
-    step (docs/LOG.md). Where a caller has left something out already, what is left out stays its own affair.
+    step (docs/experiments.md). Where a caller has left something out already, what is left out stays its own affair.
     """
     if not any(found is gc for found in gc.get_objects()):  # gc.get_freeze_count() walks through all of it
         yield

@@ -11,6 +11,7 @@ from konkanivani.training.logs.learning import EpochLearning
 
 # What older versions did not count.
 NOT_COUNTED = {"splits": 0, "epoch_steps": 0, "epoch_clipped": 0, "epoch_loss": 0.0, "first_loss": 0.0}
+STORED_NAMES = {"consumed": "window"}  # keys in checkpoints, which older versions read too
 NOT_COUNTED |= {"initial_wer": math.inf, "initial_cer": math.inf}
 
 
@@ -18,16 +19,16 @@ NOT_COUNTED |= {"initial_wer": math.inf, "initial_cer": math.inf}
 class TrainState:
     """Counters of a run; every field is a plain number, and all of them are in the checkpoint.
 
-    `epoch` and `window` are the cursor; `epochs_finished` counts those validated; `best_score` is the lowest
-    validation score so far; `splits` counts how often a step ran out of memory and was begun again in smaller pieces.
-    Of the epoch so far: its steps, how many of their gradients were clipped, their summed losses; `first_loss` is the
-    mean loss of the first epoch's steps, 0 until it is finished. `initial_wer` and `initial_cer` are validation's of
-    the weights that the run began with, inf where it began with none.
+    `epoch` and `consumed` are the cursor, `consumed` the epoch's global batches so far; `epochs_finished` counts those
+    validated; `best_score` is the lowest validation score so far; `splits` counts how often a step ran out of memory
+    and was begun again in smaller pieces. Of the epoch so far: its steps, how many of their gradients were clipped,
+    their summed losses; `first_loss` is the mean loss of the first epoch's steps, 0 until it is finished. `initial_wer`
+    and `initial_cer` are validation's of the weights that the run began with, inf where it began with none.
     """
 
     step: int = 0
     epoch: int = 0
-    window: int = 0
+    consumed: int = 0
     epochs_finished: int = 0
     best_score: float = float("inf")
     epochs_without_improvement: int = 0
@@ -44,17 +45,17 @@ class TrainState:
 
     @property
     def cursor(self) -> Cursor:
-        """Where in the data the next window lies."""
-        return Cursor(self.epoch, self.window)
+        """Position of the next global batch in the data."""
+        return Cursor(self.epoch, self.consumed)
 
     @property
     def has_epoch_to_finish(self) -> bool:
-        """Whether every window of an epoch is consumed and its validation is still to come."""
-        return self.window == 0 and self.epoch > self.epochs_finished
+        """Whether an epoch's global batches are all consumed and its validation is still to come."""
+        return self.consumed == 0 and self.epoch > self.epochs_finished
 
     def advance(self, cursor: Cursor, audio_seconds: float, is_skipped: bool, splits: int) -> None:
-        """Counts a consumed window; a skipped update holds the step, and with it the learning rate."""
-        self.epoch, self.window = cursor.epoch, cursor.consumed
+        """Count one consumed global batch; a skipped update does not advance the step and its learning rate."""
+        self.epoch, self.consumed = cursor.epoch, cursor.consumed
         self.audio_seconds += audio_seconds
         self.splits += splits
         if is_skipped:
@@ -65,8 +66,8 @@ class TrainState:
             self.consecutive_skips = 0
 
     def begin_epoch(self) -> None:
-        """Puts the cursor before the epoch's first window, and counts nothing of it yet."""
-        self.window = 0
+        """Move the cursor to the epoch's first global batch and reset the epoch's counters."""
+        self.consumed = 0
         self.epoch_steps, self.epoch_clipped, self.epoch_loss = 0, 0, 0.0
 
     def add_up(self, loss: float, is_clipped: bool) -> None:
@@ -100,14 +101,14 @@ class TrainState:
         return is_best
 
     def state_dict(self) -> dict[str, int | float]:
-        """The counters by name."""
-        return dataclasses.asdict(self)
+        """Return the counters under the keys that checkpoints use."""
+        return {STORED_NAMES.get(name, name): value for name, value in dataclasses.asdict(self).items()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Takes every counter from `state`; a CheckpointError where one is missing or of another kind."""
         state = NOT_COUNTED | dict(state)
         for field in dataclasses.fields(self):
-            value = state.get(field.name)
+            value = state.get(STORED_NAMES.get(field.name, field.name))
             if type(value) is not field.type or (type(value) is int and not 0 <= value < 2**63):
                 raise CheckpointError(
                     f"The checkpoint's counter {field.name} is {value!r:.40}. Use another checkpoint."

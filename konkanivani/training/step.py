@@ -33,9 +33,9 @@ from konkanivani.training.optimizer import Optimizer, RateSchedule, non_head_par
 class ForwardPass:
     """Model and front end on one device, in one precision; `amp_dtype` is None in full precision.
 
-    `recompute` says how the blocks are run, by the seconds of a batch's longest utterance. What is longer than
-    `chunk_frames` encoder frames or tokens is run in chunks of as many, with the same result. In training `concurrent_micro_batches`
-    micro-batches are run side by side.
+    `recompute` selects recomputation by the length of a batch's longest utterance, in seconds. Sequences longer than
+    `chunk_frames` encoder frames or tokens are processed in chunks, with the same result. In training,
+    `concurrent_micro_batches` micro-batches run in parallel.
     """
 
     architecture: Architecture

@@ -40,7 +40,7 @@ class Ending:
 def run_to_be_signalled(corpus: Corpus, directory: Path, *more: str) -> LongRun:
     """Saves by minutes only, so that what is saved at a signal is saved because of it; validates after each epoch."""
     # The shell script's own defaults are others, and checkpoints tell.
-    by_any_script = "--micro_batches_at_once", "1", "--run_name", "default"
+    by_any_script = "--concurrent_micro_batches", "1", "--run_name", "default"
     return small_run(corpus, directory, "--valid_manifest", corpus.manifest("valid"), *by_any_script, *more)
 
 
@@ -52,7 +52,7 @@ def run_to_be_rehearsed(corpus: Corpus, directory: Path) -> LongRun:
 
 def run_of_preset(corpus: Corpus, directory: Path, preset: str) -> LongRun:
     """The first command's micro-batches, 2 of 4 utterances side by side, with a preset's model."""
-    cut = ("--batch_size", "4", "--gradient_accumulation_steps", "2", "--micro_batches_at_once", "2")
+    cut = ("--batch_size", "4", "--gradient_accumulation_steps", "2", "--concurrent_micro_batches", "2")
     flags = ("--preset", preset, "--device", "cpu", *cut)
     manifests = ("--train_manifest", corpus.manifest("train"), "--valid_manifest", corpus.manifest("valid"))
     return LongRun(directory, (*flags, *manifests, "--epochs", "1000", "--keep_checkpoints", "2"))

@@ -1,4 +1,4 @@
-"""Laws 1 and 8 on the real script: killed again and again, the run is the one that nobody killed."""
+"""Invariants 1 and 8 on the real script: killed again and again, the run is the one that nobody killed."""
 
 import os
 import random

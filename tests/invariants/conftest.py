@@ -1,4 +1,4 @@
-"""What several laws stand on."""
+"""Fixtures of the invariants."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""A small model, its step parts and windows of random speech, in float64 without dropout, for the laws."""
+"""A small model, its step parts and batches of random speech, in float64 without dropout, for the invariants."""
 
 import dataclasses
 
@@ -39,12 +39,12 @@ OTHER_PARTS = dataclasses.replace(
 )
 OTHER_FEATURES = FeatureConfig(
     smallest_power=2**-24,
-    power_guard="added",
+    log_floor_mode="added",
     preemphasis=0.97,
     window="symmetric",
-    edges="reflected",
+    frame_padding="reflected",
     mel_scale="slaney",
-    deviation="sample",
+    std_ddof="sample",
 )
 PLACES = {
     "card": ON_CARD,
@@ -80,7 +80,7 @@ def double_parts(
     device: torch.device = CPU,
 ) -> StepParts:
     """Step parts in float64, on the CPU unless said, micro-batches one after another; SpecAugment as in training."""
-    one_after_another = DataConfig(micro_batches_at_once=1)
+    one_after_another = DataConfig(concurrent_micro_batches=1)
     memory = MemoryConfig(gradient_checkpointing=recompute)
     features = features_of(model)
     config = TrainConfig(model=model, features=features, data=one_after_another, memory=memory, optimizer=optimizer)

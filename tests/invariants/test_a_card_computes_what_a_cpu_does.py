@@ -1,4 +1,4 @@
-"""Law: a step on a CUDA card is the step on a CPU, to 1e-7 after three of them in float64, whatever memory is saved.
+"""Invariant: a step on a GPU equals the step on a CPU, to 1e-7 after three steps in float64, for every setting.
 
 Of our own recogniser, with NeMo's parts and Whisper; where weights lie on the host, come ahead or in half precision;
 and where the card's memory truly runs out. Sums of a card's atomic additions have no order: equal bits are not asked.
@@ -21,10 +21,10 @@ from tests.invariants.parts import (
     PLACES,
     double_parts,
     features_of,
+    global_batch,
     relative_difference,
     speeches,
     weights_after,
-    window,
 )
 from tests.whisper.parts import MODES, whisper_config, whisper_parts
 
@@ -112,7 +112,7 @@ def test_whisper_in_half_precision(place: str) -> None:
 
 @torch.no_grad()
 def test_it_hears_the_same() -> None:
-    batch, heard, losses = window(speeches(6, augmented=False), 6).micro_batches[0], [], []
+    batch, heard, losses = global_batch(speeches(6, augmented=False), 6).micro_batches[0], [], []
     for device in (CPU, CARD):
         forward = double_parts(MODEL, device=device).forward
         forward.model.eval()
@@ -131,7 +131,7 @@ def step_within(limit: float | None) -> tuple[dict[str, torch.Tensor], int, int]
     if limit is not None:
         torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(CARD).total_memory)
     try:
-        report = train_step(parts, window(spoken, 8), 3)
+        report = train_step(parts, global_batch(spoken, 8), 3)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     weights = {name: weight.detach().cpu() for name, weight in parts.model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Law 8: killed at any instant of a save, truncated or bit-flipped, the newest sound checkpoint is found."""
+"""Invariant 8: killed at any instant of a save, truncated or bit-flipped, the newest sound checkpoint is found."""
 
 import dataclasses
 import multiprocessing

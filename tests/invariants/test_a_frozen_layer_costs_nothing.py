@@ -1,4 +1,4 @@
-"""Law 12: what is frozen stays as it is, and the step of what is not is the same as if nothing were frozen.
+"""Invariant 12: what is frozen stays as it is, and the step of what is not is the same as if nothing were frozen.
 
 No gradient is made for a frozen weight: the products of a step are counted.
 """
@@ -50,7 +50,7 @@ def test_a_layers_gradient_is_the_same_bit_for_bit(layer, recompute):
     assert all(torch.equal(gradient, whole[name]) for name, gradient in alone.items())
 
 
-@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("concurrent_micro_batches", [1, 2])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_steps_leave_what_is_frozen_as_it_is(layer, concurrent_micro_batches, two_threads):
     parts = parts_with(layer, concurrent_micro_batches)

@@ -1,4 +1,4 @@
-"""Law 6: a planned peak bounds the measured one, closely: a CPU's live bytes, and what CUDA's allocator gave."""
+"""Invariant 6: a planned peak bounds the measured one, closely: a CPU's live bytes, and what CUDA's allocator gave."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ MODELS = {"small": SMALL, "minimal": PRESETS["minimal"], "other parts": OTHER}
 
 
 def config_of(model: ModelConfig, half: bool) -> TrainConfig:
-    one_after_another = DataConfig(micro_batches_at_once=1)
+    one_after_another = DataConfig(concurrent_micro_batches=1)
     return TrainConfig(model=model, data=one_after_another, memory=MemoryConfig(mixed_precision=half))
 
 

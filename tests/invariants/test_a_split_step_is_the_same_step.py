@@ -1,4 +1,4 @@
-"""Law 5: a step that runs out of memory, split and retried, is the same step; to 1e-9 in float64 without dropout."""
+"""Invariant 5: a step that runs out of memory and is retried in smaller pieces is the same step; to 1e-9 in float64."""
 
 import dataclasses
 import functools

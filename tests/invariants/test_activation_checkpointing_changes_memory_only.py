@@ -1,4 +1,4 @@
-"""Law 4: with every block recomputed: same loss, gradients and buffers, bit for bit, dropout included."""
+"""Invariant 4: with every block recomputed: same loss, gradients and buffers, bit for bit, dropout included."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Law 7: cached decoding == uncached; beam 1 == greedy; a wide beam == brute force; a batch == one by one.
+"""Invariant 7: cached decoding == uncached; beam 1 == greedy; a wide beam == brute force; a batch == one by one.
 
 And the model is left as it was: a step after a validation by beam search is the step without it.
 """

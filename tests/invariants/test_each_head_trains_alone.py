@@ -35,7 +35,7 @@ FLAGS = {"CTC alone": ("--decoder_layers", "0"), "attention alone": ("--ctc_weig
 def configured(decoder_layers: int, ctc_weight: float) -> TrainConfig:
     return TrainConfig(
         model=dataclasses.replace(QUIET, decoder_layers=decoder_layers),
-        data=DataConfig(micro_batches_at_once=1),
+        data=DataConfig(concurrent_micro_batches=1),
         loss=LossConfig(ctc_weight=ctc_weight),
         augment=AugmentConfig(),
         optimizer=OptimizerConfig(max_grad_norm=1e9),  # a norm over more tensors may differ in its last bit

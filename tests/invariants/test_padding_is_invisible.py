@@ -1,4 +1,4 @@
-"""Law 3: an utterance's output is the same alone and in any batch, from the waveform on; to 1e-9 in float64."""
+"""Invariant 3: an utterance's output is the same alone and in any batch, from the waveform on; to 1e-9 in float64."""
 
 import dataclasses
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""Law 1: N steps == k steps, kill -9, resume from k, exactly N - k steps more; bit for bit, for any worker count."""
+"""Invariant 1: N steps equal k steps, kill -9 and N - k resumed steps; bit for bit, with any number of workers."""
 
 import re
 import signal

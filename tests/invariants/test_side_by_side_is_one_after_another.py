@@ -1,4 +1,4 @@
-"""Law 11: micro-batches side by side on a CPU take the step that they take one after another, bit for bit.
+"""Invariant 11: micro-batches side by side on a CPU take the step that they take one after another, bit for bit.
 
 In fp32 with dropout, operators on one thread each both times, whatever micro-batch is the first to be done.
 """
@@ -49,7 +49,7 @@ def parts_of(
 ) -> StepParts:
     config = TrainConfig(
         model=with_dropout(model, 0.3),
-        data=DataConfig(micro_batches_at_once=concurrent_micro_batches),
+        data=DataConfig(concurrent_micro_batches=concurrent_micro_batches),
         memory=MemoryConfig(gradient_checkpointing=recompute),
         loss=loss or LossConfig(),
     )
@@ -270,7 +270,8 @@ def batch_of(*samples: int) -> Batch:
 
 
 @pytest.mark.parametrize(
-    ("at_once", "order"), [(1, [10, 40, 20, 30]), (2, [30, 40, 20, 10]), (3, [20, 30, 40, 10]), (8, [10, 20, 30, 40])]
+    ("concurrent_micro_batches", "order"),
+    [(1, [10, 40, 20, 30]), (2, [30, 40, 20, 10]), (3, [20, 30, 40, 10]), (8, [10, 20, 30, 40])],
 )
 def test_the_costliest_come_first_and_wait_for_none(concurrent_micro_batches, order):
     given = tuple(batch_of(n) for n in (10, 40, 20, 30))

@@ -1,6 +1,6 @@
-"""Law 9: two processes == one: split windows, summed gradients, sharded weights, one rank's retry; to 1e-9 in float64.
+"""Invariant 9: two processes equal one: split batches, summed gradients, sharded weights, a retry; to 1e-9.
 
-Over 50 steps, and with four processes: benchmarks/scaling.py --parts law --full.
+Over 50 steps, and with four processes: benchmarks/scaling.py --parts invariant --full.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Law: weights on the card, in half precision there or on the host: after some steps they are the same, bit for bit.
+"""Invariant: weights on the GPU, in half precision or on the host give the same weights after some steps.
 
 Of our own recogniser and of Whisper, all weights trained, the encoder frozen, low-rank products; several micro-batches
 a step, every block recomputed or none that need not be, dropout drawn, memory that runs out within a step.
@@ -17,7 +17,7 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cuda_costs
 from konkanivani.memory.tracer import BatchShape
 from konkanivani.memory.weights import placement as placements
-from konkanivani.memory.weights.fetching import Fetcher
+from konkanivani.memory.weights.fetching import WeightPrefetcher
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import StateLayout, build_step_parts
@@ -150,12 +150,12 @@ def test_gradients_that_do_not_come_home_are_seen(monkeypatch: pytest.MonkeyPatc
 
 def test_what_came_ahead_and_is_never_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a block that was brought before an update, and is worked with after it."""
-    monkeypatch.setattr(Fetcher, "forget", lambda self: None)
-    monkeypatch.setattr(Fetcher, "bring", bring_once)
+    monkeypatch.setattr(WeightPrefetcher, "forget", lambda self: None)
+    monkeypatch.setattr(WeightPrefetcher, "bring", bring_once)
     assert differing(on_card(ours, "never", "conformer"), weights_after(ours(AHEAD), STEPS))
 
 
-def bring_once(self: Fetcher, number: int) -> dict[str, torch.Tensor]:
+def bring_once(self: WeightPrefetcher, number: int) -> dict[str, torch.Tensor]:
     """What was brought first, again."""
     kept = self.__dict__.setdefault("kept", {})
     return kept.setdefault(number, self._start(number).weights)

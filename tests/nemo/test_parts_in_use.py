@@ -32,7 +32,7 @@ from tests.test_export import CPU, EXPORT, SHAPE, speech_model_of_shape, spoken
 
 FLAGS = (
     *("--attention_positions", "relative", "--convolution_norm", "none", "--subsampling", "striding"),
-    *("--scaled_input", "--entry_norm", "False", "--biases", "False", "--power_guard", "added"),
+    *("--scaled_input", "--entry_norm", "False", "--biases", "False", "--log_floor_mode", "added"),
     *("--smallest_power", "5.96e-8", "--preemphasis", "0.97", "--window", "symmetric", "--frame_padding", "zeros"),
     *("--mel_scale", "slaney", "--std_ddof", "sample"),
 )
@@ -76,9 +76,8 @@ def test_trained_resumed_exported_and_heard(corpus: Corpus, tmp_path: Path):
     well(run_script(EXPORT, "--checkpoint", checkpoint, "--bundle", str(bundle)))
     heard = [load_recognizer(path, device="cpu").transcribe(spoken(3.0).numpy()).text for path in (checkpoint, bundle)]
     assert heard[0] == heard[1]
-    other = run_script(
-        "training_scripts/train_konkanivani_asr.py", "--resume", checkpoint, "--frame_padding", "none", *folder
-    )
+    changed = ("--resume", checkpoint, "--frame_padding", "none", *folder)
+    other = run_script("training_scripts/train_konkanivani_asr.py", *changed)
     assert other.returncode == 4 and "--frame_padding is none here and zeros in the checkpoint" in other.stderr
 
 

@@ -1,4 +1,4 @@
-"""Small Whisper models in each way to train one, for the laws, with the other laws' tokens and speech of up to 2 s."""
+"""Small Whisper models in each way of training, with the tokens of the other invariants and up to 2 s of audio."""
 
 import json
 from pathlib import Path
@@ -66,7 +66,7 @@ def whisper_config(
 ) -> TrainConfig:
     """Settings of a step; SpecAugment as in training."""
     return TrainConfig(
-        data=DataConfig(micro_batches_at_once=concurrent_micro_batches),
+        data=DataConfig(concurrent_micro_batches=concurrent_micro_batches),
         loss=LossConfig(ctc_weight=0.0),
         memory=MemoryConfig(gradient_checkpointing=recompute, mixed_precision=half),
         optimizer=OptimizerConfig(learning_rate=rate, warmup_steps=1),

@@ -28,10 +28,11 @@ def write_model(
     layers: tuple[int, int] = (2, 1),
     inner: int | None = None,
     real: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
     """The folder, with a window of so many seconds; without languages a model that knows English alone.
 
-    `real`: with Whisper's own vocabulary in place of one of the words.
+    `real`: with Whisper's own vocabulary in place of one of the words. `dtype`: the number format of the file.
     """
     found = real_vocabulary() if real else vocabulary_of_text(" ".join(words), 300)
     inner = inner or 2 * width
@@ -71,5 +72,6 @@ def write_model(
         (folder / name).write_text(json.dumps(values), encoding="utf-8")
     torch.manual_seed(seed)
     weights = WhisperArchitecture(shape).build().state_dict()
-    safetensors.torch.save_file({name_in_file(n): t for n, t in weights.items()}, folder / "model.safetensors")
+    tensors = {name_in_file(name): tensor.to(dtype) for name, tensor in weights.items()}
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
     return folder

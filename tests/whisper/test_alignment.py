@@ -11,7 +11,7 @@ import torch
 from konkanivani.base.config import PretrainedConfig
 from konkanivani.base.errors import DataError
 from konkanivani.inference.pretrained import read_pretrained
-from konkanivani.inference.recognizer import timed
+from konkanivani.inference.recognizer import with_word_times
 from konkanivani.inference.speech_model import build_pretrained_model
 from konkanivani.inference.whisper.alignment import alignment_weights, attention_spans, first_frames
 from konkanivani.inference.whisper.vocabulary import vocabulary_of
@@ -139,5 +139,5 @@ def test_heads_are_kept_with_the_tokens_and_must_be_pairs(tmp_path):
 def test_a_folder_is_not_asked_for_times_that_it_may_have_forgotten(tmp_path):
     folder = read_pretrained(write_model(tmp_path / "small"))
     found = build_pretrained_model(folder, PretrainedConfig(language="mr"), torch.device("cpu"))
-    assert found.tokenizer.has_times and timed(found) is found
-    assert timed(replace(found, knows_times=True)).tokenizer.rules.times is not None  # the negative control
+    assert found.tokenizer.has_times and with_word_times(found) is found
+    assert with_word_times(replace(found, knows_times=True)).tokenizer.rules.times is not None  # the negative control

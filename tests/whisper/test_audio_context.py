@@ -41,9 +41,9 @@ from tests.whisper.test_training import (
     SHAPE,
     FreeTokens,
     configured,
+    global_batch,
     gradients,
     speeches,
-    window,
 )
 
 SPEECH = dataclasses.replace(ARCHITECTURE, audio_context="speech")
@@ -66,7 +66,7 @@ def outputs(parts: StepParts, spoken: list[Example], size: int) -> dict[str, tup
     """Encoded frames and logits of each utterance's valid positions."""
     found = {}
     with torch.no_grad():
-        for batch in window(size, spoken).micro_batches:
+        for batch in global_batch(size, spoken).micro_batches:
             output, _ = parts.forward(batch)
             logits = parts.model.decoder.output(output.decoded)
             for row, name in enumerate(batch.utterance_ids):
@@ -103,11 +103,11 @@ def test_negative_control_without_a_mask_padding_shows(hidden, monkeypatch):
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_how_a_window_is_cut_never_changes_the_gradient(recompute):
     parts = parts_of(recompute=recompute)
-    whole = gradients(parts, window(5, speeches(5)))
+    whole = gradients(parts, global_batch(5, speeches(5)))
     for size in (1, 2):
-        cut = gradients(parts, window(size, speeches(5)))
+        cut = gradients(parts, global_batch(size, speeches(5)))
         assert max(relative_difference(whole[name], cut[name]) for name in whole) < BOUND
-    other = gradients(parts_of(ARCHITECTURE), window(5, speeches(5)))
+    other = gradients(parts_of(ARCHITECTURE), global_batch(5, speeches(5)))
     assert max(relative_difference(whole[name], other[name]) for name in whole) > 1e-3  # windows are something else
 
 
@@ -118,7 +118,7 @@ def test_greedy_search_says_the_same_alone_and_in_a_batch():
     spoken = speeches(6, augmented=False)
     for size in (1, 6):
         found = {}
-        for batch in window(size, spoken).micro_batches:
+        for batch in global_batch(size, spoken).micro_batches:
             features, lengths = parts.forward.front_end(batch.waveforms, batch.sample_lengths, None)
             with torch.no_grad():
                 encoded = parts.model.encoder(features, lengths, run_directly)
@@ -168,7 +168,7 @@ def test_features_of_speech_are_the_first_of_its_window_and_a_window_makes_no_ma
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_a_traced_peak_is_the_measured_one(recompute):
-    config, cut = configured(recompute), window(2, speeches(4, torch.float32, augmented=False))
+    config, cut = configured(recompute), global_batch(2, speeches(4, torch.float32, augmented=False))
     measured = measured_peak(parts_of(SPEECH, torch.float32, recompute), cut)
     planned = build_tracer(config, SPEECH, ONLY_TENSORS).trace_global_batch(cut, RecomputePolicy(recompute)).bytes
     assert 0.999 * measured <= planned <= 1.02 * measured
@@ -187,7 +187,7 @@ def test_three_seconds_are_planned_for_far_less_than_a_window():
 def test_products_of_a_step_are_what_the_formulas_say():
     spoken = speeches(3, torch.float32, augmented=False)
     with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
-        train_step(parts_of(SPEECH, torch.float32), window(3, spoken), 0)
+        train_step(parts_of(SPEECH, torch.float32), global_batch(3, spoken), 0)
     counts = counter.get_flop_counts()["Global"]
     counted = sum(flop for kind, flop in counts.items() if kind in MATRIX_PRODUCTS)
     samples = tuple(len(one.waveform) for one in spoken)

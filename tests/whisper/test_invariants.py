@@ -1,6 +1,6 @@
-"""The project's laws, on Whisper trained whole, partly frozen, or by low-rank products; no transformers is needed.
+"""The project's invariants on Whisper: trained whole, partly frozen, or with LoRA; transformers is not needed.
 
-What each law says is in tests/invariants; that a plan bounds the peak and that resuming is exact have files of their own.
+The invariants are described in tests/invariants; the planned peak and exact resume have test files of their own.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Law 6 on Whisper: a planned peak bounds the measured one, in training and in validation, whatever is trained."""
+"""Invariant 6 on Whisper: a planned peak bounds the measured one, in training and validation, for all parts."""
 
 import dataclasses
 import functools

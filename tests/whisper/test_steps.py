@@ -71,7 +71,7 @@ def both() -> tuple[StepParts, ByHand]:
     return parts, ByHand(model)
 
 
-def windows() -> Iterator[tuple[Batch, tuple[Batch, ...]]]:
+def global_batches() -> Iterator[tuple[Batch, tuple[Batch, ...]]]:
     """Each window's utterances together, and cut into one micro-batch, two or three."""
     for number in range(STEPS):
         batch = spoken(KIND, *LABELS, seed=number % 4)
@@ -94,7 +94,7 @@ def test_twenty_steps_are_those_of_the_same_adamw_on_transformers_model():
     """However a window is cut on our side, it is whole on the other."""
     parts, by_hand = both()
     losses, norms = [], []
-    for number, (batch, micro_batches) in enumerate(windows()):
+    for number, (batch, micro_batches) in enumerate(global_batches()):
         report = train_step(parts, global_batch_of(micro_batches), number)
         loss = by_hand.loss(parts, batch)
         norm = by_hand.step(loss, number)
@@ -113,7 +113,7 @@ def test_negative_control_another_step_is_seen(change):
     matrices["weight_decay"] = 0.0 if change == "no decay" else DECAY
     others["weight_decay"] = DECAY if change == "decay of all" else 0.0
     by_hand.largest_norm = math.inf if change == "no clipping" else LARGEST_NORM
-    for number, (batch, micro_batches) in itertools.islice(enumerate(windows()), 10):
+    for number, (batch, micro_batches) in itertools.islice(enumerate(global_batches()), 10):
         train_step(parts, global_batch_of(micro_batches), number)
         taken = micro_batches if change == "mean of means" else (batch,)
         by_hand.step(sum(by_hand.loss(parts, one) for one in taken) / len(taken), number)

@@ -45,7 +45,7 @@ MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 
 def configured(recompute: str = "never", rate: float = 1e-3) -> TrainConfig:
     return TrainConfig(
-        data=DataConfig(micro_batches_at_once=1),
+        data=DataConfig(concurrent_micro_batches=1),
         loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0),
         optimizer=OptimizerConfig(learning_rate=rate, warmup_steps=1),
         memory=MemoryConfig(gradient_checkpointing=recompute),

@@ -1,4 +1,4 @@
-"""Time and peak memory of a step beside other toolkits', as bars, from the tables of docs/performance.md."""
+"""Bars of the time and peak memory of a training step, from the tables of docs/performance.md."""
 
 import re
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ ROW = re.compile(
 NAMES = {"konkanivani": "KonkaniVani", "speechbrain": "SpeechBrain", "espnet": "ESPnet"}
 WIDTH, HEIGHT = 960, 392
 NAME_X, PANELS, MAX_SECONDS = 148, (168, 580), 280
-GROUPS = (("Each toolkit's fastest cut of the batch", 64), ("Each toolkit's leanest cut of the batch", 216))
+GROUPS = (("Fastest split of the batch", 64), ("Split of the batch with the lowest peak", 216))
 
 
-LEGEND = "4 × 2: eight utterances, 62.6 s in all, in four micro-batches of two. Shorter is better."
+LEGEND = "4 × 2: four micro-batches of two utterances; 62.6 s of audio in all. Shorter is better."
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A step of one toolkit: how the batch was cut, seconds, and MiB at the peak."""
+    """A step of one toolkit: the split into micro-batches, seconds, and MiB at the peak."""
 
     toolkit: str
     cut: str
@@ -28,31 +28,33 @@ class Measured:
 
 
 def read_contest(markdown: str) -> list[Measured]:
-    """The rows of the last table of contestants."""
+    """Return the rows of the last table of contestants."""
     table = markdown[markdown.rindex("| contestant | parameters |") :]
     rows = [ROW.match(line) for line in table.split("\n\n")[0].splitlines()[2:]]
     return [Measured(row[1], row[2], float(row[3]), float(row[4])) for row in rows if row]
 
 
 def steps_beside_others(markdown: str) -> str:
-    """The picture as SVG: the fastest and the leanest step of each toolkit."""
+    """Return the picture as SVG: each toolkit's fastest step and its step with the lowest peak."""
     measured = read_contest(markdown)
     of_each = [[each for each in measured if each.toolkit == toolkit] for toolkit in NAMES]
     best = [min(rows, key=lambda row: row.seconds) for rows in of_each]
     leanest = [min(rows, key=lambda row: row.mib) for rows in of_each]
     longest = max(row.seconds for row in best + leanest), max(row.mib for row in best + leanest)
-    heads = zip(PANELS, ("Seconds a step", "Peak memory, MiB"), strict=True)
+    heads = zip(PANELS, ("Seconds per step", "Peak memory, MiB"), strict=True)
     shapes = [text("text", left, 34, head, 15, 600) for left, head in heads]
     shapes.append(text("quiet", PANELS[0], 372, LEGEND, 11))
     for (title, top), rows in zip(GROUPS, (best, leanest), strict=True):
         shapes.append(text("quiet", PANELS[0], top, title, 12))
         for number, row in enumerate(rows):
             shapes += bars(row, top + 14 + 40 * number, longest)
-    return page(WIDTH, HEIGHT, "Seconds and peak memory of a training step beside SpeechBrain and ESPnet", shapes)
+    return page(
+        WIDTH, HEIGHT, "Seconds and peak memory of a training step, compared with SpeechBrain and ESPnet", shapes
+    )
 
 
 def bars(row: Measured, top: float, longest: tuple[float, float]) -> list[str]:
-    """The toolkit's name and its two bars."""
+    """Return the toolkit's name and its two bars."""
     kind, weight = ("orange", 600) if row.toolkit == "konkanivani" else ("pale", 400)
     shapes = [
         text("text", NAME_X, top + 16, NAMES[row.toolkit], 14, weight, "end"),

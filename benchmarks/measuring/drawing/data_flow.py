@@ -1,4 +1,4 @@
-"""The way of the data, from a recording to the words that are recognised: ten cards, each with a small drawing."""
+"""Data flow from recordings to recognised words: ten cards, each with a small drawing."""
 
 import math
 
@@ -11,20 +11,20 @@ SHADES = 0.15, 0.3, 0.55, 0.8, 1.0
 
 
 def way_of_the_data() -> str:
-    """The picture as SVG."""
+    """Return the picture as SVG."""
     cards = (
         ("Recordings", "WAV, FLAC, MP3, M4A, …", wave),
-        ("Manifest", "a line of JSON each", manifest),
-        ("Window", "one step, in micro-batches", window),
+        ("Manifest", "one line of JSON each", manifest),
+        ("Batches", "split into micro-batches", batches),
         ("Features", "log-mel, on the device", features),
         ("Encoder", "Conformer, frames / 4", encoder),
         ("CTC and attention", "two heads, one loss", heads),
-        ("Gradient", "the same for any cut", gradient),
-        ("Update", "AdamW, if it is finite", update),
-        ("Checkpoint", "whole, or not there", checkpoint),
-        ("Words", "with their times", words),
+        ("Gradient", "equal for any split", gradient),
+        ("Update", "AdamW, if finite", update),
+        ("Checkpoint", "complete or absent", checkpoint),
+        ("Words", "with word times", words),
     )
-    shapes = [text("quiet", LEFT, 34, "WHAT GOES IN", 11, 600), text("quiet", LEFT, 256, "WHAT IS LEARNT", 11, 600)]
+    shapes = [text("quiet", LEFT, 34, "INPUT", 11, 600), text("quiet", LEFT, 256, "TRAINING", 11, 600)]
     for number, (title, said, drawing) in enumerate(cards):
         x, y = LEFT + number % 5 * (CARD_WIDTH + GAP), ROWS[number // 5]
         shapes.append(rectangle("card", x, y, CARD_WIDTH, CARD_HEIGHT, corner=10))
@@ -34,22 +34,22 @@ def way_of_the_data() -> str:
         if number % 5 < 4:
             middle = y + CARD_HEIGHT / 2
             shapes.append(arrow([(x + CARD_WIDTH + 4, middle), (x + CARD_WIDTH + GAP - 4, middle)]))
-    return page(WIDTH, HEIGHT, "The way of the data: from recordings to words", shapes + turns())
+    return page(WIDTH, HEIGHT, "Data flow: from recordings to words", shapes + turns())
 
 
 def turns() -> list[str]:
-    """From the first row into the second, and from an update back to the next window."""
+    """Return the arrows from the first row to the second, and from an update to the next global batch."""
     encoder_x, heads_x = LEFT + 4 * (CARD_WIDTH + GAP) + CARD_WIDTH / 2, LEFT + CARD_WIDTH / 2
     update_x = LEFT + 2 * (CARD_WIDTH + GAP) + CARD_WIDTH / 2
     below, above, between = ROWS[0] + CARD_HEIGHT, ROWS[1], 250
     return [
         arrow([(encoder_x, below + 4), (encoder_x, between), (heads_x + 60, between), (heads_x + 60, above - 4)]),
         arrow([(update_x, above - 4), (update_x, below + 4)], "orange_line", "orange"),
-        text("quiet", update_x + 12, 236, "next window", 11, 600),
+        text("quiet", update_x + 12, 236, "next global batch", 11, 600),
     ]
 
 
-# Each drawing is 120 wide and 84 high, from (x, y) on.
+# Each drawing is 120 wide and 84 high, with its top left corner at (x, y).
 
 
 def wave(x: float, y: float) -> list[str]:
@@ -66,8 +66,8 @@ def manifest(x: float, y: float) -> list[str]:
     return shapes
 
 
-def window(x: float, y: float) -> list[str]:
-    """Three micro-batches of utterances of about the same length."""
+def batches(x: float, y: float) -> list[str]:
+    """Return three micro-batches, each of utterances with similar lengths."""
     shapes = []
     for top, lengths in ((0, (118, 110)), (30, (84, 80)), (60, (58, 52, 48))):
         height = 24 / len(lengths) - 1.5
@@ -97,7 +97,7 @@ def encoder(x: float, y: float) -> list[str]:
 
 
 def heads(x: float, y: float) -> list[str]:
-    """CTC's spikes on the left, attention's diagonal on the right."""
+    """Return CTC's spikes on the left and attention's diagonal on the right."""
     spikes = "".join(f"M{x + 4 + 10 * n:g} {y + 78:g}v-{height}" for n, height in enumerate((18, 56, 8, 40, 66, 30)))
     shapes = [path("orange_line", spikes, 4)]
     for row in range(6):
@@ -109,7 +109,7 @@ def heads(x: float, y: float) -> list[str]:
 
 
 def gradient(x: float, y: float) -> list[str]:
-    """Micro-batches' gradients, added to one."""
+    """Return the gradients of three micro-batches and their sum."""
     shapes = [rectangle("blue", x + 2, y + top, width, 12, 4) for top, width in ((4, 46), (36, 34), (68, 24))]
     for top in (10, 42, 74):
         bend = f"C{x + 70:g} {y + top:g} {x + 66:g} {y + 42:g} {x + 80:g} {y + 42:g}"
@@ -119,7 +119,7 @@ def gradient(x: float, y: float) -> list[str]:
 
 
 def update(x: float, y: float) -> list[str]:
-    """Down a loss, step by step."""
+    """Return a falling loss curve with steps."""
     curve = f"M{x + 4:g} {y + 8:g}C{x + 22:g} {y + 66:g} {x + 44:g} {y + 74:g} {x + 116:g} {y + 76:g}"
     shapes = [path("line", curve, 2)]
     for at_x, at_y in ((8, 20), (20, 46), (38, 63), (62, 71), (92, 75)):

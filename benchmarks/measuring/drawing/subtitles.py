@@ -1,4 +1,4 @@
-"""A recording in a player with its subtitles, and the file that they come from: what transcribe.py really wrote."""
+"""A recording in a player with its subtitles, and the SRT file that transcribe.py wrote."""
 
 import difflib
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import soundfile
 
+from benchmarks.measuring.drawing.outlines import outlined_text
 from benchmarks.measuring.drawing.svg import circle, page, path, rectangle, text
 from konkanivani.base.errors import DataError
 
@@ -23,7 +24,7 @@ FILE_LEFT = 612
 
 @dataclass(frozen=True)
 class Said:
-    """Samples (S,) between -1 and 1 at `rate`, and the sentences in them."""
+    """Samples (S,) between -1 and 1 at `rate`, and their sentences."""
 
     samples: np.ndarray
     rate: int
@@ -31,7 +32,7 @@ class Said:
 
 
 def joined_utterances(manifest: Path, speaker: str, count: int) -> Said:
-    """The first `count` utterances of a speaker, with pauses between them."""
+    """Return the first `count` utterances of a speaker, with pauses between them."""
     rows = [json.loads(line) for line in manifest.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row["speaker"] == speaker][:count]
     parts, rate = [], 16_000
@@ -42,7 +43,7 @@ def joined_utterances(manifest: Path, speaker: str, count: int) -> Said:
 
 
 def transcribe(said: Said, checkpoint: Path) -> tuple[list[dict], list[str]]:
-    """What transcribe.py writes of it: the segments of its JSON, and the cues of its SRT, each as it stands there."""
+    """Return the segments of transcribe.py's JSON and the cues of its SRT."""
     with tempfile.TemporaryDirectory() as folder:
         soundfile.write(f"{folder}/speech.flac", said.samples, said.rate)
         command = [sys.executable, str(TRANSCRIBE), f"{folder}/speech.flac", "--checkpoint", str(checkpoint)]
@@ -59,7 +60,7 @@ def transcribe(said: Said, checkpoint: Path) -> tuple[list[dict], list[str]]:
 
 
 def player(said: Said, checkpoint: Path) -> str:
-    """The picture as SVG: the longest sentence is on the screen."""
+    """Return the picture as SVG, with the longest sentence on the screen."""
     segments, cues = transcribe(said, checkpoint)
     wrong = misheard(said, segments)
     shown = max(range(len(segments)), key=lambda n: len(segments[n]["words"]))
@@ -71,19 +72,19 @@ def player(said: Said, checkpoint: Path) -> str:
         top = TOP + 36 + sum(cue_height(before) for before in cues[:number])
         shapes += srt_cue(cue, top, number == shown, wrong)
     if wrong:
-        shapes.append(text("quiet", FILE_LEFT, HEIGHT - 30, "Underlined: another word was said.", 11))
-    return page(WIDTH, HEIGHT, "A recording with the subtitles that transcribe.py wrote of it", shapes)
+        shapes.append(text("quiet", FILE_LEFT, HEIGHT - 30, "Underlined: recognition error.", 11))
+    return page(WIDTH, HEIGHT, "A recording with the subtitles from transcribe.py", shapes)
 
 
 def misheard(said: Said, segments: list[dict]) -> set[str]:
-    """The recognised words that were not said at their place."""
+    """Return the recognised words that differ from the spoken ones."""
     heard = " ".join(segment["text"] for segment in segments).split()
     opcodes = difflib.SequenceMatcher(None, " ".join(said.texts).split(), heard, autojunk=False).get_opcodes()
     return {word for kind, _, _, first, last in opcodes if kind != "equal" for word in heard[first:last]}
 
 
 def screen(said: Said, segment: dict) -> list[str]:
-    """The waveform of what is said now, each word below its own stretch, and the subtitle."""
+    """Return the waveform of the segment, each word below its part, and the subtitle."""
     start, end = segment["start"], segment["end"]
     scale = (SCREEN - 56) / (end - start)
     left, middle = LEFT + 28, TOP + 96
@@ -104,7 +105,7 @@ def screen(said: Said, segment: dict) -> list[str]:
 
 
 def controls(segment: dict, seconds: float) -> list[str]:
-    """A button, how far it is, and the time."""
+    """Return a play button, a progress bar and the time."""
     y, left, right = TOP + 318, LEFT + 64, LEFT + SCREEN - 112
     at = left + (right - left) * segment["end"] / seconds
     button = f"M{LEFT + 30:g} {y - 9:g}L{LEFT + 46:g} {y:g}L{LEFT + 30:g} {y + 9:g}Z"
@@ -119,15 +120,15 @@ def controls(segment: dict, seconds: float) -> list[str]:
 
 
 def srt_cue(cue: str, top: float, is_shown: bool, wrong: set[str]) -> list[str]:
-    """The lines of a cue as they stand in the file."""
+    """Return the lines of a cue as in the file."""
     number, times, *lines = cue.split("\n")
     shapes = [rectangle("card", FILE_LEFT - 12, top - 10, 336, cue_height(cue) - 7, corner=8)] if is_shown else []
     shapes += [text("code quiet", FILE_LEFT, top + 8, number, 12), text("code quiet", FILE_LEFT, top + 26, times, 12)]
     for n, line in enumerate(lines):
-        marked = " ".join(f'<tspan class="red">{word}</tspan>' if word in wrong else word for word in line.split())
-        shapes.append(f'<text class="text" x="{FILE_LEFT}" y="{top + 48 + 20 * n:g}" font-size="15">{marked}</text>')
+        shapes.append(outlined_text("text", FILE_LEFT, top + 48 + 20 * n, line, 15, underlined=frozenset(wrong)))
     return shapes
 
 
 def cue_height(cue: str) -> float:
+    """Return the height of a cue in pixels."""
     return 34 + 20 * (cue.count("\n") - 1) + 17

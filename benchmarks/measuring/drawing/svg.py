@@ -1,8 +1,10 @@
-"""SVG by hand: a page with a ground of its own, readable on a light and on a dark one, and the few shapes on it."""
+"""SVG pictures: a page with its own background, in light and dark colours, and the shapes on it."""
 
 from html import escape
 
-# Class: fill and stroke on light, and on dark. What stands on a page of the other kind still has its own ground.
+from benchmarks.measuring.drawing.outlines import has_devanagari, outlined_text
+
+# CSS class: fill and stroke in light mode, and in dark mode.
 COLOURS = {
     "ground": ("fill:#ffffff;stroke:#d5dae1", "fill:#0f1420;stroke:#2b3446"),
     "card": ("fill:#f5f7fa;stroke:#dfe4ea", "fill:#182032;stroke:#2b3650"),
@@ -16,14 +18,14 @@ COLOURS = {
     "orange": ("fill:#e07b1a", "fill:#f5a14e"),
     "orange_line": ("fill:none;stroke:#e07b1a", "fill:none;stroke:#f5a14e"),
     "green": ("fill:#23906b", "fill:#4cc79d"),
-    "red": ("fill:#c93434;text-decoration:underline", "fill:#ff8585;text-decoration:underline"),
+    "red": ("fill:#c93434", "fill:#ff8585"),
 }
-FONT = "font-family:system-ui,-apple-system,'Segoe UI','Noto Sans','Noto Sans Devanagari','Nirmala UI',sans-serif"
+FONT = "font-family:system-ui,-apple-system,'Segoe UI','Noto Sans',sans-serif"
 MONOSPACED = "font-family:ui-monospace,'SF Mono',Consolas,'Liberation Mono',monospace"
 
 
 def page(width: int, height: int, title: str, shapes: list[str]) -> str:
-    """The SVG file's text; `title` is what is read aloud for it."""
+    """Return the text of an SVG file; screen readers read `title`."""
     light, dark = (
         "".join(f".{name}{{{colours[kind]}}}" for name, colours in COLOURS.items() if uses(shapes, name))
         for kind in (0, 1)
@@ -42,15 +44,19 @@ def page(width: int, height: int, title: str, shapes: list[str]) -> str:
 
 
 def uses(shapes: list[str], name: str) -> bool:
-    """Whether one of the shapes, or the page itself, is of that class."""
+    """Return whether one of the shapes, or the page itself, has the CSS class `name`."""
     return name == "ground" or any(f'"{name}"' in shape or f'"{name} ' in shape for shape in shapes)
 
 
 def rectangle(kind: str, x: float, y: float, width: float, height: float, corner: float = 2) -> str:
+    """Return a rectangle with rounded corners."""
     return f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:.4g}" height="{height:.4g}" rx="{corner:g}"/>'
 
 
 def text(kind: str, x: float, y: float, said: str, size: int = 13, weight: int = 400, anchor: str = "start") -> str:
+    """Return a line of text with its baseline at (x, y); Devanagari as outlines, in one weight."""
+    if has_devanagari(said):
+        return outlined_text(kind, x, y, said, size, anchor)
     return (
         f'<text class="{kind}" x="{x:g}" y="{y:g}" font-size="{size}" font-weight="{weight}" '
         f'text-anchor="{anchor}">{escape(said)}</text>'
@@ -58,15 +64,17 @@ def text(kind: str, x: float, y: float, said: str, size: int = 13, weight: int =
 
 
 def path(kind: str, drawn: str, width: float = 1.5) -> str:
+    """Return a path with round ends and joins."""
     return f'<path class="{kind}" d="{drawn}" stroke-width="{width:g}" stroke-linecap="round" stroke-linejoin="round"/>'
 
 
 def circle(kind: str, x: float, y: float, radius: float) -> str:
+    """Return a circle."""
     return f'<circle class="{kind}" cx="{x:g}" cy="{y:g}" r="{radius:g}"/>'
 
 
 def arrow(points: list[tuple[float, float]], kind: str = "line", tip_kind: str = "tip") -> str:
-    """A line through the points, with a tip at the last one, which is reached going right, down or up."""
+    """Return a line through the points with an arrowhead at the last one; its last part points right, down or up."""
     (before_x, before_y), (x, y) = points[-2:]
     right, down = (x > before_x) - (x < before_x), (y > before_y) - (y < before_y)
     drawn = "M" + "L".join(f"{each_x:g} {each_y:g}" for each_x, each_y in [*points[:-1], (x - 4 * right, y - 4 * down)])

@@ -2,7 +2,7 @@
 
 Only what NeMo builds too has a place there: attention by distance, padded subsampling, no norm behind the depthwise
 convolution (its BatchNorm is the identity), no norm before the first block, a CTC head alone, NeMo's features. NeMo 3.0
-restores such a file, and hears what we do (docs/LOG.md).
+restores such a file, and hears what we do (docs/experiments.md).
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ GUARDS = {"added": "add", "floor": "clamp"}
 NOBODY = 2**64 - 1  # -1, the id of a token that is not there
 SHAPE = (
     "--decoder_layers 0 --attention_positions relative --convolution_norm none --subsampling striding --scaled_input "
-    "--entry_norm False --preemphasis 0.97 --window symmetric --frame_padding zeros --mel_scale slaney --power_guard added "
-    f"--smallest_power {2.0**-24} --std_ddof sample"
+    "--entry_norm False --preemphasis 0.97 --window symmetric --frame_padding zeros --mel_scale slaney "
+    f"--log_floor_mode added --smallest_power {2.0**-24} --std_ddof sample"
 )
 """The trainer's flags of a model that can be written so, beside its dimensions."""
 
@@ -74,7 +74,7 @@ def configuration(config: TrainConfig) -> dict[str, object]:
             "features": features.mel_bins,
             "n_fft": features.fft_samples,
             "preemph": features.preemphasis,
-            "log_zero_guard_type": GUARDS[features.power_guard],
+            "log_zero_guard_type": GUARDS[features.log_floor_mode],
             "log_zero_guard_value": features.smallest_power,
         },
         "encoder": {

@@ -44,7 +44,7 @@ def main(seconds: float, threads: int, checkpointing: str, optimizer: str) -> No
         TrainConfig(
             model=MODEL,
             features=features_of(MODEL),
-            data=DataConfig(micro_batches_at_once=1),
+            data=DataConfig(concurrent_micro_batches=1),
             loss=LossConfig(ctc_weight=1.0),
             optimizer=OptimizerConfig(optimizer=optimizer),
             memory=MemoryConfig(gradient_checkpointing=checkpointing),
@@ -54,14 +54,14 @@ def main(seconds: float, threads: int, checkpointing: str, optimizer: str) -> No
     tokens, samples = torch.randint(4, 260, (1, TOKENS)), int(16_000 * seconds)
     empty = torch.zeros(1, TOKENS + 1, dtype=torch.long)
     batch = Batch(("a",), 0.1 * torch.randn(1, samples), (samples,), tokens, (TOKENS,), empty, empty, (1,))
-    window, step = GlobalBatch((batch,), TOKENS, 1, seconds, 0.0), 0
+    global_batch, step = GlobalBatch((batch,), TOKENS, 1, seconds, 0.0), 0
     live = LiveBytes()
     live.count(parts.state_tensors())
     for line in sys.stdin:
         live.restart_peak()
         started = time.perf_counter()
         with live if line == "count\n" else contextlib.nullcontext():
-            train_step(parts, window, step)
+            train_step(parts, global_batch, step)
         step += 1
         print(json.dumps({"seconds": time.perf_counter() - started, "peak_mib": live.peak / 2**20}), flush=True)
 

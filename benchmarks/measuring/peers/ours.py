@@ -46,7 +46,7 @@ class KonkaniVani:
             data=DataConfig(
                 batch_size=terms.utterances // entry.micro_batches,
                 gradient_accumulation_steps=entry.micro_batches,
-                micro_batches_at_once=entry.at_once,
+                concurrent_micro_batches=entry.at_once,
             ),
             model=model_of(terms),
             memory=MemoryConfig(mixed_precision=terms.mixed_precision, gradient_checkpointing=recompute),

@@ -1,4 +1,4 @@
-"""Law 9 over its grid: every way to share a run's steps between processes, against one process alone."""
+"""Invariant 9 over its grid: every way to share a run's steps between processes, against one process alone."""
 
 import itertools
 
@@ -41,7 +41,7 @@ def measure(effort: Effort) -> FaultTable:
             if (max(weights, losses) < BOUND) == case.own_divisor:
                 failures.append(f"{world_size} ranks, {name}: {weights:.1e}, and the bound is {BOUND:.0e}")
     return FaultTable(
-        title=f"Law 9: {steps} steps in float64, by ranks and by one process",
+        title=f"Invariant 9: {steps} steps in float64, by ranks and by one process",
         columns=("ranks", "way", "weights differ by", "losses differ by", "steps begun again"),
         rows=tuple(rows),
         failures=tuple(failures),

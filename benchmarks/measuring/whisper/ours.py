@@ -48,7 +48,7 @@ class KonkaniVani:
             data=DataConfig(
                 batch_size=terms.together,
                 gradient_accumulation_steps=terms.utterances // terms.together,
-                micro_batches_at_once=entry.at_once,
+                concurrent_micro_batches=entry.at_once,
             ),
             loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0),
             optimizer=SCHEDULE,

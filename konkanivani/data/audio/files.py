@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from konkanivani.data.audio.channels import channel_error, select_channel
 from konkanivani.data.audio.media_sound import INSTALL, MediaSound, is_installed, may_be_media
 from konkanivani.data.audio.sizes import missing_share
 from konkanivani.data.audio.sndfile_sound import NotKnown, SndfileSound
@@ -77,6 +78,7 @@ def read_samples(source: AudioSource, most_seconds: float = float("inf")) -> tup
     that libsndfile knows, and what lies before it too of another.
 
     Of a longer source only the first `most_seconds` are decoded; the whole of it must be there all the same.
+    Of a source with a `channel` only that one is returned: (frames, 1).
     An UnusableAudio names the source and says what is wrong with it.
     """
     with _open(source) as sound:
@@ -93,6 +95,7 @@ def read_samples(source: AudioSource, most_seconds: float = float("inf")) -> tup
             raise _too_much(len(samples), source, header)
         if not sound.is_counted:
             _check_length(first, len(samples) + sound.skip(count - kept), header, source)
+    samples = select_channel(samples, source.channel)
     if not len(samples):
         raise UnusableAudio(source, "it holds no samples")
     if sound.is_counted and len(samples) < 0.9 * kept:
@@ -103,7 +106,8 @@ def read_samples(source: AudioSource, most_seconds: float = float("inf")) -> tup
 
 
 def read_blocks(source: AudioSource, seconds: float) -> Iterator[np.ndarray]:
-    """An audio file of any length, block by block of about so many seconds: samples (frames, channels) float32.
+    """An audio file of any length, block by block of about so many seconds: samples (frames, channels) float32, of the
+    source's channel alone if it names one.
 
     An UnusableAudio says what is wrong with it, as soon as that is seen. One that ends before its header says is read
     as far as it goes, with a ShortAudio.
@@ -114,6 +118,7 @@ def read_blocks(source: AudioSource, seconds: float) -> Iterator[np.ndarray]:
         _warn_of_missing(header.missing, source)
         while True:
             samples = sound.read(min(count, header.frames - done) if sound.is_counted else count)
+            samples = select_channel(samples, source.channel)
             done += len(samples)
             if not np.isfinite(samples).all():
                 raise UnusableAudio(source, "it holds samples that are not numbers")
@@ -206,6 +211,9 @@ def _check_header(sound: SoundReader, opened: OpenedAudio) -> None:
     header, source = sound.header, opened.source
     if not 1 <= header.channels <= MAX_CHANNELS:
         raise UnusableAudio(source, f"{header.channels} channels are more than {MAX_CHANNELS}")
+    absent = channel_error(source.channel, header.channels)
+    if absent:
+        raise UnusableAudio(source, absent)
     if not MIN_RATE <= header.rate <= MAX_RATE:
         raise UnusableAudio(source, f"{header.rate} Hz is not between {MIN_RATE} and {MAX_RATE} Hz")
     if header.frames <= 0 and sound.is_counted:

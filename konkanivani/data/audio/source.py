@@ -22,6 +22,7 @@ class AudioSource:
     `byte_count` > 0: the audio file is those bytes of the file at `path`, from `byte_offset` on (a tar shard's member).
     `start` None: all of the audio file, which lasts `seconds` where those are known; else the span of `seconds` from
     there on. `roots`: the folders in which the file must lie, links resolved (None: anywhere, a person named it).
+    `channel`: the only channel to read, from 0 (None: all of them).
     """
 
     path: str
@@ -30,6 +31,7 @@ class AudioSource:
     start: float | None = None
     seconds: float | None = None
     roots: tuple[str, ...] | None = field(default=None, compare=False, repr=False)
+    channel: int | None = None
 
     def __str__(self) -> str:
         inside = f" at byte {self.byte_offset}" if self.byte_count else ""

@@ -43,7 +43,10 @@ def one_thread() -> Iterator[None]:
 
 
 def load_audio(source: AudioSource) -> torch.Tensor:
-    """The source's (S,) float32 waveform at 16 kHz, channels averaged; a DataError names one that cannot be used."""
+    """Return the source's (S,) float32 waveform at 16 kHz; a DataError names one that cannot be used.
+
+    That is its channel if it names one, else the mean of all channels.
+    """
     samples, rate = read_samples(source)
     channels = torch.from_numpy(samples)
     return resample(channels[:, 0] if channels.shape[1] == 1 else channels.mean(dim=1), rate)
@@ -97,7 +100,7 @@ def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[to
     if samples.dim() == 2 and channels > MAX_CHANNELS and 1 <= len(samples) <= MAX_CHANNELS:
         raise DataError(
             f"Samples of shape {tuple(samples.shape)} are (channels, S), torchaudio's layout; (S, channels) is "
-            "expected. Pass samples.T."
+            "expected. Give samples.T."
         )
     if samples.dim() not in (1, 2) or not 1 <= channels <= MAX_CHANNELS:
         raise DataError(f"Samples of shape {tuple(samples.shape)} are no recording. Give (S,) or (S, channels).")

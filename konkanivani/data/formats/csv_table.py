@@ -4,13 +4,22 @@ Separated as a first line such as `sep=;` says, else by what makes the head show
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from konkanivani.base.errors import UsageError
+from konkanivani.data.audio.channels import parse_channel_cell
 from konkanivani.data.audio.unicode_paths import existing_path
 from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.formats.splits import split_named
-from konkanivani.data.formats.tables import choose_columns, columns_alike, named_separator, read_cells, read_records
+from konkanivani.data.formats.tables import (
+    channel_column,
+    choose_columns,
+    columns_alike,
+    named_separator,
+    read_cells,
+    read_records,
+)
 
 DELIMITERS = ",;\t"
 
@@ -24,9 +33,10 @@ def find_utterances(source: SpeechFolder) -> Found:
         (source.text_column, ("text",), True),
         (source.speaker_column, ("speaker",), False),
         (source.split_column, ("split",), False),
+        channel_column(source),
     )
     delimiter = named_separator(table) or _delimiter(table, [asked or usual[0] for asked, usual, _ in wanted])
-    audio, text, speaker, split = choose_columns(table, _head(table, delimiter), wanted)
+    audio, text, speaker, split, channel = choose_columns(table, _head(table, delimiter), wanted)
     file = source.name_of(table)
     for record in read_records(table, delimiter, quoted=True):
         given = record[split].strip()
@@ -38,7 +48,11 @@ def find_utterances(source: SpeechFolder) -> Found:
             yield RefusedRow(file, record.row, "no split", reason, record[audio])
         else:
             path, said = _audio(source.path, record[audio]), record[text]
-            yield FoundUtterance(file, record.row, path, said, speaker=record[speaker], split=split_named(given))
+            found = FoundUtterance(file, record.row, path, said, speaker=record[speaker], split=split_named(given))
+            try:
+                yield replace(found, channel=parse_channel_cell(record[channel], channel))
+            except ValueError as error:
+                yield found.refused("channel", str(error))
 
 
 def _audio(folder: Path, cell: str) -> Path:

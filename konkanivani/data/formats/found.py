@@ -21,6 +21,7 @@ class SpeechFolder:
     split_column: str = ""
     embedded_audio: Path = Path("audio")
     audio_root: Path | None = None
+    channel_column: str = ""
 
     def name_of(self, file: Path) -> str:
         """`file` relative to the corpus's folder, where it lies in it."""
@@ -38,7 +39,9 @@ class FoundUtterance:
 
     `byte_count` > 0: its audio is a part of the file at `audio`. `seconds` is the length of a span that begins at
     `start`, None for all that follows. `file_seconds` is how long the corpus says the whole audio file is. `split` is
-    `train`, `valid`, `test`, or empty where the corpus gives none.
+    `train`, `valid`, `test`, or empty where the corpus gives none. `channel` is the only channel to use, from 0 (None:
+    the mean of all); `is_channel_label` if it is a label that a file of one channel may carry too (Kaldi).
+    `removed` are the format characters that were removed from its text.
     """
 
     file: str
@@ -53,6 +56,9 @@ class FoundUtterance:
     start: float = 0.0
     seconds: float | None = None
     file_seconds: float | None = None
+    channel: int | None = None
+    is_channel_label: bool = False
+    removed: tuple[str, ...] = ()
 
     def lasting(self, offset: float | None, duration: float | None) -> "FoundUtterance":
         """This with what a row says of its seconds: with an offset they are a span's, else the whole file's."""

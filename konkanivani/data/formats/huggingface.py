@@ -8,15 +8,16 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
 from konkanivani.base.errors import DataError, ResourceError, explained
 from konkanivani.base.files import visible_files
+from konkanivani.data.audio.channels import parse_channel_cell
 from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.formats.splits import split_of_path
-from konkanivani.data.formats.tables import as_text, choose_columns
+from konkanivani.data.formats.tables import as_text, channel_column, choose_columns
 
 AUDIO_COLUMNS = ("audio", "audio_filepath")
 TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript", "normalized", "verbatim")
@@ -40,6 +41,7 @@ def find_utterances(source: SpeechFolder) -> Found:
             (source.audio_column, AUDIO_COLUMNS, True),
             (source.text_column, TEXT_COLUMNS, True),
             (source.speaker_column, SPEAKER_COLUMNS, False),
+            channel_column(source),
         )
         columns = choose_columns(part.path, part.columns, wanted)
         rows = iter(part.rows)
@@ -112,7 +114,7 @@ def _utterance(
     source: SpeechFolder, part: DatasetPart, columns: list[str], number: int, row: dict[str, object]
 ) -> FoundUtterance | RefusedRow:
     file = source.name_of(part.path)
-    audio_column, text_column, speaker_column = columns
+    audio_column, text_column, speaker_column, channel = columns
     audio = row[audio_column]
     held, named = (audio.get("bytes"), audio.get("path")) if isinstance(audio, dict) else (None, audio)
     if isinstance(held, bytes) and held:
@@ -127,7 +129,11 @@ def _utterance(
     else:
         return RefusedRow(file, number, "missing audio", f"its column {audio_column} holds no audio")
     text, speaker = as_text(row[text_column]), as_text(row.get(speaker_column))
-    return FoundUtterance(file, number, path, text, speaker=speaker, split=part.split)
+    found = FoundUtterance(file, number, path, text, speaker=speaker, split=part.split)
+    try:
+        return replace(found, channel=parse_channel_cell(row.get(channel), channel))
+    except ValueError as error:
+        return found.refused("channel", str(error))
 
 
 def _suffix(held: bytes, named: str) -> str:

@@ -1,8 +1,12 @@
-"""Kaldi data folders: wav.scp, text, and where they exist segments and utt2spk.
+"""Kaldi data folders: wav.scp, text, and where they exist segments, utt2spk and reco2file_and_channel.
 
 Paths in wav.scp are relative to the data folder, or to one above it: recipes mean their own folder, egs/x/s5 for
 egs/x/s5/data/train. What is a command (`|`) or a place in an archive (`wav.ark:123`) is refused, never run.
-Source: https://kaldi-asr.org/doc/data_prep.html
+
+A fifth column of segments is a channel of the recording, from 0, as extract-segments reads it (-1: none is named).
+Without it, reco2file_and_channel says which channel of its file a recording is: A, B, … or 1, 2, … as in STM and CTM
+(from 0 if the file has a 0). Where wav.scp names a file of one channel, that is a label and changes nothing.
+Source: https://kaldi-asr.org/doc/data_prep.html and extract-segments of https://kaldi-asr.org/doc/tools.html
 """
 
 import os
@@ -12,6 +16,7 @@ from pathlib import Path
 
 from konkanivani.base.errors import DataError
 from konkanivani.base.files import visible_entries
+from konkanivani.data.audio.channels import parse_channel_cell
 from konkanivani.data.audio.unicode_paths import existing_path
 from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.formats.splits import split_named
@@ -34,6 +39,7 @@ def _read_folder(source: SpeechFolder, folder: Path, split: str) -> Found:
     recordings, speakers = _entries(folder / "wav.scp"), _entries(folder / "utt2spk")
     has_segments = (folder / "segments").exists()
     segments = _entries(folder / "segments")
+    channels = _labelled_channels(folder / "reco2file_and_channel")
     file = source.name_of(folder / "text")
     if not (folder / "text").exists():
         raise DataError(f"{folder} holds no file text with the transcripts. Give --source a folder that has it.")
@@ -48,7 +54,11 @@ def _read_folder(source: SpeechFolder, folder: Path, split: str) -> Found:
         else:
             speaker = speakers.get(name, (0, ""))[1]
             here = FoundUtterance(file, row, Path(name), "".join(words), id=name, speaker=speaker, split=split)
-            yield _located(source, folder, here, segment, recordings)
+            located = _located(source, folder, here, segment, recordings)
+            if isinstance(located, FoundUtterance) and located.channel is None:
+                labelled = channels.get(segment[1].split()[0])
+                located = replace(located, channel=labelled, is_channel_label=True)
+            yield located
         seen.add(name)
 
 
@@ -57,11 +67,16 @@ def _located(
 ) -> FoundUtterance | RefusedRow:
     """The utterance with its audio and span; refused where they cannot be known without running something."""
     segment_row, spoken = segment
-    words = spoken.split()
-    name, start, end = (words[0], *map(as_seconds, words[1:])) if len(words) == 3 else ("", None, None)
+    name, *numbers = spoken.split() or ("",)
+    start, end = map(as_seconds, numbers[:2]) if len(numbers) in (2, 3) else (None, None)
     if start is None or end is None:
         file = source.name_of(folder / "segments")
         return RefusedRow(file, segment_row, "broken row", "recording, start and end are expected", found.id)
+    try:
+        channel = None if numbers[2:] in ([], ["-1"]) else parse_channel_cell(numbers[2], "channel")
+    except ValueError:
+        reason = f"its channel must be a number from 0, or -1, not {numbers[2]!r:.200}"
+        return RefusedRow(source.name_of(folder / "segments"), segment_row, "channel", reason, found.id)
     if name not in recordings:
         return found.refused("missing audio", f"wav.scp has no {name}")
     recording_row, recording = recordings[name]
@@ -73,7 +88,16 @@ def _located(
     if path is None:
         places = f"{folder}, --source, --audio_root or a folder above"
         return found.refused("missing audio", f"wav.scp's {recording} is not in {places}")
-    return replace(found, audio=path, start=start, seconds=None if end == -1.0 else end - start)
+    return replace(found, audio=path, start=start, seconds=None if end == -1.0 else end - start, channel=channel)
+
+
+def _labelled_channels(path: Path) -> dict[str, int]:
+    """Return the channel, from 0, of each recording that reco2file_and_channel gives a letter or a number."""
+    named = {name: words.split()[1].upper() for name, (_, words) in _entries(path).items() if len(words.split()) == 2}
+    first = 0 if "0" in named.values() else 1
+    numbers = {name: int(label) - first for name, label in named.items() if label.isascii() and label.isdecimal()}
+    letters = {name: ord(label) - ord("A") for name, label in named.items() if re.fullmatch("[A-Z]", label)}
+    return numbers | letters
 
 
 def _audio(source: SpeechFolder, folder: Path, value: str) -> Path | None:

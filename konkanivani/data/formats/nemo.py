@@ -1,6 +1,7 @@
 """NeMo's JSONL manifests, its tarred data sets, and WebDataset's tar shards; each folder train, valid, test its own.
 
-- Manifests (*.json, *.jsonl; one JSON object a line): audio_filepath, text, duration, offset, speaker.
+- Manifests (*.json, *.jsonl; one JSON object a line): audio_filepath, text, duration, offset, speaker, channel
+  (or channel_selector).
 - Tarred: audio_0.tar, audio_1.tar, … and tarred_audio_manifest.json, or sharded_manifests/manifest_0.json, …, whose
   rows have a shard_id and name a member. Of a file cut into several rows by `offset`, the second and later rows are
   named `…-sub1`, `…-sub2`, and mean the member without that ending.
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from konkanivani.base.errors import DataError
 from konkanivani.base.files import is_hidden, visible_entries
+from konkanivani.data.audio.channels import parse_channel
 from konkanivani.data.audio.names import AUDIO_SUFFIXES
 from konkanivani.data.audio.unicode_paths import comparable_name
 from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
@@ -75,6 +77,9 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
             yield RefusedRow(file, number, "broken row", "audio_filepath must be a path in quotes")
             continue
         found = _utterance(file, number, row, manifest.parent / name, split)
+        if isinstance(found, RefusedRow):
+            yield found
+            continue
         shard_id = as_text(row.get("shard_id")) or (of_shard.group(1) if of_shard else "")
         if shard_id.isdecimal():
             shard = folder / f"audio_{shard_id}.tar"
@@ -90,9 +95,13 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
             yield found
 
 
-def _utterance(file: str, row: int, fields: dict[str, object], audio: Path, split: str) -> FoundUtterance:
+def _utterance(file: str, row: int, fields: dict[str, object], audio: Path, split: str) -> FoundUtterance | RefusedRow:
     text, speaker = as_text(fields.get("text")), as_text(fields.get("speaker"))
     found = FoundUtterance(file, row, audio, text, speaker=speaker, split=split)
+    try:
+        found = replace(found, channel=parse_channel(fields))
+    except ValueError as error:
+        return found.refused("channel", str(error))
     return found.lasting(as_seconds(fields.get("offset")), as_seconds(fields.get("duration")))
 
 
@@ -108,7 +117,9 @@ def _index(shard: Path) -> dict[str, Member]:
     return members
 
 
-def _of_member(found: FoundUtterance, shard: Path, member: Member) -> FoundUtterance | RefusedRow:
+def _of_member(found: FoundUtterance | RefusedRow, shard: Path, member: Member) -> FoundUtterance | RefusedRow:
+    if isinstance(found, RefusedRow):
+        return found
     if not member.byte_count:
         return RefusedRow(found.file, found.row, "unusable audio", "the member is empty", member.name)
     return replace(found, audio=shard, byte_offset=member.byte_offset, byte_count=member.byte_count)

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TextIO
 
 from konkanivani.base.errors import DataError, UsageError, explained
+from konkanivani.data.audio.channels import NO_COLUMN
+from konkanivani.data.formats.found import SpeechFolder
 
 MAX_BYTES = 2**28  # of a file that is read at once
 MAX_LINE = 2**24  # characters
@@ -159,10 +161,17 @@ def choose_columns(table: Path, head: Iterable[str], wanted: Iterable[tuple[str,
             what = f"{len(found[unclear])} columns {unclear!r}" if unclear else f"no column {next(iter(found))!r}"
             raise UsageError(
                 f"{table} has {what}, it has {', '.join(map(repr, sorted(head)))}. Say with --audio_column, "
-                "--text_column, --speaker_column and --split_column which are which."
+                "--text_column, --speaker_column, --split_column and --channel_column which are which."
             )
         chosen.append(only or usual[0])
     return chosen
+
+
+def channel_column(source: SpeechFolder) -> tuple[str, tuple[str, ...], bool]:
+    """Return the request to `choose_columns` for the column of channels; for no column if the user says so."""
+    if source.channel_column == NO_COLUMN:
+        return "", (f"{NO_COLUMN}\0",), False  # no head has it
+    return source.channel_column, ("channel",), False
 
 
 def parse_json(text: str) -> object:

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Literal
 
 from konkanivani.base.console import JOINERS, is_invisible, show_text
+from konkanivani.data.format_characters import ZWJ, count_mapped_joiners
 from konkanivani.data.text import normalize_text
 
 RARE = 3  # seen fewer times than this
@@ -60,11 +61,15 @@ class MixedWord:
 
 @dataclass(frozen=True)
 class Changes:
-    """What `normalize_text` does to the raw transcripts; texts in the first two, else characters."""
+    """What `normalize_text` does to the raw transcripts; texts in the first two, else characters.
+
+    A joiner is mapped if it is part of a sequence with an equivalent encoding (format_characters.py), else removed.
+    """
 
     texts: int
     not_composed: int
     joiners_removed: int
+    joiners_mapped: int
     format_removed: int
     to_space: int
     lowered: int
@@ -97,6 +102,7 @@ class CharacterCount:
     texts: int = 0
     changed: int = 0
     not_composed: int = 0
+    joiners_mapped: int = 0
 
     def add(self, raw: str, normalized: str, row: int) -> None:
         """Takes in one transcript, as its manifest writes it and as it is trained on."""
@@ -104,6 +110,7 @@ class CharacterCount:
         self.normalized.update(normalized)
         self.texts += 1
         self.changed += raw != normalized
+        self.joiners_mapped += count_mapped_joiners(raw)
         self.not_composed += not unicodedata.is_normalized("NFC", raw)
         self.pairs.update(_composition()[1].findall(raw))
         if len({script_of(character) for character in set(raw)} - {""}) > 1:
@@ -125,7 +132,10 @@ class CharacterCount:
             script=majority,
             different=len(listed),
             letters=len(set(self.normalized) - {" "}),
-            inventory=tuple(_describe(character, count, majority) for character, count in listed[:MAX_LISTED]),
+            inventory=tuple(
+                _describe(character, count, self._mapped(character), majority)
+                for character, count in listed[:MAX_LISTED]
+            ),
             twins=self._twins(),
             mixed_words=tuple(
                 MixedWord(show_text(w, 60), tuple(sorted(scripts_of(w))), n, self.first_row[w]) for w, n in words
@@ -133,6 +143,10 @@ class CharacterCount:
             mixed_word_count=self.mixed.total(),
             changes=self._changes(),
         )
+
+    def _mapped(self, character: str) -> int:
+        """Return how many of a character are mapped; only a ZWJ can be."""
+        return self.joiners_mapped if character == ZWJ else 0
 
     def _twins(self) -> tuple[SpellingVariants, ...]:
         """Every NFC form that the raw text writes in more than one way, by how often."""
@@ -156,7 +170,8 @@ class CharacterCount:
         return Changes(
             texts=self.changed,
             not_composed=self.not_composed,
-            joiners_removed=sums["joiner"],
+            joiners_removed=sums["joiner"] - self.joiners_mapped,
+            joiners_mapped=self.joiners_mapped,
             format_removed=sums["format"],
             to_space=sums["space"],
             lowered=sums["lowered"],
@@ -177,7 +192,8 @@ def scripts_of(word: str) -> set[str]:
     return {script_of(character) for character in word} - {""}
 
 
-def _describe(character: str, count: int, majority: str) -> Character:
+def _describe(character: str, count: int, mapped: int, majority: str) -> Character:
+    """Return the character with its marks; `mapped` of its `count` become part of an equivalent encoding."""
     script, fate, category = script_of(character), _treatment(character), unicodedata.category(character)
     kind = {"Cc": "CONTROL", "Co": "PRIVATE USE", "Cn": "UNASSIGNED"}.get(category, "UNNAMED")
     marks = {
@@ -185,7 +201,8 @@ def _describe(character: str, count: int, majority: str) -> Character:
         "joiner": character in JOINERS,
         "invisible": is_invisible(character),
         "digit": category == "Nd",
-        "removed": fate in ("joiner", "format"),
+        "mapped": mapped > 0,
+        "removed": fate in ("joiner", "format") and count > mapped,
         "becomes a space": fate == "space",
         "rare": count < RARE and fate in ("kept", "lowered") and character != " ",
     }

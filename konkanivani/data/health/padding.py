@@ -1,4 +1,4 @@
-"""How much of the planned micro-batches is padding, from durations alone; as `batching.split_into_micro_batches` lays them."""
+"""The share of padding in the planned micro-batches, computed from durations as `batching` plans them."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ def measure_epoch(planner: EpochPlanner, micro_batch: int) -> EpochHealth:
     padded = sum(padded_seconds(window, limits) for window in windows)
     return EpochHealth(
         utterances=len(planner.durations),
-        window_size=planner.window_size,
+        window_size=planner.global_batch_size,
         micro_batch=micro_batch,
         steps=len(windows),
         padding_share=float(1 - speech.sum() / padded) if padded else 0.0,

@@ -44,8 +44,9 @@ def repeats_across(first: np.ndarray, second: np.ndarray, most: int) -> Pairing:
 
 
 def span_key(source: AudioSource) -> str:
-    """The span that the source is of its audio file, as text; the same for all whole files."""
-    return "whole" if source.start is None else f"{source.start:.3f} {source.seconds:.3f}"
+    """Return the span and channel that the source is of its audio file, as text; the same for all whole files."""
+    span = "whole" if source.start is None else f"{source.start:.3f} {source.seconds:.3f}"
+    return span if source.channel is None else f"{span} channel {source.channel}"
 
 
 def extent_key(source: AudioSource, size: int) -> int:

@@ -1,7 +1,7 @@
 """A window or batch on its way to another process: all of its tensors in one piece of shared memory.
 
 Each tensor that crosses by itself takes a file descriptor, handed over on a connection of its own: eight of them were
-5 ms of a training step in which both cores waited (docs/LOG.md).
+5 ms of a training step in which both cores waited (docs/experiments.md).
 """
 
 from __future__ import annotations

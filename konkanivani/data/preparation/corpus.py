@@ -11,8 +11,10 @@ from itertools import islice
 from pathlib import Path
 
 from konkanivani.base.errors import DataError
+from konkanivani.data.audio.channels import channel_error
 from konkanivani.data.audio.files import SPAN_ROUNDING, AudioHeader, AudioSource, read_header
 from konkanivani.data.audio.unicode_paths import existing_path
+from konkanivani.data.format_characters import drop_unwritten, find_unwritten
 from konkanivani.data.formats.found import FoundUtterance, RefusedRow
 from konkanivani.data.text import forbidden_character, forbidden_in_transcript, normalize_text
 from konkanivani.data.utterance import Utterance
@@ -20,6 +22,8 @@ from konkanivani.data.utterance import Utterance
 ROWS_AT_ONCE = 512
 THREADS = 8  # they wait for the disk
 MAX_CHARACTERS = 20_000  # nobody says more at a time; what follows takes time by the character
+# Fast speech has some 40 code points a second; a text with far more belongs to another recording.
+MAX_CHARACTER_RATE, SPARE_CHARACTERS = 100, 100
 SHALLOW = 3  # parts of a path such as /home/anita: no such folder is proposed as a place of audio
 LINE_ENDS = re.compile("[\t\n\r]")  # in a cell: a quotation mark has swallowed others
 NOT_UTF8 = re.compile("[\ud800-\udfff]")
@@ -29,7 +33,8 @@ NOT_UTF8 = re.compile("[\ud800-\udfff]")
 class CheckedUtterance:
     """An utterance that can be used, the split that its corpus gave it, and what it is compared by.
 
-    `id` names it within the corpus, the same wherever the corpus lies; `sentence` is its normalised text.
+    `id` names it within the corpus, the same wherever the corpus lies; `sentence` is its normalised text. `removed` are
+    the format characters that its text had in the corpus and has no longer.
     """
 
     utterance: Utterance
@@ -37,6 +42,7 @@ class CheckedUtterance:
     id: str
     split: str
     sentence: str
+    removed: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
@@ -113,6 +119,9 @@ def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | Refused
         unfit = find_forbidden(text) or next(iter(LINE_ENDS.findall(text)), None)
         if unfit:
             return found.refused("control character", f"its {name} holds the character U+{ord(unfit):04X}")
+    removed = tuple(find_unwritten(found.text))
+    if removed:
+        found = replace(found, text=drop_unwritten(found.text).strip(), removed=removed)
     if len(found.text) > MAX_CHARACTERS:
         return found.refused("long transcript", f"its transcript has {len(found.text)} characters: is it one row?")
     if not normalize_text(found.text):
@@ -153,27 +162,37 @@ def _finish(found: FoundUtterance, header: AudioHeader | str, roots: AudioRoots)
     told = found.file_seconds
     if told is not None and not abs(told - header.seconds) <= max(0.5, 0.1 * told):
         return found.refused("other duration", f"its table says {told:.2f} s, its audio file {header.seconds:.2f} s")
+    left = header.seconds - found.start
+    seconds = left if found.seconds is None else min(found.seconds, left)
+    if len(found.text) > SPARE_CHARACTERS + MAX_CHARACTER_RATE * seconds:
+        reason = f"its transcript has {len(found.text)} characters, more than {seconds:.2f} s of speech have"
+        return found.refused("long transcript", f"{reason}: does it belong to this audio?")
+    channel = None if found.is_channel_label and header.channels == 1 else found.channel
+    absent = channel_error(channel, header.channels)
+    if absent:
+        return found.refused("channel", absent)
     # The manifest's path: relative to its folder, absolute where they share only the root.
     is_staged = found.audio.is_relative_to(roots.staged)
     audio = roots.published / found.audio.relative_to(roots.staged) if is_staged else found.audio
     is_far = os.path.commonpath((audio, roots.output)) == os.path.sep
-    left = header.seconds - found.start
     is_span = found.start > 0 or found.seconds is not None
     utterance = Utterance(
         audio_filepath=str(audio) if is_far else os.path.relpath(audio, roots.output),
         audio_path=str(found.audio),
-        duration=left if found.seconds is None else min(found.seconds, left),
+        duration=seconds,
         text=found.text,
         speaker=found.speaker,
         offset=found.start if is_span else None,
         byte_offset=found.byte_offset,
         byte_count=found.byte_count,
+        channel=channel,
         row=found.row,
     )
     root = roots.staged if is_staged else roots.inside
     span = f"@{found.start:.3f}" + ("" if found.seconds is None else f"+{found.seconds:.3f}")
+    span += "" if channel is None else f":ch{channel}"
     identity = f"{found.audio.relative_to(root)}#{found.byte_offset}{span}"
-    return CheckedUtterance(utterance, found.file, identity, found.split, normalize_text(found.text))
+    return CheckedUtterance(utterance, found.file, identity, found.split, normalize_text(found.text), found.removed)
 
 
 def _span_reason(found: FoundUtterance, file_seconds: float) -> str:

@@ -80,12 +80,15 @@ def _size(recording: AudioSource) -> int:
 
 
 def _overlaps(spoken: list[CheckedUtterance]) -> Iterator[str]:
-    furthest: dict[str, CheckedUtterance] = {}  # by split, the utterance that ends last of those that began before
+    # By split and channel, the utterance that ends last of those that began before.
+    furthest: dict[tuple[str, int | None], CheckedUtterance] = {}
     for checked in sorted(spoken, key=lambda one: one.start):
-        for split, other in furthest.items():
-            if split != checked.split and other.end - checked.start > 0.01:
+        channel = checked.utterance.channel
+        for (split, other_channel), other in furthest.items():
+            is_shared = channel == other_channel or None in (channel, other_channel)  # None: the mean of all channels
+            if split != checked.split and is_shared and other.end - checked.start > 0.01:
                 yield f"{other.where} ({split}) and {checked.where} ({checked.split})"
                 break
-        known = furthest.get(checked.split)
+        known = furthest.get((checked.split, channel))
         if known is None or known.end < checked.end:
-            furthest[checked.split] = checked
+            furthest[checked.split, channel] = checked

@@ -11,9 +11,10 @@ from typing import Literal
 
 from konkanivani.base.console import printable
 from konkanivani.base.errors import DataError, ResourceError, UsageError, explained
-from konkanivani.base.files import folder_lock, write_json_lines
+from konkanivani.base.files import folder_lock, without_empty_folders, write_json_lines
 from konkanivani.base.units import parse_share
 from konkanivani.data.audio.roots import is_named_inside
+from konkanivani.data.format_characters import FormatCharacterCount
 from konkanivani.data.formats import (
     common_voice,
     csv_table,
@@ -68,6 +69,8 @@ class Preparation:
     """csv, huggingface: the column with the speaker."""
     split_column: str = ""
     """csv: the column that says train, valid or test."""
+    channel_column: str = ""
+    """csv, huggingface: the column with the channel, from 0 ("channel"); none: no column."""
     audio_root: str = ""
     """The folder outside which no audio is read; --source unless given."""
     split_by: SplitBy = "default"
@@ -109,7 +112,8 @@ class RefusalCount:
 class PreparationReport:
     """What came of a preparation; report.json is this. `audio_root` holds what audio the output does not ("": none).
 
-    `drawn` are the parts that were drawn out of the corpus's own part to train on, by `drawn_by`.
+    `drawn` are the parts that were drawn out of the corpus's own part to train on, by `drawn_by`. `removed_characters`
+    is a sentence on the invisible format characters that were removed from the texts ("": there were none).
     """
 
     format: str
@@ -122,6 +126,7 @@ class PreparationReport:
     audio_root: str
     drawn: tuple[str, ...]
     drawn_by: str
+    removed_characters: str
 
 
 def prepare_corpus(task: Preparation) -> PreparationReport:
@@ -134,7 +139,7 @@ def prepare_corpus(task: Preparation) -> PreparationReport:
     shares, most_rejected = task.shares, parse_share(task.max_rejected, "--max_rejected")
     with _staging(task) as staged:
         columns = (task.audio_column, task.text_column, task.speaker_column, task.split_column)
-        source = SpeechFolder(task.source, task.table, *columns, staged / AUDIO, task.root)
+        source = SpeechFolder(task.source, task.table, *columns, staged / AUDIO, task.root, task.channel_column)
         output = task.output.resolve()
         roots = AudioRoots(task.root.resolve(), output, source.embedded_audio, output / AUDIO)
         corpus = read_corpus(_told(READERS[task.format](source), task), roots)
@@ -146,7 +151,7 @@ def prepare_corpus(task: Preparation) -> PreparationReport:
         try:
             _check_damage(task, corpus, most_rejected)
         except DataError:
-            if corpus.refused:
+            if _first_unexpected(corpus):  # the message names the list then
                 with _explained(task.output):
                     os.replace(staged / REJECTED, task.output / REJECTED)
             raise
@@ -196,7 +201,7 @@ def _told(rows: Found, task: Preparation) -> Iterator[FoundUtterance | RefusedRo
 def _check_damage(task: Preparation, corpus: Corpus, most_rejected: float) -> None:
     if corpus.utterances and corpus.damage <= most_rejected:
         return
-    first = next((row for row in corpus.refused if not row.is_expected), None)
+    first = _first_unexpected(corpus)
     if first is None:
         raise DataError(f"{task.source} holds no utterance that {task.format} can read. Check --format and --source.")
     first = _printable(first)
@@ -206,6 +211,10 @@ def _check_damage(task: Preparation, corpus: Corpus, most_rejected: float) -> No
         f"--max_rejected is {most_rejected:.3g}. The first: {first.file}, row {first.row}: {first.reason.rstrip('.')}. "
         f"All stand in {task.output / REJECTED}: mend them, or give --max_rejected a larger part."
     )
+
+
+def _first_unexpected(corpus: Corpus) -> RefusedRow | None:
+    return next((row for row in corpus.refused if not row.is_expected), None)
 
 
 def _printable(row: RefusedRow) -> RefusedRow:
@@ -220,6 +229,9 @@ def _counts(refused: Iterable[RefusedRow]) -> tuple[RefusalCount, ...]:
 
 def _report(task: Preparation, split_by: SplitBy, drawn: Drawn, refused: list[RefusedRow]) -> PreparationReport:
     utterances, output = drawn.utterances, str(task.output.resolve())
+    removed = FormatCharacterCount()
+    for checked in utterances:
+        removed.add(checked.removed)
     is_outside = any(not is_named_inside(u.utterance.audio_filepath, (output,)) for u in utterances)
     return PreparationReport(
         format=task.format,
@@ -232,6 +244,7 @@ def _report(task: Preparation, split_by: SplitBy, drawn: Drawn, refused: list[Re
         audio_root=str(task.root.resolve()) if is_outside else "",
         drawn=drawn.parts,
         drawn_by=drawn.unit,
+        removed_characters=removed.sentence(),
     )
 
 
@@ -242,9 +255,9 @@ def _staging(task: Preparation) -> Iterator[Path]:
     Two preparations to one output wait for each other; what a killed one left is cleared up.
     """
     _check_source(task)
-    output, is_new = task.output, not task.output.exists()
+    output = task.output
     staged = output.resolve() / ".prepare.partial"
-    with contextlib.ExitStack() as held:
+    with without_empty_folders([output.absolute()]), contextlib.ExitStack() as held:
         with _explained(output):
             output.mkdir(parents=True, exist_ok=True)
             held.enter_context(folder_lock(output))
@@ -256,9 +269,6 @@ def _staging(task: Preparation) -> Iterator[Path]:
             yield staged
         finally:
             shutil.rmtree(staged, ignore_errors=True)
-            if is_new:
-                with contextlib.suppress(OSError):  # it holds something
-                    output.rmdir()
 
 
 def _explained(output: Path) -> contextlib.AbstractContextManager[None]:

@@ -198,6 +198,7 @@ def _changed_words(changes: Changes) -> str:
     parts = (
         (changes.not_composed, "text", "not in NFC"),
         (changes.joiners_removed, "joiner", "removed"),
+        (changes.joiners_mapped, "joiner", "mapped to an equivalent encoding"),
         (changes.format_removed, "format character", "removed"),
         (changes.to_space, "mark", "made spaces"),
         (changes.lowered, "letter", "lower-cased"),

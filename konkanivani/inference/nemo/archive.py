@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from konkanivani.base.errors import CheckpointError, ResourceError, explained
+from konkanivani.base.line_endings import conversion_hint
 
 CONFIG, WEIGHTS, TOKENIZER = "model_config.yaml", "model_weights.ckpt", "tokenizer.model"
 LICENCE, BLOCK = re.compile("LICEN[CS]E"), tarfile.BLOCKSIZE
@@ -40,7 +41,7 @@ class NemoArchive:
 
 def refused(path: Path, reason: str, advice: str = "Download it again, or give another") -> CheckpointError:
     """The error of a file that cannot be used."""
-    return CheckpointError(f"The model {path} cannot be used: {reason}. {advice}.")
+    return CheckpointError(f"The model {path} cannot be used: {reason}{conversion_hint(path)}. {advice}.")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import safetensors
 
 from konkanivani.base.config import FeatureConfig, ModelConfig
 from konkanivani.base.lengths import SAMPLE_RATE
+from konkanivani.base.line_endings import conversion_hint
 from konkanivani.inference.nemo.archive import refused
 from konkanivani.inference.nemo.configuration import Section
 from konkanivani.inference.nemo.pieces import Pieces, read_pieces
@@ -72,7 +73,8 @@ def read_folder_tensors(path: Path) -> Tensors:
             found = {name: file.get_tensor(name) for name in file.keys()}
     except Exception as error:  # a damaged file can raise nearly anything
         reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        raise refused(path, f"its {WEIGHTS} cannot be read ({reason:.200})") from None
+        hint = conversion_hint(path / WEIGHTS)
+        raise refused(path, f"its {WEIGHTS} cannot be read ({reason:.200}){hint}") from None
     for theirs, nemos in NAMES:
         found = {re.sub(theirs, nemos, name): tensor for name, tensor in found.items()}
     return found
@@ -84,7 +86,7 @@ def _json(path: Path, name: str) -> object:
     try:
         if (path / name).stat().st_size > MOST_JSON_BYTES:
             raise ValueError
-        return json.loads((path / name).read_text(encoding="utf-8"))
+        return json.loads((path / name).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         raise refused(path, f"its {name} cannot be read as JSON") from None
 
@@ -104,12 +106,12 @@ def _features(path: Path) -> FeatureConfig:
         window_samples=section.count("win_length", 400),
         hop_samples=section.count("hop_length", 160),
         smallest_power=2.0**-24,
-        power_guard="added",
+        log_floor_mode="added",
         preemphasis=float(section.number("preemphasis", 0.97, 0, 0.999)),
         window="symmetric",
-        edges="zeros",
+        frame_padding="zeros",
         mel_scale="slaney",
-        deviation="sample",
+        std_ddof="sample",
     )
     section.finish()
     return found

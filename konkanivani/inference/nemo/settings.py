@@ -105,7 +105,7 @@ def _edges(version: str, path: Path) -> str:
     return "zeros" if (int(found[1]), int(found[2])) >= ZEROS_SINCE else "reflected"
 
 
-def _features(section: Section, edges: str) -> FeatureConfig:
+def _features(section: Section, frame_padding: str) -> FeatureConfig:
     section.ignore(*FEATURES_UNUSED)
     section.only_all(FEATURES)
     window, transform = _samples(section, "window_size", 0.02), section.get("n_fft")
@@ -125,12 +125,12 @@ def _features(section: Section, edges: str) -> FeatureConfig:
         window_samples=window,
         hop_samples=_samples(section, "window_stride", 0.01),
         smallest_power=smallest,
-        power_guard={"add": "added", "clamp": "floor"}[guard],
+        log_floor_mode={"add": "added", "clamp": "floor"}[guard],
         preemphasis=float(preemphasis or 0),
         window="symmetric",
-        edges=edges,
+        frame_padding=frame_padding,
         mel_scale="slaney",
-        deviation="sample",
+        std_ddof="sample",
     )
     section.finish()
     return found

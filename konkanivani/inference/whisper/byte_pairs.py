@@ -287,7 +287,7 @@ def _ids_in(found: object, source: str) -> dict[str, int]:
 
 def _merge_lines(path: Path) -> list[str]:
     try:
-        lines = [line.removesuffix("\r") for line in _read(path).decode().split("\n")]
+        lines = [line.removesuffix("\r") for line in _read(path).decode("utf-8-sig").split("\n")]
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8. {OTHER}") from None
     return [line for place, line in enumerate(lines) if line and not (place == 0 and line.startswith("#version"))]

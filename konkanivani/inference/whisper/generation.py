@@ -22,6 +22,9 @@ from konkanivani.decoding.scorers import AttentionScorer, FullScorer
 from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
 from konkanivani.model.whisper.network import Whisper
 
+LOOP_COPIES = 4
+"""Copies of a sequence of tokens from which a hypothesis that never ended counts as a loop."""
+
 Choose = Callable[[int, list[int], torch.Tensor], torch.Tensor]
 """The number of a step, the utterances that are not done, log probabilities (B, V) -> their next tokens (B,)."""
 
@@ -41,6 +44,9 @@ class FallbackDecode:
     A hypothesis is bad where zlib makes its text more than `max_compression` times shorter, or its mean log probability
     is below `min_log_probability`; if it is below, and "no speech" likelier than `max_no_speech`, nothing was said. The
     first that is not bad is taken, else the last. What is drawn depends on the utterance alone and the seed.
+
+    If the last one still compresses too well and never ended, as with fine-tuned models in the silence after speech,
+    its final repetition is removed; the text before it stays.
     """
 
     inner: BeamDecode
@@ -64,11 +70,18 @@ class FallbackDecode:
             for row in bad:
                 found[row] = [] if row in silent else said[row].tokens
             bad = [row for row in bad if row not in silent and not self._is_good(said[row])]
+        limits = self.inner.limits(model, encoded_lengths)
+        for row in bad:
+            # A chant or a list that ends by itself may be true, and stays.
+            if len(found[row]) >= limits[row] and not self._is_readable(found[row]):
+                found[row] = without_final_loop(found[row], self.vocabulary)
         return found
 
     def _is_good(self, said: Said) -> bool:
-        is_readable = compression_ratio(self.vocabulary.decode(said.tokens).encode()) <= self.max_compression
-        return is_readable and self._is_likely(said)
+        return self._is_readable(said.tokens) and self._is_likely(said)
+
+    def _is_readable(self, tokens: list[int]) -> bool:
+        return compression_ratio(self.vocabulary.decode(tokens).encode()) <= self.max_compression
 
     def _is_likely(self, said: Said) -> bool:
         return said.mean_log_probability >= self.min_log_probability
@@ -142,6 +155,29 @@ class _Heard:
 def compression_ratio(text: bytes) -> float:
     """How many times shorter zlib makes these bytes."""
     return len(text) / len(zlib.compress(text))
+
+
+def without_final_loop(tokens: list[int], vocabulary: PromptedVocabulary) -> list[int]:
+    """Return the tokens up to the first copy of a sequence that is repeated to the end, at least `LOOP_COPIES` times.
+
+    Time tokens are not compared, since they rise from copy to copy; the one after the first copy is kept. Without such
+    a sequence all tokens are returned.
+    """
+    places = [place for place, token in enumerate(tokens) if vocabulary.seconds_of(token) is None]
+    text = [tokens[place] for place in places]
+    removed = 0
+    for period in range(1, len(text) // LOOP_COPIES + 1):
+        repeated = 0
+        while repeated < len(text) - period and text[-1 - repeated] == text[-1 - repeated - period]:
+            repeated += 1
+        if repeated >= (LOOP_COPIES - 1) * period:
+            removed = max(removed, repeated)
+    if not removed:
+        return tokens
+    first_removed = places[len(text) - removed]
+    last_kept = places[len(text) - removed - 1] if removed < len(text) else -1
+    # Of two times between copies, the first is the end of the kept copy.
+    return tokens[: min(last_kept + 2, first_removed)]
 
 
 def say(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: int) -> dict[int, Said]:

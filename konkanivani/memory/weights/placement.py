@@ -24,11 +24,11 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Placement:
-    """The first `offloaded_blocks` blocks have their weights on the host, the others on the card, as they are or `half_precision`.
+    """Placement of the weights: the first `offloaded_blocks` blocks on the host, the others on the GPU.
 
-    Halved, they are there in half precision, and their masters on the host. Fetched `prefetch`, the next block's weights
-    come while one is worked with, of copies in the precision that is multiplied in: less time, a block more on the
-    card, in half precision two bytes a number more on the host.
+    With `half_precision` the weights on the GPU are in half precision and their fp32 masters on the host. With
+    `prefetch` the next block's weights are copied while the current block computes, from copies in the compute
+    precision: less time, one more block on the GPU, and in half precision two more bytes per weight on the host.
     """
 
     offloaded_blocks: int = 0

@@ -30,8 +30,8 @@ def depthwise_conv(x: torch.Tensor, depthwise: torch.nn.Conv1d, lengths: Lengths
 class _DepthwiseConv(torch.autograd.Function):
     """The gradient by the kernel is a convolution as well: of x by the gradient, which is a kernel of T frames.
 
-    oneDNN's own for it takes three to thirteen times as long, the more the longer the utterance (docs/LOG.md). Inside
-    of autocast the backward pass is in full precision as well, else a program that calls it there might never end.
+    oneDNN's kernel takes 3 to 13 times as long, growing with the utterance (docs/experiments.md). Inside of autocast
+    the backward pass is in full precision as well, else a program that calls it there might never end.
     """
 
     @staticmethod

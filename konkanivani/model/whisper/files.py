@@ -10,6 +10,7 @@ import safetensors
 import torch
 
 from konkanivani.base.errors import CheckpointError, KonkaniVaniError, ResourceError
+from konkanivani.base.line_endings import conversion_hint
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt|bin\.index\.json)")
@@ -30,7 +31,7 @@ def read_json(path: Path) -> dict[str, object]:
         if path.stat().st_size > MOST_JSON_BYTES:
             raise refused(folder, f"its {name} has more than {MOST_JSON_BYTES} bytes")
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(path.read_text(encoding="utf-8-sig"))
         except (ValueError, RecursionError):
             raise refused(folder, f"its {name} is not JSON") from None
     if not isinstance(found, dict):
@@ -89,7 +90,8 @@ def header_of(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         with open(path, "rb") as file:
             claimed = int.from_bytes(file.read(8), "little")
         if claimed > MAX_HEADER_BYTES:
-            raise refused(path.parent, f"its {path.name} is damaged (its header claims {claimed} bytes)")
+            reason = f"its {path.name} is damaged (its header claims {claimed} bytes){conversion_hint(path)}"
+            raise refused(path.parent, reason)
         with safetensors.safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
             return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
@@ -106,4 +108,4 @@ def _read_or_refused(path: Path) -> Iterator[None]:
         raise ResourceError(f"{path} cannot be read: {reason}. Mend that and start again.") from None
     except Exception as error:  # a damaged or hostile file can raise nearly anything
         reason = (str(error) or type(error).__name__).splitlines()[0][:200].rstrip(".")
-        raise refused(path.parent, f"its {path.name} is damaged ({reason})") from None
+        raise refused(path.parent, f"its {path.name} is damaged ({reason}){conversion_hint(path)}") from None

@@ -32,9 +32,9 @@ def vocabulary_loss_sum(
 ) -> torch.Tensor:
     """The summed, smoothed cross entropy of logits decoded (B, U, D) @ weight (V, D)ᵀ against targets (B, U).
 
-    The weight may lie elsewhere: slices of it are brought, and its gradient lies beside it, added to what `buffer` gives
-    in the backward pass (zeros, if there is none). Padding is -1. At least in fp32 whatever the autocast, in which the
-    products are in half precision.
+    The weight may be on another device: it is copied in slices, and its gradient is added to the tensor that `buffer`
+    returns in the backward pass (default: zeros) on the weight's device. Padding is -1. The loss is at least fp32;
+    under autocast the matrix products are in half precision.
     """
     buffer = buffer or partial(torch.zeros_like, weight)
     return _VocabularyLoss.apply(decoded.flatten(0, 1), weight, targets.flatten(), label_smoothing, buffer)

@@ -85,7 +85,7 @@ def resolve_plan(
             side_by_side = _plan_buckets(
                 config, Planner(traces, budget, rate, concurrent_micro_batches), conditions, train, validation
             )
-            if _has_room_for_two(side_by_side, plan, is_asked_for=config.data.micro_batches_at_once != AUTO):
+            if _has_room_for_two(side_by_side, plan, is_asked_for=config.data.concurrent_micro_batches != AUTO):
                 plan = side_by_side
     _check_every_utterance_fits(plan.buckets, train, config, budget)
     check_host(plan.host, config, costs, placement)

@@ -55,7 +55,7 @@ class PlanRequest:
     @contextmanager
     def planner(self) -> Iterator[Planner]:
         """A planner of this configuration, who knows what was traced before."""
-        asked = self.config.data.micro_batches_at_once
+        asked = self.config.data.concurrent_micro_batches
         is_single_process = self.costs.is_cuda or asked == AUTO or not self.placement.is_on_card
         concurrent_micro_batches = 1 if is_single_process else asked  # auto: side by side only where there is room
         with kept_traces(self.config, self.architecture, self.costs, self.placement) as traces:

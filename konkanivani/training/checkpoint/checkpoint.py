@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from konkanivani.base.errors import CheckpointError, ResourceError
+from konkanivani.base.line_endings import conversion_hint
 from konkanivani.training.checkpoint.archive import first_number, load_archive
 
 FORMAT = 2  # 1: the norm now at a block's beginning stood at its end
@@ -100,7 +101,7 @@ def read_step(path: Path) -> int | None:
 def _damaged(path: Path, error: Exception) -> CheckpointError:
     reason = (str(error) or type(error).__name__).splitlines()[0]
     return CheckpointError(
-        f"The checkpoint {path} is damaged or not ours ({reason:.300}). "
+        f"The checkpoint {path} is damaged or not ours ({reason:.300}){conversion_hint(path)}. "
         "Use another one, or --resume auto for the newest sound one."
     )
 

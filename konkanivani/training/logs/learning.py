@@ -8,7 +8,7 @@ ONLY_BLANKS = 0.995  # of the validation's frames
 FLAT_LOSS = 0.97  # of the first epoch's
 MOSTLY_CLIPPED = 0.9  # of an epoch's steps
 SHORT_RUN = 1000  # steps
-CLIPPED_AT_FIRST = 1000  # steps: until then most gradients of a run that learns well are clipped too (docs/LOG.md)
+CLIPPED_AT_FIRST = 1000  # steps: before, most gradients of a good run are clipped too (docs/experiments.md)
 LOOKS = 1 / 3, 2 / 3  # of a run's steps: at the ends of the epochs in which these are reached
 
 

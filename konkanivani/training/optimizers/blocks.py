@@ -39,10 +39,10 @@ class Codebook:
     def quantize(
         self, numbers: torch.Tensor, codes: torch.Tensor, largest: torch.Tensor, workspace: torch.Tensor
     ) -> None:
-        """Writes the codes (blocks, 256), and each block's `largest`, of the numbers (blocks, 256).
+        """Quantize numbers (blocks, 256) into `codes` (blocks, 256) and each block's maximum `largest`.
 
-        `workspace`, of float32, is as large. A block of zeros has any codes, and 0 as its largest. Of a share s the error is
-        at most half of the step that it lies in, and s / 1024.
+        `workspace` is a float32 tensor of the same shape. A block of zeros has maximum 0 and arbitrary codes. The
+        relative error of a value s is at most half its quantization step, and at most s / 1024.
         """
         torch.amax(workspace.copy_(numbers).abs_(), 1, out=largest)
         shares = workspace.copy_(numbers).div_(largest[:, None])

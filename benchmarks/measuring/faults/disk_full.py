@@ -1,4 +1,4 @@
-"""Disks without room at every position of a save, full logs, and folders that are taken."""
+"""Full disks at every position of a save, full logs, and folders that are taken."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +18,7 @@ from tests.faults.resuming import ResumeBench
 
 def measure(effort: Effort) -> FaultTable:
     """Every position, or each eighth."""
-    return try_all("No room", list(_trials(ResumeBench(effort.folder))), effort, each=8)
+    return try_all("Disk full", list(_trials(ResumeBench(effort.folder))), effort, each=8)
 
 
 def _trials(bench: ResumeBench) -> Iterator[Trial]:

@@ -1,0 +1,266 @@
+"""Files that git or an editor has saved again with CRLF or a byte order mark: loaded as before, or refused with why."""
+
+import gzip
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from konkanivani.base.errors import CheckpointError, DataError
+from konkanivani.base.line_endings import conversion_hint
+from konkanivani.data.manifest import read_manifest
+from konkanivani.data.text import Tokenizer, train_tokenizer
+from konkanivani.decoding.arpa import Ngrams, read_arpa, write_arpa
+from konkanivani.decoding.ngram import estimate_ngrams
+from konkanivani.inference.bundle import bundle_bytes, read_bundle
+from konkanivani.inference.nemo.imported import import_nemo
+from konkanivani.inference.whisper.byte_pairs import read_byte_pairs
+from konkanivani.model.whisper.files import header_of, read_json
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
+from tests.conftest import ROOT, WORDS
+from tests.nemo.files import FOLDER as NEMO_FILES
+from tests.test_export import SHAPE, as_checkpoint, speech_model_of_shape
+from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
+
+MARK = b"\xef\xbb\xbf"
+CAUSE = "its line endings were probably converted by git"
+Change = Callable[[bytes], bytes]
+
+
+def with_crlf(content: bytes) -> bytes:
+    """As git writes a file that it takes for text, where line endings are to be CRLF."""
+    return content.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
+
+
+CHANGES: dict[str, Change] = {
+    "crlf": with_crlf,
+    "mark": lambda content: MARK + content,
+    "both": lambda content: MARK + with_crlf(content),
+}
+
+
+@pytest.fixture(params=CHANGES)
+def change(request: pytest.FixtureRequest) -> Change:
+    return CHANGES[request.param]
+
+
+def save_again(path: Path, change: Change) -> None:
+    before = path.read_bytes()
+    path.write_bytes(change(before))
+    assert path.read_bytes() != before
+
+
+# Text: loaded with the same contents
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(WORDS, "char", 60)
+
+
+@pytest.fixture(scope="module")
+def orders(tokenizer: Tokenizer) -> tuple[Ngrams, ...]:
+    return estimate_ngrams([tokenizer.encode(f"{one} {other}") for one in WORDS for other in WORDS], tokenizer.size, 3)
+
+
+def same_ngrams(one: tuple[Ngrams, ...], other: tuple[Ngrams, ...]) -> bool:
+    return len(one) == len(other) and all(
+        np.array_equal(a.tokens, b.tokens)
+        and np.array_equal(a.log_probabilities, b.log_probabilities)
+        and np.array_equal(a.backoffs, b.backoffs)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_n_grams(change: Change, is_packed: bool, orders, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    write_arpa(tmp_path / "lm.arpa", orders, tokenizer)
+    before = read_arpa(tmp_path / "lm.arpa", tokenizer)
+    save_again(tmp_path / "lm.arpa", change)
+    if is_packed:
+        (tmp_path / "lm.arpa").write_bytes(gzip.compress((tmp_path / "lm.arpa").read_bytes()))
+    assert same_ngrams(read_arpa(tmp_path / "lm.arpa", tokenizer), before)
+
+
+def test_a_mark_inside_an_arpa_file_is_no_mark(orders, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    write_arpa(tmp_path / "lm.arpa", orders, tokenizer)
+    save_again(tmp_path / "lm.arpa", lambda content: content.replace(b"\\2-grams:", MARK + b"\\2-grams:"))
+    with pytest.raises(DataError, match="line "):
+        read_arpa(tmp_path / "lm.arpa", tokenizer)
+
+
+def test_the_vocabulary_of_a_whisper_folder(change: Change, tmp_path: Path) -> None:
+    vocabulary, merges = vocabulary_of_text(" ".join(WORDS) + " दर्\u200dयाचे", 300)
+    folder = write_files(tmp_path / "tokens", vocabulary, merges, named_after(vocabulary, ("mr",)))
+    before = read_byte_pairs(folder)
+    for name in ("vocab.json", "merges.txt", "added_tokens.json"):
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+    after = read_byte_pairs(folder)
+    assert after.model == before.model and after.encode("एक दोन") == before.encode("एक दोन")
+
+
+def test_a_whole_tokenizer_file_of_a_whisper_folder(change: Change, tmp_path: Path) -> None:
+    vocabulary, merges = vocabulary_of_text(" ".join(WORDS), 300)
+    model = {"type": "BPE", "vocab": vocabulary, "merges": [" ".join(merge) for merge in merges]}
+    whole = {"model": model, "added_tokens": [], "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole, indent=1, ensure_ascii=False), encoding="utf-8")
+    before = read_byte_pairs(tmp_path).model
+    save_again(tmp_path / "tokenizer.json", change)
+    assert read_byte_pairs(tmp_path).model == before
+
+
+def test_the_settings_of_a_whisper_folder(change: Change, tmp_path: Path) -> None:
+    settings = {"model_type": "whisper", "note": "दोन\r\nवळी", "sizes": [1, 2.5, None]}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    save_again(path, change)
+    assert read_json(path) == settings
+
+
+def test_a_manifest(change: Change, tmp_path: Path) -> None:
+    rows = []
+    for number, word in enumerate(WORDS):
+        soundfile.write(tmp_path / f"{number}.wav", np.full(8_000, 0.1), 16_000)
+        rows.append(json.dumps({"audio_filepath": f"{number}.wav", "duration": 0.5, "text": word}, ensure_ascii=False))
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    before = list(read_manifest(path))
+    save_again(path, change)
+    after = read_manifest(path)
+    assert list(after) == before and not after.broken and len(before) == len(WORDS)
+
+
+def test_a_folder_of_transformers_parakeet(change: Change, tmp_path: Path) -> None:
+    test_folder = pytest.importorskip("tests.nemo.test_folder", reason="transformers is not installed")
+    folder = test_folder.save(test_folder.model_of(True), tmp_path / "model")
+    before = import_nemo(folder, None, tmp_path)
+    texts = [path for path in folder.iterdir() if path.suffix in (".json", ".txt")]
+    assert {"config.json", "tokenizer.json"} <= {path.name for path in texts}
+    for path in texts:
+        if change(path.read_bytes()) != path.read_bytes():  # one line alone has no line ending
+            save_again(path, change)
+    after = import_nemo(folder, None, tmp_path)
+    assert after.checkpoint.tokenizer == before.checkpoint.tokenizer
+    assert after.checkpoint.config == before.checkpoint.config
+
+
+# Binary files: refused with the cause
+
+
+def write_checkpoint_file(folder: Path) -> Path:
+    write_checkpoint(folder / "checkpoint_last.pt", as_checkpoint(speech_model_of_shape(SHAPE)))
+    return folder / "checkpoint_last.pt"
+
+
+def write_bundle(folder: Path) -> Path:
+    (folder / "konkani.safetensors").write_bytes(bundle_bytes(speech_model_of_shape(SHAPE)))
+    return folder / "konkani.safetensors"
+
+
+def copy_nemo(folder: Path) -> Path:
+    pytest.importorskip("yaml")
+    return Path(shutil.copy(NEMO_FILES / "striding.nemo", folder))
+
+
+def copy_weights(folder: Path) -> Path:
+    return Path(shutil.copy(NEMO_FILES / "striding.safetensors", folder / "model.safetensors"))
+
+
+def read_packed_arpa(path: Path) -> object:
+    return read_arpa(path, train_tokenizer(WORDS, "char", 60))
+
+
+def write_packed_arpa(folder: Path) -> Path:
+    tokenizer = train_tokenizer(WORDS, "char", 60)
+    sentences = [tokenizer.encode(f"{one} {other}") for one in WORDS for other in WORDS]
+    write_arpa(folder / "lm.arpa.gz", estimate_ngrams(sentences, tokenizer.size, 3), tokenizer)
+    return folder / "lm.arpa.gz"
+
+
+BINARIES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], type[Exception]]] = {
+    "checkpoint": (write_checkpoint_file, read_checkpoint, CheckpointError),
+    "bundle": (write_bundle, lambda path: read_bundle(path, torch.device("cpu")), CheckpointError),
+    "nemo": (copy_nemo, lambda path: import_nemo(path, None, path.parent), CheckpointError),
+    "whisper weights": (copy_weights, header_of, CheckpointError),
+    "packed n-grams": (write_packed_arpa, read_packed_arpa, DataError),
+}
+
+
+@pytest.mark.parametrize("name", BINARIES)
+def test_a_binary_file_is_refused_with_the_cause(name: str, change: Change, tmp_path: Path) -> None:
+    write, read, error = BINARIES[name]
+    path = write(tmp_path)
+    read(path)
+    save_again(path, change)
+    with pytest.raises(error) as refused:
+        read(path)
+    assert CAUSE in str(refused.value) and f"`*{path.suffix} -text`" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", BINARIES)
+def test_a_file_that_is_cut_is_not_said_to_be_converted(name: str, tmp_path: Path) -> None:
+    write, read, error = BINARIES[name]
+    path = write(tmp_path)
+    save_again(path, lambda content: content[: 2 * len(content) // 3])
+    with pytest.raises(error) as refused:
+        read(path)
+    assert CAUSE not in str(refused.value)
+
+
+def test_a_bundle_of_which_one_line_feed_was_converted_fails_its_checksum(tmp_path: Path) -> None:
+    """The length is kept, so that only the checksum sees it; a single change is not called a conversion."""
+    path = write_bundle(tmp_path)
+    content = path.read_bytes()
+    place = content.rindex(b"\n")
+    path.write_bytes(content[:place] + b"\r" + content[place + 1 :])
+    with pytest.raises(CheckpointError, match="checksum does not match. Copy"):
+        read_bundle(path, torch.device("cpu"))
+
+
+def test_the_hint_needs_a_binary_file(tmp_path: Path) -> None:
+    cases = {
+        b"a\r\n" * 20: False,  # a text of Windows in place of a model
+        MARK + b"text": False,
+        b"\0" + b"a\r\n" * 20: True,
+        b"\0" + b"a\r\n" * 20 + b"\n": False,
+        b"\0" + b"a\r\n" * 5: False,
+        MARK + b"\0": True,
+        b"": False,
+    }
+    for content, is_converted in cases.items():
+        (tmp_path / "file").write_bytes(content)
+        assert (CAUSE in conversion_hint(tmp_path / "file")) == is_converted, content[:20]
+    assert conversion_hint(tmp_path) == conversion_hint(tmp_path / "absent") == conversion_hint(Path("a\0")) == ""
+
+
+# Git
+
+
+def test_git_leaves_the_bytes_of_models_as_they_are(tmp_path: Path) -> None:
+    """With .gitattributes of this repository, a checkout with CRLF changes no model, and without it does."""
+    if shutil.which("git") is None or not (ROOT / ".gitattributes").is_file():
+        pytest.skip("needs git and the repository's .gitattributes")
+    content = b"text without a NUL\n" * 10
+    names = ("a.arpa", "a.pt", "a.safetensors", "a.nemo", "a.onnx", "train.jsonl", "run.sh", "notes.md")
+    for has_attributes in (True, False):
+        folder = tmp_path / str(has_attributes)
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_bytes(content)
+        if has_attributes:
+            shutil.copy(ROOT / ".gitattributes", folder)
+        run = ["git", "-C", str(folder), "-c", "core.autocrlf=true", "-c", "user.name=a", "-c", "user.email=a@b"]
+        for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "files"]):
+            subprocess.run([*run, *words], check=True, capture_output=True)
+        for name in names:
+            (folder / name).unlink()
+        subprocess.run([*run, "checkout", "--", "."], check=True, capture_output=True)
+        kept = {name for name in names if (folder / name).read_bytes() == content}
+        assert kept == ({*names} - {"notes.md"} if has_attributes else set())

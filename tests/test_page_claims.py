@@ -1,0 +1,76 @@
+"""Each promise of docs/reliability.md names its tests; each entry of docs/experiments.md has a date and four parts."""
+
+import re
+
+import pytest
+
+from tests.conftest import ROOT
+
+RELIABILITY, EXPERIMENTS = (ROOT / "docs" / name for name in ("reliability.md", "experiments.md"))
+PARTS = ["Question", "Command", "Numbers", "Decision"]
+MAX_WORDS = {"reliability.md": 1100, "experiments.md": 3200, "architecture.md": 800, "colab.md": 300}
+MAX_WORDS |= {"training.md": 1450, "memory.md": 1300, "performance.md": 1110, "scaling.md": 850}
+REMOVED = "docs/" + "LOG.md"  # the former name of docs/experiments.md
+
+
+def promises(page: str) -> dict[str, list[str]]:
+    """Return the paths of the tests that the second column of the promise tables names, by promise."""
+    rows = {}
+    for table in re.findall(r"\| promise \| test \|\n\|---\|---\|\n((?:\|.*\n)+)", page):
+        for row in table.splitlines():
+            promise, tests = (cell.strip() for cell in row.strip("|").split("|"))
+            rows[promise] = re.findall(r"`([^`]+)`", tests)
+    return rows
+
+
+def missing_tests(page: str) -> list[str]:
+    """Return the promises without a test, or with one that does not exist."""
+    found = promises(page).items()
+    return [promise for promise, tests in found if not tests or not all((ROOT / test).is_file() for test in tests)]
+
+
+def entries(page: str) -> list[tuple[str, list[str]]]:
+    """Return the date of each experiment and the names of its parts."""
+    found = re.findall(r"^## (\S+) .*\n((?:(?!## ).*\n?)*)", page, re.MULTILINE)
+    return [(date, re.findall(r"^- \*\*(\w+):\*\*", body, re.MULTILINE)) for date, body in found]
+
+
+def test_each_promise_names_tests_that_exist():
+    page = RELIABILITY.read_text(encoding="utf-8")
+    assert len(promises(page)) >= 25 and missing_tests(page) == []
+
+
+def test_each_file_that_the_page_names_exists():
+    named = re.findall(r"`(tests/[\w/]+\.py)`", RELIABILITY.read_text(encoding="utf-8"))
+    assert len(named) >= 25 and [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def test_negative_control_a_promise_without_a_test_is_found():
+    page = RELIABILITY.read_text(encoding="utf-8")
+    assert len(missing_tests(page.replace("test_kills.py", "test_kill.py"))) == 1
+    assert missing_tests("| promise | test |\n|---|---|\n| It is safe | |\n") == ["It is safe"]
+
+
+def test_experiments_are_dated_newest_first_and_complete():
+    found = entries(EXPERIMENTS.read_text(encoding="utf-8"))
+    dates = [date for date, _ in found]
+    assert len(found) > 20 and all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates)
+    assert dates == sorted(dates, reverse=True)
+    assert [parts for _, parts in found if parts != PARTS] == []
+
+
+def test_negative_control_an_experiment_without_a_decision_is_found():
+    page = EXPERIMENTS.read_text(encoding="utf-8").replace("- **Decision:**", "- decision:", 1)
+    assert [parts for _, parts in entries(page) if parts != PARTS] == [PARTS[:-1]]
+
+
+@pytest.mark.parametrize("name", MAX_WORDS)
+def test_the_page_is_short(name):
+    assert len((ROOT / "docs" / name).read_text(encoding="utf-8").split()) <= MAX_WORDS[name]
+
+
+def test_no_source_names_a_page_that_was_removed():
+    folders = ("konkanivani", "training_scripts", "benchmarks", "tests")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert len(sources) > 200
+    assert [path.name for path in sources if REMOVED in path.read_text(encoding="utf-8")] == []

@@ -1,0 +1,185 @@
+"""Silence after speech: the model does not get it, and a decoder that repeats itself there does not do so endlessly.
+
+Fine-tuned Whisper models repeat their last sentence over the silence between the last word and the end of a recording
+(sk3llo/whisper_ggml#29, whisper.cpp#1507); the same audio without the silence is decoded correctly.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from konkanivani.base.config import AugmentConfig
+from konkanivani.base.lengths import SAMPLE_RATE, Lengths
+from konkanivani.decoding.decode import greedy_decode
+from konkanivani.inference.recognizer import Recognizer
+from konkanivani.inference.segmentation import MARGIN, STEPS_A_SECOND, build_segmentation
+from konkanivani.inference.speech_model import SpeechModel
+from konkanivani.inference.whisper.generation import FallbackDecode, without_final_loop
+from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.model.whisper.network import Decoder
+from konkanivani.model.whisper.shape import WhisperShape
+from tests.conftest import WORDS, speak
+from tests.whisper.vocabularies import read_vocabulary, write_vocabulary
+
+POSITIONS = 200
+SILENCES = (1, 5, 25)  # seconds
+SAID = list(WORDS[:4])
+SURE = 30.0  # margin of the scripted token's logit over the others: no temperature up to 1 draws another
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> PromptedVocabulary:
+    return read_vocabulary(write_vocabulary(tmp_path_factory.mktemp("vocabulary")))
+
+
+class Position:
+    """A decoder's cache that counts tokens: the scripted decoder depends on nothing else."""
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def reorder(self, sources: torch.Tensor) -> None:
+        pass
+
+    def select(self, utterances: torch.Tensor) -> None:
+        pass
+
+
+class ScriptedDecoder(Decoder):
+    """A decoder that gives the tokens of a script with certainty, then repeats `loop` without end."""
+
+    def __init__(self, shape: WhisperShape, prompt: int, script: list[int], loop: list[int]) -> None:
+        super().__init__(shape)
+        self.prompt, self.script, self.loop = prompt, script, loop
+
+    def begin(self, encoded: torch.Tensor, encoded_lengths: Lengths, beam: int) -> Position:
+        return Position()
+
+    def step(self, tokens: torch.Tensor, cache: Position) -> torch.Tensor:
+        place = cache.length - self.prompt
+        cache.length += 1
+        if place >= len(self.script):
+            return torch.full_like(tokens, self.loop[(place - len(self.script)) % len(self.loop)])
+        return torch.full_like(tokens, self.script[max(0, place)])
+
+    def output(self, decoded: torch.Tensor) -> torch.Tensor:
+        if decoded.is_floating_point():  # the pass that times the words by attention
+            return super().output(decoded)
+        return SURE * torch.nn.functional.one_hot(decoded, len(self.embedding.weight)).float()
+
+
+def text_tokens(vocabulary: PromptedVocabulary, text: str) -> list[int]:
+    return vocabulary.encode(text)[len(vocabulary.prefix) :]
+
+
+def scripted(vocabulary: PromptedVocabulary, script: list[int], loop: list[int]) -> Recognizer:
+    """A recognizer as `load_recognizer` builds it, with a random encoder and a scripted decoder."""
+    tokens = dataclasses.replace(vocabulary._tokens, positions=POSITIONS)
+    vocabulary = PromptedVocabulary(vocabulary._pairs, vocabulary._prompt, tokens, vocabulary._says_times)
+    architecture = WhisperArchitecture(WhisperShape(8, 1, 1, 1, 8, 80, vocabulary.size, 1500, POSITIONS))
+    model, front_end = architecture.build().eval(), architecture.build_front_end(AugmentConfig())
+    model.decoder = ScriptedDecoder(architecture.model, len(vocabulary.rules.prompt), script, loop).eval()
+    speech_model = SpeechModel(architecture, model, front_end, vocabulary, torch.device("cpu"), 30.0, "keep")
+    decode = FallbackDecode(greedy_decode(architecture, vocabulary), vocabulary)
+    return Recognizer(speech_model, decode, build_segmentation(30.0, 0.4))
+
+
+def speech() -> torch.Tensor:
+    return torch.from_numpy(speak(SAID))
+
+
+def followed_by(silence: str, seconds: int) -> torch.Tensor:
+    """Speech followed by silence, over digital zeros, 16-bit dither, the noise of a quiet room or a hum of 50 Hz."""
+    recording = torch.cat([speech(), torch.zeros(seconds * SAMPLE_RATE)])
+    noise = torch.randn(len(recording), generator=torch.Generator().manual_seed(0))
+    hum = torch.sin(2 * torch.pi * 50 * torch.arange(len(recording)) / SAMPLE_RATE)
+    return recording + {"zeros": 0 * noise, "dither": 3e-5 * noise, "room": 1e-3 * noise, "hum": 2e-3 * hum}[silence]
+
+
+@pytest.mark.parametrize("seconds", SILENCES)
+@pytest.mark.parametrize("kind", ["zeros", "dither", "room", "hum"])
+def test_silence_after_speech_is_not_given_to_the_model(vocabulary, kind, seconds):
+    recognizer = scripted(vocabulary, text_tokens(vocabulary, " ".join(SAID)), [vocabulary.special.end])
+    given = []
+    encode = SpeechModel.encode
+
+    def recording_encode(self: SpeechModel, waveforms: torch.Tensor, lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
+        given.extend(lengths)
+        return encode(self, waveforms, lengths)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpeechModel, "encode", recording_encode)
+        found = recognizer.transcribe(followed_by(kind, seconds).numpy())
+    assert [word.text for word in found.words] == SAID
+    (length,) = given
+    end_of_speech = len(speech()) / SAMPLE_RATE - 0.06  # `speak` ends with a pause
+    assert end_of_speech <= length / SAMPLE_RATE <= end_of_speech + (MARGIN + 5) / STEPS_A_SECOND
+    assert found.words[-1].end <= length / SAMPLE_RATE
+
+
+@pytest.mark.parametrize("seconds", SILENCES)
+def test_digital_silence_is_the_windows_padding(vocabulary, seconds):
+    front_end = WhisperArchitecture(WhisperShape(8, 1, 1, 1, 8, 80, 60, 1500, 40)).build_front_end(AugmentConfig())
+    said = speech()
+    alone, _ = front_end(said[None], (len(said),), None)
+    followed = followed_by("zeros", seconds)
+    assert torch.equal(front_end(followed[None], (len(followed),), None)[0], alone)
+    followed[-1] = 0.1  # the negative control
+    assert not torch.equal(front_end(followed[None], (len(followed),), None)[0], alone)
+
+
+LOOPS = {"last word": SAID[3:], "last sentence": SAID[1:], "whole text": SAID}
+
+
+@pytest.mark.parametrize(("loop", "seconds"), list(zip(LOOPS, SILENCES, strict=True)))
+def test_an_endless_repetition_is_cut_and_the_words_before_it_stay(vocabulary, loop, seconds):
+    said = text_tokens(vocabulary, " ".join(SAID))
+    repeated = text_tokens(vocabulary, " " + " ".join(LOOPS[loop]))
+    recognizer = scripted(vocabulary, said, repeated)
+    waveform = followed_by("zeros", seconds).numpy()
+    found = [word.text for word in recognizer.transcribe(waveform).words]
+    # Of a loop over the whole text a second copy can stay: its first token includes a space and differs.
+    assert found[: len(SAID)] == SAID and len(found) <= len(SAID) + len(LOOPS[loop])
+    # The negative control: the search alone repeats up to the last position of the decoder.
+    inner = dataclasses.replace(recognizer, decode=recognizer.decode.inner)
+    assert len(inner.transcribe(waveform).words) > 4 * len(SAID)
+
+
+def test_with_times_a_repetition_is_cut_too(vocabulary):
+    timed = vocabulary.saying_times()
+    said = text_tokens(vocabulary, " ".join(SAID))
+    tokens = [timed.time_token(0.0), *said, timed.time_token(1.0)]
+    for copy in range(1, 6):
+        tokens += [timed.time_token(copy), *text_tokens(vocabulary, " " + SAID[3]), timed.time_token(copy + 1)]
+    found = without_final_loop(tokens, timed)
+    assert found[: len(said) + 2] == tokens[: len(said) + 2]
+    assert timed.decode(found).split() in (SAID, [*SAID, SAID[3]])
+    assert timed.seconds_of(found[-1]) in (1.0, 2.0)
+
+
+def test_a_repetition_that_ends_by_itself_stays(vocabulary):
+    """A chant may be true; only a repetition that never ends is certain to be a loop."""
+    chant = text_tokens(vocabulary, " ".join([*SAID, *[SAID[3]] * 40]))
+    recognizer = scripted(vocabulary, chant, [vocabulary.special.end])
+    found = [word.text for word in recognizer.transcribe(speech().numpy()).words]
+    assert found == [*SAID, *[SAID[3]] * 40]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([], []),
+        ([5], [5]),
+        ([1, 2, 3], [1, 2, 3]),
+        ([1, 2, 3, 3, 3], [1, 2, 3, 3, 3]),
+        ([1, 2, 3, 3, 3, 3], [1, 2, 3]),
+        ([1, 2, 3, 2, 3, 2, 3, 2, 3, 2], [1, 2, 3]),
+        ([7, 7, 7, 7], [7]),
+        ([7, 7, 7, 7, 8], [7, 7, 7, 7, 8]),
+        ([1, 1, 2] * 4, [1, 1, 2]),
+    ],
+)
+def test_the_first_copy_of_a_final_loop_is_kept(vocabulary, tokens, expected):
+    assert without_final_loop(tokens, vocabulary) == expected
