@@ -72,10 +72,7 @@ def build_run(start: Start, report: Report = silent) -> Run:
         step = replace(step, rates=schedule_rates(start, config, planner, state))
     _learn_sizes(config, step)
     _tell_plan(config, step, speech.train, planner)
-    limits = same_size(config.data.batch_size)
-    if plan:
-        print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
-        limits = tuple(SizeLimit(bucket.seconds, bucket.utterances) for bucket in plan.buckets)
+    limits = _micro_batch_limits(config, step, plan)
     loader = loader_config(config, device)
     checkpointer, validation = take_checkpoint_folder(start, run_directory), speech.validation
     logbook = Logbook(run_directory, resumed=Resumed(state.step, state.skipped_steps, state.epochs_finished))
@@ -102,6 +99,14 @@ def build_run(start: Start, report: Report = silent) -> Run:
         utilisation=Utilisation(step.architecture, device, step.forward.amp_dtype or torch.float32),
         topology=topology,
     )
+
+
+def _micro_batch_limits(config: TrainConfig, step: StepParts, plan: MemoryPlan | None) -> tuple[SizeLimit, ...]:
+    """Return the number of utterances per micro-batch, by their length; print the memory plan if there is one."""
+    if plan is None:
+        return same_size(config.data.batch_size)
+    print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
+    return tuple(SizeLimit(bucket.seconds, bucket.utterances) for bucket in plan.buckets)
 
 
 def build_planned_step(
