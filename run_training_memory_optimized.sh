@@ -1,22 +1,29 @@
 #!/usr/bin/env bash
-# Sets up .venv once, makes the built-in corpus once, and trains, going on from the newest checkpoint if there is one.
+# Set up .venv (once), generate the built-in corpus (once), and train; resume
+# from the newest checkpoint if there is one.
 #
-#   ./run_training_memory_optimized.sh                                  the built-in corpus
-#   ./run_training_memory_optimized.sh --train_manifest my/train.jsonl  your own (give --valid_manifest too), in
-#                                                                       checkpoints/my and runs/my unless you say else
-#   ./run_training_memory_optimized.sh --dry_run                        either, tried in a minute, nothing kept of it
-#   ./run_training_memory_optimized.sh --nproc_per_node 2               in two processes, on two cards where there are
+#   ./run_training_memory_optimized.sh
+#       train on the built-in corpus
+#   ./run_training_memory_optimized.sh --train_manifest my/train.jsonl
+#       train on your corpus (give --valid_manifest too); writes to
+#       checkpoints/my and runs/my
+#   ./run_training_memory_optimized.sh --dry_run
+#       test everything in a minute and leave no files
+#   ./run_training_memory_optimized.sh --nproc_per_node 2
+#       train in two processes, on two GPUs if available
 #
-# Flags are the trainer's own (--help lists them) and win over the defaults below; torchrun's go to torchrun
-# (docs/scaling.md). Paths in them are read from this folder, wherever this is called from.
+# The flags are those of training_scripts/train_konkanivani_asr.py (listed below)
+# and override the defaults of this script; torchrun's flags are passed to
+# torchrun (docs/scaling.md). Relative paths are relative to the script's folder.
+
 set -euo pipefail
-# A stream that is closed is /dev/null from here on: else files take its number, and what is printed goes into them.
+# Replace closed standard streams by /dev/null: otherwise a file opened later gets their number and the output.
 if [[ ! -e /dev/fd/0 ]]; then exec </dev/null; fi
 if [[ ! -e /dev/fd/1 ]]; then exec >/dev/null; fi
 if [[ ! -e /dev/fd/2 ]]; then exec 2>/dev/null; fi
 cd -P "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 
-# Memory in large pages spares a step on a CPU a fortieth of its time; glibc reads this as a program starts.
+# Transparent huge pages make a CPU step 2.5 % faster; glibc reads this variable when a program starts.
 if [[ "${GLIBC_TUNABLES-}" != *glibc.malloc.hugetlb* ]]; then
     export GLIBC_TUNABLES="${GLIBC_TUNABLES:+$GLIBC_TUNABLES:}glibc.malloc.hugetlb=1"
 fi
@@ -26,7 +33,7 @@ for name in python3 python python3.14 python3.13 python3.12 python3.11 python3.1
     if "$name" -c "" 2>/dev/null; then BASE="$name"; break; fi
 done
 if [[ -z "$BASE" ]]; then
-    echo "error: no python3 is on PATH: install Python 3.10 to 3.14 and start this again." >&2
+    echo "error: no python3 on PATH. Install Python 3.10 to 3.14 and start again." >&2
     exit 6
 fi
 PYTHON="$("$BASE" training_scripts/bootstrap.py --extras synthesis)"
@@ -66,10 +73,12 @@ for argument in "$@"; do
     previous="$argument"
 done
 if [[ $wants_help == yes ]]; then
-    exec "$PYTHON" training_scripts/train_konkanivani_asr.py --help
+    sed -n '2,/^$/{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]##*/}"  # the comment at the top
+    echo
+    exec "$PYTHON" training_scripts/train_konkanivani_asr.py "${trainer[@]}"
 fi
 
-# Without a wish of yours: the card, if nvidia-smi lists one and CUDA_VISIBLE_DEVICES does not hide it.
+# Default device: the GPU, if nvidia-smi lists one and CUDA_VISIBLE_DEVICES does not hide it.
 if [[ -z "$device" ]]; then
     device=cpu
     if [[ "${CUDA_VISIBLE_DEVICES-all}" != "" && "${CUDA_VISIBLE_DEVICES-all}" != -1 ]]; then
@@ -78,7 +87,7 @@ if [[ -z "$device" ]]; then
     fi
 fi
 
-# A card is the faster the fuller it is: micro-batches as large as what is free there takes, and the same step.
+# A GPU is faster with larger micro-batches: auto fills the free memory; the effective batch is the same.
 CUDA_DEFAULTS=(--device cuda --mixed_precision --batch_size "$size") preset=optimized
 CPU_DEFAULTS=(--device cpu --batch_size 4)
 if [[ "$device" == cpu ]]; then defaults=("${CPU_DEFAULTS[@]}") preset=minimal; else defaults=("${CUDA_DEFAULTS[@]}"); fi
@@ -90,8 +99,8 @@ if [[ -z "$manifest" && $resumed == auto ]]; then
         --valid_manifest data/builtin/valid.jsonl
         --test_manifest data/builtin/test.jsonl)
 elif [[ $resumed == auto ]]; then
-    # A corpus has a folder and a name of its own, after the folder of its manifest. A run of an earlier version, which
-    # put all of them into one folder, goes on there.
+    # Each corpus gets its own checkpoint folder and run name, after the folder of its manifest. A run of an earlier
+    # version, which put all corpora into one folder, is resumed there.
     corpus="$(basename "$(dirname "$(realpath -m -- "$manifest")")")" part="$(basename -- "$manifest" .jsonl)"
     if [[ "$part" != train ]]; then corpus="$corpus-$part"; fi
     earlier=checkpoints/checkpoint_last.pt
@@ -102,26 +111,26 @@ elif [[ $resumed == auto ]]; then
         defaults+=("--checkpoint_dir=$folder")
     fi
     if [[ -z "$name" && ($begins_anew == yes || ! -e "$folder/checkpoint_last.pt") ]]; then
-        defaults+=("--run_name=$(basename -- "$folder")")  # a run that goes on has its name
+        defaults+=("--run_name=$(basename -- "$folder")")  # a resumed run keeps its name
     fi
 fi
 
-# A model that has learnt already brings its shape, and a run that goes on has its own: a preset would ask for another.
+# Initial weights and a resumed run define the model shape: a preset would contradict it.
 if [[ $begins_anew == no && -e "${folder:-checkpoints}/checkpoint_last.pt" ]]; then has_shape=yes; fi
 if [[ $has_shape == no ]]; then
     defaults+=(--preset "$preset")
 fi
 
-# What a checkpoint that is named by its path is not told anew, it says itself.
+# A checkpoint that is given by its path contains all settings.
 if [[ $resumed != auto ]]; then defaults=(); fi
 if [[ $resumed == auto && $begins_anew == no ]]; then defaults=(--resume auto "${defaults[@]}"); fi
 
-# exec: Ctrl-C and the kill of a job scheduler reach the trainer itself, which then saves before it ends.
+# exec: signals (Ctrl-C, a job scheduler) reach the trainer itself, which saves a checkpoint before it exits.
 training=(training_scripts/train_konkanivani_asr.py ${defaults[@]+"${defaults[@]}"} ${trainer[@]+"${trainer[@]}"})
 if [[ ${#torchrun[@]} == 0 ]]; then exec "$PYTHON" "${training[@]}"; fi
-# On one machine each start has a meeting point of its own, so that two runs do not take each other's ranks.
+# On one machine each start gets its own rendezvous, so that two runs do not mix their ranks.
 if [[ $elsewhere == no ]]; then torchrun+=(--standalone); fi
-# Under nohup several processes outlive their terminal too: torchrun would take up the signal that is to be ignored.
+# Keep several processes alive under nohup too: by default torchrun handles SIGHUP, which nohup ignores.
 if [[ "$(trap -p SIGHUP)" == "trap -- '' SIGHUP" ]]; then
     export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE-SIGTERM,SIGINT,SIGQUIT}"
 fi

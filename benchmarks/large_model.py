@@ -127,7 +127,7 @@ def watch(words: list[str], kill_after: Path | None = None) -> Ended:
     said = process.communicate()[0]
     code = process.returncode
     if code != (0 if kill_after is None else -signal.SIGKILL):
-        raise ResourceError(f"The run ended with {code}. Mend what it says and start again:\n{said[-2000:]}")
+        raise ResourceError(f"The run ended with exit code {code}. Fix the error and start again:\n{said[-2000:]}")
     return Ended(said)
 
 

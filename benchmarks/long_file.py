@@ -79,7 +79,7 @@ def transcribe_in_child(flags: Flags, path: Path) -> dict[str, object]:
     given = [part for name, value in settings.items() if value is not None for part in (f"--{name}", str(value))]
     done = subprocess.run([sys.executable, __file__, *given], stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise ResourceError(f"The transcription ended with exit code {done.returncode}. Mend what it says above.")
+        raise ResourceError(f"The transcription ended with exit code {done.returncode}. Fix the error above.")
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -69,16 +69,16 @@ HEADERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "absent": (lambda path: None, "does not exist"),
     "empty": (lambda path: path.write_bytes(b""), "cannot be opened as audio"),
     "text": (lambda path: path.write_text("नमस्कार"), "cannot be opened as audio"),
-    "folder": (lambda path: path.mkdir(), "it is no file"),
-    "FIFO": (lambda path: os.mkfifo(path), "it is no file"),
-    "link to a device": (lambda path: path.symlink_to("/dev/zero"), "it is no file"),
-    "no samples": (lambda path: soundfile.write(path, np.zeros(0), RATE), "holds no samples"),
+    "folder": (lambda path: path.mkdir(), "it is not a file"),
+    "FIFO": (lambda path: os.mkfifo(path), "it is not a file"),
+    "link to a device": (lambda path: path.symlink_to("/dev/zero"), "it is not a file"),
+    "no samples": (lambda path: soundfile.write(path, np.zeros(0), RATE), "contains no samples"),
     "1024 channels": (lambda path: _wav(path, channels=1024, data_bytes=2 * 1024 * 100), "1024 channels"),
     "33 channels": (lambda path: _wav(path, channels=33, data_bytes=2 * 33 * 100), "33 channels"),
     "slow": (lambda path: _wav(path, rate=3_999), "3999 Hz"),
     "fast": (lambda path: _wav(path, rate=384_001), "384001 Hz"),
-    "weeks": (lambda path: _flac_that_claims(path, 2**36 - 1), "claims 1193 hours"),
-    "hours": (lambda path: _flac_that_claims(path, 10**10), "bytes cannot hold"),
+    "weeks": (lambda path: _flac_that_claims(path, 2**36 - 1), "states 1193 hours"),
+    "hours": (lambda path: _flac_that_claims(path, 10**10), "too much for .* bytes"),
 }
 
 
@@ -132,7 +132,7 @@ def test_a_wav_that_claims_gigabytes_is_read_as_far_as_it_goes_or_refused(claime
     assert peak < 5e6
 
 
-@pytest.mark.parametrize("write, said", [(_with_nan, "not numbers"), (_truncated_flac, "cannot be read")])
+@pytest.mark.parametrize("write, said", [(_with_nan, "NaN or infinite"), (_truncated_flac, "cannot be read")])
 def test_samples_that_are_no_sound_are_refused(write, said, tmp_path):
     write(tmp_path / "spoilt.wav")
     with pytest.raises(DataError, match=said):

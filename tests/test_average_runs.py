@@ -61,7 +61,7 @@ def test_the_script_refuses_with_exit_code_4_and_takes_the_flag(tmp_path: Path):
         write_checkpoint(path, named.checkpoint)
     flags = [*map(str, paths), "--output", str(tmp_path / "mean.pt")]
     done = run_here(AVERAGE, *flags)
-    assert done.returncode == 4 and "are of different runs" in done.stderr, done.stderr
+    assert done.returncode == 4 and "are from different runs" in done.stderr, done.stderr
     assert not (tmp_path / "mean.pt").exists()
     done = run_here(AVERAGE, *flags, "--allow_different_runs")
     assert done.returncode == 0 and (tmp_path / "mean.pt").exists(), done.stderr

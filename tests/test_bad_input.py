@@ -60,7 +60,7 @@ def refusal(kind: type[KonkaniVaniError], directory: Path, *flags: str) -> str:
         (("--learning-rte", "1"), ("--learning-rte", "--learning_rate")),
         (("--epochs", "many"), ("--epochs", "many")),
         (("--preset", "huge"), ("huge", "minimal")),
-        (("--resume", "auto", "--fresh"), ("--resume", "--fresh", "give one of them")),
+        (("--resume", "auto", "--fresh"), ("--resume", "--fresh", "give only one of them")),
         (
             ("--d_model", "33", "--dropout", "2", "--epochs", "0", "--learning_rate", "nan", "--run_name", "a/b"),
             ("--d_model 33", "--dropout must", "--epochs must", "--learning_rate must be a finite", "--run_name must"),
@@ -99,8 +99,8 @@ MANIFESTS = {
     "empty": (b"", "empty"),
     "blank": (b"\n \n", "empty"),
     "broken": (b'\n{"audio_filepath": "a', "row 3: not a line of JSON"),
-    "list": (b"\n[1]", "row 3: a list where a JSON object"),
-    "number": (b"\n3", "row 3: a int where a JSON object"),
+    "list": (b"\n[1]", "row 3: a list, but a JSON object"),
+    "number": (b"\n3", "row 3: a int, but a JSON object"),
     "missing audio": (b'\n{"duration": 1, "text": "a"}', "row 3: audio_filepath must be"),
     "missing text": (b'\n{"audio_filepath": "a", "duration": 1}', "row 3: text must be"),
     "missing duration": (b'\n{"audio_filepath": "a", "text": "a"}', "row 3: duration must be"),
@@ -114,7 +114,7 @@ MANIFESTS = {
     "audio with NUL": (b'\n{"audio_filepath": "a\\u0000", "duration": 1, "text": "a"}', "row 3: audio_filepath must"),
     "latin-1": (b'\n{"audio_filepath": "caf\xe9", "duration": 1, "text": "a"}', "row 3: not UTF-8"),
     "binary": (b"\n" + bytes(range(11, 256)), "row 3: not UTF-8"),
-    "table": (b"\nText", "row 3: not a line of JSON (Expecting value: line 1 column 1 (char 0)); of a table prepare_"),
+    "table": (b"\nText", "row 3: not a line of JSON (Expecting value: line 1 column 1 (char 0)); prepare_data.py"),
     "nested": (b"\n" + b"[" * 100_000, "row 3: not a line of JSON"),
 }
 
@@ -151,7 +151,7 @@ def test_a_manifest_that_is_missing_a_folder_or_names_missing_audio_ends_with_3(
     row = json.dumps(GOOD_ROW)
     (tmp_path / "train.jsonl").write_text(row + "\n")
     message = refused(3, tmp_path, *TINY_MODEL, "--train_manifest", str(tmp_path / "train.jsonl"))
-    assert "row 1, a.flac: the audio file does not exist" in message and "take them out" in message
+    assert "row 1, a.flac: the audio file does not exist" in message and "Fix or delete them" in message
 
 
 def test_all_utterances_rejected_ends_with_3(corpus, tmp_path):
@@ -191,7 +191,7 @@ def test_unusable_utterances_are_left_out_counted_and_listed_while_training_goes
     flags = ("--train_manifest", str(path), *SHORT_RUN, "--max_tokens", "150", "--max_steps", "1")
     flags += ("--max_rejected", "10%", "--tokenizer_type", "unigram")
     done = well(run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path)))
-    assert f"5 utterances of {path} are left out" in done.stdout
+    assert f"5 utterances of {path} are skipped" in done.stdout
     assert "  1 x longer than --max_duration 20 s\n  1 x shorter than --min_duration 0.2 s\n" in done.stdout
     found = [json.loads(line) for line in (tmp_path / "runs/default/rejected.jsonl").read_text().splitlines()]
     assert [r["row"] for r in found] == [3, 7, 11, 15, 19]
@@ -210,12 +210,12 @@ def _claims_four_gigabytes(path: Path) -> None:
 
 HOSTILE: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "missing": (lambda path: None, {}, "does not exist"),
-    "corrupt": (_truncated_flac, {}, "breaks off|cannot be|flac|lasts"),
-    "4 GB": (_claims_four_gigabytes, {}, "lasts|cannot be|breaks off|claims"),
-    "NaN": (_with_nan, {}, "not numbers"),
+    "corrupt": (_truncated_flac, {}, "is truncated|cannot be|flac|lasts"),
+    "4 GB": (_claims_four_gigabytes, {}, "lasts|cannot be|is truncated|states"),
+    "NaN": (_with_nan, {}, "NaN or infinite"),
     "channels": (_silence(4800, 1024), {"duration": 0.3}, "1024 channels|channels"),
     "three hours": (_with_nan, {"duration": 10_800.0}, "longer than --max_duration 20 s"),
-    "other duration": (_silence(16_000), {}, "lasts 1.00 s, not the 3.00 s"),
+    "other duration": (_silence(16_000), {}, "lasts 1.00 s, not 3.00 s"),
     "empty": (_with_nan, {"text": " ।"}, "empty after normalisation"),
     "control": (_with_nan, {"text": "एक\x07"}, "U+0007"),
     "escape": (_with_nan, {"text": "एक\x1b[2J"}, "U+001B"),
@@ -375,9 +375,9 @@ def test_folders_that_cannot_be_written_end_with_6(corpus, tmp_path):
     (tmp_path / "file").write_text("")
     inside = str(tmp_path / "file" / "folder")
     done = run_trainer(*TINY_MODEL, *corpus.flags(), "--checkpoint_dir", inside, "--log_dir", str(tmp_path / "runs"))
-    assert done.returncode == 6 and "Give another --checkpoint_dir" in done.stderr, done.stderr
+    assert done.returncode == 6 and "Choose another --checkpoint_dir" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
-    with pytest.raises(ResourceError, match="Give another --log_dir"):
+    with pytest.raises(ResourceError, match="Choose another --log_dir"):
         flags = ("--checkpoint_dir", str(tmp_path / "checkpoints"), "--log_dir", inside)
         build_run(begin_run([*TINY_MODEL, *corpus.flags(), *flags]))
 
@@ -409,7 +409,7 @@ def test_a_failed_save_is_a_warning_and_three_in_a_row_are_an_error(capsys):
     saver = PeriodicSaver(FlakyRun({1, 2, 4, 5, 6}))
     for _ in range(5):
         saver.save()
-    assert capsys.readouterr().out.count("The disk is full. Training goes on") == 4
+    assert capsys.readouterr().out.count("The disk is full. Training continues") == 4
     with pytest.raises(ResourceError, match="disk is full"):
         saver.save()
     assert saver.run.phases == ["save"] * 6, "a save that failed took memory too"

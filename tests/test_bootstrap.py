@@ -115,11 +115,11 @@ class TestWheels:
             ('echo "9.0, 580.65.06"; echo "6.1, 580.65.06"', "cu126", None),
             ('echo "12.0, 580.65.06"; echo "5.2, 580.65.06"', "default", "too old"),
             ('echo "12.0, 570.86.10"', "cu128", None),
-            ('echo "3.7, 535.10.02"', "cpu", "No PyTorch build drives"),
+            ('echo "3.7, 535.10.02"', "cpu", "No PyTorch build supports"),
             ('echo "7.0, 470.82.01"', "cu126", "470 is too old"),
             (f'echo "{NO_DRIVER}"; exit 9', "cpu", "couldn't communicate"),
             ('echo "No devices were found"', "cpu", None),
-            ("echo $$; echo 'segmentation what, ever'", "cpu", "shows no card"),
+            ("echo $$; echo 'segmentation what, ever'", "cpu", "finds no working GPU"),
             ("exit 1", "cpu", "no output"),
             (
                 'if [ $# -gt 0 ]; then echo "Field \\"compute_cap\\" is not a valid field to query."; exit 2; fi\n'
@@ -140,7 +140,7 @@ class TestWheels:
         assert (bootstrap.index_of(build) is None) == (build == "default")
         assert choice.notice is None if notice is None else notice in choice.notice
 
-    @pytest.mark.parametrize(("build", "words"), [("cpu", "works as well"), ("cu126", "will not drive this card")])
+    @pytest.mark.parametrize(("build", "words"), [("cpu", "works as well"), ("cu126", "does not support this GPU")])
     def test_fall_back_with_a_line_where_pytorchs_index_is_out_of_reach(
         self, bootstrap, monkeypatch, capsys, build, words
     ):
@@ -233,7 +233,7 @@ class TestWhatCannotBeDone:
         assert_one_sentence(process, "check the network", "PIP_INDEX_URL")
         again = run(bare_python(), arguments, checkout, **network | {"PIP_RETRIES": "1"})
         assert_one_sentence(again, "The package index could not be reached")
-        assert "Making the environment" not in again.stderr  # what was done before is kept
+        assert "Creating the environment" not in again.stderr  # what was done before is kept
 
     def test_no_ensurepip(self, bootstrap, checkout, monkeypatch):
         (checkout / ".venv").mkdir()
@@ -257,7 +257,7 @@ class TestWhatCannotBeDone:
 
     def test_full_disk(self, bootstrap):
         bootstrap.check_disk(8 * 1024**3, 7 * 1024**3)
-        with pytest.raises(bootstrap.SetupError, match=r"needs 7\.0 GB free .* 1\.0 GB are"):
+        with pytest.raises(bootstrap.SetupError, match=r"needs 7\.0 GB of free space .* 1\.0 GB are free"):
             bootstrap.check_disk(1024**3, 7 * 1024**3)
 
     def test_read_only_folder(self, bootstrap, checkout, monkeypatch, capsys):
@@ -265,7 +265,7 @@ class TestWhatCannotBeDone:
         monkeypatch.setattr(bootstrap.os, "access", lambda path, mode: False)
         assert bootstrap.main([]) == 6
         said = capsys.readouterr().err
-        assert "You may not write in" in said and f"have its owner ({checkout.owner()})" in said
+        assert "is not writable" in said and f"let its owner ({checkout.owner()})" in said
         assert not (checkout / ".venv").exists()
 
     def test_a_folder_that_is_no_environment_is_left_alone(self, bootstrap, checkout):
@@ -317,7 +317,7 @@ class TestWhatCannotBeDone:
         ("output", "is_harmless", "words"),
         [
             ("ERROR: Could not install packages for an OSError: [Errno 28] No space left on device", False, "TMPDIR"),
-            ("ERROR: Could not install: [Errno 13] Permission denied: '/x'", False, "may not write"),
+            ("ERROR: Could not install: [Errno 13] Permission denied: '/x'", False, "no write permission"),
             ("WARNING: Retrying (Retry(total=0)) ... Temporary failure in name resolution", True, "check the network"),
             ("ERROR: No matching distribution found for torch<2.12,>=2.10", True, "has no torch<2.12,>=2.10 for this"),
             ("ERROR: something unheard of", False, "something unheard of"),
@@ -361,10 +361,10 @@ class TestRerun:
     def test_does_not_go_in_circles(self, script, checkout):
         bare = bare_python()
         put_program(checkout / ".venv" / "bin", "python", f'exec {bare} "$@"')
-        assert_one_sentence(run(bare, [str(script)], checkout), "lacks torch", "bootstrap.py")
+        assert_one_sentence(run(bare, [str(script)], checkout), "does not have torch", "bootstrap.py")
 
     def test_says_what_lacks_where_there_is_no_venv(self, script, checkout):
-        words = ("lacks torch, torchaudio, sentencepiece", "run_training_memory_optimized.sh")
+        words = ("does not have torch, torchaudio, sentencepiece", "run_training_memory_optimized.sh")
         assert_one_sentence(run(bare_python(), [str(script)], checkout), *words)
 
     def test_refuses_an_environment_that_is_incomplete(self, script, checkout):

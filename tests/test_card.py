@@ -98,8 +98,8 @@ def test_says_what_is_free_and_who_holds_the_rest_the_largest_first():
     others = (CardProcess(75955, "python3", 3 * GIB // 2), CardProcess(812, "Xorg", GIB // 4))
     assert card == Card("NVIDIA GeForce GTX 980", 4 * GIB, 9 * GIB // 4, others, own=0)
     assert card.sentences() == (
-        "NVIDIA GeForce GTX 980: 2.25 of 4.00 GiB free. Process 75955 (python3) holds 1.50 GiB of it. "
-        "Process 812 (Xorg) holds 0.25 GiB of it."
+        "NVIDIA GeForce GTX 980: 2.25 of 4.00 GiB free. Process 75955 (python3) uses 1.50 GiB of it. "
+        "Process 812 (Xorg) uses 0.25 GiB of it."
     )
     assert driver.running == 0, "NVML was left open"
 
@@ -123,11 +123,15 @@ def test_what_the_driver_does_not_tell_is_left_unsaid():
     """As in Windows' WSL and for other users' processes."""
     card = read(Driver(compute=((7, None),), used=2 * GIB))
     assert card.processes == (CardProcess(7, "", None),)
-    assert card.sentences().endswith("free. Process 7 holds some of it; how much cannot be read.")
+    assert card.sentences().endswith("free. Process 7 uses an unknown amount of it.")
 
 
 def test_what_is_held_outside_a_container_is_said_to_be_unseen():
-    assert read(Driver(used=2 * GIB)).sentences().endswith("What holds another 2.00 GiB cannot be seen from here.")
+    assert (
+        read(Driver(used=2 * GIB))
+        .sentences()
+        .endswith("Another 2.00 GiB is used by processes that are not visible here.")
+    )
 
 
 @pytest.mark.parametrize("broken", ["nvmlDeviceGetComputeRunningProcesses", "nvmlSystemGetProcessName"])

@@ -71,7 +71,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("numbers, words", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("step, epoch", [(6, "epoch 2 begins again, planned anew"), (8, "epoch 3 is planned anew")])
+@pytest.mark.parametrize("step, epoch", [(6, "epoch 2 is restarted with a new plan"), (8, "epoch 3 has a new plan")])
 def test_the_numbers_of_added_and_removed_utterances_are_reported(
     step, epoch, numbers, words, spoken, tmp_path, capsys
 ):
@@ -88,7 +88,7 @@ def test_the_numbers_of_added_and_removed_utterances_are_reported(
     [
         (range(20), {}, [], 16),
         (range(20), {"text": "एक"}, [], 16),
-        (range(19, -1, -1), {}, [f"{ORDER}epoch 2 begins again."], 18),
+        (range(19, -1, -1), {}, [f"{ORDER}epoch 2 is restarted."], 18),
     ],
     ids=["the same", "corrected texts", "another order"],
 )
@@ -150,7 +150,7 @@ def test_a_checkpoint_that_does_not_name_its_corpus_says_only_that_the_order_has
     rewrite(tmp_path, lambda states: {name: state for name, state in states.items() if name != "corpus"})
     build(tmp_path, write_rows(spoken, range(30)))
     said = capsys.readouterr().out
-    assert f"{ORDER}epoch 2 begins again." in said and CHANGED not in said
+    assert f"{ORDER}epoch 2 is restarted." in said and CHANGED not in said
 
 
 def test_on_purpose_another_corpus_is_counted_too(spoken, tmp_path, capsys):

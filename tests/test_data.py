@@ -266,7 +266,7 @@ def test_a_worker_that_hangs_or_dies_is_an_error_that_names_what_it_was_reading(
     )
     odd = dataclasses.replace(speech.utterances[5], audio_path="x")
     spoilt = dataclasses.replace(speech, utterances=[*speech.utterances[:5], odd, *speech.utterances[6:]])
-    with pytest.raises(ResourceError, match=rf"while they were reading .*{re.escape(odd.id)}"):
+    with pytest.raises(ResourceError, match=rf"while reading .*{re.escape(odd.id)}"):
         first(stream(spoilt, 2, timeout=2.0), 10)
     assert multiprocessing.active_children() == []
 

@@ -127,7 +127,7 @@ def test_what_did_not_fit_on_one_rank_is_cut_on_all():
 
 def test_sizes_that_did_not_fit_outlive_the_ranks(tmp_path):
     splits = OomHistory(5)
-    with pytest.raises(RestartAfterOom, match="share the weights"):
+    with pytest.raises(RestartAfterOom, match="weights sharded"):
         Work(fits=1).try_it(OomAttempt(cut_of(4))).result_or_raise(splits)
     write_sizes(tmp_path / "checkpoints", 1, splits)
     (tmp_path / "checkpoints" / "did_not_fit_2.json").write_text("{")

@@ -30,7 +30,7 @@ def split_in_two(table: Table) -> None:  # noqa: F811
 def test_valid_is_drawn_from_train_and_the_given_test_is_kept(flags, tmp_path):
     spoken = openslr_mucs(tmp_path / "corpus")
     done = well(prepare(tmp_path, "openslr", *flags))
-    assert "split by given; valid drawn from its train, by utterance:" in done.stdout
+    assert "split by given; valid drawn from its training part, by utterance:" in done.stdout
     assert "--valid_manifest" in done.stdout and "--test_manifest" in done.stdout
     assert sorted(texts(tmp_path, "test")) == sorted(found.text for found in spoken if found.split == "test")
     trained, valid = texts(tmp_path, "train"), texts(tmp_path, "valid")
@@ -44,7 +44,7 @@ def test_whole_speakers_are_drawn_by_the_share_and_the_seed(table):  # noqa: F81
     speakers = {}
     for seed in map(str, range(2, 5)):
         done = table.prepare("--force", "--seed", seed, "--valid_share", "40%")
-        assert done.returncode == 0 and "valid drawn from its train, by speaker:" in done.stdout, done.stderr
+        assert done.returncode == 0 and "valid drawn from its training part, by speaker:" in done.stdout, done.stderr
         (speakers[seed],) = {u.speaker for u in table.utterances("valid")}
         assert speakers[seed] not in {u.speaker for u in table.utterances("train")}
         assert len(table.utterances("valid")) == 3 and {u.speaker for u in table.utterances("test")} == {"s3"}
@@ -77,7 +77,9 @@ def test_a_corpus_of_train_alone_gets_both_other_parts(tmp_path):
     for path in (tmp_path / "corpus").iterdir():
         path.rename(path.with_name(path.name.replace("shard", "train")))
     done = prepare(tmp_path, "nemo")
-    assert done.returncode == 0 and "valid and test drawn from its train, by speaker:" in done.stdout, done.stderr
+    assert done.returncode == 0 and "valid and test drawn from its training part, by speaker:" in done.stdout, (
+        done.stderr
+    )
     assert all(texts(tmp_path, split) for split in SPLITS) and sum(len(texts(tmp_path, s)) for s in SPLITS) == 12
     done = prepare(tmp_path, "nemo", "--test_share", "0", "--force")
     assert "; valid drawn from its train" in done.stdout and texts(tmp_path, "test") == []
@@ -86,14 +88,19 @@ def test_a_corpus_of_train_alone_gets_both_other_parts(tmp_path):
 def test_where_nothing_can_be_drawn_the_hint_names_the_flags_that_do_it(table):  # noqa: F811
     split_in_two(table)
     done = table.prepare("--valid_share", "0")
-    assert done.returncode == 0 and "There is no valid part. --valid_share 5% --force draws one" in done.stdout
+    assert (
+        done.returncode == 0 and "There is no validation part. Run again with --valid_share 5% --force" in done.stdout
+    )
     done = table.prepare("--valid_share", "5%", "--force")
     assert done.returncode == 0 and len(table.utterances("valid")) == 3
     for row in table.rows:
         row[3] = "test"
     done = table.prepare("--force")
-    assert done.returncode == 0 and "There is no train part: --split_by speaker or utterance" in done.stdout
-    assert "with --force" in done.stdout
+    assert (
+        done.returncode == 0
+        and "The corpus has no training part. Run again with --split_by speaker or utterance" in done.stdout
+    )
+    assert "and --force" in done.stdout
     assert table.prepare("--split_by", "speaker", "--force").returncode == 0
     assert len(table.utterances("train")) == 6
 

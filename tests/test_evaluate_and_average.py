@@ -128,18 +128,23 @@ OF_THE_BEST = ("--checkpoint", "{best}", "--manifest")
     [
         (EVALUATE, ("--checkpoint", "nowhere.pt", "--manifest", "{manifest}"), 4, "no checkpoint at nowhere.pt"),
         (EVALUATE, (*OF_THE_BEST, "{best}"), 3, "rows of"),
-        (EVALUATE, ("--checkpoint", BUNDLE, "--manifest", "{manifest}"), 4, "transcribe.py takes a bundle"),
+        (EVALUATE, ("--checkpoint", BUNDLE, "--manifest", "{manifest}"), 4, "use a bundle with transcribe.py"),
         (EVALUATE, (*OF_THE_BEST, "nowhere.jsonl"), 3, "nowhere.jsonl cannot be read"),
         (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", "/nowhere/out"), 6, "--output /nowhere/out cannot be"),
-        (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", __file__), 2, "a file that is no list of hypotheses"),
+        (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", __file__), 2, "a file that is not a list of hypotheses"),
         (EVALUATE, (*OF_THE_BEST, "{manifest}", "--outptu", "x"), 2, "--output"),
         (AVERAGE, (), 2, "either the checkpoints"),
         (AVERAGE, ("{last}", "--checkpoint_dir", "x"), 2, "either the checkpoints"),
-        (AVERAGE, ("{last}", "--output", "checkpoint_epoch_9.pt"), 2, "run's own checkpoints"),
+        (AVERAGE, ("{last}", "--output", "checkpoint_epoch_9.pt"), 2, "reserved for checkpoints of a run"),
         (AVERAGE, ("{last}", "--outptu", "x.pt"), 2, "--output"),
         (AVERAGE, ("nowhere.pt",), 4, "There is no checkpoint at nowhere.pt"),
         (AVERAGE, ("{last}", "--output", f"{__file__}/x.pt"), 6, "x.pt cannot be written"),
-        (AVERAGE, ("{last}", "--output", __file__), 2, "is there already. Give another name, or --force"),
+        (
+            AVERAGE,
+            ("{last}", "--output", __file__),
+            2,
+            "already exists. Choose another name, or overwrite it with --force",
+        ),
         (AVERAGE, ("konkani.nemo",), 4, "import_asr.py konkani.nemo konkani.pt"),
     ],
 )
@@ -199,12 +204,12 @@ def changed(named: NamedCheckpoint, part: str) -> NamedCheckpoint:
     ("part", "said"),
     [
         ("tokenizer", "last and tokenizer cannot be averaged: their tokenizers differ"),
-        ("heads", "--attention_heads is 2 in the one and 4 in the other"),
+        ("heads", "--attention_heads is 2 in one and 4 in the other"),
         ("shape", "last and shape cannot be averaged: their weights"),
         ("names", "last and names cannot be averaged: their weights"),
-        ("Whisper", "last and Whisper cannot be averaged: they began with other models. Average"),
-        ("no model", "The checkpoint no model holds no weights"),
-        ("not finite", "The checkpoint not finite holds weights that are not finite"),
+        ("Whisper", "last and Whisper cannot be averaged: they started from different models. Average"),
+        ("no model", "The checkpoint no model contains no model weights"),
+        ("not finite", "The checkpoint not finite contains weights that are not finite"),
     ],
 )
 def test_unlike_checkpoints_are_refused_by_name(trained, part, said):
@@ -214,10 +219,10 @@ def test_unlike_checkpoints_are_refused_by_name(trained, part, said):
 
 
 def test_nothing_and_too_few_are_refused(trained):
-    with pytest.raises(CheckpointError, match="no checkpoint to average"):
+    with pytest.raises(CheckpointError, match="No checkpoint to average"):
         average_checkpoints([])
     assert [path.name for path in newest_epochs(trained.checkpoints, 1)] == ["checkpoint_epoch_2.pt"]
-    with pytest.raises(CheckpointError, match="holds 2 epoch checkpoints, not 3"):
+    with pytest.raises(CheckpointError, match="contains 2 epoch checkpoints, not 3"):
         newest_epochs(trained.checkpoints, 3)
 
 

@@ -140,7 +140,7 @@ class TestBundle:
         assert sorted(tmp_path.iterdir()) == [tmp_path / "a", tmp_path / "b"]
 
     def test_another_models_bundle_is_noticed(self, path, tmp_path):
-        with pytest.raises(NumericsError, match="hears something else"):
+        with pytest.raises(NumericsError, match="gives different output"):
             check_bundle(read_bundle(path, CPU), speech_model_of_shape(SHAPE, seed=1), path)
 
     def test_a_bundle_is_known_by_its_name_or_its_first_bytes(self, path, tmp_path, speech_model):
@@ -170,7 +170,7 @@ class TestBundle:
     def test_a_file_cut_short_is_noticed(self, path, tmp_path, share):
         data = path.read_bytes()
         (tmp_path / "short").write_bytes(data[: int(share * len(data))])
-        with pytest.raises(CheckpointError, match="damaged or not ours"):
+        with pytest.raises(CheckpointError, match="damaged or not a KonkaniVani"):
             read_bundle(tmp_path / "short", CPU)
 
     @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ class TestBundle:
     )
     def test_what_is_no_bundle_is_refused(self, content, tmp_path):
         (tmp_path / "other.safetensors").write_bytes(content)
-        with pytest.raises(CheckpointError, match="other.safetensors is (damaged or not ours|no bundle)"):
+        with pytest.raises(CheckpointError, match="other.safetensors is (damaged or not a|not a) KonkaniVani bundle"):
             read_bundle(tmp_path / "other.safetensors", CPU)
 
     @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ class TestBundle:
         }
         header = json.dumps({"__metadata__": {"konkanivani": '{"format": 1}'}, **tensors}).encode()
         (tmp_path / "bundle").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
-        with pytest.raises(CheckpointError, match="damaged or not ours"):
+        with pytest.raises(CheckpointError, match="damaged or not a KonkaniVani"):
             read_bundle(tmp_path / "bundle", CPU)
 
     def test_what_is_not_there_or_may_not_be_read_is_said(self, path, tmp_path, monkeypatch):
@@ -239,39 +239,42 @@ def with_tensor(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Chan
 
 
 CHANGES: dict[str, tuple[Change, str]] = {
-    "wider than any memory": (with_dimension("d_model", 2**40), "beyond any model of ours"),
-    "wider than any number": (with_dimension("feedforward_dim", 10**400), "beyond any model of ours|not ours"),
+    "wider than any memory": (with_dimension("d_model", 2**40), "dimensions are out of range"),
+    "wider than any number": (
+        with_dimension("feedforward_dim", 10**400),
+        "dimensions are out of range|not a KonkaniVani bundle",
+    ),
     "wider than any line": (with_dimension("d_model", 10**400 + 1), "--d_model 1000"),
-    "deeper than any memory": (with_dimension("encoder_layers", 10**9), "beyond any model of ours"),
-    "deeper than its weights": (with_dimension("encoder_layers", 3), "not those of its dimensions"),
-    "wider than its weights": (with_dimension("d_model", 36), "not those of its dimensions"),
+    "deeper than any memory": (with_dimension("encoder_layers", 10**9), "dimensions are out of range"),
+    "deeper than its weights": (with_dimension("encoder_layers", 3), "do not match its dimensions"),
+    "wider than its weights": (with_dimension("d_model", 36), "do not match its dimensions"),
     "heads that do not divide": (with_dimension("attention_heads", 5), "must be a multiple"),
     "an even kernel": (with_dimension("convolution_kernel", 8), "must be odd"),
-    "a dimension that is text": (with_dimension("d_model", "32"), "wrong kind"),
-    "a dimension that is true": (with_dimension("encoder_layers", True), "wrong kind"),
-    "a dimension of another name": (with_dimension("mel_bins", 80), "other names"),
-    "no dimensions": (with_entry("model", None), "not ours"),
-    "another format": (with_entry("format", 3), "is of format 3; this version reads formats 1 and 2"),
-    "a format that is a book": (with_entry("format", "x" * 10**5), "is of format 'xxx"),
+    "a dimension that is text": (with_dimension("d_model", "32"), "wrong type"),
+    "a dimension that is true": (with_dimension("encoder_layers", True), "wrong type"),
+    "a dimension of another name": (with_dimension("mel_bins", 80), "unknown names"),
+    "no dimensions": (with_entry("model", None), "not a KonkaniVani bundle"),
+    "another format": (with_entry("format", 3), "has format 3; this version reads formats 1 and 2"),
+    "a format that is a book": (with_entry("format", "x" * 10**5), "has format 'xxx"),
     "other features": (with_entry("features", FEATURES | {"mel_scale": "slaney"}), "mel_scale 'slaney' for 'htk"),
     "more features": (with_entry("features", FEATURES | {"preemphasis": 0.97}), "preemphasis 0.97 for None"),
-    "other bins": (with_entry("features", FEATURES | {"mel_bins": 40}), "not those of its dimensions"),
-    "features that are none": (with_entry("features", 7), "other features than this version's: "),
+    "other bins": (with_entry("features", FEATURES | {"mel_bins": 40}), "do not match its dimensions"),
+    "features that are none": (with_entry("features", 7), "different features than this version's: "),
     "no longest utterance": (with_entry("longest_seconds", math.nan), "longest_seconds is nan"),
-    "other digits": (with_entry("digits", "roman"), "wrong kind"),
-    "digits that are flags": (with_entry("digits", "x'\n--epochs 7"), "wrong kind"),
+    "other digits": (with_entry("digits", "roman"), "wrong type"),
+    "digits that are flags": (with_entry("digits", "x'\n--epochs 7"), "wrong type"),
     "a weight that is no number": (
         with_tensor("ctc_head.bias", lambda t: t * math.nan),
         "ctc_head.bias of .* are not finite",
     ),
-    "a weight in half precision": (with_tensor("ctc_head.bias", torch.Tensor.half), "not those of its dimensions"),
-    "a weight of another shape": (with_tensor("ctc_head.bias", lambda t: t[None]), "not those of its dimensions"),
-    "a weight too few": (lambda d, t: t.pop("ctc_head.bias"), "not those of its dimensions"),
-    "a weight too many": (lambda d, t: t.update(more=torch.zeros(1)), "not those of its dimensions"),
-    "no tokenizer": (lambda d, t: t.pop("tokenizer"), "not ours"),
-    "a tokenizer of numbers": (with_tensor("tokenizer", torch.Tensor.float), "not of bytes"),
+    "a weight in half precision": (with_tensor("ctc_head.bias", torch.Tensor.half), "do not match its dimensions"),
+    "a weight of another shape": (with_tensor("ctc_head.bias", lambda t: t[None]), "do not match its dimensions"),
+    "a weight too few": (lambda d, t: t.pop("ctc_head.bias"), "do not match its dimensions"),
+    "a weight too many": (lambda d, t: t.update(more=torch.zeros(1)), "do not match its dimensions"),
+    "no tokenizer": (lambda d, t: t.pop("tokenizer"), "not a KonkaniVani bundle"),
+    "a tokenizer of numbers": (with_tensor("tokenizer", torch.Tensor.float), "not binary data"),
     "a tokenizer of noise": (with_tensor("tokenizer", lambda t: t.flip(0).contiguous()), "not a SentencePiece model"),
-    "an empty tokenizer": (with_tensor("tokenizer", lambda t: t[:0]), "not ours"),
+    "an empty tokenizer": (with_tensor("tokenizer", lambda t: t[:0]), "not a KonkaniVani bundle"),
 }
 
 
@@ -449,7 +452,7 @@ class TestOnnx:
 
     def test_another_model_is_noticed(self, onnx_model, speech_model, tmp_path):
         check_onnx(onnx_model, speech_model, tmp_path, TOLERANCE)
-        with pytest.raises(NumericsError, match="probabilities are up to"):
+        with pytest.raises(NumericsError, match="probabilities differ by up to"):
             check_onnx(onnx_model, speech_model_of_shape(SHAPE, seed=1), tmp_path, TOLERANCE)
 
     def test_eight_bits_are_near_and_smaller(self, onnx_bytes, onnx_model, speech_model, tmp_path):
@@ -458,7 +461,7 @@ class TestOnnx:
         found = read_onnx(path)
         assert found.token_texts == onnx_model.token_texts
         check_onnx(found, speech_model, path, math.inf)
-        with pytest.raises(NumericsError, match="probabilities are up to"):
+        with pytest.raises(NumericsError, match="probabilities differ by up to"):
             check_onnx(found, speech_model, path, 1e-6)
         waveforms, lengths = check_signal()
         own, _ = onnx_model.log_probabilities(waveforms[2:], lengths[2:])
@@ -539,16 +542,20 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         ("arguments", "exit_code", "said"),
         [
-            (("--checkpoint", "{checkpoint}"), 2, "Nothing is asked for"),
-            (("--checkpoint", "{checkpoint}", "--onnx", "{checkpoint}"), 2, "files of their own"),
-            (("--checkpoint", "{checkpoint}", "--onnx", "x", "--int8", "./x"), 2, "files of their own"),
+            (("--checkpoint", "{checkpoint}"), 2, "No output is given"),
+            (("--checkpoint", "{checkpoint}", "--onnx", "{checkpoint}"), 2, "must be different files"),
+            (("--checkpoint", "{checkpoint}", "--onnx", "x", "--int8", "./x"), 2, "must be different files"),
             (("--checkpoint", "{checkpoint}", "--onxn", "x"), 2, "--onnx"),
             (("--checkpoint", "{checkpoint}", "--bundle", "/nowhere/x"), 6, "/nowhere/x cannot be written"),
-            (("--checkpoint", "{checkpoint}", "--bundle", "{script}"), 2, "is there already. Give another name, or --"),
+            (
+                ("--checkpoint", "{checkpoint}", "--bundle", "{script}"),
+                2,
+                "already exists. Choose another name, or overwrite it with --",
+            ),
             (("--checkpoint", "{checkpoint}", "--bundle", "."), 6, ". cannot be written"),
             (("--checkpoint", "{checkpoint}", "--bundle", "/dev/null"), 6, "/dev/null cannot be written"),
             (("--checkpoint", "{checkpoint}", "--bundle", "x", "--manifest", "none.jsonl"), 3, "none.jsonl"),
-            (("--checkpoint", "{script}", "--bundle", "x"), 4, "damaged or not ours"),
+            (("--checkpoint", "{script}", "--bundle", "x"), 4, "damaged or not a KonkaniVani"),
         ],
     )
     def test_what_cannot_be_exported_is_said_in_a_sentence(self, exported, arguments, exit_code, said, tmp_path):

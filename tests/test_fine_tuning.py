@@ -242,7 +242,7 @@ def test_text_that_the_tokenizer_lacks_is_refused_with_its_characters_and_what_t
     for part in ("2 12 times", "3 6 times", "--digits spell", "--new_tokenizer"):
         assert part in str(refused.value)
     build_run(begin_run([*flags, "--digits", "spell"]))
-    assert "left out (begin anew): 0 tensors" in capsys.readouterr().out
+    assert "not loaded (randomly initialised): 0 tensors" in capsys.readouterr().out
     latin = texted_corpus(tmp_path / "latin", ["एक zero", "दोन"])
     with pytest.raises(DataError, match="--new_tokenizer") as refused:
         flags = (*latin.flags(), *run_folders(tmp_path / "control"), "--init_from", str(base), "--num_workers", "0")
@@ -257,7 +257,7 @@ def test_a_little_that_is_unknown_is_told_and_the_tokenizer_kept(base, tmp_path,
     run = build_run(begin_run(list(flags)))
     assert run.tokenizer.model == read_checkpoint(base).tokenizer
     said = capsys.readouterr().out
-    assert "x 1 times" in said and "trained on as unknown" in said
+    assert "x 1 times" in said and "trained as the unknown token" in said
 
 
 def test_the_same_recordings_transcribed_in_other_letters_are_not_gone_on_with(base, corpus, tmp_path):
@@ -266,7 +266,7 @@ def test_the_same_recordings_transcribed_in_other_letters_are_not_gone_on_with(b
     latin.write_text("".join(json.dumps(row | {"text": "zero one"}) + "\n" for row in rows), encoding="utf-8")
     shutil.copy(base, tmp_path)
     flags = ("--resume", str(tmp_path / LAST), "--log_dir", str(tmp_path), "--train_manifest")
-    with pytest.raises(DataError, match="Begin a run of its own with --init_from and --new_tokenizer"):
+    with pytest.raises(DataError, match="Start a new run with --init_from and --new_tokenizer"):
         build_run(begin_run([*flags, str(latin)]))
     build_run(begin_run([*flags, corpus.manifest("train")]))  # the negative control
 
@@ -281,7 +281,7 @@ def test_a_new_tokenizer_has_a_head_that_begins_with_zeros_and_a_rare_blank(base
     assert all(name.startswith(VOCAB_DEPENDENT_PREFIXES) for name in changed(before, weights))
     tuning, steps = run.settings.tuning, run.step.total_steps
     assert tuning.encoder_factor == 0.1 and tuning.freeze_steps == min(500, steps // 10)  # as long as the warm-up
-    assert "left out (begin anew): 5 tensors" in capsys.readouterr().out
+    assert "not loaded (randomly initialised): 5 tensors" in capsys.readouterr().out
     control = build_run(begin_run([*flags[:-3], "--fresh", "--num_workers", "0"]))
     assert control.settings.tuning.freeze_steps == 0 and control.settings.tuning.encoder_factor == 1.0
     assert torch.equal(control.step.model.ctc_head.weight, before["ctc_head.weight"])
@@ -305,7 +305,7 @@ def test_shape_and_tokens_are_the_checkpoints_unless_flags_say_otherwise(base, c
     assert (preset.model.d_model, preset.model.encoder_layers, preset.text.vocab_size) == (128, 6, 30)
     new = begin_run([*flags, "--new_tokenizer"]).config
     assert new.model == stored.model and new.text == TrainConfig().text
-    with pytest.raises(UsageError, match="--train_layers 3: the encoder has 2 blocks"):
+    with pytest.raises(UsageError, match="--train_layers 3: the encoder has only 2 blocks"):
         begin_run([*flags, "--train_layers", "3"])
 
 
@@ -323,7 +323,7 @@ def test_the_planner_plans_the_checkpoints_shape(base, corpus, tmp_path):
 def test_the_score_at_the_start_stands_beside_every_later_one_and_is_kept_over_a_resume(base, corpus, tmp_path, capsys):
     flags = (*corpus.flags(), *run_folders(tmp_path), *STEADY, *TWO_STEPS, "--init_from", str(base), "--max_steps", "3")
     train(build_run(begin_run(list(flags))))
-    assert "(at first " in capsys.readouterr().out
+    assert "(initially " in capsys.readouterr().out
     train(build_run(begin_run([*run_folders(tmp_path), "--resume", "auto", "--max_steps", "4"])))
     first, *later = read_log(tmp_path, "validation")
     expected = evaluate_manifest(load_evaluation_model(base, CPU), corpus.manifest("valid"), greedy_ctc)
@@ -349,9 +349,9 @@ def test_negative_control_a_run_from_nothing_or_without_validation_has_no_score_
     [
         ("--freeze encoder", "or --init_from"),
         ("--lora_rank 4", "or --init_from"),
-        ("--init_from x --freeze -1", "numbers of blocks, at least 0"),
-        ("--init_from x --freeze 2 --lora_rank 4", "leave --freeze and --train_layers out"),
-        ("--init_from x --lora_rank 4 --lora_targets query keys", "takes some of"),
+        ("--init_from x --freeze -1", "a number of blocks, at least 0"),
+        ("--init_from x --freeze 2 --lora_rank 4", "omit --freeze and --train_layers"),
+        ("--init_from x --lora_rank 4 --lora_targets query keys", "must be among"),
         ("--init_from x --lora_rank -4", "between 0 and 1024"),
         ("--init_from x --lora_rank 4 --lora_alpha nan", "finite"),
         ("--train_layers 2", "give --pretrained or --init_from"),
@@ -359,8 +359,8 @@ def test_negative_control_a_run_from_nothing_or_without_validation_has_no_score_
         ("--freeze_steps 10", "give --init_from"),
         ("--new_tokenizer", "give --init_from"),
         ("--pretrained x --new_tokenizer", "give --init_from"),
-        ("--init_from x --train_layers 2 --freeze 2", "give one of them"),
-        ("--init_from x --train_layers 2 --lora_rank 2", "leave --freeze and --train_layers out"),
+        ("--init_from x --train_layers 2 --freeze 2", "give only one of them"),
+        ("--init_from x --train_layers 2 --lora_rank 2", "omit --freeze and --train_layers"),
         ("--init_from x --lora_rank 2 --freeze_steps 5", "or give --new_tokenizer"),
         ("--init_from x --train_layers -1", "at least 0"),
         ("--init_from x --freeze_steps -1", "at least 0"),
@@ -378,7 +378,7 @@ def test_a_setting_of_other_blocks_is_refused_where_it_is_given_and_kept_where_a
     stored = TrainConfig(model=ModelConfig(encoder_type="transformer", convolution_norm="none"))
     assert parse_flags(["--resume", "auto"], config_from_text(config_to_text(stored))).model == stored.model
     for given in ("--convolution_norm none", "--convolution_kernel 15", "--entry_norm False"):
-        with pytest.raises(UsageError, match=f"{given.split()[0]} does nothing without --encoder_type conformer"):
+        with pytest.raises(UsageError, match=f"{given.split()[0]} has no effect without --encoder_type conformer"):
             parse_flags(["--resume", "auto", *given.split()], stored)
 
 

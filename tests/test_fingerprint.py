@@ -65,5 +65,5 @@ def test_a_checkpoints_fingerprint_is_read_back_and_a_foreign_one_refused(tmp_pa
     found = fingerprint(tmp_path, range(5))
     assert read_fingerprint(found.state_dict()) == found
     for spoilt in ({"sketch": ("a",)}, {"hours": "1"}, {"utterances": True}, {"manifest": None}):
-        with pytest.raises(CheckpointError, match="which corpus"):
+        with pytest.raises(CheckpointError, match="record of its training corpus"):
             read_fingerprint(found.state_dict() | spoilt)

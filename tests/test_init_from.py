@@ -171,7 +171,7 @@ def test_the_same_shape_begins_with_the_checkpoints_validation_loss(corpus, trai
     expected = evaluate_manifest(original, corpus.manifest("valid"), greedy_ctc)
     assert validation["loss"] == expected.losses.all == read_log(trained, "validation")[-1]["loss"]
     assert run.state.step == 0 and run.tokenizer.model == original.tokenizer.model
-    assert "left out (begin anew): 0 tensors" in capsys.readouterr().out
+    assert "not loaded (randomly initialised): 0 tensors" in capsys.readouterr().out
 
 
 def test_negative_control_without_it_the_validation_loss_is_another(corpus, trained, tmp_path):
@@ -185,21 +185,21 @@ def test_a_smaller_model_is_cut_from_the_checkpoint_by_the_script_which_tells_wh
     smaller = ("--d_model", "16", "--encoder_layers", "1", "--max_steps", "1", "--init_from", str(path))
     done = well(run_trainer(*flags(corpus, tmp_path), *smaller))
     assert "Weights from the checkpoint of step" in done.stdout
-    for kind in ("taken whole:", "cut to the asked shape:", "left out (begin anew): 0 tensors"):
+    for kind in ("loaded:", "truncated to the new shape:", "not loaded (randomly initialised): 0 tensors"):
         assert kind in done.stdout
     assert read_checkpoint(tmp_path / "checkpoints" / LAST).step == 1
 
 
 def test_a_model_that_takes_nothing_of_the_blocks_is_refused(corpus, trained, tmp_path):
     begun = [*flags(corpus, tmp_path), "--d_model", "64", "--init_from", str(trained / "checkpoints" / LAST)]
-    with pytest.raises(UsageError, match="never larger. Leave --preset"):
+    with pytest.raises(UsageError, match="never larger. Omit --preset"):
         build_run(begin_run(begun))
 
 
 def test_another_tokenizer_leaves_out_its_heads_and_says_so(corpus, trained, tmp_path, capsys):
     more = ("--tokenizer_type", "unigram", "--init_from", str(trained / "checkpoints" / LAST))
     build_run(begin_run([*flags(corpus, tmp_path), *more]))
-    assert "left out (begin anew): 5 tensors: ctc_head.weight" in capsys.readouterr().out
+    assert "not loaded (randomly initialised): 5 tensors: ctc_head.weight" in capsys.readouterr().out
 
 
 def test_init_from_a_damaged_checkpoint_is_refused_and_leaves_it_alone(corpus, trained, tmp_path):

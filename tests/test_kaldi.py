@@ -55,7 +55,7 @@ def test_paths_are_the_recipes_where_the_person_lets_its_audio_be_read(recipe, r
 def test_nothing_above_the_source_is_opened_unasked_and_the_refusal_names_the_folder_to_give(recipe):
     done = prepare_there(recipe)
     assert done.returncode == 3 and "6 outside the corpus" in done.stderr, done.stderr
-    named = re.search(r"give --audio_root (\S+), if that is meant", done.stderr)
+    named = re.search(r"give --audio_root (\S+) to allow it", done.stderr)
     assert named and named.group(1) == str(recipe.resolve())
     assert [path.name for path in (recipe / "out").iterdir()] == ["rejected.jsonl"]
     assert prepare_there(recipe, "--audio_root", named.group(1)).returncode == 0
@@ -67,7 +67,7 @@ def test_audio_behind_a_link_is_read_where_its_own_folder_is_given(recipe, tmp_p
     shutil.move(recipe / "downloads", tmp_path / "disk" / "corpus")
     (recipe / "downloads").symlink_to(tmp_path / "disk" / "corpus")
     done = prepare_there(recipe, "--audio_root", ".")
-    assert done.returncode == 3 and f"--audio_root {tmp_path.resolve()}, if" in done.stderr, done.stderr
+    assert done.returncode == 3 and f"--audio_root {tmp_path.resolve()} to allow it" in done.stderr, done.stderr
     assert prepare_there(recipe, "--audio_root", str(tmp_path / "disk")).returncode == 0
 
 

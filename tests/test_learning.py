@@ -22,8 +22,8 @@ def test_a_run_that_learns_says_nothing():
     ("sign", "words"),
     [
         ({"cer": 0.95}, "CER is still 95 % after 4,000 of 10,000 steps"),
-        ({"cer": 1.0, "blank_share": 1.0}, "Only blanks are heard after 4,000 of 10,000 steps (100.0 %"),
-        ({"loss": 2.95}, "loss does not fall after 4,000 of 10,000 steps: 2.950 a token, 3.000 in the first"),
+        ({"cer": 1.0, "blank_share": 1.0}, "The model still outputs only blanks after 4,000 of 10,000 steps (100.0 %"),
+        ({"loss": 2.95}, "loss does not decrease after 4,000 of 10,000 steps: 2.950 per token, 3.000 in the first"),
         ({"clipped_share": 0.97}, "97 % of the epoch's gradients were clipped after 4,000 of 10,000 steps"),
     ],
 )

@@ -292,7 +292,7 @@ def test_a_folder_that_is_a_file_costs_one_warning_a_sink(tmp_path, warnings_hea
         all_kinds(logbook, 7)
     assert [line["step"] for line in lines_of(folder)] == [7, 7]
     assert steps_of(events_of(folder), "2 loss/all") == [7]
-    assert any("12 records are missing" in text for text in warnings_heard)
+    assert any("12 records were lost" in text for text in warnings_heard)
 
 
 def test_a_folder_removed_in_training_is_made_again(tmp_path, warnings_heard):
@@ -313,7 +313,7 @@ def test_a_disk_full_for_the_jsonl_leaves_tensorboard_alone(tmp_path, warnings_h
         for step in range(1, 6):
             logbook.log(a_step(step))
         assert len(warnings_heard) == 1 and "No space left" in warnings_heard[0]
-    assert "5 records are missing" in warnings_heard[-1] and len(warnings_heard) == 2
+    assert "5 records were lost" in warnings_heard[-1] and len(warnings_heard) == 2
     assert steps_of(events_of(tmp_path), "2 loss/all") == [1, 2, 3, 4, 5]
 
 
@@ -431,7 +431,7 @@ def test_a_validation_is_a_line_and_five_pairs_on_the_console(tmp_path, capsys):
 def test_warnings_go_to_standard_error(tmp_path, capsys):
     (tmp_path / "run").write_text("")
     Logbook(tmp_path / "run").close()
-    assert "Training goes on" in capsys.readouterr().err
+    assert "Training continues" in capsys.readouterr().err
 
 
 def test_hypotheses_are_a_table_that_nothing_in_them_breaks(tmp_path):

@@ -115,11 +115,7 @@ def test_a_film_without_sound_and_text_that_is_called_so_are_refused_with_the_re
         container.mux([*stream.encode(picture), *stream.encode(None)])
     (tmp_path / "text.m4a").write_text("नमस्कार\n" * 100)
     (tmp_path / "empty.m4a").write_bytes(b"")
-    for name, said in (
-        ("silent.mp4", "only pictures"),
-        ("text.m4a", "Invalid data"),
-        ("empty.m4a", "cannot be opened"),
-    ):
+    for name, said in (("silent.mp4", "only video"), ("text.m4a", "Invalid data"), ("empty.m4a", "cannot be opened")):
         with pytest.raises(UnusableAudio, match=said):
             read_samples(tmp_path / name)
 
@@ -127,7 +123,7 @@ def test_a_film_without_sound_and_text_that_is_called_so_are_refused_with_the_re
 def test_a_row_of_another_duration_and_a_span_beyond_the_end_are_refused(voice):
     assert len(read_samples(voice, seconds=SECONDS))
     for seconds in (2.0, 4.0):
-        with pytest.raises(UnusableAudio, match=rf"it lasts .* s, not the {seconds:.2f} s of its row"):
+        with pytest.raises(UnusableAudio, match=rf"it lasts .* s, not {seconds:.2f} s as in its row"):
             read_samples(voice, seconds=seconds)
     for start, seconds in ((2.5, 1.0), (9.0, 1.0)):
         with pytest.raises(UnusableAudio, match=r"it ends at 3\.0\d s"):
@@ -152,7 +148,7 @@ def test_a_playlist_opens_nothing(voice, tmp_path):
 def test_a_link_out_of_the_roots_is_not_followed(voice, tmp_path):
     (tmp_path / "inside").mkdir()
     (tmp_path / "inside" / "a.m4a").symlink_to(voice)
-    with pytest.raises(UnusableAudio, match="leads out"):
+    with pytest.raises(UnusableAudio, match="points outside"):
         read_samples(tmp_path / "inside" / "a.m4a", roots=(str(tmp_path / "inside"),))
 
 
@@ -168,8 +164,8 @@ def test_the_process_may_open_no_file_write_none_and_grow_little(voice):
 
 HANGS = "while True: pass"
 SPOILT = {
-    "it crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", "brought down .*SIGSEGV"),
-    "it hangs": (HANGS, "came to nothing"),
+    "it crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed the decoder process .*SIGSEGV"),
+    "it hangs": (HANGS, "did not finish"),
     "it takes all memory": ("bytearray(2**32)", "more memory than a recording can need"),
     "it opens a file": ("open('/etc/passwd')", "Too many open files"),
     "it ends": ("sys.exit(0)", "exit code 0"),
@@ -271,7 +267,7 @@ def test_a_cut_voice_message_is_read_as_far_as_it_goes_and_says_so(voice, folder
         read_samples(tmp_path / "lost.m4a")  # its table of contents was at its end
     header = read_header(AudioSource(str(tmp_path / "voice.webm")))
     assert 1.0 < header.seconds < 2.0 and header.seconds + header.missing == pytest.approx(SECONDS, abs=0.1)
-    with pytest.warns(ShortAudio, match="before its header says"):
+    with pytest.warns(ShortAudio, match="shorter than its header states"):
         assert sum(map(len, read_blocks(AudioSource(str(tmp_path / "voice.webm")), 0.5))) == header.frames
-    with pytest.raises(UnusableAudio, match="not the 3.00 s of its row: it ends"):
+    with pytest.raises(UnusableAudio, match="not 3.00 s as in its row: it is .* shorter"):
         read_samples(tmp_path / "voice.webm", seconds=SECONDS)

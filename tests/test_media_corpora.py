@@ -80,7 +80,7 @@ def test_what_is_not_read_is_named_and_one_recording_is_taken_once(phones, tmp_p
         "cut.wav": "cut short",
         "untold.webm": "no transcript",
     }
-    assert "5.0 s before its header says" in found["cut.wav"][1]
+    assert "5.0 s shorter than its header states" in found["cut.wav"][1]
     assert sum(split.utterances for split in report.splits) == 23
     with pytest.raises(DataError, match=r"14\.8% of the rows"):  # the one that is there twice does no damage
         prepare(source, tmp_path / "strict", most="10%")

@@ -192,7 +192,7 @@ def test_the_table_at_the_end_on_a_card(allocator):
     assert lines[3].split()[:5] == ["update", "-", "1100", "500", "0"]
     assert len({len(line) for line in lines[1:4]}) == 1, "the columns do not align"
     assert lines[4].endswith("out of memory: 4.") and lines[5] == (
-        f"Clearings of the cache: 1, in {monitor.report_clearing_of_run().seconds:.2f} s."
+        f"Cache releases: 1, in {monitor.report_clearing_of_run().seconds:.2f} s."
     )
 
 
@@ -237,7 +237,7 @@ def test_a_run_logs_every_phase_and_ends_with_the_table(corpus: Corpus, tmp_path
     lines = done.stdout.splitlines()
     summary = json.loads(lines[-1])
     assert (summary["memory_splits"], summary["allocator_retries"]) == (0, None)
-    table = lines[lines.index("Memory in MiB, the largest of each phase, and its time:") :]
+    table = lines[lines.index("Peak memory (MiB) and time per phase:") :]
     peaks = {line.split()[0]: float(line.split()[1]) for line in table[2:8]}
     assert list(peaks) == ["start", *STEP_PHASES, "log"]
     logged = {phase["phase"]: phase["peak_mib"] for step in steps for phase in step["memory"]}

@@ -311,7 +311,7 @@ def test_a_resumed_run_can_leave_its_noise_behind():
     stored = parse_flags(["--noise_manifest", "n", "--noise_prob", "0.7"])
     assert parse_flags(["--resume", "auto", "--noise_prob", "0.2"], stored).augment.noise_prob == 0.2
     assert parse_flags(["--resume", "auto", "--noise_manifest", "None"], stored).augment.noise_manifest is None
-    with pytest.raises(UsageError, match="--rir_prob does nothing"):
+    with pytest.raises(UsageError, match="--rir_prob has no effect"):
         parse_flags(["--resume", "auto", "--rir_prob", "0.2"], stored)
 
 
@@ -321,12 +321,12 @@ def test_a_resumed_run_can_leave_its_noise_behind():
 @pytest.mark.parametrize(
     "given, said",
     [
-        (("--noise_snr", "5:25"), "--noise_snr does nothing without --noise_manifest"),
-        (("--noise_prob", "0.5"), "--noise_prob does nothing without --noise_manifest"),
-        (("--rir_prob=0.5",), "--rir_prob does nothing without --rir_manifest"),
-        (("--noise_manifest", "n", "--noise_snr", "loud"), "--noise_snr loud: give the lowest and the highest"),
-        (("--noise_manifest", "n", "--noise_snr", "5"), "--noise_snr 5: give the lowest and the highest"),
-        (("--noise_manifest", "n", "--noise_snr", "25:5"), "--noise_snr 25:5: give the lower ratio first"),
+        (("--noise_snr", "5:25"), "--noise_snr has no effect without --noise_manifest"),
+        (("--noise_prob", "0.5"), "--noise_prob has no effect without --noise_manifest"),
+        (("--rir_prob=0.5",), "--rir_prob has no effect without --rir_manifest"),
+        (("--noise_manifest", "n", "--noise_snr", "loud"), "--noise_snr loud: give the lowest and highest SNR"),
+        (("--noise_manifest", "n", "--noise_snr", "5"), "--noise_snr 5: give the lowest and highest SNR"),
+        (("--noise_manifest", "n", "--noise_snr", "25:5"), "--noise_snr 25:5: give the lower SNR first"),
         (("--noise_manifest", "n", "--noise_snr", "5:1000"), "both between -50 and 100 dB"),
         (("--noise_manifest", "n", "--noise_snr", "nan:5"), "--noise_snr nan:5: give"),
         (("--noise_manifest", "n", "--noise_prob", "1.5"), "--noise_prob must be between 0 and 1"),
@@ -349,7 +349,7 @@ def test_ranges_of_decibels():
 
 def test_the_script_ends_with_2_for_flags_and_3_for_noise_that_cannot_be_used(corpus, tmp_path):
     idle = run_trainer(*corpus.flags(), "--resume", "auto", "--noise_prob", "0.5", *run_folders(tmp_path), cwd=tmp_path)
-    assert idle.returncode == 2 and "does nothing without --noise_manifest" in idle.stderr
+    assert idle.returncode == 2 and "has no effect without --noise_manifest" in idle.stderr
     empty = write_rows(tmp_path / "empty.jsonl", [])
     done = run_trainer(*TINY_MODEL, *corpus.flags(), "--noise_manifest", empty, *run_folders(tmp_path), cwd=tmp_path)
     assert done.returncode == 3 and "empty.jsonl is empty" in done.stderr and "Traceback" not in done.stderr
@@ -360,13 +360,13 @@ def test_the_script_ends_with_2_for_flags_and_3_for_noise_that_cannot_be_used(co
     [
         ({"audio_filepath": "gone.wav", "duration": 1}, "it does not exist"),
         ({"audio_filepath": "text.wav", "duration": 1}, "it cannot be opened as audio"),
-        ({"audio_filepath": "empty.wav", "duration": 1}, "it holds no samples"),
-        ({"audio_filepath": ".", "duration": 1}, "it is no file"),
-        ({"audio_filepath": "good.wav", "duration": 1, "offset": 1.5}, "ends at 2.00 s, before the row does"),
-        ({"audio_filepath": "good.wav", "duration": 0, "offset": 1.5}, "has no samples in the row's span"),
+        ({"audio_filepath": "empty.wav", "duration": 1}, "it contains no samples"),
+        ({"audio_filepath": ".", "duration": 1}, "it is not a file"),
+        ({"audio_filepath": "good.wav", "duration": 1, "offset": 1.5}, "ends at 2.00 s, before the end of the row"),
+        ({"audio_filepath": "good.wav", "duration": 0, "offset": 1.5}, "has no samples in the row's range"),
         ({"audio_filepath": "good.wav"}, "duration must be a number"),
         ({"audio_filepath": "good.wav", "duration": 1, "text": 5}, "text must be"),
-        ({"audio_filepath": "hall.wav", "duration": 1}, "lasts 21.0 s, no impulse response"),
+        ({"audio_filepath": "hall.wav", "duration": 1}, "lasts 21.0 s; an impulse response"),
     ],
 )
 def test_noise_that_cannot_be_used_is_refused_at_the_start_by_row_and_reason(row, said, tmp_path, monkeypatch):

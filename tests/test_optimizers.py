@@ -411,7 +411,7 @@ def test_a_run_cannot_go_on_with_another_optimizer_and_older_checkpoints_are_ada
 
 
 def test_sharded_over_ranks_is_adamw_alone():
-    with pytest.raises(UsageError, match="--shard always divides the state of AdamW alone"):
+    with pytest.raises(UsageError, match="--shard always supports only AdamW"):
         parse_flags(["--optimizer", "adamw8bit", "--shard", "always"])
     assert parse_flags(["--shard", "always"]).memory.shard == "always"
     for kind in KINDS:  # auto: not even where a rank cannot hold it

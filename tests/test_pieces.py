@@ -87,12 +87,12 @@ def test_arrays_are_streamed_as_numbers_between_minus_one_and_one():
 @pytest.mark.parametrize(
     ("samples", "rate", "said"),
     [
-        (np.full(100, np.nan), 16_000, "not numbers"),
+        (np.full(100, np.nan), 16_000, "NaN or infinite"),
         (np.zeros((2, 16_000)), 16_000, "shape"),
         (np.zeros((4, 4, 4)), 16_000, "shape"),
         (np.zeros(100, dtype=np.uint8), 16_000, "uint8"),
         (np.zeros(100), 100, "100 Hz"),
-        (["a"], 16_000, "no array"),
+        (["a"], 16_000, "not a numeric array"),
     ],
 )
 def test_arrays_that_are_no_recording_are_refused_in_a_sentence(samples, rate, said):

@@ -127,27 +127,27 @@ SPOILT: dict[str, tuple[Callable[[Table], object], str, str]] = {
     "missing": (_set("audio", "nowhere.wav"), "missing audio", "does not exist"),
     "no path": (_set("audio", ""), "broken row", "column audio is empty"),
     "text for audio": (_spoil_with(lambda path: path.write_text("x")), "unusable audio", "cannot be opened as audio"),
-    "FIFO": (_spoil_with(os.mkfifo), "unusable audio", "it is no file"),
+    "FIFO": (_spoil_with(os.mkfifo), "unusable audio", "it is not a file"),
     "device": (_spoil_with(lambda path: path.symlink_to("/dev/zero")), "outside the corpus", "--audio_root"),
     "link to itself": (_spoil_with(lambda path: path.symlink_to(path.name)), "", "spoilt.wav"),
     "long name": (_set("audio", "x" * 300 + ".wav"), "missing audio", "too long"),
     "parent": (_set("audio", "../out.wav"), "outside the corpus", "--audio_root"),
     "absolute": (_absolute, "outside the corpus", "--audio_root"),
     "link": (_link_out, "outside the corpus", "--audio_root"),
-    "empty text": (_set("text", "  "), "empty transcript", "no word"),
-    "no word": (_set("text", "। ! –"), "empty transcript", "no word"),
+    "empty text": (_set("text", "  "), "empty transcript", "transcript is empty"),
+    "no word": (_set("text", "। ! –"), "empty transcript", "transcript is empty"),
     "not UTF-8": (_set("text", "caf\udce9"), "not UTF-8", "its text is not UTF-8"),
     "path not UTF-8": (_set("audio", "caf\udce9.wav"), "not UTF-8", "its path is not UTF-8"),
     "bell": (_set("text", "एक\a दोन"), "control character", "U+0007"),
     "line break": (_set("text", "एक\nदोन"), "control character", "U+000A"),
     "override in a speaker": (_set("speaker", "s\u202e"), "control character", "U+202E"),
-    "isolate": (_set("speaker", "s\u2066"), "control character", "its speaker holds the character U+2066"),
+    "isolate": (_set("speaker", "s\u2066"), "control character", "its speaker contains the character U+2066"),
     "mark in a path": (_set("audio", "0\u200f.wav"), "control character", "U+200F"),
     "escape in a path": (_set("audio", "\x1b[2J.wav"), "control character", "U+001B"),
     "twice": (_set("audio", "0.wav"), "duplicate", "the same audio as all.csv, row 2"),
     "no such split": (_set("split", "later"), "no split", "'later'"),
     "long text": (_set("text", "एक " * 10_000), "long transcript", "29999 characters"),
-    "cells": (lambda table: table.rows[5].append("x"), "broken row", "5 cells where the head has 4"),
+    "cells": (lambda table: table.rows[5].append("x"), "broken row", "5 cells, but the header has 4"),
 }
 
 
@@ -159,7 +159,7 @@ def test_a_row_that_cannot_be_used_is_left_out_with_its_reason(name, table):
     (row,) = rejected(table.directory)
     assert (row["file"], row["row"]) == ("all.csv", 7)
     assert said in row["reason"] and kind in row["kind"], row
-    assert f"left out: 1 ({row['kind']})" in done.stdout
+    assert f"skipped: 1 ({row['kind']})" in done.stdout
     assert table.report()["refused"] == [{"kind": row["kind"], "rows": 1}]
     assert sum(len(table.utterances(split)) for split in SPLITS) == 11
     assert row["reason"].isprintable() and "\x1b" not in done.stdout
@@ -239,7 +239,7 @@ def test_a_file_shorter_than_its_table_says_is_left_out(tmp_path):
     write_table(tmp_path / "corpus" / "train.json", (), rows)
     done = prepare(tmp_path, "nemo", *ALL)
     assert done.returncode == 0 and [row["row"] for row in rejected(tmp_path)] == [2], done.stderr
-    assert "its table says 99.00 s" in rejected(tmp_path)[0]["reason"]
+    assert "its table states 99.00 s" in rejected(tmp_path)[0]["reason"]
 
 
 NEMO_LINES = ("{", "[1]", '{"audio_filepath": 3}', '{"text": "एक"}', "[" * 100_000, '"' * 50_000)
@@ -370,14 +370,14 @@ def test_a_folder_of_something_else_is_refused_in_one_sentence(name, tmp_path):
     "flags, said",
     [
         (("--format", "flac"), "common_voice"),
-        (("--format", "csv", "--source", "nowhere"), "--source nowhere is no folder"),
+        (("--format", "csv", "--source", "nowhere"), "--source nowhere is not a folder"),
         (("--valid_share", "a lot"), "--valid_share a lot"),
-        (("--valid_share", "60%", "--test_share", "0.4"), "leave nothing to train on"),
+        (("--valid_share", "60%", "--test_share", "0.4"), "leave no training data"),
         (("--max_rejected", "200%"), "--max_rejected 200%"),
         (("--max_rejected", "nan"), "--max_rejected nan"),
-        (("--text_column", "words"), "no column 'words', it has 'audio', 'speaker'"),
-        (("--split_by", "given"), "--split_by given cannot be done"),
-        (("--output", "corpus"), "lies in --source"),
+        (("--text_column", "words"), "no column 'words'; its columns are 'audio', 'speaker'"),
+        (("--split_by", "given"), "--split_by given is not possible"),
+        (("--output", "corpus"), "is inside --source"),
         (("--tabel", "x"), "--table"),
     ],
 )
@@ -411,7 +411,9 @@ def test_a_full_disk_ends_with_6_and_leaves_what_was_there(table):
     words = ("--format", "csv", "--source", "corpus", "--output", "out", "--table", "all.csv", "--force")
     small = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (512, 512))  # no file may grow beyond it
     done = warm_parent().run(ROOT / SCRIPT, *words, cwd=table.directory, before=small)
-    assert done.returncode == 6 and "Free room there" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 6 and "Free disk space there" in done.stderr and "Traceback" not in done.stderr, (
+        done.stderr
+    )
     assert {path.name: path.read_bytes() for path in table.output.iterdir()} == before
 
 

@@ -51,7 +51,7 @@ def test_prepare_data_keeps_the_list_that_its_message_names_and_nothing_else(tmp
     output = tmp_path / "deep" / "er" / "made"
     flags = ("--format", "csv", "--table", "all.csv", "--source", str(source), "--output", str(output))
     done = run_script("training_scripts/prepare_data.py", *flags)
-    assert done.returncode == 3 and f"All stand in {output / 'rejected.jsonl'}" in done.stderr
+    assert done.returncode == 3 and f"All are listed in {output / 'rejected.jsonl'}" in done.stderr
     assert [path.name for path in output.iterdir()] == ["rejected.jsonl"]
     assert len((output / "rejected.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 

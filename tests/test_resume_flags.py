@@ -39,7 +39,10 @@ def test_every_setting_survives_the_text_that_a_checkpoint_carries():
 
 @pytest.mark.parametrize(
     "line, said",
-    [("--wings 2", "--wings"), *((f"--epochs {text}", "--epochs cannot be") for text in ("__import__('os')", "'x'"))],
+    [
+        ("--wings 2", "--wings"),
+        *((f"--epochs {text}", "invalid value for --epochs") for text in ("__import__('os')", "'x'")),
+    ],
 )
 def test_a_checkpoints_settings_that_this_version_does_not_know_are_named(line, said):
     with pytest.raises(CheckpointError, match=re.escape(said)):
@@ -116,7 +119,7 @@ def test_a_contradiction_ends_with_4_and_lists_each_difference_with_the_way_out(
 def test_resume_with_a_path_alone_takes_all_else_from_the_checkpoint_and_goes_on(corpus, copy, tmp_path):
     path = copy / "checkpoints" / LAST
     only = well(run_trainer("--resume", str(path), "--max_steps", "4", *run_folders(copy), cwd=tmp_path))
-    assert f"Going on from {path}: step {STEPS}." in only.stdout
+    assert f"Resuming from {path}: step {STEPS}." in only.stdout
     assert [r["step"] for r in read_log(copy)] == [1, 2, 3, 4]
     config = config_from_text(read_checkpoint(path).config)
     assert (config.model.d_model, config.data.train_manifest) == (32, corpus.manifest("train"))
@@ -133,7 +136,7 @@ def test_a_finished_run_resumed_trains_nothing_more_and_reports(corpus, copy):
     before = read_checkpoint(copy / "checkpoints" / LAST)
     done = well(run_trainer(*base_flags(corpus, copy), "--resume", "auto"))
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == STEPS
-    assert f"--max_steps {STEPS}, step {STEPS} is the last. Larger numbers go on." in done.stdout
+    assert f"--max_steps {STEPS}, step {STEPS} is the last. Raise the limit to train longer." in done.stdout
     after = read_checkpoint(copy / "checkpoints" / LAST)
     assert after.states["progress"] == before.states["progress"]
     assert all(torch.equal(after.states["model"][name], w) for name, w in before.states["model"].items())
@@ -160,7 +163,7 @@ def test_a_used_folder_asks_for_resume_or_fresh_with_2(corpus, copy):
 def test_fresh_moves_the_old_checkpoints_aside_where_they_stay_readable(corpus, copy):
     done = well(run_trainer(*base_flags(corpus, copy), "--fresh", "--max_steps", "1"))
     folder = copy / "checkpoints"
-    assert f"The old checkpoints are now in {folder / 'replaced_1'}" in done.stdout
+    assert f"The old checkpoints were moved to {folder / 'replaced_1'}" in done.stdout
     assert read_checkpoint(folder / "replaced_1" / LAST).step == STEPS
     assert read_checkpoint(folder / LAST).step == 1
 
@@ -185,13 +188,13 @@ def test_resume_auto_goes_past_a_damaged_last_one(corpus, copy, capsys):
     start = begin_run([*base_flags(corpus, copy), "--resume", "auto"])
     assert start.resumed.step == STEPS
     said = capsys.readouterr().out
-    assert f"{LAST}.damaged" in said and "Going on from" in said and "checkpoint_previous.pt" in said
+    assert f"{LAST}.damaged" in said and "Resuming from" in said and "checkpoint_previous.pt" in said
 
 
 def test_other_data_begins_the_epoch_again_and_says_so(corpus, copy, capsys):
     flags = [*base_flags(corpus, copy), "--resume", "auto", "--train_subset", "50"]
     assert build_run(begin_run(flags)).state.cursor.consumed == 0
-    assert "epoch 1 begins again" in capsys.readouterr().out
+    assert "epoch 1 is restarted" in capsys.readouterr().out
 
 
 def test_a_checkpoint_saved_without_loss_scaling_goes_on_with_it():

@@ -76,12 +76,12 @@ def test_a_resumed_run_keeps_its_effective_batch_however_it_is_cut():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--batch_size", "auto", "--gradient_accumulation_steps", "2"], "chooses the micro-batches itself"),
+        (["--batch_size", "auto", "--gradient_accumulation_steps", "2"], "chooses the micro-batches"),
         (["--batch_size", "2", "--effective_batch_size", "5"], "contradicts"),
         (["--batch_size", "2", "--gradient_accumulation_steps", "4", "--effective_batch_size", "6"], "contradicts"),
         (["--effective_batch_size", "0", "--batch_size", "auto"], "at least 1"),
         (["--memory_budget", "4"], "a number and a unit"),
-        (["--memory_budget", "1KiB"], "not a size of a memory"),
+        (["--memory_budget", "1KiB"], "is out of range"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(flags, said):
@@ -103,7 +103,7 @@ def test_a_plan_survives_its_checkpoint_and_a_broken_one_is_refused():
     for broken in ({"buckets": []}, {"buckets": [[1.0, 2]]}, {"peaks": ["x"] * 4}, {"budget": None}):
         with pytest.raises(CheckpointError, match="--replan"):
             read_plan(PLAN.state_dict() | broken)
-    with pytest.raises(CheckpointError, match="not sound"):
+    with pytest.raises(CheckpointError, match="memory plan is invalid"):
         read_plan(dataclasses.replace(PLAN, buckets=PLAN.buckets[::-1]).state_dict())
 
 
@@ -150,7 +150,7 @@ def test_a_resumed_run_reuses_its_plan_and_replan_makes_a_new_one(corpus, tmp_pa
     capsys.readouterr()
     other = [*run_folders(tmp_path.with_name("copy")), "--resume", "auto", "--memory_budget", "380MiB"]
     assert build_run(begin_run(other)).plan.budget == parse_budget("380MiB")
-    assert "other conditions" in capsys.readouterr().out
+    assert "under different conditions" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_plan_holds_while_all_that_it_depends_on_does(flag, value, matters):
 def weights_after(corpus: Corpus, directory: Path, *more: str) -> dict[str, torch.Tensor]:
     flags = ("--batch_size", "auto", "--memory_budget", "480MiB", "--max_steps", "3", *more)
     done = well(run_trainer(*TINY_MODEL, *corpus.flags(), *run_folders(directory), *flags))
-    assert ("Rehearsed and undone: the longest utterances" in done.stdout) == ("never" not in more)
+    assert ("Largest batches tested and undone: the longest utterances" in done.stdout) == ("never" not in more)
     return read_checkpoint(directory / "checkpoints" / LAST).states
 
 
@@ -211,7 +211,7 @@ def test_utterances_that_do_not_fit_are_named_with_what_helps(corpus, tmp_path):
     with pytest.raises(ResourceError) as caught:
         built(corpus, tmp_path, "--memory_budget", "302MiB")
     said = str(caught.value)
-    assert "training utterances do not fit the budget of 302MiB even one at a time: audio/train_" in said
+    assert "training utterances do not fit the budget of 302MiB even in a micro-batch of one: audio/train_" in said
     assert "--gradient_checkpointing auto" in said and "--mixed_precision" in said
 
 
@@ -219,13 +219,13 @@ def test_a_budget_below_the_state_is_refused_from_the_command_line(corpus, tmp_p
     flags = (*corpus.flags(), *run_folders(tmp_path), "--preset", "optimized", "--device", "cpu")
     done = run_trainer(*flags, "--memory_budget", "380MiB", "--tokenizer_type", "char")
     assert done.returncode == 6 and "--preset minimal" in done.stderr
-    assert "before any audio" in done.stderr and "380 MiB" in done.stderr
+    assert "MiB, and a CPU needs another" in done.stderr and "380 MiB" in done.stderr
 
 
 def test_the_watch_tells_once_that_a_budget_is_exceeded(capsys):
     watch = BudgetWatch(budget=100.0, resident_before=500.0)
     assert not watch.look(599.0) and watch.look(601.0) and watch.look(700.0)
-    assert capsys.readouterr().out.count("more than its budget of 100 MiB") == 1
+    assert capsys.readouterr().out.count("more than the budget of 100 MiB") == 1
     assert not BudgetWatch(float("inf"), 1.0).look(1e9)
 
 

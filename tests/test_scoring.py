@@ -239,7 +239,7 @@ def test_many_speakers_are_ten_in_the_text_and_all_in_json_and_page():
     texts = [ScoredText(str(n), "एक दोन", "एक", f"s{n:02}") for n in range(30)] + [ScoredText("x", "एक", "दोन")]
     report = report_on(texts)
     said = score_lines(report)
-    assert "the 10 with the highest WER of 31" in said and "resamples of speakers" in said and "(not named)" in said
+    assert "the 10 with the highest WER of 31" in said and "resamples of speakers" in said and "(no label)" in said
     fields = json.loads(score_json(heard_of(texts), report, None))
     assert len(fields["speakers"]) == 31 and fields["interval_unit"] == "speakers"
     page = draw_score_page(report)
@@ -337,10 +337,14 @@ BAD_IDS = {
 BAD_JSON = {
     "no JSON": ('{"id": "a", "text": "x"}', "{", "heard.jsonl, line 1 is not a line of JSON"),
     "deep": ('{"id": "a", "text": "x"}', "[" * 100_000, "heard.jsonl, line 1 is not a line of JSON"),
-    "no object": ('{"id": "a", "text": "x"}', "[1]", "heard.jsonl, line 1 is no JSON object"),
+    "no object": ('{"id": "a", "text": "x"}', "[1]", "heard.jsonl, line 1 is not a JSON object"),
     "no text": ('{"id": "a", "text": "x"}', '{"id": "a", "reference": "x"}', "line 1 has no hypothesis"),
     "a number": ('{"id": "a", "text": 5}', '{"id": "a", "text": "x"}', "line 1 has no reference"),
-    "half a character": ('{"id": "a", "text": "x"}', '{"id": "a", "text": "\\ud800"}', "holds half a character"),
+    "half a character": (
+        '{"id": "a", "text": "x"}',
+        '{"id": "a", "text": "\\ud800"}',
+        "contains an unpaired surrogate",
+    ),
     "some ids": ('{"id": "a", "text": "x"}\n{"text": "y"}', '{"text": "x"}', "1 row has an id .* row 2, have none"),
 }
 
@@ -461,10 +465,10 @@ def test_the_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch
     [
         ((), 2, "Give --checkpoint and --manifest"),
         (("--references", "{said}"), 2, "Give --checkpoint and --manifest"),
-        (("--hypotheses", "{heard}"), 2, "--hypotheses alone where"),
+        (("--hypotheses", "{heard}"), 2, "--hypotheses alone if"),
         (("--checkpoint", "x.pt", "--manifest", "y", "--references", "{said}"), 2, "Give --checkpoint and --manifest"),
-        (("--references", "{said}", "--hypotheses", "{heard}", "--output", "{said}"), 2, "would be lost"),
-        (("--references", "{said}", "--hypotheses", "{heard}", "--html", "{said}"), 2, "would be lost"),
+        (("--references", "{said}", "--hypotheses", "{heard}", "--output", "{said}"), 2, "would be overwritten"),
+        (("--references", "{said}", "--hypotheses", "{heard}", "--html", "{said}"), 2, "would overwrite a file"),
         (("--references", "{said}", "--hypotheses", "{heard}", "--worst", "-1"), 2, "at least 0"),
         (("--references", "{said}", "--hypotheses", "{heard}", "--html", "/nowhere/a.html"), 6, "cannot be written"),
         (("--references", "{said}", "--hypotheses", "/nowhere/a.txt"), 3, "cannot be read"),

@@ -98,10 +98,10 @@ def test_a_size_that_cannot_be_had_is_a_usage_error():
 @pytest.mark.parametrize(
     "content, said",
     [
-        ("एक\nदोन ".encode() + b"caf\xe9 \xff\n", "line 2: not UTF-8 from byte 14 of the line on"),
+        ("एक\nदोन ".encode() + b"caf\xe9 \xff\n", "line 2: not UTF-8 at byte 14 of the line"),
         ("एक\n".encode("utf-16"), "line 1: not UTF-8"),
-        (b"", "There is no sentence in"),
-        (b"\n\n...\n", "There is no sentence in"),
+        (b"", "No sentence found in"),
+        (b"\n\n...\n", "No sentence found in"),
     ],
 )
 def test_a_file_that_is_no_text_or_empty_is_a_data_error(content, said, tmp_path):
@@ -133,11 +133,11 @@ def test_a_students_file_becomes_a_corpus_and_every_line_is_accounted_for(studen
     report = build_sentence_corpus([students], tmp_path / "corpus")
     assert report.is_new and (report.blank, report.repeated) == (1, 1)
     assert [(line.row, line.reason) for line in report.left_out] == [
-        (5, "nothing is left of it after normalisation"),
-        (6, "there is no letter in it"),
+        (5, "it is empty after normalisation"),
+        (6, "it contains no letter"),
         (7, "its speech is longer than 30 s"),
-        (8, "there is a control character in it"),
-        (12, "nothing is left of it after normalisation"),
+        (8, "it contains a control character"),
+        (12, "it is empty after normalisation"),
     ]
     spoken = [utterance for split, _ in SPLITS for utterance in utterances(tmp_path / "corpus", split)]
     assert sorted(utterance.text for utterance in spoken) == sorted(
@@ -192,16 +192,18 @@ def test_neither_corpus_takes_the_others_place_nor_that_of_anything_else(synthes
     (tmp_path / "other" / "kept.txt").write_text("kept")
     before = file_digests(tmp_path)
     for name in ("builtin", "other"):
-        with pytest.raises(UsageError, match="The corpus of sentences cannot be put at"):
+        with pytest.raises(UsageError, match="The corpus of sentences cannot be written to"):
             build_sentence_corpus([path], tmp_path / name)
-    with pytest.raises(UsageError, match="The built-in corpus cannot be put at"):
+    with pytest.raises(UsageError, match="The built-in corpus cannot be written to"):
         build_builtin_corpus(tmp_path / "mine", miniature)
     assert file_digests(tmp_path) == before
 
 
 def test_a_split_of_which_nothing_can_be_spoken_leaves_nothing(synthesizer, tmp_path):
     (tmp_path / "mute.txt").write_text("\u093e\n\u0940\n\u0941\n", encoding="utf-8")
-    with pytest.raises(DataError, match="None of the sentences for train can be spoken; the first: there is no letter"):
+    with pytest.raises(
+        DataError, match="None of the sentences for train can be synthesised; the first: it contains no letter"
+    ):
         build_sentence_corpus([str(tmp_path / "mute.txt")], tmp_path / "corpus")
     assert [path.name for path in tmp_path.iterdir()] == ["mute.txt"]
 
@@ -220,7 +222,7 @@ def test_from_a_text_file_to_two_steps_of_training(students, tmp_path):
     more, corpus = write_sentences(tmp_path / "more.txt"), tmp_path / "corpus"
     done = well(run_here(SCRIPT, "--sentences", students, more, "--output", str(corpus), "--valid_utterances", "2"))
     assert "17 utterances written in " in done.stdout and "(synthetic, Marathi voice)" in done.stdout
-    assert "1 blank and 1 repeated lines dropped; 5 lines left out" in done.stdout
+    assert "1 blank and 1 repeated lines dropped; 5 lines skipped" in done.stdout
     assert f"{students}, line 7: its speech is longer than 30 s" in done.stdout
     manifests = ("--train_manifest", str(corpus / "train.jsonl"), "--valid_manifest", str(corpus / "valid.jsonl"))
     shape = (*TINY_MODEL, "--vocab_size", "200", "--max_steps", "2", "--num_workers", "0")
@@ -231,8 +233,8 @@ def test_from_a_text_file_to_two_steps_of_training(students, tmp_path):
 @pytest.mark.parametrize(
     "flags, code, said",
     [
-        (("--sentences",), 2, "--sentences names no file"),
-        (("--sentences", "bad.txt", "--train_utterances", "5"), 2, "--train_utterances does not go with --sentences"),
+        (("--sentences",), 2, "--sentences is empty"),
+        (("--sentences", "bad.txt", "--train_utterances", "5"), 2, "--train_utterances has no effect with --sentences"),
         (("--sentences", "few.txt"), 2, "cannot be split"),
         (("--sentences", "bad.txt"), 3, "bad.txt, line 2: not UTF-8"),
         (("--sentences", "gone.txt"), 3, "gone.txt cannot be read"),

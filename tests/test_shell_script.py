@@ -118,3 +118,14 @@ def test_the_script_goes_on_with_a_run_of_an_earlier_version_where_that_left_it(
     assert last_of(told, "--checkpoint_dir") is None and last_of(told, "--run_name") is None
     told = told_to_the_trainer(checkout, "--device", "cpu", "--train_manifest", "new/train.jsonl")
     assert last_of(told, "--checkpoint_dir") == "checkpoints/new"
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--help", "all"), ("--epochs", "3", "-h")])
+def test_help_shows_the_scripts_own_examples_and_passes_its_words_to_the_trainer(checkout, words):
+    command = [str(checkout / SCRIPT), *words]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE)
+    usage, _, rest = done.stdout.partition("\n\n ")
+    assert usage.startswith("Set up .venv") and "--nproc_per_node 2" in rest and "#" not in done.stdout
+    assert max(map(len, done.stdout.splitlines()[:16])) <= 80
+    told = (checkout / "told.txt").read_text(encoding="utf-8").splitlines()
+    assert told == ["training_scripts/train_konkanivani_asr.py", *words]

@@ -90,9 +90,9 @@ def test_an_exact_name_wins_and_two_that_differ_by_case_are_asked_about(head, fl
 def test_a_table_that_is_no_whole_utf16_is_refused_in_a_sentence(way, table):  # noqa: F811
     whole = lines(table, "\t").encode("utf-16-le")
     contents = {
-        "without a mark": (whole, "looks like UTF-16 without its mark"),
-        "odd": (b"\xff\xfe" + whole + b"x", "begins as UTF-16"),
-        "surrogate": (b"\xff\xfe" + whole + "\ud800x".encode("utf-16-le", "surrogatepass"), "begins as UTF-16"),
+        "without a mark": (whole, "looks like UTF-16 without a byte order mark"),
+        "odd": (b"\xff\xfe" + whole + b"x", "starts as UTF-16"),
+        "surrogate": (b"\xff\xfe" + whole + "\ud800x".encode("utf-16-le", "surrogatepass"), "starts as UTF-16"),
     }
     content, said = contents[way]
     write_bytes(table, content)

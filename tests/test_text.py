@@ -121,7 +121,7 @@ def test_training_is_the_same_bytes_in_any_order_of_the_texts(kind):
 def test_a_vocabulary_that_the_text_does_not_allow_is_lowered_and_says_so(kind, texts, capsys):
     tokenizer = train_tokenizer(texts, kind, 5000)
     assert tokenizer.size < 5000
-    assert f"--vocab_size 5000 lowered to {tokenizer.size}" in capsys.readouterr().out
+    assert f"--vocab_size 5000 reduced to {tokenizer.size}" in capsys.readouterr().out
     assert tokenizer.decode(tokenizer.encode(texts[0])) == texts[0]
 
 

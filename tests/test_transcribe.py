@@ -285,9 +285,9 @@ def test_what_somebody_has_corrected_is_replaced_only_if_asked(trained, folder, 
     good.write_text("corrected")
     silence.unlink()
     refused = run_script(TRANSCRIBE, *map(str, flags), "--checkpoint", "absent.pt")  # before anything is loaded
-    assert refused.returncode == 2 and f"{good} is there already, one of 1. --existing keep" in refused.stderr
+    assert refused.returncode == 2 and f"{good} already exists, one of 1. Use --existing keep" in refused.stderr
     kept = well(transcribe(trained, *flags, "--existing", "keep"))
-    assert f"1 of 2: {good} is there already\n2 of 2: {silence}\n" == kept.stderr and silence.exists()
+    assert f"1 of 2: {good} already exists\n2 of 2: {silence}\n" == kept.stderr and silence.exists()
     assert good.read_text() == "corrected"
     well(transcribe(trained, *flags, "--existing", "replace"))
     assert good.read_bytes() == said  # the negative control
@@ -336,19 +336,22 @@ def test_what_phones_write_is_found_in_a_folder_and_heard_as_from_wav(trained, p
     assert "2 of 11 files could not be transcribed" in done.stderr
     seconds = len(tones(WORDS[:4])) / 32_000
     (line,) = [line for line in done.stderr.splitlines() if "cut.wav" in line]
-    assert f"cut.wav ends {seconds:.1f} s before its header says. What there is of it is transcribed." in line
+    assert (
+        f"cut.wav is truncated: it is {seconds:.1f} s shorter than its header states. Transcribing the available part."
+        in line
+    )
     assert trained.recognizer.transcribe(next(phone.glob("*.mp4"))).text == expected
 
 
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "said"),
     [
-        ((), 2, "nothing to transcribe"),
+        ((), 2, "No input"),
         (("{good}", "--pause", "0"), 2, "--pause"),
         (("{good}", "--longest_piece", "0.1"), 2, "--longest_piece"),
         (("{good}", "--beam", "0"), 2, "--beam"),
         (("{good}", "{good}", "--format", "vtt"), 2, "--output_dir"),
-        (("/dev/zero",), 3, "no file"),
+        (("/dev/zero",), 3, "not a file"),
         (("{text}",), 3, "cannot be opened as audio"),
         (("{good}", "--output_dir", "{text}"), 6, "could not be written"),
     ],

@@ -52,13 +52,13 @@ def _load(fetcher: SlowThenDeadly) -> tuple[list[int], WorkersFailed | None]:
 def test_what_lies_before_a_deadly_item_comes_although_it_takes_longer(capsys):
     came, failure = _load(SlowThenDeadly(lives=10))
     assert came == [0]
-    assert "item 1 were waited for" in failure.what
+    assert "waiting for item 1" in failure.what
 
 
 @pytest.mark.parametrize("lives", [0, 1, 2])
 def test_all_come_once_and_in_order_where_workers_die_and_come_back(lives, capsys):
     assert _load(SlowThenDeadly(lives)) == (list(range(6)), None)
-    assert capsys.readouterr().out.count("started once more") == lives
+    assert capsys.readouterr().out.count("Restarting them once") == lives
 
 
 def _hand_over(pipe: Connection, errors: Path, begins_as_worker: bool) -> None:

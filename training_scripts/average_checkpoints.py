@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Writes a checkpoint of the mean of several checkpoints' weights, to evaluate or to transcribe with.
+"""Average the weights of several checkpoints of one run, for evaluation and transcription.
 
-    python3 training_scripts/average_checkpoints.py --checkpoint_dir checkpoints --last 3
+    python3 training_scripts/average_checkpoints.py \\
+        --checkpoint_dir checkpoints --last 3
 
-writes checkpoints/checkpoint_averaged.pt. It holds no optimizer: --resume never takes it, --init_from does.
+writes checkpoints/checkpoint_averaged.pt. The file has no optimizer state: use it with --init_from, not with --resume.
 """
 
 import bootstrap
@@ -31,20 +32,20 @@ AVERAGED = "checkpoint_averaged.pt"
 
 @dataclass(frozen=True)
 class Flags:
-    """Which checkpoints are averaged, and where to."""
+    """Input and output."""
 
     checkpoints: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Checkpoints of one run."""
+    """Checkpoints to average, all from one run."""
     output: str | None = None
-    """File to write (None: checkpoint_averaged.pt beside the checkpoints)."""
+    """File to write (None: checkpoint_averaged.pt in the folder of the checkpoints)."""
     checkpoint_dir: str | None = None
-    """Folder of a run, instead of naming its checkpoints."""
+    """Folder of a run, instead of a list of checkpoints."""
     last: int = 3
-    """How many of the folder's epoch checkpoints to take, the newest ones."""
+    """Number of epoch checkpoints of --checkpoint_dir to average, newest first."""
     force: bool = False
-    """Replace a file that is there."""
+    """Overwrite an existing output file."""
     allow_different_runs: bool = False
-    """Average checkpoints of different runs too; such a mean is rarely useful."""
+    """Allow checkpoints of different runs; their average is rarely useful."""
 
 
 def check_flags(flags: Flags) -> None:
@@ -66,13 +67,13 @@ def average(flags: Flags) -> str:
         paths = newest_epochs(flags.checkpoint_dir, flags.last)
     output = Path(flags.output) if flags.output else paths[0].parent / AVERAGED
     if is_name_of_a_run(output) or output.resolve() in [path.resolve() for path in paths]:
-        raise UsageError(f"--output {output} is a name of the run's own checkpoints; name it {AVERAGED}, for example.")
+        raise UsageError(f"--output {output} is reserved for checkpoints of a run; name it {AVERAGED}, for example.")
     check_new_file(output, flags.force)
     averaged = average_checkpoints(read_each(paths), flags.allow_different_runs)
     with atomic_write(output) as partial:
         write_checkpoint(partial, averaged)
     names = ", ".join(path.name for path in paths)
-    return f"{output}: the mean of {count(len(paths), 'checkpoint')} ({names})."
+    return f"{output}: average of {count(len(paths), 'checkpoint')} ({names})."
 
 
 def read_each(paths: list[Path]) -> Iterator["NamedCheckpoint"]:

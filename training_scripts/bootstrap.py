@@ -243,7 +243,7 @@ def rerun_under_venv():
         add_huge_pages(os.environ)
         command_line = getattr(sys, "orig_argv", [None] + sys.argv)  # with the interpreter's own flags, where known
         os.execv(VENV_PYTHON, [VENV_PYTHON] + command_line[1:])
-    say("error: %s. %s, then start this again." % (why_not(missing, is_unfinished), HOW_TO_SET_UP))
+    say("error: %s. %s, then start again." % (why_not(missing, is_unfinished), HOW_TO_SET_UP))
     sys.exit(EXIT_RESOURCES)
 
 
@@ -258,10 +258,10 @@ def end_in_a_line(kind, error, trace):
 def why_not(missing, is_unfinished):
     """What keeps a script from running, as a clause."""
     if is_unfinished:
-        return "The environment %s is incomplete: its installation was interrupted, or is still going on" % VENV
+        return "The environment %s is incomplete: its installation was interrupted, or is still running" % VENV
     if missing is None:
         return wrong_python(sys.version_info)
-    return "The Python at %s lacks %s" % (sys.executable, ", ".join(missing))
+    return "The Python at %s does not have %s" % (sys.executable, ", ".join(missing))
 
 
 # ------------------------------------------------------------------------------------------------- which Python to use
@@ -306,11 +306,14 @@ def hand_over_to_suitable_python(arguments):
     python = find_suitable_python()
     if python is None:
         raise SetupError(
-            "%s; no python3.10 to python3.14 that can make environments is on PATH. Install one (for example "
-            "apt install python3.11 python3.11-venv, or conda create -n konkanivani python=3.12 and activate it) "
-            "and start this again" % wrong_python(sys.version_info)
+            (
+                "%s; no python3.10 to python3.14 that can create environments is on PATH. Install one (for "
+                "example apt install python3.11 python3.11-venv, or conda create -n konkanivani python=3.12 and "
+                "activate it) and start again"
+            )
+            % wrong_python(sys.version_info)
         )
-    say("This is Python %d.%d; going on with %s" % (sys.version_info[0], sys.version_info[1], python))
+    say("This is Python %d.%d; continuing with %s" % (sys.version_info[0], sys.version_info[1], python))
     os.execv(python, [python, os.path.abspath(__file__)] + arguments)
 
 
@@ -330,16 +333,18 @@ def choose_wheels(nvidia_smi):
     cards = [(int(major), int(minor)) for major, minor in re.findall(r"(?m)^\s*(\d+)\.(\d+),", nvidia_smi)]
     drivers = [int(n) for n in re.findall(r"(?m)(?:^[^,\n]*, |Driver Version: )(\d+)\.\d", nvidia_smi)]
     if not drivers:
-        return WheelChoice("cpu", "nvidia-smi is here but shows no card that works (%s)" % _last_line(nvidia_smi))
+        return WheelChoice("cpu", "nvidia-smi is installed but finds no working GPU (%s)" % _last_line(nvidia_smi))
     driver, newest, oldest = min(drivers), max(cards or [(7, 5)]), min(cards or [(7, 5)])
     if newest < (5, 0):
-        words = "No PyTorch build drives a card of architecture %d.%d: it will run on the CPU"
+        words = "No PyTorch build supports a GPU of compute capability %d.%d: training will run on the CPU"
         return WheelChoice("cpu", words % newest)
     if driver < 525:
         words = "NVIDIA's driver %d is too old for every PyTorch build: update it to 580 or newer, or train on the CPU"
         return WheelChoice("cu126", words % driver)
     if newest >= (10, 0) and driver >= 580:
-        notice = "The card of architecture %d.%d is too old for the build that the newer card needs" % oldest
+        notice = (
+            "The GPU of compute capability %d.%d is too old for the PyTorch build that the newer GPU needs" % oldest
+        )
         return WheelChoice("default", notice if oldest < (7, 5) else None)
     if newest >= (10, 0):
         return WheelChoice("cu128", None)
@@ -392,12 +397,14 @@ def fall_back_if_unreachable(choice):
     if choice.build == "default" or is_answering(index_of(choice.build) + "/torch/", 5):
         return choice
     if choice.build == "cpu":
-        notice = "PyTorch's CPU index does not answer: taking the default build, which is bigger and works as well"
+        notice = (
+            "PyTorch's CPU package index does not respond: using the default build, which is larger and works as well"
+        )
     else:
         notice = (
-            "%s does not answer: taking the default build, which will not drive this card with this driver, so that "
-            "training runs on the CPU. Once it is in reach, delete .venv and start this again" % index_of(choice.build)
-        )
+            "%s does not respond: using the default build, which does not support this GPU with this driver, "
+            "so training will run on the CPU. When the index is reachable, delete .venv and start again"
+        ) % index_of(choice.build)
     say(notice)
     return WheelChoice("default", None)
 
@@ -459,8 +466,11 @@ def ensure_python(extras):
     folder = VENV if os.path.isdir(VENV) else ROOT
     if not os.access(folder, os.W_OK):
         raise SetupError(
-            "You may not write in %s, so its environment cannot be made complete: have its owner (%s) start this, or "
-            "copy %s, without .venv, to a folder of yours and start it there" % (folder, owner_of(folder), ROOT)
+            (
+                "%s is not writable, so its environment cannot be completed: let its owner (%s) start this, or "
+                "copy %s, without .venv, to a folder of your own and start it there"
+            )
+            % (folder, owner_of(folder), ROOT)
         )
     with locked() as lock:
         if not is_ready(extras, choice.build):  # it may have become so while this process waited
@@ -489,7 +499,7 @@ def locked():
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("Another set-up is at work in %s: waiting for it to end" % VENV)
+            say("Another setup is running in %s: waiting for it to finish" % VENV)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield lock
 
@@ -541,7 +551,10 @@ def check_disk(free_bytes, needed_bytes):
     """Raises NothingChanged if the disk is too full for the installation."""
     if free_bytes < needed_bytes:
         raise NothingChanged(
-            "The installation needs %.1f GB free at %s, and %.1f GB are: make room, or move the folder to another disk"
+            (
+                "The installation needs %.1f GB of free space at %s, but only %.1f GB are free: free disk space, "
+                "or move the folder to another disk"
+            )
             % (needed_bytes / GIB, ROOT, free_bytes / GIB)
         )
 
@@ -560,7 +573,7 @@ def create_venv():
     """Makes .venv anew with the running Python: by venv, else virtualenv, else venv and this Python's own pip."""
     clear_venv()
     python = getattr(sys, "_base_executable", sys.executable) if is_in_venv() else sys.executable
-    say("[1/3] Making the environment %s with Python %s" % (VENV, sys.version.split()[0]))
+    say("[1/3] Creating the environment %s with Python %s" % (VENV, sys.version.split()[0]))
     if has_module("ensurepip"):
         commands = [[python, "-m", "venv", VENV]]
     elif has_module("virtualenv"):
@@ -579,10 +592,13 @@ def create_venv():
         if process.returncode != 0:
             break
     if not can_run_pip():
-        reason = explain_pip(outputs[-1])[1] if outputs else "it comes without ensurepip, virtualenv and pip"
+        reason = explain_pip(outputs[-1])[1] if outputs else "it has no ensurepip, virtualenv or pip"
         raise SetupError(
-            "The Python at %s could not make an environment (%s): install its venv package (on Debian and Ubuntu: "
-            "apt install python%d.%d-venv) or virtualenv" % ((python, reason) + sys.version_info[:2])
+            (
+                "The Python at %s could not create an environment (%s): install its venv package (on Debian and "
+                "Ubuntu: apt install python%d.%d-venv) or virtualenv"
+            )
+            % ((python, reason) + sys.version_info[:2])
         )
 
 
@@ -619,7 +635,7 @@ def forget_half_installed():
     for distribution in importlib.metadata.distributions(path=folders):
         files = distribution.files or []
         if not files or any(_is_damaged(file) for file in files):
-            say("Installing %s again: it is there in part only" % distribution.metadata["Name"])
+            say("Reinstalling %s: the installation is incomplete" % distribution.metadata["Name"])
             shutil.rmtree(str(distribution._path), ignore_errors=True)
 
 
@@ -638,10 +654,10 @@ def plan_stages(extras, build, needs_torch, has_torch):
     """[(words, pip's arguments)]: PyTorch from its own index first, then the rest and the package itself."""
     torch = [requirement for requirement in read_requirements([]) if requirement.startswith("torch")]
     torch += ["--index-url", index_of(build)] if index_of(build) else []
-    words = "[2/3] Installing PyTorch %s; a few minutes on a fast line" % BUILDS[build].words
+    words = "[2/3] Installing PyTorch %s; a few minutes on a fast connection" % BUILDS[build].words
     stages = []
     if needs_torch and has_torch:  # the build that is there goes only when the other one is downloaded
-        stages.append(("Replacing PyTorch by another build", ["--force-reinstall", "--no-deps"] + torch))
+        stages.append(("Replacing PyTorch with another build", ["--force-reinstall", "--no-deps"] + torch))
     if needs_torch:
         stages.append((words, torch))
     package = ".[%s]" % ",".join(sorted(extras)) if extras else "."
@@ -672,7 +688,7 @@ def run_pip(arguments, lock):
     for line in process.stderr:
         errors.append(line)
         if line.startswith("WARNING: Retrying"):
-            say("The package index does not answer; pip tries again")
+            say("The package index does not respond; pip retries")
     if process.wait() != 0:
         is_harmless, reason = explain_pip("".join(errors))
         raise (NothingChanged if is_harmless else SetupError)(reason)
@@ -682,19 +698,22 @@ def explain_pip(output):
     """(whether nothing was changed, why) of a pip that failed, from what it wrote."""
     if re.search(r"No space left|Errno 28|Disk quota", output):
         return False, (
-            "The disk became full while pip installed: make room at %s and in the folder for temporary files (%s), or "
-            "set TMPDIR to one with more room, and start this again" % (ROOT, os.environ.get("TMPDIR", "/tmp"))
+            (
+                "The disk became full during installation: free disk space at %s and in the folder for temporary "
+                "files (%s), or set TMPDIR to another disk, and start again"
+            )
+            % (ROOT, os.environ.get("TMPDIR", "/tmp"))
         )
     if re.search(r"Read-only file system|Permission denied|Errno 13|Errno 30", output):
-        return False, "pip may not write there (%s): copy the folder to a place that you own" % _last_line(output)
+        return False, "pip has no write permission (%s): copy the folder to a place that you own" % _last_line(output)
     network = (
         "connection|distribution found for setuptools|name resolution|name or service|timed? ?out|max retries|"
         "unreachable|proxy|SSL|IncompleteRead"
     )
     if re.search(network, output, re.IGNORECASE):
         return True, (
-            "The package index could not be reached: check the network (and, where you use them, HTTPS_PROXY and "
-            "PIP_INDEX_URL) and start this again; what was downloaded is kept"
+            "The package index could not be reached: check the network (and, where you use them, HTTPS_PROXY "
+            "and PIP_INDEX_URL) and start again; completed downloads are kept"
         )
     absent = re.search(r"No matching distribution found for (\S+)", output)
     if absent:
@@ -713,8 +732,12 @@ def explain_pip(output):
 
 def main(arguments):
     """Prints the path of the Python to use; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Finds or makes the Python environment; prints its Python's path.")
-    parser.add_argument("--extras", default="", help="what else to install: synthesis, test, or both with a comma")
+    parser = argparse.ArgumentParser(
+        description="Create the Python environment if needed and print the path of its Python."
+    )
+    parser.add_argument(
+        "--extras", default="", help="optional extras to install: synthesis, test, or both separated by a comma"
+    )
     extras = [extra for extra in parser.parse_args(arguments).extras.split(",") if extra]
     try:
         if not is_suitable(sys.version_info):
@@ -729,7 +752,7 @@ def main(arguments):
     except OSError as error:
         say("error: %s." % explain_pip(str(error))[1])
     except KeyboardInterrupt:
-        say("Interrupted; the next start goes on from here.")
+        say("Interrupted; the next start continues from here.")
         return 130
     return EXIT_RESOURCES
 

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Which of these models shall I fine-tune? Trains each on the same speech, one after another, and prints a table.
+"""Fine-tune or train several models on the same data, one after another, and print a table of results.
 
-    python3 training_scripts/compare_models.py --pretrained whisper-tiny whisper-base --presets minimal \
-        --language mr --train_subset 20 --train_manifest train.jsonl --test_manifest test.jsonl --folder comparison
+    python3 training_scripts/compare_models.py \\
+        --pretrained whisper-tiny whisper-base --presets minimal --language mr \\
+        --train_manifest train.jsonl --test_manifest test.jsonl \\
+        --train_subset 20 --folder comparison
 
-Every other flag is the trainer's (train_konkanivani_asr.py --help lists them) and goes to each run; where there are
-models of both kinds, --language goes to what others have trained alone, and --vocab_size to ours. The same command goes
-on where it was stopped, and trains nothing twice. A model that fails has its reason in the table.
+All other flags are the trainer's (train_konkanivani_asr.py --help lists them) and apply to each run; --language applies
+only to --pretrained models, --vocab_size only to --presets. The same command resumes an interrupted comparison. The
+table shows the error of a model that failed.
 """
 
 import bootstrap
@@ -34,16 +36,16 @@ COMPARING = FolderUse("comparison", "comparing models in", "--folder")
 
 @dataclass(frozen=True)
 class Flags:
-    """What is compared, where, and how the answer is printed."""
+    """Models and output."""
 
     pretrained: tuple[str, ...] = ()
-    """Folders of Whisper models; each is called by the last part of its path."""
+    """Folders of Whisper models; the name of the folder is the name in the table."""
     presets: tuple[Literal["original", "optimized", "minimal"], ...] = ()
-    """Models of ours, trained from nothing."""
+    """Presets to train from scratch."""
     folder: Path = Path("comparison")
-    """Where a folder for each model goes, and comparison.json."""
+    """Output folder: one subfolder per model, and comparison.json."""
     json: bool = False
-    """Print one line of JSON instead of a table; rates are shares."""
+    """Print one line of JSON instead of a table; rates are fractions."""
 
 
 OWN = [field.name for field in fields(Flags)]

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Scores a checkpoint on a manifest, or hypotheses that are there already: WER, CER, their intervals, and the errors.
+"""Compute WER and CER, with confidence intervals, of a checkpoint or of existing transcripts.
 
-python3 training_scripts/evaluate_konkanivani_asr.py --checkpoint checkpoints/checkpoint_best.pt --manifest test.jsonl
-
-python3 training_scripts/evaluate_konkanivani_asr.py --references said.txt --hypotheses heard.txt --html score.html
+    python3 training_scripts/evaluate_konkanivani_asr.py \\
+        --checkpoint checkpoints/checkpoint_best.pt --manifest test.jsonl
+    python3 training_scripts/evaluate_konkanivani_asr.py \\
+        --references reference.txt --hypotheses hypothesis.txt --html score.html
 """
 
 import bootstrap
@@ -36,38 +37,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Flags:
-    """What is scored, how, and what is written."""
+    """Input, scoring and output."""
 
     checkpoint: str | None = None
-    """A checkpoint_*.pt file to score on --manifest."""
+    """Checkpoint to evaluate on --manifest."""
     manifest: str | None = None
-    """JSONL manifest to score it on."""
+    """JSONL manifest to evaluate on."""
     audio_roots: tuple[str, ...] = ()
-    """Folders beside the manifest's own that its audio may lie in."""
+    """Folders, besides the manifest's own, that may contain its audio."""
     references: str | None = None
-    """Without a checkpoint: what was said, a text file or JSON lines (None: --hypotheses has it)."""
+    """Without a checkpoint: reference transcripts, text or JSON lines (None: taken from --hypotheses)."""
     hypotheses: str | None = None
-    """Without a checkpoint: what was heard, a text file or JSON lines such as a manifest or --output's."""
+    """Without a checkpoint: recognised transcripts, text or JSON lines (as written by --output)."""
     format: Literal["lines", "ids"] = "lines"
-    """How text files not named .jsonl are written: lines, in the same order; ids: an id before each text (Kaldi)."""
+    """Format of text files: lines (same order in both files) or ids (an utterance id first, as in Kaldi)."""
     normalize: Literal["auto", "konkanivani", "spell", "none"] = "auto"
-    """What is done to both texts first. auto: what the checkpoint was trained with, else konkanivani: no punctuation,
-    small letters, NFC; spell: that and each digit spelt; none: nothing."""
+    """Text normalisation of both sides: konkanivani (NFC, lower case, no punctuation), spell (also spells digits) or
+    none (auto: as the checkpoint was trained, else konkanivani)."""
     interval_by: Literal["auto", "utterances", "speakers"] = "auto"
-    """What the bootstrap draws: utterances, or whole speakers (auto: speakers where there are ten or more)."""
+    """Unit of bootstrap resampling: utterances or speakers (auto: speakers if there are ten or more)."""
     compare: str | None = None
-    """Another system's hypotheses of the same utterances, in any format of --hypotheses, to compare with."""
+    """Transcripts of another system to compare with, in any format of --hypotheses."""
     worst: int = 10
-    """Worst utterances to show with their alignment."""
+    """Number of worst utterances to show, with their alignment."""
     html: str | None = None
-    """Write the report as a page too, to this file."""
+    """Also write the report to this HTML file."""
     output: str | None = None
-    """File of the hypotheses with their errors (None: CHECKPOINT.MANIFEST.hypotheses.jsonl beside the checkpoint, with
-    the search in its name unless it is greedy; without a checkpoint: no file)."""
+    """File for the hypotheses and their errors (None: CHECKPOINT.MANIFEST.hypotheses.jsonl in the checkpoint's folder,
+    with the decoding method in the name unless greedy; without a checkpoint, no file)."""
     json: bool = False
-    """Print one line of JSON instead of sentences; rates are shares."""
+    """Print one line of JSON instead of text; rates are fractions."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to run."""
+    """Device to run on."""
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
 
@@ -146,7 +147,7 @@ def check_flags(flags: Flags) -> None:
     """Raises a UsageError where it is not clear what to score, a ResourceError where nothing could be written."""
     check_pretrained(flags.pretrained)
     if None not in (flags.checkpoint, flags.pretrained.pretrained):
-        raise UsageError("--checkpoint and --pretrained are two models: give one of them.")
+        raise UsageError("--checkpoint and --pretrained are two models: give only one.")
     of_checkpoint, of_texts = (flags.model, flags.manifest), (flags.references, flags.hypotheses)
     is_checkpoint = None not in of_checkpoint and of_texts == (None, None)
     is_text = of_checkpoint == (None, None) and flags.hypotheses is not None
@@ -154,8 +155,8 @@ def check_flags(flags: Flags) -> None:
         is_text = is_json_file(flags.hypotheses)
     if not is_checkpoint and not is_text:
         raise UsageError(
-            "Give --checkpoint and --manifest to score a checkpoint, or --references and --hypotheses to score what is "
-            "there already; --hypotheses alone where its JSON lines have both texts."
+            "Give --checkpoint and --manifest to evaluate a checkpoint, or --references and --hypotheses to "
+            "score existing transcripts (--hypotheses alone if its JSON lines contain both texts)."
         )
     check_decoding(flags.decoding)
     if flags.worst < 0:
@@ -164,7 +165,9 @@ def check_flags(flags: Flags) -> None:
         check_own_file(Path(flags.html), "--html", "page", PAGE_START)
     inputs = [path for path in (*of_checkpoint, *of_texts, flags.compare) if path is not None]
     if flags.output_path and any(flags.output_path.resolve() == Path(path).resolve() for path in inputs):
-        raise UsageError(f"--output {flags.output_path} is also read, and would be lost: give another path.")
+        raise UsageError(
+            f"--output {flags.output_path} is an input file and would be overwritten: choose another path."
+        )
 
 
 def main() -> str:

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Exports a checkpoint to use elsewhere: a bundle of safetensors, an ONNX file, the same in eight bits; or, of a run
-that began with --pretrained, a folder like that one.
+"""Export a checkpoint as safetensors bundle, ONNX, int8 ONNX, Whisper folder or LoRA adapter.
 
-    python3 training_scripts/export_asr.py --checkpoint checkpoints/checkpoint_best.pt --bundle konkani.safetensors
-    python3 training_scripts/export_asr.py --checkpoint checkpoints/checkpoint_best.pt --whisper whisper-konkani
+    python3 training_scripts/export_asr.py \\
+        --checkpoint checkpoints/checkpoint_best.pt --bundle konkani.safetensors
+    python3 training_scripts/export_asr.py \\
+        --checkpoint checkpoints/checkpoint_best.pt --whisper whisper-konkani
 
-Each file is read again and compared with the checkpoint before it gets its name. With --manifest, each is scored.
+Each file is read back and compared with the checkpoint before it is renamed to its final name. With --manifest, each
+exported model is also evaluated.
 """
 
 import bootstrap
@@ -34,28 +36,28 @@ if TYPE_CHECKING:  # usage errors do not wait for torch
 
 @dataclass(frozen=True)
 class Flags:
-    """What is exported, in which forms, and what they are scored on."""
+    """Input, formats and evaluation."""
 
     checkpoint: str
-    """A checkpoint_*.pt file, an averaged one too."""
+    """Checkpoint to export; it may be an averaged one."""
     bundle: str | None = None
-    """Bundle to write, such as konkani.safetensors: weights, tokenizer and front end, as load_recognizer reads them."""
+    """Bundle to write, such as konkani.safetensors: weights, tokenizer and feature settings for load_recognizer."""
     onnx: str | None = None
-    """ONNX file to write, from waveforms to CTC's log probabilities; onnxruntime alone runs it."""
+    """ONNX file to write: waveform to CTC log probabilities, for onnxruntime."""
     int8: str | None = None
-    """ONNX file to write with weights of eight bits; feed it one utterance at a time."""
+    """ONNX file to write with int8 weights; run it on one utterance at a time."""
     whisper: str | None = None
-    """Folder to write like the --pretrained one that the run began with, for whatever reads such folders."""
+    """Folder to write in Hugging Face Whisper format, for a run with --pretrained."""
     adapter: str | None = None
-    """Folder to write with what --lora_rank has trained alone, in PEFT's format."""
+    """Folder to write with only the LoRA adapter, in PEFT format."""
     pretrained: str | None = None
-    """Where the folder is now that the run began with (None: where it was then)."""
+    """Current path of the run's --pretrained folder (None: the path used in training)."""
     manifest: str | None = None
-    """JSONL manifest on which the checkpoint and what was exported are scored and compared."""
+    """JSONL manifest to evaluate the checkpoint and the exported models on."""
     audio_roots: tuple[str, ...] = ()
-    """Folders beside the manifest's own that its audio may lie in."""
+    """Folders, besides the manifest's own, that may contain its audio."""
     force: bool = False
-    """Replace files that are there; a folder must be new."""
+    """Overwrite existing files; folders must be new."""
 
     @property
     def outputs(self) -> list[Path]:
@@ -72,20 +74,21 @@ def check_flags(flags: Flags) -> None:
     """Raises a UsageError or a ResourceError where the files asked for could not be written, before any work."""
     if not flags.outputs and not flags.folders:
         raise UsageError(
-            "Nothing is asked for. Give --bundle, --onnx or --int8 with the file to write, or several; or, of a run "
-            "that began with --pretrained, --whisper or --adapter with the folder to write."
+            "No output is given. Give --bundle, --onnx or --int8 with the file to write, or several; for a "
+            "run with --pretrained, give --whisper or --adapter with the folder to write."
         )
     if flags.outputs and flags.folders:
         raise UsageError(
-            "--bundle, --onnx and --int8 are for models of ours, --whisper and --adapter for others': give one kind."
+            "--bundle, --onnx and --int8 are for models trained from scratch, --whisper and --adapter for "
+            "--pretrained models: give only one kind."
         )
     places = [path.resolve() for path in (Path(flags.checkpoint), *flags.outputs, *flags.folders)]
     are_nested = any(folder.resolve() in place.parents for folder in flags.folders for place in places)
     if len(set(places)) < len(places) or are_nested:
-        raise UsageError("What is read and what is written are files of their own, or folders. Give each its own name.")
+        raise UsageError("Inputs and outputs must be different files or folders. Choose different names.")
     for path in flags.folders:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UsageError(f"{path} is there already. Name a folder that is not, or is empty.")
+            raise UsageError(f"{path} already exists. Choose a new or empty folder.")
     for path in flags.outputs:
         check_new_file(path, flags.force)
 
@@ -119,7 +122,7 @@ def export(flags: Flags) -> str:
     if flags.folders:
         forms += export_folders(flags, checkpoint)
     if utterances is None:
-        return "Read again, compared with the checkpoint on a signal: sound. With --manifest they are scored."
+        return "Read back and verified against the checkpoint. With --manifest, the exported models are also evaluated."
     return "\n".join(table(compare(forms, utterances)))
 
 
@@ -140,13 +143,13 @@ def check_kind(flags: Flags, checkpoint: "Checkpoint") -> None:
     if is_ours and (flags.folders or flags.pretrained is not None):
         named = "--pretrained is" if flags.pretrained is not None else "--whisper and --adapter are"
         raise UsageError(
-            f"{flags.checkpoint} is of a model of ours, and {named} for others': export it with --bundle, --onnx or "
-            "--int8."
+            f"{flags.checkpoint} was trained without --pretrained, and {named} for --pretrained models: export "
+            "it with --bundle, --onnx or --int8."
         )
     if not is_ours and flags.outputs:
         raise UsageError(
-            f"The run of {flags.checkpoint} began with --pretrained: export it with --whisper, or what --lora_rank has "
-            "trained with --adapter."
+            f"The run of {flags.checkpoint} used --pretrained: export it with --whisper, or its LoRA adapter "
+            "with --adapter."
         )
 
 
@@ -193,7 +196,7 @@ def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
     from konkanivani.inference.onnx_export import build_onnx, quantize, read_onnx
     from konkanivani.inference.verify import TOLERANCE, Exported, check_onnx
 
-    say("Tracing the model for ONNX, which takes up to a minute.")
+    say("Tracing the model for ONNX (up to a minute).")
     model = build_onnx(speech_model)
     forms = []
     for name, path, tolerance in (("ONNX", flags.onnx, TOLERANCE), ("ONNX, int8", flags.int8, math.inf)):
@@ -223,7 +226,7 @@ def read_utterances(flags: Flags, checkpoint: "Checkpoint", speech_model: "Speec
 
 def table(comparisons: list["FormScore"]) -> list[str]:
     """One line a form, under its headings."""
-    lines = [f"{'':12} {'WER':>7} {'CER':>7} {'other texts':>14} {'size':>9}"]
+    lines = [f"{'':12} {'WER':>7} {'CER':>7} {'changed texts':>14} {'size':>9}"]
     for found in comparisons:
         rates, others = found.rates, f"{found.other_texts} of {found.utterances}"
         lines.append(f"{found.name:12} {rates.wer:7.2%} {rates.cer:7.2%} {others:>14} {size_in_words(found.size):>9}")

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Makes a checkpoint of ours of a recogniser that others have trained: a Conformer or FastConformer of NeMo with CTC.
+"""Convert a NeMo Conformer or FastConformer CTC model to a KonkaniVani checkpoint.
 
-    python3 training_scripts/import_asr.py indicconformer_stt_kok_hybrid_ctc_rnnt_large.nemo konkani.pt --language kok
+    python3 training_scripts/import_asr.py \\
+        indicconformer_stt_kok_hybrid_ctc_rnnt_large.nemo konkani.pt \\
+        --language kok
 
-Nothing of the file is run or extracted. Evaluate, transcribe, export and --init_from take what is written as any other
+No code in the file is run. Evaluation, transcription, export and --init_from accept the result like any other
 checkpoint (docs/pretrained.md).
 """
 
@@ -26,16 +28,16 @@ from konkanivani.base.files import atomic_write, check_new_file
 
 @dataclass(frozen=True)
 class Flags:
-    """What is imported, and where to."""
+    """Input and output."""
 
     model: Annotated[str | None, tyro.conf.Positional] = None
-    """A .nemo file of a Conformer or FastConformer with a CTC head, or a folder of transformers' ParakeetForCTC."""
+    """A .nemo file with a CTC head, or a folder of transformers' ParakeetForCTC."""
     output: Annotated[str | None, tyro.conf.Positional] = None
     """Checkpoint to write."""
     language: str | None = None
-    """Which language's pieces to take, where the file has several: kok."""
+    """Language whose tokenizer to use, if the file has several, such as kok."""
     force: bool = False
-    """Replace a file that is there."""
+    """Overwrite an existing output file."""
 
 
 def check_flags(flags: Flags) -> None:
@@ -46,9 +48,9 @@ def check_flags(flags: Flags) -> None:
 
     output = Path(flags.output)
     if output.resolve() == Path(flags.model).resolve():
-        raise UsageError("What is read and what is written are files of their own. Give each its own name.")
+        raise UsageError("Input and output must be different files. Choose different names.")
     if is_name_of_a_run(output):
-        raise UsageError(f"{output} is a name of a run's own checkpoints, which --resume takes. Name it imported.pt.")
+        raise UsageError(f"{output} is reserved for checkpoints of a run, which --resume reads. Name it imported.pt.")
     check_new_file(output, flags.force)
 
 
@@ -64,10 +66,10 @@ def run_import(flags: Flags) -> str:
         write_checkpoint(partial, found.checkpoint)
     name, size = shlex.quote(flags.output), output.stat().st_size
     return (
-        f"{found.sentences()}\n{output}: {size / 1e6:.1f} MB. Next, each with what it is to work on:\n"
-        f"  python3 training_scripts/evaluate_konkanivani_asr.py --checkpoint {name} --manifest test.jsonl\n"
-        f"  python3 training_scripts/transcribe.py recordings --checkpoint {name}\n"
-        f"  python3 training_scripts/train_konkanivani_asr.py --init_from {name} --train_manifest train.jsonl"
+        f"{found.sentences()}\n{output}: {size / 1e6:.1f} MB. Next steps:\n  python3 "
+        f"training_scripts/evaluate_konkanivani_asr.py --checkpoint {name} --manifest test.jsonl\n  python3 "
+        f"training_scripts/transcribe.py recordings --checkpoint {name}\n  python3 "
+        f"training_scripts/train_konkanivani_asr.py --init_from {name} --train_manifest train.jsonl"
     )
 
 

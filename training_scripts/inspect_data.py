@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
-"""Says how healthy a corpus is before it is trained on; the first manifest is the one to train on.
+"""Check a corpus before training and report problems; the first manifest is the training set.
 
-    python3 training_scripts/inspect_data.py corpus/train.jsonl corpus/valid.jsonl corpus/test.jsonl --html report.html
+    python3 training_scripts/inspect_data.py \\
+        corpus/train.jsonl corpus/valid.jsonl corpus/test.jsonl \\
+        --html report.html
 
-takes the trainer's flags too (train_konkanivani_asr.py --help lists them), which say what it would leave out.
+Also accepts the trainer's flags (train_konkanivani_asr.py --help lists them), which decide the utterances that training
+skips.
 """
 
 import bootstrap
@@ -28,21 +31,21 @@ from konkanivani.evaluation.reports.html import PAGE_START, write_page
 
 @dataclass(frozen=True)
 class OwnFlags:
-    """The manifests, and what to write."""
+    """Input and output."""
 
-    manifests: Annotated[tuple[str, ...], Positional, arg(metavar="[MANIFEST …]")] = ()
-    """JSONL manifests: to train on, then to validate and test on (none: those of the trainer's flags)."""
+    manifests: Annotated[tuple[str, ...], Positional, arg(metavar="[MANIFEST ...]")] = ()
+    """JSONL manifests: training, then validation and test (none: those of the trainer's flags)."""
     html: str | None = None
-    """Write the report as a page too, to this file."""
+    """Also write the report to this HTML file."""
     json: bool = False
-    """Print one line of JSON instead of the text."""
+    """Print one line of JSON instead of text."""
     audio_utterances: int = 500
-    """Recordings to decode from each manifest, evenly spaced (0: none)."""
+    """Number of recordings to decode per manifest, evenly spaced (0: none)."""
 
 
 @dataclass(frozen=True)
 class Flags(OwnFlags):
-    """These, and the trainer's flags, which say what it would leave out."""
+    """The own flags and the trainer's."""
 
     train: TrainConfig = field(default_factory=TrainConfig)
 
@@ -75,7 +78,7 @@ def chosen_manifests(flags: Flags) -> tuple[str, ...]:
     named = tuple(path for path in (data.train_manifest, data.valid_manifest, data.test_manifest) if path is not None)
     if bool(named) == bool(flags.manifests) or (named and data.train_manifest is None):
         raise UsageError(
-            "Give manifests, the one to train on first, or --train_manifest with the trainer's other flags."
+            "Give manifests, the training manifest first, or --train_manifest with the trainer's other flags."
         )
     return flags.manifests or named
 

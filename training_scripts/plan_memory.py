@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Says what fits a memory budget before anything is trained. No GPU is needed: the step is traced.
+"""Compute the batch sizes that fit a memory budget. No GPU is needed: the training step is traced.
 
-    python3 training_scripts/plan_memory.py --memory_budget 4GiB --preset original
-    python3 training_scripts/plan_memory.py --gpu T4 --preset original --world 8 --shard always
-    python3 training_scripts/plan_memory.py --gpu "GTX 980" --checkpoint model.pt --train_layers 8
+    python3 training_scripts/plan_memory.py --memory_budget 4GiB
+    python3 training_scripts/plan_memory.py --gpu T4 --world 8 --shard always
+    python3 training_scripts/plan_memory.py \\
+        --gpu "GTX 980" --checkpoint model.pt --train_layers 8
 
-takes the trainer's flags too, such as --memory_budget and --preset (train_konkanivani_asr.py --help lists them), of
-which --init_from is called --checkpoint here too, as other scripts call it.
+Also accepts the trainer's flags, such as --memory_budget and --preset (train_konkanivani_asr.py --help lists them).
+--checkpoint is the same as --init_from.
 """
 
 import bootstrap
@@ -27,28 +28,28 @@ from konkanivani.base.units import parse_budget
 from konkanivani.memory.devices import cpu_costs, cuda_costs
 from konkanivani.memory.known_gpus import Gpu, find_gpu
 
-HOW_LONG = "10 to 20 seconds for one question, and 3 for the same again, since what is traced is kept"
+HOW_LONG = "10 to 20 s the first time, 3 s when repeated, since traces are cached"
 
 
 @dataclass(frozen=True)
 class OwnFlags:
-    """The card, and the way to print."""
+    """GPU and output."""
 
     gpu: str | None = None
-    """A card by its name, such as "GTX 980" or "A100 80GB", in whose memory to plan (--device cuda: a nameless one)."""
-    world: int = 1
-    """Ranks that train together, each with a card of that memory; --shard says whether they share the state."""
+    """Name of the GPU to plan for, such as "GTX 980" or "A100 80GB"."""
+    world_size: int = 1
+    """Number of ranks, each with a GPU of this memory; --shard selects FSDP2 sharding."""
     presets: bool = False
-    """Print what fits for every preset in 2, 4, 8, 14.7 and 24 GiB."""
+    """Print a table for all presets in 2, 4, 8, 14.7 and 24 GiB."""
     table: bool = False
-    """Print what each published Whisper takes, trained whole or in part, its weights on the card or off it."""
+    """Print the memory of each published Whisper model, fully or partly trained, with and without offloading."""
     json: bool = False
-    """Print one line of JSON instead of a table; bytes and seconds."""
+    """Print one line of JSON instead of a table, in bytes and seconds."""
 
 
 @dataclass(frozen=True)
 class Flags(OwnFlags):
-    """These, and the trainer's flags, of which --memory_budget is one."""
+    """The own flags and the trainer's."""
 
     train: TrainConfig = field(default_factory=TrainConfig)
 
@@ -63,34 +64,34 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
     """The plan, as it is to be printed; `given` are the names of the flags that a person has given."""
     check_idle_flags(flags.train, given)
     check_config(flags.train)
-    if flags.world < 1:
+    if flags.world_size < 1:
         raise UsageError("--world must be at least 1.")
     gpu, budget = find_gpu(flags.gpu) if flags.gpu else None, flags.train.memory.memory_budget
     if not (gpu or budget or flags.presets):
-        raise UsageError("Give --memory_budget, for example 4GiB, or --gpu with the name of a card.")
+        raise UsageError("Give --memory_budget, for example 4GiB, or --gpu with the name of a GPU.")
     if gpu and flags.train.run.device == "cpu":
-        raise UsageError(f"--device cpu contradicts --gpu {flags.gpu}: give one of them.")
+        raise UsageError(f"--device cpu contradicts --gpu {flags.gpu}: give only one of them.")
     size = parse_budget(budget) if budget else gpu.memory if gpu else 0
     if flags.train.run.init_from is not None:
         flags = replace(flags, train=beginning_with_weights(flags.train, given))
     if flags.train.pretrained.pretrained is not None:
         check_pretrained(flags)
-    print(f"Tracing steps of training without data: {HOW_LONG}.", file=sys.stderr, flush=True)
+    print(f"Tracing training steps ({HOW_LONG}).", file=sys.stderr, flush=True)
     from konkanivani.recipe.planning.ranks import choose_ranks
     from konkanivani.recipe.planning.report import plan_budget, plan_presets
     from konkanivani.recipe.planning.table import plan_whisper
 
     costs = cpu_costs()
     if gpu or flags.train.run.device == "cuda":
-        gpu = gpu or Gpu("a CUDA card", size, (7, 5))
+        gpu = gpu or Gpu("a CUDA GPU", size, (7, 5))
         costs = cuda_costs(gpu.name, gpu.capability)
     if flags.table:
         return plan_whisper(flags.train, costs, size)
     if flags.presets:
-        if flags.world > 1:
-            raise UsageError("--presets is for one process: give --world with one --preset.")
+        if flags.world_size > 1:
+            raise UsageError("--presets supports one process: use --world with one --preset.")
         return plan_presets(flags.train, costs)
-    report = plan_budget(flags.train, costs, size, choose_ranks(flags.train, costs, size, flags.world), given)
+    report = plan_budget(flags.train, costs, size, choose_ranks(flags.train, costs, size, flags.world_size), given)
     return report.as_json() if flags.json else report.as_table()
 
 
@@ -106,7 +107,7 @@ def beginning_with_weights(train: TrainConfig, given: frozenset[str]) -> TrainCo
 def check_pretrained(flags: Flags) -> None:
     """Raises the errors that a plan of this folder would end with, before anything is traced."""
     if flags.presets or flags.table:
-        raise UsageError("--presets and --table ask about other models: leave --pretrained out, or ask about it alone.")
+        raise UsageError("--presets and --table do not apply to --pretrained: omit them or --pretrained.")
     from konkanivani.recipe.origin import planned_architecture
 
     planned_architecture(flags.train).build_without_values()

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Writes the built-in corpus: synthetic, Marathi voice. It shows that the machine works, not how well it hears Konkani.
+"""Generate the built-in corpus of synthetic speech (Marathi voice), which tests the training pipeline.
 
     python3 training_scripts/prepare_builtin_corpus.py --output data/builtin
 
-With --sentences it makes such a corpus of your own text, one sentence a line:
+With --sentences, synthesise your own text, one sentence per line:
 
-    python3 training_scripts/prepare_builtin_corpus.py --sentences mine.txt --output data/mine
+    python3 training_scripts/prepare_builtin_corpus.py \\
+        --sentences mine.txt --output data/mine
 """
 
 import bootstrap
@@ -27,14 +28,14 @@ MAX_NAMED = 10  # lines left out; the others stand in left_out.jsonl
 
 @dataclass(frozen=True)
 class Flags:
-    """Where the corpus goes, what is said in it, and how large it is."""
+    """Output, text and size."""
 
     output: str | None = None
-    """Folder to make (None: data/builtin, or data/sentences with --sentences)."""
+    """Folder to write (None: data/builtin, or data/sentences with --sentences)."""
     sentences: tuple[str, ...] | None = None
-    """Text files in UTF-8, one sentence a line, to be spoken instead of the built-in sentences."""
+    """Text files in UTF-8, one sentence per line, to synthesise instead of the built-in sentences."""
     train_utterances: int | None = None
-    """Utterances in train.jsonl (None: 1250; with --sentences always all that the others leave)."""
+    """Utterances in train.jsonl (None: 1250; with --sentences all that remain)."""
     valid_utterances: int | None = None
     """Utterances in valid.jsonl (None: 60, or 5 % of --sentences)."""
     test_utterances: int | None = None
@@ -61,11 +62,11 @@ def prepare_builtin(flags: Flags) -> str:
 def prepare_sentences(flags: Flags) -> str:
     """Builds a corpus of the person's own sentences."""
     if not flags.sentences:
-        raise UsageError("--sentences names no file: give one or more text files, one sentence a line, in UTF-8.")
+        raise UsageError("--sentences is empty: give one or more text files, one sentence per line, in UTF-8.")
     if flags.train_utterances is not None:
         raise UsageError(
-            "--train_utterances does not go with --sentences: all that is not for validation or testing is trained on. "
-            "Leave it out, or give fewer sentences."
+            "--train_utterances has no effect with --sentences: all sentences that are not for validation or "
+            "testing are for training. Omit it, or use fewer sentences."
         )
     output, started = flags.output or "data/sentences", time.monotonic()
     report = build_sentence_corpus(flags.sentences, output, flags.valid_utterances, flags.test_utterances)
@@ -75,7 +76,7 @@ def prepare_sentences(flags: Flags) -> str:
 def told(output: str, size: SplitSizes, is_new: bool, started: float) -> str:
     """A sentence about the corpus."""
     count, seconds = size.train + size.valid + size.test, time.monotonic() - started
-    done = f"{count} utterances written in {seconds:.0f} s" if is_new else f"{count} utterances are there already"
+    done = f"{count} utterances written in {seconds:.0f} s" if is_new else f"{count} utterances exist already"
     return f"{output}: {done} ({WHAT_IT_IS})"
 
 
@@ -86,7 +87,7 @@ def losses_told(output: str, report: SentenceReport) -> str:
     if report.blank or report.repeated:
         text += f"; {report.blank} blank and {report.repeated} repeated lines dropped"
     if left_out:
-        text += f"; {len(left_out)} lines left out, listed in {output}/left_out.jsonl:"
+        text += f"; {len(left_out)} lines skipped, listed in {output}/left_out.jsonl:"
         text += "".join(f"\n  {line.file}, line {line.row}: {line.reason}" for line in left_out[:MAX_NAMED])
         text += f"\n  and {len(left_out) - MAX_NAMED} more" if len(left_out) > MAX_NAMED else ""
     return text

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Turns a downloaded corpus into train.jsonl, valid.jsonl and test.jsonl; the audio stays where it is.
+"""Convert a downloaded corpus to train.jsonl, valid.jsonl and test.jsonl; the audio is not copied.
 
-python3 training_scripts/prepare_data.py --format common_voice --source cv-corpus/kok --output data/mine
+    python3 training_scripts/prepare_data.py \\
+        --format common_voice --source cv-corpus/kok --output data/mine
 """
 
 import bootstrap
@@ -24,16 +25,16 @@ MAX_NAME = 30  # characters of up to four bytes: with its parent's it must be a 
 
 def describe(report: PreparationReport, output: Path) -> str:
     """What was prepared, for a person, ending with the command that trains on it."""
-    drawn = f"; {' and '.join(report.drawn)} drawn from its train, by {report.drawn_by}" if report.drawn else ""
+    drawn = f"; {' and '.join(report.drawn)} drawn from its training part, by {report.drawn_by}" if report.drawn else ""
     lines = [f"{report.source} as {report.format}, split by {report.split_by}{drawn}:"]
     for split in report.splits:
         length = f"{split.hours:.2f} h" if split.hours >= 1 else f"{60 * split.hours:.1f} minutes"
-        speakers = f"speakers: {split.speakers or 'not known'}"
+        speakers = f"speakers: {split.speakers or 'unknown'}"
         lines.append(f"  {split.name}.jsonl  utterances: {split.utterances}, {length}, {speakers}")
     for count in report.refused:
-        lines.append(f"  left out: {count.rows} ({count.kind})")
+        lines.append(f"  skipped: {count.rows} ({count.kind})")
     if report.refused:
-        lines.append(f"  each with its row and reason in {output / REJECTED}")
+        lines.append(f"  listed with row and reason in {output / REJECTED}")
     if report.removed_characters:
         lines.append(f"  {report.removed_characters}")
     for leak in report.leaks:
@@ -46,10 +47,18 @@ def describe(report: PreparationReport, output: Path) -> str:
 def _next_step(report: PreparationReport, output: Path) -> list[str]:
     names = {split.name for split in report.splits}
     if "train" not in names:
-        return ["There is no train part: --split_by speaker or utterance draws all parts anew, with --force."]
+        return [
+            (
+                "The corpus has no training part. Run again with --split_by speaker or utterance and --force to make "
+                "new splits."
+            )
+        ]
     if "valid" not in names:
         return [
-            "There is no valid part. --valid_share 5% --force draws one from a train part of three utterances or more."
+            (
+                "There is no validation part. Run again with --valid_share 5% --force to draw one (needs at least "
+                "three utterances)."
+            )
         ]
     name = _run_name(output)
     flags = " ".join(

@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
-"""Trains a speech recogniser; goes on exactly where it stopped with --resume.
+"""Train a speech recognition model; --resume continues a run exactly where it stopped.
 
-    python3 training_scripts/train_konkanivani_asr.py --train_manifest train.jsonl --valid_manifest valid.jsonl \
-        --batch_size 2 --gradient_accumulation_steps 4 --mixed_precision --device cuda --resume auto
+    python3 training_scripts/train_konkanivani_asr.py \\
+        --train_manifest train.jsonl --valid_manifest valid.jsonl \\
+        --device cuda --mixed_precision --resume auto
 
-    torchrun --nproc_per_node 2 training_scripts/train_konkanivani_asr.py --train_manifest train.jsonl …
+Train on two GPUs (docs/scaling.md):
 
-trains in two processes as in one, on two cards where there are (docs/scaling.md). With --dry_run the same command line
-is tried in a minute, to the saving and resuming, and nothing stays behind.
-Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 resources, 129 a closed terminal, 130 Ctrl-C,
+    torchrun --nproc_per_node 2 training_scripts/train_konkanivani_asr.py \\
+        --train_manifest train.jsonl --valid_manifest valid.jsonl
+
+With --dry_run the same command tests data, memory plan, two steps, saving and resuming in a minute and leaves no files.
+
+Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 resources, 129 terminal closed, 130 Ctrl-C,
 143 SIGTERM.
 """
 

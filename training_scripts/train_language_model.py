@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Writes a language model of a checkpoint's tokens, for its beam search to lean on: n-grams, interpolated Kneser-Ney.
+"""Train an n-gram language model (interpolated Kneser-Ney) on a checkpoint's tokens, for shallow fusion.
 
-    python3 training_scripts/train_language_model.py --checkpoint checkpoints/checkpoint_best.pt \\
+    python3 training_scripts/train_language_model.py \\
+        --checkpoint checkpoints/checkpoint_best.pt \\
         --text sentences.txt --held_out data/valid.jsonl --output lm.arpa
 
-Text is one sentence a line, in UTF-8, normalised as the checkpoint's transcripts were. The file is in ARPA format.
+The text has one sentence per line, in UTF-8; it is normalised like the checkpoint's transcripts. The output is an ARPA
+file for --language_model.
 """
 
 import bootstrap
@@ -34,35 +36,35 @@ CHARACTER_ORDER, SUBWORD_ORDER = 6, 4
 
 @dataclass(frozen=True)
 class Flags:
-    """What is read, and where the model goes."""
+    """Input and output."""
 
     checkpoint: str
-    """A checkpoint_*.pt file; its tokenizer spells the model's words."""
+    """Checkpoint whose tokenizer is used."""
     output: str
-    """ARPA file to write; gzipped where its name ends in .gz."""
+    """ARPA file to write; compressed if its name ends in .gz."""
     text: tuple[str, ...] = ()
-    """Text files in UTF-8, one sentence a line."""
+    """Text files in UTF-8, one sentence per line."""
     manifest: tuple[str, ...] = ()
-    """JSONL manifests whose transcripts are read."""
+    """JSONL manifests whose transcripts are used as text."""
     order: int | None = None
-    """Tokens in the longest n-gram (None: 6 of characters, 4 of subwords)."""
+    """Maximum n-gram order (None: 6 for characters, 4 for subwords)."""
     held_out: str | None = None
-    """A text file, or a manifest (.jsonl), to measure the perplexity on."""
+    """Text file or manifest (.jsonl) to compute the perplexity on."""
     force: bool = False
-    """Replace a file that is there."""
+    """Overwrite an existing output file."""
 
 
 def check_flags(flags: Flags) -> None:
     """Raises an error where the flags cannot work, before anything is read."""
     if not flags.text and not flags.manifest:
-        raise UsageError("There is nothing to learn from: give --text sentences.txt, --manifest train.jsonl, or both.")
+        raise UsageError("No training text: give --text sentences.txt, --manifest train.jsonl, or both.")
     if flags.order is not None and not 1 <= flags.order <= MAX_ORDER:
         raise UsageError(f"--order must be between 1 and {MAX_ORDER}, not {flags.order}.")
     read = (flags.checkpoint, *flags.text, *flags.manifest, flags.held_out)
     inputs = [Path(file).resolve() for file in read if file]
     if Path(flags.output).resolve() in inputs:
         raise UsageError(
-            f"--output {flags.output} would overwrite what is read. Give it another name, such as lm.arpa."
+            f"--output {flags.output} would overwrite an input file. Choose another name, such as lm.arpa."
         )
     check_new_file(Path(flags.output), flags.force)
 
@@ -95,14 +97,14 @@ class TextCorpus:
             yield tokens
         if not self.sentences:
             raise DataError(
-                f"There is no sentence in {', '.join(files + manifests)}. Write one on each line, in UTF-8."
+                f"No sentence found in {', '.join(files + manifests)}. Write one sentence per line, in UTF-8."
             )
 
     def _lines_of(self, file: str) -> Iterator[str]:
         from konkanivani.data.synthetic.sentence_corpus import read_source_lines
 
         if Path(file).exists() and not Path(file).is_file():
-            raise DataError(f"The sentences in {file} cannot be read: it is no file. Give the path of a text file.")
+            raise DataError(f"The sentences in {file} cannot be read: it is not a file. Give the path of a text file.")
         yield from (line.text for line in read_source_lines(file))
 
     def _transcripts_of(self, manifest: str) -> Iterator[str]:
@@ -117,7 +119,7 @@ class TextCorpus:
     def told(self) -> str:
         """What has been read, in words."""
         unknown = f", {self.unknown / self.tokens:.1%} of them unknown to the tokenizer" if self.unknown else ""
-        broken = f"; {count(self.broken_rows, 'broken row')} left out" if self.broken_rows else ""
+        broken = f"; {count(self.broken_rows, 'broken row')} skipped" if self.broken_rows else ""
         said = ", ".join((count(self.sentences, "sentence"), count(self.words, "word"), count(self.tokens, "token")))
         return f"{said}{unknown}{broken}"
 
@@ -158,7 +160,7 @@ def measured(orders: tuple["Ngrams", ...], corpus: TextCorpus, sentences: list[l
     model = build_language_model(orders, corpus.tokenizer.size, torch.device("cpu"), corpus.tokenizer.special)
     total = math.fsum(score_sentences(model, sentences))
     a_token, a_word = (math.exp(-total / (count + len(sentences))) for count in (corpus.tokens, corpus.words))
-    return f"{corpus.told()}; perplexity {a_token:.4g} a token, {a_word:.4g} a word"
+    return f"{corpus.told()}; perplexity {a_token:.4g} per token, {a_word:.4g} per word"
 
 
 if __name__ == "__main__":

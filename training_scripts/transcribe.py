@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Writes down what is said in audio files of any length, or in folders of them, as text, JSON or subtitles.
+"""Transcribe audio files of any length, or folders of them, to text, JSON or subtitles.
 
-python3 training_scripts/transcribe.py interview.mp3 recordings/ --format srt --output_dir subtitles
-python3 training_scripts/transcribe.py - < speech.wav
+    python3 training_scripts/transcribe.py interview.mp3 recordings/ \\
+        --format srt --output_dir subtitles
+    python3 training_scripts/transcribe.py - < speech.wav
 """
 
 import bootstrap
@@ -32,26 +33,26 @@ MIN_PAUSE, MAX_PAUSE = 0.2, 60.0
 
 @dataclass(frozen=True)
 class Flags:
-    """What is transcribed, by which model, and how it is written down."""
+    """Input, model and output."""
 
-    files: Annotated[tuple[str, ...], Positional, arg(metavar="FILE …")]
-    """Audio files (WAV, FLAC, MP3, OGG; with PyAV M4A, WebM, MP4 and more), folders, and - for standard input."""
+    files: Annotated[tuple[str, ...], Positional, arg(metavar="FILE ...")]
+    """Audio files (WAV, FLAC, MP3, OGG; with PyAV also M4A, WebM, MP4 and more), folders, or - for standard input."""
     checkpoint: str | None = None
-    """A checkpoint_*.pt file, or a bundle that export_asr.py wrote (None: the best checkpoint in checkpoints/)."""
+    """Checkpoint, or bundle written by export_asr.py (None: the best checkpoint in checkpoints/)."""
     format: Literal["txt", "json", "srt", "vtt"] = "txt"
-    """txt: a line for what was said between two pauses; json: a line of JSON for each file; srt, vtt: subtitles."""
+    """txt (one line per segment), json (one line of JSON per file), srt or vtt (subtitles)."""
     timestamps: Literal["segment", "word"] = "segment"
-    """word: times of each word: in txt a line a word, in json a list of them, in subtitles a cue a word."""
+    """Timestamps per segment or per word."""
     output_dir: str | None = None
-    """Folder for a transcript of each file (None: print them)."""
+    """Folder for one transcript per file (None: print them)."""
     existing: Literal["refuse", "keep", "replace"] = "refuse"
-    """Transcripts that are in it already: begin nothing, make only the others, or make them anew."""
+    """If transcripts exist in --output_dir: refuse to start, keep them, or replace them."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to run."""
+    """Device to run on."""
     longest_piece: float | None = None
-    """Seconds that are recognised in one piece at most (None: what the model was trained on, 30 at most)."""
+    """Maximum segment length in seconds (None: the longest training utterance, at most 30)."""
     pause: float = 0.4
-    """Seconds of silence at which speech is cut into pieces."""
+    """Minimum silence between segments, in seconds."""
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
 
@@ -72,7 +73,7 @@ def transcribe_portion(flags: Flags, topology: "Topology") -> str:
     if SIGN not in flags.files:
         return transcribe_files(flags, topology, spooled=None)
     if not topology.is_single_process:
-        raise UsageError("Standard input cannot be divided among ranks. Save it as a file and give its path.")
+        raise UsageError("Standard input cannot be split over ranks. Save it as a file and give its path.")
     with spooled_input() as spooled:
         return transcribe_files(flags, topology, spooled)
 
@@ -87,7 +88,7 @@ def transcribe_files(flags: Flags, topology: "Topology", spooled: Path | None) -
     checkpoint = Path(flags.checkpoint) if flags.checkpoint else best_checkpoint("checkpoints")
     if flags.checkpoint is None and flags.pretrained.pretrained is None and not checkpoint.is_file():
         raise CheckpointError(
-            "There is no checkpoint in checkpoints/. Give the path of one with --checkpoint, or train a model first."
+            "There is no checkpoint in checkpoints/. Give one with --checkpoint, or train a model first."
         )
     load = partial(
         build_recognizer, checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause, flags.pretrained
@@ -99,9 +100,9 @@ def transcribe_files(flags: Flags, topology: "Topology", spooled: Path | None) -
 def check_flags(flags: Flags) -> None:
     """Raises a UsageError where the flags cannot work."""
     if not flags.files:
-        raise UsageError("There is nothing to transcribe. Give audio files, or folders of them.")
+        raise UsageError("No input. Give audio files, or folders of them.")
     if flags.files.count(SIGN) > 1:
-        raise UsageError(f"{SIGN}, standard input, is there only once. Give it once.")
+        raise UsageError(f"{SIGN} (standard input) is given more than once. Give it once.")
     if flags.longest_piece is not None and not MIN_PIECE <= flags.longest_piece <= MAX_PIECE:
         raise UsageError(f"--longest_piece must be from {MIN_PIECE:g} to {MAX_PIECE:g} seconds.")
     if not MIN_PAUSE <= flags.pause <= MAX_PAUSE:
@@ -109,7 +110,7 @@ def check_flags(flags: Flags) -> None:
     check_decoding(flags.decoding)
     check_pretrained(flags.pretrained)
     if flags.pretrained.pretrained is not None and flags.checkpoint is not None:
-        raise UsageError("--checkpoint and --pretrained are two models: give one of them.")
+        raise UsageError("--checkpoint and --pretrained are two models: give only one.")
 
 
 def main() -> str:

@@ -80,7 +80,7 @@ class TurnTaker:
 
     def _ended(self) -> DataError:
         words = self._printed.read_text(encoding="utf-8").strip()[-500:]
-        return DataError(f"{self._name} ended with {self._process.returncode}: {words} Mend that and start again.")
+        return DataError(f"{self._name} ended with {self._process.returncode}: {words} Fix that and start again.")
 
     def _signal(self, number: signal.Signals) -> None:
         os.killpg(self._process.pid, number)

@@ -1,12 +1,18 @@
 """What a person reads on the terminal: numbers, durations and names in words, and the stages of a start."""
 
+import contextlib
 import json
 import os
+import sys
+import threading
 import time
 import unicodedata
-from collections.abc import Callable, Sequence
-from typing import TextIO
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TextIO, TypeVar
 
+Item = TypeVar("Item")
+
+LONG_SECONDS = 2.0  # work that takes longer is announced, or shows a progress bar
 JOINERS = "\u200c\u200d"  # a part of words in Indic scripts
 
 
@@ -105,3 +111,27 @@ class StageClock:
 def say(text: object, stream: TextIO | None = None) -> None:
     """Prints text for a person at once: a name in it that holds an escape sequence is no command to the terminal."""
     print(printable(text, kept="\n\t"), file=stream, flush=True)
+
+
+@contextlib.contextmanager
+def announced(sentence: str, delay: float = LONG_SECONDS) -> Iterator[None]:
+    """Print `sentence` on stderr if the block takes longer than `delay` seconds."""
+    timer = threading.Timer(delay, _say_if_possible, (sentence,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say_if_possible(sentence: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a closed terminal, or a full disk that stderr goes to
+        say(sentence, sys.stderr)
+
+
+def progress_bar(items: Iterable[Item], total: int, title: str, unit: str) -> Iterable[Item]:
+    """Return the items behind a progress bar, which a terminal shows if they take longer than LONG_SECONDS."""
+    from tqdm import tqdm
+
+    return tqdm(items, desc=title, total=total, unit=unit, delay=LONG_SECONDS, leave=False, disable=None)

@@ -17,9 +17,7 @@ def choose_device(asked: str) -> torch.device:
     """The device to train on; a ResourceError or UsageError says why the asked one cannot be had."""
     has_cuda = torch.cuda.is_available()
     if asked == "cuda" and not has_cuda:
-        raise UsageError(
-            "--device cuda: PyTorch finds no usable NVIDIA GPU here. Train with --device cpu, or mend the driver."
-        )
+        raise UsageError("--device cuda: PyTorch finds no usable NVIDIA GPU. Use --device cpu, or repair the driver.")
     if asked == "cpu" or not has_cuda:
         return torch.device("cpu")
     check_gpu_architecture(
@@ -41,7 +39,8 @@ def choose_precision(config: MemoryConfig, device: torch.device) -> torch.dtype 
     # torch.cuda.is_bf16_supported() is also true where PyTorch only emulates it.
     if config.amp_dtype == "bf16" and torch.cuda.get_device_capability(device) < (8, 0):
         raise UsageError(
-            f"--amp_dtype bf16: {torch.cuda.get_device_name(device)} has no bf16 (architecture below 8.0). Use fp16."
+            f"--amp_dtype bf16: {torch.cuda.get_device_name(device)} does not support bf16 (compute capability "
+            "below 8.0). Use fp16."
         )
     return torch.bfloat16 if config.amp_dtype == "bf16" else torch.float16
 
@@ -57,7 +56,10 @@ def check_gpu_architecture(
     if any(_runs_on(architecture, capability) for architecture in architectures):
         return
     held = " ".join(architectures) or "no GPU code at all"
-    what = f"{name} has architecture sm_{capability[0]}{capability[1]}; PyTorch {torch_version} here holds {held}."
+    what = (
+        f"{name} has architecture sm_{capability[0]}{capability[1]}; the installed PyTorch {torch_version} "
+        f"contains {held}."
+    )
     raise ResourceError(f"{what} {_remedy(capability)}")
 
 
@@ -80,11 +82,12 @@ def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
 def _remedy(capability: tuple[int, int]) -> str:
     """What to do about it, with the exact command."""
     if capability < OLDEST_OF_ALL_BUILDS:
-        return "No build of PyTorch supports this card any more: train with --device cpu, or on another card."
+        return "No PyTorch build supports this GPU any more: use --device cpu, or another GPU."
     install = f'{sys.executable} -m pip install --force-reinstall "torch{TORCH_RANGE}" "torchaudio{TORCH_RANGE}"'
     if capability < OLDEST_OF_DEFAULT_BUILD:
-        return f"Install the build for older cards: {install} --index-url https://download.pytorch.org/whl/cu126"
+        return f"Install the build for older GPUs: {install} --index-url https://download.pytorch.org/whl/cu126"
     return (
-        f"Install the default build, which is for newer cards and needs NVIDIA driver 580 or newer: {install}. "
-        "If that build lacks the card as well, it is newer than this release of KonkaniVani: train with --device cpu."
+        f"Install the default build, which is for newer GPUs and needs NVIDIA driver 580 or newer: {install}. "
+        "If that build does not support the GPU either, the GPU is newer than this release of KonkaniVani: "
+        "use --device cpu."
     )

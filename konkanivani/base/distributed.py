@@ -73,7 +73,9 @@ def read_topology(environment: Mapping[str, str] = os.environ) -> Topology:
     is_place = 0 <= topology.rank < topology.world_size and 0 <= topology.local_rank < topology.local_world_size
     if not is_place:
         said = " ".join(f"{name}={environment[name]}" for name in names[:4] if name in environment)
-        raise UsageError(f"The environment says {said}, which is no rank of a world. Start with torchrun, or unset it.")
+        raise UsageError(
+            f"The environment variables {said} do not describe a valid rank. Start with torchrun, or unset them."
+        )
     return topology
 
 
@@ -87,7 +89,8 @@ def raise_rank_lost() -> Iterator[None]:
             raise
         reason = str(error).splitlines()[0]
         raise RankLost(
-            f"Contact to another rank was lost ({reason:.200}). Go on from the newest checkpoint with --resume auto."
+            f"The connection to another rank was lost ({reason:.200}). Resume from the newest checkpoint with "
+            "--resume auto."
         ) from None
 
 
@@ -172,15 +175,15 @@ def check_same(topology: Topology, digests: Mapping[str, str]) -> None:
     """Raises one UsageError, on every rank, where a rank's digest is not the first one's; it names rank and what."""
     ranks = gather(topology, dict(digests))
     differing = [
-        f"rank {rank} has other {what}"
+        f"rank {rank} has different {what}"
         for rank, theirs in enumerate(ranks)
         for what, digest in theirs.items()
         if digest != ranks[0][what]
     ]
     if differing:
         raise UsageError(
-            f"The ranks do not train the same: {', '.join(differing)} than rank 0. Give all of them the same command "
-            "line, sources, manifests and kind of device."
+            f"The ranks disagree: {', '.join(differing)} than rank 0. Start all ranks with the same command "
+            "line, source code, manifests and device type."
         )
 
 

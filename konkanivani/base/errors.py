@@ -103,4 +103,4 @@ class ErrorCollector:
         kind = next(kind for kind in COLLECTED if isinstance(self._found[0], kind))
         lines = [str(error) for error in self._found[:MAX_REPORTED]]
         more = len(self._found) - len(lines)
-        raise kind("\n".join(lines) + (f"\nAnd {more} more of this kind." if more else ""))
+        raise kind("\n".join(lines) + (f"\nand {more} more errors of this kind." if more else ""))

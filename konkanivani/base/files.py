@@ -38,7 +38,7 @@ def atomic_replace(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """The same for a file of which the caller has nothing of its own to say: an OSError becomes a ResourceError."""
-    advice = "Free space, mend the folder, or name another."
+    advice = "Free disk space, repair the folder, or choose another one."
     with explained(ResourceError, f"{path} could not be written", advice), atomic_replace(path) as partial:
         yield partial
 
@@ -46,19 +46,19 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def check_new_file(path: Path, force: bool) -> None:
     """Raises a ResourceError where no file could be written, a UsageError where one is there, but for `force`."""
     if (path.exists() and not path.is_file()) or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ResourceError(f"{path} cannot be written. Name a file in a folder of yours that exists.")
+        raise ResourceError(f"{path} cannot be written. Choose a file in an existing, writable folder.")
     if path.exists() and not force:
-        raise UsageError(f"{path} is there already. Give another name, or --force to replace it.")
+        raise UsageError(f"{path} already exists. Choose another name, or overwrite it with --force.")
 
 
 def check_own_file(path: Path, flag: str, kind: str, sign: str) -> None:
     """A ResourceError where it cannot be written, a UsageError where the first line of what is there has no `sign`."""
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ResourceError(f"{flag} {path} cannot be written. Give a file in a folder of yours that exists.")
+        raise ResourceError(f"{flag} {path} cannot be written. Choose a file in an existing, writable folder.")
     with explained(ResourceError, f"{flag} {path} cannot be read", "Give another path."):
         line = path.open("rb").readline(1 << 20) if path.is_file() else b""
     if path.exists() and sign.encode() not in line:
-        raise UsageError(f"{flag} {path} names a file that is no {kind}, and it would be lost: give another path.")
+        raise UsageError(f"{flag} {path} would overwrite a file that is not a {kind}. Choose another path.")
 
 
 def atomic_append(path: Path, data: bytes, header: bytes = b"") -> None:

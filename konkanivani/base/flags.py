@@ -15,6 +15,19 @@ from konkanivani.base.config import AUTO, PRESETS, DataConfig, FeatureConfig, Mo
 from konkanivani.base.errors import CheckpointError, ErrorCollector, UsageError
 from konkanivani.base.rules import Setting, check_config, settings_of, with_values
 
+# Listed by `--help` in this order; `--help all` lists every flag.
+COMMON_FLAGS = (
+    *("train_manifest", "valid_manifest", "test_manifest", "audio_roots"),
+    *("checkpoint_dir", "run_name", "device"),
+    *("preset", "tokenizer_type", "vocab_size"),
+    *("batch_size", "gradient_accumulation_steps", "max_duration", "num_workers"),
+    *("memory_budget", "mixed_precision", "gradient_checkpointing"),
+    *("epochs", "early_stop_epochs", "learning_rate", "seed", "ctc_weight"),
+    *("speed_perturbation", "noise_manifest"),
+    *("resume", "fresh", "dry_run", "save_minutes", "keep_checkpoints"),
+    *("init_from", "new_tokenizer", "pretrained", "language", "freeze", "lora_rank"),
+    "test_decode",
+)
 # These say how this one process starts; a checkpoint's values for them are never taken over.
 SESSION_FLAGS = ("resume", "fresh", "new_corpus", "replan", "dry_run")
 # What a run did whose checkpoint does not name a setting, which its version did not have.
@@ -51,15 +64,17 @@ def config_from_text(text: str) -> TrainConfig:
         name, _, value = with_new_name(line).removeprefix("--").partition(" ")
         if name not in known:
             raise CheckpointError(
-                f"The checkpoint was made with the flag --{name}, which this version does not have. Use the version "
-                "that made it."
+                f"The checkpoint was trained with the flag --{name}, which this version does not have. Use the "
+                "version that wrote it."
             )
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             setting = dataclasses.replace(known[name], value=ast.literal_eval(value))
             if _has_type(setting):
                 values[name] = setting.value
                 continue
-        raise CheckpointError(f"The checkpoint's --{name} cannot be {value[:80]!r}. Use another one.")
+        raise CheckpointError(
+            f"The checkpoint has an invalid value for --{name}: {value[:80]!r}. Use another checkpoint."
+        )
     return with_values(LEGACY_DEFAULTS, values)
 
 
@@ -106,7 +121,7 @@ def parse_args(arguments: list[str]) -> CommandLine:
 
     A flag that is not given has the preset's value, else the default.
     """
-    parsed = read_flags(TrainConfig, arguments, TrainConfig())
+    parsed = read_flags(TrainConfig, arguments, TrainConfig(), common=COMMON_FLAGS)
     base, explicit = defaults_beside(parsed), explicit_flags(arguments)
     return CommandLine(_checked(_with_given(base, parsed, explicit), explicit, stored=None), parsed, explicit)
 
@@ -151,8 +166,8 @@ def _settle_effective_batch(config: TrainConfig, explicit: frozenset[str], store
     if data.batch_size == AUTO:
         if is_accumulated:
             raise UsageError(
-                "--batch_size auto chooses the micro-batches itself, so --gradient_accumulation_steps contradicts it: "
-                "give --effective_batch_size, the utterances in one optimizer step, instead."
+                "--batch_size auto chooses the micro-batches, so --gradient_accumulation_steps contradicts "
+                "it: use --effective_batch_size, the utterances per optimizer step, instead."
             )
         wanted = stored.global_batch_size if stored and not is_said else effective
         return dataclasses.replace(config, data=dataclasses.replace(data, effective_batch_size=wanted))
@@ -164,7 +179,7 @@ def _settle_effective_batch(config: TrainConfig, explicit: frozenset[str], store
     if is_said and effective != config.global_batch_size:
         raise UsageError(
             f"--effective_batch_size {effective} contradicts --batch_size x --gradient_accumulation_steps, "
-            f"{config.global_batch_size}: leave it out, or give --batch_size auto."
+            f"{config.global_batch_size}: omit it, or use --batch_size auto."
         )
     return config
 
@@ -175,11 +190,13 @@ def check_idle_flags(config: TrainConfig, explicit: frozenset[str]) -> None:
     for name, wanted in FLAG_REQUIRES.items():
         other, _, value = wanted.partition(" ")
         if name in explicit and (values[other] != value if value else not values[other]):
-            raise UsageError(f"--{name} does nothing without --{wanted}: give both, or leave it out.")
+            raise UsageError(f"--{name} has no effect without --{wanted}: give both, or omit it.")
     idle = sorted(NATIVE_ONLY_FLAGS & explicit) if config.pretrained.pretrained is not None else []
     if idle:
         named, them = ", ".join(f"--{name}" for name in idle), "it" if len(idle) == 1 else "them"
-        raise UsageError(f"A --pretrained model is as its folder says, and {named} would change it: leave {them} out.")
+        raise UsageError(
+            f"A --pretrained model has the shape that its folder defines, and {named} would change it: omit {them}."
+        )
 
 
 def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
@@ -195,7 +212,7 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
     weights = [config.loss.ctc_weight for config in (asked, stored)]
     if 0 in weights and weights[0] != weights[1]:
         found.append(
-            f"--ctc_weight is {weights[0]} here and {weights[1]} in the checkpoint, and 0 is a model without CTC"
+            f"--ctc_weight is {weights[0]} here and {weights[1]} in the checkpoint; 0 means a model without a CTC head"
         )
     if len({run.init_from and os.path.realpath(run.init_from) for run in (stored.run, asked.run)}) > 1:
         found.append(f"--init_from is {asked.run.init_from} here and {stored.run.init_from} in the checkpoint")

@@ -31,6 +31,6 @@ def conversion_hint(path: Path) -> str:
     found = "each LF in it follows a CR" if is_converted else "it starts with a byte order mark"
     pattern = f"*{path.suffix}" if path.suffix else path.name
     return (
-        f"; {found}, so its line endings were probably converted by git or an editor that took it for text: copy it "
-        f"again as a binary file, in git with `{pattern} -text` in .gitattributes"
+        f"; {found}, so its line endings were probably converted by git or an editor that treated it as text: "
+        f"copy it again as a binary file, in git with `{pattern} -text` in .gitattributes"
     )

@@ -74,8 +74,8 @@ def _attempt(store: dist.Store, topology: Topology, timeout: float) -> int:
                 return first
         time.sleep(0.02)
     raise RankLost(
-        f"Rank {topology.rank} waited {timeout:g} s for all {topology.world_size} ranks. Check that torchrun runs on "
-        "every machine with the same --rdzv_endpoint, or give a longer --rank_timeout."
+        f"Rank {topology.rank} waited {timeout:g} s for all {topology.world_size} ranks. Check that torchrun "
+        "runs on every machine with the same --rdzv_endpoint, or use a longer --rank_timeout."
     )
 
 
@@ -112,6 +112,6 @@ def _error_of_lost_rank(error: RankLost, topology: Topology, store: dist.Store, 
         return error
     named = f"Rank {missing[0]} is" if len(missing) == 1 else f"Ranks {', '.join(missing)} are"
     return ResourceError(
-        f"{named} gone or not answering: killed, perhaps by the system where memory was short, cut off, or hanging "
-        f"for --rank_timeout {timeout:g} s. Go on from the newest checkpoint with --resume auto."
+        f"{named} not responding: killed (perhaps by the system, for lack of memory), disconnected, or stuck "
+        f"for --rank_timeout {timeout:g} s. Resume from the newest checkpoint with --resume auto."
     )

@@ -110,7 +110,7 @@ def raise_broken(rules: list[Rule]) -> None:
     """Raises a UsageError that lists the rules that do not hold."""
     broken = [message for holds, message in rules if not holds]
     if broken:
-        raise UsageError("These flags cannot work: " + "; ".join(broken) + ".")
+        raise UsageError("Invalid flags: " + "; ".join(broken) + ".")
 
 
 def _model_rules(model: ModelConfig) -> list[Rule]:
@@ -213,7 +213,7 @@ def _learning_rules(config: TrainConfig) -> list[Rule]:
         (optimizer.max_grad_norm > 0, "--max_grad_norm must be above 0"),
         (
             optimizer.optimizer == "adamw" or config.memory.shard != "always",
-            "--shard always divides the state of AdamW alone: leave it out, or give --optimizer adamw",
+            "--shard always supports only AdamW: omit it, or use --optimizer adamw",
         ),
         (config.memory.empty_cache_interval >= 0, "--empty_cache_interval must be at least 0"),
     ]
@@ -222,23 +222,23 @@ def _learning_rules(config: TrainConfig) -> list[Rule]:
 def _head_rules(config: TrainConfig) -> list[Rule]:
     loss, has_decoder, asked = config.loss, config.model.decoder_layers > 0, config.data.test_decode
     has_ctc, is_ours = loss.ctc_weight != 0, config.pretrained.pretrained is None
-    without_ctc = "--ctc_weight is 0" if is_ours else "a --pretrained model has none"
+    without_ctc = "--ctc_weight is 0" if is_ours else "a --pretrained model has no CTC head"
     return [
         (
             has_decoder or loss.ctc_weight in (AUTO, 1),
-            "--decoder_layers 0 leaves CTC alone: give --ctc_weight 1, or leave it out",
+            "--decoder_layers 0 leaves only CTC: use --ctc_weight 1, or omit it",
         ),
         (
             has_ctc or not loss.intermediate_ctc_weight or not is_ours,
-            "--intermediate_ctc_weight is a share of the CTC loss, of which --ctc_weight 0 leaves none",
+            "--intermediate_ctc_weight is a share of the CTC loss, but --ctc_weight is 0",
         ),
         (
             has_decoder or asked not in ("attention", "joint"),
-            f"--test_decode {asked} needs a decoder, and --decoder_layers is 0: give auto, greedy or prefix",
+            f"--test_decode {asked} needs a decoder, but --decoder_layers is 0: use auto, greedy or prefix",
         ),
         (
             has_ctc or asked not in ("prefix", "joint"),
-            f"--test_decode {asked} needs CTC, and {without_ctc}: give auto, greedy or attention",
+            f"--test_decode {asked} needs CTC, but {without_ctc}: use auto, greedy or attention",
         ),
     ]
 
@@ -251,21 +251,21 @@ def _tuning_rules(config: TrainConfig) -> list[Rule]:
     return [
         (
             not tuning.is_used or begins,
-            "--freeze, --train_layers and --lora_rank keep weights that the model begins with: give --pretrained or "
+            "--freeze, --train_layers and --lora_rank need a model with initial weights: give --pretrained or "
             "--init_from",
         ),
         (
             begins or tuning.encoder_rate_factor is None,
-            "--encoder_rate_factor is for an encoder that has learnt already: give --pretrained or --init_from",
+            "--encoder_rate_factor needs an encoder with initial weights: give --pretrained or --init_from",
         ),
         (
             is_ours and begins or not (tuning.new_tokenizer or tuning.freeze_steps),
-            "--new_tokenizer and --freeze_steps are for the head of a model of ours: give --init_from",
+            "--new_tokenizer and --freeze_steps need the output head of a checkpoint: give --init_from",
         ),
-        (all(number >= 0 for number in counts), "--freeze and --train_layers take numbers of blocks, at least 0"),
+        (all(number >= 0 for number in counts), "--freeze and --train_layers take a number of blocks, at least 0"),
         (
             tuning.freeze == "none" or tuning.train_layers is None,
-            "--train_layers and --freeze say the same from the two ends of the encoder: give one of them",
+            "--train_layers and --freeze both select the trained encoder blocks: give only one of them",
         ),
         (tuning.freeze_steps is None or tuning.freeze_steps >= 0, "--freeze_steps must be at least 0"),
         (
@@ -274,22 +274,22 @@ def _tuning_rules(config: TrainConfig) -> list[Rule]:
         ),
         (
             tuning.is_used or tuning.frozen_dtype == "fp32",
-            "--frozen_dtype half is for weights that stay as they are: give --freeze, --train_layers or --lora_rank",
+            "--frozen_dtype half needs frozen weights: give --freeze, --train_layers or --lora_rank",
         ),
         (0 <= tuning.lora_rank <= 1024, "--lora_rank must be between 0 and 1024"),
         (
             tuning.lora_rank == 0 or tuning.new_tokenizer or not tuning.freeze_steps,
-            "--freeze_steps trains the head alone at first, which --lora_rank keeps: leave it out, or give "
+            "--freeze_steps first trains only the output head, which --lora_rank freezes: omit it, or give "
             "--new_tokenizer",
         ),
         (tuning.lora_alpha >= 0, "--lora_alpha must be at least 0"),
         (
             tuning.lora_rank == 0 or (tuning.freeze == "none" and tuning.train_layers is None),
-            "--lora_rank freezes all layers by itself: leave --freeze and --train_layers out",
+            "--lora_rank freezes all layers: omit --freeze and --train_layers",
         ),
         (
             tuning.lora_rank == 0 or set(tuning.lora_targets) <= LORA_LAYERS and len(tuning.lora_targets) > 0,
-            f"--lora_targets takes some of {', '.join(sorted(LORA_LAYERS))}",
+            f"--lora_targets must be among {', '.join(sorted(LORA_LAYERS))}",
         ),
     ]
 
@@ -300,15 +300,15 @@ def _pretrained_rules(config: PretrainedConfig) -> list[Rule]:
         (0 <= config.timestamp_share <= 1, "--timestamp_share must be between 0 and 1"),
         (
             config.pretrained is not None or not config.timestamp_share,
-            "--timestamp_share is for a model with tokens for times: give --pretrained",
+            "--timestamp_share needs a model with timestamp tokens: give --pretrained",
         ),
         (
             config.pretrained is not None or config.forgetting_manifest is None,
-            "--forgetting_manifest is of speech that a --pretrained model knew before",
+            "--forgetting_manifest measures a --pretrained model: give both",
         ),
         (
             config.forgetting_manifest is not None or config.forgetting_language is None,
-            "--forgetting_language is that of a --forgetting_manifest: give both",
+            "--forgetting_language needs --forgetting_manifest: give both",
         ),
     ]
 
@@ -326,6 +326,9 @@ def _run_rules(run: RunConfig) -> list[Rule]:
             run.run_name not in ("", ".", "..") and "/" not in run.run_name and "\0" not in run.run_name,
             "--run_name must be a plain folder name",
         ),
-        (run.resume is not None or not run.new_corpus, "--new_corpus goes on with a run: give --resume too"),
-        (not (run.resume and run.fresh), "--resume goes on with a run, --fresh begins one: give one of them"),
+        (run.resume is not None or not run.new_corpus, "--new_corpus applies to a resumed run: give --resume too"),
+        (
+            not (run.resume and run.fresh),
+            "--resume continues a run and --fresh starts a new one: give only one of them",
+        ),
     ]

@@ -44,8 +44,7 @@ def stop_at_signals() -> Iterator[None]:
         yield
     except _Stop:
         raise Interrupted(
-            "The dry run was stopped by a signal, and what it wrote is removed. Start it again to have its answer.",
-            came[0],
+            "The dry run was stopped by a signal; its files are removed. Start it again for a result.", came[0]
         ) from None
     finally:
         for number, handler in before.items():

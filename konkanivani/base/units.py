@@ -20,7 +20,7 @@ def parse_budget(text: str) -> int:
     number, prefix, ending = match.groups()
     size = int(float(number) * (1000 if ending == "b" else 1024) ** POWERS[prefix])
     if not 2**20 <= size <= 2**43:
-        raise UsageError(f"--memory_budget {text} is not a size of a memory. Give one from 1MiB to 8192GiB.")
+        raise UsageError(f"--memory_budget {text} is out of range. Give a size from 1MiB to 8192GiB.")
     return size
 
 
@@ -50,12 +50,12 @@ def parse_snr(text: str) -> DecibelRange:
     """The range of signal-to-noise ratios that `5:25` means; a UsageError where it is none, or beyond sense."""
     match = re.fullmatch(rf"\s*({NUMBER})\s*:\s*({NUMBER})\s*", text)
     if match is None:
-        raise UsageError(f"--noise_snr {text}: give the lowest and the highest ratio in dB, for example 5:25.")
+        raise UsageError(f"--noise_snr {text}: give the lowest and highest SNR in dB, for example 5:25.")
     low, high = map(float, match.groups())
     if not MIN_SNR <= low <= high <= MAX_SNR:
         raise UsageError(
-            f"--noise_snr {text}: give the lower ratio first, both between {MIN_SNR:g} and {MAX_SNR:g} dB, "
-            "for example 5:25."
+            f"--noise_snr {text}: give the lower SNR first, both between {MIN_SNR:g} and {MAX_SNR:g} dB, for "
+            "example 5:25."
         )
     return DecibelRange(low, high)
 
@@ -67,5 +67,5 @@ def parse_share(text: str, flag: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:
-        raise UsageError(f"{flag} {text} is no share. Write a percentage such as 1%, or a number between 0 and 1.")
+        raise UsageError(f"{flag} {text} is not a share. Give a percentage such as 1%, or a number between 0 and 1.")
     return share

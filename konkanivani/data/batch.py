@@ -101,8 +101,8 @@ def check_tokens(speech: Example, vocab_size: int, special: SpecialTokens) -> No
     wrong = [token for token in speech.tokens if not lowest <= token < vocab_size]
     if wrong:
         raise DataError(
-            f"The transcript of {speech.utterance_id} has the token {wrong[0]}, and tokens are between {lowest} and "
-            f"{vocab_size - 1}. Leave the utterance out, or make the tokenizer anew."
+            f"The transcript of {speech.utterance_id} has the token {wrong[0]}, but tokens are between "
+            f"{lowest} and {vocab_size - 1}. Remove the utterance, or train a new tokenizer."
         )
 
 
@@ -148,7 +148,7 @@ def split_batch(batch: Batch) -> tuple[Batch, Batch]:
     halving takes no memory. A ValueError where there is one utterance only.
     """
     if batch.size < 2:
-        raise ValueError("a batch of one utterance has no halves")
+        raise ValueError("a batch of one utterance cannot be split")
     middle = (batch.size + 1) // 2
     return _rows(batch, slice(0, middle)), _rows(batch, slice(middle, batch.size))
 

@@ -110,8 +110,8 @@ def reason_to_reject(utterance: Utterance, tokens: list[int], limits: Limits) ->
         return None
     speed = f" at speed {limits.fastest_speed:g}" if limits.fastest_speed != 1 else ""
     if not limits.is_aligned:
-        return f"the audio gives no frame{speed}"
-    return f"CTC cannot align it: {needed} tokens and repeats need as many frames, the audio gives {frames}{speed}"
+        return f"the audio is shorter than one frame{speed}"
+    return f"CTC cannot align it: {needed} tokens and repeats need {needed} frames, the audio has {frames}{speed}"
 
 
 def check_utterances(
@@ -147,7 +147,7 @@ def check_any_usable(selection: Selection, rejections: list[Rejection]) -> None:
     """Raises a DataError where nothing is left."""
     if not len(selection):
         raise DataError(
-            f"None of the {count(len(rejections), 'utterance')} of {selection.manifest.path} can be used; the first: "
-            f"{rejections[0].reason}. Mend the manifest, or give limits that it keeps to (--min_duration, "
-            "--max_duration, --max_tokens; --max_validation_duration where it is validated or tested on)."
+            f"None of the {count(len(rejections), 'utterance')} of {selection.manifest.path} is usable; the "
+            f"first: {rejections[0].reason}. Fix the manifest, or change the limits (--min_duration, "
+            "--max_duration, --max_tokens; --max_validation_duration for validation and test sets)."
         )

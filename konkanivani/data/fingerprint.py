@@ -90,5 +90,5 @@ def read_fingerprint(state: Mapping[str, object]) -> Fingerprint:
     fields = {"manifest": str, "utterances": int, "hours": float, "sketch": tuple}
     sound = all(type(state.get(name)) is kind for name, kind in fields.items())
     if not sound or not all(type(mark) is int for mark in state["sketch"]):
-        raise CheckpointError("The checkpoint does not say which corpus it was trained on as ours do. Use another one.")
+        raise CheckpointError("The checkpoint has no valid record of its training corpus. Use another checkpoint.")
     return Fingerprint(**{name: state[name] for name in fields})

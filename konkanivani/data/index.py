@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from konkanivani.base.console import say
+from konkanivani.base.console import progress_bar, say
 from konkanivani.data.audio.roots import audio_roots
 from konkanivani.data.audio.unicode_paths import existing_path
 from konkanivani.data.format_characters import FormatCharacterCount, find_removed
@@ -78,7 +78,7 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = ()) -> ManifestInd
     """
     found, roots = manifest.stat(), audio_roots(str(manifest.parent), named_roots)
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
-        raise OSError("it is no file")  # a pipe would be waited for
+        raise OSError("it is not a file")  # a pipe would be waited for
     if found.st_size < SMALL_BYTES or not manifest.is_file():
         return _joined(list(_scanned(manifest, roots)))
     # Inode and time of the change, so that an index that came along with a manifest is never taken for ours.
@@ -88,11 +88,11 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = ()) -> ManifestInd
     index = _read(folder, manifest, identity)
     if index is not None:
         return index
-    say(f"{manifest} is indexed, once: {found.st_size / 2**30:.2f} GiB.")
+    say(f"Indexing {manifest} ({found.st_size / 2**30:.2f} GiB), once.")
     try:
         return _write(folder, manifest, identity, roots)
     except OSError as error:
-        say(f"The index cannot be kept in {folder} ({error.strerror or error}); it is made at each start.")
+        say(f"The index cannot be stored in {folder} ({error.strerror or error}); it is rebuilt at each start.")
         return _joined(list(_scanned(manifest, roots)))
 
 
@@ -175,7 +175,8 @@ def _scanned(manifest: Path, roots: tuple[str, ...]) -> Iterator[ManifestIndex]:
         if len(edges) > 2:
             pool = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork"))
             run_each = opened.enter_context(pool).map
-        for block, lines in run_each(_scan, repeat(str(manifest)), edges[:-1], edges[1:], repeat(roots)):
+        scans = run_each(_scan, repeat(str(manifest)), edges[:-1], edges[1:], repeat(roots))
+        for block, lines in progress_bar(scans, len(edges) - 1, f"indexing {manifest.name}", "block"):
             broken = tuple(replace(row, row=row.row + lines_before) for row in block.broken)
             yield replace(block, rows=block.rows + np.int32(lines_before), broken=broken)
             lines_before += lines
@@ -205,7 +206,7 @@ def _scan(manifest: str, first: int, end: int, roots: tuple[str, ...]) -> tuple[
             if line.strip():
                 try:
                     if size > MAX_LINE:
-                        raise BadRow(f"{size:,} bytes are too many for a row")
+                        raise BadRow(f"{size:,} bytes are too many for one row")
                     utterance = parse_row(line, folder, row, roots)
                     if utterance.audio_path != known and not os.path.exists(existing_path(utterance.audio_path)):
                         raise BadRow(MISSING, utterance.audio_filepath)

@@ -59,7 +59,8 @@ class Manifest(Sequence[Utterance]):
             return parse_row(line, self._folder, row, self._roots)
         except BadRow as error:
             raise DataError(
-                f"{self.path}, row {row}: {error}. It was sound before: do not change a manifest that is being read."
+                f"{self.path}, row {row}: {error}. The row was valid before: do not change a manifest while it "
+                "is in use."
             ) from None
 
     def __reduce__(self) -> tuple:
@@ -92,7 +93,7 @@ def read_recordings(path: str | Path, named_roots: tuple[str, ...] = ()) -> list
     """
     with explained(DataError, f"The manifest {path} cannot be read", ADVICE):
         if not Path(path).is_file() and Path(path).exists() and not Path(path).is_dir():
-            raise OSError("it is no file")
+            raise OSError("it is not a file")
         lines = Path(path).read_bytes().split(b"\n")
     sounds, folder, problems = [], os.path.dirname(path), ErrorCollector()
     roots = audio_roots(folder, named_roots)
@@ -100,7 +101,7 @@ def read_recordings(path: str | Path, named_roots: tuple[str, ...] = ()) -> list
         try:
             sounds.append(parse_row(line, folder, row, roots, needs_text=False))
         except BadRow as error:
-            problems.add(DataError(f"{path}, row {row}: {error}. Mend or delete the row."))
+            problems.add(DataError(f"{path}, row {row}: {error}. Fix or delete the row."))
     problems.raise_all()
     if not sounds:
         raise DataError(f"The manifest {path} is empty. Each line must be a JSON object with audio_filepath, duration.")
@@ -122,7 +123,7 @@ def measure_corpus_size(manifest: Manifest) -> CorpusSize:
 def no_text(manifest: Manifest) -> DataError:
     """What to say where there is nothing to train a tokenizer on."""
     return DataError(
-        f"No transcript of {manifest.path} has any text after normalisation. Write what is said into its rows' text."
+        f"All transcripts of {manifest.path} are empty after normalisation. Write the transcripts into the rows' text."
     )
 
 

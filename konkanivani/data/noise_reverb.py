@@ -163,11 +163,11 @@ def _read_sound(manifest: str, row: Utterance, longest: float) -> Sound:
             frames = header.frames - first
     reason = ""
     if first + frames > header.frames:
-        reason = f"ends at {header.seconds:.2f} s, before the row does"
+        reason = f"ends at {header.seconds:.2f} s, before the end of the row"
     elif frames < 1:
-        reason = "has no samples in the row's span"
+        reason = "has no samples in the row's range"
     elif frames > longest * header.rate:
-        reason = f"lasts {frames / header.rate:.1f} s, no impulse response of at most {longest:g} s"
+        reason = f"lasts {frames / header.rate:.1f} s; an impulse response lasts at most {longest:g} s"
     if reason:
-        raise DataError(f"{manifest}, row {row.row}: {row.audio_path} {reason}. Mend or delete the row.")
+        raise DataError(f"{manifest}, row {row.row}: {row.audio_path} {reason}. Fix or delete the row.")
     return Sound(dataclasses.replace(row.source, start=None, seconds=None), header.rate, first, frames)

@@ -59,7 +59,7 @@ class Rejections:
         if rejections:
             where = f", listed in {self._path}" if self._path else ""
             manifest = rejections[0].manifest
-            left_out = f"{count(len(rejections), 'utterance')} of {manifest} {is_or_are(len(rejections))} left out"
+            left_out = f"{count(len(rejections), 'utterance')} of {manifest} {is_or_are(len(rejections))} skipped"
             kinds = Counter(kind_of(rejection.reason) for rejection in rejections)
             say(f"{left_out}{where}:" + "".join(f"\n  {times:,} x {kind}" for kind, times in kinds.items()))
             self._take(rejections)
@@ -68,7 +68,7 @@ class Rejections:
         """Takes what turned out broken when it was read, one by one; what is known already is not told again."""
         new = [found for found in rejections if found.row not in self._broken[found.manifest]]
         for found in new:
-            say(f"Left out: {found.audio_filepath} (row {found.row} of {found.manifest}): {found.reason}")
+            say(f"Skipped: {found.audio_filepath} (row {found.row} of {found.manifest}): {found.reason}")
         self._news += new
         self._take(new)
 
@@ -89,7 +89,7 @@ class Rejections:
         try:
             yield
         except OSError as error:
-            say(f"{self._path} cannot be written ({error.strerror}) and lacks what is left out.")
+            say(f"{self._path} cannot be written ({error.strerror}); the list of skipped utterances is incomplete.")
 
     def _check(self, manifest: str) -> None:
         broken, rows = list(self._broken[manifest].values()), self._rows[manifest]
@@ -98,11 +98,11 @@ class Rejections:
         told = [f"row {one.row}, {one.audio_filepath}".removesuffix(", ") + f": {one.reason}" for one in broken[:NAMED]]
         named = "".join(f"\n  {line}" for line in told)
         others = f"\n  and {count(len(broken) - NAMED, 'other')}" if len(broken) > NAMED else ""
+        listed = f" (listed in {self._path})" if self._path else ""
         raise DataError(
             f"{len(broken):,} of the {count(rows, 'row')} of {manifest} {is_or_are(len(broken))} broken, more than "
             f"--max_rejected {self._most:.4g} allows:{named}{others}\n"
-            f"Mend them or take them out{f' (all stand in {self._path})' if self._path else ''}, or allow more with "
-            "--max_rejected."
+            f"Fix or delete them{listed}, or raise --max_rejected."
         )
 
 

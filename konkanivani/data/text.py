@@ -16,6 +16,7 @@ from typing import Literal
 
 import sentencepiece
 
+from konkanivani.base.console import announced
 from konkanivani.base.errors import DataError, UsageError
 from konkanivani.data.format_characters import drop_unwritten, map_equivalent
 from konkanivani.data.generation import FREE
@@ -113,8 +114,8 @@ class Tokenizer:
         ids = (made.pad_id(), made.unk_id(), made.bos_id(), made.eos_id())
         if ids != dataclasses.astuple(self.special):
             raise DataError(
-                f"The tokenizer's special ids are {ids}, not (0, 1, 2, 3): it was not made by this trainer. Use one "
-                "that was."
+                f"The tokenizer's special ids are {ids}, not (0, 1, 2, 3): it was not trained by KonkaniVani. "
+                "Use another one."
             )
 
     def __reduce__(self) -> tuple:
@@ -134,7 +135,7 @@ class Tokenizer:
 
     def encode_with_times(self, text: str, begin: float, end: float | None) -> list[int]:
         """A UsageError: no token says a time."""
-        raise UsageError("The tokenizer has no tokens for times: leave --timestamp_share out.")
+        raise UsageError("The tokenizer has no timestamp tokens: omit --timestamp_share.")
 
     def decode(self, tokens: list[int]) -> str:
         return self._processor.decode([token for token in tokens if token not in self.special]).strip()
@@ -155,23 +156,25 @@ def train_tokenizer(texts: Iterable[str], kind: Literal["unigram", "bpe", "char"
     smallest = len(set("".join(texts)) - {" "}) + 5  # every character, the word boundary, and the four special tokens
     if vocab_size < smallest:
         raise UsageError(
-            f"--vocab_size {vocab_size} is too small: the training text has {smallest - 5} different characters, "
-            f"so it takes at least {smallest}. Give that, or take rare characters out of the text."
+            f"--vocab_size {vocab_size} is too small: the training text has {smallest - 5} different "
+            f"characters and needs at least {smallest}. Use that, or remove rare characters from the text."
         )
     if kind == "char":
         return Tokenizer(_train_sentencepiece(texts, kind, smallest))
+    # Measured on two cores with 1,000 tokens: 11 s for 0.3 million characters, 26 s for 3.3 million.
+    seconds = 10 + 5e-6 * sum(map(len, texts))
     try:
-        return Tokenizer(_train_sentencepiece(texts, kind, vocab_size))
+        with announced(f"Training a {kind} tokenizer on {len(texts):,} transcripts: about {seconds:.0f} s."):
+            return Tokenizer(_train_sentencepiece(texts, kind, vocab_size))
     except RuntimeError as error:
         # SentencePiece names the largest size that this text allows and offers no other way to ask for it.
         largest = re.search(r"value <= (\d+)", str(error))
         if not largest and "too small" not in str(error) and "too high" not in str(error).lower():
             raise DataError(
-                f"SentencePiece could not be trained on the training text: {error}. Give more text, or "
-                "--tokenizer_type char."
+                f"SentencePiece training failed on the training text: {error}. Use more text, or --tokenizer_type char."
             ) from None
         size = int(largest.group(1)) if largest else smallest
-    print(f"--vocab_size {vocab_size} lowered to {size}: the training text allows no more.", flush=True)
+    print(f"--vocab_size {vocab_size} reduced to {size}: the training text is too short for more.", flush=True)
     return Tokenizer(_train_sentencepiece(texts, kind, size))
 
 

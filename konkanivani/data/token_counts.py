@@ -9,7 +9,7 @@ from multiprocessing import get_context
 
 import numpy as np
 
-from konkanivani.base.console import say
+from konkanivani.base.console import progress_bar, say, short_name
 from konkanivani.base.files import atomic_replace
 from konkanivani.base.lengths import ctc_frames_needed
 from konkanivani.data.manifest import Manifest
@@ -39,14 +39,17 @@ def count_tokens(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> T
         both = np.memmap(path, np.uint16, mode="r").reshape(2, -1)
         return TokenCounts(both[0], both[1])
     if path:
-        say(f"The transcripts of {manifest.path} are counted in tokens, once for this tokenizer.")
+        say(f"Tokenizing the transcripts of {manifest.path}, once for this tokenizer.")
     counts = np.concatenate(list(_counted(manifest, tokenizer, digits)), axis=1)
     if path:
         try:
             with atomic_replace(path) as partial:
                 counts.tofile(partial)
         except OSError as error:
-            say(f"They cannot be kept in {path} ({error.strerror or error}) and are counted at each start.")
+            say(
+                f"The token counts cannot be stored in {path} ({error.strerror or error}) and are recomputed at "
+                "each start."
+            )
     return TokenCounts(counts[0], counts[1])
 
 
@@ -56,7 +59,8 @@ def _counted(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> list[
     firsts = range(0, len(manifest), BLOCK_ROWS)
     ends = [min(first + BLOCK_ROWS, len(manifest)) for first in firsts]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
-        return list(pool.map(_count, repeat(manifest), firsts, ends, repeat(tokenizer), repeat(digits)))
+        counts = pool.map(_count, repeat(manifest), firsts, ends, repeat(tokenizer), repeat(digits))
+        return list(progress_bar(counts, len(ends), f"tokenizing {short_name(str(manifest.path))}", "block"))
 
 
 def _count(manifest: Manifest, first: int, end: int, tokenizer: Vocabulary, digits: Digits) -> np.ndarray:

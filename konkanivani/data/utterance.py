@@ -103,14 +103,14 @@ def parse_row(
     except UnicodeDecodeError:
         raise BadRow("not UTF-8") from None
     except (ValueError, RecursionError) as error:
-        raise BadRow(f"not a line of JSON ({error}); of a table prepare_data.py makes a manifest") from None
+        raise BadRow(f"not a line of JSON ({error}); prepare_data.py converts a table to a manifest") from None
     if not isinstance(fields, dict):
-        raise BadRow(f"a {type(fields).__name__} where a JSON object is expected")
+        raise BadRow(f"a {type(fields).__name__}, but a JSON object is expected")
     if not needs_text and fields.get("text") is None:
         fields["text"] = ""
     audio = fields.get("audio_filepath")
     if not isinstance(audio, str) or not audio or forbidden_character(audio):
-        raise BadRow(f"audio_filepath must be a path in quotes, not {audio!r:.200}")
+        raise BadRow(f"audio_filepath must be a string with a path, not {audio!r:.200}")
     if roots is not None and not is_named_inside(audio, roots):
         raise BadRow(OUTSIDE, audio)
     reason = _reason_to_refuse(fields)
@@ -141,10 +141,10 @@ def _reason_to_refuse(fields: dict[str, object]) -> str | None:
     """What is wrong with a row's fields beside the path; None where nothing is."""
     text, duration, offset = fields.get("text"), fields.get("duration"), fields.get("offset")
     if not isinstance(text, str):
-        return f"text must be the transcript in quotes, not {text!r:.200}"
+        return f"text must be a string with the transcript, not {text!r:.200}"
     character = forbidden_in_transcript(text)
     if character:
-        return f"the transcript holds U+{ord(character):04X}, which is a control character: remove it"
+        return f"the transcript contains the control character U+{ord(character):04X}: remove it"
     if not _is_seconds(duration):
         return f"duration must be a number of seconds, not {duration!r:.200}"
     if offset is not None and not _is_seconds(offset):

@@ -34,7 +34,7 @@ MAX_BACKOFF = 1000.0  # of a base-10 logarithm
 MAX_UNPACKED_RATIO = 100  # times the size of a .gz file, where n-grams take up 10 to 20 times
 GZIP = b"\x1f\x8b"
 MAX_NAMED = 3
-FOREIGN = "It must be trained with this checkpoint's tokenizer: train_language_model.py --checkpoint."
+FOREIGN = "It must use this checkpoint's tokenizer: train it with train_language_model.py --checkpoint."
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Ngrams:
 def read_arpa(path: str | Path, tokenizer: Tokenizer) -> tuple[Ngrams, ...]:
     """The n-grams of order 1, 2, ... of an ARPA file, also gzipped; a DataError where it is none for this tokenizer."""
     path = Path(path)
-    advice = "Give an ARPA file as train_language_model.py writes it."
+    advice = "Give an ARPA file written by train_language_model.py."
     with explained(DataError, f"The language model {path} cannot be read", advice):
         try:
             with _opened(path) as (file, most_bytes):
@@ -65,7 +65,7 @@ def read_arpa(path: str | Path, tokenizer: Tokenizer) -> tuple[Ngrams, ...]:
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, float]]:
     """The file, unpacked where it is gzipped, and how many bytes may be read of it."""
     if "\0" in str(path) or not stat.S_ISREG(path.stat().st_mode):
-        raise OSError("it is no file")
+        raise OSError("it is not a file")
     with open(path, "rb") as file:
         is_packed = file.read(len(GZIP)) == GZIP
         file.seek(0)
@@ -91,16 +91,16 @@ class _Reader:
         orders = []
         for order, count in enumerate(counts, start=1):
             if line != b"\\%d-grams:" % order:
-                raise self._error(f"{_shown(line)} stands where its {order}-grams should begin")
+                raise self._error(f"{_shown(line)} is found at the start of its {order}-grams")
             orders.append(self._read_section(order, count, is_last=order == len(counts)))
             if order == 1:
                 kept = set(orders[0].tokens[:, 0].tolist())
                 self._known = {word: token for word, token in self._known.items() if token in kept}
             line = self._next_line()
             if not line.startswith(b"\\"):
-                raise self._error(f"it has more {order}-grams than the {count} that it states")
+                raise self._error(f"it has more {order}-grams than the {count} in its header")
         if line != b"\\end\\":
-            raise self._error(f"{_shown(line)} stands where it should end")
+            raise self._error(f"{_shown(line)} is found at its end")
         self._file.read(1)  # of a gzipped file that ends here, the checksum
         return tuple(orders)
 
@@ -112,18 +112,18 @@ class _Reader:
             if self._row == 1:
                 line = line.removeprefix(BYTE_ORDER_MARK)
             if len(line) == MAX_LINE:
-                raise self._error(f"a line of more than {MAX_LINE} bytes is no n-gram's")
+                raise self._error(f"a line has more than {MAX_LINE} bytes")
             if self._bytes_left < 0:
-                raise self._error(f"it unpacks to more than {MAX_UNPACKED_RATIO} times its size, as no n-grams do")
+                raise self._error(f"it decompresses to more than {MAX_UNPACKED_RATIO} times its size")
             if stripped := line.strip():
                 return stripped
             self._pass_over()
-        raise self._error("it breaks off before its \\end\\")
+        raise self._error("it ends before \\end\\")
 
     def _pass_over(self) -> None:
         self._silent += 1
         if self._silent > MAX_SILENT_LINES:
-            raise self._error(f"more than {MAX_SILENT_LINES} lines are blank, or stand before its \\data\\")
+            raise self._error(f"more than {MAX_SILENT_LINES} lines are blank, or precede \\data\\")
 
     def _read_counts(self) -> tuple[list[int], bytes]:
         """The number of n-grams of each order that the head states, and the line after it."""
@@ -132,12 +132,14 @@ class _Reader:
         counts: list[int] = []
         while stated := re.fullmatch(rb"ngram\s+(\d{1,4})\s*=\s*(\d{1,30})", line := self._next_line()):
             if int(stated[1]) != len(counts) + 1 or len(counts) == MAX_ORDER:
-                raise self._error(f"its head must state orders 1, 2, ... up to {MAX_ORDER}, and has {_shown(line)}")
+                raise self._error(
+                    f"its header must list the orders 1, 2, ... up to {MAX_ORDER}, but has {_shown(line)}"
+                )
             counts.append(int(stated[2]))
         if not counts or not counts[0]:
-            raise self._error("its head states no 1-grams")
+            raise self._error("its header lists no 1-grams")
         if sum(counts) > MAX_NGRAMS:
-            raise self._error(f"its head states {sum(counts)} n-grams, and {MAX_NGRAMS} are the most that are read")
+            raise self._error(f"its header lists {sum(counts)} n-grams, more than the limit of {MAX_NGRAMS}")
         return counts, line
 
     def _read_section(self, order: int, count: int, is_last: bool) -> Ngrams:
@@ -147,7 +149,7 @@ class _Reader:
         for _ in range(count):
             fields = self._next_line().split()
             if fields[0].startswith(b"\\"):
-                raise self._error(f"it has fewer {order}-grams than the {count} that it states")
+                raise self._error(f"it has fewer {order}-grams than the {count} in its header")
             try:
                 probability, words = float(fields[0]), fields[1 : order + 1]
                 backoff = float(fields[order + 1]) if len(fields) == order + 2 else 0.0
@@ -155,9 +157,9 @@ class _Reader:
                 probability = backoff = math.nan
             if not order + 1 <= len(fields) <= order + 2 or probability != probability or backoff != backoff:
                 words = f"{order} word{'s' if order > 1 else ''}"
-                raise self._error(f"{_shown(b' '.join(fields))} is not a logarithm, {words} and a weight")
+                raise self._error(f"{_shown(b' '.join(fields))} is not a log probability, {words} and a backoff weight")
             if probability > 0 or not -MAX_BACKOFF < backoff < MAX_BACKOFF:
-                raise self._error(f"{probability:g} and {backoff:g} are no logarithms of a probability and a weight")
+                raise self._error(f"{probability:g} and {backoff:g} are not a log probability and a backoff weight")
             try:
                 tokens.extend([known[word] for word in words])
             except KeyError:
@@ -178,10 +180,10 @@ class _Reader:
     def _unknown_words(self, order: int, words: list[bytes]) -> DataError:
         named = ", ".join(map(_shown, words[:MAX_NAMED])) + (", ..." if len(words) > MAX_NAMED else "")
         if order > 1:
-            return self._error(f"{named} in its {order}-grams is none of its 1-grams")
-        return self._error(f"{named} is no piece of the tokenizer", FOREIGN)
+            return self._error(f"{named} in its {order}-grams is not in its 1-grams")
+        return self._error(f"{named} is not a token of the tokenizer", FOREIGN)
 
-    def _error(self, what: str, advice: str = "Train it again, or give another --language_model.") -> DataError:
+    def _error(self, what: str, advice: str = "Train it again, or use another --language_model.") -> DataError:
         hint = conversion_hint(self._path) if self._path.suffix == ".gz" else ""
         return DataError(f"The language model {self._path} cannot be used: line {self._row}: {what}{hint}. {advice}")
 
@@ -199,7 +201,7 @@ def write_arpa(path: str | Path, orders: Sequence[Ngrams], tokenizer: Tokenizer)
     """
     path = Path(path)
     pieces = [tokenizer.piece(token) for token in range(tokenizer.size)]
-    advice = "Give another --output in a folder of yours."
+    advice = "Choose another --output in a writable folder."
     with (
         explained(ResourceError, f"The language model cannot be written to {path}", advice),
         atomic_replace(path) as partial,

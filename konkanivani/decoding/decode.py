@@ -118,14 +118,15 @@ def build_decode(
     if config.decode not in possible:
         missing = "CTC head" if not architecture.has_ctc else "attention decoder"
         raise UsageError(
-            f"The model has no {missing}, which --decode {config.decode} needs: give --decode {' or '.join(possible)}."
+            f"--decode {config.decode} needs the {missing}, which the model does not have: use --decode "
+            f"{' or '.join(possible)}."
         )
     if config.decode == "greedy":
         return greedy_decode(architecture, tokenizer)
     language_model, weight = None, config.language_model_weight
     if config.language_model is not None and weight:
         if tokenizer.special.blank is None:
-            raise UsageError("--language_model is for a model with a tokenizer of this trainer's: leave it out.")
+            raise UsageError("--language_model needs a model with a KonkaniVani tokenizer: omit it.")
         language_model = read_language_model(config.language_model, tokenizer, device)
     if config.decode == "prefix":
         fusion = Fusion(language_model, weight, config.length_bonus, tokenizer.special) if language_model else None

@@ -33,7 +33,7 @@ class RepeatedNgram(Exception):
     """The same n-gram stands twice in a model; `tokens` is one such."""
 
     def __init__(self, tokens: list[int]) -> None:
-        super().__init__(f"The n-gram {tokens} stands twice.")
+        super().__init__(f"The n-gram {tokens} is listed twice.")
         self.tokens = tokens
 
 
@@ -108,13 +108,13 @@ def read_language_model(path: str | Path, tokenizer: Tokenizer, device: torch.de
     except RepeatedNgram as error:
         words = " ".join(tokenizer.piece(token) for token in error.tokens)
         raise DataError(
-            f'The language model {path} cannot be used: "{words}" stands twice in its {len(error.tokens)}-grams. '
-            "Train it again, or give another --language_model."
+            f'The language model {path} cannot be used: "{words}" is listed twice in its '
+            f"{len(error.tokens)}-grams. Train it again, or use another --language_model."
         ) from None
     special = dataclasses.astuple(tokenizer.special)
     pieces, known = tokenizer.size - len(special), int((~np.isin(orders[0].tokens, special)).sum())
     if 2 * known < pieces:  # it would say of nearly everything that it is unknown
-        raise DataError(f"The language model {path} knows {known} of the tokenizer's {pieces} pieces. {FOREIGN}")
+        raise DataError(f"The language model {path} has only {known} of the tokenizer's {pieces} tokens. {FOREIGN}")
     return model
 
 
@@ -143,7 +143,7 @@ def build_language_model(
     is_word = np.zeros(vocabulary, bool)
     is_word[words] = True
     if not all(is_word[ngrams.tokens].all() for ngrams in orders):
-        raise ValueError("A token of an n-gram does not stand in order 1.")
+        raise ValueError("A token of an n-gram is missing in order 1.")
     levels = _levels(orders)
     begins = np.cumsum([1, *(len(level.tokens) for level in levels)]).tolist()  # of each level's nodes; ROOT is node 0
     keys = torch.from_numpy(np.concatenate([level.keys(begins, vocabulary) for level in levels]))

@@ -53,7 +53,7 @@ def prefix_beam_search(
     of the log probability in all of this.
     """
     if min(beam, best) < 1:
-        raise ValueError(f"Not all above zero: beam {beam}, best {best}.")
+        raise ValueError(f"Must be above zero: beam {beam}, best {best}.")
     frames = mask_padding_as_blank(log_probabilities, encoded_lengths)
     places = torch.zeros(len(frames), beam, dtype=torch.int64, device=frames.device)
     impossible = torch.full_like(places, -math.inf, dtype=torch.float64)

@@ -26,9 +26,9 @@ NormalizerName = Literal["konkanivani", "spell", "none"]
 # How texts are made alike before they are compared, references and hypotheses in the same way, and how that is told.
 # Even with none, where and how wide the white space between words is makes no difference.
 NORMALIZERS: dict[NormalizerName, tuple[Callable[[str], str], str]] = {
-    "konkanivani": (normalize_text, "konkanivani: NFC, no punctuation, small letters"),
-    "spell": (partial(normalize_text, digits="spell"), "spell: NFC, no punctuation, small letters, digits spelt"),
-    "none": (lambda text: " ".join(text.split()), "none: texts as they stand"),
+    "konkanivani": (normalize_text, "konkanivani: NFC, no punctuation, lower case"),
+    "spell": (partial(normalize_text, digits="spell"), "spell: NFC, no punctuation, lower case, digits spelt"),
+    "none": (lambda text: " ".join(text.split()), "none: texts unchanged"),
 }
 
 
@@ -52,14 +52,14 @@ class CheckpointRun:
 
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:
-        left_out = f" ({count(self.left_out, 'row')} left out)" if self.left_out else ""
+        left_out = f" ({count(self.left_out, 'row')} skipped)" if self.left_out else ""
         terms = [("CTC", self.ctc_loss), ("attention", self.attention_loss)]
         told = ", ".join(f"{name} {loss:.3f}" for name, loss in terms if loss is not None)
         return (
             ("checkpoint", f"{self.checkpoint}, step {self.step:,}"),
             ("manifest", self.manifest + left_out),
-            ("decoding", f"{decoding_words(self.decoding)}, {self.seconds:.1f} s with the loading"),
-            ("loss", f"{self.loss:.3f} ({told}) nats a token"),
+            ("decoding", f"{decoding_words(self.decoding)}, {self.seconds:.1f} s including loading"),
+            ("loss", f"{self.loss:.3f} ({told}) nats per token"),
         )
 
 
@@ -119,7 +119,7 @@ def read_pairs(references: str | None, hypotheses: str, text_format: TextFormat)
     texts = tuple(pair_transcripts(said, heard))
     notes = ()
     if not (said.has_ids and heard.has_ids) and are_probably_ids(texts):
-        notes = ("Each line of both files begins with the same word; if these are ids, give --format ids.",)
+        notes = ("Each line of both files starts with the same word; if these are ids, use --format ids.",)
     return TextPairs(texts, TextFiles(references or hypotheses, hypotheses), "konkanivani", notes)
 
 
@@ -149,7 +149,7 @@ COUNTS = ("word_errors", "words", "character_errors", "characters")
 
 def write_hypotheses(path: Path, texts: Sequence[ScoredText], edits: UtteranceEdits) -> None:
     """Writes the utterances in their order beside `path` and renames it into place."""
-    with explained(ResourceError, f"The hypotheses could not be written to {path}", "Give another --output."):
+    with explained(ResourceError, f"The hypotheses could not be written to {path}", "Choose another --output."):
         write_json_lines(path, _rows(texts, edits))
 
 

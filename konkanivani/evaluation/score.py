@@ -100,7 +100,7 @@ class ScoreReport:
             return said
         named = sum(bool(speaker.name) for speaker in self.speakers)
         few = f", too few ({named}) to be resampled" if named < MIN_SPEAKERS else ""
-        return f"{said}; for other speech of the same speakers{few}"
+        return f"{said}; valid for other speech of the same speakers{few}"
 
 
 def build_report(

@@ -85,7 +85,7 @@ def read_transcripts(path: str, text_format: TextFormat, role: Role) -> Transcri
             raise _too_long(path, number)
         rows.append(row)
     if not rows:
-        raise DataError(f"{path} is empty: there is nothing to score. Give a file of transcripts.")
+        raise DataError(f"{path} is empty. Give a file with transcripts.")
     _check_ids(path, rows)
     return TranscriptFile(path, tuple(rows))
 
@@ -110,8 +110,8 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
 
 def _too_long(path: str, number: int) -> DataError:
     return DataError(
-        f"{path}, line {number} has more than {MAX_CHARACTERS:,} characters, too many to align. Give a line to each "
-        "utterance."
+        f"{path}, line {number} has more than {MAX_CHARACTERS:,} characters, too many to align. Write one "
+        "utterance per line."
     )
 
 
@@ -119,13 +119,15 @@ def _parse_json(place: str, line: str, role: Role) -> TranscriptRow:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place} is not a line of JSON ({error}). Give a file of plain lines another name.") from None
+        raise DataError(
+            f"{place} is not a line of JSON ({error}). Rename the file if it contains plain text."
+        ) from None
     if not isinstance(fields, dict):
-        raise DataError(f"{place} is no JSON object. Give rows such as a manifest's.")
+        raise DataError(f"{place} is not a JSON object. Write rows like those of a manifest.")
     names = FIELDS[role]
     text = next((fields[name] for name in names if fields.get(name) is not None), None)
     if not isinstance(text, str):
-        raise DataError(f"{place} has no {role.removeprefix('own ')}: give it in quotes as {' or '.join(names)}.")
+        raise DataError(f"{place} has no {role.removeprefix('own ')}: give it as a string named {' or '.join(names)}.")
     seconds = fields.get("duration")
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     row = TranscriptRow(
@@ -136,7 +138,7 @@ def _parse_json(place: str, line: str, role: Role) -> TranscriptRow:
         pattern=str(fields.get("pattern") or ""),
     )
     if any("\ud800" <= c <= "\udfff" for c in row.text + row.id + row.speaker + row.pattern):
-        raise DataError(f"{place} holds half a character, \\ud800 to \\udfff, which is no text. Mend the row.")
+        raise DataError(f"{place} contains an unpaired surrogate (\\ud800 to \\udfff). Fix the row.")
     return row
 
 
@@ -160,8 +162,8 @@ def _check_ids(path: str, rows: list[TranscriptRow]) -> None:
     if with_id not in (0, len(rows)):
         row = next(number for number, row in enumerate(rows, start=1) if not row.id)
         raise DataError(
-            f"{path}: {count(with_id, 'row', 'has/have')} an id (audio_filepath) and others, such as row {row}, have "
-            "none. Give one to all or to none."
+            f"{path}: {count(with_id, 'row', 'has/have')} an id (audio_filepath) but others, such as row "
+            f"{row}, have none. Give an id to all rows or to none."
         )
     repeated = [name for name, times in Counter(row.id for row in rows).items() if times > 1] if with_id else []
     if repeated:
@@ -183,8 +185,9 @@ def pair_transcripts(references: TranscriptFile, hypotheses: TranscriptFile) -> 
         if len(references.rows) != len(hypotheses.rows):
             raise DataError(
                 f"{references.path} has {len(references.rows):,} transcripts and {hypotheses.path} "
-                f"{len(hypotheses.rows):,}, so they cannot be paired line by line. Give a line to each utterance in "
-                "both, empty where nothing was heard, or files with ids (--format ids, or JSON lines)."
+                f"{len(hypotheses.rows):,}, so they cannot be paired line by line. Write one line per "
+                "utterance in both, empty for an empty transcript, or use files with ids (--format ids, or "
+                "JSON lines)."
             )
         texts = [row.text for row in hypotheses.rows]
     else:
@@ -195,7 +198,8 @@ def pair_transcripts(references: TranscriptFile, hypotheses: TranscriptFile) -> 
             if ids:
                 raise DataError(
                     f"{one.path} has no transcript of {len(ids):,} of the {len(other.rows):,} utterances of "
-                    f"{other.path}: {_names(ids)}. Give each utterance to both, empty where nothing was heard."
+                    f"{other.path}: {_names(ids)}. Write each utterance into both files, with an empty text "
+                    "for an empty transcript."
                 )
         texts = [heard[row.id] for row in references.rows]
     return [
@@ -212,8 +216,9 @@ def match_hypotheses(texts: Sequence[ScoredText], other: TranscriptFile) -> list
     found = [heard.get(text.id) for text in texts]
     if all(hypothesis is None for hypothesis in found):
         raise DataError(
-            f"{other.path} has {len(other.rows):,} transcripts, none of which can be paired with the {len(texts):,} "
-            "utterances scored. Give hypotheses of the same utterances, with the same ids or in the same order."
+            f"{other.path} has {len(other.rows):,} transcripts, none of which can be paired with the "
+            f"{len(texts):,} utterances scored. Use hypotheses of the same utterances, with the same ids or in "
+            "the same order."
         )
     return found
 

@@ -55,8 +55,8 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_
                 )
             if not allow_different_runs and (reason := different_runs(first_run, run)):
                 raise CheckpointError(
-                    f"{first.name} and {named.name} are of different runs: {reason}. Average checkpoints of one run, "
-                    "or give --allow_different_runs."
+                    f"{first.name} and {named.name} are from different runs: {reason}. Average checkpoints of "
+                    "one run, or use --allow_different_runs."
                 )
             for name, total in sums.items():
                 total += model[name]
@@ -64,7 +64,7 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_
             newest = named
         count += 1
     if first is None:
-        raise CheckpointError("There is no checkpoint to average. Give the paths of checkpoint_*.pt files.")
+        raise CheckpointError("No checkpoint to average. Give the paths of checkpoint_*.pt files.")
     model = {
         name: (sums[name] / count).to(tensor.dtype) if name in sums else tensor
         for name, tensor in newest.checkpoint.states["model"].items()
@@ -104,8 +104,8 @@ def newest_epochs(directory: str | Path, count: int) -> list[Path]:
     found = epochs_in(Path(directory))
     if len(found) < count:
         raise CheckpointError(
-            f"{directory} holds {len(found)} epoch checkpoints, not {count}. Give a smaller --last, or train with a "
-            "larger --keep_checkpoints."
+            f"{directory} contains {len(found)} epoch checkpoints, not {count}. Use a smaller --last, or train "
+            "with a larger --keep_checkpoints."
         )
     return found[:count][::-1]
 
@@ -120,10 +120,10 @@ def _model_alone(named: NamedCheckpoint) -> NamedCheckpoint:
     """The checkpoint without its optimizer, which is twice the size of the model."""
     model = named.checkpoint.states.get("model")
     if not model or not all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
-        raise CheckpointError(f"The checkpoint {named.name} holds no weights of a model. Use another one.")
+        raise CheckpointError(f"The checkpoint {named.name} contains no model weights. Use another one.")
     weights = [tensor for tensor in model.values() if tensor.is_floating_point()]
     if not all(torch.isfinite(tensor).all() for tensor in weights):
-        raise CheckpointError(f"The checkpoint {named.name} holds weights that are not finite. Leave it out.")
+        raise CheckpointError(f"The checkpoint {named.name} contains weights that are not finite. Leave it out.")
     states = {name: state for name, state in named.checkpoint.states.items() if name in ("model", STATE, PROVENANCE)}
     return dataclasses.replace(named, checkpoint=dataclasses.replace(named.checkpoint, states=states))
 
@@ -131,10 +131,10 @@ def _model_alone(named: NamedCheckpoint) -> NamedCheckpoint:
 def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
     """Why the mean of two models would be no model: settings of the shape, tokens, or tensors that differ."""
     if one.states.get(STATE) != other.states.get(STATE):
-        return ["they began with other models"]
+        return ["they started from different models"]
     pairs = zip(settings_of(config_from_text(one.config)), settings_of(config_from_text(other.config)), strict=True)
     found = [
-        f"--{mine.name} is {mine.value} in the one and {theirs.value} in the other"
+        f"--{mine.name} is {mine.value} in one and {theirs.value} in the other"
         for mine, theirs in pairs
         if mine.value != theirs.value
         and (mine.name == "audio_context" or (mine.group == "model" and mine.name != "dropout"))
@@ -142,7 +142,7 @@ def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
     if one.tokenizer != other.tokenizer or one.vocab_size != other.vocab_size:
         found.append(f"their tokenizers differ ({one.vocab_size} and {other.vocab_size} tokens)")
     if not found and _shapes(one) != _shapes(other):
-        found.append("their weights have other names, shapes or number formats")
+        found.append("their weights have different names, shapes or dtypes")
     return found
 
 

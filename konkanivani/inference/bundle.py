@@ -98,7 +98,7 @@ def read_bundle(path: Path, device: torch.device) -> SpeechModel:
     """
     if not path.is_file():
         raise CheckpointError(
-            f"There is no bundle at {path}. Give the path of a {SUFFIX} file that export_asr.py wrote."
+            f"There is no bundle at {path}. Give the path of a {SUFFIX} file written by export_asr.py."
         )
     try:
         return _build(_read_contents(path), path, device)
@@ -106,11 +106,12 @@ def read_bundle(path: Path, device: torch.device) -> SpeechModel:
         raise
     except (PermissionError, MemoryError) as error:
         reason = "permission denied" if isinstance(error, PermissionError) else "not enough memory"
-        raise ResourceError(f"The bundle {path} cannot be read: {reason}. Mend that and start again.") from None
+        raise ResourceError(f"The bundle {path} cannot be read: {reason}. Fix that and start again.") from None
     except Exception as error:  # a damaged or hostile file can raise nearly anything
         reason = (str(error) or type(error).__name__).splitlines()[0][:200].rstrip(".")
         raise CheckpointError(
-            f"The bundle {path} is damaged or not ours ({reason}){conversion_hint(path)}. Export it again."
+            f"The bundle {path} is damaged or not a KonkaniVani bundle ({reason}){conversion_hint(path)}. "
+            "Export it again."
         ) from None
 
 
@@ -119,14 +120,14 @@ def _read_contents(path: Path) -> Contents:
     with open(path, "rb") as file:
         claimed = int.from_bytes(file.read(8), "little")
     if claimed > MAX_HEADER_BYTES:  # it alone would take gigabytes once it is read
-        raise ValueError(f"its header claims {claimed} bytes")
+        raise ValueError(f"its header states {claimed} bytes")
     with safetensors.safe_open(path, framework="pt") as file:
         entry = json.loads((file.metadata() or {}).get(ENTRY, "null"))
         if not isinstance(entry, dict):
-            raise CheckpointError(f"The file {path} is no bundle of ours. Give one that export_asr.py wrote.")
+            raise CheckpointError(f"The file {path} is not a KonkaniVani bundle. Give one written by export_asr.py.")
         if entry.get("format") not in (1, FORMAT):
             raise CheckpointError(
-                f"The bundle {path} is of format {entry.get('format')!r:.40}; this version reads formats 1 and "
+                f"The bundle {path} has format {entry.get('format')!r:.40}; this version reads formats 1 and "
                 f"{FORMAT}. Use the version that wrote it, or export it again."
             )
         # Copies: what is read lies in a file that another program may change.
@@ -148,7 +149,7 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
     features = _features(description["features"], path) if is_first else description["features"]
     wanted = [_of_format_1(usual) if is_first else usual for usual in (MODEL, FEATURES)]
     if [set(dimensions), set(features)] != list(map(set, wanted)):
-        raise ValueError("its dimensions have other names than ours")
+        raise ValueError("its dimensions have unknown names")
     longest_seconds, digits = description["longest_seconds"], description["digits"]
     if type(longest_seconds) is not float or not 0 < longest_seconds < math.inf:
         raise ValueError(f"longest_seconds is {longest_seconds}")
@@ -159,7 +160,7 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
     model = architecture.build_without_values()
     wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
     if wanted != {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}:
-        raise ValueError("its weights are not those of its dimensions")
+        raise ValueError("its weights do not match its dimensions")
     check_finite(str(path), weights)
     model.load_state_dict(weights, assign=True)
     front_end, source = architecture.build_front_end(AugmentConfig()).to(device), description.get("provenance")
@@ -178,17 +179,17 @@ def _config(settings: Mapping[str, object]) -> TrainConfig:
         config = config_from_text("".join(f"--{name} {value!r}\n" for name, value in settings.items()))
         check_config(config)
     except CheckpointError:
-        raise ValueError("its settings are of the wrong kind") from None
+        raise ValueError("its settings have the wrong type") from None
     except UsageError as error:
         raise ValueError(error) from None
     if not is_within_bounds(config.model):
-        raise ValueError("its dimensions are beyond any model of ours")
+        raise ValueError("its dimensions are out of range")
     return config
 
 
 def _tokenizer(model: torch.Tensor) -> Tokenizer:
     if model.dtype != torch.uint8:
-        raise ValueError("its tokenizer is not of bytes")
+        raise ValueError("its tokenizer is not binary data")
     try:
         return Tokenizer(model.numpy().tobytes())
     except DataError as error:
@@ -203,7 +204,7 @@ def _features(found: object, path: Path) -> Mapping[str, object]:
     if names:
         told = [f"{name} {found.get(name)!r:.40} for {ours.get(name)!r}" for name in names[:3]]
         raise CheckpointError(
-            f"The bundle {path} was made for other features than this version's: "
+            f"The bundle {path} was made for different features than this version's: "
             f"{', '.join(told + ['…'] * (len(names) > 3))}. Use the version that wrote it."
         )
     return {name: value for name, value in found.items() if name not in fixed}

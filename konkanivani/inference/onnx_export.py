@@ -55,7 +55,9 @@ def build_onnx(speech_model: SpeechModel) -> bytes:
     import onnx
 
     if not speech_model.architecture.has_ctc:
-        raise UsageError("ONNX files hold the encoder and CTC, which this model has not: export it as a bundle.")
+        raise UsageError(
+            "ONNX files contain the encoder and the CTC head, but this model has no CTC head: export it as a bundle."
+        )
     graph = RecognitionGraph(speech_model)
     example = torch.zeros(2, SAMPLE_RATE), torch.tensor([SAMPLE_RATE, SAMPLE_RATE // 2])
     batch, samples = torch.export.Dim("batch"), torch.export.Dim("samples", max=MAX_SAMPLES)

@@ -71,8 +71,9 @@ class Origin:
         if dict(state) != self.state_dict():
             where = f"--pretrained {self.path} is" if self.path else "That is"
             raise CheckpointError(
-                f"The run began with another model: {where} not of its shape, or has other weights where they are not "
-                "trained. Give the folder that it began with, or begin a run of its own in another --checkpoint_dir."
+                f"The run was started from another model: {where} of a different shape, or has other frozen "
+                "weights. Use the folder that the run was started from, or start a new run in another "
+                "--checkpoint_dir."
             )
 
 
@@ -100,18 +101,16 @@ def restored_architecture(checkpoint: Checkpoint, config: TrainConfig) -> Archit
     if state is None:
         return architecture_of(config, checkpoint.vocab_size)
     if state.get("kind") != KIND:
-        raise CheckpointError(
-            "The checkpoint's recogniser is of a kind that this version does not know. Use a newer version."
-        )
+        raise CheckpointError("The checkpoint has an unknown model type. Use a newer version.")
     if type(state.get("frozen")) is not str:
-        raise CheckpointError("The checkpoint does not say which weights it leaves out. Use another checkpoint.")
+        raise CheckpointError("The checkpoint does not record the weights that it omits. Use another checkpoint.")
     return WhisperArchitecture(restored_shape(state), config.tuning, config.pretrained.audio_context or "window")
 
 
 def tuned_whisper(checkpoint: Checkpoint, config: TrainConfig) -> TunedWhisper:
     """What of a checkpoint is to be written as a folder; a UsageError where its run did not begin with one."""
     if STATE not in checkpoint.states:
-        raise UsageError("The checkpoint is of a model of ours: export it with --bundle, --onnx or --int8.")
+        raise UsageError("The checkpoint is not of a --pretrained model: export it with --bundle, --onnx or --int8.")
     architecture = restored_architecture(checkpoint, config)
     weights = whole_weights(checkpoint, config, architecture.build_without_values().state_dict())
     return TunedWhisper(config, architecture, weights, checkpoint.tokenizer)
@@ -128,14 +127,14 @@ def whole_weights(
     missing = set(like) - set(found)
     if not missing or STATE not in checkpoint.states:
         return found
-    check_base_is_there(config, "Put it there, or start from the folder in which the run was started")
+    check_base_is_there(config, "Put it there, or use the working folder in which the run was started")
     pretrained = read_pretrained(config.pretrained.pretrained or "")
     base = pretrained.weights()
     rest = {name: base[name].to(like[name].dtype) for name in missing if name in base}
     if digest_of(rest) != checkpoint.states[STATE].get("frozen"):
         raise CheckpointError(
-            f"The checkpoint holds only what was trained, and the folder {pretrained.path} is not the one that the run "
-            "began with. Put that one in its place."
+            f"The checkpoint contains only the trained weights, and the folder {pretrained.path} is not the "
+            "one that the run was started from. Restore the original folder."
         )
     return {**rest, **found}
 
@@ -145,6 +144,6 @@ def check_base_is_there(config: TrainConfig, advice: str) -> None:
     path = config.pretrained.pretrained
     if path is None or not Path(path).is_dir():
         raise CheckpointError(
-            f"The checkpoint holds only what was trained, and the folder {path} with the rest of the model is not "
-            f"there. {advice}."
+            f"The checkpoint contains only the trained weights, and the folder {path} with the rest of the "
+            f"model does not exist. {advice}."
         )

@@ -26,7 +26,7 @@ class Provenance:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Raises a CheckpointError where a run that began otherwise would go on."""
         if dict(state) != self.state_dict():
-            raise CheckpointError("The run began with another model. Use another checkpoint.")
+            raise CheckpointError("The run was started from another model. Use another checkpoint.")
 
 
 def provenance_of(words: object) -> Provenance | None:
@@ -35,7 +35,7 @@ def provenance_of(words: object) -> Provenance | None:
         return None
     names = {field.name for field in fields(Provenance)}
     if not isinstance(words, dict) or set(words) != names or not all(type(word) is str for word in words.values()):
-        raise ValueError("its provenance is not in words of ours")
+        raise ValueError("its provenance record has unknown fields")
     return Provenance(**words)
 
 

@@ -95,7 +95,7 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
     try:
         check_config(config)
     except UsageError as error:
-        raise CheckpointError(f"The checkpoint's settings are none of ours. {error}") from None
+        raise CheckpointError(f"The checkpoint's settings are invalid. {error}") from None
     load_tokenizer(checkpoint)
     weights, architecture = checkpoint.states.get("model", {}), restored_architecture(checkpoint, config)
     dimensions = architecture.model
@@ -103,18 +103,18 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
     layers = [f"{stack}.blocks.{count - 1}." for stack, count in counts.items() if count]
     has_all = architecture.has_base or all(any(n.startswith(last) for n in weights) for last in layers)
     if not is_within_bounds(dimensions) or not has_all:
-        raise CheckpointError("The checkpoint's model has not the weights of its dimensions. Use another checkpoint.")
+        raise CheckpointError("The checkpoint's weights do not match its model dimensions. Use another checkpoint.")
     try:
         model = architecture.build_without_values()
     except UsageError as error:  # nobody has asked for this
-        raise CheckpointError(f"The checkpoint's settings are none of ours. {error}") from None
+        raise CheckpointError(f"The checkpoint's settings are invalid. {error}") from None
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     for name, tensor in model.state_dict().items():
         if architecture.has_base and name not in weights and name not in trained:
             continue  # its folder has it
         if not isinstance(weights.get(name), torch.Tensor) or weights[name].shape != tensor.shape:
             raise CheckpointError(
-                f"The checkpoint's model cannot be loaded: its {name} is not of the shape that its settings say. "
+                f"The checkpoint's model cannot be loaded: the shape of {name} does not match its settings. "
                 "Use another checkpoint."
             )
     return config
@@ -134,7 +134,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Vocabulary:
         raise CheckpointError(f"The checkpoint's tokenizer cannot be used: {error} Use another checkpoint.") from None
     if tokenizer.size != checkpoint.vocab_size:
         raise CheckpointError(
-            f"The checkpoint's tokenizer has {tokenizer.size} tokens and its model {checkpoint.vocab_size}. "
+            f"The checkpoint's tokenizer has {tokenizer.size} tokens but its model {checkpoint.vocab_size}. "
             "Use another checkpoint."
         )
     return tokenizer

@@ -56,7 +56,7 @@ def find_recordings(paths: Sequence[str], spooled: Path | None = None) -> list[R
     """
     found = []
     for address in (path for path in paths if "://" in path):
-        raise UsageError(f"{address} is the address of a file elsewhere. Download it first.")
+        raise UsageError(f"{address} is a URL. Download the file first.")
     for path in (Path(existing_path(path)) for path in paths):
         if spooled is not None and str(path) == SIGN:
             found.append(Recording(spooled, Path("stdin"), SIGN))
@@ -66,7 +66,7 @@ def find_recordings(paths: Sequence[str], spooled: Path | None = None) -> list[R
             continue
         audible = sorted(each for each in visible_files(path) if each.suffix.lower() in AUDIO_SUFFIXES)
         if not audible:
-            raise DataError(f"The folder {path} holds no audio file that can be read. Give another, or files.")
+            raise DataError(f"The folder {path} contains no readable audio file. Give another folder, or files.")
         found += [Recording(each, each.relative_to(path)) for each in audible]
     return found
 
@@ -86,8 +86,8 @@ def output_paths(recordings: Sequence[Recording], directory: Path, text_format: 
     for path, recording in zip(paths, recordings, strict=True):
         if path in taken:
             raise UsageError(
-                f"The transcripts of {taken[path]} and {recording} would both be {path}. "
-                "Give them in two calls, each with an --output_dir of its own."
+                f"The transcripts of {taken[path]} and {recording} would both be written to {path}. Use two "
+                "calls with different --output_dir."
             )
         taken[path] = recording
     return paths
@@ -119,10 +119,10 @@ class Transcription:
             failed = self._run_all(recordings, targets, done)
         if failed:
             raise DataError(
-                f"{failed} of {len(recordings)} files could not be transcribed, for the reasons above. Mend or leave "
-                "them out; the others are done."
+                f"{failed} of {len(recordings)} files could not be transcribed (see the errors above). Repair "
+                "them or leave them out; the others are done."
             )
-        return "" if self.output is None else f"{count(len(recordings), 'transcript', 'is/are')} in {self.output}."
+        return "" if self.output is None else f"{count(len(recordings), 'transcript')} in {self.output}."
 
     def _run_all(self, recordings: Sequence[Recording], targets: Sequence[Path | None], done: list[bool]) -> int:
         """Transcribe this rank's portion; return how many recordings of all ranks could not be transcribed."""
@@ -138,7 +138,7 @@ class Transcription:
                     if not done[number]:
                         self._transcribe(recognizer, recordings[number], targets[number], progress, is_single_process)
                     if self.output is not None:
-                        name = printable(targets[number]) + " is there already" * done[number]
+                        name = printable(targets[number]) + " already exists" * done[number]
                         progress.write(f"{number + 1} of {len(targets)}: {name}\n", sys.stderr)
                 except UnusableAudio as error:
                     if is_single_process:
@@ -155,14 +155,12 @@ class Transcription:
             there = broadcast_from_rank0(self.topology, lambda: [path.exists() for path in paths])
             if any(there) and self.existing == "refuse":
                 raise UsageError(
-                    f"{paths[there.index(True)]} is there already, one of {sum(there):,}. --existing keep makes the "
-                    "transcripts that are not there, --existing replace makes all anew; or give another --output_dir."
+                    f"{paths[there.index(True)]} already exists, one of {sum(there):,}. Use --existing keep to make "
+                    "only the missing transcripts, --existing replace to make all, or choose another --output_dir."
                 )
             return paths, [self.existing == "keep" and is_there for is_there in there]
         if self.text_format in ("srt", "vtt") and len(recordings) > 1:
-            raise UsageError(
-                f"Subtitles of {len(recordings)} recordings cannot stand in one place. Give an --output_dir for them."
-            )
+            raise UsageError(f"Subtitles of {len(recordings)} recordings need one file each. Give an --output_dir.")
         return [None] * len(recordings), [False] * len(recordings)
 
     def _transcribe(
@@ -189,7 +187,7 @@ class Transcription:
             if not is_out_of_memory(error):
                 raise
             raise ResourceError(
-                f"Out of memory at {recording}. Give a lower --longest_piece or --beam, or --device cpu."
+                f"Out of memory at {recording}. Use a lower --longest_piece or --beam, or --device cpu."
             ) from None
 
 
@@ -252,7 +250,7 @@ def _short_audio_told(progress: _Progress) -> Iterator[None]:
 
         def tell(message: Warning, category: type[Warning], *place: object) -> None:
             if issubclass(category, ShortAudio):
-                progress.write(f"{message} What there is of it is transcribed.\n", sys.stderr)
+                progress.write(f"{message} Transcribing the available part.\n", sys.stderr)
             else:
                 shown(message, category, *place)
 

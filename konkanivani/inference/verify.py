@@ -77,7 +77,7 @@ def check_bundle(read: SpeechModel, speech_model: SpeechModel, path: Path) -> No
     signal = check_signal()
     (found, found_lengths), (wanted, wanted_lengths) = read.encode(*signal), speech_model.encode(*signal)
     if found_lengths != wanted_lengths or not torch.equal(found, wanted):
-        raise NumericsError(f"The bundle {path} was not kept: read again, it hears something else. Check the disk.")
+        raise NumericsError(f"The bundle {path} was deleted: read back, it gives different output. Check the disk.")
 
 
 @torch.no_grad()
@@ -94,8 +94,9 @@ def check_onnx(found: OnnxModel, speech_model: SpeechModel, path: Path, toleranc
         got = together[row, : len(wanted)].exp()
         if encoded_lengths[row] != wanted_lengths[0] or not _farthest(got, wanted) <= tolerance:
             raise NumericsError(
-                f"The ONNX file {path} was not kept: its probabilities are up to {_farthest(got, wanted):.2g} from "
-                "the checkpoint's. Update onnx, onnxruntime and onnxscript, or use a bundle."
+                f"The ONNX file {path} was deleted: its probabilities differ by up to "
+                f"{_farthest(got, wanted):.2g} from the checkpoint's. Update onnx, onnxruntime and onnxscript, "
+                "or use a bundle."
             )
 
 

@@ -29,8 +29,8 @@ def enforce_budget(device: torch.device, budget: int, context: int) -> None:
     total = torch.cuda.get_device_properties(device).total_memory
     if budget <= context:
         raise ResourceError(
-            f"The budget of {budget / 2**20:.0f} MiB is less than this card's context alone takes, "
-            f"{context / 2**20:.0f} MiB. Give a larger --memory_budget."
+            f"The budget of {budget / 2**20:.0f} MiB is less than the CUDA context of this GPU, "
+            f"{context / 2**20:.0f} MiB. Use a larger --memory_budget."
         )
     torch.cuda.set_per_process_memory_fraction(min(1.0, (budget - context) / total), device)
 
@@ -47,9 +47,10 @@ class BudgetWatch:
         if is_beyond and not self._has_told:
             self._has_told = True
             tqdm.write(
-                f"Training has taken {peak - self._before:.0f} MiB, more than its budget of "
-                f"{self._allowed - self._before:.0f} MiB, and a CPU refuses nothing. Stop it (nothing is lost) and go "
-                "on with --resume auto --replan and a lower --memory_budget, or with --gradient_checkpointing auto."
+                f"Training has used {peak - self._before:.0f} MiB, more than the budget of "
+                f"{self._allowed - self._before:.0f} MiB, which cannot be enforced on a CPU. To reduce it, "
+                "stop the run (it is saved) and resume with --resume auto --replan and a lower "
+                "--memory_budget, or with --gradient_checkpointing auto."
             )
         return is_beyond
 

@@ -34,8 +34,8 @@ class CardProcess:
     def sentence(self) -> str:
         """The process for a person."""
         who = f"Process {self.pid} ({self.name})" if self.name else f"Process {self.pid}"
-        held = "some of it; how much cannot be read" if self.bytes is None else f"{self.bytes / GIB:.2f} GiB of it"
-        return f"{who} holds {held}."
+        held = "an unknown amount of it" if self.bytes is None else f"{self.bytes / GIB:.2f} GiB of it"
+        return f"{who} uses {held}."
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Card:
         parts += [process.sentence() for process in self.processes]
         # In a container the processes outside it are not listed.
         if self.unseen is not None and self.unseen > max(MIN_UNSEEN, UNSEEN_SHARE * self.total):
-            parts.append(f"What holds another {self.unseen / GIB:.2f} GiB cannot be seen from here.")
+            parts.append(f"Another {self.unseen / GIB:.2f} GiB is used by processes that are not visible here.")
         return " ".join(parts)
 
 

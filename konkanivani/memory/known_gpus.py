@@ -49,8 +49,8 @@ def find_gpu(name: str) -> Gpu:
     wanted, size = _plain(name)
     if _TOO_OLD.fullmatch(wanted):
         raise UsageError(
-            f"--gpu {name}: PyTorch has no kernels for a card as old as this (compute capability below 5.0, that of a "
-            "GTX 750). Train on the CPU, and plan for that with --memory_budget alone, for example 4GiB."
+            f"--gpu {name}: PyTorch does not support a GPU this old (compute capability below 5.0). Train on "
+            "the CPU, and plan with --memory_budget alone, for example 4GiB."
         )
     # Then what else it may mean: a laptop's card, or the one on a desk that a laptop's is like.
     ways = wanted, f"{wanted}laptop", wanted.removesuffix("laptop")
@@ -60,12 +60,19 @@ def find_gpu(name: str) -> Gpu:
             return gpu
     if named:
         sizes = " or ".join(f"{box} GB" for box in sorted({gpu.box for gpu in named}))
-        raise UsageError(f"--gpu {name}: it is known with {sizes}. Give that, or --memory_budget, for example 8GiB.")
+        raise UsageError(
+            f"--gpu {name}: it exists with {sizes}. Add the size to the name, or give --memory_budget, for example "
+            "8GiB."
+        )
     names = {_plain(gpu.name)[0]: gpu.name for gpu in reversed(KNOWN_GPUS)}
     near = [names[one] for one in difflib.get_close_matches(wanted, names, n=4, cutoff=0.5)]
-    examples = f"The nearest known are {', '.join(near)}" if near else "Known are cards such as GTX 980, RTX 3060 or T4"
+    examples = (
+        f"The most similar known names are {', '.join(near)}"
+        if near
+        else "Known GPUs are for example GTX 980, RTX 3060 or T4"
+    )
     raise UsageError(
-        f"--gpu {name} is not a card known here. {examples}. Or give --memory_budget with its memory, for example 8GiB."
+        f"--gpu {name} is not a known GPU. {examples}. Or give its memory as --memory_budget, for example 8GiB."
     )
 
 

@@ -108,7 +108,7 @@ def read_plan(state: Mapping[str, object]) -> MemoryPlan:
             host=int(host),
         )
     except (KeyError, TypeError, ValueError):
-        raise CheckpointError("The checkpoint's memory plan is no plan. Give --replan to make a new one.") from None
+        raise CheckpointError("The checkpoint's memory plan cannot be read. Use --replan to make a new one.") from None
     ascending = all(one.seconds < other.seconds for one, other in zip(buckets, buckets[1:], strict=False))
     if (
         not buckets
@@ -116,14 +116,14 @@ def read_plan(state: Mapping[str, object]) -> MemoryPlan:
         or plan.concurrent_micro_batches < 1
         or min(bucket.utterances for bucket in buckets) < 1
     ):
-        raise CheckpointError("The checkpoint's memory plan is not sound. Give --replan to make a new one.")
+        raise CheckpointError("The checkpoint's memory plan is invalid. Use --replan to make a new one.")
     return plan
 
 
 def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
     """The plan for a person."""
     side_by_side = (
-        f", {plan.concurrent_micro_batches} micro-batches side by side" if plan.concurrent_micro_batches > 1 else ""
+        f", {plan.concurrent_micro_batches} micro-batches in parallel" if plan.concurrent_micro_batches > 1 else ""
     )
     lines = [f"Memory plan for {budget_text(plan.budget)}, planned peak {peak_text(plan.peak)}{side_by_side}:"]
     if not plan.placement.is_on_card:
@@ -132,8 +132,8 @@ def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
     for bucket in plan.buckets:
         recomputed = f", {min(bucket.recomputed_blocks, blocks)} of {blocks} blocks recomputed"
         lines.append(
-            f"  up to {bucket.seconds:6.2f} s: {bucket.utterances} at once, {peak_text(bucket.peak)}"
-            f"{recomputed if bucket.recomputed_blocks else ''}"
+            f"  up to {bucket.seconds:6.2f} s: micro-batch of {bucket.utterances}, "
+            f"{peak_text(bucket.peak)}{recomputed if bucket.recomputed_blocks else ''}"
         )
     return "\n".join(lines)
 

@@ -136,7 +136,7 @@ class OomHistory:
         for seconds, fewest in sizes.items():
             if not seconds.isdecimal() or type(fewest) is not int or fewest < 0:
                 raise CheckpointError(
-                    f"The checkpoint's split {seconds!r:.40}: {fewest!r:.40} is no size. Use another checkpoint."
+                    f"The checkpoint's OOM limit {seconds!r:.40}: {fewest!r:.40} is invalid. Use another checkpoint."
                 )
         is_same = state.get("conditions") == self.conditions
         self._fewest = {int(seconds): fewest for seconds, fewest in sizes.items()} if is_same else {}
@@ -171,7 +171,7 @@ class OomAttempt(Generic[Result]):
         if not (isinstance(error, (MemoryError, RuntimeError)) and is_out_of_memory(error)):
             return False
         error.__traceback__ = None
-        self.reason = (str(error) or "the system gave no more").splitlines()[0]
+        self.reason = (str(error) or "the system refused to allocate more").splitlines()[0]
         return True
 
     def result_or_raise(self, oom_history: OomHistory) -> Result:
@@ -187,9 +187,9 @@ class OomAttempt(Generic[Result]):
         oom_history.remember(self.plan)
         size, seconds = self.plan.largest.size, self.plan.largest.longest_seconds
         raise RestartAfterOom(
-            f"Out of memory at {size} x {seconds:.1f} s ({self.reason.rstrip('.')}) where the ranks share the weights, "
-            "so none can go on alone. What did not fit is remembered: --resume auto goes on from the newest checkpoint "
-            "in smaller pieces (torchrun --max_restarts does it by itself)."
+            f"Out of memory at {size} x {seconds:.1f} s ({self.reason.rstrip('.')}) with weights sharded over "
+            "the ranks, so no rank can retry alone. The limit is recorded: resume with --resume auto, which "
+            "uses smaller micro-batches (torchrun --max_restarts does this automatically)."
         )
 
 
@@ -264,20 +264,20 @@ def release_memory() -> None:
 def _tell(plan: MicroBatchPlan, smaller: MicroBatchPlan) -> None:
     size, seconds = plan.largest.size, plan.largest.longest_seconds
     if plan.concurrent_micro_batches > 1:
-        way = "one micro-batch after another"
+        way = "one micro-batch at a time"
     elif size > 1:
-        way = f"at most {smaller.largest_size} at once"
+        way = f"micro-batches of at most {smaller.largest_size}"
     elif not plan.recomputes_all:
-        way = "every block recomputed"
+        way = "all blocks recomputed"
     else:
         way = f"subsampling, logits and CTC in chunks of {smaller.chunk_frames} frames"
-    tqdm.write(f"Out of memory at {size} x {seconds:.1f} s: the same again with {way}; the result does not change.")
+    tqdm.write(f"Out of memory at {size} x {seconds:.1f} s: retrying with {way}; the result does not change.")
 
 
 def _does_not_fit(batch: Batch, reason: str) -> ResourceError:
     utterance = f"{', '.join(batch.utterance_ids)} of {batch.longest_seconds:.1f} s"
     return ResourceError(
-        f"Out of memory with one utterance at a time: {utterance} does not fit ({reason.rstrip('.')}). "
-        "Give a lower --max_duration (--max_validation_duration for a set that is validated or tested on), "
-        "a smaller --preset or --mixed_precision, or end what else holds memory."
+        f"Out of memory with a micro-batch of one: {utterance} does not fit ({reason.rstrip('.')}). Use a "
+        "lower --max_duration (--max_validation_duration for validation and test sets), a smaller --preset or "
+        "--mixed_precision, or stop other programs that use memory."
     )

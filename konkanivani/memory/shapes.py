@@ -33,7 +33,7 @@ class Shape(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, operation: Callable, *_others: object) -> object:
-        raise RuntimeError(f"{operation} was asked of tensors without data outside of their mode.")
+        raise RuntimeError(f"{operation} was called on tensors without data outside of their mode.")
 
 
 def shape_of(meta: torch.Tensor, device: torch.device = CARD) -> Shape:

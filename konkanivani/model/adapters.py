@@ -30,7 +30,7 @@ def frozen_modules(encoder: torch.nn.Module, config: TuningConfig) -> list[torch
         return [encoder]
     name, number = ("freeze", freeze) if train is None else ("train_layers", train)
     if isinstance(number, int) and number > blocks:
-        raise UsageError(f"--{name} {number}: the encoder has {blocks} blocks. Give fewer, or --freeze encoder.")
+        raise UsageError(f"--{name} {number}: the encoder has only {blocks} blocks. Use fewer, or --freeze encoder.")
     kept = (0 if freeze == "none" else freeze) if train is None else blocks - train
     return [encoder.subsampling, *encoder.blocks[:kept]] if kept or train is not None else []
 
@@ -49,7 +49,7 @@ def tune(model: torch.nn.Module, config: TuningConfig) -> None:
         chosen = [layer for name, layer in layers.items() if name.rpartition(".")[2] in config.lora_targets]
         if not chosen:
             known = sorted({name.rpartition(".")[2] for name in layers})
-            raise UsageError(f"--lora_targets names no layer of this model: give some of {', '.join(known)}.")
+            raise UsageError(f"--lora_targets matches no layer of this model: choose from {', '.join(known)}.")
         for layer in chosen:
             layer.low_rank = LowRank(layer, config.lora_rank, config.scale)
         for name, weight in model.named_parameters():

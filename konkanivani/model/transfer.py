@@ -43,10 +43,13 @@ class WeightTransfer:
 
     def summary(self) -> str:
         """One line a kind, for people."""
-        lines = [f"taken whole: {len(self.taken)} tensors", f"cut to the asked shape: {len(self.cut)} tensors"]
+        lines = [f"loaded: {len(self.taken)} tensors", f"truncated to the new shape: {len(self.cut)} tensors"]
         names = ", ".join(self.left_out[:6]) + (", …" if len(self.left_out) > 6 else "")
         return "\n".join(
-            [*lines, f"left out (begin anew): {len(self.left_out)} tensors" + (f": {names}" if names else "")]
+            [
+                *lines,
+                f"not loaded (randomly initialised): {len(self.left_out)} tensors" + (f": {names}" if names else ""),
+            ]
         )
 
 

@@ -79,12 +79,12 @@ def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner
     is_replanned = checkpoint.plan_digest != planner.digest()
     is_restarted = is_replanned and state.consumed > 0
     if is_restarted:
-        epoch = f"epoch {state.epoch + 1} begins again"
+        epoch = f"epoch {state.epoch + 1} is restarted"
         state.begin_epoch()
     else:
-        epoch = f"epoch {state.epoch + 1} is planned anew" if is_replanned else "the order of the epoch is unchanged"
+        epoch = f"epoch {state.epoch + 1} has a new plan" if is_replanned else "the order of the epoch is unchanged"
     if change is not None:
-        planned = f"{epoch}, planned anew" if is_restarted else epoch
+        planned = f"{epoch} with a new plan" if is_restarted else epoch
         say(f"The training corpus has changed since the checkpoint: {change.sentence()}; {planned}.")
     elif is_restarted:
         say(f"The training data or its order has changed since the checkpoint: {epoch}.")
@@ -101,8 +101,9 @@ def _take_weights(
     )
     if not any(name.startswith("encoder.blocks") for name in transfer.taken + transfer.cut):
         raise UsageError(
-            "Nothing of the --init_from checkpoint's blocks fits the model that is asked for: it may be smaller, never "
-            "larger. Leave --preset and the flags of the shape out to have the checkpoint's, or begin without it."
+            "No block of the --init_from checkpoint fits the model shape given: it may be smaller, never "
+            "larger. Omit --preset and the model shape flags to use the checkpoint's shape, or omit "
+            "--init_from."
         )
     if tuning.new_tokenizer:
         reset_output_heads(whole)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from konkanivani.base.config import TrainConfig
-from konkanivani.base.console import Report, count, duration_words, silent
+from konkanivani.base.console import Report, announced, count, duration_words, silent
 from konkanivani.base.device import choose_device
 from konkanivani.base.distributed import Topology, all_reduce_max, broadcast_from_rank0, gather
 from konkanivani.base.errors import UsageError
@@ -120,7 +120,10 @@ def build_planned_step(
     )
     architecture = start.architecture(speech.tokenizer.size)
     sharded = choose_sharding(config, architecture, device, free, topology)
-    plan = plan_memory(start, speech, architecture, device, free, sharded) if config.is_planned else None
+    plan = None
+    if config.is_planned:
+        with announced("Making the memory plan: tracing batches of several lengths takes 10 to 20 s."):
+            plan = plan_memory(start, speech, architecture, device, free, sharded)
     report("plan", _plan_sentence(config, plan, planner))
     placement = (
         plan.placement
@@ -192,8 +195,8 @@ def choose_sharding(
     sharded = is_asked or broadcast_from_rank0(topology, lambda: needs_sharding(config, architecture, costs, budget))
     if sharded and (tuning.freeze_steps or tuning.frozen_dtype == "half"):
         raise UsageError(
-            "--freeze_steps and --frozen_dtype half are for weights that each rank has whole, and these are sharded: "
-            "give --freeze_steps 0 and --frozen_dtype fp32, or --shard never."
+            "--freeze_steps and --frozen_dtype half do not support sharded weights: use --freeze_steps 0 and "
+            "--frozen_dtype fp32, or --shard never."
         )
     return sharded
 
@@ -234,11 +237,11 @@ def keep_to_plan(step: StepParts, plan: MemoryPlan, resident_before: float) -> S
 
 
 def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochPlanner) -> str:
-    cut = f"micro-batches of {config.data.batch_size}, no memory plan asked for"
+    cut = f"micro-batches of {config.data.batch_size}, no memory plan"
     if plan:
         cut = f"planned peak {peak_text(plan.peak)} of {budget_text(plan.budget)}"
     steps = count(planner.global_batches_per_epoch(), "step")
-    return f"{steps} of {count(config.global_batch_size, 'utterance')} an epoch, {cut}"
+    return f"{steps} of {count(config.global_batch_size, 'utterance')} per epoch, {cut}"
 
 
 def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainDataset, planner: EpochPlanner) -> None:
@@ -246,17 +249,15 @@ def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainDataset, plann
     cut = f"{config.data.batch_size} x {config.data.gradient_accumulation_steps}"
     cut = str(config.global_batch_size) if config.data.batch_size == "auto" else cut
     concurrent_micro_batches = step.forward.concurrent_micro_batches
-    side_by_side = f", {concurrent_micro_batches} micro-batches side by side" if concurrent_micro_batches > 1 else ""
+    side_by_side = f", {concurrent_micro_batches} micro-batches in parallel" if concurrent_micro_batches > 1 else ""
     amp = {None: "", torch.float16: " in fp16", torch.bfloat16: " in bf16"}[step.forward.amp_dtype]
     is_tuned = step.architecture.tuning.is_used
     trained, frozen = (counted(step.model) / 1e6 for counted in (parameter_count, frozen_count))
-    parameters = f"{trained:.1f} M parameters" + (f", {frozen:.1f} M others frozen" if is_tuned else "")
+    parameters = f"{trained:.1f} M parameters" + (f", {frozen:.1f} M frozen" if is_tuned else "")
     print(
-        f"{step.architecture.description}, "
-        f"{parameters}, {step.architecture.vocab_size} tokens, "
-        f"on {step.forward.device.type}{amp}; "
-        f"{count(len(speech.utterances), 'utterance')}, {duration_words(hours)}; "
-        f"{cut} utterances a step{side_by_side}, {count(planner.global_batches_per_epoch(), 'step')} an epoch, "
-        f"{step.total_steps} in all.",
+        f"{step.architecture.description}, {parameters}, {step.architecture.vocab_size} tokens, on "
+        f"{step.forward.device.type}{amp}; {count(len(speech.utterances), 'utterance')}, "
+        f"{duration_words(hours)}; {cut} utterances per step{side_by_side}, "
+        f"{count(planner.global_batches_per_epoch(), 'step')} per epoch, {step.total_steps} in total.",
         flush=True,
     )

@@ -31,13 +31,13 @@ def check_corpus(start: Start, corpus: Fingerprint) -> None:
     if remembered is None or remembered.shared(corpus) >= MIN_SHARED:
         return
     if start.config.run.new_corpus:
-        say(f"Going on with another corpus: {corpus.sentence()}, after {remembered.sentence()}.")
+        say(f"Resuming with a different corpus: {corpus.sentence()}, after {remembered.sentence()}.")
         return
     raise CheckpointError(
-        f"The run in {start.config.run.checkpoint_dir} was trained on {remembered.sentence()}, and "
-        f"{corpus.sentence()} is another corpus. Begin a run of its own: with another --checkpoint_dir, or with "
-        "--fresh in place of --resume (what is there is moved into a folder beside). To go on with the old one's "
-        "weights all the same, give --new_corpus."
+        f"The run in {start.config.run.checkpoint_dir} was trained on {remembered.sentence()}, but the "
+        f"training manifest now is {corpus.sentence()}. Start a new run with another --checkpoint_dir, or with "
+        "--fresh instead of --resume (existing checkpoints are moved to a separate folder). To resume the old "
+        "run on the new corpus, give --new_corpus."
     )
 
 
@@ -47,8 +47,8 @@ def warn_of_shared(corpus: Fingerprint, *others: Manifest | None) -> None:
         shared = 0.0 if other is None else corpus.shared(make_fingerprint(other))
         if shared >= WARNED_OF:
             say(
-                f"Careful: {shared:.0%} of the utterances of {other.path} are trained on too, so its error rates "
-                "say little about other speech. inspect_data.py names what stands in both."
+                f"{shared:.0%} of the utterances of {other.path} are also in the training set, so its error "
+                "rates are too optimistic. inspect_data.py lists them."
             )
 
 
@@ -75,13 +75,15 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, tex
     commonest = sorted(unknown, key=unknown.__getitem__, reverse=True)
     named = ", ".join(f"{character} {unknown[character]:,} times" for character in commonest[:NAMED_CHARACTERS])
     named += ", …" if len(commonest) > NAMED_CHARACTERS else ""
-    found = f"{part:.2%} of the tokens of {corpus.manifest} are unknown to the checkpoint: its tokenizer has no {named}"
+    found = (
+        f"{part:.2%} of the tokens of {corpus.manifest} are unknown to the checkpoint's tokenizer: it has no {named}"
+    )
     if part <= MAX_UNKNOWN:
-        say(f"{found}. They are trained on as unknown.")
+        say(f"{found}. They are trained as the unknown token.")
         return
     spelt = "--digits spell, which writes digits as words, or " if any(map(str.isdecimal, unknown)) else ""
     spelt = spelt if start.config.text.digits == "keep" and start.initial else ""
-    advice = f"Give {spelt}--new_tokenizer, which makes a tokenizer of this text and a head for it."
+    advice = f"Use {spelt}--new_tokenizer, which trains a tokenizer on this text and a new output head."
     if start.resumed:
-        advice = "Begin a run of its own with --init_from and --new_tokenizer, and another --checkpoint_dir."
-    raise DataError(f"{found}. More than {MAX_UNKNOWN:.1%} is too much: the model could never write them. {advice}")
+        advice = "Start a new run with --init_from and --new_tokenizer, in another --checkpoint_dir."
+    raise DataError(f"{found}. That is more than {MAX_UNKNOWN:.1%}: the model could never output them. {advice}")

@@ -54,11 +54,11 @@ def check_disk(config: TrainConfig, architecture: Architecture) -> tuple[DiskRoo
     short = [room for room in rooms.values() if room.needed > room.free]
     if short:
         listed = "\n".join(
-            f"The disk is too full: the run {room.sentence()} ({room.needed} and {room.free} bytes)." for room in short
+            f"Not enough disk space: the run {room.sentence()} ({room.needed} and {room.free} bytes)." for room in short
         )
         raise ResourceError(
-            f"{listed} Free space, or give --keep_checkpoints 2, a smaller --preset, or a --checkpoint_dir and a "
-            "--log_dir elsewhere."
+            f"{listed} Free disk space, use --keep_checkpoints 2 or a smaller --preset, or put "
+            "--checkpoint_dir and --log_dir on another disk."
         )
     return tuple(rooms.values())
 

@@ -42,7 +42,7 @@ def dry_run(asked: CommandLine) -> str:
     The parts are the run's own, in folders inside of its folders. Errors are those of the run.
     """
     if not read_topology().is_single_process:
-        raise UsageError("--dry_run tries a run in one process: leave torchrun out.")
+        raise UsageError("--dry_run tests a run in one process: start it without torchrun.")
     clock = StageClock()
     with stop_at_signals():
         start = resolve_start(asked, clock.done)
@@ -51,7 +51,7 @@ def dry_run(asked: CommandLine) -> str:
             estimate, compared = _try_steps(start, clock)
             gc.collect()  # the weights of the resumed run come in their place
             difference = _try_going_on(Path(config.run.checkpoint_dir), clock)
-    clock.done("removed", "nothing of this is left")
+    clock.done("removed", "all files of the dry run are removed")
     summary = {"dry_run": True, **dataclasses.asdict(estimate), "tensors_compared": compared}
     summary |= {"resumed_difference": difference, "seconds": clock.seconds()}
     return json.dumps({name: json_value(value) for name, value in summary.items()}, allow_nan=False)
@@ -73,8 +73,8 @@ class Estimate:
         """The estimate for a person."""
         epoch, everything = _time_words(self.seconds_per_epoch), _time_words(self.seconds_in_all)
         return (
-            f"{self.seconds_per_step:.2f} s a step: an epoch takes about {epoch}, the {count(self.steps, 'step')} to "
-            f"come about {everything}, without validation"
+            f"{self.seconds_per_step:.2f} s per step: about {epoch} per epoch and {everything} for the "
+            f"remaining {count(self.steps, 'step')}, without validation"
         )
 
 
@@ -85,10 +85,10 @@ def _time_words(seconds: float) -> str:
 def _try_steps(start: Start, clock: StageClock) -> tuple[Estimate, int]:
     """Rehearses, steps, validates, saves as the run will, and steps again; what that says, and the tensors compared."""
     run = build_run(start, clock.done)
-    clock.done("model", "built" if start.resumed is None else f"built, with the state of step {run.state.step}")
+    clock.done("model", "built" if start.resumed is None else f"built, at step {run.state.step}")
     with run.logbook:
         tell_rehearsal(run)
-        clock.done("rehearsal", "the costliest batches fit")
+        clock.done("rehearsal", "the largest batches fit in memory")
         steps_before = run.state.step
         run.progress.lap()  # what came before is not training time
         train(_until(run, steps_before + STEPS))
@@ -98,9 +98,9 @@ def _try_steps(start: Start, clock: StageClock) -> tuple[Estimate, int]:
             evaluation = _few(run).evaluate(run.step.forward, run.decode)
             clock.done("validation", f"{count(len(evaluation.scored), 'utterance')}, loss {evaluation.losses.all:.2f}")
         saved = read_checkpoint(_kept(run, SECOND))
-        check_equal(run.checkpoint(), saved, "What was saved is not what is read back")
+        check_equal(run.checkpoint(), saved, "The checkpoint read back differs from the state saved")
         compared = sum(isinstance(value, torch.Tensor) for state in saved.states.values() for value in state.values())
-        clock.done("saved", f"read back equal, {count(compared, 'tensor')}, {estimate.checkpoint_mib:.0f} MiB")
+        clock.done("saved", f"read back and verified, {count(compared, 'tensor')}, {estimate.checkpoint_mib:.0f} MiB")
         train(_until(run, run.state.step + 1))
         _kept(run, THIRD)
     return estimate, compared
@@ -114,15 +114,15 @@ def _try_going_on(folder: Path, clock: StageClock) -> float:
     with silence_output():  # it has been told
         start = resolve_start(parse_args(["--resume", str(folder / SECOND), "--keep_checkpoints", "2"]))
         run = build_run(start)
-    check_equal(run.checkpoint(), read_checkpoint(start.resumed_path), "What was resumed is not what was saved")
+    check_equal(run.checkpoint(), read_checkpoint(start.resumed_path), "The resumed state differs from the state saved")
     with run.logbook:
         train(_until(run, run.state.step + 1))
     undisturbed, resumed = (read_checkpoint(folder / name) for name in (THIRD, LAST))
     difference = relative_difference(undisturbed, resumed)
     if run.step.forward.device.type == "cpu" or difference > CLOSE:
-        check_equal(undisturbed, resumed, "A step after resuming is not the step without")
-    exactly = "the same, bit for bit" if difference == 0 else f"the same to {difference:.1g}"
-    clock.done("resumed", f"step {run.state.step} after it is {exactly}")
+        check_equal(undisturbed, resumed, "A step after resuming differs from the step without resuming")
+    exactly = "identical bit for bit" if difference == 0 else f"identical to within {difference:.1g}"
+    clock.done("resumed", f"step {run.state.step} after resuming is {exactly}")
     return difference
 
 
@@ -166,8 +166,8 @@ def check_equal(one: Checkpoint, other: Checkpoint, what: str) -> None:
     found = differences(one, other)
     if found:
         raise CheckpointError(
-            f"{what}: {count(len(found), 'value')} differ, {found[0]} first. Check disk and memory of this machine; "
-            "where they are sound this is our mistake: report it."
+            f"{what}: {count(len(found), 'value', 'differs/differ')}, first {found[0]}. Check the disk and memory of "
+            "this machine; if they are fine, report this as a bug."
         )
 
 

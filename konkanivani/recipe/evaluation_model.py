@@ -121,7 +121,7 @@ class Forgetting:
     def sentence(self, manifest: str) -> str:
         """The two for a person."""
         return (
-            f"On {manifest}, before and after: WER {self.before.wer:.1%} and {self.after.wer:.1%}, "
+            f"On {manifest}, before and after training: WER {self.before.wer:.1%} and {self.after.wer:.1%}, "
             f"CER {self.before.cer:.1%} and {self.after.cer:.1%}."
         )
 

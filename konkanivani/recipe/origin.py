@@ -55,7 +55,7 @@ def resume_pretrained(asked: CommandLine, config: TrainConfig, checkpoint: Check
     if "pretrained" not in asked.explicit:
         if not restored_architecture(checkpoint, config).has_base:
             return None
-        check_base_is_there(config, "Put it there, or say with --pretrained where it is")
+        check_base_is_there(config, "Put it there, or give its path with --pretrained")
     pretrained = read_pretrained(config.pretrained.pretrained or "")
     stored = checkpoint.states[STATE]
     Origin(pretrained.description(), stored["frozen"], pretrained.path).load_state_dict(stored)  # as far as it is known
@@ -70,7 +70,7 @@ def load_base(pretrained: Pretrained, model: torch.nn.Module) -> None:
         own[name].copy_(weight)
         missing.remove(name)
     if missing:
-        raise RuntimeError(f"the folder's weights are not those of its architecture: {missing} are not there")
+        raise RuntimeError(f"the folder's weights do not match its architecture: {missing} are missing")
 
 
 def make_origin(

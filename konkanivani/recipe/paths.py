@@ -22,7 +22,7 @@ def check_paths(config: TrainConfig, is_complete: bool = True) -> None:
     if is_complete and config.data.train_manifest is None:
         problems.add(
             UsageError(
-                "No --train_manifest is given. Give your JSONL manifest, or write the built-in corpus with "
+                "--train_manifest is missing. Give your JSONL manifest, or generate the built-in corpus with "
                 "python3 training_scripts/prepare_builtin_corpus.py and give data/builtin/train.jsonl."
             )
         )
@@ -77,7 +77,7 @@ def _check_manifest(flag: str, path: Path) -> None:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "it is no file")
+            raise OSError(errno.EINVAL, "it is not a file")
         with open(path, "rb"):
             pass
     except (OSError, ValueError) as error:  # ValueError: a NUL in it
@@ -94,6 +94,6 @@ def _check_folder(kind: str, path: Path, flag: str) -> None:
     elif os.statvfs(nearest).f_flag & os.ST_RDONLY:
         reason = "its file system is read-only"
     elif not os.access(nearest, os.W_OK | os.X_OK):
-        reason = f"you may not write in {nearest.absolute()}"
+        reason = f"{nearest.absolute()} is not writable"
     if reason:
-        raise ResourceError(f"The {kind} folder {path} cannot be written: {reason}. Give another {flag}.")
+        raise ResourceError(f"The {kind} folder {path} cannot be written: {reason}. Choose another {flag}.")

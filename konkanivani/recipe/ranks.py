@@ -29,8 +29,8 @@ def take_card(topology: Topology) -> None:
         return
     if cards < topology.local_world_size:
         raise UsageError(
-            f"There are {topology.local_world_size} ranks on this machine and only {count(cards, 'card')}. Give "
-            f"torchrun --nproc_per_node {cards}, or train with --device cpu and CUDA_VISIBLE_DEVICES= (empty)."
+            f"There are {topology.local_world_size} ranks on this machine but only {count(cards, 'GPU')}. "
+            f"Use torchrun --nproc_per_node {cards}, or --device cpu and CUDA_VISIBLE_DEVICES= (empty)."
         )
     torch.cuda.set_device(topology.local_rank)
 

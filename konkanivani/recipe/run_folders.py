@@ -43,7 +43,7 @@ def take_log_folder(run: RunConfig, earlier: RunConfig | None) -> LogFolder:
     owner = _other_owner(run, earlier)
     if owner is not None and (earlier or not _is_logged_to(folder)):
         named = dataclasses.replace(run, run_name=_own_name(run))
-        say(f"{folder} is the log of the run in {owner}: this one logs to {run_folder(named)}.")
+        say(f"{folder} is the log of the run in {owner}: this run logs to {run_folder(named)}.")
         return LogFolder(named, _lock(named, copied_from=folder if earlier else None))
     return LogFolder(run, _lock(run, copied_from=None))
 
@@ -72,7 +72,9 @@ def _check_is_log(folder: Path) -> None:
     is_log = not folder.is_dir() or (folder / LOG_NAME).exists() or _owner_of(folder) is not None
     found = () if is_log else (path.name for path in visible_entries(folder))
     for name in (name for name in found if not name.startswith(("events.", "rejected"))):
-        raise UsageError(f"{folder} holds {name} and is no run's log: give another --log_dir or --run_name.")
+        raise UsageError(
+            f"{folder} contains {name} and is not the log of a run: choose another --log_dir or --run_name."
+        )
 
 
 def _other_owner(run: RunConfig, earlier: RunConfig | None) -> Path | None:
@@ -145,14 +147,14 @@ def move_aside(checkpointer: Checkpointer, run_directory: Path) -> None:
     """Moves an old run's files aside, once all that can go wrong with the new one's beginning has gone right."""
     checkpoints = checkpointer.move_aside()
     if checkpoints:
-        say(f"The old checkpoints are now in {checkpoints}.")
+        say(f"The old checkpoints were moved to {checkpoints}.")
     logs = [path for path in run_directory.iterdir() if path.name not in (REJECTED, LOCK_NAME)]
     if logs:
         aside = first_free_name(run_directory.parent, f"{run_directory.name}_replaced")
         aside.mkdir()
         for path in logs:
             path.rename(aside / path.name.replace(REJECTED_BEFORE, REJECTED))
-        say(f"The old logs of this run's name are now in {aside}.")
+        say(f"The old logs of this run name were moved to {aside}.")
 
 
 def move_newer_aside(checkpointer: Checkpointer, run_directory: Path, resumed: Path, checkpoint: Checkpoint) -> None:
@@ -165,13 +167,13 @@ def move_newer_aside(checkpointer: Checkpointer, run_directory: Path, resumed: P
     if not newer:
         return
     steps = [found for found in newer.values() if found is not None]
-    back = f"{count(max(steps) - step, 'step')} behind the newest" if steps else "behind a newer one that is damaged"
-    say(f"This goes back: {resumed.name} is {back} in {checkpointer.directory}.")
+    back = f"{count(max(steps) - step, 'step')} behind the newest" if steps else "older than a damaged newer checkpoint"
+    say(f"Resuming from an older checkpoint: {resumed.name} is {back} in {checkpointer.directory}.")
     copied = _copy_aside(run_directory)
     aside = checkpointer.move_aside(newer)
     names = ", ".join(sorted(path.name for path in newer))
-    logs = f", the log up to there in {copied}" if copied else ""
-    say(f"What is newer ({names}) is now in {aside}{logs}.")
+    logs = f", a copy of the log to {copied}" if copied else ""
+    say(f"The newer files ({names}) were moved to {aside}{logs}.")
 
 
 def _copy_aside(run_directory: Path) -> Path | None:
@@ -187,7 +189,7 @@ def _copy_aside(run_directory: Path) -> Path | None:
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ResourceError(
-            f"The log in {run_directory} cannot be copied to {aside}: {error.strerror or error}. Free space there."
+            f"The log in {run_directory} cannot be copied to {aside}: {error.strerror or error}. Free disk space there."
         ) from None
     return aside
 
@@ -195,6 +197,6 @@ def _copy_aside(run_directory: Path) -> Path | None:
 def make_run_directory(run: RunConfig) -> Path:
     """The run's log folder, made."""
     directory = run_folder(run)
-    with explained(ResourceError, f"The log folder {directory} cannot be made", "Give another --log_dir."):
+    with explained(ResourceError, f"The log folder {directory} cannot be created", "Choose another --log_dir."):
         directory.mkdir(parents=True, exist_ok=True)
     return directory

@@ -57,8 +57,8 @@ class RunData:
         hours = self.train.utterances.durations.sum() / 3600
         validated = len(self.validation.speech.utterances) if self.validation else 0
         return (
-            f"{count(len(self.train.utterances), 'utterance')} to train on, {duration_words(hours)}; "
-            f"{validated:,} to validate on; {self.tested:,} to test on; {self.rejections.count:,} left out"
+            f"{count(len(self.train.utterances), 'training utterance')}, {duration_words(hours)}; "
+            f"{validated:,} for validation; {self.tested:,} for testing; {self.rejections.count:,} skipped"
         )
 
     def epoch_planner(self) -> EpochPlanner:
@@ -133,7 +133,7 @@ def settle(start: Start, amount: CorpusSize) -> Start:
         config = as_stored(config, config_from_text(start.initial.config), names=("tokenizer_type",))
     config = resolve(config, amount)
     if decided := decisions(asked, config):
-        say(f"Chosen for {duration_words(amount.hours)} of speech: {decided}")
+        say(f"Automatic settings for {duration_words(amount.hours)} of speech: {decided}")
     return dataclasses.replace(start, config=config)
 
 

@@ -79,17 +79,17 @@ def check_ranks(asked: TrainConfig, topology: Topology) -> None:
     if asked.global_batch_size < topology.world_size:
         problems.append(
             f"the effective batch is {count(asked.global_batch_size, 'utterance')}, fewer than the "
-            f"{topology.world_size} ranks: give a larger --batch_size or --gradient_accumulation_steps, or start "
+            f"{topology.world_size} ranks: use a larger --batch_size or --gradient_accumulation_steps, or "
             "fewer ranks"
         )
     if topology.max_restarts and (run.fresh or run.resume not in (None, "auto")):
         flag = "--fresh" if run.fresh else f"--resume {run.resume}"
         problems.append(
-            f"with torchrun's --max_restarts, {flag} would be done again at each restart: give --resume auto, and a "
-            "--checkpoint_dir that is empty or holds the run to go on with"
+            f"with torchrun --max_restarts, {flag} would be applied again at each restart: use --resume auto, "
+            "and a --checkpoint_dir that is empty or contains the run to resume"
         )
     if problems:
-        raise UsageError(f"These ranks cannot train, start them otherwise: {'; '.join(problems)}.")
+        raise UsageError(f"These ranks cannot train: {'; '.join(problems)}.")
 
 
 def ask_restarted(asked: CommandLine, topology: Topology) -> CommandLine:
@@ -104,7 +104,7 @@ def ask_restarted(asked: CommandLine, topology: Topology) -> CommandLine:
 
 def _resolve(asked: CommandLine, report: Report) -> Start:
     config = asked.config
-    report("flags", "they go together")
+    report("flags", "consistent")
     if config.run.resume:
         check_paths(config, is_complete=False)
     if config.run.resume == "auto":
@@ -116,8 +116,8 @@ def _resolve(asked: CommandLine, report: Report) -> Start:
     folder = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
     if folder.has_checkpoints() and not config.run.fresh:
         raise UsageError(
-            f"{folder.directory} holds checkpoints of a run. Go on with --resume auto, begin anew with --fresh "
-            "(they are moved into a folder beside), or give another --checkpoint_dir."
+            f"{folder.directory} contains checkpoints of a run. Resume it with --resume auto, start a new run "
+            "with --fresh (they are moved to a separate folder), or choose another --checkpoint_dir."
         )
     return _begin(config, lock, initial=initial, pretrained=pretrained)
 
@@ -128,8 +128,8 @@ def begin_with(asked: CommandLine, path: Path) -> tuple[CommandLine, Checkpoint]
     stored = settings_of_weights(initial)
     if STATE in initial.states:
         raise UsageError(
-            f"--init_from {path} is of a run that began with --pretrained. Write its model as a folder with "
-            "export_asr.py --whisper, and give that as --pretrained."
+            f"--init_from {path} is a checkpoint of a run with --pretrained. Export its model with "
+            "export_asr.py --whisper, and give that folder as --pretrained."
         )
     return dataclasses.replace(asked, config=asked.merge_into_init(stored)), initial
 
@@ -164,7 +164,7 @@ def _check_places(config: TrainConfig, architecture: Architecture, report: Repor
     choose_precision(config.memory, choose_device(config.run.device))  # flags too, of which torch must be asked
     check_paths(config)
     manifests = count(len(named_manifests(config)), "manifest", "is/are")
-    report("paths", f"{manifests} there, {config.run.checkpoint_dir} and {config.run.log_dir} can be written")
+    report("paths", f"{manifests} found, {config.run.checkpoint_dir} and {config.run.log_dir} are writable")
     report("disk", "; ".join(room.sentence() for room in check_disk(config, architecture)))
 
 
@@ -190,7 +190,7 @@ def _resume_newest(asked: CommandLine, report: Report) -> Start:
             return _resume(asked, *found, report, lock)
         check_idle_flags(asked.config, asked.explicit)
         config, initial, pretrained = _check_beginning(asked, report)
-        say(f"No checkpoint in {folder} yet: training begins.")
+        say(f"No checkpoint in {folder}: starting a new run.")
         return _begin(config, lock, initial=initial, pretrained=pretrained)
 
 
@@ -210,12 +210,12 @@ def _resumed_config(asked: CommandLine, checkpoint: Checkpoint, path: Path) -> T
         listed = "".join(f"\n  {difference}" for difference in found)
         anew = f"--init_from {path}"
         if STATE in checkpoint.states:
-            anew = "--pretrained and the folder that export_asr.py --whisper makes of it,"
+            anew = "--pretrained and the folder that export_asr.py --whisper writes,"
         raise CheckpointError(
-            f"The flags contradict the checkpoint {path}:{listed}\nLeave these flags out to go on with it, or begin "
-            f"anew from its weights with {anew} and another --checkpoint_dir (or --fresh)."
+            f"The flags contradict the checkpoint {path}:{listed}\nOmit these flags to resume it, or start a "
+            f"new run from its weights with {anew} and another --checkpoint_dir (or --fresh)."
         )
-    say(f"Going on from {path}: step {checkpoint.step}.")
+    say(f"Resuming from {path}: step {checkpoint.step}.")
     _tell_paths(config, asked)
     _check_log_folder(config, asked, path)
     return config
@@ -225,7 +225,7 @@ def _tell_paths(config: TrainConfig, asked: CommandLine) -> None:
     """Says which files and folders are taken from the checkpoint, which may be another person's."""
     paths = [s for s in settings_of(config) if s.name in PATHS and s.value and s.name not in asked.explicit]
     if paths:
-        say("As the checkpoint says:" + "".join(f" --{path.name} {path.value!r}" for path in paths))
+        say("Settings from the checkpoint:" + "".join(f" --{path.name} {path.value!r}" for path in paths))
 
 
 def _check_log_folder(config: TrainConfig, asked: CommandLine, path: Path) -> None:
@@ -237,8 +237,8 @@ def _check_log_folder(config: TrainConfig, asked: CommandLine, path: Path) -> No
     is_below = not folder.is_absolute() and ".." not in folder.parts
     if not (is_below or "log_dir" in asked.explicit or (folder / config.run.run_name / LOG_NAME).is_file()):
         raise CheckpointError(
-            f"The checkpoint {path} would log to {config.run.log_dir!r}, where no run named {config.run.run_name!r} "
-            "has logged. Say where with --log_dir."
+            f"The checkpoint {path} logs to {config.run.log_dir!r}, which has no log of a run named "
+            f"{config.run.run_name!r}. Give the log folder with --log_dir."
         )
 
 
@@ -246,6 +246,6 @@ def _check_folder_is_its_own(resumed: Path, folder: Path) -> None:
     """Refuses to go on with a checkpoint from elsewhere in a folder that holds another run's."""
     if resumed.parent.resolve() != folder.resolve() and Checkpointer(folder, keep=2).has_checkpoints():
         raise UsageError(
-            f"{resumed} does not lie in {folder}, which holds checkpoints already, and going on would replace them. "
-            "Move it there (and resume it there), or give an empty --checkpoint_dir."
+            f"{resumed} is not in {folder}, and resuming would overwrite the checkpoints there. Move it there "
+            "(and resume it there), or choose an empty --checkpoint_dir."
         )

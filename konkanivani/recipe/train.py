@@ -48,7 +48,10 @@ def train_and_report(asked: CommandLine) -> str:
             if run.state.step and run.is_finished():
                 limits = ((name, getattr(run.config, name)) for name in ("epochs", "max_steps", "early_stop_epochs"))
                 named = " ".join(f"--{name} {limit}" for name, limit in limits if limit)
-                say(f"Nothing is left to train: with {named}, step {run.state.step} is the last. Larger numbers go on.")
+                say(
+                    f"Training is complete: with {named}, step {run.state.step} is the last. Raise the limit to "
+                    "train longer."
+                )
             train(run)
         run.interruption.end_training()
         say(memory_table(run))
@@ -81,7 +84,7 @@ def score_and_sum_up(run: Run) -> str:
     best = broadcast_from_rank0(run.topology, lambda: best_checkpoint(config.run.checkpoint_dir))
     scores = score_test(run, best)
     forgetting = score_forgetting(config, best, run.topology)
-    say(f"Look at the run with: .venv/bin/tensorboard --logdir {config.run.log_dir} --host 127.0.0.1")
+    say(f"View the run with: .venv/bin/tensorboard --logdir {config.run.log_dir} --host 127.0.0.1")
     return summary_line(run, scores, forgetting, str(best), f"{config.run.log_dir}/{config.run.run_name}")
 
 
@@ -120,7 +123,10 @@ def tell_rehearsal(run: Run) -> None:
         f"{phase.phase} {phase.peak_mib:.0f}" + (f" (planned {phase.planned_mib:.0f})" if phase.planned_mib else "")
         for phase in phases
     )
-    say(f"Rehearsed and undone: {'; '.join(trial.sentence() for trial in tried)}.\nPeaks in MiB: {measured}.")
+    say(
+        f"Largest batches tested and undone: {'; '.join(trial.sentence() for trial in tried)}.\nPeaks in MiB: "
+        f"{measured}."
+    )
 
 
 def memory_table(run: Run) -> str:
@@ -129,13 +135,13 @@ def memory_table(run: Run) -> str:
     phases, clearing = monitor.report_run(), monitor.report_clearing_of_run()
     seconds = [monitor.seconds_of(phase.phase) for phase in phases]
     rows = list(zip(*_columns(phases, seconds), strict=True))
-    lines = ["Memory in MiB, the largest of each phase, and its time:", *(f"  {line}" for line in table_lines(rows))]
+    lines = ["Peak memory (MiB) and time per phase:", *(f"  {line}" for line in table_lines(rows))]
     if not run.topology.is_single_process:
         peaks = ", ".join(f"{peak:.0f}" for peak in run.rank_peaks_mib())
-        lines.append(f"Those phases are rank 0's; the peaks of all ranks: {peaks}.")
-    lines.append(f"Steps begun again in smaller pieces, out of memory: {run.state.splits}.")
+        lines.append(f"The phases are those of rank 0; peaks of all ranks: {peaks}.")
+    lines.append(f"Steps retried with smaller micro-batches after running out of memory: {run.state.splits}.")
     if clearing is not None and clearing.count:
-        lines.append(f"Clearings of the cache: {clearing.count}, in {clearing.seconds:.2f} s.")
+        lines.append(f"Cache releases: {clearing.count}, in {clearing.seconds:.2f} s.")
     return "\n".join(lines)
 
 

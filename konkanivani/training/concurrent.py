@@ -70,7 +70,7 @@ class OrderedAccumulation:
             with self._passed:
                 self._passed.wait_for(lambda: self._is_abandoned or self._next[index] == number)
         if self._is_abandoned:
-            raise Abandoned("Another micro-batch of this step has failed.")
+            raise Abandoned("Another micro-batch of this step failed.")
 
     def _advance(self, index: int, _parameter: torch.Tensor | None = None) -> None:
         with self._passed:

@@ -136,4 +136,4 @@ def _is_asked_again(number: int) -> bool:
 
 
 def _interrupted(number: int) -> Interrupted:
-    return Interrupted("Stopped by a signal; --resume auto goes on from the newest checkpoint.", number)
+    return Interrupted("Stopped by a signal; resume from the newest checkpoint with --resume auto.", number)

@@ -122,9 +122,10 @@ def check_numerics(run: Run, report: StepReport) -> None:
         return
     reason = f"the loss scale fell to {report.scale:g}" if has_no_scale else f"{state.consecutive_skips} steps in a row"
     good = run.checkpointer.newest_before(state.step)
+    known = f"The last good checkpoint is {good}" if good else "No checkpoint was saved before"
+    retry = f"Resume from it with --resume {good}" if good else "Start again with --fresh"
+    other = ", or --amp_dtype bf16 if the GPU supports it" if scaler.is_enabled() else ""
     raise NumericsError(
-        f"The gradients are not finite ({reason}) at step {state.step}; log.jsonl names the utterances. "
-        + (f"The last good checkpoint is {good}" if good else "No checkpoint was saved while they were finite")
-        + f". Try {f'to go on from it with --resume {good}' if good else 'again with --fresh'} and a lower "
-        + f"--learning_rate{', or --amp_dtype bf16 where the card has it' if scaler.is_enabled() else ''}."
+        f"The gradients are not finite ({reason}) at step {state.step}; log.jsonl lists the utterances. {known}. "
+        f"{retry} and a lower --learning_rate{other}."
     )

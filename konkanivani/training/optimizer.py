@@ -263,12 +263,12 @@ class OptimizerState:
         """Copies every tensor in; a CheckpointError where names or shapes are not this optimizer's."""
         if state.keys() != self._tensors.keys():
             raise CheckpointError(
-                "The checkpoint's optimizer is of another model. Use --init_from to take its weights."
+                "The checkpoint's optimizer state belongs to another model. Use --init_from to load only its weights."
             )
         for name, tensor in self._tensors.items():
             stored = state.pop(name)
             if not isinstance(stored, torch.Tensor) or stored.shape != tensor.shape:
                 raise CheckpointError(
-                    f"The checkpoint's optimizer has another shape at {name}. Use another checkpoint."
+                    f"The checkpoint's optimizer state has a different shape at {name}. Use another checkpoint."
                 )
             tensor.copy_(stored)

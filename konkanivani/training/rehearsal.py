@@ -37,7 +37,7 @@ class Rehearsal:
 
     def sentence(self) -> str:
         """The trial for a person."""
-        again = f", begun again {count(self.splits, 'time')} in smaller pieces" if self.splits else ""
+        again = f", retried {count(self.splits, 'time')} with smaller micro-batches" if self.splits else ""
         return f"{self.name}: {self.utterances} x {self.seconds:.1f} s{again}"
 
 

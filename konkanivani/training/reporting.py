@@ -61,9 +61,11 @@ def skip_record(run: Run, global_batch: GlobalBatch, report: StepReport) -> Skip
     if not math.isfinite(report.loss):
         reason = f"its loss is {report.loss}"
     elif run.step.scaler.is_enabled():
-        reason = f"its gradient overflowed; the loss scale falls from {report.scale:g}, which is usual now and then"
+        reason = (
+            f"its gradient overflowed; the loss scale is reduced from {report.scale:g}, which is normal once in a while"
+        )
     else:
-        reason = f"its gradient's norm is {report.gradient_norm}"
+        reason = f"its gradient norm is {report.gradient_norm}"
     return SkipRecord(
         step=run.state.step,
         epoch=run.state.epoch,

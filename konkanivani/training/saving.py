@@ -27,7 +27,9 @@ def save_on_error(saver: "PeriodicSaver") -> Iterator[None]:
             saver.run.topology, 0
         )  # no rank ends before the first one has saved: torchrun would then end that too
         step, number = saver.run.state.step, error.exit_code - 128
-        raise Interrupted(f"Stopped by a signal at step {step}; --resume auto goes on from there.", number) from None
+        raise Interrupted(
+            f"Stopped by a signal at step {step}; resume from there with --resume auto.", number
+        ) from None
 
 
 class PeriodicSaver:
@@ -72,7 +74,7 @@ class PeriodicSaver:
             self._failures += 1
             if is_final or self._failures >= MAX_FAILED_SAVES:
                 raise
-            say(f"{error} Training goes on; the checkpoint before stays, the next save tries again.")
+            say(f"{error} Training continues; the previous checkpoint is kept, and the next save retries.")
         finally:
             self.run.step.forward.monitor.end_phase("save")
 

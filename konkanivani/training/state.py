@@ -111,6 +111,6 @@ class TrainState:
             value = state.get(STORED_NAMES.get(field.name, field.name))
             if type(value) is not field.type or (type(value) is int and not 0 <= value < 2**63):
                 raise CheckpointError(
-                    f"The checkpoint's counter {field.name} is {value!r:.40}. Use another checkpoint."
+                    f"The checkpoint has an invalid {field.name}: {value!r:.40}. Use another checkpoint."
                 )
             setattr(self, field.name, value)

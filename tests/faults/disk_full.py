@@ -104,7 +104,7 @@ def _while_full(bench: ResumeBench, case: FullDisk, run: Path) -> list[str]:
 def _until_the_end(bench: ResumeBench, case: FullDisk, run: Path) -> list[str]:
     """Left alone: one warning, training goes on, the next save is made."""
     ended = run_on(bench, run, case, [])
-    warnings = ended.output.count("Training goes on; the checkpoint before stays")
+    warnings = ended.output.count("Training continues; the previous checkpoint is kept")
     # What it says goes to a file too, and that may not grow beyond the smallest sizes either.
     is_heard = case.share > 0.01 or not case.name.startswith("no file beyond")
     if ended.code or warnings > 1 or warnings < is_heard or "Traceback" in ended.output:
@@ -122,7 +122,7 @@ def three_failures_findings(bench: ResumeBench, share: float, directory: Path) -
     """What is not as it should be where three saves in a row fail: an end with 6, and the old checkpoint as it was."""
     size = int(share * (bench.undisturbed(SETTINGS) / "checkpoints" / LAST).stat().st_size)
     ended = run_faulty(bench.flags(SETTINGS, directory, 0), directory / "output.txt", [("file_limit", size, FIRST, 99)])
-    warnings = ended.output.count("Training goes on; the checkpoint before stays")
+    warnings = ended.output.count("Training continues; the previous checkpoint is kept")
     if ended.code != 6 or warnings != 2 or "Traceback" in ended.output:
         return [f"it ended with {ended.code} after {warnings} warnings: {ended.output[-600:]}"]
     step = last_checkpoint(directory).step
@@ -135,7 +135,7 @@ def full_log_findings(bench: ResumeBench, directory: Path) -> list[str]:
     with small_disk(directory / "runs", DISK_BYTES):
         faults = [("ballast", str(directory / "runs"), 0, FIRST, 9)]
         ended = run_faulty(bench.flags(SETTINGS, directory, 0), directory / "output.txt", faults)
-        if ended.code or "records are missing" not in ended.output or "Traceback" in ended.output:
+        if ended.code or "records were lost" not in ended.output or "Traceback" in ended.output:
             return [f"it ended with {ended.code}: {ended.output[-600:]}"]
         steps = [record["step"] for record in read_log(directory)]
         found = [] if steps[-1] == 17 and len(steps) < 17 else [f"the log holds the steps {steps}"]
@@ -156,7 +156,7 @@ def two_trainers_findings(bench: ResumeBench, directory: Path) -> list[str]:
     second = run_faulty((*flags, "--resume", "auto"), second_output)
     ended = end_of(run, first_output)
     found = [] if second.code == 6 else [f"the second ended with {second.code}: {second.output[-600:]}"]
-    if f"Process {first} is training in" not in second.output:
+    if f"Process {first} is already training in" not in second.output:
         found.append(f"the second does not name the first: {second.output[-600:]}")
     if ended.code:
         found.append(f"the first ended with {ended.code}: {ended.output[-600:]}")

@@ -48,7 +48,7 @@ def lost_worker_findings(bench: ResumeBench, case: LostWorker, directory: Path) 
     if case.comes_back:
         flags = bench.flags(Settings(), directory, case.workers)
         ended = run_faulty(flags, directory / "output.txt", [fault])
-        if ended.code or ended.output.count("They are started once more") != 1 or case.utterance not in ended.output:
+        if ended.code or ended.output.count("Restarting them once") != 1 or case.utterance not in ended.output:
             return [f"it ended with {ended.code}: {ended.output[-600:]}"]
         return run_differences(bench.undisturbed(Settings()), directory)
     return lost_for_good_findings(bench, directory, [fault], case.workers, case.utterance)

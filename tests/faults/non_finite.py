@@ -137,7 +137,7 @@ def broken_run_findings(bench: ResumeBench, case: BrokenRun, directory: Path) ->
 
 def named_checkpoint(ended: Ended) -> str | None:
     """The checkpoint that the last words of a run name."""
-    words = ended.output.partition("go on from it with --resume ")[2].split()
+    words = ended.output.partition("Resume from it with --resume ")[2].split()
     return words[0] if words else None
 
 

@@ -209,7 +209,7 @@ class ResumeBench:
             faults = [*case.settings.faults(), *stops, *(case.resumed_faults if is_last else ())]
             ended = run_faulty(flags, directory / f"output_{number}.txt", faults)
             wrong += _wrong_end(ended, stops)
-            if number and "Going on from" not in ended.output and case.stops != STOPS["before the first save"]:
+            if number and "Resuming from" not in ended.output and case.stops != STOPS["before the first save"]:
                 wrong.append(f"process {number + 1} began anew")
         return wrong
 
@@ -235,7 +235,7 @@ class ResumeBench:
         flags = (*self.flags(Settings(), directory, workers[1]), "--resume", "auto")
         ended = end_of(start_cold(script_command(TRAINER, *flags), output, threads=1), output)
         wrong = _wrong_end(ended, ())
-        if "Going on from" not in ended.output:
+        if "Resuming from" not in ended.output:
             wrong.append("it began anew")
         return wrong + run_differences(undisturbed, directory)
 

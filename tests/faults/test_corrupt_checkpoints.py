@@ -104,7 +104,7 @@ def test_a_save_that_is_not_on_the_disk_as_written_replaces_and_deletes_nothing(
     rotting_disk(monkeypatch, bad={4, 5, 6})
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for step in (4, 5, 6):
-        with pytest.raises(ResourceError, match="not what was written"):
+        with pytest.raises(ResourceError, match="differs from the data written"):
             keeper.save(small(step), epoch=step, is_best=True)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert sound_steps(tmp_path) == {2, 3}

@@ -116,6 +116,6 @@ def test_a_list_of_rejections_that_cannot_be_written_is_told_and_ends_nothing(tm
 
     rejections = Rejections(tmp_path / "nowhere" / "rejected.jsonl", most=1.0)
     rejections.begin(Manifest([1, 2]))
-    rejections.add([Rejection("train.jsonl", 1, "a.flac", "it is no file", is_broken=True)])
+    rejections.add([Rejection("train.jsonl", 1, "a.flac", "it is not a file", is_broken=True)])
     said = capsys.readouterr().out
-    assert said.count("cannot be written (No such file or directory)") == 2 and "Left out: a.flac" in said
+    assert said.count("cannot be written (No such file or directory)") == 2 and "Skipped: a.flac" in said

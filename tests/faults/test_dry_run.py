@@ -70,8 +70,8 @@ def test_the_script_tells_every_stage_and_leaves_nothing(few, tmp_path):
     given = flags(few, tmp_path / "here" / "deep" / "er", "--dry_run", "--num_workers", "2", "--epochs", "20")
     done = well(run_trainer(*given, cwd=tmp_path))
     assert stages_of(done.stdout) == [*STAGES, "removed"]
-    assert "10 utterances to train on" in done.stdout and "3 steps of 4 utterances an epoch" in done.stdout
-    assert "the 60 steps to come" in done.stdout and "bit for bit" in done.stdout
+    assert "10 training utterances" in done.stdout and "3 steps of 4 utterances per epoch" in done.stdout
+    assert "the remaining 60 steps" in done.stdout and "bit for bit" in done.stdout
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["dry_run"] is True and summary["steps"] == 60 and summary["resumed_difference"] == 0
     assert summary["tensors_compared"] > 100 and summary["seconds_in_all"] > 0
@@ -114,7 +114,7 @@ def test_a_dry_resume_goes_on_from_the_checkpoint_and_touches_nothing_of_its_run
         given = [*resumed, *run_folders(copy), "--epochs", "4", "--dry_run"]
         assert json.loads(dry_run(parse_args(given)))["steps"] == 6
         output = capsys.readouterr().out
-        assert "with the state of step 6" in output and "step 9 after it is the same, bit for bit" in output
+        assert "built, at step 6" in output and "step 9 after resuming is identical bit for bit" in output
         assert files_of(copy) == before
 
 
@@ -128,11 +128,11 @@ def test_a_dry_resume_passes_over_damaged_checkpoints_and_leaves_them_their_name
     given = ["--resume", "auto", *run_folders(copy), "--epochs", "4", "--dry_run"]
     assert json.loads(dry_run(parse_args(given)))["steps"] == 6
     output = capsys.readouterr().out
-    assert f"{LAST} is damaged" in output and "Trying the one before." in output and "Moved" not in output
+    assert f"{LAST} is damaged" in output and "Trying the previous one." in output and "Renamed" not in output
     assert files_of(copy) == before
     (folder / PREVIOUS).unlink()
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="None of the 1 checkpoints .* is sound. Restore a copy"):
+        with pytest.raises(CheckpointError, match="None of the 1 checkpoints .* is valid. Restore a backup"):
             dry_run(parse_args(given))
     assert (folder / LAST).exists()
 
@@ -141,7 +141,7 @@ REFUSED = [
     (("--learning_rate", "nan"), UsageError, "finite"),
     (("--valid_manifest", "none.jsonl"), DataError, "none.jsonl"),
     (("--min_duration", "19"), DataError, "None of the 10"),
-    (("--memory_budget", "2MiB"), ResourceError, "before any audio"),
+    (("--memory_budget", "2MiB"), ResourceError, "MiB, and a CPU needs another"),
     (("--resume", "none.pt"), CheckpointError, "none.pt"),
 ]
 
@@ -159,7 +159,7 @@ def test_it_refuses_what_the_run_would_and_leaves_nothing(more, kind, said, few,
 
 def test_a_used_folder_is_refused_as_the_run_would(few, copy):
     before = files_of(copy)
-    with pytest.raises(UsageError, match="holds checkpoints of a run"):
+    with pytest.raises(UsageError, match="contains checkpoints of a run"):
         dry_run(parse_args(flags(few, copy, "--dry_run")))
     assert files_of(copy) == before
 
@@ -178,7 +178,7 @@ def test_a_folder_in_which_another_process_trains_is_refused(few, tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         before = files_of(tmp_path)
-        with pytest.raises(ResourceError, match=f"Process {child} is training"):
+        with pytest.raises(ResourceError, match=f"Process {child} is already training"):
             dry_run(parse_args(flags(few, tmp_path, "--dry_run")))
         assert files_of(tmp_path) == before
     finally:
@@ -221,7 +221,7 @@ def test_ctrl_c_ends_the_script_with_130_and_its_workers_with_it(few, tmp_path, 
     os.killpg(child.pid, signal.SIGINT)  # as a terminal does
     assert child.wait(PATIENCE) == 130, said.read_text(encoding="utf-8")
     output = said.read_text(encoding="utf-8")
-    assert "Traceback" not in output and "what it wrote is removed" in output
+    assert "Traceback" not in output and "its files are removed" in output
     assert os.listdir(tmp_path) == []
     with pytest.raises(ProcessLookupError):
         os.killpg(child.pid, 0)
@@ -243,7 +243,7 @@ def test_two_states_are_equal_only_to_the_last_bit():
     for changed in ({"a": flipped}, {"b": torch.tensor(-0.0)}, {"a": torch.arange(6.0).double()}, {"d": torch.ones(1)}):
         (name,) = changed
         assert differences(state(), state(**changed)) == [f"model/{name}"]
-        with pytest.raises(CheckpointError, match=f"1 value differ.*, model/{name} first"):
+        with pytest.raises(CheckpointError, match=f"1 value differs, first model/{name}"):
             check_equal(state(), state(**changed), "Unequal")
     other = dataclasses.replace(state(), states=state().states | {"progress": {"step": 2, "best_score": float("inf")}})
     assert differences(state(), other) == ["progress/step"]
@@ -256,7 +256,7 @@ def test_negative_control_a_resume_that_forgets_something_is_found(few, tmp_path
     from konkanivani.training.optimizer import OptimizerState
 
     monkeypatch.setattr(OptimizerState, "load_state_dict", lambda self, state: None)
-    with pytest.raises(CheckpointError, match="What was resumed is not what was saved: .*optimizer/"):
+    with pytest.raises(CheckpointError, match="The resumed state differs from the state saved: .*optimizer/"):
         dry_run(parse_args(flags(few, tmp_path, "--dry_run")))
     monkeypatch.setattr(dry, "differences", lambda one, other: [])
     summary = json.loads(dry_run(parse_args(flags(few, tmp_path, "--dry_run"))))
@@ -274,7 +274,7 @@ def test_negative_control_a_save_that_loses_a_bit_is_found(few, tmp_path, monkey
         return checkpoint
 
     monkeypatch.setattr(dry, "read_checkpoint", read_wrongly)
-    with pytest.raises(CheckpointError, match="What was saved is not what is read back: 1 value"):
+    with pytest.raises(CheckpointError, match="The checkpoint read back differs from the state saved: 1 value"):
         dry_run(parse_args(flags(few, tmp_path, "--dry_run")))
     assert os.listdir(tmp_path) == []
 

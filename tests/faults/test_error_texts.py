@@ -13,8 +13,9 @@ OURS = {"UsageError", "DataError", "CheckpointError", "NumericsError", "Resource
 EXPLAINED = {"explained": (1, 2), "_guarded": (0, 1)}
 # An imperative begins a sentence or a clause; usage errors may say what must be.
 IMPERATIVES = (
-    "ask average begin check copy decompress define delete download end export free give go install keep leave lower "
-    "mend move name point put reinstall repair resample restore run save say start stop take train try update use write"
+    "average begin check choose convert copy decompress define delete download end exclude export fix free give "
+    "install keep leave lower move name omit pass point put raise reinstall remove rename repair resample restore "
+    "resume run save start stop take train try unset update use wait write"
 ).split()
 WHAT_TO_DO = re.compile(
     rf"(^|[.:;,)X]\s+|\bor |\band |\bthen )({'|'.join(IMPERATIVES)})\b|\bmust\b|\blie(s)? between\b", re.IGNORECASE
@@ -31,7 +32,7 @@ ADVICE = {
     "error",
     "loaded.error",
 }
-ADVICE |= {"'; '.join(broken)"}
+ADVICE |= {"'; '.join(broken)", "'; '.join(problems)", "retry"}
 
 
 def spoken(node: ast.expr) -> str:

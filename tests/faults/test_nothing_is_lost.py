@@ -119,7 +119,7 @@ def test_on_purpose_it_is_refused_where_the_tokenizer_lacks_its_letters_and_goes
     assert holdings(desk.folder) == before
     same_letters = write_corpus(tmp_path / "other", {"train": 7, "valid": 2}, seed=9)
     ended = desk.train(same_letters, "mine", "mine", "--resume", "auto", "--new_corpus", "--epochs", "5")
-    assert ended.code == 0 and "Going on with another corpus" in ended.output, ended.output
+    assert ended.code == 0 and "Resuming with a different corpus" in ended.output, ended.output
     again = desk.train(same_letters, "mine", "mine", "--resume", "auto", "--epochs", "5")
     assert again.code == 0, again.output  # it is the run's own now
 
@@ -132,14 +132,18 @@ def test_a_corpus_that_has_grown_moved_or_been_corrected_is_the_same_one(desk, k
     grown = rows + [row | {"audio_filepath": row["audio_filepath"], "offset": 0.1, "duration": 0.3} for row in rows[:3]]
     Path(moved.manifest("train")).write_text("".join(json.dumps(row) + "\n" for row in grown))
     ended = desk.train(moved, "mine", "mine", "--resume", "auto", "--epochs", "5")
-    assert ended.code == 0 and "Going on from" in ended.output, ended.output
+    assert ended.code == 0 and "Resuming from" in ended.output, ended.output
 
 
 def test_validating_on_what_is_trained_on_is_warned_of_and_on_other_speech_is_not(desk, konkani):
     ended = desk.train(konkani, "new", "new", "--max_steps", "1", "--valid_manifest", konkani.manifest("train"))
-    assert ended.code == 0 and "100% of the utterances of" in ended.output and "are trained on too" in ended.output
+    assert (
+        ended.code == 0
+        and "100% of the utterances of" in ended.output
+        and "are also in the training set" in ended.output
+    )
     ended = desk.train(konkani, "newer", "newer", "--max_steps", "1")
-    assert ended.code == 0 and "are trained on too" not in ended.output
+    assert ended.code == 0 and "are also in the training set" not in ended.output
 
 
 def test_negative_control_without_the_question_the_weights_go_on_with_the_other_corpus(desk, english):
@@ -195,7 +199,7 @@ def test_the_newest_is_gone_on_from_as_ever(desk):
     for name in ("last", "epoch_4"):
         resumed = "--resume", str(desk.checkpoint("mine", name))
         ended = desk.type(*resumed, "--log_dir", str(desk.folder / "runs"), "--epochs", "4")
-        assert ended.code == 0 and "goes back" not in ended.output, ended.output
+        assert ended.code == 0 and "older checkpoint" not in ended.output, ended.output
     assert not (desk.folder / "ck" / "mine" / "replaced_1").exists()
 
 
@@ -232,7 +236,7 @@ def test_a_moved_folder_takes_its_log_along(desk):
 def test_another_run_of_the_same_name_logs_under_a_name_of_its_own(desk, konkani):
     kept = holdings(desk.folder)
     ended = desk.train(konkani, "second", "mine", "--max_steps", "2")
-    assert ended.code == 0 and f"this one logs to {desk.folder / 'runs' / 'second'}" in ended.output, ended.output
+    assert ended.code == 0 and f"this run logs to {desk.folder / 'runs' / 'second'}" in ended.output, ended.output
     assert kept.lost(holdings(desk.folder)) == 0
     assert json.loads(ended.output.splitlines()[-1])["tensorboard"].endswith("runs/second")
 
@@ -243,7 +247,9 @@ def test_a_run_that_begins_anew_says_where_the_old_one_is_and_loses_nothing_of_i
     ended = desk.train(konkani, "mine", "mine", "--fresh", "--max_steps", "2")
     assert ended.code == 0 and kept.lost(holdings(desk.folder)) == 0
     aside = desk.folder / "runs" / "mine_replaced_1"
-    assert f"now in {desk.folder / 'ck' / 'mine' / 'replaced_1'}" in ended.output and f"now in {aside}" in ended.output
+    assert (
+        f"moved to {desk.folder / 'ck' / 'mine' / 'replaced_1'}" in ended.output and f"moved to {aside}" in ended.output
+    )
     assert (aside / "rejected.jsonl").read_text() == '{"row": 1}\n'
     assert steps_logged(desk.folder / "runs" / "mine") == [1, 2]
 
@@ -253,7 +259,7 @@ def test_a_corpus_is_no_old_log_to_be_moved_aside(desk, konkani):
     for name in ("rejected.jsonl", "train.jsonl"):  # as prepare_data.py leaves them
         (corpus / name).touch()
     ended = desk.train(konkani, "other", "corpus")
-    assert ended.code == 2 and f"{corpus} holds train.jsonl and is no run's log" in ended.output
+    assert ended.code == 2 and f"{corpus} contains train.jsonl and is not the log of a run" in ended.output
     assert len(os.listdir(corpus)) == 2 and not (desk.folder / "ck" / "other").exists()
 
 
@@ -280,7 +286,11 @@ def log_of_two_at_once(desk: Desk, corpus: Corpus, *faults: Fault) -> tuple[int,
 
 def test_a_log_folder_is_locked_as_a_checkpoint_folder_is(desk, konkani):
     process, second, steps = log_of_two_at_once(desk, konkani)
-    assert second.code == 6 and f"Process {process} is logging to" in second.output and "--run_name" in second.output
+    assert (
+        second.code == 6
+        and f"Process {process} is already logging to" in second.output
+        and "--run_name" in second.output
+    )
     assert steps == list(range(1, len(steps) + 1))
 
 

@@ -34,7 +34,7 @@ def test_a_label_out_of_range_is_refused_by_name(bench, tmp_path):
 @pytest.mark.parametrize("token", [0, -1, 30, 2**40])
 def test_tokens_are_between_the_blank_and_the_vocabularys_end(token):
     check_tokens(Example("u", torch.zeros(5), [1, 29], None), 30, OUR_TOKENS)
-    with pytest.raises(DataError, match=f"of u has the token {token}, and tokens are between 1 and 29"):
+    with pytest.raises(DataError, match=f"of u has the token {token}, but tokens are between 1 and 29"):
         check_tokens(Example("u", torch.zeros(5), [4, token], None), 30, OUR_TOKENS)
 
 
@@ -42,7 +42,7 @@ def test_without_a_blank_the_token_0_is_one_like_any_other():
     special = SpecialTokens(blank=None, unknown=None, start=7, end=8)
     check_tokens(Example("u", torch.zeros(5), [0, 29], None), 30, special)
     for token in (-1, 30):
-        with pytest.raises(DataError, match=f"of u has the token {token}, and tokens are between 0 and 29"):
+        with pytest.raises(DataError, match=f"of u has the token {token}, but tokens are between 0 and 29"):
             check_tokens(Example("u", torch.zeros(5), [0, token], None), 30, special)
 
 

@@ -81,11 +81,11 @@ def test_every_path_that_cannot_be_used_is_told_on_a_line_of_its_own(tmp_path):
         ("nothing.pt", "Give the path of a checkpoint"),
         ("--train_manifest", "No such file", "Give the path of a JSONL manifest"),
         ("--valid_manifest", "Is a directory", "Give"),
-        ("--test_manifest", "it is no file", "Give"),
+        ("--test_manifest", "it is not a file", "Give"),
         ("--rir_manifest", "No such file", "Give"),
         ("--noise_manifest", "Not a directory", "Give"),
-        ("checkpoint folder", "is a file", "Give another --checkpoint_dir"),
-        ("log folder", "is a file", "Give another --log_dir"),
+        ("checkpoint folder", "is a file", "Choose another --checkpoint_dir"),
+        ("log folder", "is a file", "Choose another --log_dir"),
     ]
     assert len(lines) == len(told)
     assert all(part in line for line, parts in zip(lines, told, strict=True) for part in parts), lines
@@ -94,7 +94,7 @@ def test_every_path_that_cannot_be_used_is_told_on_a_line_of_its_own(tmp_path):
 
 def test_a_start_that_is_refused_for_its_paths_makes_no_folder(corpus, tmp_path):
     message = refusal(UsageError, *run_folders(tmp_path), "--valid_manifest", str(tmp_path / "none.jsonl"))
-    assert [line.split()[0] for line in message.splitlines()] == ["No", "--valid_manifest"]
+    assert [line.split()[0] for line in message.splitlines()] == ["--train_manifest", "--valid_manifest"]
     assert os.listdir(tmp_path) == []
 
 
@@ -114,20 +114,20 @@ def test_a_resume_looks_at_what_is_given_before_it_reads_the_checkpoint_and_then
 def test_a_folder_that_may_not_be_written_is_told_by_root_too(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     lines = refusal(ResourceError, *corpus.flags(), *run_folders(tmp_path)).splitlines()
-    assert [line.split(". ")[-1] for line in lines] == ["Give another --checkpoint_dir.", "Give another --log_dir."]
-    assert all(f"you may not write in {tmp_path}" in line for line in lines)
+    assert [line.split(". ")[-1] for line in lines] == ["Choose another --checkpoint_dir.", "Choose another --log_dir."]
+    assert all(f"{tmp_path} is not writable" in line for line in lines)
 
 
 def test_a_folder_of_the_checkout_that_may_not_be_written_is_named_in_full(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     lines = refusal(ResourceError, *corpus.flags()).splitlines()
-    assert len(lines) == 2 and all(f"you may not write in {tmp_path}." in line for line in lines)
+    assert len(lines) == 2 and all(f"{tmp_path} is not writable." in line for line in lines)
 
 
 def test_a_lock_that_another_has_made_is_named(tmp_path):
     (tmp_path / ".lock").mkdir()  # what root too cannot write
-    with pytest.raises(ResourceError, match=r"\.lock\)\. Give another --checkpoint_dir, or have the file's owner"):
+    with pytest.raises(ResourceError, match=r"\.lock\)\. Choose another --checkpoint_dir, or get write permission"):
         RunLock(tmp_path)
 
 
@@ -140,7 +140,7 @@ def test_so_many_problems_are_told_and_the_others_counted():
     with pytest.raises(DataError) as caught:
         problems.raise_all()
     lines = str(caught.value).splitlines()
-    assert len(lines) == MAX_REPORTED + 1 and lines[-1] == "And 5 more of this kind."
+    assert len(lines) == MAX_REPORTED + 1 and lines[-1] == "and 5 more errors of this kind."
     with pytest.raises(ZeroDivisionError), problems.collect():  # what is not ours is no problem of a stage
         raise ZeroDivisionError
 
@@ -237,7 +237,7 @@ def test_a_resumed_run_needs_no_room_for_what_it_will_replace(tmp_path):
 def test_a_disk_that_is_too_full_ends_with_6_before_any_data_is_read(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "free_disk", lambda folder: 1000)
     monkeypatch.setattr(run_speech, "read_manifest", _never)
-    assert "The disk is too full" in refusal(ResourceError, *corpus.flags(), *run_folders(tmp_path))
+    assert "Not enough disk space" in refusal(ResourceError, *corpus.flags(), *run_folders(tmp_path))
     assert os.listdir(tmp_path) == []
 
 
@@ -291,7 +291,7 @@ def test_negative_control_the_same_manifests_unspoilt_start(tmp_path):
     flags = [*TINY_MODEL, *QUICK, *corpus.flags(), "--test_manifest", corpus.manifest("test"), *run_folders(tmp_path)]
     run = build_run(begin_run(flags, lambda *stage: told.append(stage)), lambda *stage: told.append(stage))
     assert [stage for stage, _ in told] == ["flags", "paths", "disk", "data", "plan"]
-    assert "6 utterances" in told[3][1] and "2 to validate on; 2 to test on; 0 left out" in told[3][1]
+    assert "6 training utterances" in told[3][1] and "2 for validation; 2 for testing; 0 skipped" in told[3][1]
     assert len(run.validation.speech.utterances) == 2
 
 
@@ -344,6 +344,6 @@ def test_a_refused_start_leaves_nothing_but_what_is_to_be_looked_at(corpus, tmp_
     cut.write_text("{}\n" + Path(corpus.manifest("train")).read_text(encoding="utf-8"), encoding="utf-8")
     flags += ("--train_manifest", str(cut))
     refused, listed = run_trainer(*flags), tmp_path / "new" / "one" / "runs" / "default" / "rejected.jsonl"
-    assert refused.returncode == 3 and f"(all stand in {listed})" in refused.stderr
+    assert refused.returncode == 3 and f"(listed in {listed})" in refused.stderr
     assert len(listed.read_text(encoding="utf-8").splitlines()) == 27  # its audio lies elsewhere
     assert run_trainer(*too_small, "--fresh").returncode == 6 and listed.stat().st_size  # an earlier list stays

@@ -131,7 +131,7 @@ def test_one_utterance_that_does_not_fit_is_recomputed_from_then_on(capsys):
     assert report.splits == 2
     assert_same_step(parts, report, 2)
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 and "at most 1 at once" in said[0] and "every block recomputed" in said[1]
+    assert len(said) == 2 and "micro-batches of at most 1" in said[0] and "all blocks recomputed" in said[1]
     assert train_step(parts, global_batch(SPOKEN, 2), step=4).splits == 0
     assert capsys.readouterr().out == ""
 
@@ -168,7 +168,7 @@ def test_one_utterance_that_does_not_fit_recomputed_is_run_in_small_chunks_from_
     assert report.splits == 3
     assert_same_step(parts, report, 2, is_long=True)
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 3 and "every block recomputed" in said[1]
+    assert len(said) == 3 and "all blocks recomputed" in said[1]
     assert "subsampling, logits and CTC in chunks of 100 frames" in said[2]
     assert train_step(parts, global_batch(LONG, 2), step=4).splits == 0
     assert capsys.readouterr().out == ""

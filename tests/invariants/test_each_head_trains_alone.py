@@ -100,7 +100,7 @@ def test_it_is_trained_resumed_scored_and_used_by_the_scripts(heads, tmp_path):
     well(run_script("training_scripts/export_asr.py", "--checkpoint", checkpoint, "--bundle", bundle))
     read.append(load_recognizer(bundle).transcribe(path))
     assert read[0] == read[1]
-    with pytest.raises(UsageError, match="give --decode greedy or " + way):
+    with pytest.raises(UsageError, match="use --decode greedy or " + way):
         load_recognizer(checkpoint, decode="joint")
     with pytest.raises(CheckpointError, match="decoder_layers" if heads == "CTC alone" else "ctc_weight"):
         back = ("--decoder_layers", "1", "--ctc_weight", "0.5")
@@ -110,11 +110,11 @@ def test_it_is_trained_resumed_scored_and_used_by_the_scripts(heads, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--decoder_layers 0 --ctc_weight 0.5", "--ctc_weight 1, or leave it out"),
-        ("--decoder_layers 0 --ctc_weight 0", "--ctc_weight 1, or leave it out"),
-        ("--decoder_layers 0 --test_decode joint", "give auto, greedy or prefix"),
-        ("--ctc_weight 0 --test_decode joint", "give auto, greedy or attention"),
-        ("--ctc_weight 0 --intermediate_ctc_weight 0.3", "of which --ctc_weight 0 leaves none"),
+        ("--decoder_layers 0 --ctc_weight 0.5", "--ctc_weight 1, or omit it"),
+        ("--decoder_layers 0 --ctc_weight 0", "--ctc_weight 1, or omit it"),
+        ("--decoder_layers 0 --test_decode joint", "use auto, greedy or prefix"),
+        ("--ctc_weight 0 --test_decode joint", "use auto, greedy or attention"),
+        ("--ctc_weight 0 --intermediate_ctc_weight 0.3", "but --ctc_weight is 0"),
         ("--decoder_layers -1", "at least 0"),
     ],
 )

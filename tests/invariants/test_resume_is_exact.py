@@ -54,7 +54,7 @@ def test_a_killed_run_resumes_bit_for_bit_with_another_worker_count(corpus, undi
     killed = start_script(TRAINER, *flags(corpus, tmp_path, 2), output=tmp_path / "output.txt")
     assert signal_after(tmp_path, 5, killed, signal.SIGKILL) == -signal.SIGKILL
     resumed = well(run_trainer(*flags(corpus, tmp_path, 0, "--resume", "auto"), is_cold=True))
-    said = int(re.search(r"Going on from .*: step (\d+)\.", resumed.stdout).group(1))
+    said = int(re.search(r"Resuming from .*: step (\d+)\.", resumed.stdout).group(1))
     assert 0 < said < STEPS
     steps = [record["step"] for record in read_log(tmp_path)]
     assert steps == list(range(1, STEPS + 1))

@@ -211,7 +211,7 @@ def test_out_of_memory_they_go_one_after_another_and_that_is_remembered(capsys):
         patch.setattr(step, "forward_and_backward", for_one_only)
         reports = [train_step(parts, global_batch(SPOKEN, 2), number) for number in range(2)]
     assert [report.splits for report in reports] == [1, 0]
-    assert "one micro-batch after another" in capsys.readouterr().out
+    assert "one micro-batch at a time" in capsys.readouterr().out
     for mine, theirs in zip(reports, undisturbed, strict=True):
         assert mine.loss == pytest.approx(theirs.loss, rel=BOUND, abs=0)
     for one, other in zip(expected.model.parameters(), parts.model.parameters(), strict=True):

@@ -96,8 +96,8 @@ def test_texts_become_the_tokens_that_theirs_are(folder):
 
 def test_the_script_takes_it_and_says_so(folder, tmp_path):
     done = well(run_script("training_scripts/import_asr.py", str(folder), str(tmp_path / "out.pt")))
-    assert "Left: nothing" in done.stdout and f"saved by transformers {transformers.__version__}" in done.stdout
-    assert "a frame every 80 ms" in done.stdout
+    assert "Not imported: nothing" in done.stdout and f"saved by transformers {transformers.__version__}" in done.stdout
+    assert "80 ms per frame" in done.stdout
 
 
 def setting(name: str, *keys: str, value: object):
@@ -135,8 +135,8 @@ BAD = {
         "subsampling_factor is 4",
     ),
     "a part unknown": (setting("config.json", "encoder_config", "gate", value=1), "encoder_config.gate is 1"),
-    "unigrams": (setting("tokenizer.json", "model", "type", value="Unigram"), "not one of byte pairs"),
-    "no pieces": (setting("tokenizer.json", "model", "vocab", value=[1]), "not one of byte pairs"),
+    "unigrams": (setting("tokenizer.json", "model", "type", value="Unigram"), "not byte-pair encoding"),
+    "no pieces": (setting("tokenizer.json", "model", "vocab", value=[1]), "not byte-pair encoding"),
     "gaps": (setting("tokenizer.json", "model", "vocab", "एक", value=900), "has gaps between its tokens"),
 }
 
@@ -152,5 +152,5 @@ def test_a_bad_folder_ends_with_its_sentence(name, folder, tmp_path):
 
 
 def test_it_has_one_language(folder):
-    with pytest.raises(UsageError, match="Leave it out"):
+    with pytest.raises(UsageError, match="Omit it"):
         import_nemo(folder, "kok", folder.parent)

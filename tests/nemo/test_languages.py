@@ -74,9 +74,9 @@ def test_its_tokenizer_is_the_languages(path, parts):
 @pytest.mark.parametrize(
     ("language", "said"),
     [
-        (None, "has several languages. Give --language with one of hi, kok, mr"),
-        ("gom", "--language gom is none of those of .*three.nemo. Give one of hi, kok, mr"),
-        ("", "--language  is none"),
+        (None, "has several languages. Use --language with one of hi, kok, mr"),
+        ("gom", "--language gom is not a language of .*three.nemo. Use one of hi, kok, mr"),
+        ("", "--language  is not a language"),
     ],
 )
 def test_another_language_is_told_which_there_are(language, said, path):
@@ -86,7 +86,7 @@ def test_another_language_is_told_which_there_are(language, said, path):
 
 def test_a_language_where_there_is_none_is_told(tmp_path):
     path = read_parts().write(tmp_path / "one.nemo")
-    with pytest.raises(UsageError, match="has one tokenizer for all that is said. Leave it out"):
+    with pytest.raises(UsageError, match="has one tokenizer for all languages. Omit it"):
         import_nemo(path, "kok", tmp_path)
 
 
@@ -115,9 +115,9 @@ def with_a_row_more(parts: NemoParts) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (swapped, "head's vocabulary is not that of its tokenizers, in this order"),
-        (unmasked, "only a softmax of each language's own is built"),
-        (with_a_row_more, r"ctc_decoder.decoder_layers.0.bias is \(136,\) .* asks for \(135,\)"),
+        (swapped, "vocabulary of its output head differs from its tokenizers"),
+        (unmasked, "only one softmax per language is supported"),
+        (with_a_row_more, r"ctc_decoder.decoder_layers.0.bias is \(136,\) .* requires \(135,\)"),
     ],
 )
 def test_what_contradicts_itself_is_refused(change, said, tmp_path):

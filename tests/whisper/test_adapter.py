@@ -155,18 +155,18 @@ def test_what_cannot_be_written_leaves_nothing(base, tmp_path, monkeypatch):
     name = "decoder.blocks.1.feedforward.expand.low_rank.up"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mine.txt").write_text("mine")
-    with pytest.raises(UsageError, match="mine is there already"):
+    with pytest.raises(UsageError, match="mine already exists"):
         write_adapter(base, weights, TUNING, tmp_path / "mine")
-    with pytest.raises(UsageError, match="no low-rank products"):
+    with pytest.raises(UsageError, match="no LoRA adapter"):
         write_adapter(base, base.weights(), TUNING, out)
     with pytest.raises(CheckpointError, match=r"expand\.low_rank\.up of the model are not finite"):
         write_adapter(base, weights | {name: torch.full((96, 3), torch.inf)}, TUNING, out)
     cut = {key: tensor for key, tensor in weights.items() if key != name}
     other = {f"decoder.blocks.7.{key}": weights[key] for key in weights if "low_rank" in key}
     for wrong in (weights | {name: torch.zeros(95, 3)}, cut, other):
-        with pytest.raises(CheckpointError, match="not those of layers of .* of rank 3"):
+        with pytest.raises(CheckpointError, match="does not match the layers of .* at rank 3"):
             write_adapter(base, wrong, TUNING, out)
-    with pytest.raises(CheckpointError, match="of rank 4"):
+    with pytest.raises(CheckpointError, match="at rank 4"):
         write_adapter(base, weights, replace(TUNING, lora_rank=4), out)
     with monkeypatch.context() as patch, pytest.raises(ResourceError, match="could not be written: No space"):
         patch.setattr(adapter, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))

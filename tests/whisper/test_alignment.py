@@ -132,7 +132,7 @@ def test_heads_are_kept_with_the_tokens_and_must_be_pairs(tmp_path):
     vocabulary = read_pretrained(folder).vocabulary(PretrainedConfig(language="mr"))
     assert vocabulary_of(vocabulary.model).alignment_heads == vocabulary.alignment_heads == ((0, 1), (0, 0))
     tampered = vocabulary_of(vocabulary.model.replace(b"[[0, 1]", b'[[0, "1"]'))
-    with pytest.raises(DataError, match="alignment_heads are no pairs"):
+    with pytest.raises(DataError, match="alignment_heads are not pairs"):
         _ = tampered.alignment_heads
 
 

@@ -160,9 +160,9 @@ def test_features_of_speech_are_the_first_of_its_window_and_a_window_makes_no_ma
     assert torch.equal(plain, same)  # a whole window is one, and no mask was asked for
     with pytest.raises(TypeError):
         model.encoder(speech, frames, run_directly)
-    with pytest.raises(ValueError, match="57 frames are no window of 100"):
+    with pytest.raises(ValueError, match="57 frames do not match the window of 100"):
         window_model.encoder(speech, frames, run_directly)
-    with pytest.raises(ValueError, match="102 frames are no window of 100"):
+    with pytest.raises(ValueError, match="102 frames do not match the window of 100"):
         model.encoder(torch.randn(1, 102, 80), (102,), run_directly)
 
 
@@ -241,10 +241,11 @@ def test_what_cannot_be_is_refused_and_a_person_is_told(whisper_folders, tmp_pat
     (folder / GENERATION).write_text(json.dumps(said | {"audio_context": ["speech"]}))
     with pytest.raises(CheckpointError, match=r"audio_context in its generation_config\.json is \['speech'\]"):
         read_whisper_folder(folder)
-    with pytest.raises(UsageError, match="--audio_context does nothing without --pretrained"):
+    with pytest.raises(UsageError, match="--audio_context has no effect without --pretrained"):
         parse_flags(["--audio_context", "speech"])
     note = TunedWhisper(TrainConfig(), SPEECH, {}, b"").note()
     assert (
-        "--audio-ctx: 50 frames a second" in note and TunedWhisper(TrainConfig(), ARCHITECTURE, {}, b"").note() is None
+        "--audio-ctx of whisper.cpp: 50 frames per second" in note
+        and TunedWhisper(TrainConfig(), ARCHITECTURE, {}, b"").note() is None
     )
     assert KINDS["tiny"].mel_bins == SHAPE.mel_bins

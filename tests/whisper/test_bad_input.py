@@ -112,30 +112,38 @@ def indexed(at: Path) -> None:
 
 HEADS = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
 FOLDERS: dict[str, tuple[Change, int, str]] = {
-    "no folder": (shutil.rmtree, 2, "There is no folder .*Give the folder"),
+    "no folder": (shutil.rmtree, 2, "There is no folder .*Use the folder"),
     "no config": (written(CONFIG, None), 4, r"has no config\.json"),
     "no JSON": (written(CONFIG, "{"), 4, r"config\.json is not JSON"),
     "another model": (settings(CONFIG, model_type="wav2vec2"), 4, "of type 'wav2vec2'"),
     "negative": (settings(CONFIG, d_model=-4), 4, "d_model in its config.json is -4"),
     "2^40": (settings(CONFIG, d_model=2**40), 4, "must be a number from 1 to 16384"),
-    "heads": (settings(CONFIG, **HEADS), 4, "divides a width of 16 into 3 heads"),
+    "heads": (settings(CONFIG, **HEADS), 4, "divides a dimension of 16 into 3 heads"),
     "untied": (settings(CONFIG, tie_word_embeddings=False), 4, "tie_word_embeddings in its config.json is False"),
-    "another head": (tensors(lambda t: t.update({"proj_out.weight": t[EMBEDDING] + 1})), 4, "is not the embedding"),
-    "pickle": (lambda at: (at / WEIGHTS).rename(at / "pytorch_model.bin"), 4, "is pickle, .* Convert it"),
+    "another head": (
+        tensors(lambda t: t.update({"proj_out.weight": t[EMBEDDING] + 1})),
+        4,
+        "is not tied to the token embedding",
+    ),
+    "pickle": (lambda at: (at / WEIGHTS).rename(at / "pytorch_model.bin"), 4, "is pickle, .* convert it"),
     "cut": (damaged(lambda data: data[:-100]), 4, r"model\.safetensors is damaged"),
-    "header of 2^60": (damaged(lambda data: (2**60).to_bytes(8, "little") + data[8:]), 4, "its header claims"),
+    "header of 2^60": (damaged(lambda data: (2**60).to_bytes(8, "little") + data[8:]), 4, "its header states"),
     "a tensor less": (tensors(lambda t: t.pop(EMBEDDING)), 4, f"it has no tensor {EMBEDDING}"),
     "another shape": (tensors(lambda t: t.update({BIAS: torch.zeros(1, 16)})), 4, r"has the shape \(1, 16\)"),
-    "integers": (tensors(lambda t: t.update({BIAS: torch.zeros(16, dtype=torch.int32)})), 4, "is of I32 and must be"),
-    "NaN": (tensors(lambda t: t[EMBEDDING][3].fill_(torch.nan)), 4, "holds what is no finite number"),
-    "above the folder": (indexed, 4, r"names '\.\./x', which is no file of weights"),
-    "a token more": (settings("added_tokens.json", more=1812), 3, "folder has 1813 tokens, and its model 1812"),
+    "integers": (
+        tensors(lambda t: t.update({BIAS: torch.zeros(16, dtype=torch.int32)})),
+        4,
+        "is of type I32 but must be",
+    ),
+    "NaN": (tensors(lambda t: t[EMBEDDING][3].fill_(torch.nan)), 4, "contains values that are not finite"),
+    "above the folder": (indexed, 4, r"lists '\.\./x', which is not a weight file"),
+    "a token more": (settings("added_tokens.json", more=1812), 3, "folder has 1813 tokens, but its model has 1812"),
     "no names": (written("added_tokens.json", None), 3, r"folder has no token <\|startoftranscript\|>"),
     "no vocabulary": (written("vocab.json", None), 3, r"folder/vocab\.json could not be read"),
     "broken vocabulary": (written("vocab.json", "{"), 3, r"folder/vocab\.json is not JSON"),
-    "128 bands": (settings(PREPROCESSOR, feature_size=128), 4, "is 128, and its network needs 80"),
-    "a token that is not": (settings(GENERATION, suppress_tokens=[1812]), 4, "names the token 1812"),
-    "a time that is none": (settings(GENERATION, max_initial_timestamp_index="x"), 4, "is 'x' and must be a number"),
+    "128 bands": (settings(PREPROCESSOR, feature_size=128), 4, "is 128, but its network needs 80"),
+    "a token that is not": (settings(GENERATION, suppress_tokens=[1812]), 4, "contains the token 1812"),
+    "a time that is none": (settings(GENERATION, max_initial_timestamp_index="x"), 4, "is 'x' but must be a number"),
 }
 
 
@@ -164,29 +172,32 @@ def test_a_folder_without_generation_config_trains(models, tmp_path):
 P = ("--pretrained", "{base}")
 B = (*P, *LANGUAGE)
 FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
-    "a hub's name": (("--pretrained", "openai/whisper-small", *LANGUAGE), "nothing is fetched here"),
-    "Konkani": ((*P, "--language", "kok"), "Give the nearest, mr or hi, of those that it has: en, hi, mr"),
-    "unknown": ((*P, "--language", "MR"), "has no token for it. Give one of en, hi, mr"),
+    "a hub's name": (("--pretrained", "openai/whisper-small", *LANGUAGE), "models are not downloaded"),
+    "Konkani": ((*P, "--language", "kok"), "Use the closest language, mr or hi; available: en, hi, mr"),
+    "unknown": ((*P, "--language", "MR"), "has no token for it. Use one of en, hi, mr"),
     "no language": (P, "give --language with one of en, hi, mr"),
-    "English": (("--pretrained", "{english}", *LANGUAGE), "--language is not for a model that knows English alone"),
-    "English task": (("--pretrained", "{english}", "--task", "translate"), "--task translate is not for a model"),
+    "English": (("--pretrained", "{english}", *LANGUAGE), "--language is not supported by an English-only model"),
+    "English task": (
+        ("--pretrained", "{english}", "--task", "translate"),
+        "--task translate is not supported by an English-only model",
+    ),
     "no task": (
         ("--pretrained", "{no_translate}", *LANGUAGE, "--task", "translate"),
         "--task translate: the model has",
     ),
-    "preset": ((*B, "--preset", "minimal"), "--preset would change it: leave it out"),
-    "width": ((*B, "--d_model", "64", "--vocab_size", "99"), "--d_model, --vocab_size would change it: leave them out"),
+    "preset": ((*B, "--preset", "minimal"), "--preset would change it: omit it"),
+    "width": ((*B, "--d_model", "64", "--vocab_size", "99"), "--d_model, --vocab_size would change it: omit them"),
     "CTC": ((*B, "--ctc_weight", "0.3"), "--ctc_weight would change it"),
     "inner CTC": ((*B, "--intermediate_ctc_weight", "0.3"), "--intermediate_ctc_weight would change it"),
     "two beginnings": ((*B, "--init_from", "{full}"), "--init_from would change it"),
     "bands": ((*B, "--mel_bins", "80"), "--mel_bins would change it"),
-    "joint": ((*B, "--test_decode", "joint"), "needs CTC, and a --pretrained model has none: give"),
-    "language alone": (LANGUAGE, "--language does nothing without --pretrained"),
-    "task alone": (("--task", "translate"), "--task does nothing without --pretrained"),
-    "freeze": ((*B, "--freeze", "99"), "--freeze 99: the encoder has 2 blocks"),
-    "targets": ((*B, "--lora_rank", "2", "--lora_targets", "gate"), "names no layer of this model: give some of"),
-    "targets alone": ((*B, "--lora_targets", "query"), "--lora_targets does nothing without --lora_rank"),
-    "init_from": (("--init_from", "{full}"), "is of a run that began with --pretrained. Write its model"),
+    "joint": ((*B, "--test_decode", "joint"), "needs CTC, but a --pretrained model has no CTC head: use"),
+    "language alone": (LANGUAGE, "--language has no effect without --pretrained"),
+    "task alone": (("--task", "translate"), "--task has no effect without --pretrained"),
+    "freeze": ((*B, "--freeze", "99"), "--freeze 99: the encoder has only 2 blocks"),
+    "targets": ((*B, "--lora_rank", "2", "--lora_targets", "gate"), "matches no layer of this model: choose from"),
+    "targets alone": ((*B, "--lora_targets", "query"), "--lora_targets has no effect without --lora_rank"),
+    "init_from": (("--init_from", "{full}"), "is a checkpoint of a run with --pretrained. Export its model"),
 }
 
 
@@ -213,9 +224,9 @@ def resume(models: Models, out: Path, kind: str, *flags: str):
 
 
 RESUMED = {
-    "another shape": ("full", ("--pretrained", "{wide}"), 4, "began with another model: .*Give the folder"),
-    "other frozen weights": ("frozen", ("--pretrained", "{other}"), 4, "has other weights where they are not trained"),
-    "another base": ("lora", ("--pretrained", "{other}"), 4, "has other weights where they are not trained"),
+    "another shape": ("full", ("--pretrained", "{wide}"), 4, "started from another model: .*Use the folder"),
+    "other frozen weights": ("frozen", ("--pretrained", "{other}"), 4, "has other frozen weights"),
+    "another base": ("lora", ("--pretrained", "{other}"), 4, "has other frozen weights"),
     "another folder": ("frozen", ("--pretrained", "{out}/nowhere"), 2, "There is no folder"),
     "preset": ("full", ("--preset", "minimal"), 2, "--preset would change it"),
 }
@@ -257,20 +268,22 @@ def test_a_run_whose_folder_is_gone_goes_on_where_its_checkpoint_holds_all(model
         without_folder(tmp_path / kind)
     assert resume(models, tmp_path / "full", "full").returncode == 0
     for kind in ("frozen", "lora"):
-        check_refusal(resume(models, tmp_path / kind, kind), 4, "is not there. Put it there, or say with --pretrained")
+        check_refusal(
+            resume(models, tmp_path / kind, kind), 4, "does not exist. Put it there, or give its path with --pretrained"
+        )
     assert resume(models, tmp_path / "frozen", "frozen", "--pretrained", "{base}").returncode == 0
 
 
 HUGE = {"d_model": 2**14, "feedforward_dim": 2**16, "encoder_layers": 256, "decoder_layers": 256}
 TAMPERED: dict[str, tuple[str, Callable[[dict], object], str]] = {
-    "2^40": ("full", lambda state: state.update(d_model=2**40), "dimensions that no model has"),
-    "huge": ("full", lambda state: state.update(HUGE), "not the weights of its dimensions"),
-    "heads": ("full", lambda state: state.update(attention_heads=3), "heads that do not divide its width"),
-    "wider": ("full", lambda state: state.update(d_model=32), "is not of the shape that its settings say"),
-    "other kind": ("full", lambda state: state.update(kind="x"), "of a kind that this version does not know"),
-    "no width": ("lora", lambda state: state.pop("d_model"), "dimensions that no model has"),
-    "no digest": ("full", lambda state: state.pop("frozen"), "does not say which weights it leaves out"),
-    "empty": ("full", lambda state: state.clear(), "of a kind that this version does not know"),
+    "2^40": ("full", lambda state: state.update(d_model=2**40), "invalid dimensions"),
+    "huge": ("full", lambda state: state.update(HUGE), "weights do not match its model dimensions"),
+    "heads": ("full", lambda state: state.update(attention_heads=3), "attention heads does not divide"),
+    "wider": ("full", lambda state: state.update(d_model=32), "does not match its settings"),
+    "other kind": ("full", lambda state: state.update(kind="x"), "has an unknown model type"),
+    "no width": ("lora", lambda state: state.pop("d_model"), "invalid dimensions"),
+    "no digest": ("full", lambda state: state.pop("frozen"), "does not record the weights that it omits"),
+    "empty": ("full", lambda state: state.clear(), "has an unknown model type"),
 }
 
 
@@ -294,19 +307,23 @@ def test_a_checkpoint_that_was_tampered_with_is_refused_by_all_that_read_it(case
 
 
 EXPORTS = {
-    "not empty": (("{full}", "--whisper", "{out}"), 2, "is there already"),
-    "ours": (("{ours}", "--whisper", "{out}/new"), 2, "is of a model of ours"),
-    "ours with a folder": (("{ours}", "--bundle", "{out}/new", *P), 2, "--pretrained is for others'"),
-    "bundle": (("{full}", "--bundle", "{out}/new"), 2, "began with --pretrained: export it with --whisper"),
-    "ONNX": (("{lora}", "--onnx", "{out}/new"), 2, "began with --pretrained: export it with --whisper"),
-    "both": (("{full}", "--bundle", "{out}/new", "--whisper", "{out}/more"), 2, "give one kind"),
-    "in each other": (("{lora}", "--adapter", "{out}/new/in", "--whisper", "{out}/new"), 2, "files of their own"),
-    "in the base": (("{full}", "--whisper", "{base}/new"), 2, "lies in the folder that the run began with"),
-    "no products": (("{full}", "--adapter", "{out}/new"), 2, "give --whisper"),
-    "another shape": (("{full}", "--whisper", "{out}/new", "--pretrained", "{wide}"), 4, "dimensions or its tokens"),
-    "English": (("{full}", "--whisper", "{out}/new", "--pretrained", "{english}"), 4, "dimensions or its tokens"),
-    "another base": (("{frozen}", "--whisper", "{out}/new", "--pretrained", "{other}"), 4, "Put that one in its place"),
-    "no base": (("{lora}", "--adapter", "{out}/new", "--pretrained", "{out}/gone"), 4, "is not there. Put it there"),
+    "not empty": (("{full}", "--whisper", "{out}"), 2, "already exists"),
+    "ours": (("{ours}", "--whisper", "{out}/new"), 2, "was trained without --pretrained"),
+    "ours with a folder": (("{ours}", "--bundle", "{out}/new", *P), 2, "--pretrained is for --pretrained models"),
+    "bundle": (("{full}", "--bundle", "{out}/new"), 2, "used --pretrained: export it with --whisper"),
+    "ONNX": (("{lora}", "--onnx", "{out}/new"), 2, "used --pretrained: export it with --whisper"),
+    "both": (("{full}", "--bundle", "{out}/new", "--whisper", "{out}/more"), 2, "give only one kind"),
+    "in each other": (("{lora}", "--adapter", "{out}/new/in", "--whisper", "{out}/new"), 2, "must be different files"),
+    "in the base": (("{full}", "--whisper", "{base}/new"), 2, "is inside the folder that the run was started from"),
+    "no products": (("{full}", "--adapter", "{out}/new"), 2, "use --whisper"),
+    "another shape": (("{full}", "--whisper", "{out}/new", "--pretrained", "{wide}"), 4, "dimensions or tokens"),
+    "English": (("{full}", "--whisper", "{out}/new", "--pretrained", "{english}"), 4, "dimensions or tokens"),
+    "another base": (
+        ("{frozen}", "--whisper", "{out}/new", "--pretrained", "{other}"),
+        4,
+        "Restore the original folder",
+    ),
+    "no base": (("{lora}", "--adapter", "{out}/new", "--pretrained", "{out}/gone"), 4, "does not exist. Put it there"),
 }
 
 
@@ -325,12 +342,12 @@ def test_a_base_that_is_gone_is_asked_for(models, tmp_path):
     without_folder(tmp_path / "out")
     path = str(tmp_path / "out/checkpoints/checkpoint_last.pt")
     done = run_script("training_scripts/export_asr.py", "--checkpoint", path, "--whisper", str(tmp_path / "new"))
-    check_refusal(done, 4, "is not there, .* Give its place now with --pretrained")
+    check_refusal(done, 4, "does not exist, .* Give its current path with --pretrained")
 
 
 PLANS: dict[str, tuple[tuple[str, ...], Change, int, str]] = {
     "width": (("--d_model", "64"), lambda at: None, 2, "--d_model would change it"),
-    "freeze": (("--freeze", "99"), lambda at: None, 2, "the encoder has 2 blocks"),
+    "freeze": (("--freeze", "99"), lambda at: None, 2, "the encoder has only 2 blocks"),
     "2^40": ((), settings(CONFIG, d_model=2**40), 4, "must be a number from 1 to 16384"),
     "no config": ((), written(CONFIG, None), 4, r"has no config\.json"),
 }
@@ -346,7 +363,7 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_is_traced(case, models
 
 
 def test_a_models_folder_in_a_checkpoints_place_is_told_where_it_belongs(models):
-    with pytest.raises(CheckpointError, match="give a Whisper model as --pretrained"):
+    with pytest.raises(CheckpointError, match="use --pretrained .* for a Whisper model"):
         check_is_there(Path(models.folder()))
 
 

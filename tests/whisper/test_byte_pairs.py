@@ -168,21 +168,21 @@ DAMAGED = {
     "is not JSON: it is nested too deeply": {"vocab.json": b'{"a":' + b"[" * 200_000},
     "is not JSON: 'utf-8' codec": {"vocab.json": b'{"\xff": 1}'},
     "is not a JSON object": {"vocab.json": b"[1, 2]"},
-    "has more than 64 MiB": {"vocab.json": b" " * (byte_pairs.LARGEST_FILE + 1)},
-    "no whole number as its id": {"vocab.json": VALID | {"xx": "5"}},
-    "the token 'yes' no whole number": {"vocab.json": VALID | {"yes": True}},
+    "is larger than 64 MiB": {"vocab.json": b" " * (byte_pairs.LARGEST_FILE + 1)},
+    "an id that is not an integer": {"vocab.json": VALID | {"xx": "5"}},
+    "the token 'yes' an id that is not an integer": {"vocab.json": VALID | {"yes": True}},
     "the id -1, which is out of range": {"vocab.json": VALID | {"xx": -1}},
     f"the id {2**40}, which is out of range": {"vocab.json": VALID | {"xx": 2**40}},
     "has the id 5 twice": {"vocab.json": VALID | {"xx": 5}},
-    f"and none of the id {LAST}": {"vocab.json": VALID | {"xx": LAST + 1}},
+    f"but none with the id {LAST}": {"vocab.json": VALID | {"xx": LAST + 1}},
     "no token for the byte 98": {
         "vocab.json": {piece.replace("b", "bb"): token for piece, token in VALID.items()},
         "merges.txt": b"",
     },
-    "merge 2, 'x' and 'zz', is of the token 'zz'": {"merges.txt": b"#version: 0.2\na b\nx zz\n"},
-    "merge 1, 'a' and 'c', is of the token 'ac'": {"merges.txt": b"a c\n"},
+    "merge 2, 'x' and 'zz', gives the token 'zz'": {"merges.txt": b"#version: 0.2\na b\nx zz\n"},
+    "merge 1, 'a' and 'c', gives the token 'ac'": {"merges.txt": b"a c\n"},
     "the merge of 'a' and 'b' twice": {"merges.txt": b"a b\na b\n"},
-    "merge 1 is not of two tokens": {"merges.txt": b"a b c\n"},
+    "merge 1 does not have two tokens": {"merges.txt": b"a b c\n"},
     "is not UTF-8": {"merges.txt": b"\xff\xfe\n"},
     "gives <|mr|> two ids": {"vocab.json": VALID | {"<|mr|>": LAST}, "added_tokens.json": {"<|mr|>": LAST + 1}},
     "could not be read: No such file": {"vocab.json": None},
@@ -190,20 +190,20 @@ DAMAGED = {
 }
 MODEL = {"type": "BPE", "vocab": VALID, "merges": ["a b"]}
 DAMAGED_WHOLE = {
-    "is not of byte-pair encoding": [{}, {"model": {"type": "Unigram"}}, {"model": 5}],
-    "is not of byte-pair encoding: added tokens": [{"model": MODEL, "added_tokens": {"a": 1}}],
+    "does not use byte-pair encoding": [{}, {"model": {"type": "Unigram"}}, {"model": 5}],
+    "does not use byte-pair encoding: added tokens": [{"model": MODEL, "added_tokens": {"a": 1}}],
     "no vocabulary of tokens and ids": [{"model": MODEL | {"vocab": ["a"]}}],
     "has no list of merges": [{"model": MODEL | {"merges": None}}],
-    "merge 1 is not of two tokens": [
+    "merge 1 does not have two tokens": [
         {"model": MODEL | {"merges": [merge]}} for merge in (5, None, {}, "ab", ["a"], ["a", 5])
     ],
     "an added token without a name": [
         {"model": MODEL, "added_tokens": [token]} for token in (5, {}, {"content": 5, "id": 1})
     ],
-    "no whole number as its id": [{"model": MODEL, "added_tokens": [{"content": "x", "id": None}]}],
-    "its byte_fallback is another": [{"model": MODEL | {"byte_fallback": True}}],
-    "its normalizer is another": [{"model": MODEL, "normalizer": {"type": "NFC"}}],
-    "its pre_tokenizer is another": [
+    "an id that is not an integer": [{"model": MODEL, "added_tokens": [{"content": "x", "id": None}]}],
+    "its byte_fallback differs": [{"model": MODEL | {"byte_fallback": True}}],
+    "its normalizer differs": [{"model": MODEL, "normalizer": {"type": "NFC"}}],
+    "its pre_tokenizer differs": [
         {"model": MODEL, "pre_tokenizer": cut}
         for cut in (5, {"type": "Whitespace"}, {"type": "ByteLevel", "add_prefix_space": True})
     ],

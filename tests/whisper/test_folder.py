@@ -104,13 +104,13 @@ def test_what_cannot_be_written_leaves_nothing(whisper_folders, tmp_path, monkey
     (tmp_path / "full" / "mine.txt").write_text("mine")
     (tmp_path / "empty").mkdir()
     write_whisper_folder(base, weights, tmp_path / "empty")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         write_whisper_folder(base, weights, tmp_path / "full")
     with pytest.raises(CheckpointError, match=r"decoder\.norm\.bias of the model are not finite"):
         write_whisper_folder(base, weights | {"decoder.norm.bias": torch.full((32,), torch.nan)}, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="not those of a model of the shape"):
+    with pytest.raises(CheckpointError, match="do not match the shape"):
         write_whisper_folder(base, weights | {"decoder.norm.bias": torch.zeros(31)}, tmp_path / "out")
-    with monkeypatch.context() as patch, pytest.raises(ResourceError, match="Free space"):
+    with monkeypatch.context() as patch, pytest.raises(ResourceError, match="Free disk space"):
         patch.setattr(export.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))
         write_whisper_folder(base, weights, tmp_path / "out")
     with monkeypatch.context() as patch, pytest.raises(ResourceError, match="could not be written: No space"):
@@ -184,7 +184,7 @@ BAD = {
     "no JSON": (written(CONFIG, "{"), r"config\.json is not JSON"),
     "no UTF-8": (written(CONFIG, b"\xff\xfe{}"), r"config\.json is not JSON"),
     "nested JSON": (written(CONFIG, "[" * 100_000), r"config\.json is not JSON"),
-    "a list": (written(CONFIG, "[]"), r"config\.json is no JSON object"),
+    "a list": (written(CONFIG, "[]"), r"config\.json is not a JSON object"),
     "huge JSON": (written(CONFIG, " " * (2**22 + 1)), "more than 4194304 bytes"),
     "another model": (settings(CONFIG, model_type="wav2vec2"), "of type 'wav2vec2'"),
     "no model type": (settings(CONFIG, model_type=...), "of type None"),
@@ -195,11 +195,11 @@ BAD = {
     "true": (settings(CONFIG, decoder_layers=True), "decoder_layers in its config.json is True"),
     "half a width": (settings(CONFIG, d_model=32.5), "d_model in its config.json is 32.5"),
     "no width": (settings(CONFIG, d_model=...), "d_model in its config.json is None"),
-    "heads": (settings(CONFIG, encoder_attention_heads=5, decoder_attention_heads=5), "a width of 32 into 5 heads"),
+    "heads": (settings(CONFIG, encoder_attention_heads=5, decoder_attention_heads=5), "a dimension of 32 into 5 heads"),
     "other heads": (settings(CONFIG, decoder_attention_heads=8), "decoder_attention_heads in its config.json is 8"),
     "other layers": (settings(CONFIG, encoder_layers=3), r"it has no tensor model\.encoder\.layers\.2\."),
-    "fewer layers": (settings(CONFIG, encoder_layers=1), r"its tensor model\.encoder\.layers\.1\.\S+ is none of"),
-    "another width": (settings(CONFIG, encoder_ffn_dim=64, decoder_ffn_dim=64), r"has the shape \(96,?.* says \(64"),
+    "fewer layers": (settings(CONFIG, encoder_layers=1), r"its tensor model\.encoder\.layers\.1\.\S+ is not part of"),
+    "another width": (settings(CONFIG, encoder_ffn_dim=64, decoder_ffn_dim=64), r"has the shape \(96,?.* \(64"),
     "untied": (settings(CONFIG, tie_word_embeddings=False), "tie_word_embeddings in its config.json is False"),
     "another activation": (
         settings(CONFIG, activation_function="relu"),
@@ -216,43 +216,52 @@ BAD = {
         "sampling_rate in its preprocessor_config.json is 8000",
     ),
     "no generation": (written(GENERATION, "nothing"), r"generation_config\.json is not JSON"),
-    "a token too many": (settings(GENERATION, suppress_tokens=[1_865]), "suppress_tokens in .* names the token 1865"),
-    "a language too many": (settings(GENERATION, lang_to_id={"<|xx|>": -1}), "lang_to_id in .* names the token -1"),
+    "a token too many": (
+        settings(GENERATION, suppress_tokens=[1_865]),
+        "suppress_tokens in .* contains the token 1865",
+    ),
+    "a language too many": (settings(GENERATION, lang_to_id={"<|xx|>": -1}), "lang_to_id in .* contains the token -1"),
     "no head": (settings(GENERATION, alignment_heads=[[0, 4]]), "alignment_heads in its generation_config.json"),
     "no pairs": (settings(GENERATION, alignment_heads=[3]), "alignment_heads in its generation_config.json"),
     "no weights": (written(WEIGHTS, None), r"it has no model\.safetensors"),
-    "pickle": (pickled, r"its pytorch_model\.bin is pickle, .* Convert it .*save_pretrained"),
+    "pickle": (pickled, r"its pytorch_model\.bin is pickle, .* convert it .*save_pretrained"),
     "cut": (bytes_of_weights(lambda data: data[:-100]), r"its model\.safetensors is damaged"),
     "cut in the header": (bytes_of_weights(lambda data: data[:5_000]), r"its model\.safetensors is damaged"),
     "empty": (bytes_of_weights(lambda data: b""), r"its model\.safetensors is damaged"),
     "header of 2^60": (
         bytes_of_weights(lambda data: (2**60).to_bytes(8, "little") + data[8:]),
-        r"its header claims 1152921504606846976 bytes",
+        r"its header states 1152921504606846976 bytes",
     ),
     "lying offsets": (
         bytes_of_weights(lambda data: data.replace(b'"data_offsets":[0,', b'"data_offsets":[4,', 1)),
         r"its model\.safetensors is damaged",
     ),
     "a tensor less": (tensors(lambda found: found.pop(EMBEDDING)), f"it has no tensor {EMBEDDING}"),
-    "a tensor more": (tensors(lambda found: found.update(more=torch.zeros(1))), "its tensor more is none of Whisper's"),
+    "a tensor more": (
+        tensors(lambda found: found.update(more=torch.zeros(1))),
+        "its tensor more is not part of Whisper",
+    ),
     "another shape": (
         tensors(lambda found: found.update({"model.decoder.layer_norm.bias": torch.zeros(1, 32)})),
         r"model\.decoder\.layer_norm\.bias has the shape \(1, 32\)",
     ),
     "integers": (
         tensors(lambda found: found.update({"model.decoder.layer_norm.bias": torch.zeros(32, dtype=torch.int32)})),
-        r"model\.decoder\.layer_norm\.bias is of I32",
+        r"model\.decoder\.layer_norm\.bias is of type I32",
     ),
-    "NaN": (tensors(lambda found: found[EMBEDDING][7].fill_(torch.nan)), f"its {EMBEDDING} holds what is no finite"),
+    "NaN": (
+        tensors(lambda found: found[EMBEDDING][7].fill_(torch.nan)),
+        f"its {EMBEDDING} contains values that are not finite",
+    ),
     "another head": (
         tensors(lambda found: found.update({"proj_out.weight": found[EMBEDDING] + 1})),
-        r"its proj_out\.weight is not the embedding",
+        r"its proj_out\.weight is not tied to the token embedding",
     ),
-    "above the folder": (indexed("../x.safetensors"), r"names '\.\./x\.safetensors', which is no file of weights"),
-    "an absolute path": (indexed("/etc/passwd"), "names '/etc/passwd', which is no file of weights"),
-    "a number": (indexed(7), "names 7, which is no file of weights"),
+    "above the folder": (indexed("../x.safetensors"), r"lists '\.\./x\.safetensors', which is not a weight file"),
+    "an absolute path": (indexed("/etc/passwd"), "lists '/etc/passwd', which is not a weight file"),
+    "a number": (indexed(7), "lists 7, which is not a weight file"),
     "a file too many": (indexed("absent.safetensors"), r"it has no absent\.safetensors"),
-    "a tensor elsewhere": (halved, "has other tensors than its model.safetensors.index.json says"),
+    "a tensor elsewhere": (halved, "the tensors in its .* differ from its model.safetensors.index.json"),
 }
 
 
@@ -290,7 +299,7 @@ def test_a_good_folder_is_not_refused(whisper_folders, tmp_path):
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("openai/whisper-small", "nothing is fetched here if that is a model's name on a hub"),
+        ("openai/whisper-small", "models are not downloaded from the Hugging Face Hub"),
         ("/nowhere/at/all", "There is no folder /nowhere/at/all"),
         (__file__, "is a file"),
     ],

@@ -104,5 +104,5 @@ def test_negative_control_the_command_finds_one_flipped_bit(corpus, number_forma
     before = sorted(tmp_path.iterdir())
     done = run_here(EXPORT, "--checkpoint", str(checkpoint), "--whisper", str(out))
     assert done.returncode == NumericsError.exit_code, done.stdout + done.stderr
-    assert "read again, differs from the trained weight rounded to" in done.stderr
+    assert "read back, differs from the trained weight rounded to" in done.stderr
     assert "Traceback" not in done.stderr and sorted(tmp_path.iterdir()) == before

@@ -67,7 +67,7 @@ def test_negative_control_one_flipped_bit_is_found_and_nothing_is_left(kind, tmp
         Path(path).write_bytes(content)
 
     monkeypatch.setattr(export.safetensors.torch, "save_file", save_with_flipped_bit)
-    with pytest.raises(NumericsError, match="read again, differs from the trained weight rounded to"):
+    with pytest.raises(NumericsError, match="read back, differs from the trained weight rounded to"):
         export_whisper(tuned, read_pretrained_whisper(base), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 

@@ -119,7 +119,7 @@ def test_pickle_is_refused_with_the_command_that_converts_it(shards, tmp_path):
     base = write_base(tmp_path / "base", FORMATS["fp16"], 1)
     write_pickles(base, shards)
     (base.path / WEIGHTS).unlink()
-    with pytest.raises(CheckpointError, match=r"its pytorch_model.*is pickle.*Convert it.*save_pretrained"):
+    with pytest.raises(CheckpointError, match=r"its pytorch_model.*is pickle.*convert it.*save_pretrained"):
         read_whisper_folder(base.path)
 
 
@@ -138,7 +138,7 @@ def test_pickle_next_to_safetensors_is_neither_read_nor_copied(shards, tmp_path)
 def test_an_index_that_names_pickle_is_refused(tmp_path):
     base = write_base(tmp_path / "base", FORMATS["fp16"], 2)
     (base.path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(base.tensors, "pytorch_model.bin")}))
-    with pytest.raises(CheckpointError, match=r"names 'pytorch_model\.bin', which is no file of weights"):
+    with pytest.raises(CheckpointError, match=r"lists 'pytorch_model\.bin', which is not a weight file"):
         read_whisper_folder(base.path)
 
 
@@ -149,5 +149,5 @@ def test_other_number_formats_are_refused_by_name(dtype, tmp_path):
     name = "model.decoder.layers.0.fc1.weight"
     tensors[name] = tensors[name].to(dtype)
     safetensors.torch.save_file(tensors, base.path / WEIGHTS)
-    with pytest.raises(CheckpointError, match=rf"its {name} is of \w+ and must be of BF16, F16, F32"):
+    with pytest.raises(CheckpointError, match=rf"its {name} is of type \w+ but must be BF16, F16, F32"):
         read_whisper_folder(base.path)

@@ -119,15 +119,15 @@ def test_what_is_kept_makes_an_equal_one(pairs):
 def test_a_language_that_is_not_there_is_told_with_those_that_are(tmp_path):
     folder = small(tmp_path / "files", ("en", "hi", "mr"))
     refused = {
-        "kok": "no token for Konkani.* Give the nearest, mr or hi, of those that it has: en, hi, mr.",
-        "xx": "the model has no token for it. Give one of en, hi, mr.",
-        "Marathi": "the model has no token for it. Give one of en, hi, mr.",
+        "kok": "no token for Konkani.* Use the closest language, mr or hi; available: en, hi, mr.",
+        "xx": "the model has no token for it. Use one of en, hi, mr.",
+        "Marathi": "the model has no token for it. Use one of en, hi, mr.",
         None: "--language with one of en, hi, mr",
     }
     for language, said in refused.items():
         with pytest.raises(UsageError, match=said):
             read(folder, language)
-    with pytest.raises(UsageError, match="--task sing is unknown: give transcribe or translate"):
+    with pytest.raises(UsageError, match="--task sing is unknown: use transcribe or translate"):
         read(folder, "mr", "sing")
 
 
@@ -138,7 +138,7 @@ def test_a_model_of_english_alone_takes_no_language(tmp_path):
     assert [ours.special.start, *ours.prefix] == peer.prefix_tokens and ours.languages == ()
     assert ours.encode(TEXT) == peer(TEXT)["input_ids"][1:-1]
     for language, task, flag in (("en", None, "--language"), (None, "translate", "--task translate")):
-        with pytest.raises(UsageError, match=f"{flag} is not for a model that knows English alone"):
+        with pytest.raises(UsageError, match=f"{flag} is not supported by an English-only model"):
             read(folder, language, task, en=True)
     pairs = read_byte_pairs(folder)
     assert is_english_only(pairs, 51_864, {}) and not is_english_only(pairs, 51_865, {})
@@ -154,9 +154,9 @@ def test_a_model_of_more_or_fewer_tokens_than_its_files(tmp_path):
     older, plain = read(folder, size=len(found[0]) + len(named) + 1501), read(folder)  # times are not named in it
     assert older.seconds_of(older.size - 1) == 30.0 and older.piece(older.size - 1) == f"<|{older.size - 1}|>"
     assert older.decode([*older.encode(TEXT), older.size - 1]) == TEXT
-    with pytest.raises(UsageError, match="no tokens for times"):
+    with pytest.raises(UsageError, match="no timestamp tokens"):
         plain.encode_with_times(TEXT, 0.0, 1.0)
-    with pytest.raises(DataError, match="tokens, and its model 100"):
+    with pytest.raises(DataError, match="tokens, but its model has 100"):
         read(folder, size=100)
 
 
@@ -196,7 +196,7 @@ def test_labels_beyond_the_decoders_positions_are_left_out_with_the_reason(pairs
     longest = ours.encode("") + [0] * ours.rules.most_tokens
     assert len(collate([Example("u", torch.zeros(5), longest, None)], ours.special).decoder_tokens[0]) == 448
     assert reason_to_reject(utterance, longest, limits) is None
-    assert reason_to_reject(utterance, [*longest, 0], limits) == "448 tokens are more than the decoder's 447"
+    assert reason_to_reject(utterance, [*longest, 0], limits) == "448 tokens exceed the decoder's 447"
     assert reason_to_reject(dataclasses.replace(utterance, duration=28.0), longest, limits) == (
         "28.00 s is longer than the model's window at speed 0.9, 27 s"
     )

@@ -183,13 +183,13 @@ def test_a_window_is_as_many_frames_whatever_is_said_in_it():
 
 def test_what_is_no_window_longer_than_one_or_of_too_many_tokens_is_refused():
     model, front_end = ARCHITECTURE.build(), ARCHITECTURE.build_front_end(AugmentConfig())
-    with pytest.raises(ValueError, match="98 frames are no window of 100"):
+    with pytest.raises(ValueError, match="98 frames do not match the window of 100"):
         model.encoder(torch.randn(1, 98, 80), (98,), run_directly)
     with pytest.raises(DataError, match=r"1\.00 s is longer than the model's window of 1 s"):
         front_end(torch.zeros(1, 16_001), (16_001,), None)
     tokens = torch.zeros(1, 41, dtype=torch.long)
     model(torch.zeros(1, 100, 80), (100,), tokens[:, :40])
-    with pytest.raises(DataError, match="40 tokens is longer than the 39 that the model takes"):
+    with pytest.raises(DataError, match="40 tokens is longer than the model's limit of 39"):
         model(torch.zeros(1, 100, 80), (100,), tokens)
 
 

@@ -24,7 +24,7 @@ def measure(effort: Effort) -> FaultTable:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
         raise ResourceError(
-            f"The command {' '.join(command)} ended with {done.returncode}; what it said stands above. Mend that and "
+            f"The command {' '.join(command)} ended with {done.returncode}; see its output above. Fix that and "
             "start again."
         )
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -42,4 +42,8 @@ def _use(folder: Path) -> None:
 def _reason(verdict: Verdict, folder: Path) -> str:
     """What the message says beside the file's name and what to do."""
     message = verdict.message.replace(str(folder / LAST), "").replace("|", "\\|").split("\n")[0]
-    return message.split(" Use another")[0].removeprefix("The checkpoint  is damaged or not ours ").strip("().")[:90]
+    return (
+        message.split(" Use another")[0]
+        .removeprefix("The checkpoint  is damaged or not a KonkaniVani checkpoint ")
+        .strip("().")[:90]
+    )

@@ -77,7 +77,9 @@ def compare(
     losses = [result.loss for result in results]
     is_same_work = terms.audio_context == "window"
     if is_same_work and max(losses) - min(losses) > (10 if terms.mixed_precision else 1) * LOSS_SHARE * max(losses):
-        raise NumericsError(f"The losses {losses} are not those of one step: nothing is comparable. Mend a contestant.")
+        raise NumericsError(
+            f"The losses {losses} are not from the same step, so nothing is comparable. Fix the compared programs."
+        )
     return WhisperComparison(terms, rounds, _machine(terms.device), results)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-MEAN = "leave it out for the mean of all channels"
+MEAN = "omit it for the mean of all channels"
 NO_COLUMN = "none"
 """Stands for a column that the user names to have no channels read."""
 
@@ -35,8 +35,8 @@ def parse_channel_cell(cell: object, column: str) -> int | None:
     if isinstance(cell, (int, str)) and text.isascii() and text.isdecimal() and len(text) < 10:
         return int(text)
     raise ValueError(
-        f"its column {column} must hold the number of a channel, from 0, not {cell!r:.200}: leave it empty for the "
-        f"mean of all channels, or give --channel_column {NO_COLUMN} if the column is something else"
+        f"its column {column} must be the number of a channel, from 0, not {cell!r:.200}: leave it empty for "
+        f"the mean of all channels, or give --channel_column {NO_COLUMN} if the column is something else"
     )
 
 

@@ -62,7 +62,7 @@ def read_header(source: AudioSource) -> AudioHeader:
         header = sound.header
         frames = sound.count()
         if not frames:
-            raise UnusableAudio(source, "it holds no samples")
+            raise UnusableAudio(source, "it contains no samples")
         missing = header.missing if sound.is_counted else _missing(header.frames - frames, header)
         return replace(header, frames=frames, missing=missing)
 
@@ -97,11 +97,11 @@ def read_samples(source: AudioSource, most_seconds: float = float("inf")) -> tup
             _check_length(first, len(samples) + sound.skip(count - kept), header, source)
     samples = select_channel(samples, source.channel)
     if not len(samples):
-        raise UnusableAudio(source, "it holds no samples")
+        raise UnusableAudio(source, "it contains no samples")
     if sound.is_counted and len(samples) < 0.9 * kept:
-        raise UnusableAudio(source, f"it breaks off after {len(samples) / header.rate:.2f} s")
+        raise UnusableAudio(source, f"it is truncated after {len(samples) / header.rate:.2f} s")
     if not np.isfinite(samples).all():
-        raise UnusableAudio(source, "it holds samples that are not numbers")
+        raise UnusableAudio(source, "it contains NaN or infinite samples")
     return samples, header.rate
 
 
@@ -121,13 +121,13 @@ def read_blocks(source: AudioSource, seconds: float) -> Iterator[np.ndarray]:
             samples = select_channel(samples, source.channel)
             done += len(samples)
             if not np.isfinite(samples).all():
-                raise UnusableAudio(source, "it holds samples that are not numbers")
+                raise UnusableAudio(source, "it contains NaN or infinite samples")
             if len(samples):
                 yield samples
             if not len(samples) or done == header.frames and sound.is_counted:
                 break
     if not done:
-        raise UnusableAudio(source, "it holds no samples")
+        raise UnusableAudio(source, "it contains no samples")
     _warn_of_missing(_missing(header.frames - done, header), source)
 
 
@@ -139,7 +139,11 @@ def _missing(frames: int, header: AudioHeader) -> float:
 
 def _warn_of_missing(seconds: float, source: AudioSource) -> None:
     if seconds:
-        warnings.warn(f"The audio file {source} ends {seconds:.1f} s before its header says.", ShortAudio, stacklevel=3)
+        warnings.warn(
+            f"The audio file {source} is truncated: it is {seconds:.1f} s shorter than its header states.",
+            ShortAudio,
+            stacklevel=3,
+        )
 
 
 def _span(header: AudioHeader, source: AudioSource, is_counted: bool) -> tuple[int, int]:
@@ -170,12 +174,14 @@ def _check_length(first: int, found: int, header: AudioHeader, source: AudioSour
 
 
 def _other_length(seconds: float, missing: float, source: AudioSource) -> UnusableAudio:
-    cut = f": it ends {missing:.1f} s before its header says" if missing else ""
-    return UnusableAudio(source, f"it lasts {seconds:.2f} s, not the {source.seconds:.2f} s of its row{cut}")
+    cut = f": it is {missing:.1f} s shorter than its header states" if missing else ""
+    return UnusableAudio(source, f"it lasts {seconds:.2f} s, not {source.seconds:.2f} s as in its row{cut}")
 
 
 def _too_much(frames: int, source: AudioSource, header: AudioHeader) -> UnusableAudio:
-    return UnusableAudio(source, f"{frames / header.rate:.0f} s of {header.channels} channels are too much at once")
+    return UnusableAudio(
+        source, f"{frames / header.rate:.0f} s of {header.channels} channels are too much for one read"
+    )
 
 
 @contextlib.contextmanager
@@ -199,7 +205,7 @@ def _sound_of(opened: OpenedAudio) -> SoundReader:
         raise UnusableAudio(opened.source, reason)
     if not is_installed():
         other = f"ffmpeg -i {opened.source.path} audio.wav"
-        raise UnusableAudio(opened.source, f"{reason}; PyAV may know it: {INSTALL} (or make a WAV of it: {other})")
+        raise UnusableAudio(opened.source, f"{reason}; PyAV may support it: {INSTALL} (or convert it to WAV: {other})")
     try:
         return MediaSound(opened, MAX_FRAMES_PER_BYTE * opened.size, MAX_FILE_SECONDS)
     except UnusableAudio as error:
@@ -210,15 +216,15 @@ def _sound_of(opened: OpenedAudio) -> SoundReader:
 def _check_header(sound: SoundReader, opened: OpenedAudio) -> None:
     header, source = sound.header, opened.source
     if not 1 <= header.channels <= MAX_CHANNELS:
-        raise UnusableAudio(source, f"{header.channels} channels are more than {MAX_CHANNELS}")
+        raise UnusableAudio(source, f"{header.channels} channels exceed the limit of {MAX_CHANNELS}")
     absent = channel_error(source.channel, header.channels)
     if absent:
         raise UnusableAudio(source, absent)
     if not MIN_RATE <= header.rate <= MAX_RATE:
         raise UnusableAudio(source, f"{header.rate} Hz is not between {MIN_RATE} and {MAX_RATE} Hz")
     if header.frames <= 0 and sound.is_counted:
-        raise UnusableAudio(source, "it holds no samples")
+        raise UnusableAudio(source, "it contains no samples")
     if header.seconds > MAX_FILE_SECONDS:
-        raise UnusableAudio(source, f"its header claims {header.seconds / 3600:.0f} hours")
+        raise UnusableAudio(source, f"its header states {header.seconds / 3600:.0f} hours")
     if header.frames > MAX_FRAMES_PER_BYTE * opened.size:
-        raise UnusableAudio(source, f"its header claims {header.seconds:.0f} s, which {opened.size} bytes cannot hold")
+        raise UnusableAudio(source, f"its header states {header.seconds:.0f} s, too much for {opened.size} bytes")

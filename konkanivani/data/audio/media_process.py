@@ -45,7 +45,7 @@ class Reader:
                 )
             except OSError as error:
                 ours.close()
-                raise ReaderFailed(f"the process that decodes it does not start: {error.strerror}") from None
+                raise ReaderFailed(f"the decoder process does not start: {error.strerror}") from None
         self.channel, self.is_sound = ours, True
         ours.settimeout(ANSWER_SECONDS)
 
@@ -57,7 +57,7 @@ class Reader:
             socket.send_fds(self.channel, [REQUEST.pack(kind, first, second)], descriptors)
             answer, size = ANSWER.unpack(self._receive(ANSWER.size))
             if not 0 <= size <= MAX_ANSWER_BYTES:
-                raise ReaderFailed("the process that decodes it answers nonsense")
+                raise ReaderFailed("the decoder process returned invalid data")
             content = self._receive(size)
         except OSError as error:
             raise ReaderFailed(self._end(error)) from None
@@ -90,17 +90,17 @@ class Reader:
         """What has become of the process; it is gone after this."""
         if isinstance(error, TimeoutError):
             self.close()
-            return f"the process that decodes it has not answered for {ANSWER_SECONDS:g} s"
+            return f"the decoder process has not responded for {ANSWER_SECONDS:g} s"
         self.channel.close()
         try:
             code = self.process.wait(ANSWER_SECONDS)
         except subprocess.TimeoutExpired:
             self.close()
-            return "the process that decodes it does not end"
+            return "the decoder process does not end"
         if code == -signal.SIGXCPU:
-            return f"decoding it came to nothing in {MAX_SECONDS} s"
+            return f"decoding did not finish in {MAX_SECONDS} s"
         name = signal.Signals(-code).name if -code in signal.valid_signals() else f"exit code {code}"
-        return f"it brought down the process that decodes it ({name})"
+        return f"it crashed the decoder process ({name})"
 
 
 class Readers:

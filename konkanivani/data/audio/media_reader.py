@@ -77,9 +77,9 @@ class MediaDecoder:
         self.container = av.open(window, options=options, metadata_errors="replace")
         stream = self.container.streams.best("audio")
         if stream is None:
-            raise Undecodable("it holds no sound" + (", only pictures" if self.container.streams.video else ""))
+            raise Undecodable("it contains no audio" + (", only video" if self.container.streams.video else ""))
         if stream.codec_context is None:
-            raise Undecodable("its sound is encoded in a way that FFmpeg does not know")
+            raise Undecodable("FFmpeg does not support its audio codec")
         for other in self.container.streams:
             if other is not stream:
                 with contextlib.suppress(AttributeError, ValueError):  # older ones hand over what nobody asks for
@@ -90,11 +90,11 @@ class MediaDecoder:
         self.decoded = self._decode(stream)
         self.first = next(self.decoded, None)
         if self.first is None:
-            raise Undecodable("no sound in it can be decoded")
+            raise Undecodable("none of its audio can be decoded")
         self.rate, self.layout = self.first.sample_rate, self.first.layout
         self.channels = self.layout.nb_channels
         if not 1 <= self.channels <= MAX_CHANNELS:
-            raise Undecodable(f"{self.channels} channels are more than {MAX_CHANNELS}")
+            raise Undecodable(f"{self.channels} channels exceed the limit of {MAX_CHANNELS}")
         self.pieces = self._convert()
 
     def header(self) -> bytes:

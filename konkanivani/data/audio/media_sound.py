@@ -118,4 +118,4 @@ class MediaSound:
         self.done += frames
         if self.done > self.most_frames:
             seconds = self.done / self.header.rate
-            raise UnusableAudio(self.source, f"more than {seconds:.0f} s come out of its {self.opened.size} bytes")
+            raise UnusableAudio(self.source, f"its {self.opened.size} bytes decode to more than {seconds:.0f} s")

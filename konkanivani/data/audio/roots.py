@@ -7,8 +7,8 @@ opened. An absolute path of a manifest that the user names is accepted.
 import os
 from collections.abc import Iterable
 
-OUTSIDE = "it lies outside of its manifest's folder: name one above it with --audio_roots"
-LED_OUTSIDE = "a link leads out of its manifest's folder: name where to with --audio_roots"
+OUTSIDE = "it is outside of its manifest's folder: allow its folder with --audio_roots"
+LED_OUTSIDE = "a link points outside of its manifest's folder: allow the target folder with --audio_roots"
 
 
 def audio_roots(folder: str, named: Iterable[str]) -> tuple[str, ...]:

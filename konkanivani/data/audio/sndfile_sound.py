@@ -118,7 +118,7 @@ class SndfileSound:
         self.done += len(samples)
         if not self.is_counted and self.done > self.most_frames:
             seconds = self.done / self.header.rate
-            raise UnusableAudio(self.source, f"more than {seconds:.0f} s come out of its {self.size} bytes")
+            raise UnusableAudio(self.source, f"its {self.size} bytes decode to more than {seconds:.0f} s")
         return samples
 
 

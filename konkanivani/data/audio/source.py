@@ -43,7 +43,7 @@ class UnusableAudio(DataError):
     """An audio file that cannot be read, or is not what is said of it; `reason` is without its name."""
 
     def __init__(self, source: AudioSource, reason: str) -> None:
-        super().__init__(f"The audio file {source} cannot be read: {reason}. Mend the file or leave it out.")
+        super().__init__(f"The audio file {source} cannot be read: {reason}. Repair the file, or leave it out.")
         self.reason = reason
 
     def __reduce__(self) -> tuple:
@@ -124,9 +124,9 @@ def open_file(source: AudioSource) -> io.BufferedReader:
     if path is None:
         raise UnusableAudio(source, LED_OUTSIDE)
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise UnusableAudio(source, "it is no file")
+        raise UnusableAudio(source, "it is not a file")
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise UnusableAudio(source, "it is no file")
+        raise UnusableAudio(source, "it is not a file")
     return file

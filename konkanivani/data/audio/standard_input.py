@@ -21,15 +21,14 @@ def spooled_input() -> Iterator[Path]:
     It has no name in any folder, so nothing is left of it whatever ends the process. A DataError where there is no end
     to it, a ResourceError where there is no room.
     """
-    what = f"Standard input cannot be kept in {tempfile.gettempdir()}"
+    what = f"Standard input cannot be stored in {tempfile.gettempdir()}"
     with tempfile.TemporaryFile() as file:
-        with explained(ResourceError, what, "Free room there, or set TMPDIR to a folder that has some."):
+        with explained(ResourceError, what, "Free disk space there, or set TMPDIR to another folder."):
             while piece := sys.stdin.buffer.read(PIECE_BYTES):
                 file.write(piece)
                 if file.tell() > MAX_BYTES:
                     raise DataError(
-                        f"Standard input holds more than {MAX_BYTES / 2**30:.0f} GiB. Save it as a file and give its "
-                        "path."
+                        f"Standard input exceeds {MAX_BYTES / 2**30:.0f} GiB. Save it as a file and give its path."
                     )
             file.flush()
         folder = Path("/proc", str(os.getpid()), "fd")

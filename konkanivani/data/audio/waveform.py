@@ -93,9 +93,11 @@ def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[to
     try:
         samples = torch.as_tensor(samples).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"The samples are no array of numbers: {error}. Give (S,) or (S, channels).") from None
+        raise DataError(
+            f"The samples are not a numeric array: {error}. Pass an array of shape (S,) or (S, channels)."
+        ) from None
     if samples.dtype in (torch.bool, torch.uint8) or samples.is_complex():
-        raise DataError(f"Samples cannot be {samples.dtype}. Give floats between -1 and 1, or signed integers.")
+        raise DataError(f"Samples cannot be {samples.dtype}. Pass floats between -1 and 1, or signed integers.")
     channels = samples.shape[1] if samples.dim() == 2 else 1
     if samples.dim() == 2 and channels > MAX_CHANNELS and 1 <= len(samples) <= MAX_CHANNELS:
         raise DataError(
@@ -103,7 +105,9 @@ def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[to
             "expected. Give samples.T."
         )
     if samples.dim() not in (1, 2) or not 1 <= channels <= MAX_CHANNELS:
-        raise DataError(f"Samples of shape {tuple(samples.shape)} are no recording. Give (S,) or (S, channels).")
+        raise DataError(
+            f"Samples of shape {tuple(samples.shape)} are not audio. Pass an array of shape (S,) or (S, channels)."
+        )
     blocks = samples.reshape(len(samples), channels).split(max(1, int(BLOCK_SECONDS * rate)))
     return resample_blocks((_as_mono(block) for block in blocks), rate)
 
@@ -113,7 +117,7 @@ def _as_mono(block: torch.Tensor) -> torch.Tensor:
     scale = 1.0 if block.is_floating_point() else 1 / -torch.iinfo(block.dtype).min
     mono = (block.double() * scale).mean(dim=1).float()
     if not torch.isfinite(mono).all():
-        raise DataError("The recording holds samples that are not numbers. Mend it, or leave it out.")
+        raise DataError("The recording contains NaN or infinite samples. Repair it, or leave it out.")
     return mono
 
 

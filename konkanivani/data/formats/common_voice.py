@@ -25,7 +25,7 @@ def find_utterances(source: SpeechFolder) -> Found:
     names = (source.table,) if source.table else GIVEN
     tables = [folder / name for name in names if (folder / name).exists()]
     if not tables:
-        raise DataError(f"{folder} holds none of {', '.join(names)}. Check --table, or give another --source.")
+        raise DataError(f"{folder} contains none of {', '.join(names)}. Check --table and --source.")
     for table in tables:
         split = "" if source.table else split_named(table.name)
         yield from _read_table(source, table, folder / "clips", split, seconds)
@@ -38,7 +38,7 @@ def _read_table(source: SpeechFolder, table: Path, clips: Path, split: str, seco
             raise DataError(f"{table} has no columns path and sentence. Check --format and --source.")
         name = record["path"]
         if record.flaw or not name:
-            reason = record.flaw or "it names no clip"
+            reason = record.flaw or "it has no clip name"
             yield RefusedRow(file, record.row, "broken row", reason, name)
             continue
         clip = name if name.endswith(".mp3") else f"{name}.mp3"  # the first releases leave it out
@@ -55,6 +55,6 @@ def _language_folder(source: SpeechFolder) -> Path:
         return folders[0]
     found = f"{len(folders)} folders with clips/" if folders else "no folder clips/"
     raise DataError(
-        f"{source.path} is no Common Voice corpus of one language: it holds {found}. Give --source the folder of the "
-        f"language, with clips/ and {wanted} in it."
+        f"{source.path} is not a Common Voice corpus of one language: it contains {found}. Use the folder of "
+        f"the language as --source, with clips/ and {wanted} in it."
     )

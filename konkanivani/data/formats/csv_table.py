@@ -44,7 +44,7 @@ def find_utterances(source: SpeechFolder) -> Found:
             reason = record.flaw or f"its column {audio} is empty"
             yield RefusedRow(file, record.row, "broken row", reason, record[audio])
         elif given and not split_named(given):
-            reason = f"its split {given!r} is none of train, valid (or dev) and test"
+            reason = f"its split {given!r} is not train, valid (or dev) or test"
             yield RefusedRow(file, record.row, "no split", reason, record[audio])
         else:
             path, said = _audio(source.path, record[audio]), record[text]

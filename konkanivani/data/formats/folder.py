@@ -26,12 +26,14 @@ def find_utterances(source: SpeechFolder) -> Found:
         taken = best[audio.with_suffix("")]
         file = source.name_of(transcript)
         if taken != audio and transcript.exists():
-            reason = f"its transcript is taken for {taken.name}, which lies beside it"
+            reason = f"its transcript is already used for {taken.name} in the same folder"
             yield RefusedRow(file, 1, "recorded twice", reason, source.name_of(audio), is_expected=True)
         elif not transcript.exists():
-            yield RefusedRow(file, 1, "no transcript", "there is no such file", source.name_of(audio))
+            yield RefusedRow(file, 1, "no transcript", "the file does not exist", source.name_of(audio))
         elif not transcript.resolve().is_relative_to(root):
-            yield RefusedRow(file, 1, "outside the corpus", "the transcript is a link out of the corpus", str(audio))
+            yield RefusedRow(
+                file, 1, "outside the corpus", "the transcript is a link to a file outside the corpus", str(audio)
+            )
         else:
             split = split_of_path(audio.relative_to(source.path).parts[:-1])
             try:

@@ -46,7 +46,7 @@ def find_utterances(source: SpeechFolder) -> Found:
         columns = choose_columns(part.path, part.columns, wanted)
         rows = iter(part.rows)
         for number in count(1):
-            with _guarded(f"{part.path} cannot be read any further", "Download it again."):
+            with _guarded(f"{part.path} cannot be read completely", "Download it again."):
                 row = next(rows, None)
             if row is None:
                 break
@@ -68,8 +68,8 @@ def _parts(source: SpeechFolder) -> Iterator[DatasetPart]:
         import datasets  # noqa: F401 - Parquet alone would do without, but one rule is easier to remember
     except ImportError:
         raise ResourceError(
-            "--format huggingface needs the library `datasets`, which is not installed. "
-            "Install it with .venv/bin/python -m pip install datasets."
+            "--format huggingface needs the package `datasets`, which is not installed. Install it with "
+            ".venv/bin/python -m pip install datasets."
         ) from None
     is_saved = any((source.path / name).is_file() for name in ("dataset_dict.json", "state.json"))
     part = None
@@ -77,8 +77,8 @@ def _parts(source: SpeechFolder) -> Iterator[DatasetPart]:
         yield part
     if part is None:
         raise DataError(
-            f"{source.path} is neither a folder written by save_to_disk nor one with Parquet files. Give --source a "
-            "data set that has been downloaded."
+            f"{source.path} is neither a folder written by save_to_disk nor one with Parquet files. Use the "
+            "folder of a downloaded data set as --source."
         )
 
 
@@ -120,14 +120,14 @@ def _utterance(
     if isinstance(held, bytes) and held:
         stem = re.sub(r"[^A-Za-z0-9]+", "-", file.removesuffix(".parquet")).strip("-") or "row"
         path = source.embedded_audio / f"{stem}-{number:07d}{_suffix(held, as_text(named))}"
-        advice = "Free room there, or give --output a folder that you can write to."
+        advice = "Free disk space there, or choose a writable --output folder."
         with explained(ResourceError, f"The audio of the data set cannot be written to {path}", advice):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(held)
     elif isinstance(named, str) and named:
         path = source.path / named
     else:
-        return RefusedRow(file, number, "missing audio", f"its column {audio_column} holds no audio")
+        return RefusedRow(file, number, "missing audio", f"its column {audio_column} contains no audio")
     text, speaker = as_text(row[text_column]), as_text(row.get(speaker_column))
     found = FoundUtterance(file, number, path, text, speaker=speaker, split=part.split)
     try:

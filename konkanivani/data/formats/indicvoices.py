@@ -33,10 +33,14 @@ TEXT_COLUMNS = ("normalized", "verbatim")
 def find_utterances(source: SpeechFolder) -> Found:
     """The segments and rows of every JSON below the folder."""
     if source.text_column and source.text_column not in TEXT_COLUMNS:
-        raise DataError(f"IndicVoices has no text {source.text_column!r}. Give --text_column normalized or verbatim.")
+        raise DataError(
+            f"IndicVoices has no text column {source.text_column!r}. Use --text_column normalized or verbatim."
+        )
     paths = sorted(path for path in visible_files(source.path) if path.name.endswith(".json"))
     if not paths:
-        raise DataError(f"{source.path} holds no JSON. Give --source the folder into which IndicVoices was unpacked.")
+        raise DataError(
+            f"{source.path} contains no JSON files. Use the folder of the unpacked IndicVoices archive as --source."
+        )
     for path in paths:
         yield from _read_file(source, path, split_of_path(reversed(path.relative_to(source.path).parts[:-1])))
 
@@ -46,7 +50,7 @@ def _read_file(source: SpeechFolder, path: Path, split: str) -> Found:
     try:
         rows = list(_rows(read_text(path)))
     except (DataError, ValueError) as error:
-        reason = str(error) if isinstance(error, DataError) else f"it is no JSON ({error})"
+        reason = str(error) if isinstance(error, DataError) else f"it is not JSON ({error})"
         yield RefusedRow(file, 1, "broken row", reason)
         return
     for number, row in rows:
@@ -83,7 +87,7 @@ def _segments(source: SpeechFolder, path: Path, recording: dict[str, object], sp
         if start is None or end is None:
             yield refused("broken row", "a segment with start, end and text is expected")
         elif as_text(fields.get("speaker_id")) == "1":
-            reason = "it is of speaker 1, whom the makers of the corpus leave out"
+            reason = "it is by speaker 1, which the authors of the corpus exclude"
             yield refused("speaker 1", reason, is_expected=True)
         elif not normalize_text(text):
             yield refused("no word", "the segment has no word", is_expected=True)

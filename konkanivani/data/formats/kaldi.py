@@ -29,7 +29,9 @@ def find_utterances(source: SpeechFolder) -> Found:
     """The lines of every data folder's `text`."""
     folders = [f for f in (source.path, *visible_entries(source.path)) if (f / "wav.scp").exists()]
     if not folders:
-        raise DataError(f"{source.path} holds no wav.scp. Give --source a Kaldi data folder, or a folder of them.")
+        raise DataError(
+            f"{source.path} contains no wav.scp. Use a Kaldi data folder, or a folder of them, as --source."
+        )
     for folder in folders:
         split = "" if folder == source.path else split_named(folder.name)
         yield from _read_folder(source, folder, split)
@@ -42,13 +44,13 @@ def _read_folder(source: SpeechFolder, folder: Path, split: str) -> Found:
     channels = _labelled_channels(folder / "reco2file_and_channel")
     file = source.name_of(folder / "text")
     if not (folder / "text").exists():
-        raise DataError(f"{folder} holds no file text with the transcripts. Give --source a folder that has it.")
+        raise DataError(f"{folder} contains no transcript file `text`. Use a folder that has one as --source.")
     seen: set[str] = set()
     for row, line in read_lines(folder / "text"):
         name, *words = line.split(maxsplit=1)
         segment = segments.get(name) if has_segments else (row, f"{name} 0 -1")
         if name in seen:
-            yield RefusedRow(file, row, "duplicate", f"the utterance {name} stands there twice", name)
+            yield RefusedRow(file, row, "duplicate", f"the utterance {name} is listed twice", name)
         elif segment is None:
             yield RefusedRow(file, row, "missing audio", f"segments has no {name}", name)
         else:
@@ -113,11 +115,11 @@ def _reason_to_refuse(value: str) -> str:
     """Why an entry of wav.scp is not the path of an audio file; empty where it may be one."""
     if value.startswith("|") or value.endswith("|"):
         return (
-            "it is a command, and commands are not run: write what it puts out to a file and name that "
+            "it is a command, and commands are not run: write its output to a file and use its path "
             "(docs/data.md, Paths and commands in wav.scp)"
         )
     if re.search(r"\.ark:\d+(\[.*\])?$", value):
-        return "it is a place in an archive: write the audio to files and name those"
+        return "it is a position in an archive: extract the audio to files and use their paths"
     return "it is standard input, not a file" if value == "-" else ""
 
 

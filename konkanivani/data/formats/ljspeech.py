@@ -21,7 +21,7 @@ def find_utterances(source: SpeechFolder) -> Found:
     for record in read_cells(table, "|"):
         name, *texts = record.cells
         if not name or not 1 <= len(texts) <= 2:
-            reason = f"it has {len(record.cells)} columns where id|text|normalised text are expected"
+            reason = f"it has {len(record.cells)} columns instead of id|text|normalised text"
             yield RefusedRow(file, record.row, "broken row", reason, name)
             continue
         text = next((text for text in reversed(texts) if text.strip()), "")

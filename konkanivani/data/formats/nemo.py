@@ -49,7 +49,9 @@ def find_utterances(source: SpeechFolder) -> Found:
         for shard in [] if manifests else shards:
             yield from _read_shard(source, shard, _split(source, shard))
     if is_empty:
-        raise DataError(f"{source.path} holds neither manifests (*.json, *.jsonl) nor shards (*.tar). Check --source.")
+        raise DataError(
+            f"{source.path} contains neither manifests (*.json, *.jsonl) nor shards (*.tar). Check --source."
+        )
 
 
 def _manifests(folder: Path) -> list[Path]:
@@ -74,7 +76,7 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
             continue
         name = row.get("audio_filepath") if isinstance(row, dict) else None
         if not isinstance(name, str) or not name:
-            yield RefusedRow(file, number, "broken row", "audio_filepath must be a path in quotes")
+            yield RefusedRow(file, number, "broken row", "audio_filepath must be a string with a path")
             continue
         found = _utterance(file, number, row, manifest.parent / name, split)
         if isinstance(found, RefusedRow):
@@ -110,7 +112,7 @@ def _index(shard: Path) -> dict[str, Member]:
         packed = next((p for p in shard.parent.glob(f"{shard.name}.*")), None)
         if packed:
             raise DataError(f"{shard} does not exist, but {packed.name} does. Decompress it to {shard.name}.")
-        raise DataError(f"{shard} does not exist, and its manifest names it. Download {shard.name} as well.")
+        raise DataError(f"{shard} is listed in its manifest but does not exist. Download {shard.name} as well.")
     members = {member.name: member for member in read_members(shard)}
     for name in list(members):  # an exact name comes first
         members.setdefault(comparable_name(name), members[name])
@@ -137,7 +139,7 @@ def _read_shard(source: SpeechFolder, shard: Path, split: str) -> Found:
         try:
             fields = parse_json(read_member_text(shard, described)) if described else {}
         except ValueError as error:
-            yield RefusedRow(file, row, "broken row", f"{described.name} is no JSON ({error})", key)
+            yield RefusedRow(file, row, "broken row", f"{described.name} is not JSON ({error})", key)
             continue
         fields = fields if isinstance(fields, dict) else {}
         if text is not None:

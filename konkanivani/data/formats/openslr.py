@@ -33,8 +33,8 @@ def find_utterances(source: SpeechFolder) -> Found:
     indices = [source.table_path()] if source.table else named
     if not indices:
         raise DataError(
-            f"{source.path} holds no index of OpenSLR (line_index.tsv, utt_spk_text.tsv, transcription.txt). "
-            "Put it beside the unpacked audio, or name it with --table."
+            f"{source.path} contains no OpenSLR index (line_index.tsv, utt_spk_text.tsv, transcription.txt). "
+            "Put it into the folder with the unpacked audio, or give its path with --table."
         )
     audio: dict[str, list[Path]] = {}  # by their names without suffix, the better known kinds first
     for path in sorted(audio_files(source.path), key=audio_rank):
@@ -57,7 +57,7 @@ def _utterance(
     file = source.name_of(index)
     cells = [cell.strip() for cell in record.cells]
     if not 2 <= len(cells) <= 3 and index.suffix != ".csv":  # a text with commas makes more cells of a .csv
-        reason = f"it has {len(cells)} columns where two or three are expected"
+        reason = f"it has {len(cells)} columns instead of two or three"
         return RefusedRow(file, record.row, "broken row", reason, cells[0])
     place = next((n for n in (0, 1) if cells[n : n + 1] and _known_stem(cells[n], audio) in audio), 0)
     name = _known_stem(cells[place], audio)

@@ -31,12 +31,12 @@ def read_members(path: Path) -> Iterator[Member]:
     """The regular files of the tar at `path`, in its order; a DataError where it is compressed or no tar."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise OSError("it is no file")
+            raise OSError("it is not a file")
         with open(path, "rb") as file:
             if file.peek(6).startswith(COMPRESSED):
                 raise DataError(
-                    f"{path} is compressed, so an utterance in it cannot be read without all before it. "
-                    "Decompress it (gunzip, unzstd, …) to a plain .tar."
+                    f"{path} is compressed, so single utterances cannot be read. Decompress it (gunzip, "
+                    "unzstd, …) to a plain .tar."
                 )
             yield from _walk(_Headers(file), path.stat().st_size)
     except (OSError, tarfile.TarError, ValueError) as error:
@@ -71,14 +71,14 @@ def _walk(headers: _Headers, size: int) -> Iterator[Member]:
             shard.pax_headers.clear()
             headers.begin_member()
             if member.size < 0 or member.offset <= before:
-                raise ValueError(f"its header at byte {member.offset} leads back")
+                raise ValueError(f"its header at byte {member.offset} points backwards")
             before = member.offset
             if member.isreg() and not member.issparse() and member.offset_data + member.size <= size:
                 yield Member(member.name, member.offset_data, member.size)
         headers.begin_member()
         headers.seek(shard.offset)
         if headers.read(tarfile.BLOCKSIZE).strip(b"\0"):
-            raise ValueError(f"what stands at byte {shard.offset} is no header, and {size - shard.offset} bytes follow")
+            raise ValueError(f"there is no header at byte {shard.offset}, but {size - shard.offset} bytes follow")
 
 
 def read_member_text(path: Path, member: Member) -> str:

@@ -47,10 +47,10 @@ class Record:
     def flaw(self) -> str:
         """What is wrong with the row as a whole; empty where nothing is."""
         if self.closed_by:
-            return f"it opens a quote that row {self.closed_by} closes, so where it ends cannot be told"
+            return f"it opens a quote that row {self.closed_by} closes, so the end of the row is ambiguous"
         if len(self.cells) <= len(self.columns):
             return ""
-        return f"it has {len(self.cells)} cells where the head has {len(self.columns)}"
+        return f"it has {len(self.cells)} cells, but the header has {len(self.columns)}"
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def open_text(path: Path) -> Iterator[TextIO]:
     """The file at `path`, open for reading; a DataError where it is not a regular file of text that can be read."""
     with explained(DataError, f"{path} cannot be read", "Check --format and --source.", ValueError):
         if not stat.S_ISREG(path.stat().st_mode):
-            raise DataError(f"{path} cannot be read: it is no file. Give a corpus whose tables are files.")
+            raise DataError(f"{path} cannot be read: it is not a file. Check --format and --source.")
         file = open(path, "rb")
         head = file.peek(HEAD_BYTES)[:HEAD_BYTES]
     coding = ("utf-8-sig", "surrogateescape")
@@ -68,12 +68,15 @@ def open_text(path: Path) -> Iterator[TextIO]:
         zeros = head[0::2].count(0), head[1::2].count(0)
         # As Latin letters and blanks have them in UTF-16.
         if coding[0] != "utf-16" and min(zeros) == 0 and max(zeros) > len(head) / 20:
-            raise DataError(f"{path} cannot be read: it looks like UTF-16 without its mark (BOM). Save it as UTF-8.")
+            raise DataError(
+                f"{path} cannot be read: it looks like UTF-16 without a byte order mark (BOM). Save it as UTF-8."
+            )
         try:
             yield text
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{path} cannot be read: it begins as UTF-16, and then is none ({error.reason}). Save it as UTF-8."
+                f"{path} cannot be read: it starts as UTF-16 but is not valid UTF-16 ({error.reason}). Save it "
+                "as UTF-8."
             ) from None
 
 
@@ -82,8 +85,8 @@ def read_text(path: Path) -> str:
     with open_text(path) as file:
         if path.stat().st_size > MAX_BYTES:
             raise DataError(
-                f"{path} cannot be read: {path.stat().st_size} bytes are too many for a text at once. "
-                "Check --format and --source."
+                f"{path} cannot be read: {path.stat().st_size} bytes are too many for a text file. Check "
+                "--format and --source."
             )
         return file.read()
 
@@ -100,7 +103,7 @@ def _bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
     """The lines of a file; a DataError where one is so long that it is none."""
     while line := file.readline(MAX_LINE):
         if len(line) == MAX_LINE:
-            raise DataError(f"{path} holds a line of more than {MAX_LINE} characters. Check --format and --source.")
+            raise DataError(f"{path} contains a line of more than {MAX_LINE} characters. Check --format and --source.")
         yield line
 
 
@@ -126,7 +129,7 @@ def read_cells(path: Path, delimiter: str = "\t", quoted: bool = False) -> Itera
                     yield Record(begin, (), tuple(cells))
                 begin = rows.line_num + 1
         except csv.Error as error:
-            raise DataError(f"{path}, row {begin}: not a row of a table ({error}). Mend or delete it.") from None
+            raise DataError(f"{path}, row {begin}: not a valid table row ({error}). Fix or delete it.") from None
 
 
 def read_records(path: Path, delimiter: str = "\t", quoted: bool = False) -> Iterator[Record]:
@@ -134,7 +137,7 @@ def read_records(path: Path, delimiter: str = "\t", quoted: bool = False) -> Ite
     rows = read_cells(path, delimiter, quoted)
     head = next(rows, None)
     if head is None:
-        raise DataError(f"{path} is empty. Its first row must name its columns.")
+        raise DataError(f"{path} is empty. The first row must contain the column names.")
     columns = tuple(name.strip() for name in head.cells)
     for record in rows:
         yield Record(record.row, columns, record.cells)
@@ -160,8 +163,8 @@ def choose_columns(table: Path, head: Iterable[str], wanted: Iterable[tuple[str,
         if not only and (unclear or asked or is_needed):
             what = f"{len(found[unclear])} columns {unclear!r}" if unclear else f"no column {next(iter(found))!r}"
             raise UsageError(
-                f"{table} has {what}, it has {', '.join(map(repr, sorted(head)))}. Say with --audio_column, "
-                "--text_column, --speaker_column, --split_column and --channel_column which are which."
+                f"{table} has {what}; its columns are {', '.join(map(repr, sorted(head)))}. Name the columns "
+                "with --audio_column, --text_column, --speaker_column, --split_column and --channel_column."
             )
         chosen.append(only or usual[0])
     return chosen

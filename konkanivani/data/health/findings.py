@@ -83,12 +83,12 @@ def reach_verdict(health: CorpusHealth, findings: tuple[Finding, ...]) -> Verdic
     errors = [finding.sentence.rstrip(".") for finding in findings if finding.severity == "error"]
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        return Verdict(False, f"Can be trained: no, because of this error: {errors[0]}{more}.")
+        return Verdict(False, f"Can be trained: no. {errors[0]}{more}.")
     train = next(part for part in health.parts if part.is_training)
     warnings = sum(finding.severity == "warning" for finding in findings)
-    look = f"; look at {count(warnings, 'warning')}" if warnings else ""
-    usable = f"{count(train.usable, 'utterance')} ({duration_words(train.usable_hours)}) can be used"
-    return Verdict(True, f"Can be trained: yes, because {usable} and nothing forbids it{look}.")
+    look = f"; see {count(warnings, 'warning')}" if warnings else ""
+    usable = f"{count(train.usable, 'utterance')} ({duration_words(train.usable_hours)}) are usable"
+    return Verdict(True, f"Can be trained: yes, {usable}{look}.")
 
 
 def _first(listed: Listed) -> str:
@@ -112,31 +112,32 @@ def _of_rows(part: PartHealth, most_rejected: float) -> Iterator[Finding]:
         yield Finding(
             "error" if too_many else "warning",
             f"{name}: {count(broken, 'row', 'is/are')} broken ({100 * broken / rows:.3g} %{allowed}): {first}.",
-            "Mend the rows that are listed or take them out; or raise --max_rejected, and they are left out.",
+            "Fix or remove the listed rows, or raise --max_rejected to skip them.",
         )
     if not part.usable:
         first, *_ = part.rejected.examples or part.broken.examples
         yield error(
-            f"None of the {count(rows, 'row')} of {name} can be used: {first.detail}.",
+            f"None of the {count(rows, 'row')} of {name} is usable: {first.detail}.",
             "Check durations, transcripts and the flags --min_duration, --max_duration and --vocab_size.",
         )
     elif limited:
         reasons = "; ".join(f"{tally.count} x {tally.name}" for tally in part.reasons[:3])
         yield warning(
-            f"{name}: {count(limited, 'utterance')} ({100 * limited / part.utterances:.3g} %) cannot be used: "
+            f"{name}: {count(limited, 'utterance')} ({100 * limited / part.utterances:.3g} %) will be skipped: "
             f"{reasons}.",
-            "Cut long recordings into sentences, check the transcripts of the others.",
+            "Split long recordings into sentences; check the transcripts of the others.",
         )
     if part.repeated_rows.count:
         yield warning(
-            f"{name} lists {count(part.repeated_rows.count, 'recording')} again ({_first(part.repeated_rows)}).",
-            "Take the repeated rows out.",
+            f"{name} lists {count(part.repeated_rows.count, 'recording')} more than once "
+            f"({_first(part.repeated_rows)}).",
+            "Remove the duplicate rows.",
         )
     copies = part.repeated_audio.count - part.repeated_rows.count
     if copies > 0:
         yield warning(
-            f"{name}: {count(copies, 'file', 'has/have')} the content of another one ({_first(part.repeated_audio)}).",
-            "Keep one row of each recording; check that their transcripts agree.",
+            f"{name}: {count(copies, 'file', 'is/are')} identical to another file ({_first(part.repeated_audio)}).",
+            "Keep one row per recording; check that their transcripts agree.",
         )
 
 
@@ -144,21 +145,21 @@ def _of_speakers(part: PartHealth) -> Iterator[Finding]:
     name, speakers = short_name(part.path), part.speakers
     if not speakers.count:
         yield note(
-            f"{name} names no speakers, so it cannot be checked whether one is in training and test.",
+            f"{name} has no speaker labels, so speaker overlap between training and test cannot be checked.",
             'Add "speaker" to each row.',
         )
     elif speakers.unnamed:
-        yield note(f"{name}: {count(speakers.unnamed, 'row', 'names/name')} no speaker.", 'Add "speaker" to them.')
+        yield note(f"{name}: {count(speakers.unnamed, 'row', 'has/have')} no speaker label.", 'Add "speaker" to them.')
     if part.is_training and speakers.count == 1 and not speakers.unnamed:
         yield warning(
-            f"{name} has one speaker only, {speakers.largest}: other voices will be understood worse.",
-            "Record more people, a little of each.",
+            f"{name} has only one speaker, {speakers.largest}: expect a higher WER for other voices.",
+            "Record more speakers, a little speech of each.",
         )
     if part.is_training and speakers.count > 1 and speakers.largest_share > MAX_SPEAKER_SHARE:
         yield warning(
-            f"{name}: {100 * speakers.largest_share:.0f} % of the speech is of one of {speakers.count} speakers, "
-            f"{speakers.largest}.",
-            "Record more of the others.",
+            f"{name}: {100 * speakers.largest_share:.0f} % of the speech is by one of {speakers.count} "
+            f"speakers, {speakers.largest}.",
+            "Record more speech of the others.",
         )
 
 
@@ -166,9 +167,9 @@ def _of_rates(part: PartHealth) -> Iterator[Finding]:
     unusual = part.rates.unusual
     if unusual.count:
         yield warning(
-            f"{short_name(part.path)}: {count(unusual.count, 'transcript')} may not be what is said, by characters a "
-            f"second (row {unusual.examples[0].row}: {unusual.examples[0].detail}).",
-            "Listen to the ones listed, worst first.",
+            f"{short_name(part.path)}: {count(unusual.count, 'transcript')} may not match the audio, judging "
+            f"by characters per second (row {unusual.examples[0].row}: {unusual.examples[0].detail}).",
+            "Listen to the listed recordings, worst first.",
         )
 
 
@@ -184,32 +185,32 @@ def _of_sound(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Ite
     left_out_finding = error if too_many else warning
     if sound.unreadable.count:
         yield left_out_finding(
-            f"{name}: {sound.unreadable.count} of {sound.asked} recordings tried cannot be read "
+            f"{name}: {sound.unreadable.count} of {sound.asked} sampled recordings cannot be read "
             f"({_first(sound.unreadable)}){allowed}.",
-            "Training leaves them out, up to --max_rejected. --audio_utterances tries more of them.",
+            "Training skips them, up to --max_rejected. --audio_utterances checks more of them.",
         )
     if sound.deviating.count:
         yield left_out_finding(
-            f"{name}: {sound.deviating.count} of {sound.heard} recordings last shorter or longer than their rows say, "
-            f"so training leaves them out ({_first(sound.deviating)}){allowed}.",
-            "Write the files' durations into the manifest.",
+            f"{name}: {sound.deviating.count} of {sound.heard} recordings are shorter or longer than their "
+            f"rows state, so training skips them ({_first(sound.deviating)}){allowed}.",
+            "Correct the durations in the manifest.",
         )
     if sound.mute.count:
         yield warning(
             f"{name}: {sound.mute.count} of {sound.heard} recordings {is_or_are(sound.mute.count)} empty "
             f"({_first(sound.mute)}).",
-            "Record them again, or take the rows out.",
+            "Record them again, or remove the rows.",
         )
     yield from _of_levels(name, sound)
 
 
 def _of_levels(name: str, sound: SoundHealth) -> Iterator[Finding]:
     speakers = [f"{speaker.name} ({speaker.level:.0f})" for speaker in sound.speaker_levels if speaker.level < QUIET]
-    quiet = f"quieter than {QUIET:g} dBFS" + (f", above all {', '.join(speakers[:5])}" if speakers else "")
-    filtered = "Check the microphone or the sound card; a high-pass filter removes it."
+    quiet = f"quieter than {QUIET:g} dBFS" + (f", mainly {', '.join(speakers[:5])}" if speakers else "")
+    filtered = "Check the microphone or the sound card; a high-pass filter removes the offset."
     checks = (
-        (sound.clipped, "clipped", "Record with less gain: what is cut off cannot be mended."),
-        (sound.quiet, quiet, "Go closer to the microphone, or turn it up."),
+        (sound.clipped, "clipped", "Record with less gain: clipped samples cannot be restored."),
+        (sound.quiet, quiet, "Move closer to the microphone, or increase the gain."),
         (sound.loud, f"louder than {LOUD:g} dBFS", "Check for clipping and compression."),
         (sound.silent, f"over {100 * MAX_SILENCE:.0f} % silence", "Trim the pauses; check the transcripts."),
         (sound.offset, "shifted by a DC offset", filtered),
@@ -231,21 +232,21 @@ def _of_recordings(health: CorpusHealth) -> Iterator[Finding]:
     rates = sorted({int(tally.name) for part in heard for tally in part.sound.rates})
     if len(rates) > 1 or any(rate < SAMPLE_RATE for rate in rates):
         yield note(
-            f"The recordings' sample rates are {', '.join(map(str, rates))} Hz; all become {SAMPLE_RATE} Hz.",
-            "From lower rates the upper frequencies stay empty: have the model hear the same kind of audio later.",
+            f"The recordings' sample rates are {', '.join(map(str, rates))} Hz; all are resampled to {SAMPLE_RATE} Hz.",
+            "Audio with a lower rate has no high frequencies: use the same kind of audio at inference.",
         )
     train = next((part for part in heard if part.is_training), None)
     for part in heard:
         if train and not {tally.name for tally in part.sound.rates} & {tally.name for tally in train.sound.rates}:
             yield warning(
-                f"No recording of {short_name(part.path)} has a sample rate that {short_name(train.path)} has.",
-                "The model has not heard such audio: train on some, or expect a worse score.",
+                f"No recording of {short_name(part.path)} has a sample rate that occurs in {short_name(train.path)}.",
+                "The model is not trained on such audio: train on some, or expect a higher WER.",
             )
         if train and abs(part.sound.median_level - train.sound.median_level) > LEVELS_APART:
             yield warning(
-                f"{short_name(part.path)} is at {part.sound.median_level:.0f} dBFS where {short_name(train.path)} is "
+                f"{short_name(part.path)} is at {part.sound.median_level:.0f} dBFS, {short_name(train.path)} "
                 f"at {train.sound.median_level:.0f}.",
-                "Other microphones or rooms: have some of them in training too.",
+                "The microphones or rooms differ: add some such recordings to the training set.",
             )
 
 
@@ -253,29 +254,29 @@ def _of_size(part: PartHealth) -> Iterator[Finding]:
     name = short_name(part.path)
     if part.is_training and 0 < part.usable_hours < FEW_HOURS:
         yield warning(
-            f"{name} has {duration_words(part.usable_hours)} of speech: enough to try the machine out.",
-            "Begin with a small --preset; record more.",
+            f"{name} has {duration_words(part.usable_hours)} of speech: enough only to test the pipeline.",
+            "Start with a small --preset; record more.",
         )
     if part.is_training and part.usable and part.sentences < FEW_SENTENCES * part.utterances:
         yield warning(
-            f"{name}: the {part.utterances} utterances say only {part.sentences} different sentences.",
-            "The model may learn the sentences by heart: add others.",
+            f"{name}: the {part.utterances} utterances contain only {part.sentences} different sentences.",
+            "The model may memorise the sentences: add others.",
         )
     elif part.repeated_sentences.count > OFTEN * part.utterances:
         yield note(
             f"{name}: {count(part.repeated_sentences.count, 'utterance', 'repeats/repeat')} a sentence "
             f"({_first(part.repeated_sentences)}).",
-            "That is well where other people say it.",
+            "That is fine if different speakers say them.",
         )
     if not part.is_training and 0 < part.words < FEW_WORDS:
         yield note(
             f"{name} has {count(part.words, 'word')}: one wrong word is {100 / part.words:.3g} % of word error rate.",
-            "Differences of a few words say nothing; add utterances.",
+            "Differences of a few words are not significant; add utterances.",
         )
     if part.epoch and part.epoch.padding_share > MAX_PADDING:
         yield note(
-            f"{name}: {100 * part.epoch.padding_share:.0f} % of what is computed in an epoch is padding.",
-            "A smaller --batch_size with more --gradient_accumulation_steps gives the same result with less of it.",
+            f"{name}: {100 * part.epoch.padding_share:.0f} % of the computation in an epoch is padding.",
+            "A smaller --batch_size with more --gradient_accumulation_steps gives the same result with less padding.",
         )
 
 
@@ -286,26 +287,27 @@ def _of_crossing(crossing: PartOverlap, health: CorpusHealth) -> Iterator[Findin
     graver, milder = (error, warning) if crossing.with_training else (warning, note)
     if audio.count:
         yield graver(
-            f"{count(audio.count, 'recording')} of {second} {is_or_are(audio.count)} in {first} too ({_first(audio)}).",
-            "A score on what was trained on says nothing: take them out of one of the two.",
+            f"{count(audio.count, 'recording')} of {second} {is_or_are(audio.count)} also in {first} "
+            f"({_first(audio)}).",
+            "A score on training data is meaningless: remove them from one of the two.",
         )
     if crossing.speakers:
         yield milder(
-            f"{count(crossing.speakers, 'speaker')} of {second} {is_or_are(crossing.speakers)} in {first} too "
+            f"{count(crossing.speakers, 'speaker')} of {second} {is_or_are(crossing.speakers)} also in {first} "
             f"({', '.join(crossing.shared_speakers[:5])}).",
-            "Scores will be better than for people whom the model has not heard: give each speaker to one manifest.",
+            "Scores will be better than for new speakers: put each speaker into one manifest only.",
         )
     if crossing.sentences.count and (crossing.with_training or crossing.sentences.count > OFTEN * total):
         yield milder(
-            f"{crossing.sentences.count} of {count(total, 'utterance')} of {second} say a sentence that is in {first} "
-            f"({_first(crossing.sentences)}).",
-            "The model may know them by heart: keep sentences apart where the language allows.",
+            f"{crossing.sentences.count} of {count(total, 'utterance')} of {second} have a sentence that is "
+            f"also in {first} ({_first(crossing.sentences)}).",
+            "The model may have memorised them: use different sentences in each manifest, if possible.",
         )
     if crossing.with_training and crossing.unknown_characters:
         shown = ", ".join(f"{tally.name} (U+{ord(tally.name):04X})" for tally in crossing.unknown_characters[:5])
         yield warning(
-            f"{count(len(crossing.unknown_characters), 'character')} of {second} cannot be found in {first}: {shown}.",
-            "They cannot be recognised: mend the spelling, or train on text that has them.",
+            f"{count(len(crossing.unknown_characters), 'character')} of {second} do not occur in {first}: {shown}.",
+            "They cannot be recognised: fix the spelling, or train on text that contains them.",
         )
 
 
@@ -315,32 +317,32 @@ def _of_characters(text: CharacterHealth, config: TrainConfig) -> Iterator[Findi
         word = text.mixed_words[0]
         yield warning(
             f"{count(text.mixed_word_count, 'word', 'mixes/mix')} scripts, such as {word.word} (row {word.row}).",
-            "Two letters that look alike are two tokens: write each word in one script.",
+            "Similar letters of two scripts are different tokens: write each word in one script.",
         )
     if text.twins:
         yield note(
-            f"{count(len(text.twins), 'character', 'is/are')} written in two ways, such as {text.twins[0].shape}.",
-            "Normalisation (NFC) makes them one; other programs may not.",
+            f"{count(len(text.twins), 'character', 'is/are')} encoded in two ways, such as {text.twins[0].shape}.",
+            "Normalisation (NFC) unifies them; other programs may not.",
         )
     changes = text.changes
     if changes.joiners_removed:
         yield note(
             f"{count(changes.joiners_removed, 'joiner', 'is/are')} removed (ZWJ, ZWNJ).",
-            "They are not heard: nothing has to be done.",
+            "They are not pronounced: no action is needed.",
         )
     if changes.digits and config.text.digits == "keep":
         yield warning(
-            f"{count(changes.digits, 'digit', 'stands/stand')} in the transcripts, whose spoken form is not written.",
-            "Write numbers as words; --digits spell spells them one by one.",
+            f"{count(changes.digits, 'digit', 'is/are')} in the transcripts as digits, not as spoken.",
+            "Write numbers as words; --digits spell spells each digit.",
         )
 
 
 def _of_marked_characters(text: CharacterHealth) -> Iterator[Finding]:
     foreign = f"of another script than {text.script.capitalize()}"
     checks = (
-        ("foreign script", foreign, "Write them in the script of the rest, or take them out."),
+        ("foreign script", foreign, "Use the script of the other transcripts, or remove them."),
         ("invisible", "invisible or undefined", "Remove them at their source."),
-        ("rare", f"seen fewer than {RARE} times", "Often a slip of the pen, and never learnt: look."),
+        ("rare", f"seen fewer than {RARE} times", "Often typing errors, and too rare to be learnt: check them."),
     )
     for mark, what, remedy in checks:
         found = [character for character in text.inventory if mark in character.marks]

@@ -203,7 +203,7 @@ def read_rows(part: CorpusPart, request: HealthRequest, text: CharacterCount) ->
         reason = reason_to_reject(normal, tokens, limits)
         _take_row(rows, utterance, normal.text, reason)
         kind = os.path.splitext(utterance.audio_path)[1].lower()
-        rows.formats[show_text(kind, 12) + (" shard" if utterance.byte_count else "") or "no ending"] += 1
+        rows.formats[show_text(kind, 12) + (" shard" if utterance.byte_count else "") or "no extension"] += 1
         size = file_size(utterance.source)
         rows.extents.append(0 if size is None else extent_key(utterance.source, size))
         text.add(utterance.text, normal.text, utterance.row)

@@ -69,7 +69,7 @@ def measure_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
         try:
             heard.append((utterance, measure_levels(utterance)))
         except DataError as error:
-            reason = str(error).split(" cannot be read: ", 1)[-1].removesuffix(" Mend the file or leave it out.")
+            reason = str(error).split(" cannot be read: ", 1)[-1].removesuffix(" Repair the file, or leave it out.")
             unreadable.append(example(utterance, reason.rstrip(".")))
     deviations = [_deviation(utterance, sound) for utterance, sound in heard]
     as_told = {utterance.row for (utterance, _), deviation in zip(heard, deviations, strict=True) if not deviation}
@@ -92,10 +92,10 @@ def measure_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
         median_trailing=float(middle([sound.trailing_silence for _, sound in heard])),
         silence_share=float((silence * seconds).sum() / seconds.sum()) if heard else 0.0,
         full_scale_share=float(np.mean([sound.full_scale_share for _, sound in heard])) if heard else 0.0,
-        clipped=_worst(heard, [s.clipped_runs for _, s in heard], 0, "{:.0f} runs at full scale"),
+        clipped=_worst(heard, [s.clipped_runs for _, s in heard], 0, "{:.0f} clipped runs"),
         quiet=_worst(heard, [-s.level * (s.level > MUTE) for _, s in heard], -QUIET, "-{:.1f} dBFS"),
         loud=_worst(heard, [s.level for _, s in heard], LOUD, "{:.1f} dBFS"),
-        mute=_worst(heard, [-s.level for _, s in heard], -MUTE, "nothing is to be heard"),
+        mute=_worst(heard, [-s.level for _, s in heard], -MUTE, "silent"),
         silent=_worst(heard, 100 * silence * (levels > MUTE), 100 * MAX_SILENCE, "{:.0f} % silence"),
         offset=_worst(heard, [abs(s.offset) for _, s in heard], MAX_OFFSET, "{:.3f} of full scale"),
         deviating=_worst(heard, deviations, 0, "off by {:.2f} s"),

@@ -68,8 +68,8 @@ class WorkersFailed(ResourceError):
 
     def __init__(self, what: str, has_died: bool) -> None:
         super().__init__(
-            f"{what}. Try --num_workers 0 to see what is wrong with it, or a longer --loader_timeout; "
-            "--resume auto goes on from the steps before."
+            f"{what}. Use --num_workers 0 to see the error, or a longer --loader_timeout; then resume with "
+            "--resume auto."
         )
         self.what, self.has_died = what, has_died
 
@@ -126,8 +126,8 @@ def _pack(value: GlobalBatch | Batch, ids: list[str]) -> Packed:
         if "shared memory" not in str(error) and "shm" not in str(error):
             raise
         raise ResourceError(
-            f"The audio workers have too little shared memory (/dev/shm) for {', '.join(ids)}. Free it, give the "
-            "container more (docker run --shm-size), or try --num_workers 0, which needs none."
+            f"The data loading workers have too little shared memory (/dev/shm) for {', '.join(ids)}. Free "
+            "some, give the container more (docker run --shm-size), or use --num_workers 0, which needs none."
         ) from None
 
 
@@ -158,7 +158,7 @@ def load_in_order(
         except WorkersFailed as failure:
             if is_second_try or not failure.has_died:
                 raise
-            tqdm.write(f"{failure.what}. They are started once more, for the same utterances.")
+            tqdm.write(f"{failure.what}. Restarting them once, from the same utterances.")
             is_second_try = True
 
 
@@ -236,8 +236,8 @@ def _next(
                 is_late = time.monotonic() >= deadline
                 if "timed out" in str(error) and not is_late:
                     continue
-                reason = str(error).splitlines()[0].rstrip(".") if isinstance(error, RuntimeError) else "one has died"
-                reason = f"nothing came for {loader.timeout:g} s" if is_late else reason
+                reason = str(error).splitlines()[0].rstrip(".") if isinstance(error, RuntimeError) else "a worker died"
+                reason = f"no data for {loader.timeout:g} s" if is_late else reason
             check()
             scene = _scene([] if is_late else iterator._workers, fetcher, waiting)
             raise WorkersFailed(f"{scene}: {reason}", has_died=not is_late)
@@ -269,9 +269,9 @@ def _scene(workers: list[BaseProcess], fetcher: Fetcher, waiting: deque[list]) -
     numbers = fetcher.being_read.tolist()
     of_the_dead = [number for number, worker in zip(numbers, workers, strict=False) if not worker.is_alive()]
     reading = fetcher.ids([number for number in of_the_dead or numbers if number >= 0])
-    doing = f" while they were reading {', '.join(reading)}" if reading else ""
-    awaited = f" ({', '.join(fetcher.ids(waiting[0]))} were waited for)" if waiting else ""
-    return f"The audio workers failed{doing}{awaited}"
+    doing = f" while reading {', '.join(reading)}" if reading else ""
+    awaited = f" (waiting for {', '.join(fetcher.ids(waiting[0]))})" if waiting else ""
+    return f"The data loading workers failed{doing}{awaited}"
 
 
 def _begin_worker(_worker: int) -> None:

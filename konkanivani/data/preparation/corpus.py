@@ -118,14 +118,16 @@ def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | Refused
         find_forbidden = forbidden_in_transcript if name == "text" else forbidden_character
         unfit = find_forbidden(text) or next(iter(LINE_ENDS.findall(text)), None)
         if unfit:
-            return found.refused("control character", f"its {name} holds the character U+{ord(unfit):04X}")
+            return found.refused("control character", f"its {name} contains the character U+{ord(unfit):04X}")
     removed = tuple(find_unwritten(found.text))
     if removed:
         found = replace(found, text=drop_unwritten(found.text).strip(), removed=removed)
     if len(found.text) > MAX_CHARACTERS:
-        return found.refused("long transcript", f"its transcript has {len(found.text)} characters: is it one row?")
+        return found.refused(
+            "long transcript", f"its transcript has {len(found.text)} characters: are several rows joined?"
+        )
     if not normalize_text(found.text):
-        return found.refused("empty transcript", "its transcript has no word")
+        return found.refused("empty transcript", "its transcript is empty")
     try:
         path = Path(existing_path(str(found.audio))).resolve()
     except (OSError, RuntimeError, ValueError) as error:
@@ -134,7 +136,7 @@ def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | Refused
         # The smallest folder that holds both it and where audio may lie; the file's own where that is too much.
         shared = Path(os.path.commonpath((roots.inside, path)))
         root = shlex.quote(str(shared if len(shared.parts) > SHALLOW else path.parent))
-        reason = f"its audio lies outside {roots.inside}: give --audio_root {root}, if that is meant"
+        reason = f"its audio is outside {roots.inside}: give --audio_root {root} to allow it"
         return found.refused("outside the corpus", reason)
     return replace(found, audio=path)
 
@@ -155,13 +157,15 @@ def _finish(found: FoundUtterance, header: AudioHeader | str, roots: AudioRoots)
         kind = "unusable audio" if os.path.lexists(found.audio) else "missing audio"
         return found.refused(kind, header)
     if header.missing and found.seconds is None:
-        return found.refused("cut short", f"its audio ends {header.missing:.1f} s before its header says")
+        return found.refused("cut short", f"its audio is {header.missing:.1f} s shorter than its header states")
     reason = _span_reason(found, header.seconds)
     if reason:
         return found.refused("span", reason)
     told = found.file_seconds
     if told is not None and not abs(told - header.seconds) <= max(0.5, 0.1 * told):
-        return found.refused("other duration", f"its table says {told:.2f} s, its audio file {header.seconds:.2f} s")
+        return found.refused(
+            "other duration", f"its table states {told:.2f} s, its audio file lasts {header.seconds:.2f} s"
+        )
     left = header.seconds - found.start
     seconds = left if found.seconds is None else min(found.seconds, left)
     if len(found.text) > SPARE_CHARACTERS + MAX_CHARACTER_RATE * seconds:
@@ -200,8 +204,8 @@ def _span_reason(found: FoundUtterance, file_seconds: float) -> str:
     seconds = found.seconds
     if not math.isfinite(found.start) or found.start < 0 or not (seconds is None or 0 < seconds < math.inf):
         length = "the end" if seconds is None else f"{seconds:g} s"
-        return f"it is no span: from {found.start:g} s, for {length}"
+        return f"it has an invalid range: from {found.start:g} s, for {length}"
     end = found.start + (seconds or 0.0)
     if end > file_seconds + SPAN_ROUNDING or found.start >= file_seconds:
-        return f"it reaches to {end:.2f} s, its audio file ends at {file_seconds:.2f} s"
+        return f"it ends at {end:.2f} s, its audio file at {file_seconds:.2f} s"
     return ""

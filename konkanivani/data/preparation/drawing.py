@@ -38,9 +38,12 @@ def resolve_split_by(asked: SplitBy, corpus: Corpus, name: str) -> SplitBy:
     has_speakers = any(checked.utterance.speaker for checked in corpus.utterances)
     if asked == "default":
         return "given" if has_given else "speaker" if has_speakers else "utterance"
-    missing = {"given": "" if has_given else "gives no splits", "speaker": "" if has_speakers else "names no speakers"}
+    missing = {
+        "given": "" if has_given else "defines no splits",
+        "speaker": "" if has_speakers else "has no speaker labels",
+    }
     if corpus.utterances and (what := missing.get(asked)):
-        raise UsageError(f"--split_by {asked} cannot be done: {name} {what}. Give --split_by utterance.")
+        raise UsageError(f"--split_by {asked} is not possible: {name} {what}. Use --split_by utterance.")
     return asked
 
 
@@ -49,7 +52,7 @@ def refuse_without_split(corpus: Corpus) -> None:
     for checked in corpus.utterances:
         if not checked.split:
             path = checked.utterance.audio_filepath
-            reason = "its corpus gives splits, but none for it: --split_by draws them anew"
+            reason = "its corpus defines splits, but none for it: --split_by makes new splits"
             corpus.refused.append(RefusedRow(checked.file, checked.utterance.row, "no split", reason, path))
     corpus.utterances = [checked for checked in corpus.utterances if checked.split]
 
@@ -68,7 +71,7 @@ def draw(corpus: Corpus, split_by: SplitBy, shares: Shares, seed: int, name: str
         return Drawn(corpus.utterances)
     has_speakers = len({checked.utterance.speaker for checked in spoken} - {""}) >= lacking.asked
     unit: SplitBy = "speaker" if has_speakers else "utterance"
-    drawn = _drawn(spoken, unit, lacking, seed, f"The part of {name} to train on")
+    drawn = _drawn(spoken, unit, lacking, seed, f"The training part of {name}")
     kept = [checked for checked in corpus.utterances if checked.split != "train"]
     parts = tuple(part for part in SPLITS if part in {checked.split for checked in drawn} - {"train"})
     return Drawn(drawn + kept, parts, unit)
@@ -85,7 +88,7 @@ def _drawn(
             milliseconds[unit_name] += round(1000 * checked.utterance.duration)
     if len(milliseconds) < shares.asked:
         raise DataError(
-            f"{name} has {len(milliseconds)} {unit}s, too few for {shares.asked} splits. Give "
+            f"{name} has {len(milliseconds)} {unit}s, too few for {shares.asked} splits. Use "
             f"{'--split_by utterance, or ' if unit == 'speaker' else ''}--test_share 0 or --valid_share 0."
         )
     valid, test = draw_splits(milliseconds, shares, seed)

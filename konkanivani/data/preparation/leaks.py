@@ -26,7 +26,7 @@ class Leak:
 
 def find_leaks(utterances: list[CheckedUtterance]) -> tuple[Leak, ...]:
     """Leaks of audio, speakers and sentences between the splits; a DataError where audio can no longer be read."""
-    with explained(DataError, "Audio could be read at first and then no longer", "Begin again."):
+    with explained(DataError, "Audio that was readable before can no longer be read", "Start again."):
         audio = _leak("audio", _same_audio(utterances))
     speakers = _shared((u.utterance.speaker, u) for u in utterances if u.utterance.speaker)
     return audio, _leak("speaker", speakers), _leak("sentence", _shared((u.sentence, u) for u in utterances))

@@ -51,40 +51,40 @@ REJECTED, REPORT, AUDIO = "rejected.jsonl", "report.json", "audio"
 
 @dataclass(frozen=True)
 class Preparation:
-    """What to read, where to write, and how to split. docs/data.md says what each format looks like."""
+    """Input, output and splits (docs/data.md describes the formats)."""
 
     format: FormatName
-    """How the corpus is laid out."""
+    """Format of the corpus."""
     source: Path
     """Folder of the corpus."""
     output: Path
-    """Folder for the manifests, rejected.jsonl and report.json; it is made."""
+    """Folder for the manifests, rejected.jsonl and report.json; created if missing."""
     table: str = ""
-    """The table to read (csv), or to read instead of the usual ones: a file in --source."""
+    """csv: table file in --source; other formats: a table to use instead of the standard ones."""
     audio_column: str = ""
-    """csv, huggingface: the column with the audio ("audio")."""
+    """csv, huggingface: name of the audio column."""
     text_column: str = ""
-    """csv, huggingface: the column with the transcript; indicvoices: normalized or verbatim."""
+    """csv, huggingface: name of the transcript column; indicvoices: normalized or verbatim."""
     speaker_column: str = ""
-    """csv, huggingface: the column with the speaker."""
+    """csv, huggingface: name of the speaker column."""
     split_column: str = ""
-    """csv: the column that says train, valid or test."""
+    """csv: name of the column with train, valid or test."""
     channel_column: str = ""
-    """csv, huggingface: the column with the channel, from 0 ("channel"); none: no column."""
+    """csv, huggingface: name of the column with the channel, counted from 0 ("channel"); none: no such column."""
     audio_root: str = ""
-    """The folder outside which no audio is read; --source unless given."""
+    """Folder that contains all audio; files outside of it are rejected (default: --source)."""
     split_by: SplitBy = "default"
-    """The corpus's own splits (valid drawn if it lacks), whole speakers, or utterances; default: the first it has."""
+    """Keep the corpus's own splits (given), or split by speaker or by utterance; default is the first that works."""
     valid_share: str = "5%"
-    """Part of the hours for valid.jsonl where it is drawn, as 5% or 0.05."""
+    """Share of the hours for valid.jsonl, such as 5% or 0.05."""
     test_share: str = "5%"
-    """Part of the hours for test.jsonl."""
+    """Share of the hours for test.jsonl."""
     seed: int = 0
-    """Another seed draws other splits; the order of rows never matters."""
+    """Seed of the random split."""
     max_rejected: str = "1%"
-    """Where more of the rows than this cannot be used, nothing is prepared."""
+    """Maximum share of unusable rows; more are an error."""
     force: bool = False
-    """Replace the manifests that --output holds."""
+    """Overwrite existing manifests in --output."""
 
     @property
     def root(self) -> Path:
@@ -96,7 +96,7 @@ class Preparation:
         """The parts of the hours that are drawn; a UsageError where they are none, or nothing is left."""
         shares = Shares(parse_share(self.valid_share, "--valid_share"), parse_share(self.test_share, "--test_share"))
         if shares.valid + shares.test >= 1:
-            raise UsageError("--valid_share and --test_share leave nothing to train on. Give smaller ones.")
+            raise UsageError("--valid_share and --test_share leave no training data. Use smaller ones.")
         return shares
 
 
@@ -165,14 +165,14 @@ def prepare_corpus(task: Preparation) -> PreparationReport:
 
 def _check_source(task: Preparation) -> None:
     if not task.source.is_dir():
-        raise UsageError(f"--source {task.source} is no folder. Give the folder into which it was unpacked.")
+        raise UsageError(f"--source {task.source} is not a folder. Give the folder of the unpacked corpus.")
     if not task.root.is_dir():
-        raise UsageError(f"--audio_root {task.root} is no folder. Give the folder that the audio lies in.")
+        raise UsageError(f"--audio_root {task.root} is not a folder. Give the folder that contains the audio.")
     source, output = task.source.resolve(), task.output.resolve()
     if output == source or (task.format in ("nemo", "indicvoices") and output.is_relative_to(source)):
         raise UsageError(
-            f"--output {task.output} lies in --source, where the manifests would be taken for a part of the corpus. "
-            "Give a folder outside it."
+            f"--output {task.output} is inside --source, so the manifests would be read as part of the corpus. "
+            "Choose a folder outside it."
         )
 
 
@@ -182,12 +182,13 @@ def _check_output(task: Preparation) -> None:
     there = [name for name in names if os.path.lexists(task.output / name)]
     if there and not task.force:
         raise UsageError(
-            f"{task.output} holds {' and '.join(there)} already. Give another --output, or --force to replace them."
+            f"{task.output} already contains {' and '.join(there)}. Choose another --output, or overwrite them "
+            "with --force."
         )
     audio, report = task.output / AUDIO, task.output / REPORT
     is_ours = report.is_file() and '"format": "huggingface"' in report.read_text(encoding="utf-8", errors="replace")
     if task.format == "huggingface" and os.path.lexists(audio) and not (task.force and is_ours):
-        raise UsageError(f"{audio} is there already, and audio would be written to it. Give another --output.")
+        raise UsageError(f"{audio} already exists, and audio would be written to it. Choose another --output.")
 
 
 def _told(rows: Found, task: Preparation) -> Iterator[FoundUtterance | RefusedRow]:
@@ -203,13 +204,16 @@ def _check_damage(task: Preparation, corpus: Corpus, most_rejected: float) -> No
         return
     first = _first_unexpected(corpus)
     if first is None:
-        raise DataError(f"{task.source} holds no utterance that {task.format} can read. Check --format and --source.")
+        raise DataError(
+            f"{task.source} contains no utterance in the format {task.format}. Check --format and --source."
+        )
     first = _printable(first)
     listed = ", ".join(f"{count.rows} {count.kind}" for count in _counts(corpus.refused))
     raise DataError(
-        f"No manifest is written: {corpus.damage:.1%} of the rows of {task.source} cannot be used ({listed}), and "
-        f"--max_rejected is {most_rejected:.3g}. The first: {first.file}, row {first.row}: {first.reason.rstrip('.')}. "
-        f"All stand in {task.output / REJECTED}: mend them, or give --max_rejected a larger part."
+        f"No manifest was written: {corpus.damage:.1%} of the rows of {task.source} are unusable ({listed}), "
+        f"more than --max_rejected {most_rejected:.3g}. The first: {first.file}, row {first.row}: "
+        f"{first.reason.rstrip('.')}. All are listed in {task.output / REJECTED}: fix them, or raise "
+        "--max_rejected."
     )
 
 
@@ -272,7 +276,7 @@ def _staging(task: Preparation) -> Iterator[Path]:
 
 
 def _explained(output: Path) -> contextlib.AbstractContextManager[None]:
-    advice = "Free room there, or give --output a folder that you can write to."
+    advice = "Free disk space there, or choose a writable --output folder."
     return explained(ResourceError, f"The manifests cannot be written to {output}", advice)
 
 

@@ -29,8 +29,8 @@ from konkanivani.data.synthetic.spoken_sentences import (
 WHAT_IT_IS = "synthetic, Marathi voice"
 BUILT_IN = "built-in corpus"
 NO_ROOM = (
-    "Free about 100 MB there, or give prepare_builtin_corpus.py --output a folder that you can write to, and the "
-    "trainer the manifests in it."
+    "Free about 100 MB there, or run prepare_builtin_corpus.py with a writable --output folder and give the "
+    "manifests in it to the trainer."
 )
 PROBE = "म्हाका शाळेंत वचपाक कितें जाय"  # vowel signs, anusvara and virama in one sentence
 
@@ -78,8 +78,8 @@ def plan_corpus(size: SplitSizes) -> CorpusPlan:
     """
     if size.train < 1 or size.valid < 1 or size.test < 2:
         raise UsageError(
-            f"The built-in corpus cannot have {size.train} train, {size.valid} valid and {size.test} test utterances: "
-            "it needs at least 1, 1 and 2. Ask for more of them."
+            f"The built-in corpus cannot have {size.train} train, {size.valid} valid and {size.test} test "
+            "utterances: it needs at least 1, 1 and 2. Use larger numbers."
         )
     book = read_patterns()
     patterns = [book.seen[place] for place in evenly_spaced(min(len(book.seen), size.train), len(book.seen))]
@@ -152,8 +152,8 @@ def write_corpus(recipe: CorpusRecipe, directory: Path) -> list[UnspeakableError
     with SpeechSynthesizer() as synthesizer:
         if reads_signs_by_name(PROBE, synthesizer.phonemes(PROBE, "mr")):
             raise DataError(
-                f"{synthesizer.engine} reads Devanagari vowel signs by their names with its Marathi voice, "
-                "so its speech is of no use. Install another version of espeakng-loader."
+                f"{synthesizer.engine} pronounces the names of Devanagari vowel signs with its Marathi voice, "
+                "so its speech is unusable. Install another version of espeakng-loader."
             )
         for split in ("train", "valid", "test"):
             sentences = getattr(recipe.plan, split)
@@ -169,7 +169,7 @@ def write_corpus(recipe: CorpusRecipe, directory: Path) -> list[UnspeakableError
         "sentences": hashlib.sha256("".join(f"{text}\n" for text in texts).encode()).hexdigest(),
         "recipe": recipe.digest,
         "what": WHAT_IT_IS,
-        "shows": "that the machine works, not how well it hears Konkani",
+        "shows": "that the pipeline works, not how well it recognises Konkani",
     }
     (directory / "corpus.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     return errors
@@ -203,6 +203,6 @@ def check_replaceable(directory: Path, name: str) -> None:
         return
     if not directory.is_dir() or directory.is_symlink() or any(directory.iterdir()):
         raise UsageError(
-            f"The {name} cannot be put at {directory}: something else is there, and it would be lost. "
-            "Give --output a path where nothing is."
+            f"The {name} cannot be written to {directory}: it contains other files that would be overwritten. "
+            "Choose another --output."
         )

@@ -39,7 +39,7 @@ def read_patterns(path: Path = PATTERNS_FILE) -> PatternBook:
         elif section and set(slot_names(line)) <= slots.keys():
             patterns[section].append(line)
         else:
-            raise DataError(f"{path}, line {row}: {line!r} names a slot that is not defined. Define it under [slots].")
+            raise DataError(f"{path}, line {row}: {line!r} uses an undefined slot. Define it under [slots].")
     return PatternBook(slots, tuple(patterns["seen"]), tuple(patterns["unseen"]))
 
 
@@ -83,8 +83,8 @@ def interleave_sentences(patterns: Sequence[str], slots: dict[str, tuple[str, ..
                 sentences[new] = None
     if len(sentences) < count:
         raise UsageError(
-            f"The built-in corpus cannot have {count} different sentences of {len(patterns)} patterns: "
-            f"there are {len(sentences)}. Ask for fewer utterances."
+            f"The built-in corpus has only {len(sentences)} different sentences of {len(patterns)} patterns, "
+            f"not {count}. Use fewer utterances."
         )
     return list(sentences)[:count]
 

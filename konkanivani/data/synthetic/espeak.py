@@ -72,7 +72,7 @@ class Espeak:
         self._listener = listener(self._hear)  # kept: ctypes frees what nobody holds
         self.sample_rate = self._library.espeak_Initialize(SYNCHRONOUS, 0, os.fsencode(self.data_path), 0)
         if self.sample_rate <= 0:
-            raise OSError(f"espeak-ng does not accept its data at {self.data_path}")
+            raise OSError(f"espeak-ng does not accept its data in {self.data_path}")
         self._library.espeak_SetSynthCallback(self._listener)
 
     def _hear(self, samples: int | None, count: int, events: "ctypes._Pointer[Event]") -> int:
@@ -99,12 +99,12 @@ class Espeak:
             version = self._library.espeak_Info(None).decode()
             return {"sample_rate": self.sample_rate, "engine": f"espeak-ng {version}"}
         if not any(character.isalnum() for character in request.text):
-            raise ValueError("there is no letter in it")
+            raise ValueError("it contains no letter")
         # An unknown variant would be passed over in silence.
         _, plus, variant = request.voice.partition("+")
         is_known = not plus or os.path.isfile(os.path.join(self.data_path, "voices", "!v", variant))
         if not is_known or self._library.espeak_SetVoiceByName(request.voice.encode()) != 0:
-            raise ValueError("there is no such voice")
+            raise ValueError("the voice does not exist")
         if request.wants == "phonemes":
             buffer = ctypes.create_string_buffer(request.text.encode())
             position, clauses = ctypes.c_void_p(ctypes.addressof(buffer)), []
@@ -118,7 +118,7 @@ class Espeak:
         library = self._library
         for parameter, value in ((RATE, request.rate), (VOLUME, 100), (PITCH, request.pitch), (PITCH_RANGE, 50)):
             if library.espeak_SetParameter(parameter, value, 0) != 0:
-                raise ValueError(f"it does not take the value {value}")
+                raise ValueError(f"it does not accept the value {value}")
         library.espeak_ng_SetRandSeed(ctypes.c_long(1))  # breath and flutter would be seeded from the clock
         text = request.text.encode() + b"\0"
         status = library.espeak_Synth(
@@ -155,7 +155,7 @@ def main() -> None:
             os._exit(0)
         _, wait_status = os.waitpid(process, 0)
         if wait_status != 0:
-            connection.send(ValueError(f"it ended with code {os.waitstatus_to_exitcode(wait_status)}"))
+            connection.send(ValueError(f"it exited with code {os.waitstatus_to_exitcode(wait_status)}"))
 
 
 if __name__ == "__main__":

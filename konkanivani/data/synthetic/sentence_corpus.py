@@ -91,15 +91,15 @@ def read_sentences(files: Sequence[str]) -> Sentences:
         if not line.text:
             blank += 1
         elif any(unicodedata.category(character) == "Cc" for character in line.text):
-            left_out.append(replace(line, reason="there is a control character in it"))
+            left_out.append(replace(line, reason="it contains a control character"))
         elif not normalised:
-            left_out.append(replace(line, reason="nothing is left of it after normalisation"))
+            left_out.append(replace(line, reason="it is empty after normalisation"))
         elif normalised in kept:
             repeated += 1
         else:
             kept[normalised] = line
     if not kept:
-        raise DataError(f"There is no sentence in {', '.join(files)}. Write one on each line, in UTF-8.")
+        raise DataError(f"No sentence found in {', '.join(files)}. Write one sentence per line, in UTF-8.")
     return Sentences(tuple(kept.values()), tuple(left_out), blank, repeated)
 
 
@@ -112,8 +112,8 @@ def read_source_lines(file: str) -> Iterator[SourceLine]:
             yield SourceLine(file, row, " ".join(line.decode("utf-8").split()))
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{file}, line {row}: not UTF-8 from byte {error.start + 1} of the line on ({error.reason}). "
-                "Save the file as UTF-8."
+                f"{file}, line {row}: not UTF-8 at byte {error.start + 1} of the line ({error.reason}). Save "
+                "the file as UTF-8."
             ) from None
 
 
@@ -123,9 +123,9 @@ def plan_splits(sentences: Sequence[str], valid: int | None, test: int | None) -
     test = max(1, round(TEST_SHARE * len(sentences))) if test is None else test
     if min(valid, test) < 1 or valid + test >= len(sentences):
         raise UsageError(
-            f"{len(sentences)} different sentences cannot be split into {valid} valid, {test} test and the others for "
-            "training: each split needs at least 1. Give more --sentences, or other --valid_utterances and "
-            "--test_utterances."
+            f"{len(sentences)} different sentences cannot be split into {valid} valid, {test} test and the "
+            "rest for training: each split needs at least 1. Use more --sentences, or other "
+            "--valid_utterances and --test_utterances."
         )
     held_out, for_training = hold_out(sentences, valid + test)
     for_valid, for_test = hold_out(held_out, valid)
@@ -142,8 +142,8 @@ def write_sentence_corpus(recipe: CorpusRecipe, sentences: Sentences, directory:
     for name in ("train", "valid", "test"):
         if all(sentence.text in reasons for sentence in getattr(recipe.plan, name)):
             raise DataError(
-                f"None of the sentences for {name} can be spoken; the first: "
-                f"{reasons[getattr(recipe.plan, name)[0].text]}. Give more --sentences."
+                f"None of the sentences for {name} can be synthesised; the first: "
+                f"{reasons[getattr(recipe.plan, name)[0].text]}. Use more --sentences."
             )
     unspoken = [replace(line, reason=reasons[line.text]) for line in sentences.kept if line.text in reasons]
     left_out = sorted([*sentences.left_out, *unspoken], key=lambda line: (line.file, line.row))
@@ -153,7 +153,7 @@ def write_sentence_corpus(recipe: CorpusRecipe, sentences: Sentences, directory:
 
 def read_left_out(directory: Path) -> tuple[SourceLine, ...]:
     """What left_out.jsonl in `directory` lists; a DataError where it is no longer what was written."""
-    path, advice = directory / LEFT_OUT, f"Delete {directory} and make it anew."
+    path, advice = directory / LEFT_OUT, f"Delete {directory} and generate it again."
     with explained(DataError, f"{path} cannot be read", advice, ValueError, TypeError):
         lines = path.read_text(encoding="utf-8").split("\n")
         return tuple(SourceLine(**json.loads(line)) for line in lines if line)

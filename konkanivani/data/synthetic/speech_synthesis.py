@@ -62,13 +62,13 @@ class SpeechSynthesizer:
     def __enter__(self) -> "SpeechSynthesizer":
         if importlib.util.find_spec("espeakng_loader") is None:
             raise ResourceError(
-                f"No speech can be synthesised with {sys.executable}: the package espeakng-loader is not installed. "
-                "Run `pip install espeakng-loader`, or train on recordings of your own."
+                "Speech synthesis needs the package espeakng-loader, which is not installed for "
+                f"{sys.executable}. Run `pip install espeakng-loader`, or train on your own recordings."
             )
         if not hasattr(os, "fork"):
             raise ResourceError(
-                f"No speech can be synthesised on {sys.platform}: processes cannot be forked here. "
-                "Use Linux, macOS or the Windows Subsystem for Linux."
+                f"Speech synthesis does not work on {sys.platform}, which cannot fork processes. Use Linux, "
+                "macOS or the Windows Subsystem for Linux."
             )
         package_root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
@@ -122,10 +122,10 @@ class SpeechSynthesizer:
             code = self._process.wait()
             self._complaints.seek(0)
             lines = self._complaints.read().decode("utf-8", "replace").split("\n")
-            reason = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+            reason = next((line.strip() for line in reversed(lines) if line.strip()), "it produced no audio")
             raise ResourceError(
-                f"The speech synthesis ended with code {code} on {request.text!r}: {reason}. "
-                "Reinstall it with `pip install --force-reinstall espeakng-loader`."
+                f"The speech synthesis exited with code {code} on {request.text!r}: {reason}. Reinstall it "
+                "with `pip install --force-reinstall espeakng-loader`."
             ) from None
         if isinstance(answer, ValueError):
             raise UnspeakableError(request.text, request.voice, str(answer))

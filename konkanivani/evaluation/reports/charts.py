@@ -20,7 +20,7 @@ def draw_histogram(histogram: Histogram, title: str, across: str, up: str, mark:
     note = f'<span class="outside">{"; ".join(said)}</span>' if said else ""
     caption = f"<figcaption>{html.escape(title)}{note}</figcaption>"
     if not any(histogram.amounts):
-        return f'<figure>{caption}<p class="none">nothing to show</p></figure>'
+        return f'<figure>{caption}<p class="none">no data</p></figure>'
     fullest = max(range(len(histogram.amounts)), key=histogram.amounts.__getitem__)
     label = (  # for a reader who cannot see the picture
         f"{title}: from {histogram.start:g} to {histogram.end:g} {across}, most ({histogram.amounts[fullest]:,.4g} "

@@ -22,7 +22,7 @@ td[data-name=""] { font-size: 1.3rem; line-height: 1.3; text-align: center }
 def draw_page(diagnosis: Diagnosis) -> str:
     """The whole page; every text of the corpus in it is escaped."""
     verdict = diagnosis.verdict
-    names = ", ".join(short_name(part.path) for part in diagnosis.health.parts) or "no manifest that can be read"
+    names = ", ".join(short_name(part.path) for part in diagnosis.health.parts) or "no readable manifest"
     state = "yes" if verdict.can_be_trained else "no"
     body = (
         f'<p class="verdict {state}">{escape(verdict.sentence)}</p>\n{_findings(diagnosis.findings)}\n'
@@ -41,7 +41,7 @@ def _findings(findings: tuple[Finding, ...]) -> str:
     ]
     notes = sum(finding.severity == "note" for finding in findings)
     first, rest = (f'<ul class="findings">{"".join(some)}</ul>' for some in (rows[: -notes or None], rows[-notes:]))
-    folded = f"<details><summary>{count(notes, 'note')}, good to know</summary>{rest}</details>" if notes else ""
+    folded = f"<details><summary>{count(notes, 'note')} (no action needed)</summary>{rest}</details>" if notes else ""
     return f"<h2>Findings</h2>{first if len(rows) > notes else ''}{folded}"
 
 

@@ -70,25 +70,25 @@ def _section(title: str, facts: Iterable[Fact], charts: Iterable[Chart], tables:
 
 
 def _part(part: PartHealth) -> Section:
-    role = "trained on" if part.is_training else "validated or tested on"
+    role = "training" if part.is_training else "validation or test"
     lists = {
-        "Rows that are broken": part.broken,
-        "Utterances that cannot be used": part.rejected,
-        "Transcripts that may not be what is said": part.rates.unusual,
-        "Rows listed again": part.repeated_rows,
-        "Audio that is there already": part.repeated_audio,
-        "Sentences said again": part.repeated_sentences,
+        "Broken rows": part.broken,
+        "Utterances that training skips": part.rejected,
+        "Transcripts that may not match the audio": part.rates.unusual,
+        "Duplicate rows": part.repeated_rows,
+        "Duplicate audio": part.repeated_audio,
+        "Repeated sentences": part.repeated_sentences,
     }
     if part.sound:
         lists |= {
-            "Recordings that cannot be read": part.sound.unreadable,
+            "Unreadable recordings": part.sound.unreadable,
             "Clipped recordings": part.sound.clipped,
             "Quiet recordings": part.sound.quiet,
             "Loud recordings": part.sound.loud,
             "Empty recordings": part.sound.mute,
-            "Recordings that are mostly silence": part.sound.silent,
+            "Mostly silent recordings": part.sound.silent,
             "Recordings with a DC offset": part.sound.offset,
-            "Recordings whose duration is not the manifest's": part.sound.deviating,
+            "Recordings with a wrong duration in the manifest": part.sound.deviating,
         }
     title = f"{short_name(part.path)}, {role}"
     return _section(title, _facts(part), _charts(part), (_listing(name, found) for name, found in lists.items()))
@@ -96,23 +96,23 @@ def _part(part: PartHealth) -> Section:
 
 def _facts(part: PartHealth) -> Iterator[Fact]:
     speakers, epoch = part.speakers, part.epoch
-    yield Fact("utterances", f"{part.utterances:,}", f"{part.usable:,} can be used")
-    yield Fact("speech", duration_words(part.hours), f"{duration_words(part.usable_hours)} can be used")
-    most = f"median {duration_words(speakers.median_hours)}; {100 * speakers.largest_share:.0f} % is {speakers.largest}"
-    most += f"; {count(speakers.unnamed, 'row', 'names/name')} none" if speakers.unnamed else ""
-    yield Fact("speakers", f"{speakers.count:,}", most if speakers.count else "no row names one")
-    yield Fact("sentences", f"{part.sentences:,}", f"different ones; {part.words:,} words")
+    yield Fact("utterances", f"{part.utterances:,}", f"{part.usable:,} usable")
+    yield Fact("speech", duration_words(part.hours), f"{duration_words(part.usable_hours)} usable")
+    most = f"median {duration_words(speakers.median_hours)}; {100 * speakers.largest_share:.0f} % by {speakers.largest}"
+    most += f"; {count(speakers.unnamed, 'row')} without a label" if speakers.unnamed else ""
+    yield Fact("speakers", f"{speakers.count:,}", most if speakers.count else "no speaker labels")
+    yield Fact("sentences", f"{part.sentences:,}", f"different; {part.words:,} words")
     yield Fact("files", _tallied(part.formats))
     if epoch:
         window = f"{epoch.window_size} utterances, {epoch.window_seconds:.0f} s each"
-        yield Fact("steps an epoch", f"{epoch.steps:,}", window)
+        yield Fact("steps per epoch", f"{epoch.steps:,}", window)
         yield Fact("padding", f"{100 * epoch.padding_share:.1f} %", f"in micro-batches of {epoch.micro_batch}")
     if part.sound:
         yield from _sound_facts(part.sound)
 
 
 def _sound_facts(sound: SoundHealth) -> Iterator[Fact]:
-    yield Fact("recordings decoded", f"{sound.heard}", f"of {sound.asked} tried")
+    yield Fact("recordings decoded", f"{sound.heard}", f"of {sound.asked} sampled")
     if not sound.heard:
         return
     yield Fact("sample rates", _tallied(sound.rates, " Hz"))
@@ -129,8 +129,8 @@ def _charts(part: PartHealth) -> Iterator[Chart]:
     rates, sound = part.rates, part.sound
     yield Chart("Duration", part.durations, "seconds", "utterances")
     yield Chart("Hours by duration", part.hours_by_duration, "seconds", "hours")
-    yield Chart("Characters a second", rates.characters, "characters/s", "utterances", rates.median)
-    yield Chart("Words a second", rates.words, "words/s", "utterances")
+    yield Chart("Characters per second", rates.characters, "characters/s", "utterances", rates.median)
+    yield Chart("Words per second", rates.words, "words/s", "utterances")
     if sound and sound.heard:
         yield Chart("Level", sound.levels, "dBFS", "recordings", sound.median_level)
         yield Chart("Silence", sound.silence, "% of the time", "recordings")
@@ -151,13 +151,13 @@ def _crossings(crossings: tuple[PartOverlap, ...]) -> Section:
         shared = (crossing.audio.count, crossing.speakers, crossing.sentences.count)
         rows.append((f"{second} in {first}", *shared, unknown))
         for kind, listed in (("Recordings", crossing.audio), ("Sentences", crossing.sentences)):
-            lists.append(_listing(f"{kind} of {second} that are in {first}", listed))
-    return _section("Between the manifests", (), (), (Table("In both", columns, tuple(rows)), *lists))
+            lists.append(_listing(f"{kind} of {second} that are also in {first}", listed))
+    return _section("Overlap of the manifests", (), (), (Table("In both", columns, tuple(rows)), *lists))
 
 
 def _text(text: CharacterHealth, diagnosis: Diagnosis) -> Section:
     is_less = diagnosis.vocabulary < diagnosis.vocabulary_asked
-    asked = f", all that it allows of --vocab_size {diagnosis.vocabulary_asked}" if is_less else ""
+    asked = f", the maximum for this text (--vocab_size {diagnosis.vocabulary_asked})" if is_less else ""
     tokens = f"{diagnosis.tokenizer_type} tokens{asked}" if diagnosis.vocabulary else "no vocabulary"
     facts = (
         Fact("script", text.script.capitalize() or "none", "of most letters"),
@@ -178,8 +178,8 @@ def _text(text: CharacterHealth, diagnosis: Diagnosis) -> Section:
         (),
         (
             Table("Noteworthy", columns, tuple(row for character, row in characters if character.marks)),
-            Table("Written in two ways", ("", "code points (count)"), twins),
-            Table(f"Words of two scripts ({text.mixed_word_count:,})", ("word", "scripts", "times", "first"), mixed),
+            Table("Encoded in two ways", ("", "code points (count)"), twins),
+            Table(f"Words in two scripts ({text.mixed_word_count:,})", ("word", "scripts", "times", "first"), mixed),
             Table(f"All characters ({text.different:,})", columns, tuple(row for _, row in characters), is_folded=True),
         ),
     )
@@ -200,7 +200,7 @@ def _changed_words(changes: Changes) -> str:
         (changes.joiners_removed, "joiner", "removed"),
         (changes.joiners_mapped, "joiner", "mapped to an equivalent encoding"),
         (changes.format_removed, "format character", "removed"),
-        (changes.to_space, "mark", "made spaces"),
+        (changes.to_space, "mark", "replaced by spaces"),
         (changes.lowered, "letter", "lower-cased"),
     )
     return ", ".join(f"{count(number, noun)} {what}" for number, noun, what in parts if number) or "nothing"

@@ -88,6 +88,6 @@ def draw_table(names: Iterable[str], rows: Iterable[str], numbers: Collection[st
 
 def write_page(path: str, page: str) -> None:
     """Writes the page beside `path` and renames it into place."""
-    with explained(ResourceError, f"--html {path} cannot be written", "Give another path."):
+    with explained(ResourceError, f"--html {path} cannot be written", "Choose another path."):
         with atomic_replace(Path(path)) as partial:
             partial.write_text(page, encoding="utf-8", errors="backslashreplace")

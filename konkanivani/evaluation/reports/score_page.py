@@ -137,7 +137,7 @@ def _worst(worst: Sequence[AlignedUtterance]) -> str:
     key = " ".join(f'<span class="key {kind}">{words}</span>' for kind, words in keys.items())
     aligned = "".join(map(_aligned, worst))
     return (
-        "<section><h2>Worst utterances</h2><p>By word errors. The reference stands above, the hypothesis below. "
+        "<section><h2>Worst utterances</h2><p>Sorted by word errors. Reference above, hypothesis below. "
         f"{key}</p>{aligned}</section>"
     )
 

@@ -68,8 +68,8 @@ def error_words(edits: EditCounts, noun: str) -> str:
 def comparison_sentences(compared: Comparison) -> Iterator[str]:
     """Which of two systems is better, by how much, and how sure that is."""
     ours, theirs, difference = compared.rates.wer, compared.other.wer, compared.difference
-    both = f"{show_text(compared.name)} on {count(compared.utterances, 'utterance')} that both have"
-    yield f"Against {both}: WER {percent(ours)} here, {percent(theirs)} there."
+    both = f"{show_text(compared.name)} on {count(compared.utterances, 'common utterance')}"
+    yield f"Compared with {both}: WER {percent(ours)} (this system), {percent(theirs)} (other system)."
     if not math.isfinite(difference):
         return
     if not math.isfinite(compared.interval.low):
@@ -77,11 +77,11 @@ def comparison_sentences(compared: Comparison) -> Iterator[str]:
         return
     low, high = 100 * compared.interval.low, 100 * compared.interval.high
     yield (
-        f"Difference {100 * difference:+.1f} points (95 %: {low:+.1f} to {high:+.1f}); fewer word errors here in "
-        f"{percent(compared.fewer)} of the resamples, more in {percent(compared.more)}."
+        f"Difference {100 * difference:+.1f} points (95 %: {low:+.1f} to {high:+.1f}); this system has fewer "
+        f"word errors in {percent(compared.fewer)} of the resamples, more in {percent(compared.more)}."
     )
     if low <= 0 <= high:
-        yield "The interval holds 0: on these utterances neither is surely the better one."
+        yield "The interval contains 0: the difference is not significant on these utterances."
 
 
 def slice_cells(part: Slice) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ def slice_cells(part: Slice) -> tuple[str, ...]:
 
 def slice_name(part: Slice) -> str:
     """The name of what the utterances share, fit to be shown."""
-    return show_text(part.name, 40) or "(not named)"
+    return show_text(part.name, 40) or "(no label)"
 
 
 def _table(name: str, slices: Sequence[Slice]) -> Iterator[str]:
@@ -106,7 +106,7 @@ def _table(name: str, slices: Sequence[Slice]) -> Iterator[str]:
     yield ""
     yield from (f"  {line}" for line in table_lines(rows))
     if len(slices) > MAX_SLICES:
-        yield f"  … the {MAX_SLICES} with the highest WER of {len(slices):,}; --json and --html have them all"
+        yield f"  … the {MAX_SLICES} with the highest WER of {len(slices):,}; --json and --html list all"
 
 
 def _confusion_lines(report: ScoreReport) -> Iterator[str]:

@@ -39,7 +39,7 @@ class NemoArchive:
     weights: BinaryIO
 
 
-def refused(path: Path, reason: str, advice: str = "Download it again, or give another") -> CheckpointError:
+def refused(path: Path, reason: str, advice: str = "Download it again, or use another") -> CheckpointError:
     """The error of a file that cannot be used."""
     return CheckpointError(f"The model {path} cannot be used: {reason}{conversion_hint(path)}. {advice}.")
 
@@ -53,7 +53,7 @@ def open_nemo(path: Path, folder: Path) -> Iterator[NemoArchive]:
     if not path.is_file():
         raise CheckpointError(f"There is no model at {path}. Give the path of a .nemo file.")
     with contextlib.ExitStack() as stack:
-        with explained(ResourceError, f"The model {path} cannot be read", "Mend that and start again."):
+        with explained(ResourceError, f"The model {path} cannot be read", "Fix that and start again."):
             raw = file = stack.enter_context(open(path, "rb"))
             is_packed, room = raw.read(2) == b"\x1f\x8b", None
             raw.seek(0)
@@ -62,7 +62,7 @@ def open_nemo(path: Path, folder: Path) -> Iterator[NemoArchive]:
             try:
                 found = _read_members(file, path, room)
             except (gzip.BadGzipFile, EOFError, zlib.error):
-                raise refused(path, "it breaks off, or is damaged") from None
+                raise refused(path, "it is truncated or damaged") from None
         yield found
 
 
@@ -73,26 +73,26 @@ def _read_members(file: BinaryIO, path: Path, room: BinaryIO | None) -> NemoArch
     for count, member in enumerate(_walk(file, path)):
         place, _, name = member.name.rpartition("/")
         if ".." in place.split("/") or member.name.startswith("/"):
-            raise refused(path, f"its member {member.name!r:.80} leads out of it")
+            raise refused(path, f"its member {member.name!r:.80} has a path outside of the archive")
         if member.isdir():
             continue
         if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-            raise refused(path, f"its member {name!r:.80} is a link or a device, of which a model has none")
+            raise refused(path, f"its member {name!r:.80} is a link or a device")
         if name in found or count == MOST_MEMBERS:
-            raise refused(path, f"its member {name!r:.80} is there twice, or it has more than {MOST_MEMBERS}")
+            raise refused(path, f"its member {name!r:.80} is duplicated, or it has more than {MOST_MEMBERS} members")
         if member.size > MOST_MEMBER_BYTES or file.tell() + member.size > most:
-            raise refused(path, f"its member {name!r:.80} claims {member.size} bytes")
+            raise refused(path, f"its member {name!r:.80} states {member.size} bytes")
         found[name] = b""
         if name == WEIGHTS:
             weights = _weights(file, member.size, room)
         elif name == CONFIG or name.endswith(TOKENIZER) or LICENCE.match(name):
             small += member.size
             if small > MOST_SMALL_BYTES or (name == CONFIG and member.size > MOST_CONFIG_BYTES):
-                raise refused(path, f"its {name:.80} has {member.size} bytes, more than any model's")
+                raise refused(path, f"its {name:.80} has {member.size} bytes, more than the limit")
             found[name] = _whole(file, member.size)
     for name in (CONFIG, WEIGHTS):
         if name not in found:
-            raise refused(path, f"it holds no {name}", "Give a file that NeMo has saved")
+            raise refused(path, f"it contains no {name}", "Use a file saved by NeMo")
     licence = next((text for name, text in found.items() if LICENCE.match(name)), b"").decode(errors="replace")
     tokenizers = {name: text for name, text in found.items() if name.endswith(TOKENIZER)}
     first = next((line.strip() for line in licence.splitlines() if line.strip()), "")
@@ -112,13 +112,15 @@ def _walk(file: BinaryIO, path: Path) -> Iterator[tarfile.TarInfo]:
                 pass
             return
         except (tarfile.HeaderError, ValueError):
-            raise refused(path, "it breaks off, or is no tar", "Download it again, or give a .nemo file") from None
+            raise refused(
+                path, "it is truncated, or not a tar archive", "Download it again, or use a .nemo file"
+            ) from None
         start = file.tell()
         if member.size < 0:
-            raise refused(path, f"its member {member.name!r:.80} claims {member.size} bytes")
+            raise refused(path, f"its member {member.name!r:.80} states {member.size} bytes")
         if member.type in (tarfile.XHDTYPE, tarfile.XGLTYPE):
             if member.size > MOST_NOTES_BYTES or CHANGES.search(_whole(file, member.size)):
-                raise refused(path, "a note before one of its members changes its name or size")
+                raise refused(path, "an extended header changes the name or size of a member")
         else:
             yield member
         file.seek(start + -(-member.size // BLOCK) * BLOCK)

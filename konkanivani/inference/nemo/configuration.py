@@ -17,7 +17,7 @@ class Section:
 
     def __init__(self, path: Path, name: str, values: object) -> None:
         if not isinstance(values, dict):
-            raise refused(path, f"its configuration has no {name}", "Give a file that NeMo has saved")
+            raise refused(path, f"its configuration has no {name}", "Use a file saved by NeMo")
         self._path, self._name, self.left = path, name, dict(values)
 
     def get(self, key: str, default: object = None) -> object:
@@ -57,14 +57,14 @@ class Section:
 
     def unbuilt(self, key: str, value: object, built: str) -> CheckpointError:
         """The error of a value that is not built."""
-        reason = f"its {self._name}.{key} is {value!r:.80}, and only {built} is built"
-        return refused(self._path, reason, "Give another model")
+        reason = f"its {self._name}.{key} is {value!r:.80}, but only {built} is supported"
+        return refused(self._path, reason, "Use another model")
 
     def finish(self) -> None:
         """Raises a CheckpointError for what nobody has asked for."""
         for key, value in self.left.items():
             reason = f"its {self._name}.{key!s:.80} is {value!r:.80}, which this version does not know"
-            raise refused(self._path, reason, "Give another model, or use a newer version")
+            raise refused(self._path, reason, "Use another model, or a newer version")
 
 
 def read_yaml(text: bytes, path: Path) -> object:
@@ -74,7 +74,7 @@ def read_yaml(text: bytes, path: Path) -> object:
     """
     if importlib.util.find_spec("yaml") is None:
         raise ResourceError(
-            f"A .nemo file's configuration is YAML, which needs {PACKAGE}, and that is not installed. Install: "
+            f"Reading a .nemo file needs the package {PACKAGE}, which is not installed. Install: "
             f"{sys.executable} -m pip install {PACKAGE}"
         )
     import yaml
@@ -85,7 +85,7 @@ def read_yaml(text: bytes, path: Path) -> object:
         for event in yaml.parse(text, Loader=loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if isinstance(event, yaml.AliasEvent) or depth > MAX_DEPTH:
-                raise refused(path, "its configuration has an alias, or is nested deeper than any model's")
+                raise refused(path, "its configuration has an alias, or is nested too deeply")
         reader = loader(text)
         try:
             return reader.get_single_data()
@@ -93,4 +93,4 @@ def read_yaml(text: bytes, path: Path) -> object:
             reader.dispose()
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         reason = str(getattr(error, "problem", None) or error).splitlines()[0]
-        raise refused(path, f"its configuration is not YAML of plain values ({reason:.200})") from None
+        raise refused(path, f"its configuration is not plain YAML ({reason:.200})") from None

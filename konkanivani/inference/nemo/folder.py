@@ -60,7 +60,7 @@ def read_folder_pieces(path: Path) -> Pieces:
     try:
         return read_pieces(sentencepiece_of(_json(path, TOKENIZER)))
     except ValueError as error:
-        raise refused(path, str(error), "Give another model") from None
+        raise refused(path, str(error), "Use another model") from None
 
 
 def read_folder_tensors(path: Path) -> Tensors:
@@ -82,7 +82,7 @@ def read_folder_tensors(path: Path) -> Tensors:
 
 def _json(path: Path, name: str) -> object:
     if not (path / name).is_file():
-        raise refused(path, f"it has no {name}", "Give a folder with all files of the model")
+        raise refused(path, f"it has no {name}", "Use a folder with all files of the model")
     try:
         if (path / name).stat().st_size > MOST_JSON_BYTES:
             raise ValueError

@@ -41,13 +41,14 @@ class Imported:
         """All of it for a person."""
         model, features, framing = self.architecture.model, self.architecture.features, self.architecture.framing
         said, known = self.provenance, [f"SHA-256 {self.provenance.sha256}", f"saved by {self.provenance.saved_by}"]
-        known += [f"licence: {said.licence}" if said.licence else "no licence in the file: see where you have it from"]
-        numbers, tokens = f"{self.numbers / 1e6:.1f} M numbers", f"{self.checkpoint.vocab_size} tokens"
+        known += [f"licence: {said.licence}" if said.licence else "no licence in the file: check its source"]
+        numbers, tokens = f"{self.numbers / 1e6:.1f} M parameters", f"{self.checkpoint.vocab_size} tokens"
         tokens += f" of {said.language}" if said.language else ""
         return (
-            f"In: {model.encoder_layers} blocks of width {model.d_model} and a CTC head, {numbers}; {tokens}; "
-            f"{features.mel_bins} mel bins, a frame every {1000 * framing.encoder_hop // SAMPLE_RATE} ms.\n"
-            f"Left: {self.left}.\nFrom: {said.file}, {', '.join(known)}."
+            f"Imported: {model.encoder_layers} blocks of dimension {model.d_model} and a CTC head, "
+            f"{numbers}; {tokens}; {features.mel_bins} mel bins, "
+            f"{1000 * framing.encoder_hop // SAMPLE_RATE} ms per frame.\nNot imported: {self.left}.\nSource: "
+            f"{said.file}, {', '.join(known)}."
         )
 
 
@@ -86,9 +87,9 @@ def _imported(
     rnnt = sum(tensor.numel() for name, tensor in found.items() if RNNT.match(name))
     ours = architecture.build_without_values().state_dict()
     weights = take_weights(found, ours, settings, _rows(tokenizers, chosen), path)
-    left = [f"an RNNT decoder and joint network, {rnnt / 1e6:.1f} M numbers"] if rnnt else []
-    left += [f"the pieces of {len(tokenizers) - 1} other languages"] if len(tokenizers) > 1 else []
-    with explained(ResourceError, f"{path} cannot be read", "Mend that and start again."):
+    left = [f"an RNNT decoder and joint network, {rnnt / 1e6:.1f} M parameters"] if rnnt else []
+    left += [f"the tokens of {len(tokenizers) - 1} other languages"] if len(tokenizers) > 1 else []
+    with explained(ResourceError, f"{path} cannot be read", "Fix that and start again."):
         digest = digest_of_file(path)
     provenance = Provenance(path.name, digest, settings.licence, settings.saved_by, chosen)
     checkpoint = Checkpoint(
@@ -105,23 +106,23 @@ def _imported(
 
 def _pieces(archive: NemoArchive, file: str) -> Pieces:
     if file not in archive.tokenizers:
-        raise refused(archive.path, f"it holds no {file:.80}, which its configuration names")
+        raise refused(archive.path, f"it contains no {file:.80}, which its configuration requires")
     try:
         return read_pieces(archive.tokenizers[file])
     except (ValueError, DataError) as error:
-        raise refused(archive.path, str(error).rstrip("."), "Give another model") from None
+        raise refused(archive.path, str(error).rstrip("."), "Use another model") from None
 
 
 def _choose(language: str | None, languages: tuple[str, ...], path: Path) -> str:
     """The language of which a model is made."""
     if languages == ("",):
         if language is not None:
-            raise UsageError(f"--language {language}: {path} has one tokenizer for all that is said. Leave it out.")
+            raise UsageError(f"--language {language}: {path} has one tokenizer for all languages. Omit it.")
         return ""
     if language is None and len(languages) > 1:
-        raise UsageError(f"{path} has several languages. Give --language with one of {', '.join(languages)}.")
+        raise UsageError(f"{path} has several languages. Use --language with one of {', '.join(languages)}.")
     if language is not None and language not in languages:
-        raise UsageError(f"--language {language} is none of those of {path}. Give one of {', '.join(languages)}.")
+        raise UsageError(f"--language {language} is not a language of {path}. Use one of {', '.join(languages)}.")
     return language or languages[0]
 
 
@@ -129,7 +130,7 @@ def _check_vocabulary(settings: NemoSettings, tokenizers: Mapping[str, Pieces], 
     """Raises a CheckpointError where the head's rows stand for other pieces than the tokenizers'."""
     names = tuple(name for pieces in tokenizers.values() for name in pieces.names)
     if settings.vocabulary and settings.vocabulary != names:
-        raise refused(path, "its head's vocabulary is not that of its tokenizers, in this order", "Give another model")
+        raise refused(path, "the vocabulary of its output head differs from its tokenizers", "Use another model")
 
 
 def _config(settings: NemoSettings, pieces: Pieces, path: Path) -> TrainConfig:
@@ -144,9 +145,9 @@ def _config(settings: NemoSettings, pieces: Pieces, path: Path) -> TrainConfig:
     try:
         check_config(config)
     except UsageError as error:
-        raise refused(path, f"its configuration cannot work. {str(error).rstrip('.')}", "Give another model") from None
+        raise refused(path, f"its configuration is invalid. {str(error).rstrip('.')}", "Use another model") from None
     if not is_within_bounds(config.model):
-        raise refused(path, "its dimensions are beyond any model's", "Give another model")
+        raise refused(path, "its dimensions are out of range", "Use another model")
     return config
 
 
@@ -168,4 +169,4 @@ def _check_filter_bank(found: Tensors, architecture: HybridArchitecture, path: P
         return
     nearness = 1e-5 if theirs.dtype == torch.float32 else 1e-3
     if theirs.shape[1:] != ours.shape or not (theirs[0].float() - ours).abs().max() < nearness * ours.max():
-        raise refused(path, f"its {FILTER_BANK} is not that of its own settings", "Give another model")
+        raise refused(path, f"its {FILTER_BANK} does not match its settings", "Use another model")

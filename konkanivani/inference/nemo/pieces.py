@@ -43,8 +43,8 @@ def read_pieces(model: bytes) -> Pieces:
     names = tuple(map(old.id_to_piece, range(old.get_piece_size())))
     if ids not in ((0, -1, -1, -1), (0, 1, 2, -1)) or NAMES[48] in names or not model.startswith(b"\x0a"):
         raise ValueError(
-            f"its tokenizer has the ids {ids} for <unk>, <s>, </s> and <pad>, and only (0, -1, -1, -1) and (0, 1, 2, "
-            "-1) are built"
+            f"its tokenizer has the ids {ids} for <unk>, <s>, </s> and <pad>, but only (0, -1, -1, -1) and (0, "
+            "1, 2, -1) are supported"
         )
     size, start = _read_number(model, 1)
     is_bare = old.bos_id() < 0
@@ -62,7 +62,7 @@ def _checked(model: bytes, names: tuple[str, ...], old_ids: tuple[int | None, ..
     tokenizer = Tokenizer(model)
     found = tuple(tokenizer.piece(token) for token, old in enumerate(old_ids) if old is not None)
     if tokenizer.size != len(old_ids) or found != names:
-        raise ValueError("its tokenizer lists its pieces in another way than SentencePiece writes them")
+        raise ValueError("its tokenizer lists its tokens in a different order than SentencePiece")
     return tokenizer
 
 

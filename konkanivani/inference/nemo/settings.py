@@ -75,8 +75,8 @@ def read_settings(text: bytes, path: Path) -> NemoSettings:
     whole = Section(path, "configuration", values)
     target, version = str(whole.get("target")).rpartition(".")[2], str(whole.get("nemo_version"))
     if target not in HEADS:
-        reason = f"its target is {target!r:.80}, and only {' or '.join(HEADS)} is built"
-        raise refused(path, reason, "Give another model")
+        reason = f"its target is {target!r:.80}, but only {' or '.join(HEADS)} is supported"
+        raise refused(path, reason, "Use another model")
     names, prefix = HEADS[target]
     features = _features(Section(path, "preprocessor", values.get("preprocessor")), _edges(version, path))
     model = _encoder(Section(path, "encoder", values.get("encoder")), features.mel_bins)
@@ -100,7 +100,7 @@ def _edges(version: str, path: Path) -> str:
     """What a frame hears beyond the waveform's ends, in the version that saved the file."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or int(found[1]) not in KNOWN_MAJORS:
-        reason = f"its nemo_version is {version!r:.80}, and how that one makes features is not known here"
+        reason = f"its nemo_version is {version!r:.80}, and the features of that version are unknown"
         raise refused(path, reason, "Use a newer version, or save it with NeMo 1, 2 or 3")
     return "zeros" if (int(found[1]), int(found[2])) >= ZEROS_SINCE else "reflected"
 
@@ -185,8 +185,8 @@ def _tokenizers(section: Section, path: Path, has_masks: bool) -> dict[str, str]
     if not languages:
         return {"": _tokenizer(section, path, kind)}
     if kind not in ("multilingual", "agg") or not has_masks:
-        reason = f"its tokenizer.type is {kind!r:.80} with the pieces of several languages"
-        raise refused(path, f"{reason}, and only a softmax of each language's own is built", "Give another model")
+        reason = f"its tokenizer.type is {kind!r:.80} with tokens of several languages"
+        raise refused(path, f"{reason}, but only one softmax per language is supported", "Use another model")
     section.finish()
     found = {}
     for language, values in Section(path, "tokenizer.langs", languages).left.items():
@@ -203,5 +203,5 @@ def _tokenizer(section: Section, path: Path, kind: str) -> str:
     found = section.get("model_path")
     section.finish()
     if not isinstance(found, str):
-        raise refused(path, "its configuration names no tokenizer", "Give a file that NeMo has saved")
+        raise refused(path, "its configuration has no tokenizer", "Use a file saved by NeMo")
     return found.removeprefix("nemo:").rpartition("/")[2]

@@ -28,11 +28,11 @@ def sentencepiece_of(tokenizer: object) -> bytes:
             pair = pair.split(" ") if isinstance(pair, str) else pair
             ranks.setdefault("".join(pair), rank)
     except (TypeError, KeyError, AttributeError, ValueError):
-        raise ValueError("its tokenizer.json is not one of byte pairs with spaces marked") from None
+        raise ValueError("its tokenizer.json is not byte-pair encoding with marked spaces") from None
     if kind != "BPE" or spaces != ("Metaspace", "always") or list(model["vocab"].values()).count(0) != 1:
-        raise ValueError("its tokenizer.json is not one of byte pairs with spaces marked")
+        raise ValueError("its tokenizer.json is not byte-pair encoding with marked spaces")
     if [model["vocab"][name] for name in names] != list(range(len(names))) or names[0] != model.get("unk_token"):
-        raise ValueError("its tokenizer.json has gaps between its tokens, or does not begin with what is unknown")
+        raise ValueError("its tokenizer.json has gaps between its tokens, or does not start with the unknown token")
     pieces = b""
     for number, name in enumerate(names):
         score = field(TEXT, name.encode()) + b"\x15" + struct.pack("<f", -ranks.get(name, len(merges) + number))
@@ -49,5 +49,5 @@ def _characters(normalizer: object) -> bytes:
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     kinds = [step["type"] for step in steps]
     if not set(kinds) <= {*UNCHANGING, "Precompiled"}:
-        raise ValueError(f"its tokenizer.json normalises by {kinds}")
+        raise ValueError(f"its tokenizer.json uses an unsupported normalisation: {kinds}")
     return b"".join(base64.b64decode(s["precompiled_charsmap"]) for s in steps if s["type"] == "Precompiled")

@@ -31,7 +31,7 @@ def read_tensors(file: BinaryIO, path: Path) -> Tensors:
         raise ResourceError(f"The model {path} cannot be read: not enough memory. Free some.") from None
     except Exception as error:  # a damaged zip or pickle can raise nearly anything
         reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
-        raise refused(path, f"its weights are damaged or no plain tensors ({reason:.200})") from None
+        raise refused(path, f"its weights are damaged or not plain tensors ({reason:.200})") from None
 
 
 def take_weights(
@@ -74,15 +74,15 @@ def _check(found: Tensors, shapes: Shapes, path: Path) -> None:
     for name, shape in shapes.items():
         tensor = found.get(name)
         if tensor is None:
-            raise refused(path, f"it has no tensor {name}, which its configuration asks for")
+            raise refused(path, f"it has no tensor {name}, which its configuration requires")
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():
             kind = f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
-            raise refused(path, f"its tensor {name} is {kind}, and its configuration asks for {shape} of floats")
+            raise refused(path, f"its tensor {name} is {kind}, but its configuration requires {shape} of floats")
     unknown = sorted(name for name in found if name not in shapes and not LEFT.fullmatch(name))
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        reason = f"it has a tensor {unknown[0]!r:.120}{more} that no part of its configuration asks for"
-        raise refused(path, reason, "Give another model, or use a newer version")
+        reason = f"it has a tensor {unknown[0]!r:.120}{more} that its configuration does not use"
+        raise refused(path, reason, "Use another model, or a newer version")
     check_finite(str(path), {name: found[name] for name in shapes})
 
 

@@ -111,7 +111,7 @@ class BytePairs:
         self._merges = Merges(self._ranked(vocabulary))
         absent = [byte for byte, character in enumerate(byte_characters()) if character not in vocabulary]
         if absent:
-            raise DataError(f"{source} has no token for the byte {absent[0]}: some texts could not be written. {OTHER}")
+            raise DataError(f"{source} has no token for the byte {absent[0]}, so some texts cannot be encoded. {OTHER}")
         self._of_bytes = [vocabulary[character] for character in byte_characters()]
         byte_of = {character: byte for byte, character in enumerate(byte_characters())}
         self._bytes = [b"" if piece in named else _bytes_of(piece, byte_of) for piece in self._spelt]
@@ -132,8 +132,8 @@ class BytePairs:
                 pair, merged = (vocabulary[left], vocabulary[right]), vocabulary[left + right]
             except KeyError as absent:
                 raise DataError(
-                    f"{self.source}: merge {rank + 1}, {_shown(left)} and {_shown(right)}, is of the token "
-                    f"{_shown(absent.args[0])}, which the vocabulary has not. {OTHER}"
+                    f"{self.source}: merge {rank + 1}, {_shown(left)} and {_shown(right)}, gives the token "
+                    f"{_shown(absent.args[0])}, which is not in the vocabulary. {OTHER}"
                 ) from None
             if pair in found:
                 raise DataError(f"{self.source} has the merge of {_shown(left)} and {_shown(right)} twice. {OTHER}")
@@ -190,7 +190,7 @@ def _spelt(ids: Mapping[str, int], source: str) -> list[str]:
             raise DataError(f"{source} has the id {token} twice: {_shown(spelt[token])} and {_shown(piece)}. {OTHER}")
         spelt[token] = piece
     if None in spelt:
-        raise DataError(f"{source} has {len(ids)} tokens and none of the id {spelt.index(None)}. {OTHER}")
+        raise DataError(f"{source} has {len(ids)} tokens but none with the id {spelt.index(None)}. {OTHER}")
     return spelt
 
 
@@ -225,7 +225,7 @@ def byte_pairs_of(content: bytes, source: str) -> BytePairs:
     whole = _json_in(content, source)
     model, named = whole.get("model"), whole.get("added_tokens") or []
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not isinstance(named, list):
-        raise DataError(f"{source} is not of byte-pair encoding. {OTHER}")
+        raise DataError(f"{source} does not use byte-pair encoding. {OTHER}")
     _check_plain(whole, model, source)
     vocabulary, merges = _ids_in(model.get("vocab"), source), model.get("merges")
     if not isinstance(merges, list):
@@ -246,7 +246,7 @@ def _check_plain(whole: dict, model: dict, source: str) -> None:
     if not is_ours or cut.get("add_prefix_space", False) or not cut.get("use_regex", True):
         asked.append("pre_tokenizer")
     if asked:
-        raise DataError(f"{source} is not of plain byte-level byte pairs: its {asked[0]} is another. {OTHER}")
+        raise DataError(f"{source} does not use plain byte-level byte-pair encoding: its {asked[0]} differs. {OTHER}")
 
 
 def _read(path: Path) -> bytes:
@@ -254,9 +254,11 @@ def _read(path: Path) -> bytes:
         with open(path, "rb") as file:
             content = file.read(LARGEST_FILE + 1)
     except OSError as error:
-        raise DataError(f"{path} could not be read: {error.strerror or error}. Give a folder that has it.") from None
+        raise DataError(
+            f"{path} could not be read: {error.strerror or error}. Use a folder that contains it."
+        ) from None
     if len(content) > LARGEST_FILE:
-        raise DataError(f"{path} has more than {LARGEST_FILE >> 20} MiB, which no vocabulary takes. {OTHER}")
+        raise DataError(f"{path} is larger than {LARGEST_FILE >> 20} MiB. {OTHER}")
     return content
 
 
@@ -281,7 +283,7 @@ def _ids_in(found: object, source: str) -> dict[str, int]:
         raise DataError(f"{source} has no vocabulary of tokens and ids. {OTHER}")
     for piece, token in found.items():
         if type(token) is not int:
-            raise DataError(f"{source} gives the token {_shown(piece)} no whole number as its id. {OTHER}")
+            raise DataError(f"{source} gives the token {_shown(piece)} an id that is not an integer. {OTHER}")
     return found
 
 
@@ -296,5 +298,5 @@ def _merge_lines(path: Path) -> list[str]:
 def _pairs_in(merges: list, source: str) -> list[tuple[str, str]]:
     for rank, merge in enumerate(merges):
         if not isinstance(merge, list) or [*map(type, merge)] != [str, str] or not all(merge):
-            raise DataError(f"{source}: merge {rank + 1} is not of two tokens. {OTHER}")
+            raise DataError(f"{source}: merge {rank + 1} does not have two tokens. {OTHER}")
     return [(left, right) for left, right in merges]

@@ -30,8 +30,8 @@ class TunedWhisper:
             return None
         seconds, rate = self.architecture.longest_seconds, SAMPLE_RATE / self.architecture.framing.encoder_hop
         return (
-            f"It was trained to hear the speech alone, and not windows of {seconds:g} s. Tell other programs how long "
-            f"the speech is, as whisper.cpp by --audio-ctx: {rate:g} frames a second."
+            f"It was trained on the speech only, not on windows of {seconds:g} s. Set the context length in "
+            f"other programs, for example --audio-ctx of whisper.cpp: {rate:g} frames per second."
         )
 
 
@@ -43,17 +43,19 @@ def read_base(tuned: TunedWhisper, folder: str | None, outputs: Iterable[Path]) 
     path = Path(folder or tuned.config.pretrained.pretrained or "")
     if folder is None and not path.is_dir():
         raise CheckpointError(
-            f"The folder {path} that the run began with is not there, and what is written is like it. Give its place "
-            "now with --pretrained."
+            f"The folder {path} that the run was started from does not exist, but the export needs it. Give "
+            "its current path with --pretrained."
         )
     base = read_pretrained_whisper(path)
     inside = [out for out in outputs if path.resolve() in out.resolve().parents]
     if inside:
-        raise UsageError(f"{inside[0]} lies in the folder that the run began with. Name one beside it.")
+        raise UsageError(
+            f"{inside[0]} is inside the folder that the run was started from. Choose a folder outside of it."
+        )
     if base.folder.shape != tuned.architecture.model or not _has_tokens_of(base, tuned):
         raise CheckpointError(
-            f"The checkpoint's run did not begin with a model like {base.path}: its dimensions or its tokens are "
-            "others. Give the folder that it began with as --pretrained."
+            f"The run was not started from a model like {base.path}: its dimensions or tokens differ. Give the "
+            "original folder with --pretrained."
         )
     return base
 
@@ -78,6 +80,6 @@ def export_adapter(tuned: TunedWhisper, base: PretrainedWhisper, out: Path) -> N
     """Writes the folder `out` with the low-rank products alone, as PEFT keeps them."""
     if not tuned.architecture.tuning.lora_rank:
         raise UsageError(
-            "--adapter is for a run with --lora_rank, and this one trained the layers themselves: give --whisper."
+            "--adapter needs a run with --lora_rank, but this run trained the layers themselves: use --whisper."
         )
     write_adapter(base.folder, tuned.weights, tuned.architecture.tuning, out)

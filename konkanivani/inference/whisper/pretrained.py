@@ -79,8 +79,10 @@ def restored_shape(state: Mapping[str, object]) -> WhisperShape:
     """The dimensions that `description` has kept; a CheckpointError where no model has such."""
     found = {name: state.get(name) for name in MOST}
     if not all(type(value) is int and 1 <= value <= MOST[name] for name, value in found.items()):
-        raise CheckpointError("The checkpoint's model has dimensions that no model has. Use another checkpoint.")
+        raise CheckpointError("The checkpoint's model has invalid dimensions. Use another checkpoint.")
     shape = WhisperShape(**found)
     if shape.d_model % 2 or shape.d_model % shape.attention_heads:
-        raise CheckpointError("The checkpoint's model has heads that do not divide its width. Use another checkpoint.")
+        raise CheckpointError(
+            "The checkpoint's number of attention heads does not divide the model dimension. Use another checkpoint."
+        )
     return shape

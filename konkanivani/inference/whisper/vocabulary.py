@@ -73,7 +73,7 @@ class PromptedVocabulary:
         self._source = byte_pairs.source
         self._size, self._is_english_only = tokens.size, tokens.is_english_only
         if byte_pairs.size > self._size:
-            raise DataError(f"{self._source} has {byte_pairs.size} tokens, and its model {self._size}. {OTHER}")
+            raise DataError(f"{self._source} has {byte_pairs.size} tokens, but its model has {self._size}. {OTHER}")
         self.special = SpecialTokens(None, None, self._named(START), self._named(END))
         self.no_times = self._named(NO_TIMES)
         self.first_time = byte_pairs.names.get(FIRST_TIME, self.no_times + 1)
@@ -86,7 +86,7 @@ class PromptedVocabulary:
 
     def _named(self, name: str) -> int:
         if name not in self._pairs.names:
-            raise DataError(f"{self._source} has no token {name}: it is none of Whisper's. {OTHER}")
+            raise DataError(f"{self._source} has no token {name}: it is not a Whisper vocabulary. {OTHER}")
         return self._pairs.names[name]
 
     def _checked_beginning(self) -> tuple[int, ...]:
@@ -95,18 +95,16 @@ class PromptedVocabulary:
         if self._is_english_only:
             if language is not None or task not in (None, TASKS[0]):
                 flag = "--language" if language is not None else f"--task {task}"
-                raise UsageError(
-                    f"{flag} is not for a model that knows English alone: leave it out, or use another model."
-                )
+                raise UsageError(f"{flag} is not supported by an English-only model: omit it, or use another model.")
             return ()
         if task is not None and task not in TASKS:
-            raise UsageError(f"--task {task} is unknown: give {' or '.join(TASKS)}.")
+            raise UsageError(f"--task {task} is unknown: use {' or '.join(TASKS)}.")
         if language is None:
-            raise UsageError(f"Say which language is spoken: give --language with one of {', '.join(self.languages)}.")
+            raise UsageError(f"The language is missing: give --language with one of {', '.join(self.languages)}.")
         if language not in self.languages:
             raise UsageError(self._unknown(language))
         if task == TASKS[1] and f"<|{task}|>" not in self._pairs.names:
-            raise UsageError(f"--task {task}: the model has no token for it. Leave it out, or use another model.")
+            raise UsageError(f"--task {task}: the model has no token for it. Omit it, or use another model.")
         return self._named(f"<|{language}|>"), self._named(f"<|{task or TASKS[0]}|>")
 
     def _unknown(self, language: str) -> str:
@@ -114,10 +112,11 @@ class PromptedVocabulary:
         near = [code for code in ("mr", "hi") if code in self.languages]
         if language in NEAREST and near:
             return (
-                f"--language {language}: the model has no token for {NEAREST[language]}, and a new one would be read "
-                f"as another language elsewhere. Give the nearest, {' or '.join(near)}, of those that it has: {there}."
+                f"--language {language}: the model has no token for {NEAREST[language]}, and other programs "
+                f"would not recognise a new one. Use the closest language, {' or '.join(near)}; available: "
+                f"{there}."
             )
-        return f"--language {language or repr(language)}: the model has no token for it. Give one of {there}."
+        return f"--language {language or repr(language)}: the model has no token for it. Use one of {there}."
 
     @cached_property
     def languages(self) -> tuple[str, ...]:
@@ -176,13 +175,15 @@ class PromptedVocabulary:
         if not isinstance(pairs, list) or any(
             not isinstance(pair, list) or [type(number) for number in pair] != [int, int] for pair in pairs
         ):
-            raise DataError(f"generation_config.json: alignment_heads are no pairs of numbers. {OTHER}")
+            raise DataError(f"generation_config.json: alignment_heads are not pairs of numbers. {OTHER}")
         return tuple((block, head) for block, head in pairs)
 
     def time_token(self, seconds: float) -> int:
         """The token of a time, of the nearest that there is."""
         if not self.has_times:
-            raise UsageError("The model has no tokens for times: train and transcribe without (--timestamp_share 0).")
+            raise UsageError(
+                "The model has no timestamp tokens: train and transcribe without them (--timestamp_share 0)."
+            )
         return self.first_time + min(TIMES - 1, max(0, round(seconds / STEP_SECONDS)))
 
     def seconds_of(self, token: int) -> float | None:
@@ -212,7 +213,7 @@ class PromptedVocabulary:
         settings, with_times = self._tokens.generation, self._says_times
         latest = settings.get("max_initial_timestamp_index", LATEST_FIRST)
         if latest is not None and type(latest) is not int:
-            raise DataError(f"generation_config.json: max_initial_timestamp_index is no whole number. {OTHER}")
+            raise DataError(f"generation_config.json: max_initial_timestamp_index is not an integer. {OTHER}")
         prompt = self.prefix_with_times if with_times else self.prefix
         return GenerationRules(
             prompt=prompt,
@@ -282,12 +283,12 @@ def vocabulary_of(model: bytes) -> PromptedVocabulary:
         found = json.loads(about)
         kinds = {name: type(found[name]) for name in KINDS}
     except (ValueError, RecursionError, KeyError, TypeError):
-        raise DataError(f"The tokenizer is not one of Whisper's. {OTHER}") from None
+        raise DataError(f"The tokenizer is not a Whisper tokenizer. {OTHER}") from None
     if not all(kind in KINDS[name] for name, kind in kinds.items()):
-        raise DataError(f"The tokenizer is not one of Whisper's. {OTHER}")
+        raise DataError(f"The tokenizer is not a Whisper tokenizer. {OTHER}")
     prompt = Prompt(found["language"], found["task"])
     tokens = ModelTokens(found["size"], found["positions"], found["is_english_only"], found["generation"])
     try:
         return PromptedVocabulary(byte_pairs_of(pairs, "The tokenizer"), prompt, tokens, found["says_times"])
     except UsageError as error:  # nobody has asked for this
-        raise DataError(f"The tokenizer does not have its own prompt. {error}") from None
+        raise DataError(f"The tokenizer lacks the tokens of its prompt. {error}") from None

@@ -43,14 +43,14 @@ class Placement:
     def describe(self, blocks: int) -> str:
         """For a person, of a model of so many blocks."""
         offloaded_blocks = (
-            f"{min(self.offloaded_blocks, blocks)} of {blocks} blocks fetched from the host"
+            f"{min(self.offloaded_blocks, blocks)} of {blocks} blocks fetched from host memory"
             if self.offloaded_blocks
             else ""
         )
         half_precision = (
-            "in half precision on the card" if self.half_precision and self.offloaded_blocks < blocks else ""
+            "in half precision on the GPU" if self.half_precision and self.offloaded_blocks < blocks else ""
         )
-        return "weights " + (", the others ".join(filter(None, (offloaded_blocks, half_precision))) or "on the card")
+        return "weights " + (", the rest ".join(filter(None, (offloaded_blocks, half_precision))) or "on the GPU")
 
 
 ON_CARD = Placement()

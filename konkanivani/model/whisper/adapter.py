@@ -38,7 +38,7 @@ def write_adapter(base: WhisperFolder, weights: Mapping[str, torch.Tensor], tuni
     check_is_new(out)
     products = {name: tensor for name, tensor in weights.items() if name.endswith(LOW_RANK_TENSORS)}
     if not products:
-        raise UsageError("The model has no low-rank products to write apart. Write its weights as a whole folder.")
+        raise UsageError("The model has no LoRA adapter. Export its weights as a whole folder.")
     modules = base.architecture.build_without_values().named_modules()
     layers = {name: (layer.out_features, layer.in_features) for name, layer in modules if isinstance(layer, Linear)}
     adapted = {name.removesuffix(f".{part}") for part in LOW_RANK_TENSORS for name in products if name.endswith(part)}
@@ -57,7 +57,7 @@ def _check_shapes(
     wanted |= {f"{name}.{up}": (width, rank) for name, (width, _) in adapted.items()}
     if {name: tuple(tensor.shape) for name, tensor in products.items()} != wanted:
         raise CheckpointError(
-            f"The low-rank products are not those of layers of {base.path} of rank {rank}. Give their own base."
+            f"The LoRA adapter does not match the layers of {base.path} at rank {rank}. Use its own base model."
         )
 
 

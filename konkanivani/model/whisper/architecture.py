@@ -34,7 +34,7 @@ class WhisperArchitecture:
     @property
     def description(self) -> str:
         """Its kind and size for a person."""
-        heard = ", hearing speech alone" if self.audio_context == "speech" else ""
+        heard = ", context limited to the speech" if self.audio_context == "speech" else ""
         return f"Whisper {self.model.d_model}, {self.model.encoder_layers}+{self.model.decoder_layers} layers{heard}"
 
     @property

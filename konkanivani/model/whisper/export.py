@@ -35,11 +35,11 @@ class WrittenFolder:
 
     def sentence(self) -> str:
         """What was written, for a person."""
-        said = f"Written anew: {', '.join(self.rewritten) or 'nothing, the weights are those of the base'}."
+        said = f"Tensors changed: {', '.join(self.rewritten) or 'none, the weights equal those of the base model'}."
         if self.in_full:
-            said += " In fp32: in the base's half precision a weight would not be a finite number."
+            said += " Stored in fp32: in the half precision of the base model a weight would not be finite."
         if self.left_out:
-            said += f" Left out, since they hold the base's weights: {', '.join(self.left_out)}."
+            said += f" Not written, since they contain weights of the base model: {', '.join(self.left_out)}."
         return said
 
 
@@ -77,7 +77,7 @@ def _named_as_in_files(base: WhisperFolder, weights: Mapping[str, torch.Tensor])
     names = {ours: theirs for theirs, ours in base.our_names().items()}
     shapes = {name: tensor.shape for name, tensor in base.architecture.build_without_values().state_dict().items()}
     if shapes != {name: tensor.shape for name, tensor in weights.items()}:
-        raise CheckpointError(f"The weights are not those of a model of the shape of {base.path}. Give its own base.")
+        raise CheckpointError(f"The weights do not match the shape of {base.path}. Use its own base model.")
     check_finite(weights)
     named = {names[name]: tensor.detach().cpu() for name, tensor in weights.items()}
     has_head = any(HEAD in tensors for tensors in base.files.values())
@@ -114,8 +114,8 @@ def verify_weights(
             dtype = torch.float32 if in_full else original.dtype
             if name not in found or not _has_same_bits(found[name], weights[name].to(dtype)):
                 raise NumericsError(
-                    f"{out} was not written: {name} in {file}, read again, differs from the trained weight rounded to "
-                    f"{str(dtype).removeprefix('torch.')}. Check the disk and export again."
+                    f"{out} was not written: {name} in {file}, read back, differs from the trained weight "
+                    f"rounded to {str(dtype).removeprefix('torch.')}. Check the disk and export again."
                 )
 
 
@@ -141,7 +141,8 @@ def _check_room(base: WhisperFolder, kept: tuple[str, ...], out: Path) -> None:
     free = shutil.disk_usage(out.parent).free
     if free < needed:
         raise ResourceError(
-            f"{out} needs {needed / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB are free. Free space, or name another."
+            f"{out} needs {needed / 2**20:.0f} MiB, but only {free / 2**20:.0f} MiB are free. Free disk space, "
+            "or choose another folder."
         )
 
 

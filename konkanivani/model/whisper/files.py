@@ -17,7 +17,7 @@ PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt|bin\.index\.json)")
 MOST_JSON_BYTES = MAX_HEADER_BYTES = 2**22  # the longest of both, large-v3's list of tensors, has some 200 thousand
 
 
-def refused(path: Path, reason: str, advice: str = "Download it again, or give another") -> CheckpointError:
+def refused(path: Path, reason: str, advice: str = "Download it again, or use another") -> CheckpointError:
     """The error of a folder that cannot be used."""
     return CheckpointError(f"The Whisper folder {path} cannot be used: {reason}. {advice}.")
 
@@ -26,7 +26,7 @@ def read_json(path: Path) -> dict[str, object]:
     """The object that a file of the folder holds."""
     folder, name = path.parent, path.name
     if not path.is_file():
-        raise refused(folder, f"it has no {name}", "Give a folder with all files of the model")
+        raise refused(folder, f"it has no {name}", "Use a folder with all files of the model")
     with _read_or_refused(path):
         if path.stat().st_size > MOST_JSON_BYTES:
             raise refused(folder, f"its {name} has more than {MOST_JSON_BYTES} bytes")
@@ -35,7 +35,7 @@ def read_json(path: Path) -> dict[str, object]:
         except (ValueError, RecursionError):
             raise refused(folder, f"its {name} is not JSON") from None
     if not isinstance(found, dict):
-        raise refused(folder, f"its {name} is no JSON object")
+        raise refused(folder, f"its {name} is not a JSON object")
     return found
 
 
@@ -48,7 +48,7 @@ def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
     """A CheckpointError where a number of a trained model's weights is none."""
     for name, tensor in weights.items():
         if not tensor.isfinite().all():
-            raise CheckpointError(f"The weights {name} of the model are not finite numbers. Use another checkpoint.")
+            raise CheckpointError(f"The weights {name} of the model are not finite. Use another checkpoint.")
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -67,15 +67,16 @@ def files_of(path: Path) -> dict[str, tuple[str, ...]]:
             raise refused(
                 path,
                 f"its {pickled[0]} is pickle, which can run code when it is read",
-                'Convert it where you trust it, WhisperForConditionalGeneration.from_pretrained("OLD").save_pretrained'
-                '("NEW") by transformers, and copy the other files beside the new weights',
+                "If you trust it, convert it with transformers, "
+                'WhisperForConditionalGeneration.from_pretrained("OLD").save_pretrained("NEW"), and copy '
+                "the other files to the new folder",
             )
-        raise refused(path, f"it has no {WEIGHTS}", "Give a folder with all files of the model")
+        raise refused(path, f"it has no {WEIGHTS}", "Use a folder with all files of the model")
     listed = read_json(path / INDEX).get("weight_map")
     files: dict[str, tuple[str, ...]] = {}
     for tensor, file in (listed if isinstance(listed, dict) else {}).items():
         if not isinstance(file, str) or not re.fullmatch(r"\w[\w.-]*\.safetensors", file):
-            raise refused(path, f"its {INDEX} names {file!r:.60}, which is no file of weights beside it")
+            raise refused(path, f"its {INDEX} lists {file!r:.60}, which is not a weight file in the folder")
         files[file] = (*files.get(file, ()), tensor)
     if not files:
         raise refused(path, f"its {INDEX} has no weight_map")
@@ -85,12 +86,12 @@ def files_of(path: Path) -> dict[str, tuple[str, ...]]:
 def header_of(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and number format of each tensor of a file, without its values."""
     if not path.is_file():
-        raise refused(path.parent, f"it has no {path.name}", "Give a folder with all files of the model")
+        raise refused(path.parent, f"it has no {path.name}", "Use a folder with all files of the model")
     with _read_or_refused(path):
         with open(path, "rb") as file:
             claimed = int.from_bytes(file.read(8), "little")
         if claimed > MAX_HEADER_BYTES:
-            reason = f"its {path.name} is damaged (its header claims {claimed} bytes){conversion_hint(path)}"
+            reason = f"its {path.name} is damaged (its header states {claimed} bytes){conversion_hint(path)}"
             raise refused(path.parent, reason)
         with safetensors.safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
@@ -105,7 +106,7 @@ def _read_or_refused(path: Path) -> Iterator[None]:
         raise
     except (PermissionError, MemoryError) as error:
         reason = "permission denied" if isinstance(error, PermissionError) else "not enough memory"
-        raise ResourceError(f"{path} cannot be read: {reason}. Mend that and start again.") from None
+        raise ResourceError(f"{path} cannot be read: {reason}. Fix that and start again.") from None
     except Exception as error:  # a damaged or hostile file can raise nearly anything
         reason = (str(error) or type(error).__name__).splitlines()[0][:200].rstrip(".")
         raise refused(path.parent, f"its {path.name} is damaged ({reason}){conversion_hint(path)}") from None

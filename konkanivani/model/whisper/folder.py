@@ -125,12 +125,12 @@ class WhisperFolder:
             for name, tensor in read_tensors(self.path / file).items():
                 copied = tensor.to(torch.float32, copy=True)  # another program may change the file
                 if not copied.isfinite().all():
-                    raise refused(self.path, f"its {name} holds what is no finite number")
+                    raise refused(self.path, f"its {name} contains values that are not finite")
                 yield name, copied
 
     def _check_head(self, found: Mapping[str, torch.Tensor]) -> None:
         if HEAD in found and not torch.equal(found[HEAD], found[EMBEDDING]):
-            raise refused(self.path, f"its {HEAD} is not the embedding of its tokens, as in Whisper it is")
+            raise refused(self.path, f"its {HEAD} is not tied to the token embedding, as in Whisper")
 
     def build(self) -> Whisper:
         """The network with the folder's weights, on the CPU."""
@@ -168,43 +168,43 @@ def _described(path: Path) -> WhisperFolder:
     folder = WhisperFolder(path, shape, config, generation, {})
     if folder.audio_context not in get_args(AudioContext):
         said = f"{AUDIO_CONTEXT} in its {folder.marked_file} is {folder.audio_context!r:.40}"
-        raise refused(path, f"{said} and must be {' or '.join(get_args(AudioContext))}")
+        raise refused(path, f"{said} but must be {' or '.join(get_args(AudioContext))}")
     return folder
 
 
 def _no_folder(path: Path) -> str:
     if path.exists():
         return (
-            f"{path} is a file. Give the folder of a Whisper model, as Hugging Face lays it out; a checkpoint is given "
-            "as --checkpoint, or as --init_from to begin with it."
+            f"{path} is a file. Use the folder of a Whisper model in Hugging Face format; use --checkpoint for "
+            "a checkpoint, or --init_from to start from one."
         )
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return (
-            f"There is no folder {path}, and nothing is fetched here if that is a model's name on a hub. Download its "
+            f"There is no folder {path}, and models are not downloaded from the Hugging Face Hub. Download the "
             "files and give their folder."
         )
-    return f"There is no folder {path}. Give the folder of a Whisper model, as Hugging Face lays it out."
+    return f"There is no folder {path}. Use the folder of a Whisper model in Hugging Face format."
 
 
 def _shape_of(path: Path, config: Mapping[str, object]) -> WhisperShape:
     kind = config.get("model_type")
     if kind != "whisper":
-        raise refused(path, f"its {CONFIG} is of a model of type {kind!r:.40}", "Give the folder of a Whisper model")
+        raise refused(path, f"its {CONFIG} is of a model of type {kind!r:.40}", "Use the folder of a Whisper model")
     dimensions = {}
     for name, (ours, most) in DIMENSIONS.items():
         value = config.get(name)
         if type(value) is not int or not 1 <= value <= most:
-            raise refused(path, f"{name} in its {CONFIG} is {value!r:.40} and must be a number from 1 to {most}")
+            raise refused(path, f"{name} in its {CONFIG} is {value!r:.40} but must be a number from 1 to {most}")
         dimensions[ours] = value
     shape = WhisperShape(**dimensions)
     for name, twin in TWINS.items():
         if config.get(name) != config[twin]:
-            raise refused(path, f"{name} in its {CONFIG} is {config.get(name)!r:.40}, and {twin} is {config[twin]}")
+            raise refused(path, f"{name} in its {CONFIG} is {config.get(name)!r:.40}, but {twin} is {config[twin]}")
     if shape.d_model % 2 or shape.d_model % shape.attention_heads:
-        raise refused(path, f"its {CONFIG} divides a width of {shape.d_model} into {shape.attention_heads} heads")
+        raise refused(path, f"its {CONFIG} divides a dimension of {shape.d_model} into {shape.attention_heads} heads")
     for name, only in {"activation_function": "gelu", "scale_embedding": False, "tie_word_embeddings": True}.items():
         if config.get(name, only) != only:
-            raise refused(path, f"{name} in its {CONFIG} is {config[name]!r:.40}, and Whisper's is {only!r}")
+            raise refused(path, f"{name} in its {CONFIG} is {config[name]!r:.40}, but {only!r} in Whisper")
     return shape
 
 
@@ -228,7 +228,7 @@ def _check_preprocessor(path: Path, shape: WhisperShape) -> None:
     for setting, (value, default) in wanted.items():
         given = default if found.get(setting) is None else found[setting]
         if given != value:
-            raise refused(path, f"{setting} in its {name} is {given!r:.40}, and its network needs {value:g}")
+            raise refused(path, f"{setting} in its {name} is {given!r:.40}, but its network needs {value:g}")
 
 
 def _check_ids(path: Path, generation: Mapping[str, object], shape: WhisperShape) -> None:
@@ -238,13 +238,15 @@ def _check_ids(path: Path, generation: Mapping[str, object], shape: WhisperShape
             values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
             wrong = [v for v in values if v is not None and not (type(v) is int and 0 <= v < shape.vocab_size)]
             if wrong:
-                raise refused(path, f"{name} in its {GENERATION} names the token {wrong[0]!r:.40}, which there is not")
+                raise refused(
+                    path, f"{name} in its {GENERATION} contains the token {wrong[0]!r:.40}, which does not exist"
+                )
     latest = generation.get("max_initial_timestamp_index")
     if latest is not None and type(latest) is not int:
-        raise refused(path, f"max_initial_timestamp_index in its {GENERATION} is {latest!r:.40} and must be a number")
+        raise refused(path, f"max_initial_timestamp_index in its {GENERATION} is {latest!r:.40} but must be a number")
     heads, most = generation.get("alignment_heads") or [], (shape.decoder_layers, shape.attention_heads)
     if not isinstance(heads, list) or not all(_is_head(head, most) for head in heads):
-        raise refused(path, f"alignment_heads in its {GENERATION} are not heads of its decoder")
+        raise refused(path, f"alignment_heads in its {GENERATION} are not attention heads of its decoder")
 
 
 def _is_head(head: object, most: tuple[int, int]) -> bool:
@@ -261,15 +263,18 @@ def _check_tensors(folder: WhisperFolder) -> None:
     headers = {file: header_of(folder.path / file) for file in folder.files}
     for file, header in headers.items():
         if header.keys() != set(folder.files[file]):
-            raise refused(folder.path, f"its {file} has other tensors than its {INDEX} says")
+            raise refused(folder.path, f"the tensors in its {file} differ from its {INDEX}")
         found |= header
     wanted |= {HEAD: wanted[EMBEDDING]} if HEAD in found else {}
     for name in sorted(found.keys() ^ wanted.keys()):
         raise refused(
-            folder.path, f"it has no tensor {name}" if name in wanted else f"its tensor {name:.80} is none of Whisper's"
+            folder.path,
+            f"it has no tensor {name}" if name in wanted else f"its tensor {name:.80} is not part of Whisper",
         )
     for name, (shape, kind) in found.items():
         if kind not in NUMBER_FORMATS:
-            raise refused(folder.path, f"its {name} is of {kind} and must be of {', '.join(sorted(NUMBER_FORMATS))}")
+            raise refused(folder.path, f"its {name} is of type {kind} but must be {', '.join(sorted(NUMBER_FORMATS))}")
         if shape != wanted[name]:
-            raise refused(folder.path, f"its {name} has the shape {shape}, and its {CONFIG} says {wanted[name]}")
+            raise refused(
+                folder.path, f"its {name} has the shape {shape}, but {wanted[name]} according to its {CONFIG}"
+            )

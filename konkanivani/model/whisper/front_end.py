@@ -50,7 +50,7 @@ class WhisperLogMel(torch.nn.Module):
         if len(waveform) > window:
             raise DataError(
                 f"An utterance of {len(waveform) / SAMPLE_RATE:.2f} s is longer than the model's window of "
-                f"{self.shape.window_seconds:g} s. Leave it out (--max_duration), or cut it."
+                f"{self.shape.window_seconds:g} s. Exclude it (lower --max_duration), or cut it."
             )
         hops = -(-(len(waveform) + FFT_SAMPLES) // HOP_SAMPLES)
         padded = torch.nn.functional.pad(waveform, (0, min(window, hops * HOP_SAMPLES) - len(waveform)))

@@ -48,7 +48,7 @@ class Encoder(torch.nn.Module):
         """A ValueError where the features are no whole windows, or longer than one: weights know nothing of such."""
         longest, window = features.shape[1], STRIDE * len(self.positions)
         if longest > window or (self.audio_context == "window" and {longest, *feature_lengths} != {window}):
-            raise ValueError(f"features of {longest} frames are no window of {window}")
+            raise ValueError(f"features of {longest} frames do not match the window of {window}")
         padding = None
         if min(feature_lengths) < longest:
             padding = padding_mask(feature_lengths, longest, features.device)[:, None, :]
@@ -154,8 +154,8 @@ class Decoder(torch.nn.Module):
     ) -> torch.Tensor:
         if vectors.shape[1] > len(self.positions):
             raise DataError(
-                f"A transcript of {vectors.shape[1] - 1} tokens is longer than the {self.most_tokens} that the model "
-                "takes. Leave it out (--max_tokens), or cut it."
+                f"A transcript of {vectors.shape[1] - 1} tokens is longer than the model's limit of "
+                f"{self.most_tokens}. Exclude it (lower --max_tokens), or cut it."
             )
         x = vectors + self.positions[: vectors.shape[1]].to(vectors.device)
         for block in self.blocks:

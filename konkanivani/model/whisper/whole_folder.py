@@ -16,7 +16,7 @@ from konkanivani.base.files import sync_file
 def check_is_new(out: Path) -> None:
     """A UsageError where `out` is there and not an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} is there already. Name a folder that is not, or is empty.")
+        raise UsageError(f"{out} already exists. Choose a new or empty folder.")
 
 
 @contextlib.contextmanager
@@ -40,7 +40,10 @@ def whole_folder(out: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise ResourceError(
-            f"{out} could not be written: {error.strerror or error}. Free space, mend the folder, or name another."
+            f"{out} could not be written: {error.strerror or error}. Free disk space, repair the folder, or "
+            "choose another one."
         ) from None
     except safetensors.SafetensorError as error:
-        raise ResourceError(f"{out} could not be written: {error}. Free space, or name another.") from None
+        raise ResourceError(
+            f"{out} could not be written: {error}. Free disk space, or choose another folder."
+        ) from None

@@ -73,14 +73,14 @@ def choose_candidates(pretrained: Sequence[str], presets: Sequence[str], flags: 
     """
     if not (pretrained or presets):
         parse_args(list(_words(flags, frozenset())))  # what is mistyped is told first: it may have named them
-        raise UsageError("There is nothing to compare: give --pretrained with folders, or --presets.")
+        raise UsageError("No models to compare: give --pretrained with folders, or --presets.")
     if single := sorted({flag.name for flag in flags} & OF_ONE_RUN):
         raise UsageError(
-            f"{', '.join('--' + name for name in single)}: of a single run. Leave it out: --presets names models of "
-            "ours, all runs lie in --folder, and a comparison goes on by itself in the folder where it was stopped."
+            f"{', '.join('--' + name for name in single)}: only for a single run. Omit it: --presets selects "
+            "the presets, all runs are in --folder, and an interrupted comparison resumes automatically."
         )
     if absent := [path for path in pretrained if not Path(path).is_dir()]:
-        raise UsageError(f"--pretrained {' '.join(absent)}: not there. Give folders of Whisper models.")
+        raise UsageError(f"--pretrained {' '.join(absent)}: not found. Give folders of Whisper models.")
     is_mixed = bool(pretrained and presets)
     chosen = [("--pretrained", path, NATIVE_ONLY_FLAGS) for path in pretrained]
     chosen += [("--preset", preset, PRETRAINED_DEFAULTS) for preset in presets]
@@ -101,14 +101,14 @@ def distinct_names(folders: Sequence[str], presets: Sequence[str]) -> list[str]:
     """
     paths = [*(Path(os.path.abspath(folder)) for folder in folders), *(Path("preset", name) for name in presets)]
     if twice := sorted({str(path) for path in paths if paths.count(path) > 1}):
-        raise UsageError(f"{', '.join(twice)}: given twice. Give each model once.")
+        raise UsageError(f"{', '.join(twice)}: given twice. Give each model only once.")
     parts = [[part for part in path.parts if part != "/"] or ["model"] for path in paths]
     depths = [1] * len(parts)
     for _ in range(sum(map(len, parts))):
         names = ["-".join(part[-depth:]) for part, depth in zip(parts, depths, strict=True)]
         depths = [depth + (names.count(name) > 1) for name, depth in zip(names, depths, strict=True)]
     if len(set(names)) < len(names):
-        raise UsageError(f"{', '.join(names)}: not told apart by their paths. Move or name a folder otherwise.")
+        raise UsageError(f"{', '.join(names)}: the folders have the same name. Rename or move one of them.")
     return names
 
 
@@ -116,7 +116,7 @@ def check_data(config: TrainConfig) -> None:
     """Raises one error for all manifests that are absent or cannot be used; what will be left out is told on stderr."""
     data, problems = config.data, ErrorCollector()
     if data.train_manifest is None or data.test_manifest is None:
-        raise UsageError("Give a --train_manifest to train on and a --test_manifest to compare the models by.")
+        raise UsageError("Give a --train_manifest for training and a --test_manifest for the comparison.")
     rejections = Rejections(None, parse_share(data.max_rejected, "--max_rejected"))
     with contextlib.redirect_stdout(sys.stderr):
         for path in filter(None, (data.train_manifest, data.valid_manifest, data.test_manifest)):

@@ -22,8 +22,8 @@ def check_conditions(conditions: Mapping[str, Mapping[str, str]], folder: Path) 
         kept = read_kept(folder / name)
         if other := kept.differences(conditions[name]) if kept else []:
             raise UsageError(
-                f"{folder / name} holds a run that differs in {', '.join(other)}: its row would not stand beside the "
-                "others. Give the same as then, or another --folder."
+                f"{folder / name} contains a run with different {', '.join(other)}, so its result is not "
+                "comparable. Use the same flags as before, or another --folder."
             )
 
 
@@ -40,10 +40,10 @@ def compare(
         place, beginning = folder / candidate.name, f"Model {number} of {len(candidates)}, {candidate.name}"
         kept = read_kept(place)
         if kept is None or not kept.is_finished:
-            say(f"{beginning}: trained in {place}.", sys.stderr)
+            say(f"{beginning}: training in {place}.", sys.stderr)
             kept = _train(candidate, conditions[candidate.name], place, trainer)
         else:
-            say(f"{beginning}: has been trained.", sys.stderr)
+            say(f"{beginning}: already trained.", sys.stderr)
         outcomes.append(kept.outcome)
         with atomic_write(folder / REPORT) as partial:
             partial.write_text(report_of(outcomes) + "\n", encoding="utf-8")

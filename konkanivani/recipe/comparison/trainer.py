@@ -33,7 +33,7 @@ class Ended:
     def reason(self) -> str:
         """Why it failed, in its own words."""
         if self.exit_code == 128 + signal.SIGKILL:
-            return "Killed (SIGKILL), as a system does where memory runs out."
+            return "Killed (SIGKILL), perhaps by the system for lack of memory."
         lines = [line for line in self.errors if line.strip() and not LINE_OF_BAR.match(line)]
         start = len(lines) - 1
         while start > 0 and "  " in (lines[start][:2], lines[start - 1][:2]):  # a list, and what stands around it
@@ -41,7 +41,7 @@ class Ended:
         told = lines[max(0, start) :]
         if told and told[0].startswith("Traceback"):
             told = told[-1:]
-        return " ".join(line.strip() for line in told) or f"Exit code {self.exit_code}, without a word."
+        return " ".join(line.strip() for line in told) or f"Exit code {self.exit_code}, without a message."
 
 
 class Trainer:
@@ -65,7 +65,7 @@ class Trainer:
     def check(self) -> None:
         """Raises Interrupted if a signal has come."""
         if self._signal_number:
-            raise Interrupted("Stopped by a signal; the same command goes on from there.", self._signal_number)
+            raise Interrupted("Stopped by a signal; run the same command again to resume.", self._signal_number)
 
     def run(self, arguments: Sequence[str]) -> Ended:
         """Runs it to its end, what it says passed on to stderr."""

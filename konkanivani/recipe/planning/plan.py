@@ -61,7 +61,7 @@ def resolve_plan(
         plan = read_plan(stored)
         if plan.conditions == conditions:
             return plan
-        print("The checkpoint's memory plan was made under other conditions: a new one is made.", flush=True)
+        print("The checkpoint's memory plan was made under different conditions: making a new plan.", flush=True)
     budget = config.memory.memory_budget
     budget = parse_budget(budget) if budget else free
     rate = float(train.tokens.sum() / train.seconds.sum())
@@ -105,7 +105,7 @@ def resolve_placement(
     """
     asked = config.memory.weights
     if ranks.world_size > 1 and asked not in (AUTO, "card"):
-        raise UsageError(f"--weights {asked} is for one process: leave it out, or give --shard always to several.")
+        raise UsageError(f"--weights {asked} supports one process: omit it, or use --shard always with several.")
     if asked == AUTO and (ranks.world_size > 1 or device.type == "cpu"):
         return ON_CARD
     blocks = len(architecture.build_without_values().blocks)
@@ -195,8 +195,7 @@ def _check_every_utterance_fits(
     if not config.memory.mixed_precision:
         helps.append("--mixed_precision")
     raise ResourceError(
-        f"{count(len(rows), 'training utterance', 'does/do')} not fit the budget of {budget_text(budget)} even one at "
-        f"a time: {named}"
-        f"{' and others' if len(rows) > 3 else ''}; the longest would take {peak_text(too_long[-1].peak)}. "
-        f"Give {', '.join(helps)} or a smaller --preset."
+        f"{count(len(rows), 'training utterance', 'does/do')} not fit the budget of {budget_text(budget)} even "
+        f"in a micro-batch of one: {named}{' and others' if len(rows) > 3 else ''}; the longest would need "
+        f"{peak_text(too_long[-1].peak)}. Use {', '.join(helps)} or a smaller --preset."
     )

@@ -70,12 +70,12 @@ class PlanReport:
     def as_table(self) -> str:
         """The lines for a person."""
         beside = f"workspaces {_mib(self.workspace)}" + (f", context {_mib(self.context)}" if self.context else "")
+        host = f", host memory {_mib(self.host)}" if self.host else ""
         lines = [
             f"Traced for {self.device} in {self.precision}; budget {_mib(self.budget)}.",
-            f"State: weights, gradients and optimizer {_mib(self.state)}. Beside the tensors: {beside}.",
+            f"State (weights, gradients, optimizer): {_mib(self.state)}. Other memory: {beside}.",
             *self._ranks(),
-            f"{self.placement}{f', on the host {_mib(self.host)}' if self.host else ''}; a checkpoint takes "
-            f"{_mib(self.checkpoint)} of the disk.",
+            f"{self.placement}{host}; a checkpoint needs {_mib(self.checkpoint)} of disk space.",
             "",
             f"{'':24}{'utterances of':>14}{'at once':>9}{'audio':>9}{'activations':>13}{'peak':>11}",
         ]
@@ -85,7 +85,7 @@ class PlanReport:
                 lines.append(f"{title:24}{self._row(bucket)}")
                 title = ""
             longest = f"{answer.longest_seconds:g} s" if answer.longest_seconds else "none"
-            lines.append(f"{'':24}longest utterance that trains: {longest}")
+            lines.append(f"{'':24}longest utterance that fits: {longest}")
         lines += ["", f"Validation: peak {_mib(self.validation_peak)}.", "", f"Flags for the trainer: {self.flags}"]
         return "\n".join(lines)
 
@@ -93,10 +93,16 @@ class PlanReport:
         """What several ranks make of it, a line if any."""
         if self.world_size == 1:
             return []
-        way = "sharded over them, each rank holds at most" if self.sharded else "whole on each, with a bucket for sums"
+        way = (
+            "sharded: each rank holds at most"
+            if self.sharded
+            else "replicated: each rank, with an all-reduce bucket, holds"
+        )
         return [
-            f"{self.world_size} ranks, the state {way} {_mib(self.state_of_rank)}; each sends {_mib(self.traffic)} a "
-            f"{'micro-batch' if self.sharded else 'step'}. What follows is for one rank."
+            (
+                f"{self.world_size} ranks, state {way} {_mib(self.state_of_rank)}; each sends {_mib(self.traffic)} "
+                f"per {'micro-batch' if self.sharded else 'step'}. The table is for one rank."
+            )
         ]
 
     def _row(self, bucket: BucketPlan) -> str:
@@ -151,7 +157,7 @@ def answer(request: PlanRequest) -> Answer:
     with request.planner() as planner:
         for seconds in sorted({min(seconds, request.architecture.longest_seconds) for seconds in BUCKETS}):
             buckets.append(planner.largest_batch(seconds, request.tokens(seconds), policy, MAX_UTTERANCES))
-            request.tell(f"utterances of {seconds:g} s, {buckets[-1].utterances} at once")
+            request.tell(f"micro-batch of {buckets[-1].utterances} utterances of {seconds:g} s")
         longest = request.longest_utterance(planner)
     request.tell(f"the longest utterance, {longest:g} s")
     return Answer(request.mode, tuple(buckets), longest)
@@ -171,9 +177,11 @@ def plan_presets(
     with two_processes() as pool:
         cells = list(pool.map(_cells, requests, repeat(budgets)))
     lines = [
-        f"Traced for {costs.name}, {config.text.vocab_size} tokens: utterances of 10 s at once / longest utterance, in "
-        "seconds, that trains;",
-        "each pair first keeping activations, then recomputing every block.",
+        (
+            f"Traced for {costs.name}, {config.text.vocab_size} tokens: micro-batch of 10 s utterances / longest "
+            "utterance that fits, in s;"
+        ),
+        "each pair without, then with recomputation of every block.",
         "",
         f"{'':12}" + "".join(f"{f'{gib:g} GiB':>26}" for gib in budgets),
     ]

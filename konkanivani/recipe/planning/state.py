@@ -40,8 +40,8 @@ def check_state(config: TrainConfig, architecture: Architecture, costs: DeviceCo
     state, beside = state_bytes(config, architecture) + costs.among_ranks, costs.workspace + costs.context
     if state + beside > budget:
         raise ResourceError(
-            f"The weights, gradients and optimizer of this model take {state / MIB:.0f} MiB before any audio, and "
-            f"{costs.name} takes {beside / MIB:.0f} MiB for itself: more than the budget of {budget / MIB:.0f} MiB. "
+            f"The weights, gradients and optimizer of this model need {state / MIB:.0f} MiB, and {costs.name} "
+            f"needs another {beside / MIB:.0f} MiB: more than the budget of {budget / MIB:.0f} MiB. "
             f"{_largest_preset(config, budget - beside)}"
         )
 
@@ -49,13 +49,13 @@ def check_state(config: TrainConfig, architecture: Architecture, costs: DeviceCo
 def _largest_preset(config: TrainConfig, room: int) -> str:
     """A sentence about the largest preset whose state is within the room."""
     if config.pretrained.pretrained is not None:
-        return "Give --freeze encoder or --lora_rank 32, a smaller model, or a larger budget."
+        return "Use --freeze encoder or --lora_rank 32, a smaller model, or a larger budget."
     for name, shape in PRESETS.items():
         architecture = architecture_of(dataclasses.replace(config, model=shape), TextConfig().vocab_size)
         state = state_bytes(config, architecture)
         if state <= room:
-            return f"Give --preset {name}, which takes {state / MIB:.0f} MiB, or a larger budget."
-    return "No preset is small enough. Give a larger budget."
+            return f"Use --preset {name}, which needs {state / MIB:.0f} MiB, or a larger budget."
+    return "No preset is small enough. Use a larger budget."
 
 
 def fits(
@@ -85,8 +85,9 @@ def host_budget(config: TrainConfig) -> int:
 def check_host(host: int, config: TrainConfig, costs: DeviceCosts, placement: Placement) -> None:
     """A ResourceError where `host`, bytes on the host beside a card, is more than may be taken there."""
     if costs.is_cuda and not placement.is_on_card and host > (most := host_budget(config)):
+        limit = "--host_budget" if config.memory.host_budget else "free memory"
         raise ResourceError(
-            f"The weights, gradients and optimizer that lie on the host take {peak_text(host)}, more than the "
-            f"{budget_text(most)} of {'--host_budget' if config.memory.host_budget else 'memory that are free'}. "
-            "Give --lora_rank 32 or --freeze encoder, a smaller model, or close other programs."
+            f"The weights, gradients and optimizer state in host memory need {peak_text(host)}, more than the "
+            f"{budget_text(most)} of {limit}. Use --lora_rank 32 or --freeze encoder, a smaller model, or close "
+            "other programs."
         )

@@ -78,8 +78,11 @@ def plan_whisper(config: TrainConfig, costs: DeviceCosts, budget: int, sizes: tu
         questions = [Question(*row, place, config, costs) for row in rows for place in PLACES]
         cells = iter(list(pool.map(answer_cell, questions)))
     lines = [
-        f"MiB on {costs.name}, which has {budget >> 20:,}, in training / validation: one utterance of 30 s with its",
-        "longest label, half precision, every block recomputed, AdamW. A star: it fits. Last, what lies on the host:",
+        (
+            f"Peak MiB on {costs.name} (budget {budget >> 20:,}) in training / validation: one utterance of 30 s "
+            "with its"
+        ),
+        "longest label, half precision, all blocks recomputed, AdamW. *: it fits. Last column: host memory.",
         "",
         f"{'':10}{'trained':18}" + "".join(f"{f'--weights {place}':>19}" for place in PLACES) + f"{'host':>10}",
     ]

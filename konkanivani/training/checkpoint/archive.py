@@ -40,7 +40,7 @@ def load_archive(path: Path) -> object:
     record = _load(path)
     claimed = _bytes_of(record, set(), MAX_DEPTH)
     if claimed > path.stat().st_size:
-        raise ValueError(f"its tensors claim {claimed} bytes, more than it has")
+        raise ValueError(f"its tensors need {claimed} bytes, more than the file has")
     return record
 
 
@@ -54,13 +54,13 @@ def load_tensors(file: BinaryIO) -> dict[str, torch.Tensor]:
     file.seek(0)
     record = _load(file)
     if not isinstance(record, dict):
-        raise ValueError("it holds no tensors by name")
+        raise ValueError("it contains no named tensors")
     found = dict(dict.items(record))
     if not all(type(name) is str and isinstance(value, torch.Tensor) for name, value in found.items()):
-        raise ValueError("it holds more than tensors by name")
+        raise ValueError("it contains other objects than named tensors")
     claimed = sum(_bytes_of(tensor, set(), 0) for tensor in found.values())
     if claimed > 2 * size or not all(tensor.is_contiguous() for tensor in found.values()):
-        raise ValueError(f"its tensors claim {claimed} bytes, more than it has")
+        raise ValueError(f"its tensors need {claimed} bytes, more than the file has")
     return found
 
 
@@ -119,12 +119,12 @@ def _check_end(file: BinaryIO) -> None:
     file.seek(max(0, size - LOCATOR_BYTES - END.size - END_64.size))
     tail = file.read()
     if len(tail) < END.size:
-        raise ValueError("it breaks off")
+        raise ValueError("it is truncated")
     signature, size = END.unpack(tail[-END.size :])
     if len(tail) == LOCATOR_BYTES + END.size + END_64.size:
         size = max(size, *END_64.unpack(tail[: END_64.size])) if tail.startswith(b"PK\x06\x06") else size
     if signature != b"PK\x05\x06" or size > MAX_DIRECTORY_BYTES:
-        raise ValueError("it does not end as an archive of torch.save")
+        raise ValueError("it does not end like a torch.save archive")
 
 
 def _check_records(records: list[zipfile.ZipInfo]) -> None:
@@ -133,17 +133,17 @@ def _check_records(records: list[zipfile.ZipInfo]) -> None:
     for record in records:
         folder, _, name = record.orig_filename.partition("/")
         if not RECORD.fullmatch(name) or name in names:
-            raise ValueError(f"its record {record.orig_filename!r:.80} is none of torch.save's, or there twice")
+            raise ValueError(f"its record {record.orig_filename!r:.80} is not from torch.save, or is duplicated")
         if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
             raise ValueError(f"its record {name} is compressed")
         if record.external_attr:  # one bit makes it a folder, and torch leaves its tensor as the memory was
-            raise ValueError(f"its record {name} has attributes, which torch.save never gives")
+            raise ValueError(f"its record {name} has attributes, which torch.save never sets")
         if name == "data.pkl" and record.file_size > MAX_PICKLE_BYTES:
             raise ValueError(f"its data.pkl has more than {MAX_PICKLE_BYTES} bytes")
         folders.add(folder)
         names.add(name)
     if len(folders) != 1 or "data.pkl" not in names:
-        raise ValueError("it is no archive of torch.save")
+        raise ValueError("it is not a torch.save archive")
 
 
 def _check_sums(archive: zipfile.ZipFile) -> None:
@@ -155,7 +155,7 @@ def _check_sums(archive: zipfile.ZipFile) -> None:
 def _check_pickle(pickled: bytes, forbidden: frozenset[str]) -> None:
     for opcode, argument, _ in pickletools.genops(pickled):
         if opcode.name in forbidden or (opcode.name == "GLOBAL" and not GLOBAL.fullmatch(argument)):
-            raise ValueError(f"its pickle asks for {argument or opcode.name!r:.80}")
+            raise ValueError(f"its pickle needs {argument or opcode.name!r:.80}")
 
 
 def _bytes_of(value: object, seen: set[int], depth: int) -> int:
@@ -166,15 +166,15 @@ def _bytes_of(value: object, seen: set[int], depth: int) -> int:
     """
     if isinstance(value, torch.Tensor):
         if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
-            raise ValueError("it holds a tensor of a kind that is never saved")
+            raise ValueError("it contains an unsupported type of tensor")
         return value.numel() * value.element_size()
     if value is None or type(value) in (str, int, float, bool):
         return 0
     if type(value) not in (dict, list, tuple) or id(value) in seen or depth == 0:
-        raise ValueError(f"it holds a {type(value).__name__}, or one in two places or too deep")
+        raise ValueError(f"it contains a {type(value).__name__}, or a repeated or too deeply nested object")
     if value:  # there is one empty tuple
         seen.add(id(value))
     if type(value) is dict and not all(type(name) is str for name in value):
-        raise ValueError("it holds names that are no strings")
+        raise ValueError("it contains keys that are not strings")
     parts = value.values() if type(value) is dict else value
     return sum(_bytes_of(part, seen, depth - 1) for part in parts)

@@ -65,7 +65,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         reasons = (getattr(each, "strerror", None) for each in (error, error.__context__))  # torch's own names places
         reason, named = next(filter(None, reasons), str(error).splitlines()[0]), str(path).removesuffix(".partial")
         raise ResourceError(
-            f"The checkpoint {named} could not be written: {reason}. Free space or mend the folder."
+            f"The checkpoint {named} could not be written: {reason}. Free disk space, or repair the folder."
         ) from None
 
 
@@ -85,7 +85,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             raise _damaged(path, error) from None
         # Nothing that moving the file aside would mend.
         reason = error.strerror or error if isinstance(error, OSError) else "not enough memory"
-        raise ResourceError(f"The checkpoint {path} cannot be read: {reason}. Mend that and start again.") from None
+        raise ResourceError(f"The checkpoint {path} cannot be read: {reason}. Fix that and start again.") from None
     except Exception as error:  # a damaged zip or pickle can raise nearly anything
         raise _damaged(path, error) from None
 
@@ -101,8 +101,8 @@ def read_step(path: Path) -> int | None:
 def _damaged(path: Path, error: Exception) -> CheckpointError:
     reason = (str(error) or type(error).__name__).splitlines()[0]
     return CheckpointError(
-        f"The checkpoint {path} is damaged or not ours ({reason:.300}){conversion_hint(path)}. "
-        "Use another one, or --resume auto for the newest sound one."
+        f"The checkpoint {path} is damaged or not a KonkaniVani checkpoint "
+        f"({reason:.300}){conversion_hint(path)}. Use another one, or --resume auto for the newest valid one."
     )
 
 
@@ -110,26 +110,28 @@ def check_is_there(path: Path) -> None:
     """Raises a CheckpointError where there is no file, or another program's."""
     advice = "Give the path of a checkpoint_*.pt file."
     if path.suffix == ".nemo":
-        advice = f"Make one of NeMo's file: import_asr.py {path} {path.with_suffix('.pt')} does."
+        advice = f"It is a NeMo file: convert it with import_asr.py {path} {path.with_suffix('.pt')}."
     elif path.suffix == ".safetensors" and path.is_file() and not zipfile.is_zipfile(path):
-        advice = "It is a bundle or another's weights: transcribe.py takes a bundle, here give what it was exported of."
+        advice = (
+            "It is a safetensors file: use a bundle with transcribe.py; here give the checkpoint it was exported from."
+        )
     elif path.is_file():
         return
     elif (path / "config.json").is_file():
-        advice = f"It is a model's folder: give a Whisper model as --pretrained {path}, others to import_asr.py."
+        advice = f"It is a model folder: use --pretrained {path} for a Whisper model, import_asr.py for others."
     elif path.is_dir():
-        advice = f"It is a folder: give one of its files, or --checkpoint_dir {path} --resume auto to go on training."
+        advice = f"It is a folder: give one of its files, or --checkpoint_dir {path} --resume auto to resume training."
     raise CheckpointError(f"There is no checkpoint at {path}. {advice}")
 
 
 def _parse_record(record: object, path: Path) -> Checkpoint:
     if not isinstance(record, dict) or type(record.get("format")) is not int:
-        raise CheckpointError(f"The file {path} is no checkpoint of this trainer. Give the path of one.")
+        raise CheckpointError(f"The file {path} is not a KonkaniVani checkpoint. Give the path of one.")
     if record["format"] != FORMAT:
         age = "newer" if record["format"] > FORMAT else "older"
         raise OtherVersionError(
-            f"The checkpoint {path} is of format {record['format']} and so of another, {age} version; this one reads "
-            f"format {FORMAT}. Use the version that wrote it, or another checkpoint."
+            f"The checkpoint {path} has format {record['format']}, of another, {age} version; this version "
+            f"reads format {FORMAT}. Use the version that wrote it, or another checkpoint."
         )
     tokenizer, states = record["tokenizer"], record["states"]
     sound = (
@@ -144,7 +146,7 @@ def _parse_record(record: object, path: Path) -> Checkpoint:
         and all(isinstance(state, dict) for state in states.values())
     )
     if not sound:
-        raise CheckpointError(f"The checkpoint {path} does not hold what one of ours holds. Use another one.")
+        raise CheckpointError(f"The checkpoint {path} has missing or invalid fields. Use another one.")
     kept = {field.name: record[field.name] for field in fields(Checkpoint)}
     return Checkpoint(**kept | {"tokenizer": tokenizer.numpy().tobytes()})
 
@@ -154,8 +156,8 @@ def check_states(checkpoint: Checkpoint, known: Collection[str]) -> None:
     unknown = sorted(set(checkpoint.states) - set(known))
     if unknown:
         raise CheckpointError(
-            f"The checkpoint holds a state of {unknown[0]!r:.80}, which this version does not have and would lose. Go "
-            "on with the version that wrote it, or begin anew from its weights with --init_from."
+            f"The checkpoint has a state of {unknown[0]!r:.80}, which this version does not support. Resume "
+            "with the version that wrote it, or start a new run from its weights with --init_from."
         )
 
 
@@ -169,8 +171,8 @@ def load_states(checkpoint: Checkpoint, stateful: Mapping[str, Stateful]) -> Non
             continue  # of a version that remembered none
         if name not in checkpoint.states:
             raise CheckpointError(
-                f"The checkpoint holds no state of the {name} (an averaged one does not), and resuming needs it. "
-                "Begin anew from its weights with --init_from."
+                f"The checkpoint has no {name} state (averaged checkpoints have none), so it cannot be "
+                "resumed. Start a new run from its weights with --init_from."
             )
         try:
             if name == "scaler" and not checkpoint.states[name]:

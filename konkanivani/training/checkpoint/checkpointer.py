@@ -56,8 +56,8 @@ class Checkpointer:
             if not is_whole(partial):
                 partial.unlink(missing_ok=True)
                 raise ResourceError(
-                    f"The checkpoint {partial} was not kept: read again, it is not what was written. Check the disk of "
-                    f"{self.directory}, or give another --checkpoint_dir."
+                    f"The checkpoint {partial} was deleted: read back, it differs from the data written. Check "
+                    f"the disk of {self.directory}, or choose another --checkpoint_dir."
                 )
             if epoch is not None:
                 _link(partial, self.directory / f"checkpoint_epoch_{epoch}.pt")
@@ -74,8 +74,8 @@ class Checkpointer:
         except OSError as error:
             self.discard_unfinished()
             raise ResourceError(
-                f"The checkpoint folder {self.directory} cannot be written: {error.strerror or error}. "
-                "Free space, mend its permissions, or give another --checkpoint_dir."
+                f"The checkpoint folder {self.directory} cannot be written: {error.strerror or error}. Free "
+                "disk space, fix its permissions, or choose another --checkpoint_dir."
             ) from None
         return last
 
@@ -107,12 +107,13 @@ class Checkpointer:
                 aside = path.with_name(path.name + ".damaged")
                 if sets_aside:
                     os.replace(path, aside)
-                moved = f"Moved aside to {aside.name}. " if sets_aside else ""
-                say(f"{error} {moved}Trying the one before.")
+                moved = f"Renamed to {aside.name}. " if sets_aside else ""
+                say(f"{error} {moved}Trying the previous one.")
         if damaged:
+            renamed = ", all were renamed to *.damaged" if sets_aside else ""
             raise CheckpointError(
-                f"None of the {damaged} checkpoints in {self.directory} is sound"
-                f"{', all are now named *.damaged' if sets_aside else ''}. Restore a copy, or begin anew with --fresh."
+                f"None of the {damaged} checkpoints in {self.directory} is valid{renamed}. "
+                "Restore a backup, or start a new run with --fresh."
             )
         return None
 
@@ -160,11 +161,11 @@ class Checkpointer:
             return
         spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         good = self.newest_before(checkpoint.step)
+        known = f"The last good checkpoint is {good}" if good else "No checkpoint was saved before"
+        retry = f"Resume from it with --resume {good}" if good else "Start again with --fresh"
         raise NumericsError(
-            f"The state of step {checkpoint.step} is not finite ({len(spoilt)} tensors, such as {spoilt[0]}) and is "
-            f"not saved. {f'The last good checkpoint is {good}' if good else 'No checkpoint was saved before'}. "
-            f"Try {f'to go on from it with --resume {good}' if good else 'again with --fresh'} and a lower "
-            "--learning_rate."
+            f"The state of step {checkpoint.step} is not finite ({len(spoilt)} tensors, such as {spoilt[0]}) "
+            f"and was not saved. {known}. {retry} and a lower --learning_rate."
         )
 
     def newer_than(self, resumed: Path, step: int) -> dict[Path, int | None]:

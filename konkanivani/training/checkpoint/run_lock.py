@@ -43,7 +43,7 @@ class RunLock:
             self._file: TextIO = open(self.path, "a+", encoding="utf-8", errors="surrogateescape")
         _lock(self._file, self.path.parent, use)
         if not os.fstat(self._file.fileno()).st_nlink:
-            raise ResourceError(f"{self.path.parent} was given up by another start just now. Start this again.")
+            raise ResourceError(f"{self.path.parent} was just released by another process. Start again.")
         with self.errors_explained():
             self._file.truncate(0)
             self._file.write(f"{os.getpid()}\n{note}" if note else str(os.getpid()))
@@ -85,7 +85,8 @@ def _explained(directory: str | Path, use: FolderUse) -> Iterator[None]:
     except OSError as error:
         raise ResourceError(
             f"The {use.kind} folder {directory} cannot be written: {error.strerror or error} "
-            f"({error.filename or directory}). Give another {use.flag}, or have the file's owner let you write there."
+            f"({error.filename or directory}). Choose another {use.flag}, or get write permission from the "
+            "owner of the file."
         ) from None
 
 
@@ -96,10 +97,10 @@ def _lock(file: TextIO, directory: str | Path, use: FolderUse) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
-            say(f"{directory} has no locks ({error.strerror}): see to it that no other run uses it.")
+            say(f"{directory} does not support file locks ({error.strerror}): make sure that no other run uses it.")
             return
         file.seek(0)
         holder = next(iter(file.read().split()), "unknown")
         raise ResourceError(
-            f"Process {holder} is {use.doing} {directory} already. Stop it, or give another {use.flag}."
+            f"Process {holder} is already {use.doing} {directory}. Stop it, or choose another {use.flag}."
         ) from None

@@ -22,9 +22,9 @@ class TrainedPart:
         """A RuntimeError where the names or shapes are others."""
         trained = self._trained()
         if trained.keys() != state.keys():
-            raise RuntimeError(f"it holds other weights than are trained: {sorted(trained.keys() ^ state.keys())[0]}")
+            raise RuntimeError(f"its weights do not match the trained part: {sorted(trained.keys() ^ state.keys())[0]}")
         with torch.no_grad():
             for name, weight in trained.items():
                 if weight.shape != state[name].shape:
-                    raise RuntimeError(f"its {name} is of another shape")
+                    raise RuntimeError(f"its {name} has a different shape")
                 weight.copy_(state[name])

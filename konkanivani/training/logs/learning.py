@@ -37,12 +37,12 @@ class EpochLearning:
 
     def help(self) -> str:
         """What usually helps where next to nothing is recognised right."""
-        more = "more --epochs or a smaller effective batch, since alignment begins after some hundred steps; "
+        more = "more --epochs or a smaller effective batch, since CTC needs some hundred steps to align; "
         helps = "--tokenizer_type char with little speech, a --ctc_weight of 0.5 or more, a smaller --preset"
         if self.blank_share is None:
-            helps = "another --learning_rate; of a --pretrained model, the --language nearest to the texts"
+            helps = "another --learning_rate; for a --pretrained model, the --language closest to the transcripts"
         begun = more if self.total_steps < SHORT_RUN else ""
-        return f"{begun}{helps}; inspect_data.py says whether the texts are those of the audio"
+        return f"{begun}{helps}; inspect_data.py checks whether transcripts and audio match"
 
 
 def failures(epoch: EpochLearning) -> list[str]:
@@ -53,22 +53,20 @@ def failures(epoch: EpochLearning) -> list[str]:
     found = []
     if epoch.blank_share is not None and epoch.blank_share >= ONLY_BLANKS:
         found.append(
-            f"Only blanks are heard {done} ({100 * epoch.blank_share:.1f} % of the validation's frames). "
-            f"What usually helps: {epoch.help()}."
+            f"The model still outputs only blanks {done} ({100 * epoch.blank_share:.1f} % of the validation "
+            f"frames). Try {epoch.help()}."
         )
     elif epoch.cer >= FAILING_CER:
-        found.append(
-            f"The validation's CER is still {100 * epoch.cer:.0f} % {done}. What usually helps: {epoch.help()}."
-        )
+        found.append(f"The validation CER is still {100 * epoch.cer:.0f} % {done}. Try {epoch.help()}.")
     if epoch.loss >= FLAT_LOSS * epoch.first_loss > 0:
         found.append(
-            f"The training loss does not fall {done}: {epoch.loss:.3f} a token, {epoch.first_loss:.3f} in the first "
-            "epoch. What usually helps: a --learning_rate of a third, more --warmup_steps; inspect_data.py says "
-            "whether the texts are those of the audio."
+            f"The training loss does not decrease {done}: {epoch.loss:.3f} per token, {epoch.first_loss:.3f} "
+            "in the first epoch. Try a third of the --learning_rate and more --warmup_steps; inspect_data.py "
+            "checks whether transcripts and audio match."
         )
     if epoch.clipped_share > MOSTLY_CLIPPED and epoch.last_step >= CLIPPED_AT_FIRST:
         found.append(
-            f"{100 * epoch.clipped_share:.0f} % of the epoch's gradients were clipped {done}: their length says "
-            "nothing any more. Give a higher --max_grad_norm, or a lower --learning_rate where the loss jumps."
+            f"{100 * epoch.clipped_share:.0f} % of the epoch's gradients were clipped {done}. Use a higher "
+            "--max_grad_norm, or a lower --learning_rate if the loss is unstable."
         )
     return found

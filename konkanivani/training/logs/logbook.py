@@ -80,7 +80,7 @@ class Logbook:
         """Says which records are missing, if any. There is nothing else to do: no file is open, no thread runs."""
         for name, lost in self._lost.items():
             if lost:
-                self._tell(f"{name}: {lost} records are missing, see the warning above")
+                self._tell(f"{name}: {lost} records were lost, see the warning above")
                 self._lost[name] = 0
 
     def __enter__(self) -> "Logbook":
@@ -99,8 +99,8 @@ class Logbook:
             if cause not in self._warned:
                 self._warned.add(cause)
                 self._tell(
-                    f"cannot log to {sink.name}: {type(error).__name__}: {error}. Training goes on without it, "
-                    "and each record tries again: free the disk or restore the folder to have it back"
+                    f"cannot log to {sink.name}: {type(error).__name__}: {error}. Training continues, and each "
+                    "record retries: free disk space or restore the folder"
                 )
             return False
 
@@ -135,7 +135,7 @@ def describe_validation(record: ValidationRecord) -> str:
     parts = [f"epoch {record.epoch}", f"step {record.step}"]
     parts += [f"valid loss {record.loss:.3f}"] if record.loss is not None else []
     for name, rate, initial in (("WER", record.wer, record.initial_wer), ("CER", record.cer, record.initial_cer)):
-        before = f" (at first {100 * initial:.1f} %)" if initial is not None and record.step else ""
+        before = f" (initially {100 * initial:.1f} %)" if initial is not None and record.step else ""
         parts += [f"{name} {100 * rate:.1f} %{before}"] if rate is not None else []
     lines = [" · ".join(parts)]
     for pair in record.hypotheses[:PAIRS_ON_CONSOLE]:
@@ -149,6 +149,6 @@ def describe_skip(record: SkipRecord) -> str:
     named, others = record.utterances[:UTTERANCES_ON_CONSOLE], len(record.utterances) - UTTERANCES_ON_CONSOLE
     utterances = ", ".join(named) + (f" and {others} others" if others > 0 else "")
     return (
-        f"Step {record.step + 1} is skipped: {record.reason}. No weight has changed. Its utterances: {utterances} "
-        "(log.jsonl names those of every skipped step)."
+        f"Step {record.step + 1} is skipped: {record.reason}. The weights are unchanged. Its utterances: "
+        f"{utterances} (log.jsonl lists those of every skipped step)."
     )

@@ -1,0 +1,107 @@
+"""--help: the common flags of the trainer, all of them on request, 80 columns, examples as they stand in the script."""
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from konkanivani.base.command_line import WIDTH, flags_of, format_help, with_default, wrap_description
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.flags import COMMON_FLAGS
+from konkanivani.base.rules import settings_of
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = sorted(
+    path for path in (ROOT / "training_scripts").glob("*.py") if path.stem not in ("__init__", "bootstrap")
+)
+TRAINER = ROOT / "training_scripts/train_konkanivani_asr.py"
+
+
+def shown_help(script: Path, *words: str) -> str:
+    """Return what `--help` prints."""
+    command = [sys.executable, str(script), "--help", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def listed_flags(shown: str) -> list[str]:
+    """Return the names of the flags that a help lists, in its order."""
+    return [line.split()[0].removeprefix("--") for line in shown.splitlines() if line.startswith("  --")]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_help_keeps_to_80_columns_and_keeps_examples_whole(script):
+    shown = shown_help(script)
+    assert max(map(len, shown.splitlines())) <= WIDTH
+    description = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
+    examples = [line.strip() for line in description.splitlines() if "training_scripts/" in line]
+    assert examples and all(f"\n    {line}\n" in shown for line in examples)
+
+
+def test_the_trainer_lists_common_flags_in_their_order_and_all_on_request():
+    names = [setting.name for setting in settings_of(TrainConfig())]
+    assert 25 <= len(COMMON_FLAGS) <= 40 and len(set(COMMON_FLAGS)) == len(COMMON_FLAGS)
+    shown = shown_help(TRAINER)
+    assert listed_flags(shown) == list(COMMON_FLAGS)
+    assert shown.splitlines()[-1] == f"All {len(names)} flags: --help all"
+    everything = shown_help(TRAINER, "all")
+    assert listed_flags(everything) == names and "--help all" not in everything
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Input."""
+
+    path: str
+    """File to read."""
+    rate: float | Literal["auto"] = "auto"
+    """Rate (auto: 3), in a text that is so long that it has to be wrapped
+    over two lines, at the most."""
+    sizes: tuple[int, ...] = (1, 2)
+    is_fast: bool = False
+    """Run fast."""
+
+
+def test_types_defaults_and_wrapped_texts():
+    rows = {flag.name: flag for flag in flags_of(Flags)}
+    assert [rows[name].values for name in rows] == ["STR", "FLOAT|auto", "INT ...", ""]
+    assert rows["path"].text == "File to read. (required)" and rows["sizes"].text.strip() == "(default: 1 2)"
+    assert rows["rate"].text.startswith("Rate (default auto: 3), in a text") and "wrapped over two" in rows["rate"].text
+    assert rows["is_fast"].lines() == "  --is_fast                 Run fast."
+    shown = format_help(Flags, None, "Do it.", ("is_fast",), show_all=False)
+    assert listed_flags(shown) == ["is_fast"] and "All 4 flags" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "shown"),
+    [
+        ("Minutes (0: never).", 0.0, "Minutes (default 0: never)."),
+        ("Minutes (0: never).", 10.0, "Minutes (0: never). (default: 10.0)"),
+        ("Folder (None: here).", None, "Folder (default: here)."),
+        ("Overwrite.", False, "Overwrite."),
+        ("Weight (0: none; auto: 0.7).", "auto", "Weight (0: none; default auto: 0.7)."),
+    ],
+)
+def test_a_default_that_the_text_explains_is_not_repeated(text, value, shown):
+    assert with_default(text, value) == shown
+
+
+def test_paragraphs_are_wrapped_and_examples_are_not():
+    long = "word " * 30
+    command = "    python3 training_scripts/x.py \\\n        --flag " + "value" * 20
+    assert wrap_description(f"{long}\n\n{command}\n\n{long}").splitlines()[3:5] == command.splitlines()
+    assert all(len(line) <= WIDTH for line in wrap_description(long).splitlines())
+    assert wrap_description("Do.\n\npython3 x.py\n") == "Do.\n\n    python3 x.py"  # a formatter may have dedented it
+
+
+def test_negative_control_a_config_field_without_a_help_text_is_found():
+    assert all(flag.text for flag in flags_of(TrainConfig))
+    assert not next(
+        flag for flag in flags_of(Flags, dataclasses.replace(Flags("x"), sizes=())) if flag.name == "sizes"
+    ).text
