@@ -157,7 +157,7 @@ def test_on_purpose_another_corpus_is_counted_too(spoken, tmp_path, capsys):
     train_until(build(tmp_path, write_rows(spoken, range(15))), 5)
     build(tmp_path, write_rows(spoken, range(14, 30)), "--new_corpus")
     said = capsys.readouterr().out
-    assert "Going on with another corpus" in said and f"{CHANGED}15 utterances added, 14 removed; epoch 2" in said
+    assert "Resuming with a different corpus" in said and f"{CHANGED}15 utterances added, 14 removed; epoch 2" in said
 
 
 def fingerprint(marks: Sequence[int], sketched: int, more: int = 0) -> Fingerprint:
