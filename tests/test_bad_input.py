@@ -23,6 +23,7 @@ from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoi
 from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
 from konkanivani.training.loop import train
 from konkanivani.training.saving import PeriodicSaver
+from konkanivani.training.state import TrainState
 from tests.conftest import TINY_MODEL, run_folders, run_trainer, well, write_corpus
 from tests.starts import begin_run, parse_flags
 
@@ -388,6 +389,7 @@ class FlakyRun:
         self.failing, self.saves = failing, 0
         self.topology, self.is_sharded = ALONE, False
         self.logbook = self.checkpointer = self.step = self.forward = self.monitor = self
+        self.state = TrainState()
         self.phases: list[str] = []
 
     def flush(self) -> None: ...

@@ -8,8 +8,7 @@ import pytest
 
 from konkanivani.base.errors import CheckpointError
 from konkanivani.data import index
-from konkanivani.data.fingerprint import Fingerprint, make_fingerprint, read_fingerprint
-from konkanivani.data.index import SKETCHED
+from konkanivani.data.fingerprint import OLD_SKETCHED, Fingerprint, make_fingerprint, read_fingerprint
 from konkanivani.data.manifest import read_manifest
 
 MANY = 3000
@@ -38,7 +37,8 @@ def test_a_corpus_shares_all_with_itself_with_a_longer_one_and_with_a_part_of_it
 
 
 @pytest.mark.parametrize("beyond", [MANY // 4, MANY // 2, 3 * MANY // 4])
-def test_what_is_shared_is_known_to_a_tenth(beyond, tmp_path):
+def test_what_is_shared_is_known_to_a_tenth(beyond, tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "SKETCHED", OLD_SKETCHED)
     one = fingerprint(tmp_path / "a", range(MANY))
     other = fingerprint(tmp_path / "b", range(beyond, MANY + beyond))
     assert one.shared(other) == pytest.approx(1 - beyond / MANY, abs=0.1)
@@ -52,12 +52,13 @@ def test_another_corpus_shares_next_to_nothing_even_where_its_files_are_numbered
 
 
 def test_blocks_and_an_index_that_is_kept_give_the_same_sketch(tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "SKETCHED", 1000)
     concurrent_micro_batches = fingerprint(tmp_path, range(MANY))
     monkeypatch.setattr(index, "SMALL_BYTES", 0)
     monkeypatch.setattr(index, "BLOCK_BYTES", 20_000)
     for _ in range(2):  # the first time it is written, the second time read
         assert make_fingerprint(read_manifest(tmp_path / "train.jsonl")) == concurrent_micro_batches
-    assert len(concurrent_micro_batches.sketch) == SKETCHED
+    assert len(concurrent_micro_batches.sketch) == 1000
 
 
 def test_a_checkpoints_fingerprint_is_read_back_and_a_foreign_one_refused(tmp_path):

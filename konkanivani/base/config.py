@@ -283,6 +283,9 @@ class OptimizerConfig:
     """Decay after warm-up: cosine to 1 % of the peak at the last step, or inverse square root."""
     warmup_steps: int | Literal["auto"] = "auto"
     """Linear warm-up steps (auto: 10 % of all steps, at most 500)."""
+    continue_schedule: Literal["keep", "stretch", "warm"] = "keep"
+    """With --resume and a different number of steps: keep the schedule, then its final rate; stretch it over the new
+    length; or warm: stretch it after a linear ramp from the latest rate, over --warmup_steps."""
     weight_decay: float = 0.01
     """Decoupled weight decay of the weight matrices."""
     max_grad_norm: float = 1.0

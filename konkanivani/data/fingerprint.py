@@ -1,4 +1,4 @@
-"""A sketch that identifies a corpus, moved or lengthened: a few hundred of its utterances."""
+"""A sketch that identifies a corpus, moved or lengthened: hashes of its utterances."""
 
 import os
 from collections.abc import Mapping
@@ -8,6 +8,22 @@ from konkanivani.base.console import count, duration_words
 from konkanivani.base.errors import CheckpointError
 from konkanivani.data.index import SKETCHED
 from konkanivani.data.manifest import Manifest
+
+OLD_SKETCHED = 256  # marks at most in the checkpoints of older versions
+
+
+@dataclass(frozen=True)
+class CorpusChange:
+    """The number of utterances that were added to a corpus and removed from it; estimated if not `is_exact`."""
+
+    added: int
+    removed: int
+    is_exact: bool
+
+    def sentence(self) -> str:
+        """Return both numbers in words."""
+        about = "" if self.is_exact else "about "
+        return f"{about}{count(self.added, 'utterance')} added, {about}{self.removed:,} removed"
 
 
 @dataclass(frozen=True)
@@ -29,21 +45,39 @@ class Fingerprint:
 
     def shared(self, other: "Fingerprint") -> float:
         """The share of the smaller corpus's utterances that the other one has too, about."""
-        limit = min(_reach(self.sketch), _reach(other.sketch))
-        mine, theirs = ({mark for mark in each.sketch if mark <= limit} for each in (self, other))
+        mine, theirs = self._comparable(other)
         return len(mine & theirs) / max(1, min(len(mine), len(theirs)))
 
     def is_unchanged(self, other: "Fingerprint") -> bool:
         """Whether the other one has as many utterances, and as far as can be told the same."""
-        return (self.utterances, self.sketch) == (other.utterances, other.sketch)
+        return self.utterances == other.utterances and self.change_to(other) is None
+
+    def change_to(self, other: "Fingerprint") -> CorpusChange | None:
+        """Return the difference to the other corpus; None if there is none within the reach of both sketches."""
+        mine, theirs = self._comparable(other)
+        difference = other.utterances - self.utterances  # known exactly
+        is_exact = min(self.reach, other.reach) == float("inf")
+        if is_exact:
+            # A row that is in the manifest twice has one mark and counts as two utterances.
+            added = max(len(theirs - mine), len(mine - theirs) + difference)
+        else:
+            added = max(0, round(len(mine - theirs) / max(1, len(mine)) * self.utterances) + difference)
+        change = CorpusChange(added, added - difference, is_exact)
+        return change if change.added or change.removed else None
+
+    @property
+    def reach(self) -> float:
+        """Return the largest mark within the sketch's range; infinite if it holds the marks of all utterances."""
+        is_cut = len(self.sketch) in (OLD_SKETCHED, SKETCHED) and self.utterances > len(self.sketch)
+        return self.sketch[-1] if is_cut else float("inf")
+
+    def _comparable(self, other: "Fingerprint") -> tuple[set[int], set[int]]:
+        """Return the marks of both corpora within the range of both sketches."""
+        limit = min(self.reach, other.reach)
+        return {mark for mark in self.sketch if mark <= limit}, {mark for mark in other.sketch if mark <= limit}
 
     def state_dict(self) -> dict[str, object]:
         return asdict(self)
-
-
-def _reach(sketch: tuple[int, ...]) -> float:
-    """The largest mark that a sketch would hold; a small corpus's holds all."""
-    return sketch[-1] if len(sketch) == SKETCHED else float("inf")
 
 
 def make_fingerprint(manifest: Manifest) -> Fingerprint:

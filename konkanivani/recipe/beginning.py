@@ -7,9 +7,11 @@ from dataclasses import replace
 import torch
 
 from konkanivani.base.config import TrainConfig, TuningConfig
+from konkanivani.base.console import say
 from konkanivani.base.errors import UsageError
 from konkanivani.base.flags import config_from_text
 from konkanivani.data.batching import EpochPlanner
+from konkanivani.data.fingerprint import CorpusChange, Fingerprint
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.inference.speech_model import check_finite
 from konkanivani.model.adapters import reset_output_heads
@@ -17,6 +19,7 @@ from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.transfer import transfer_weights
 from konkanivani.recipe.build_step import build_forward
+from konkanivani.recipe.corpus import remembered_corpus
 from konkanivani.recipe.start import Start
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, Stateful, check_states, load_states
 from konkanivani.training.optimizer import resolve_warmup
@@ -27,7 +30,12 @@ from konkanivani.training.step import StepParts
 
 def count_steps(config: TrainConfig, planner: EpochPlanner) -> int:
     """The steps of the whole run."""
-    return min(config.run.epochs * planner.global_batches_per_epoch(), config.run.max_steps or sys.maxsize)
+    return limit_steps(config, config.run.epochs * planner.global_batches_per_epoch())
+
+
+def limit_steps(config: TrainConfig, steps: int) -> int:
+    """Return so many steps, or --max_steps if that is less."""
+    return min(steps, config.run.max_steps or sys.maxsize)
 
 
 def settle_stages(config: TrainConfig, planner: EpochPlanner) -> TrainConfig:
@@ -52,25 +60,34 @@ def load_weights(
     step: StepParts,
     state: TrainState,
     stateful: Mapping[str, Stateful],
+    corpus: Fingerprint,
 ) -> None:
     """Loads what the run goes on from, or the weights that it begins with, where it names a checkpoint."""
     if start.resumed:
-        check_states(start.resumed, {*stateful, "plan", "corpus"})
+        check_states(start.resumed, {*stateful, "plan", "corpus", "schedule"})
         forgotten = {"splits"} if start.config.memory.replan else set()
         load_states(start.resumed, {name: part for name, part in stateful.items() if name not in forgotten})
-        _fit_cursor(state, start.resumed, planner)
+        remembered = remembered_corpus(start)
+        change = None if remembered is None else remembered.change_to(corpus)
+        _fit_cursor(state, start.resumed, planner, change)
     if start.initial:
         _take_weights(start.initial, start.config.tuning, stateful["model"], whole_model(start, step), tokenizer)
 
 
-def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner) -> None:
-    """Begins the epoch again where the data is not what the cursor was counted in."""
-    if checkpoint.plan_digest != planner.digest() and state.consumed:
-        print(
-            f"The training data or its order has changed since the checkpoint: epoch {state.epoch + 1} is restarted.",
-            flush=True,
-        )
+def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner, change: CorpusChange | None) -> None:
+    """Restart the epoch if its plan differs from the checkpoint's; print how the corpus has changed."""
+    is_replanned = checkpoint.plan_digest != planner.digest()
+    is_restarted = is_replanned and state.consumed > 0
+    if is_restarted:
+        epoch = f"epoch {state.epoch + 1} is restarted"
         state.begin_epoch()
+    else:
+        epoch = f"epoch {state.epoch + 1} has a new plan" if is_replanned else "the order of the epoch is unchanged"
+    if change is not None:
+        planned = f"{epoch} with a new plan" if is_restarted else epoch
+        say(f"The training corpus has changed since the checkpoint: {change.sentence()}; {planned}.")
+    elif is_restarted:
+        say(f"The training data or its order has changed since the checkpoint: {epoch}.")
 
 
 def _take_weights(

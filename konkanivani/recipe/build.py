@@ -28,6 +28,7 @@ from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import frozen_count, parameter_count
 from konkanivani.recipe.beginning import count_steps, load_weights, settle_stages, whole_model
 from konkanivani.recipe.build_step import StateLayout, build_step_parts
+from konkanivani.recipe.continuation import schedule_rates
 from konkanivani.recipe.origin import load_base, make_origin
 from konkanivani.recipe.planning.plan import resolve_placement, resolve_plan
 from konkanivani.recipe.planning.ranks import Ranks, needs_sharding
@@ -67,13 +68,11 @@ def build_run(start: Start, report: Report = silent) -> Run:
         step, plan = build_planned_step(start, device, speech, planner, resident_before, report)
         state = TrainState()
         stateful = stateful_parts(start, step, state)
-        load_weights(start, speech.tokenizer, planner, step, state, stateful)
+        load_weights(start, speech.tokenizer, planner, step, state, stateful, speech.corpus)
+        step = replace(step, rates=schedule_rates(start, config, planner, state))
     _learn_sizes(config, step)
     _tell_plan(config, step, speech.train, planner)
-    limits = same_size(config.data.batch_size)
-    if plan:
-        print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
-        limits = tuple(SizeLimit(bucket.seconds, bucket.utterances) for bucket in plan.buckets)
+    limits = _micro_batch_limits(config, step, plan)
     loader = loader_config(config, device)
     checkpointer, validation = take_checkpoint_folder(start, run_directory), speech.validation
     logbook = Logbook(run_directory, resumed=Resumed(state.step, state.skipped_steps, state.epochs_finished))
@@ -100,6 +99,14 @@ def build_run(start: Start, report: Report = silent) -> Run:
         utilisation=Utilisation(step.architecture, device, step.forward.amp_dtype or torch.float32),
         topology=topology,
     )
+
+
+def _micro_batch_limits(config: TrainConfig, step: StepParts, plan: MemoryPlan | None) -> tuple[SizeLimit, ...]:
+    """Return the number of utterances per micro-batch, by their length; print the memory plan if there is one."""
+    if plan is None:
+        return same_size(config.data.batch_size)
+    print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
+    return tuple(SizeLimit(bucket.seconds, bucket.utterances) for bucket in plan.buckets)
 
 
 def build_planned_step(
@@ -160,6 +167,8 @@ def take_checkpoint_folder(start: Start, run_directory: Path | None) -> Checkpoi
         checkpointer.discard_unfinished()
     if run_directory is not None and start.resumed:
         move_newer_aside(checkpointer, run_directory, start.resumed_path, start.resumed)
+        progress = start.resumed.states["progress"]
+        checkpointer.restore_best(progress["epochs_finished"] - progress["epochs_without_improvement"])
     elif run_directory is not None:
         move_aside(checkpointer, run_directory)
     return checkpointer

@@ -17,6 +17,7 @@ from konkanivani.memory.weights.placement import HOST, ON_CARD, OffloadedWeights
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.training.gradient import local_gradient, sharded_gradient, summed_gradient
+from konkanivani.training.optimizer import RateSchedule
 from konkanivani.training.optimizers.build import build_optimizer
 from konkanivani.training.sharding import shard_model
 from konkanivani.training.step import ForwardPass, StepParts
@@ -93,7 +94,7 @@ def build_step_parts(
         optimizer=build_optimizer(forward.model, config.optimizer, architecture.tuning),
         scaler=torch.amp.GradScaler(device.type, enabled=forward.amp_dtype == torch.float16),
         schedule=config.optimizer,
-        total_steps=total_steps,
+        rates=RateSchedule.of_length(total_steps),
         seed=config.run.seed,
         oom_history=OomHistory(memory_conditions(config, architecture, device)),
         compute_gradient=sharded_gradient

@@ -95,6 +95,6 @@ def _held_bytes(run: RunConfig) -> int:
 
     What is newer than the one that it goes back to is moved aside and stays.
     """
-    found = [path.stat() for path in Path(run.checkpoint_dir).glob("checkpoint_*.pt")]
+    found = [path.stat() for path in Path(run.checkpoint_dir).glob("checkpoint_*.pt") if path.is_file()]
     newest = float("inf") if run.resume == "auto" else os.stat(run.resume).st_mtime_ns
     return sum({entry.st_ino: entry.st_size for entry in found if entry.st_mtime_ns <= newest}.values())

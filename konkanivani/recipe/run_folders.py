@@ -162,7 +162,7 @@ def move_newer_aside(checkpointer: Checkpointer, run_directory: Path, resumed: P
 
     The copy comes first: a kill in between leaves both to be found, and the next start does it again.
     """
-    step, progress = checkpoint.step, checkpoint.states["progress"]
+    step = checkpoint.step
     newer = checkpointer.newer_than(resumed, step)
     if not newer:
         return
@@ -171,7 +171,6 @@ def move_newer_aside(checkpointer: Checkpointer, run_directory: Path, resumed: P
     say(f"Resuming from an older checkpoint: {resumed.name} is {back} in {checkpointer.directory}.")
     copied = _copy_aside(run_directory)
     aside = checkpointer.move_aside(newer)
-    checkpointer.restore_best(progress["epochs_finished"] - progress["epochs_without_improvement"])
     names = ", ".join(sorted(path.name for path in newer))
     logs = f", a copy of the log to {copied}" if copied else ""
     say(f"The newer files ({names}) were moved to {aside}{logs}.")

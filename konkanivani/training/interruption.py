@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import select
 import signal
 import threading
 import time
@@ -82,13 +81,18 @@ class Interruption:
         if not self._is_over:
             with contextlib.suppress(OSError):  # a terminal that has closed
                 os.write(2, STOPPING)
-        deadline = time.monotonic() + PATIENCE
-        while (left := deadline - time.monotonic()) > 0:
-            if select.select([reader], [], [], left)[0] and _is_asked_again(os.read(reader, 1)[0]):
-                self._end_at_once(number)
-        self._is_whole.acquire()
+        with defer_signals():
+            threading.Thread(target=self._end_if_asked_again, args=(reader, number), daemon=True).start()
+        time.sleep(PATIENCE)
+        self._is_whole.acquire()  # a slow disk may take minutes for the checkpoint that is being written
         error = _interrupted(number)
         end_script(run_script(lambda: self._stop(error)))
+
+    def _end_if_asked_again(self, reader: int, number: int) -> None:
+        """End the process at a second signal, also while the main thread is in a call that lets no handler run."""
+        while not _is_asked_again(os.read(reader, 1)[0]):
+            pass
+        self._end_at_once(number)
 
     def is_requested(self) -> bool:
         """Whether a signal has come."""

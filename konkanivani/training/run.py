@@ -72,7 +72,7 @@ class Run:
             step=self.state.step,
             plan_digest=self.plan_digest,
             states={name: part.state_dict() for name, part in self.stateful.items()}
-            | {"corpus": self.corpus.state_dict()}
+            | {"corpus": self.corpus.state_dict(), "schedule": self.step.rates.state_dict()}
             | ({"plan": self.plan.state_dict()} if self.plan else {}),
         )
 

@@ -39,6 +39,7 @@ class PeriodicSaver:
         self.run = run
         self._saved_at = time.monotonic()
         self._failures = 0
+        self._saved_state: dict[str, int | float] | None = None
 
     def save_if_due(self) -> None:
         """Saves checkpoint_last.pt when --save_steps or --save_minutes have passed."""
@@ -53,7 +54,13 @@ class PeriodicSaver:
             self.save()
 
     def save(self, epoch: int | None = None, is_best: bool = False, is_final: bool = False) -> None:
-        """Saves now, the first rank for all; a failure is a warning, three in a row or the final save's an error."""
+        """Saves now, the first rank for all; a failure is a warning, three in a row or the final save's an error.
+
+        The final save is left out if the newest checkpoint already has this state: after a signal a second write of the
+        same state could take a slow disk longer than the scheduler waits before SIGKILL (torchrun: 30 s).
+        """
+        if is_final and self._is_saved():
+            return
         self._saved_at = time.monotonic()
         checkpoint = self.run.checkpoint() if self.run.topology.is_first or self.run.is_sharded else None
         if not self.run.topology.is_first:
@@ -62,6 +69,7 @@ class PeriodicSaver:
         try:
             self.run.checkpointer.save(checkpoint, epoch, is_best)
             self._failures = 0
+            self._saved_state = self.run.state.state_dict()
         except ResourceError as error:
             self._failures += 1
             if is_final or self._failures >= MAX_FAILED_SAVES:
@@ -69,3 +77,9 @@ class PeriodicSaver:
             say(f"{error} Training continues; the previous checkpoint is kept, and the next save retries.")
         finally:
             self.run.step.forward.monitor.end_phase("save")
+
+    def _is_saved(self) -> bool:
+        """Return whether no step and no validation came after the last save; of sharded weights all ranks save."""
+        if self._saved_state is None or self.run.is_sharded:
+            return False
+        return self._saved_state == self.run.state.state_dict()

@@ -26,13 +26,7 @@ from konkanivani.model.asr import ASROutput, KonkaniVaniASR
 from konkanivani.model.blocks import BlockRunner
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts, LossSums, Objective
-from konkanivani.training.optimizer import (
-    Optimizer,
-    delayed_warmup_factor,
-    learning_rate,
-    non_head_parameters,
-    set_learning_rate,
-)
+from konkanivani.training.optimizer import Optimizer, RateSchedule, non_head_parameters, set_learning_rate
 
 
 @dataclass(frozen=True)
@@ -136,13 +130,18 @@ class StepParts:
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
     schedule: OptimizerConfig
-    total_steps: int
+    rates: RateSchedule
     seed: int
     oom_history: OomHistory
     compute_gradient: ComputeGradient
     topology: Topology = ALONE
     read: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
     """The step's only read from the device; a trace, whose tensors hold no numbers, puts zeros in its place."""
+
+    @property
+    def total_steps(self) -> int:
+        """Return the optimizer steps of the whole run."""
+        return self.rates.run_steps
 
     @property
     def architecture(self) -> Architecture:
@@ -253,9 +252,9 @@ def forward_and_backward(parts: StepParts, batch: Batch, counts: LossCounts) -> 
 
 def update(parts: StepParts, gradient: StepGradient, counts: LossCounts, step: int) -> StepReport:
     """Applies the window's gradient if it is finite. Allocates nothing (see optimizer.py): never half done."""
-    rate = learning_rate(parts.schedule, step, parts.total_steps)
+    rate = parts.rates.rate(parts.schedule, step)
     if gradient.is_finite:
-        begun = delayed_warmup_factor(parts.schedule, parts.architecture.tuning, step, parts.total_steps)
+        begun = parts.rates.delayed_warmup_factor(parts.schedule, parts.architecture.tuning, step)
         set_learning_rate(parts.optimizer, rate, begun)
         parts.optimizer.step()
     parts.optimizer.zero_grad()

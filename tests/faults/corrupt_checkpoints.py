@@ -13,7 +13,7 @@ import torch
 
 from konkanivani.base.errors import CheckpointError
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS, Checkpointer
+from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ def _plain(value: object) -> object:
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def resume_from(folder: Path, damage: Damage, last: Checkpoint, previous: Checkpoint) -> str:
+def resume_from(folder: Path, damage: Damage, last: Checkpoint, before: Checkpoint) -> str:
     """What becomes of a resume in a copy of a run's folder whose newest checkpoint is damaged, in a word.
 
-    `detected`: it was moved aside by name and the previous one is used; `harmless`: it is loaded, and is what was
-    saved. Anything else is a sentence.
+    `detected`: it was moved aside by name and the newest of the others, `before`, is used; `harmless`: it is loaded,
+    and is what was saved. Anything else is a sentence.
     """
     (folder / LAST).write_bytes(damage.content)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -70,7 +70,7 @@ def resume_from(folder: Path, damage: Damage, last: Checkpoint, previous: Checkp
     aside = folder / f"{LAST}.damaged"
     if path.name == LAST:
         return "harmless" if same(found, last) else f"{damage.name}: read wrongly"
-    if path.name != PREVIOUS or not same(found, previous):
+    if not same(found, before):
         return f"{damage.name}: {path.name} was used"
     if not aside.exists() or aside.read_bytes() != damage.content or (folder / LAST).exists():
         return f"{damage.name}: not moved aside"
@@ -81,8 +81,9 @@ def resume_from(folder: Path, damage: Damage, last: Checkpoint, previous: Checkp
 def try_damages(checkpoints: Path, damages: Iterator[Damage], work: Path) -> Counter[str]:
     """How often each came of it, over all the damages to a run's newest checkpoint."""
     shutil.copytree(checkpoints, work)
-    last, previous = read_checkpoint(work / LAST), read_checkpoint(work / PREVIOUS)
-    return Counter(resume_from(work, damage, last, previous) for damage in damages)
+    others = [read_checkpoint(path) for path in work.glob("checkpoint_*.pt") if path.name != LAST]
+    last, before = read_checkpoint(work / LAST), max(others, key=lambda other: other.step)
+    return Counter(resume_from(work, damage, last, before) for damage in damages)
 
 
 def refuses_where_all_are_bad(checkpoints: Path, content: bytes, work: Path) -> bool:

@@ -30,7 +30,8 @@ class Point:
     """The instant before an operation on a file of the checkpoint folder; `name` is an expression, "" the folder.
 
     A write ends after `share` of the bytes that checkpoint_last.pt has; `occurrence` counts within one save.
-    `is_published`: whether the save's checkpoint_last.pt is in its place by then.
+    `is_published`: whether the save's checkpoint_last.pt is in its place by then. `has_epoch`: whether its epoch
+    checkpoint is, in a save at the end of an epoch.
     """
 
     label: str
@@ -39,15 +40,18 @@ class Point:
     share: float = 0.0
     occurrence: int = 1
     is_published: bool = False
+    has_epoch: bool = False
 
 
-def _second_name(what: str, name: str) -> tuple[Point, Point, Point]:
+def _second_name(what: str, name: str, has_epoch: bool) -> tuple[Point, Point, Point]:
     """The three instants at which a file is given a second name."""
-    return (
-        Point(f"{what}: before what a kill left of its link is removed", "os.remove", rf"{name}\.partial"),
-        Point(f"{what}: before the link", "os.link", rf"{name}\.partial"),
-        Point(f"{what}: after the link, before the rename", "os.rename", name),
+    operations = (
+        (f"{what}: before what a kill left of its link is removed", "os.remove", rf"{name}\.partial"),
+        (f"{what}: before the link", "os.link", rf"{name}\.partial"),
+        (f"{what}: after the link, before the rename", "os.rename", name),
     )
+    first, second, third = (Point(*operation, has_epoch=has_epoch) for operation in operations)
+    return first, second, third
 
 
 POINTS = (
@@ -57,10 +61,10 @@ POINTS = (
     Point(HALF, "write", share=0.5),
     Point("after 99 % of the bytes", "write", share=0.99),
     Point("before the file's fsync", "fsync"),
-    *_second_name("epoch (after the file's fsync)", EPOCH),
-    *_second_name("best", BEST_NAME),
-    *_second_name("previous", re.escape(PREVIOUS)),
-    Point("last: before its rename", "os.rename", re.escape(LAST)),
+    *_second_name("epoch (after the file's fsync)", EPOCH, has_epoch=False),
+    *_second_name("best", BEST_NAME, has_epoch=True),
+    *_second_name("previous", re.escape(PREVIOUS), has_epoch=True),
+    Point("last: before its rename", "os.rename", re.escape(LAST), has_epoch=True),
     Point("last: after its rename, before the folder's fsync", "fsync", "", is_published=True),
     Point("before an old epoch is removed", "os.remove", EPOCH, is_published=True),
     Point("between two old epochs' removals", "os.remove", EPOCH, occurrence=2, is_published=True),

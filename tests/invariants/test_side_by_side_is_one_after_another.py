@@ -217,13 +217,9 @@ def test_out_of_memory_they_go_one_after_another_and_that_is_remembered(capsys):
     for one, other in zip(expected.model.parameters(), parts.model.parameters(), strict=True):
         assert relative_difference(one, other) < BOUND
     resumed = doubled(2)
-    resumed.splits.load_state_dict(parts.oom_history.state_dict())
-    assert (
-        resumed.splits.fit_to_memory(
-            resumed.forward.plan(global_batch(SPOKEN, 2).micro_batches)
-        ).concurrent_micro_batches
-        == 1
-    )
+    resumed.oom_history.load_state_dict(parts.oom_history.state_dict())
+    plan = resumed.forward.plan(global_batch(SPOKEN, 2).micro_batches)
+    assert resumed.oom_history.fit_to_memory(plan).concurrent_micro_batches == 1
 
 
 def test_what_does_not_fit_even_so_is_split_further():

@@ -151,7 +151,7 @@ def test_gradients_that_do_not_come_home_are_seen(monkeypatch: pytest.MonkeyPatc
 def test_what_came_ahead_and_is_never_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a block that was brought before an update, and is worked with after it."""
     monkeypatch.setattr(WeightPrefetcher, "forget", lambda self: None)
-    monkeypatch.setattr(WeightPrefetcher, "bring", bring_once)
+    monkeypatch.setattr(WeightPrefetcher, "get", bring_once)
     assert differing(on_card(ours, "never", "conformer"), weights_after(ours(AHEAD), STEPS))
 
 

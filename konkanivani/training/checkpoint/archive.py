@@ -24,6 +24,7 @@ RECORD = re.compile(
 )
 # All that the pickle names: tensors, over typed storages, and the hooks of each, of which there are none.
 GLOBAL = re.compile(r"torch [A-Z][A-Za-z0-9]*Storage|torch\._utils _rebuild_tensor_v2|collections OrderedDict")
+INTEGERS = frozenset({"BININT", "BININT1", "BININT2", "LONG1"})
 BUILDING = frozenset({"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD", "EXT1", "EXT2", "EXT4"})
 # A zip ends with these three, the first two where it may be larger than 4 GiB; in both ends its directory's size.
 END_64, LOCATOR_BYTES, END = struct.Struct("<40xQ8x"), 20, struct.Struct("<4s8xL6x")
@@ -74,6 +75,24 @@ def _check(file: BinaryIO, forbidden: frozenset[str]) -> None:
         _check_records(archive.infolist())
         _check_sums(archive)
         _check_pickle(archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl"))), forbidden)
+
+
+def first_number(path: Path, name: str) -> int:
+    """Return the first integer that follows the string `name` in the pickle of what torch.save wrote to `path`.
+
+    Reads no tensor. Raises nearly any exception if the file is not as torch.save wrote it.
+    """
+    with open(path, "rb") as file:
+        _check_end(file)
+        with zipfile.ZipFile(file) as archive:
+            _check_records(archive.infolist())
+            pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+    is_next = False
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if is_next and opcode.name in INTEGERS:
+            return argument
+        is_next = is_next or argument == name
+    raise ValueError(f"it has no {name}")
 
 
 def is_whole(path: Path) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from konkanivani.base.errors import CheckpointError, ResourceError
 from konkanivani.base.line_endings import conversion_hint
-from konkanivani.training.checkpoint.archive import load_archive
+from konkanivani.training.checkpoint.archive import first_number, load_archive
 
 FORMAT = 2  # 1: the norm now at a block's beginning stood at its end
 DAMAGE = (None, errno.EINVAL, errno.EIO)  # what reading a file can end with that does not hold what it says
@@ -88,6 +88,14 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         raise ResourceError(f"The checkpoint {path} cannot be read: {reason}. Fix that and start again.") from None
     except Exception as error:  # a damaged zip or pickle can raise nearly anything
         raise _damaged(path, error) from None
+
+
+def read_step(path: Path) -> int | None:
+    """Return the step of the checkpoint at `path` without reading its tensors; None if it cannot be read."""
+    try:
+        return first_number(path, "step")
+    except Exception:  # a damaged zip or pickle can raise nearly anything
+        return None
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:

@@ -11,7 +11,13 @@ import torch
 from konkanivani.base.console import say
 from konkanivani.base.errors import CheckpointError, NumericsError, ResourceError
 from konkanivani.training.checkpoint.archive import is_whole
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, OtherVersionError, read_checkpoint, write_checkpoint
+from konkanivani.training.checkpoint.checkpoint import (
+    Checkpoint,
+    OtherVersionError,
+    read_checkpoint,
+    read_step,
+    write_checkpoint,
+)
 
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
 EPOCH_NAME = re.compile(r"checkpoint_epoch_(\d+)\.pt")
@@ -80,19 +86,24 @@ class Checkpointer:
                 left.unlink()
 
     def read_newest_sound(self, sets_aside: bool = True) -> tuple[Path, Checkpoint] | None:
-        """The newest checkpoint that verifies, or None in a folder without any.
+        """Return the checkpoint of the most steps that verifies; None if the folder has none.
 
-        Damaged ones on the way are named and, where it `sets_aside`, renamed to *.damaged; where none is sound a
-        CheckpointError is raised, since beginning anew without a word would lose the run.
+        Damaged ones on the way are named and, if it `sets_aside`, renamed to *.damaged. If none verifies, a
+        CheckpointError is raised: a new run in its place would lose this one. A message says so if the last
+        checkpoint is missing or older than another: the write of a lost machine or of a cloud drive that never arrived.
         """
-        damaged = len(self._damaged())
-        for path in self._candidates():
+        damaged, is_damaged = len(self._damaged()), False
+        for path in self._newest_first():
             try:
-                return path, read_checkpoint(path)
+                found = read_checkpoint(path)
+                if path.name != LAST and not is_damaged:
+                    say(self._late_write(path, found.step))
+                return path, found
             except OtherVersionError:
                 raise
             except CheckpointError as error:
                 damaged += 1
+                is_damaged = True
                 aside = path.with_name(path.name + ".damaged")
                 if sets_aside:
                     os.replace(path, aside)
@@ -105,6 +116,26 @@ class Checkpointer:
                 "Restore a backup, or start a new run with --fresh."
             )
         return None
+
+    def _newest_first(self) -> list[Path]:
+        """Return the checkpoints, most steps first; an unreadable `last` or `previous` counts as newest.
+
+        Names alone do not tell: after a crash a name may refer to an older file again.
+        """
+        candidates = self._candidates()
+        steps = {path: read_step(path) for path in candidates}
+        newest = max((step for step in steps.values() if step is not None), default=0)
+        unread = {LAST: newest, PREVIOUS: newest}
+        return sorted(candidates, key=lambda path: -(unread.get(path.name, -1) if steps[path] is None else steps[path]))
+
+    def _late_write(self, found: Path, step: int) -> str:
+        """Return a sentence that says why the last checkpoint is not used, but `found`."""
+        last = self.directory / LAST
+        state = f"is of step {read_step(last)}" if last.is_file() else "is missing"
+        return (
+            f"{last} {state}: its last write has not arrived, or it was moved. The newest valid checkpoint is "
+            f"{found.name}, step {step}."
+        )
 
     def newest_before(self, step: int) -> Path | None:
         """The newest sound checkpoint of fewer steps than `step`: its weights gave a finite gradient at least once."""
@@ -158,10 +189,13 @@ class Checkpointer:
         return newer
 
     def restore_best(self, epoch: int) -> None:
-        """Has `best` name this epoch again, where nothing has that name and the epoch is still there."""
-        found = self.directory / f"checkpoint_epoch_{epoch}.pt"
-        if found.is_file() and not (self.directory / BEST).exists():
-            _link(found, self.directory / BEST)
+        """Name this epoch `best` if it is there and another step, or none, has that name.
+
+        A kill between the names of a save, or a write that never arrived, leaves the name to an earlier epoch.
+        """
+        found, best = self.directory / f"checkpoint_epoch_{epoch}.pt", self.directory / BEST
+        if found.is_file() and read_step(found) != read_step(best) and is_whole(found):
+            _link(found, best)
 
     def move_aside(self, paths: Iterable[Path] | None = None) -> Path | None:
         """Moves these checkpoints, or every one, into a new folder `replaced_N`; None where there is none."""

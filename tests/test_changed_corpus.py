@@ -1,0 +1,194 @@
+"""A run that is resumed with added or removed utterances reports their number, and plans its epoch and its length."""
+
+import dataclasses
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from konkanivani.data.fingerprint import OLD_SKETCHED, CorpusChange, Fingerprint
+from konkanivani.data.index import SKETCHED
+from konkanivani.recipe.build import build_run
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST
+from konkanivani.training.loop import train
+from konkanivani.training.run import Run
+from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, write_corpus
+from tests.starts import begin_run
+
+PEAK, WARMUP, EPOCHS = 1e-3, 3, 4
+MODEL = (*TINY_MODEL, "--encoder_layers", "1", "--decoder_layers", "0", "--ctc_weight", "1", "--num_workers", "0")
+SCHEDULE = ("--epochs", str(EPOCHS), "--learning_rate", str(PEAK), "--warmup_steps", str(WARMUP))
+CUT = ("--batch_size", "5", "--gradient_accumulation_steps", "1", "--first_epoch", "shuffled")
+CHANGED = "The training corpus has changed since the checkpoint: "
+ORDER = "The training data or its order has changed since the checkpoint: "
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Return a corpus of 30 utterances from four words, so that the tokenizer of any part has all letters."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("tests.conftest.WORDS", ("एक", "दोन", "तीन", "चार"))
+        return write_corpus(tmp_path_factory.mktemp("spoken") / "tones", {"train": 30}, lengths=range(1, 4))
+
+
+def write_rows(spoken: Corpus, numbers: Sequence[int], **changed: str) -> str:
+    """Replace the manifest of a run by these rows of the corpus; return its path."""
+    lines = Path(spoken.manifest("train")).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(lines[number]) | changed for number in numbers]
+    path = spoken.directory / "some.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def build(folder: Path, manifest: str, *more: str) -> Run:
+    flags = (*MODEL, *SCHEDULE, *CUT, "--train_manifest", manifest, *run_folders(folder), "--resume", "auto")
+    return build_run(begin_run([*flags, *more]))
+
+
+def train_until(run: Run, step: int) -> None:
+    """Train up to this step and save, with unchanged settings, like a run stopped by a signal."""
+    train(dataclasses.replace(run, config=dataclasses.replace(run.config, max_steps=step)))
+
+
+def cosine(step: int, steps: int) -> float:
+    """Return the rate of a step of a cosine schedule with this number of steps."""
+    if step < WARMUP:
+        return PEAK * (step + 1) / WARMUP
+    share = min(1.0, (step - WARMUP) / (steps - 1 - WARMUP))
+    return PEAK * (0.01 + 0.99 * (1 + math.cos(math.pi * share)) / 2)
+
+
+CHANGES = {
+    "added": (range(30), "10 utterances added, 0 removed"),
+    "removed": (range(12), "0 utterances added, 8 removed"),
+    "both": (range(2, 25), "5 utterances added, 2 removed"),
+    "one twice": ([*range(20), 7], "1 utterance added, 0 removed"),
+}
+
+
+@pytest.mark.parametrize("numbers, words", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("step, epoch", [(6, "epoch 2 is restarted with a new plan"), (8, "epoch 3 has a new plan")])
+def test_the_numbers_of_added_and_removed_utterances_are_reported(
+    step, epoch, numbers, words, spoken, tmp_path, capsys
+):
+    """The first corpus has 20 utterances: stop in the middle of an epoch (4 steps), and between two."""
+    train_until(build(tmp_path, write_rows(spoken, range(20))), step)
+    run = build(tmp_path, write_rows(spoken, numbers))
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The training ")]
+    assert said == [f"{CHANGED}{words}; {epoch}."]
+    assert (run.state.epoch, run.state.consumed) == (step // 4, 0)
+
+
+@pytest.mark.parametrize(
+    "numbers, changed, words, steps",
+    [
+        (range(20), {}, [], 16),
+        (range(20), {"text": "एक"}, [], 16),
+        (range(19, -1, -1), {}, [f"{ORDER}epoch 2 is restarted."], 18),
+    ],
+    ids=["the same", "corrected texts", "another order"],
+)
+def test_negative_control_the_same_utterances_are_no_other_corpus(
+    numbers, changed, words, steps, spoken, tmp_path, capsys
+):
+    """An epoch that is restarted after 2 of its steps adds them to the length of the run."""
+    train_until(build(tmp_path, write_rows(spoken, range(20))), 6)
+    run = build(tmp_path, write_rows(spoken, numbers, **changed))
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line.startswith("The training ")] == words
+    assert (run.step.total_steps, any(line.startswith("Learning rate:") for line in said)) == (steps, steps != 16)
+
+
+@pytest.mark.parametrize("way", ["keep", "stretch"])
+def test_the_length_is_the_steps_made_and_the_steps_to_come(way, spoken, tmp_path, capsys):
+    """Two epochs of 4 steps are finished and two of 6 remain; an epoch has each utterance once."""
+    train_until(build(tmp_path, write_rows(spoken, range(20))), 8)
+    manifest = write_rows(spoken, range(30))
+    for stop in (9, 13, 100):  # stopped twice more
+        train_until(build(tmp_path, manifest, "--continue_schedule", way), stop)
+    log = read_log(tmp_path)
+    assert [record["step"] for record in log] == list(range(1, 21))
+    assert [sum(record["utterances"] for record in log if record["step"] in range(*ends)) for ends in EPOCH_ENDS] == [
+        *(20, 20, 30, 30)
+    ]
+    longer = {"keep": 16, "stretch": 20}[way]
+    expected = [cosine(step, 16) for step in range(8)] + [cosine(step, longer) for step in range(8, 20)]
+    assert [record["learning_rate"] for record in log] == pytest.approx(expected, rel=1e-9)
+    assert expected[-1] == pytest.approx(PEAK / 100)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Learning rate:")]
+    assert said == [
+        f"Learning rate: {expected[7]:.2e} at step 8, {expected[8]:.2e} next: schedule planned for 16 steps, now 20 "
+        f"(--continue_schedule {way})."
+    ]
+
+
+EPOCH_ENDS = ((1, 5), (5, 9), (9, 15), (15, 21))
+
+
+def rewrite(folder: Path, change: Callable[[dict], dict]) -> None:
+    """Replace the states of the last checkpoint."""
+    path = folder / "checkpoints" / LAST
+    found = read_checkpoint(path)
+    write_checkpoint(path, dataclasses.replace(found, states=change(found.states)))
+
+
+@pytest.mark.parametrize("step, steps", [(3, 16), (8, 16)])
+def test_the_old_length_is_known_of_a_checkpoint_without_a_schedule(step, steps, spoken, tmp_path, capsys):
+    train_until(build(tmp_path, write_rows(spoken, range(20))), step)
+    rewrite(tmp_path, lambda states: {name: state for name, state in states.items() if name != "schedule"})
+    run = build(tmp_path, write_rows(spoken, range(30)))
+    assert f"schedule planned for {steps} steps, now {run.step.total_steps} (" in capsys.readouterr().out
+    assert run.step.total_steps == {3: 3 + 24, 8: 8 + 12}[step]
+
+
+def test_a_checkpoint_that_does_not_name_its_corpus_says_only_that_the_order_has_changed(spoken, tmp_path, capsys):
+    train_until(build(tmp_path, write_rows(spoken, range(20))), 6)
+    rewrite(tmp_path, lambda states: {name: state for name, state in states.items() if name != "corpus"})
+    build(tmp_path, write_rows(spoken, range(30)))
+    said = capsys.readouterr().out
+    assert f"{ORDER}epoch 2 is restarted." in said and CHANGED not in said
+
+
+def test_on_purpose_another_corpus_is_counted_too(spoken, tmp_path, capsys):
+    train_until(build(tmp_path, write_rows(spoken, range(15))), 5)
+    build(tmp_path, write_rows(spoken, range(14, 30)), "--new_corpus")
+    said = capsys.readouterr().out
+    assert "Resuming with a different corpus" in said and f"{CHANGED}15 utterances added, 14 removed; epoch 2" in said
+
+
+def fingerprint(marks: Sequence[int], sketched: int, more: int = 0) -> Fingerprint:
+    """Return a corpus of utterances with these hashes, with `more` repeated rows in the manifest."""
+    return Fingerprint("train.jsonl", len(marks) + more, 1.0, tuple(sorted(marks)[:sketched]))
+
+
+def test_larger_corpora_are_counted_exactly_within_the_sketch_and_to_a_few_percent_beyond():
+    marks = random.Random(1).sample(range(2**56), 3 * SKETCHED)
+    small, grown = fingerprint(marks[:60_000], SKETCHED), fingerprint(marks[100:61_000], SKETCHED)
+    assert small.change_to(grown) == CorpusChange(1000, 100, is_exact=True)
+    large, other = fingerprint(marks[:150_000], SKETCHED), fingerprint(marks[30_000:190_000], SKETCHED)
+    found = large.change_to(other)
+    assert (found.added, found.removed) == pytest.approx((40_000, 30_000), rel=0.05) and not found.is_exact
+    assert found.added - found.removed == 10_000
+    assert found.sentence() == f"about {found.added:,} utterances added, about {found.removed:,} removed"
+    assert large.change_to(fingerprint(marks[:150_100], SKETCHED)) == CorpusChange(100, 0, is_exact=False)
+    assert large.change_to(fingerprint(marks[:150_000], SKETCHED)) is None
+
+
+def test_a_sketch_of_an_older_version_is_compared_as_far_as_it_reaches():
+    marks = random.Random(2).sample(range(2**56), 4000)
+    old, same = fingerprint(marks[:3000], OLD_SKETCHED), fingerprint(marks[:3000], SKETCHED)
+    assert old.change_to(same) is None and old.is_unchanged(same) and old.shared(same) == 1
+    assert old.change_to(fingerprint(marks[:3030], SKETCHED)) == CorpusChange(30, 0, is_exact=False)
+    exact = fingerprint(marks[:OLD_SKETCHED], OLD_SKETCHED)
+    assert exact.change_to(fingerprint(marks[6:260], SKETCHED)) == CorpusChange(4, 6, is_exact=True)
+
+
+def test_repeated_rows_count_as_the_rows_that_they_are():
+    one = fingerprint(range(10), SKETCHED, more=2)
+    assert one.change_to(fingerprint(range(10), SKETCHED)) == CorpusChange(0, 2, is_exact=True)
+    assert one.change_to(fingerprint(range(12), SKETCHED)) == CorpusChange(2, 2, is_exact=True)
+    assert one.change_to(one) is None
