@@ -37,7 +37,7 @@ class OwnFlags:
 
     gpu: str | None = None
     """Name of the GPU to plan for, such as "GTX 980" or "A100 80GB"."""
-    world_size: int = 1
+    world: int = 1
     """Number of ranks, each with a GPU of this memory; --shard selects FSDP2 sharding."""
     presets: bool = False
     """Print a table for all presets in 2, 4, 8, 14.7 and 24 GiB."""
@@ -64,7 +64,7 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
     """The plan, as it is to be printed; `given` are the names of the flags that a person has given."""
     check_idle_flags(flags.train, given)
     check_config(flags.train)
-    if flags.world_size < 1:
+    if flags.world < 1:
         raise UsageError("--world must be at least 1.")
     gpu, budget = find_gpu(flags.gpu) if flags.gpu else None, flags.train.memory.memory_budget
     if not (gpu or budget or flags.presets):
@@ -88,10 +88,10 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
     if flags.table:
         return plan_whisper(flags.train, costs, size)
     if flags.presets:
-        if flags.world_size > 1:
+        if flags.world > 1:
             raise UsageError("--presets supports one process: use --world with one --preset.")
         return plan_presets(flags.train, costs)
-    report = plan_budget(flags.train, costs, size, choose_ranks(flags.train, costs, size, flags.world_size), given)
+    report = plan_budget(flags.train, costs, size, choose_ranks(flags.train, costs, size, flags.world), given)
     return report.as_json() if flags.json else report.as_table()
 
 
