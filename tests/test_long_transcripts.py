@@ -96,7 +96,7 @@ def test_preparation_leaves_it_out_with_the_reason(rows, tmp_path: Path) -> None
     flags = ("--format", "csv", "--source", str(folder), "--table", "all.csv", "--max_rejected", "10%")
     output = tmp_path / "out"
     done = well(run_script("training_scripts/prepare_data.py", *flags, "--output", str(output)))
-    assert "left out: 1 (long transcript)" in done.stdout
+    assert "skipped: 1 (long transcript)" in done.stdout
     rejected = json.loads((output / "rejected.jsonl").read_text(encoding="utf-8"))
     assert rejected["audio_filepath"].endswith("long.wav")
     assert "3000 characters, more than 2.00 s of speech have" in rejected["reason"]

@@ -52,7 +52,7 @@ def test_all_that_a_phone_writes_is_prepared(phones, tmp_path):
 
 def test_where_pyav_is_missing_each_file_is_named_and_counted_and_told_how(phones, tmp_path, monkeypatch):
     monkeypatch.setattr(audio_file, "is_installed", lambda: False)
-    said = r"91\.3% of the rows .* cannot be used \(21 unusable audio\).*pip install av"
+    said = r"91\.3% of the rows .* are unusable \(21 unusable audio\).*pip install av"
     with pytest.raises(DataError, match=said):
         prepare(phones, tmp_path / "out")
     refused = rejected(tmp_path / "out")

@@ -108,8 +108,8 @@ def test_the_newest_valid_checkpoint_is_resumed_if_the_last_one_is_lost(
     LOST[lost](folder / "checkpoints")
     run = build(corpus, folder)
     said = capsys.readouterr().out
-    assert run.state.step == 8 and f"Going on from {folder / 'checkpoints' / EPOCH}: step 8." in said
-    expected = SAID.get(lost, f"Moved aside to {LAST}.damaged. Trying the one before.")
+    assert run.state.step == 8 and f"Resuming from {folder / 'checkpoints' / EPOCH}: step 8." in said
+    expected = SAID.get(lost, f"Renamed to {LAST}.damaged. Trying the previous one.")
     assert said.count(expected) == 1 and said.count("has not arrived") == (lost in SAID)
     train_until(run, STEPS)
     one, other = (read_checkpoint(run / "checkpoints" / LAST) for run in (folder, undisturbed))

@@ -196,7 +196,7 @@ def test_labels_beyond_the_decoders_positions_are_left_out_with_the_reason(pairs
     longest = ours.encode("") + [0] * ours.rules.most_tokens
     assert len(collate([Example("u", torch.zeros(5), longest, None)], ours.special).decoder_tokens[0]) == 448
     assert reason_to_reject(utterance, longest, limits) is None
-    assert reason_to_reject(utterance, [*longest, 0], limits) == "448 tokens exceed the decoder's 447"
+    assert reason_to_reject(utterance, [*longest, 0], limits) == "448 tokens are more than the decoder's 447"
     assert reason_to_reject(dataclasses.replace(utterance, duration=28.0), longest, limits) == (
         "28.00 s is longer than the model's window at speed 0.9, 27 s"
     )
