@@ -28,7 +28,7 @@ from typing import Literal
 from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.errors import ResourceError
 
-HERE = Path(__file__).resolve().parent / "measuring" / "nemo"
+FOLDER = Path(__file__).resolve().parent / "measuring" / "nemo"
 REST = 0.5  # seconds before each step: the other side's threads spin for a while when they have nothing to do
 COUNTED = 2  # steps before the timed ones: the optimizer of NeMo makes its state in the first
 
@@ -53,7 +53,7 @@ class Flags:
 
 def begin(python: str, script: str, flags: Flags) -> subprocess.Popen:
     """A side's process, which makes a step whenever it is sent a line, and answers with one."""
-    words = [python, str(HERE / script), str(flags.seconds), str(flags.threads)]
+    words = [python, str(FOLDER / script), str(flags.seconds), str(flags.threads)]
     words += [flags.gradient_checkpointing, flags.optimizer]  # which NeMo's side leaves unread
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
