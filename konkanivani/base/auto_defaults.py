@@ -1,4 +1,4 @@
-"""What the amount of speech decides where a person has not: tokens, losses, epochs, windows. No torch here."""
+"""Values of the "auto" settings, chosen from the amount of training audio. Does not import torch."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -8,22 +8,27 @@ from konkanivani.base.rules import settings_of, with_values
 
 DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "gradient_accumulation_steps", "first_epoch")
 DECIDED += ("learning_rate",)
-LITTLE_HOURS = 10.0  # with less, subwords are too rare to be learnt, and attention alone aligns too late
-TARGET_HOURS = 30.0  # of speech in all epochs together, where that is between the two bounds
+# With less audio, subwords are too rare to be learnt, and attention without CTC aligns too late.
+LITTLE_HOURS = 10.0
+TARGET_HOURS = 30.0  # audio in all epochs together, as far as the bounds on the epochs allow
 MIN_EPOCHS, MAX_EPOCHS = 20, 60
-MIN_TUNED_EPOCHS, MAX_TUNED_EPOCHS = 3, 10  # of a model that has learnt already
-GLOBAL_BATCH_SECONDS = (
-    20.0  # of little speech in a step: twice the steps of half the speech learn more in as many epochs
-)
+MIN_TUNED_EPOCHS, MAX_TUNED_EPOCHS = 3, 10  # fine-tuning of a pretrained model
+# Audio per optimizer step of a small corpus: half the audio per step means twice the steps, which learn more in the
+# same number of epochs.
+GLOBAL_BATCH_SECONDS = 20.0
 MIN_GLOBAL_BATCH_SIZE = 2
-LARGE_RATE = 2e-3  # up to that width, from that number of words and hours on (docs/experiments.md)
+# LARGE_RATE is for models up to SMALL_WIDTH, from MANY_WORDS and MIN_HOURS on (docs/experiments.md).
+LARGE_RATE = 2e-3
 SMALL_WIDTH, MANY_WORDS, MIN_HOURS = 128, 100, 0.75
-TUNED_GLOBAL_BATCH_SIZE = 16  # utterances, of a model that has learnt already: as its makers' own recipes have it
+TUNED_GLOBAL_BATCH_SIZE = 16  # utterances, as in the published fine-tuning recipes of the pretrained models
 
 
 @dataclass(frozen=True)
 class CorpusSize:
-    """How much speech there is to train on, of how many distinct words; `ranks` are to share each step's."""
+    """Amount of training data.
+
+    `hours` of audio, number of `utterances` and of distinct `words`, and the `ranks` that share a global batch.
+    """
 
     hours: float
     utterances: int
@@ -32,16 +37,17 @@ class CorpusSize:
 
     @property
     def is_little(self) -> bool:
-        """Whether there is too little for what suits most corpora."""
+        """Return whether the corpus is too small for the usual defaults (under LITTLE_HOURS)."""
         return self.hours < LITTLE_HOURS
 
     @property
     def global_batch_size(self) -> int:
-        """Utterances in one optimizer step."""
+        """Utterances per optimizer step."""
         if not self.is_little:
             return DEFAULT_EFFECTIVE_BATCH_SIZE
         seconds_each = 3600 * self.hours / max(1, self.utterances)
         wanted = round(min(DEFAULT_EFFECTIVE_BATCH_SIZE, GLOBAL_BATCH_SECONDS / max(seconds_each, 1e-9)))
+        # Each rank needs at least one utterance.
         return max(MIN_GLOBAL_BATCH_SIZE, self.ranks, wanted)
 
 
@@ -49,15 +55,17 @@ UNLIMITED = CorpusSize(float("inf"), 0)
 
 
 def resolve(config: TrainConfig, amount: CorpusSize = UNLIMITED) -> TrainConfig:
-    """The configuration with every "auto" that the amount of speech to train on decides."""
+    """Return the configuration with the "auto" settings of DECIDED resolved for this amount of data."""
     is_tuned = config.pretrained.pretrained is not None
     utterances = max(TUNED_GLOBAL_BATCH_SIZE, amount.ranks) if is_tuned else amount.global_batch_size
     config = dataclasses.replace(config, data=_with_global_batch(config.data, utterances))
     fewest, most = (MIN_TUNED_EPOCHS, MAX_TUNED_EPOCHS) if is_tuned else (MIN_EPOCHS, MAX_EPOCHS)
+    # Shortest utterances first help CTC to align early, which a model with initial weights does already.
     from_nothing = not is_tuned and config.run.init_from is None
     may_be_fast = from_nothing and config.model.d_model <= SMALL_WIDTH and MIN_HOURS <= amount.hours < LITTLE_HOURS
     chosen = {
         "learning_rate": LARGE_RATE if may_be_fast and amount.words >= MANY_WORDS else DEFAULT_RATE,
+        # The tokenizer of a pretrained model comes with its folder.
         "tokenizer_type": AUTO if is_tuned else "char" if amount.is_little else "unigram",
         "ctc_weight": 1.0 if not config.model.decoder_layers else 0.7 if amount.is_little else 0.3,
         "speed_perturbation": (1.0,) if amount.is_little else (0.9, 1.0, 1.1),
@@ -68,16 +76,17 @@ def resolve(config: TrainConfig, amount: CorpusSize = UNLIMITED) -> TrainConfig:
 
 
 def _with_global_batch(data: DataConfig, utterances: int) -> DataConfig:
-    """With a window of at least so many utterances where none has been asked for."""
+    """Return `data` with a global batch of at least `utterances`, unless the flags set one."""
     if data.batch_size == AUTO:
         return dataclasses.replace(data, effective_batch_size=data.effective_batch_size or utterances)
     if data.gradient_accumulation_steps == AUTO:
+        # Rounded up, so that the step has at least `utterances`.
         return dataclasses.replace(data, gradient_accumulation_steps=-(-utterances // max(1, data.batch_size)))
     return data
 
 
 def decisions(asked: TrainConfig, config: TrainConfig) -> str:
-    """What has been decided, as flags; empty where all was said."""
+    """Return the resolved "auto" settings as flags, such as `--epochs 20`; empty if there are none."""
     pairs = zip(settings_of(asked), settings_of(config), strict=True)
     decided = [new for old, new in pairs if old.value != new.value]
     typed = (new.value if isinstance(new.value, tuple) else (new.value,) for new in decided)
@@ -85,7 +94,7 @@ def decisions(asked: TrainConfig, config: TrainConfig) -> str:
 
 
 def as_stored(config: TrainConfig, stored: TrainConfig, names: tuple[str, ...] = DECIDED) -> TrainConfig:
-    """The configuration with what a run has decided before in place of every "auto" of these names."""
+    """Return the configuration with the "auto" settings in `names` replaced by their values in `stored`."""
     kept = {setting.name: setting.value for setting in settings_of(stored)}
     return with_values(config, {name: kept[name] for name in _left_open(config) if name in names})
 

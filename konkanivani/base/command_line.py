@@ -1,4 +1,7 @@
-"""What every script does: flags from a dataclass, and errors as one sentence and an exit code. No torch here."""
+"""Command line of every script: flags from a dataclass, help, errors as one sentence and an exit code.
+
+Does not import torch.
+"""
 
 import ast
 import contextlib
@@ -29,10 +32,10 @@ PATH_NAME = re.compile(
     r"(manifests?|roots?|_dir|resume|init_from|checkpoints?|pretrained|language_model|html|output|bundle|onnx|int8|"
     r"whisper|adapter|references|hypotheses|compare|table|text|held_out|sentences)$"
 )
-# A line of a description that is indented, or that begins with one of these, is an example and is never wrapped.
+# Lines of a description that match this are examples and are never wrapped.
 EXAMPLE = re.compile(r"\s{2,}|python3 |torchrun |\./")
 STDERR = 2
-GRACE_SECONDS = 1.0  # that a rank with nothing to say leaves the others to say it
+GRACE_SECONDS = 1.0  # delay of a rank that prints nothing, so that the reporting rank prints first
 
 
 def read_flags(
@@ -42,13 +45,14 @@ def read_flags(
     shown: type | None = None,
     common: Sequence[str] = (),
 ) -> Flags:
-    """Return a `kind` from the command line, fields that are not given from `default`; nested fields have no prefix.
+    """Return a `kind` from the command line; missing fields are from `default`, and nested fields have no prefix.
 
     An unknown or mistyped flag ends the process with exit code 2 and the nearest name. `--help` prints the script's
     docstring and the flags of `shown`, or of `kind`: those in `common`, if any, or all after `--help all`.
     """
     if {"-h", "--help"} & set(arguments):
         _print_help(shown or kind, None if shown else default, arguments, common)
+    # Imported late: --help does not need it.
     import tyro
 
     try:
@@ -77,15 +81,15 @@ def _print_help(kind: type, default: object, arguments: list[str], common: Seque
 
 
 def with_new_name(flag: str) -> str:
-    """A flag, with its value or without; where it has been renamed (OLD_NAMES), under its name of today."""
+    """Return a flag, with or without its value, under its current name (OLD_NAMES)."""
     return re.sub(r"^--([\w-]+)", lambda found: "--" + OLD_NAMES.get(found[1].replace("-", "_"), found[1]), flag)
 
 
 def run_script(action: Callable[[], str]) -> int:
-    """Prints what `action` returns, if anything; the exit code, after a sentence on stderr where it failed."""
-    # Python's signal handlers run on a stack of their own, and a crash in native code says where it was. oneDNN before
-    # 3.11.2 lets the stack register point into its heap while it multiplies (its pull request 4855): what the system
-    # puts on the stack for a handler would overwrite what lies there.
+    """Print the result of `action`, if any, and return the exit code; after an error, print one sentence on stderr."""
+    # With faulthandler a crash in native code prints a traceback, and Python's signal handlers run on an alternate
+    # stack. The latter is needed: oneDNN before 3.11.2 points the stack register into its heap during a matrix product
+    # (oneDNN pull request 4855), and a signal frame pushed there would overwrite data.
     if not faulthandler.is_enabled():
         faulthandler.enable(STDERR)
     try:
@@ -93,18 +97,20 @@ def run_script(action: Callable[[], str]) -> int:
             say(text)
         return 0
     except KonkaniVaniError as error:
-        with contextlib.suppress(OSError):  # the code says it too where the disk that stderr goes to is full
-            if str(error):  # else another rank has told it
+        with contextlib.suppress(OSError):  # stderr on a full disk: the exit code still reports the error
+            if str(error):  # empty if another rank reports it
                 say(error, sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         return _leave_pipe()
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
+        # 128 + SIGINT, as shells report it.
         return 130
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
+        # CUDA's message continues with allocator statistics: keep its first line.
         reason = (str(error) or "the system refused to allocate more").splitlines()[0]
         say(
             f"Out of memory: {reason} Use a smaller --batch_size with more --gradient_accumulation_steps (the "
@@ -116,24 +122,25 @@ def run_script(action: Callable[[], str]) -> int:
 
 
 def _leave_pipe() -> int:
-    """The exit code where the reader of stdout, such as head, has ended; what is left is not flushed into the pipe."""
+    """Return the exit code for a stdout closed by its reader, such as head, and discard unflushed output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    # 128 + SIGPIPE.
     return 141
 
 
 @contextlib.contextmanager
 def silence_output() -> Iterator[None]:
-    """Drops what the block writes on stdout and stderr."""
-    with open(os.devnull, "w") as out, open(os.devnull, "w") as err:  # two, so that they can be told apart
+    """Discard the output of the block on stdout and stderr."""
+    with open(os.devnull, "w") as out, open(os.devnull, "w") as err:  # two, as stdout and stderr differ
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             yield
 
 
 @contextlib.contextmanager
 def print_on_local_rank0() -> Iterator[None]:
-    """What the block writes, and what is wrong in it, is told by the first rank of those that torchrun started here.
+    """Discard the output of the block, except on the first local rank, which also reports its errors.
 
-    For what comes before the ranks can speak to each other: they were all given the same command line.
+    For code that runs before the process group exists: all ranks have the same command line.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         yield
@@ -142,17 +149,17 @@ def print_on_local_rank0() -> Iterator[None]:
         with silence_output():
             yield
     except (KonkaniVaniError, SystemExit) as error:
-        time.sleep(GRACE_SECONDS)  # torchrun ends all ranks when it sees the first one end, which should have spoken
+        time.sleep(GRACE_SECONDS)  # torchrun kills all ranks when one ends: let the first one report
         raise ReportedByOtherRank(error.exit_code if isinstance(error, KonkaniVaniError) else error.code or 0) from None
 
 
 def end_script(code: int) -> NoReturn:
-    """Ends the process; after a signal, and as one of torchrun's ranks, without Python freeing what it holds.
+    """End the process; after a signal or as a rank of torchrun, without Python's finalization.
 
-    That takes a second, and who sends a signal counts the seconds until SIGKILL. In a rank gloo's threads outlive
-    dist.destroy_process_group where weights were sharded, and 1 of 48 such ends was an abort (PyTorch's issue
-    190489). What was to be saved is saved.
+    Everything to be saved must be saved already.
     """
+    # Finalization takes a second, and after a signal the time until SIGKILL is limited. In a rank, gloo's threads
+    # outlive dist.destroy_process_group if weights were sharded, and 1 of 48 such exits aborted (PyTorch issue 190489).
     if code > 128 or "RANK" in os.environ:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
@@ -162,7 +169,7 @@ def end_script(code: int) -> NoReturn:
 
 
 class _LossyStream:
-    """A stream that loses what cannot be written."""
+    """Text stream that ignores write errors."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -182,7 +189,10 @@ class _LossyStream:
 
 @contextlib.contextmanager
 def ignore_lost_output() -> Iterator[None]:
-    """Lets work go on that matters more than what it prints: into a file on a full disk, to a reader who has gone."""
+    """Continue the block when output cannot be written: to a file on a full disk, or to a closed pipe.
+
+    For work that matters more than its output.
+    """
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(_LossyStream, streams)
     try:
@@ -193,15 +203,15 @@ def ignore_lost_output() -> Iterator[None]:
             try:
                 stream.flush()
             except OSError:
-                # What is stuck in it would fail once more at the exit, and change the exit code.
+                # The buffered rest would fail again at exit, and change the exit code.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory ran out, on a CPU or a GPU; by name, so that torch need not be imported."""
+    """Return whether the error is an out-of-memory error of a CPU or a GPU; works without importing torch."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    # The allocator of a CPU, C++, the CUDA driver, then cuBLAS, cuFFT and cuDNN (..._ALLOCATION_FAILED from 9 on).
+    # Of PyTorch's CPU allocator, C++, the CUDA driver, cuBLAS, cuFFT and cuDNN (..._ALLOCATION_FAILED since cuDNN 9).
     signs = ("can't allocate memory", "bad_alloc", "CUDA error: out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED")
     return any(sign in str(error) for sign in signs)
 
@@ -210,7 +220,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class HelpFlag(NamedTuple):
-    """One flag, as `--help` lists it."""
+    """One flag in the text of `--help`."""
 
     name: str
     group: str
@@ -219,7 +229,7 @@ class HelpFlag(NamedTuple):
     is_positional: bool
 
     def lines(self) -> str:
-        """Return the flag with its text beside it, wrapped to WIDTH columns."""
+        """Return the flag and its text in two columns, wrapped to WIDTH columns."""
         head = f"  {self.values if self.is_positional else f'--{self.name} {self.values}'.rstrip()}"
         text = textwrap.wrap(self.text, WIDTH - TEXT_COLUMN, break_long_words=False, break_on_hyphens=False)
         if len(head) > TEXT_COLUMN - 2:
@@ -249,7 +259,7 @@ def format_help(kind: type, default: object, description: str, common: Sequence[
 
 
 def wrap_description(text: str) -> str:
-    """Return a docstring with its paragraphs wrapped to WIDTH columns and its examples as they are, indented by 4."""
+    """Return a docstring with its paragraphs wrapped to WIDTH columns, and its examples unchanged, indented by 4."""
     parts: list[tuple[bool, list[str]]] = []  # (is an example, its lines)
     is_new, continues = True, False
     for line in text.strip().splitlines():
@@ -285,6 +295,7 @@ def flags_of(kind: type, default: object = None) -> list[HelpFlag]:
             found += flags_of(plain_hints[field.name], value)
             continue
         metadata = getattr(hints[field.name], "__metadata__", ())
+        # tyro's marker is compared by its repr, so that this module need not import tyro.
         is_positional = any(repr(item) == "Positional" for item in metadata)
         metavar = next((item.metavar for item in metadata if getattr(item, "metavar", None)), None)
         values = metavar or value_names(plain_hints[field.name])
@@ -293,6 +304,7 @@ def flags_of(kind: type, default: object = None) -> list[HelpFlag]:
         elif PATH_NAME.search(field.name):
             values = values.replace("STR", "PATH")
         text = with_default(" ".join(texts.get(field.name, "").split()), value)
+        # Too many choices for the left column: list them in the text.
         if len(values) > WIDTH - 20:
             values, text = "NAME", f"{text} One of: {', '.join(get_args(plain_hints[field.name]))}."
         found.append(HelpFlag(field.name, _group_of(kind), values, text, is_positional))
@@ -303,7 +315,9 @@ def flags_of(kind: type, default: object = None) -> list[HelpFlag]:
 def field_texts(kind: type) -> dict[str, str]:
     """Return the string under each field of a dataclass and of its bases."""
     texts: dict[str, str] = {}
+    # Bases first, so that a subclass overrides their texts.
     for base in reversed(kind.__mro__[:-1]):
+        # Python does not keep strings under fields: read them from the source.
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         body = definition.body if isinstance(definition, ast.ClassDef) else []
         for statement, after in zip(body, body[1:], strict=False):
@@ -314,7 +328,7 @@ def field_texts(kind: type) -> dict[str, str]:
 
 
 def value_names(hint: object) -> str:
-    """Return what a flag of this type takes, such as `INT|auto` or `{cosine,inverse_sqrt}`; nothing for a switch."""
+    """Return the placeholder of a flag's value, such as `INT|auto` or `{cosine,inverse_sqrt}`; empty for a switch."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not NoneType]
@@ -346,6 +360,7 @@ def with_default(text: str, value: object) -> str:
         value = " ".join(map(str, value))
     name = f"{value:g}" if isinstance(value, float) else str(value)
     shown = "default" if value is None else f"default {name}"
+    # A text that explains its default has it as "(VALUE: ..." or "; VALUE: ...".
     explained = re.sub(rf"([(;] ?){re.escape(name)}:", rf"\g<1>{shown}:", text, count=1)
     if explained != text or value in (None, False, ""):
         return explained

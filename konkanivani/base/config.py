@@ -1,6 +1,6 @@
-"""Everything that can be set, grouped by owner; a string under each field is its help text. No torch here.
+"""All settings of training and decoding, in groups; the string under each field is its help text.
 
-The command line is this file: `flags.py` makes one flag of each field, under the field's own name.
+`flags.py` makes one flag of each field, under the field's own name. Does not import torch.
 """
 
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ DEFAULT_EFFECTIVE_BATCH_SIZE = 8
 AudioContext = Literal["window", "speech"]
 # Old flag names, accepted on command lines and in checkpoints.
 OLD_NAMES = {
+    # Keys are the old names, values the current ones.
     "rir_share": "rir_prob",
     "noise_share": "noise_prob",
     "micro_batches_at_once": "concurrent_micro_batches",
@@ -25,6 +26,7 @@ OLD_NAMES = {
 class ModelConfig:
     """The shape of the network."""
 
+    # The head dimension must be even, since rotary positions rotate pairs of channels.
     d_model: int = 256
     """Model dimension of the encoder and the decoder."""
     encoder_layers: int = 12
@@ -51,6 +53,7 @@ class ModelConfig:
     """Subsampling: valid (4x, unpadded), striding (4x, padded) or separable (8x, padded, depthwise separable)."""
     scaled_input: bool = False
     """Multiply the input of the encoder blocks by sqrt(d_model)."""
+    # Literal instead of bool, so that the flag takes a value: there are no negative flags.
     entry_norm: Literal[True, False] = True
     """Apply a layer norm before the first Conformer block, as before every other block."""
     biases: Literal[True, False] = True
@@ -58,7 +61,7 @@ class ModelConfig:
 
     @property
     def resolved_feedforward_dim(self) -> int:
-        """`feedforward_dim`, or 4 x d_model where it is None."""
+        """`feedforward_dim`, or 4 x d_model if it is None."""
         return 4 * self.d_model if self.feedforward_dim is None else self.feedforward_dim
 
 
@@ -74,6 +77,7 @@ class FeatureConfig:
     """Length of the centred Hann window, in samples (400: 25 ms)."""
     hop_samples: int = 160
     """Hop between feature frames, in samples (160: 10 ms)."""
+    # The defaults of this group are the features of native models; the other values are for imported ones.
     smallest_power: float = 1e-10
     """Lower bound of the mel power before the logarithm, or a constant added to it (see --log_floor_mode)."""
     log_floor_mode: Literal["floor", "added"] = "floor"
@@ -129,6 +133,7 @@ class DataConfig:
     """Skip validation and test utterances longer than this, in seconds."""
     validation_batch_seconds: float = 60.0
     """Padded audio per validation batch, in seconds."""
+    # Parsed in units.py, which also accepts a plain fraction.
     max_rejected: str = "1%"
     """Maximum share of broken manifest rows, such as 1% or 0.01; they are skipped, more are an error."""
     num_workers: int = 2
@@ -238,17 +243,18 @@ class TuningConfig:
 
     @property
     def is_used(self) -> bool:
-        """Whether anything is not to be trained."""
+        """Whether some weights are frozen."""
         return self.freeze not in ("none", 0) or self.train_layers is not None or self.lora_rank > 0
 
     @property
     def encoder_factor(self) -> float:
-        """What the encoder's learning rate is multiplied by."""
+        """Multiplier of the encoder's learning rate."""
         return (0.1 if self.new_tokenizer else 1.0) if self.encoder_rate_factor is None else self.encoder_rate_factor
 
     @property
     def scale(self) -> float:
-        """What a low-rank product is multiplied by."""
+        """Multiplier of the product of the LoRA matrices: alpha / rank."""
+        # Rank 0 means no LoRA; max() only avoids the division by zero.
         return (self.lora_alpha or 2 * self.lora_rank) / max(1, self.lora_rank)
 
 
@@ -302,6 +308,7 @@ class MemoryConfig:
     """Number format of --mixed_precision."""
     gradient_checkpointing: Literal["always", "auto", "never"] = "never"
     """Recompute activations in the backward pass: in every block, in as few as needed (auto), or never."""
+    # Parsed in units.py: GB and GiB differ.
     memory_budget: str | None = None
     """Maximum training memory, such as 4GiB or 4G (4GB is 7 % less): on a GPU all memory of the process, on a CPU its
     growth (None: unlimited, or with auto the free memory)."""
@@ -383,21 +390,23 @@ class TrainConfig:
 
     @property
     def global_batch_size(self) -> int:
-        """Utterances in one optimizer step."""
+        """Utterances per optimizer step."""
         data, micro_batches = self.data, self.data.gradient_accumulation_steps
         if data.batch_size == AUTO:
             return data.effective_batch_size or DEFAULT_EFFECTIVE_BATCH_SIZE
         if micro_batches == AUTO:
+            # Rounded up: at least the default global batch.
             micro_batches = -(-DEFAULT_EFFECTIVE_BATCH_SIZE // max(1, data.batch_size))
         return data.batch_size * micro_batches
 
     @property
     def is_planned(self) -> bool:
-        """Whether the run's micro-batches and recomputed blocks follow from a memory plan."""
+        """Whether a memory plan chooses the micro-batches and the recomputed blocks."""
         asks = self.data.batch_size, self.memory.gradient_checkpointing
         return "auto" in asks or self.memory.memory_budget is not None
 
 
+# The name "original" is the default shape of ModelConfig.
 PRESETS = {
     "original": ModelConfig(d_model=256, encoder_layers=12, decoder_layers=6),
     "optimized": ModelConfig(d_model=192, encoder_layers=8, decoder_layers=4),

@@ -1,8 +1,8 @@
-"""The processes that train together: who this one is, and what they agree on.
+"""Rank and collective operations of the training processes.
 
-torchrun starts them and gives each its place in the environment; torch.distributed carries what they say. One process
-alone is a world of one: the same calls, which then answer at once. The numbers that ranks agree on travel over gloo
-between CPUs whatever they train on, so that agreeing never waits for a GPU.
+torchrun starts the processes and sets their environment variables; torch.distributed exchanges the data. A single
+process has a world size of 1 and every operation returns at once. Numbers and objects are exchanged with gloo between
+CPUs, even when training on GPUs, so that these operations never wait for a GPU.
 """
 
 import contextlib
@@ -19,19 +19,19 @@ from konkanivani.base.errors import ResourceError, UsageError
 
 Item = TypeVar("Item")
 
-BUCKET_BYTES = 25 * 2**20  # of gradients that are summed at once; also what their copy takes
+BUCKET_BYTES = 25 * 2**20  # gradients per all-reduce, and the memory of their copy
 
 
 class RankLost(ResourceError):
-    """Contact to another rank was lost, which has ended or hangs; `process_group.joined` finds out which, and why."""
+    """Lost connection to another rank, which has ended or hangs; `process_group` finds out which rank, and why."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """This process's place: `rank` of `world_size` in all, `local_rank` of `local_world_size` on its machine.
+    """Position of this process: `rank` of `world_size`, and `local_rank` of `local_world_size` on its machine.
 
-    `restarts` counts how often torchrun has started the ranks anew, `max_restarts` how often it may. A single rank of
-    torchrun's goes the way of several: it can be started again, and tries on one card what several do.
+    `restarts` counts how often torchrun has restarted the ranks, `max_restarts` is its limit. A single rank started by
+    torchrun (`is_launched`) runs the code of several ranks: torchrun can restart it, and one GPU suffices to test it.
     """
 
     rank: int = 0
@@ -44,12 +44,12 @@ class Topology:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that reads and writes for all."""
+        """Whether this is rank 0, which reads and writes for all ranks."""
         return self.rank == 0
 
     @property
     def is_single_process(self) -> bool:
-        """Whether this is a process that nobody started as a rank."""
+        """Whether this process was started without torchrun."""
         return self.world_size == 1 and not self.is_launched
 
 
@@ -57,9 +57,9 @@ ALONE = Topology()
 
 
 def read_topology(environment: Mapping[str, str] = os.environ) -> Topology:
-    """This process's place as torchrun's environment says it; a world of one where nothing is said.
+    """Return the topology from torchrun's environment variables; ALONE if they are not set.
 
-    A UsageError where it is no place.
+    Raises UsageError if they do not describe a valid rank.
     """
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return ALONE
@@ -69,6 +69,7 @@ def read_topology(environment: Mapping[str, str] = os.environ) -> Topology:
         places = (int(environment.get(name, name.endswith("WORLD_SIZE"))) for name in names)
         topology = Topology(*places, is_launched=True)
     except ValueError:
+        # Not a number: fails the range check below, with the same message.
         topology = Topology(rank=-1)
     is_place = 0 <= topology.rank < topology.world_size and 0 <= topology.local_rank < topology.local_world_size
     if not is_place:
@@ -81,10 +82,11 @@ def read_topology(environment: Mapping[str, str] = os.environ) -> Topology:
 
 @contextlib.contextmanager
 def raise_rank_lost() -> Iterator[None]:
-    """Turns what torch raises where ranks do not reach each other into a RankLost; other errors pass through."""
+    """Convert the errors of torch.distributed for a lost connection to RankLost; other errors pass through."""
     try:
         yield
     except RuntimeError as error:
+        # gloo raises a plain RuntimeError, which only its text identifies.
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
         reason = str(error).splitlines()[0]
@@ -95,9 +97,10 @@ def raise_rank_lost() -> Iterator[None]:
 
 
 def gather_numbers(topology: Topology, numbers: Sequence[int]) -> list[list[int]]:
-    """Every rank's numbers, by rank; each gives as many."""
+    """Return the numbers of every rank, by rank; each rank must pass the same count."""
     if topology.is_single_process:
         return [list(numbers)]
+    # A CPU tensor selects gloo also in a group with NCCL.
     mine = torch.tensor(numbers, dtype=torch.int64)
     all_ranks = [torch.empty_like(mine) for _ in range(topology.world_size)]
     with raise_rank_lost():
@@ -106,12 +109,12 @@ def gather_numbers(topology: Topology, numbers: Sequence[int]) -> list[list[int]
 
 
 def all_reduce_max(topology: Topology, number: int) -> int:
-    """The largest of all ranks' numbers."""
+    """Return the maximum of `number` over ranks."""
     return max(theirs for (theirs,) in gather_numbers(topology, [number]))
 
 
 def gather(topology: Topology, item: Item) -> list[Item]:
-    """Every rank's item, by rank, on each of them; what pickle takes."""
+    """Return the items of all ranks, by rank, on every rank; an item must be picklable."""
     if topology.is_single_process:
         return [item]
     items: list[Item | None] = [None] * topology.world_size
@@ -121,9 +124,10 @@ def gather(topology: Topology, item: Item) -> list[Item]:
 
 
 def broadcast_from_rank0(topology: Topology, make: Callable[[], Item]) -> Item:
-    """What `make` returns on the first rank, on every rank; the others do not call it. What pickle takes."""
+    """Call `make` on rank 0 only and return its result on every rank; it must be picklable."""
     if topology.is_single_process:
         return make()
+    # broadcast_object_list writes the received object into this list.
     box = [make() if topology.is_first else None]
     with raise_rank_lost():
         dist.broadcast_object_list(box, src=0)
@@ -131,21 +135,26 @@ def broadcast_from_rank0(topology: Topology, make: Callable[[], Item]) -> Item:
 
 
 def sum_tensors(topology: Topology, tensors: Sequence[torch.Tensor], bucket: torch.Tensor) -> None:
-    """Replaces each tensor by its sum over ranks, the same on all to the last bit, a bucketful at a time.
+    """Replace each tensor by its sum over ranks, bit-identical on all ranks, one bucket at a time.
 
-    `bucket` (N,) is of their type, on their device; a tensor larger than it is summed where it lies. Nothing else is
-    allocated here, so what a rank has memory for beforehand it has memory for.
+    Args:
+        tensors: all of one dtype, on one device.
+        bucket: (N,) workspace of the same dtype and device. A tensor larger than it is summed in place.
+
+    No other memory is allocated here, so a rank that has allocated its bucket does not run out of memory.
     """
     if topology.is_single_process:
         return
     with raise_rank_lost():
         for group in _bucketfuls(tensors, bucket.numel()):
+            # A single tensor needs no copy into the bucket.
             if len(group) == 1 and group[0].is_contiguous():
                 dist.all_reduce(group[0])
                 continue
             flat = bucket[: sum(tensor.numel() for tensor in group)]
             parts = flat.split([tensor.numel() for tensor in group])
             for part, tensor in zip(parts, group, strict=True):
+                # One all-reduce per bucket: the latency of a collective would dominate for small tensors.
                 part.view_as(tensor).copy_(tensor)
             dist.all_reduce(flat)
             for part, tensor in zip(parts, group, strict=True):
@@ -153,13 +162,13 @@ def sum_tensors(topology: Topology, tensors: Sequence[torch.Tensor], bucket: tor
 
 
 def new_bucket(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bucket in which these are summed over ranks: as large as all of them, at most BUCKET_BYTES."""
+    """Return the bucket for `sum_tensors`: the size of all tensors together, at most BUCKET_BYTES."""
     first = tensors[0]
     return first.new_empty(min(sum(tensor.numel() for tensor in tensors), BUCKET_BYTES // first.element_size()))
 
 
 def _bucketfuls(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
-    """The tensors in order, in groups of at most `size` numbers, or of one larger tensor."""
+    """Group the tensors in order: at most `size` elements per group, or one larger tensor."""
     group, held = [], 0
     for tensor in tensors:
         if group and held + tensor.numel() > size:
@@ -172,7 +181,7 @@ def _bucketfuls(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[tor
 
 
 def check_same(topology: Topology, digests: Mapping[str, str]) -> None:
-    """Raises one UsageError, on every rank, where a rank's digest is not the first one's; it names rank and what."""
+    """Raise one UsageError on every rank if a digest differs from rank 0's; it names the rank and the digest."""
     ranks = gather(topology, dict(digests))
     differing = [
         f"rank {rank} has different {what}"
@@ -189,6 +198,6 @@ def check_same(topology: Topology, digests: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def print_on_rank0(topology: Topology) -> Iterator[None]:
-    """Drops what the block writes on stdout and stderr, but on the first rank."""
+    """Discard the output of the block on stdout and stderr, except on rank 0."""
     with contextlib.nullcontext() if topology.is_first else silence_output():
         yield

@@ -1,4 +1,4 @@
-"""One class per exit code. Every message says what happened, where, why, and what to do about it.
+"""Exception classes, one per exit code; a message names the problem, its place and cause, and the remedy.
 
 Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 resources, 129 SIGHUP, 130 SIGINT, 143
 SIGTERM.
@@ -9,51 +9,52 @@ from collections.abc import Iterator
 
 
 class KonkaniVaniError(Exception):
-    """An error that a person can act on; scripts print its text and end with `exit_code`."""
+    """Base class of errors that the user can act on; scripts print the text and exit with `exit_code`."""
 
     exit_code = 1
 
 
 class UsageError(KonkaniVaniError):
-    """A flag that is unknown, mistyped, contradictory or impossible here."""
+    """Unknown, mistyped, contradictory or inapplicable flag."""
 
     exit_code = 2
 
 
 class DataError(KonkaniVaniError):
-    """A manifest, audio file, transcript or tokenizer that cannot be used."""
+    """Unusable manifest, audio file, transcript or tokenizer."""
 
     exit_code = 3
 
 
 class CheckpointError(KonkaniVaniError):
-    """A checkpoint that is absent, damaged, or of another shape than asked for."""
+    """Missing or damaged checkpoint, or one with another shape than the run."""
 
     exit_code = 4
 
 
 class NumericsError(KonkaniVaniError):
-    """Training that no longer produces finite numbers."""
+    """Training whose numbers are no longer finite."""
 
     exit_code = 5
 
 
 class ResourceError(KonkaniVaniError):
-    """Memory, disk, devices or permissions that are not there."""
+    """Missing memory, disk space, device or permission."""
 
     exit_code = 6
 
 
 class Interrupted(KonkaniVaniError):
-    """A signal asked the process to stop; its state was saved first."""
+    """Stop by a signal; the state was saved before this error is raised."""
 
     def __init__(self, message: str, signal_number: int):
         super().__init__(message)
+        # The shell's convention for a process that a signal ended.
         self.exit_code = 128 + signal_number
 
 
 class ReportedByOtherRank(KonkaniVaniError):
-    """What ends this process was told by another rank; nothing is left to say but the exit code."""
+    """End of this process for a reason that another rank reports; only the exit code is left."""
 
     def __init__(self, exit_code: int):
         super().__init__("")
@@ -62,39 +63,45 @@ class ReportedByOtherRank(KonkaniVaniError):
 
 @contextlib.contextmanager
 def explained(kind: type[KonkaniVaniError], what: str, advice: str, *others: type[Exception]) -> Iterator[None]:
-    """Makes of an OSError in the block, or one of the `others`, "what: its reason (its file). advice"."""
+    """Convert an OSError in the block, or one of the classes `others`, to `kind`.
+
+    The message is "WHAT: reason (file). ADVICE"; the file is omitted if WHAT names it already.
+    """
     try:
         yield
     except (OSError, *others) as error:
+        # str(OSError) contains the errno and the file; strerror is the reason only.
         reason, file = getattr(error, "strerror", None) or error, getattr(error, "filename", None)
         where = f" ({file})" if file and str(file).removesuffix(".partial") not in what else ""
+        # The cause is dropped: the message is complete, and scripts print no traceback.
         raise kind(f"{what}: {reason}{where}. {advice}") from None
 
 
 MAX_REPORTED = 20
+# Errors of the input. NumericsError and Interrupted end a stage at once.
 COLLECTED = (UsageError, DataError, CheckpointError, ResourceError)
 
 
 class ErrorCollector:
-    """The errors of one stage, collected so that a person mends them in one go."""
+    """Errors of one stage, collected so that the user can fix them all at once."""
 
     def __init__(self) -> None:
         self._found: list[KonkaniVaniError] = []
 
     def add(self, error: KonkaniVaniError) -> None:
-        """Takes an error that is not raised yet."""
+        """Add an error that is not raised yet."""
         self._found.append(error)
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
-        """Goes on behind a block that one of our errors has ended; the error is kept."""
+        """Catch an error of the classes COLLECTED in the block, keep it, and continue after the block."""
         try:
             yield
         except COLLECTED as error:
             self.add(error)
 
     def raise_all(self) -> None:
-        """Raises what was found, if anything: several as one error of the first one's class, a line each."""
+        """Raise the collected errors, if any: several as one error of the first one's class, one per line."""
         match self._found:
             case []:
                 return

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, lines that are appended whole, folders that are locked, listed or removed again."""
+"""Atomic writes and appends, folder locks, temporary folders, and folder listings without hidden files."""
 
 import contextlib
 import fcntl
@@ -20,10 +20,11 @@ PIECE_BYTES = 2**20
 
 @contextlib.contextmanager
 def atomic_replace(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to; what is there at the end is put on the disk and renamed to `path`.
+    """Yield a temporary path next to `path`; at the end, sync it to disk and rename it to `path`.
 
-    Where anything fails, `path` stays as it was and nothing is left beside it.
+    If anything fails, `path` keeps its content and the temporary file is removed.
     """
+    # In the same folder, since a rename is atomic only within a file system.
     partial = path.with_name(path.name + ".partial")
     try:
         yield partial
@@ -37,14 +38,17 @@ def atomic_replace(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """The same for a file of which the caller has nothing of its own to say: an OSError becomes a ResourceError."""
+    """Yield a temporary path as `atomic_replace` does; an OSError becomes a ResourceError with a general message."""
     advice = "Free disk space, repair the folder, or choose another one."
     with explained(ResourceError, f"{path} could not be written", advice), atomic_replace(path) as partial:
         yield partial
 
 
 def check_new_file(path: Path, force: bool) -> None:
-    """Raises a ResourceError where no file could be written, a UsageError where one is there, but for `force`."""
+    """Check that a new file can be written to `path`.
+
+    Raises ResourceError if the folder is missing or not writable, and UsageError if the file exists, unless `force`.
+    """
     if (path.exists() and not path.is_file()) or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ResourceError(f"{path} cannot be written. Choose a file in an existing, writable folder.")
     if path.exists() and not force:
@@ -52,26 +56,35 @@ def check_new_file(path: Path, force: bool) -> None:
 
 
 def check_own_file(path: Path, flag: str, kind: str, sign: str) -> None:
-    """A ResourceError where it cannot be written, a UsageError where the first line of what is there has no `sign`."""
+    """Check that `path` can be written, and that it is new or an earlier output of this program.
+
+    Args:
+        flag: the flag that names the file, for the message.
+        kind: the kind of file, for the message.
+        sign: text that the first line of an earlier output contains.
+
+    Raises ResourceError if it cannot be written, and UsageError if it is another program's file.
+    """
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ResourceError(f"{flag} {path} cannot be written. Choose a file in an existing, writable folder.")
     with explained(ResourceError, f"{flag} {path} cannot be read", "Give another path."):
+        # At most 1 MiB: a binary file may have no line end at all.
         line = path.open("rb").readline(1 << 20) if path.is_file() else b""
     if path.exists() and sign.encode() not in line:
         raise UsageError(f"{flag} {path} would overwrite a file that is not a {kind}. Choose another path.")
 
 
 def atomic_append(path: Path, data: bytes, header: bytes = b"") -> None:
-    """Appends the data, or takes back what was written of it and raises. An empty or absent file gets the header first.
-
-    Opened anew each time (tens of microseconds): a file kept open goes on swallowing data once its folder is gone.
-    """
+    """Append `data`, or undo the partial write and raise. A new or empty file gets `header` first."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Opened for each append (tens of microseconds): a file kept open would accept data even after its folder was
+    # removed. Unbuffered, so that a full disk fails here and not at close.
     with open(path, "ab", buffering=0) as file:
         start = file.seek(0, os.SEEK_END)
         remaining = memoryview(data if start else header + data)
         try:
             while remaining:
+                # An unbuffered write may be partial.
                 remaining = remaining[file.write(remaining) :]
         except BaseException:  # an interruption too must not leave half a record
             with suppress(OSError):
@@ -80,14 +93,15 @@ def atomic_append(path: Path, data: bytes, header: bytes = b"") -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Has the disk confirm what is written; a file that is not there has nothing to confirm."""
+    """Sync a file to disk (fsync); a missing file is ignored."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Lets one process at a time work in `folder`; a killed process holds nothing."""
+    """Hold an exclusive lock of `folder` in the block."""
+    # The kernel releases flock when the process ends, even by SIGKILL.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -97,7 +111,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def digest_of_file(path: Path) -> str:
-    """The SHA-256 of a file; an OSError where it cannot be read."""
+    """Return the SHA-256 of a file; raise OSError if it cannot be read."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(PIECE_BYTES):
@@ -106,7 +120,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Writes one line a row beside `path` and renames the file into place; an OSError where that cannot be done."""
+    """Write one JSON object per line, atomically; raise OSError if that fails."""
     with atomic_replace(path) as partial, open(partial, "w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -114,25 +128,28 @@ def write_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 @contextlib.contextmanager
 def without_empty_folders(folders: Iterable[Path]) -> Iterator[None]:
-    """Remove, at the end of the block, those of these folders and their parents that it made and left empty."""
+    """Remove, at the end of the block, these folders and their parents if they are new and empty."""
+    # lexists also counts a dangling link, which must stay.
     absent = {place for folder in folders for place in (folder, *folder.parents) if not os.path.lexists(place)}
     try:
         yield
     finally:
+        # Deepest first, so that a parent is empty when its turn comes.
         for place in sorted(absent, key=lambda path: len(path.parts), reverse=True):
-            with contextlib.suppress(OSError):  # it holds something, or was never made
+            with contextlib.suppress(OSError):  # not empty, or never created
                 place.rmdir()
 
 
 @contextlib.contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """A new folder in `folder`, removed at the end with all that it holds and all that was made to hold it."""
+    """Yield a new folder in `folder`; at the end, remove it and the parents that were created for it."""
     absent = [place for place in (folder, *folder.parents) if not place.exists()]
     scratch = folder / f"dry_run_{uuid.uuid4().hex[:8]}"
     try:
         scratch.mkdir(parents=True)
         yield scratch
     finally:
+        # A second Ctrl-C must not leave half of the folder.
         with defer_signals():
             shutil.rmtree(scratch, ignore_errors=True)
             for place in absent:
@@ -142,20 +159,22 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
                 say(f"{scratch} could not be removed: delete it.")
 
 
+# Folders that macOS (in archives) and Windows create.
 KEPT_BY_SYSTEMS = frozenset({"__MACOSX", "$RECYCLE.BIN", "System Volume Information"})
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder of this name is left out of a search: `._0.wav` of a Mac, `.Trash`, `__MACOSX`."""
+    """Return whether a search skips files or folders of this name, such as `._0.wav` (macOS), `.Trash`, `__MACOSX`."""
     return name.startswith(".") or name in KEPT_BY_SYSTEMS
 
 
 def visible_files(folder: Path) -> Iterator[Path]:
-    """Every file below a folder that is not hidden and lies in no hidden folder, each folder's sorted by name.
+    """Yield every file below `folder` that is neither hidden nor in a hidden folder, sorted by name within each folder.
 
-    The folder itself may be called as it likes, for somebody has named it. Links to folders are not followed.
+    The name of `folder` itself may be hidden, since the user gave it. Links to folders are not followed.
     """
     for directory, folders, names in os.walk(folder):
+        # Assigned in place: os.walk descends only into the folders that stay in this list, in this order.
         folders[:] = sorted(name for name in folders if not is_hidden(name))
         for name in sorted(names):
             if not is_hidden(name):
@@ -163,5 +182,5 @@ def visible_files(folder: Path) -> Iterator[Path]:
 
 
 def visible_entries(folder: Path) -> list[Path]:
-    """The files and folders right in a folder that are not hidden, sorted."""
+    """Return the files and folders directly in `folder` that are not hidden, sorted."""
     return sorted(path for path in folder.iterdir() if not is_hidden(path.name))

@@ -28,22 +28,22 @@ COMMON_FLAGS = (
     *("init_from", "new_tokenizer", "pretrained", "language", "freeze", "lora_rank"),
     "test_decode",
 )
-# These say how this one process starts; a checkpoint's values for them are never taken over.
+# Flags of this process only: their values in a checkpoint are ignored.
 SESSION_FLAGS = ("resume", "fresh", "new_corpus", "replan", "dry_run")
-# What a run did whose checkpoint does not name a setting, which its version did not have.
+# Values of settings that a checkpoint does not name, because the version that wrote it did not have them.
 LEGACY_DEFAULTS = TrainConfig(data=DataConfig(first_epoch="shuffled"))
-# These say what a model of our own is like, or begins with: one that others have trained is as it is.
+# Flags that define a model trained from scratch; the folder of a pretrained model defines them already.
 NATIVE_ONLY_FLAGS = frozenset(
     ("preset", "init_from", "tokenizer_type", "vocab_size", "ctc_weight", "intermediate_ctc_weight")
     + tuple(leaf.name for group in (ModelConfig, FeatureConfig) for leaf in dataclasses.fields(group))
 )
-# What suits a model that has learnt already, where nobody says otherwise; the rest is decided when its folder is read.
+# Defaults for fine-tuning a pretrained model; the others are resolved when its folder is read.
 NO_REGULARISATION = dict.fromkeys(("ctc_weight", "label_smoothing", "weight_decay"), 0.0)
 PRETRAINED_DEFAULTS = NO_REGULARISATION | {"max_duration": 30.0, "max_tokens": 2**16}
-# What a run cannot go on with another value of.
+# Settings in GROUPS_OF_SHAPE that --resume may still change; all others there must equal the checkpoint's.
 FREE_TO_CHANGE = ("dropout", "pretrained", "forgetting_manifest", "forgetting_language")
 GROUPS_OF_SHAPE = ("text", "features", "model", "pretrained", "tuning")
-# What says nothing without another flag.
+# Flag that has no effect without another flag, optionally with the value that the other needs.
 FLAG_REQUIRES = {
     **{"rir_prob": "rir_manifest", "noise_snr": "noise_manifest", "noise_prob": "noise_manifest"},
     **{"language": "pretrained", "task": "pretrained", "audio_context": "pretrained"},
@@ -53,12 +53,15 @@ FLAG_REQUIRES = {
 
 
 def config_to_text(config: TrainConfig) -> str:
-    """One `--flag value` a line; what a checkpoint carries and TensorBoard shows."""
+    """Return the configuration as text, one `--flag value` per line, for checkpoints and TensorBoard."""
     return "".join(f"--{s.name} {s.value!r}\n" for s in settings_of(config))
 
 
 def config_from_text(text: str) -> TrainConfig:
-    """The configuration that `config_to_text` wrote; a flag this version does not know is a CheckpointError."""
+    """Parse the text that `config_to_text` wrote.
+
+    Raises CheckpointError for a flag that this version does not know, or a value of the wrong type.
+    """
     values, known = {}, {s.name: s for s in settings_of(TrainConfig())}
     for line in text.splitlines():
         name, _, value = with_new_name(line).removeprefix("--").partition(" ")
@@ -68,6 +71,8 @@ def config_from_text(text: str) -> TrainConfig:
                 "version that wrote it."
             )
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            # literal_eval, since a checkpoint may come from a stranger. It raises MemoryError or RecursionError for
+            # nested or very long input.
             setting = dataclasses.replace(known[name], value=ast.literal_eval(value))
             if _has_type(setting):
                 values[name] = setting.value
@@ -80,9 +85,10 @@ def config_from_text(text: str) -> TrainConfig:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line, parsed once: what it asks for by itself, and the names of the flags that it gives.
+    """A parsed command line.
 
-    `parsed` is the configuration as typed, before one setting has settled another.
+    `config` is the resulting configuration, `parsed` the configuration as typed, before settings that depend on each
+    other are resolved, and `explicit` the names of the given flags.
     """
 
     config: TrainConfig
@@ -90,26 +96,28 @@ class CommandLine:
     explicit: frozenset[str]
 
     def merge_into_checkpoint(self, stored: TrainConfig) -> TrainConfig:
-        """The settings of a checkpoint under the flags that are given; a UsageError where they do not go together.
+        """Return the settings of a checkpoint, overridden by the flags that are given.
 
-        A preset that changes brings its whole shape; a switch that is on in the checkpoint stays on, since there are no
-        negative flags.
+        A changed preset replaces the whole shape. A switch that is on in the checkpoint stays on, since there are no
+        negative flags. Raises UsageError if the settings contradict each other.
         """
+        # The same preset again must not reset single shape flags that the checkpoint was trained with.
         is_other = "preset" in self.explicit and self.parsed.run.preset != stored.run.preset
         base = dataclasses.replace(stored, model=PRESETS[self.parsed.run.preset]) if is_other else stored
+        # First drop the checkpoint's own --resume, --dry_run and so on, then apply the given flags.
         base = _with_given(base, TrainConfig(), SESSION_FLAGS)
         return _checked(as_stored(_with_given(base, self.parsed, self.explicit), stored), self.explicit, stored)
 
     def merge_into_init(self, stored: TrainConfig) -> TrainConfig:
-        """The settings of a run that begins with a checkpoint's weights; a UsageError where they do not go together.
+        """Return the settings of a new run with the initial weights of a checkpoint.
 
-        Features are the checkpoint's where no flag says otherwise, so is the shape unless a preset is given, and so are
-        the tokens unless new ones are asked for.
+        Unless a flag overrides them, the features are the checkpoint's, and so are the shape (without --preset) and the
+        tokenizer (without --new_tokenizer). Raises UsageError if the settings contradict each other.
         """
         base = dataclasses.replace(defaults_beside(self.parsed), features=stored.features)
         if "preset" not in self.explicit:
             base = dataclasses.replace(base, model=stored.model)
-            if stored.loss.ctc_weight == 0:  # a part of the shape too
+            if stored.loss.ctc_weight == 0:  # no CTC head: part of the shape too
                 base = dataclasses.replace(base, loss=dataclasses.replace(base.loss, ctc_weight=0.0))
         if not self.parsed.tuning.new_tokenizer:
             base = dataclasses.replace(base, text=stored.text)
@@ -117,7 +125,7 @@ class CommandLine:
 
 
 def parse_args(arguments: list[str]) -> CommandLine:
-    """What a command line asks for; unknown or mistyped flags end the process with exit code 2.
+    """Parse the trainer's command line; an unknown or mistyped flag ends the process with exit code 2.
 
     A flag that is not given has the preset's value, else the default.
     """
@@ -127,13 +135,16 @@ def parse_args(arguments: list[str]) -> CommandLine:
 
 
 def explicit_flags(arguments: list[str]) -> frozenset[str]:
-    """The names of the flags that a command line gives: of --batch-size=4, batch_size."""
+    """Return the names of the flags on a command line, such as batch_size for --batch-size=4."""
     words = (with_new_name(word).removeprefix("--").split("=")[0] for word in arguments if word.startswith("--"))
     return frozenset(word.replace("-", "_") for word in words)
 
 
 def defaults_beside(parsed: TrainConfig) -> TrainConfig:
-    """What a flag has that is not given: the preset's shape, what suits a model that others have trained, or else."""
+    """Return the defaults of the flags that are not given.
+
+    The model shape is the preset's; with --pretrained, PRETRAINED_DEFAULTS apply.
+    """
     base = dataclasses.replace(TrainConfig(), model=PRESETS[parsed.run.preset])
     return base if parsed.pretrained.pretrained is None else with_values(base, PRETRAINED_DEFAULTS)
 
@@ -145,12 +156,12 @@ def _with_given(base: TrainConfig, parsed: TrainConfig, explicit: Collection[str
 
 
 def _checked(config: TrainConfig, explicit: frozenset[str], stored: TrainConfig | None) -> TrainConfig:
-    """The configuration with its windows settled; one error that lists all that is wrong with it."""
+    """Return the configuration with its effective batch resolved; raise one UsageError that lists every problem."""
     problems = ErrorCollector()
     with problems.collect():
         config = _settle_effective_batch(config, explicit, stored)
     with problems.collect():
-        if stored or not config.run.resume:  # else the checkpoint may yet bring what they work on
+        if stored or not config.run.resume:  # with --resume the checkpoint may set the other flag
             check_idle_flags(config, explicit)
     with problems.collect():
         check_config(config)
@@ -159,7 +170,11 @@ def _checked(config: TrainConfig, explicit: frozenset[str], stored: TrainConfig 
 
 
 def _settle_effective_batch(config: TrainConfig, explicit: frozenset[str], stored: TrainConfig | None) -> TrainConfig:
-    """The configuration with one word only on the utterances of a step; a UsageError where two contradict."""
+    """Return the configuration with the utterances per step defined by one setting only.
+
+    With --batch_size auto this is `effective_batch_size`, else batch_size x gradient_accumulation_steps. Raises
+    UsageError if two settings contradict each other.
+    """
     data, effective = config.data, config.data.effective_batch_size
     names = ("batch_size", "gradient_accumulation_steps", "effective_batch_size")
     is_cut, is_accumulated, is_said = (name in explicit for name in names)
@@ -169,10 +184,12 @@ def _settle_effective_batch(config: TrainConfig, explicit: frozenset[str], store
                 "--batch_size auto chooses the micro-batches, so --gradient_accumulation_steps contradicts "
                 "it: use --effective_batch_size, the utterances per optimizer step, instead."
             )
+        # A resumed run keeps its global batch when only the size of the micro-batches changes.
         wanted = stored.global_batch_size if stored and not is_said else effective
         return dataclasses.replace(config, data=dataclasses.replace(data, effective_batch_size=wanted))
     wanted = effective if is_said else stored.global_batch_size if stored and is_cut else None
     if wanted and not is_accumulated:
+        # check_config reports a batch size below 1 later; here it must not divide by zero.
         steps = max(1, wanted // max(1, data.batch_size))
         data = dataclasses.replace(data, gradient_accumulation_steps=steps)
     config = dataclasses.replace(config, data=dataclasses.replace(data, effective_batch_size=None))
@@ -185,7 +202,7 @@ def _settle_effective_batch(config: TrainConfig, explicit: frozenset[str], store
 
 
 def check_idle_flags(config: TrainConfig, explicit: frozenset[str]) -> None:
-    """Raises a UsageError for a flag that is given and has nothing to work on."""
+    """Raise UsageError for a given flag that has no effect with the other settings."""
     values = {setting.name: setting.value for setting in settings_of(config)}
     for name, wanted in FLAG_REQUIRES.items():
         other, _, value = wanted.partition(" ")
@@ -200,7 +217,10 @@ def check_idle_flags(config: TrainConfig, explicit: frozenset[str]) -> None:
 
 
 def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
-    """What in `asked` a run of `stored` cannot go on with: its shape, tokens, optimizer, effective batch."""
+    """Return the differences that prevent resuming a run of `stored` with the settings `asked`.
+
+    They concern the groups GROUPS_OF_SHAPE, the optimizer, the CTC head, --init_from and the effective batch.
+    """
     pairs = zip(settings_of(stored), settings_of(asked), strict=True)
     found = [
         f"--{old.name} is {new.value} here and {old.value} in the checkpoint"
@@ -209,11 +229,13 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
         and old.name not in FREE_TO_CHANGE
         and (old.group in GROUPS_OF_SHAPE or old.name == "optimizer")
     ]
+    # Another weight is fine, but 0 builds a model without the CTC head.
     weights = [config.loss.ctc_weight for config in (asked, stored)]
     if 0 in weights and weights[0] != weights[1]:
         found.append(
             f"--ctc_weight is {weights[0]} here and {weights[1]} in the checkpoint; 0 means a model without a CTC head"
         )
+    # Compared as real paths, so that a symlink or a relative path to the same file is no contradiction.
     if len({run.init_from and os.path.realpath(run.init_from) for run in (stored.run, asked.run)}) > 1:
         found.append(f"--init_from is {asked.run.init_from} here and {stored.run.init_from} in the checkpoint")
     if stored.global_batch_size != asked.global_batch_size:
@@ -225,7 +247,7 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
 
 
 def _has_type(setting: Setting) -> bool:
-    """Whether a stored value has the kind that its field declares."""
+    """Return whether a stored value has the type that its field declares."""
     declared = get_type_hints(type(getattr(TrainConfig(), setting.group)))[setting.name]
     kinds = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
     return any(_is_of(setting.value, kind) for kind in kinds)
@@ -236,6 +258,7 @@ def _is_of(value: object, kind: object) -> bool:
         return value in get_args(kind)
     if get_origin(kind) is tuple:
         return isinstance(value, tuple) and all(_is_of(item, get_args(kind)[0]) for item in value)
+    # bool is a subclass of int, so an int field would accept True.
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, kind) or (kind is float and isinstance(value, int))

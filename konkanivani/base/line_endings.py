@@ -1,21 +1,21 @@
-"""Binary files that a program has saved again as text: their line ends converted, or with a byte order mark.
+"""Diagnosis of binary files saved as text: converted line endings, or a byte order mark.
 
-Git does this to files that it takes for text (`core.autocrlf`, `* text` in .gitattributes), and editors do. No checksum
-matches afterwards, and the bytes cannot be restored: which line feeds were converted is not known.
+Git does this to files that it treats as text (`core.autocrlf`, `* text` in .gitattributes), and editors do. Checksums
+no longer match, and the bytes cannot be restored: the converted line feeds are indistinguishable from the others.
 """
 
 from pathlib import Path
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-LOOKED_AT = 2**24  # bytes from the start of a file
-# A binary file has one line feed in 256 bytes, and one of 256 follows a carriage return by chance.
+LOOKED_AT = 2**24  # bytes examined, from the start of the file
+# In random bytes one in 256 is a line feed, and one line feed in 256 follows a carriage return by chance.
 LEAST_LINE_FEEDS = 6
 
 
 def conversion_hint(path: Path) -> str:
-    """Return "; ..." with the likely cause if the bytes at `path` look like a binary file saved as text, else "".
+    """Return "; ..." with the likely cause if the file at `path` looks like a binary file saved as text, else "".
 
-    To be appended to the reason why a file cannot be read. An error of the disk leaves it empty.
+    The result is for appending to the reason why a file cannot be read. It is "" if the file cannot be opened.
     """
     try:
         with open(path, "rb") as file:
@@ -23,7 +23,7 @@ def conversion_hint(path: Path) -> str:
     except (OSError, ValueError):
         return ""
     if b"\0" not in content:
-        return ""  # a text in place of a binary file: its line endings are not the cause
+        return ""  # a text file where a binary one is expected: line endings are not the cause
     line_feeds = content.count(b"\n")
     is_converted = line_feeds >= LEAST_LINE_FEEDS and content.count(b"\r\n") == line_feeds
     if not is_converted and not content.startswith(BYTE_ORDER_MARK):

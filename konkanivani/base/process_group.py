@@ -1,4 +1,4 @@
-"""The process group of the ranks: they begin together and end together, and one of them tells the first cause."""
+"""Process group of the ranks: common start and end, and one report of the first error."""
 
 import contextlib
 import signal
@@ -15,12 +15,12 @@ from konkanivani.base.errors import KonkaniVaniError, ReportedByOtherRank, Resou
 
 STARTS_KEY, SEEN_KEY, FOUND_KEY = "konkanivani/starts_", "konkanivani/seen", "konkanivani/found_"
 FIRST_CAUSE_KEY, PRESENT_KEY, QUERIES_KEY = "konkanivani/first_cause", "konkanivani/here_", "konkanivani/asked"
-ROLL_CALL_SECONDS = 3.0  # in which the ranks that still run say so, once contact to another is lost
+ROLL_CALL_SECONDS = 3.0  # time for the remaining ranks to register after a connection was lost
 
 
 @contextlib.contextmanager
 def process_group(topology: Topology, timeout: float) -> Iterator[None]:
-    """The block runs in every process of the topology, joined; what one waits for another takes at most `timeout` s.
+    """Run the block inside an initialized process group; operations between ranks wait at most `timeout` seconds.
 
     An error ends all ranks. Only the rank that failed first reports it; the others raise ReportedByOtherRank with the
     same exit code. If a rank dies without a message or hangs, one of the remaining ranks names it.
@@ -31,20 +31,24 @@ def process_group(topology: Topology, timeout: float) -> Iterator[None]:
     limit = timedelta(seconds=timeout)
     with raise_rank_lost():
         common, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+        # torchrun keeps its store across restarts, with the addresses of ended ranks, to which the new ranks would
+        # connect forever. TORCHELASTIC_RESTART_COUNT is not the same on all machines, hence `_attempt`.
         store = dist.PrefixStore(f"konkanivani/{_attempt(common, topology, timeout)}", common)
+        # gloo exchanges numbers between CPUs, NCCL the gradients on GPUs.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     try:
         yield
     except BaseException as error:
         cause = _cause_of(error, topology, store, timeout)
-        if topology.is_first:  # without torchrun the store ends with it: a moment until all ranks have asked
+        if topology.is_first:  # without torchrun rank 0 hosts the store: keep it until all ranks have read the cause
             until = time.monotonic() + GRACE_SECONDS / 2
             with contextlib.suppress(RuntimeError):
                 while store.add(QUERIES_KEY, 0) < topology.world_size and time.monotonic() < until:
                     time.sleep(0.02)
         if isinstance(cause, ReportedByOtherRank):
-            # torchrun ends all ranks at once when it sees the first one end: that should be the one that tells.
+            # torchrun kills all ranks when one ends: the reporting rank should be that one. Its SIGTERM, with the
+            # default action, cuts this sleep short.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(GRACE_SECONDS)
         if cause is error:
@@ -54,15 +58,15 @@ def process_group(topology: Topology, timeout: float) -> Iterator[None]:
 
 
 def _attempt(store: dist.Store, topology: Topology, timeout: float) -> int:
-    """A number that all ranks of this start have alike, and no start before had.
+    """Return the number of this start: the same on all ranks, and different from every earlier start.
 
-    torchrun keeps its store over its restarts, and in it the addresses of ranks that have ended, which the next ones
-    would call without an end. Its own count of restarts is not the same on all machines. So each rank counts its
-    starts, the first one tells whose it has seen, and who finds its own among them belongs to that first one.
+    Each rank counts its starts in the store. Rank 0 publishes the counts that it reads; a rank that finds its own
+    current count there belongs to this start of rank 0 and returns rank 0's count. Rank 0 waits for all of them.
     """
     own, until = store.add(f"{STARTS_KEY}{topology.rank}", 1), time.monotonic() + timeout
     while time.monotonic() < until:
         if topology.is_first:
+            # add(key, 0) reads a counter without blocking; get() would wait for the key.
             seen = [store.add(f"{STARTS_KEY}{rank}", 0) for rank in range(topology.world_size)]
             store.set(SEEN_KEY, " ".join(map(str, seen)))
             if store.add(f"{FOUND_KEY}{own}", 0) == topology.world_size - 1:
@@ -80,8 +84,9 @@ def _attempt(store: dist.Store, topology: Topology, timeout: float) -> int:
 
 
 def _told_by_another(store: dist.Store, rank: int, code: int) -> ReportedByOtherRank | None:
-    """Books this rank's error as what ends all ranks; where another was first, what to raise in its place."""
+    """Record this rank's error as the first cause; if another rank was first, return the error to raise instead."""
     mine = f"{rank} {code}"
+    # compare_set is atomic: exactly one rank becomes the first cause.
     first = store.compare_set(FIRST_CAUSE_KEY, "", mine).decode()
     return None if first == mine else ReportedByOtherRank(int(first.split()[1]))
 
@@ -89,7 +94,7 @@ def _told_by_another(store: dist.Store, rank: int, code: int) -> ReportedByOther
 def _cause_of(error: BaseException, topology: Topology, store: dist.Store, timeout: float) -> BaseException:
     """Return the exception to raise: the error itself, ReportedByOtherRank, or an error that names a lost rank."""
     cause = error
-    with contextlib.suppress(RuntimeError):  # the store may have been the lost rank's
+    with contextlib.suppress(RuntimeError):  # the lost rank may have hosted the store
         code = error.exit_code if isinstance(error, KonkaniVaniError) else 1
         if isinstance(error, RankLost):
             cause = _error_of_lost_rank(error, topology, store, timeout)
@@ -100,7 +105,7 @@ def _cause_of(error: BaseException, topology: Topology, store: dist.Store, timeo
 
 
 def _error_of_lost_rank(error: RankLost, topology: Topology, store: dist.Store, timeout: float) -> KonkaniVaniError:
-    """ReportedByOtherRank where the lost rank has had a reason of its own, else who did not answer to the roll call."""
+    """Return ReportedByOtherRank if another rank reported a cause, else an error that names the silent ranks."""
     store.set(f"{PRESENT_KEY}{topology.rank}", "")
     until = time.monotonic() + ROLL_CALL_SECONDS
     while time.monotonic() < until and not store.check([FIRST_CAUSE_KEY]):

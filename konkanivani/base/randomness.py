@@ -1,6 +1,6 @@
-"""Every random number of a run is a function of (seed, step) or of (seed, epoch, utterance).
+"""Seeds and generators: every random number of a run is a function of (seed, step) or (seed, epoch, utterance).
 
-So nothing of a generator's state has to be saved: a resumed run draws what the undisturbed one would have drawn.
+No generator state is saved: a resumed run draws the same numbers as an uninterrupted one.
 """
 
 import contextlib
@@ -10,33 +10,36 @@ from contextvars import ContextVar
 
 import torch
 
+# A context variable is local to a thread, and torch's default CPU generator is global.
 _GENERATOR: ContextVar[torch.Generator | None] = ContextVar("what dropout draws from in this thread", default=None)
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that is the same on every machine; SHA-256 over the parts."""
+    """Return a 63-bit seed, the same on every machine: the first 8 bytes of SHA-256 over the parts, shifted."""
+    # The separator keeps (1, 23) and (12, 3) apart.
     digest = hashlib.sha256("\0".join(str(part) for part in parts).encode()).digest()
+    # 63 bits fit the signed seed of manual_seed. Python's hash() would differ between processes.
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
-    """Seeds the default generators of every device for one optimizer step (dropout draws from them).
+    """Seed the default generators of all devices for one optimizer step; dropout draws from them.
 
-    Each rank draws its own masks; the first one those of a process alone.
+    Each rank draws its own masks; rank 0 draws those that a single process draws.
     """
     torch.manual_seed(derive_seed(seed, "step", step, *((rank,) if rank else ())))
 
 
 def utterance_generator(seed: int, epoch: int, utterance_id: str, purpose: str) -> torch.Generator:
-    """A CPU generator that belongs to one utterance in one epoch, for one purpose (`speed`, `specaugment`)."""
+    """Return a CPU generator for one utterance in one epoch and one purpose (`speed`, `specaugment`)."""
     return torch.Generator().manual_seed(derive_seed(seed, epoch, purpose, utterance_id))
 
 
 @contextlib.contextmanager
 def dropout_seed(seed: int) -> Iterator[None]:
-    """Dropout on a CPU draws from a generator of its own here, in this thread alone, instead of from torch's default.
+    """Make dropout on the CPU draw from a separate generator in the block, in this thread only.
 
-    So what one micro-batch draws does not depend on what others draw beside it.
+    The draws of a micro-batch are then independent of the micro-batches that run concurrently.
     """
     token = _GENERATOR.set(torch.Generator().manual_seed(seed))
     try:
@@ -46,5 +49,5 @@ def dropout_seed(seed: int) -> Iterator[None]:
 
 
 def dropout_generator() -> torch.Generator | None:
-    """What dropout on a CPU draws from in this thread; None for torch's default generator."""
+    """Return the generator of CPU dropout in this thread; None: torch's default generator."""
     return _GENERATOR.get()

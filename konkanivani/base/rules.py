@@ -1,4 +1,7 @@
-"""Settings by name, and the rules that they keep, of a command line, a checkpoint or a bundle alike. No torch here."""
+"""Settings by name, and the rules for their values; shared by command lines, checkpoints and bundles.
+
+Does not import torch.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,16 +22,16 @@ from konkanivani.base.errors import ErrorCollector, UsageError
 from konkanivani.base.units import parse_budget, parse_share, parse_snr
 
 LORA_LAYERS = {"query_key_value", "query", "key_value", "key", "value", "output", "expand", "contract", "gate"}
-SUBSAMPLED_BINS = 7  # the fewest of which two convolutions of kernel 3 and stride 2 leave one
+SUBSAMPLED_BINS = 7  # minimum input for one output of two convolutions with kernel 3 and stride 2
 
 
 Rule = tuple[bool, str]
-"""Whether a rule holds, and what to tell where it does not."""
+"""(whether the rule holds, message if it does not)."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One flag with its value, found by walking a configuration."""
+    """One flag with its value and the group (field of TrainConfig) that contains it."""
 
     group: str
     name: str
@@ -36,7 +39,7 @@ class Setting:
 
 
 def settings_of(config: TrainConfig) -> list[Setting]:
-    """Every flag of `config`, in the order of the command line's help."""
+    """Return every setting of `config`, in the order of `--help`."""
     return [
         Setting(group.name, leaf.name, getattr(getattr(config, group.name), leaf.name))
         for group in dataclasses.fields(config)
@@ -45,7 +48,7 @@ def settings_of(config: TrainConfig) -> list[Setting]:
 
 
 def with_values(config: TrainConfig, values: Mapping[str, object]) -> TrainConfig:
-    """`config` with these flags changed."""
+    """Return `config` with these settings changed."""
     for setting in settings_of(config):
         if setting.name in values:
             group = dataclasses.replace(getattr(config, setting.group), **{setting.name: values[setting.name]})
@@ -54,8 +57,9 @@ def with_values(config: TrainConfig, values: Mapping[str, object]) -> TrainConfi
 
 
 def check_config(config: TrainConfig) -> None:
-    """Raises a UsageError that lists every setting that cannot work, each with what is allowed."""
+    """Raise UsageError that lists every invalid setting with its allowed values."""
     problems = ErrorCollector()
+    # The negated comparison also catches NaN, which compares as false with every bound.
     finite = [s.name for s in settings_of(config) if isinstance(s.value, float) and not abs(s.value) < float("inf")]
     rules = [
         *_model_rules(config.model),
@@ -72,6 +76,7 @@ def check_config(config: TrainConfig) -> None:
     with problems.collect():
         raise_broken(rules)
     with problems.collect():
+        # Text values are parsed separately, so that their errors are reported along with the broken rules.
         parse_share(config.data.max_rejected, "--max_rejected")
     with problems.collect():
         if config.memory.memory_budget is not None:
@@ -82,7 +87,7 @@ def check_config(config: TrainConfig) -> None:
 
 
 def check_decoding(config: DecodingConfig) -> None:
-    """Raises a UsageError that lists every setting of a search that cannot work."""
+    """Raise UsageError that lists every invalid decoding setting."""
     numbers = config.joint_ctc_weight, config.length_bonus, config.language_model_weight
     rules = [
         (config.beam >= 1, "--beam must be at least 1"),
@@ -102,12 +107,12 @@ def check_decoding(config: DecodingConfig) -> None:
 
 
 def check_pretrained(config: PretrainedConfig) -> None:
-    """Raises a UsageError where settings of a model that others have trained do not go together."""
+    """Raise UsageError if the settings of a pretrained model contradict each other."""
     raise_broken(_pretrained_rules(config))
 
 
 def raise_broken(rules: list[Rule]) -> None:
-    """Raises a UsageError that lists the rules that do not hold."""
+    """Raise UsageError that lists the rules that do not hold."""
     broken = [message for holds, message in rules if not holds]
     if broken:
         raise UsageError("Invalid flags: " + "; ".join(broken) + ".")
@@ -122,6 +127,7 @@ def _model_rules(model: ModelConfig) -> list[Rule]:
         ),
         (model.decoder_layers >= 0, "--decoder_layers must be at least 0"),
         (
+            # Rotary positions rotate pairs of channels within a head.
             heads > 0 and width % (2 * heads) == 0,
             f"--d_model {width} must be a multiple of twice --attention_heads {heads}",
         ),
@@ -169,6 +175,7 @@ def _feature_rules(features: FeatureConfig) -> list[Rule]:
         (features.smallest_power > 0, "--smallest_power must be above 0"),
         (0 <= features.preemphasis < 1, "--preemphasis must be at least 0 and below 1"),
         (
+            # The padding is half an FFT.
             features.frame_padding == "none" or features.fft_samples % 2 == 0,
             "--fft_samples must be even with --frame_padding",
         ),
@@ -245,8 +252,9 @@ def _head_rules(config: TrainConfig) -> list[Rule]:
 
 def _tuning_rules(config: TrainConfig) -> list[Rule]:
     tuning, starts = config.tuning, (config.pretrained.pretrained, config.run.init_from, config.run.resume)
+    # --resume counts too: its checkpoint is read later and may hold a fine-tuned model.
     begins, is_ours = any(start is not None for start in starts), config.pretrained.pretrained is None
-    # Of a model that a run begins with the blocks are counted when it is read.
+    # The upper bound, the number of blocks in the initial model, is checked when the model is read.
     counts = [number for number in (tuning.freeze, tuning.train_layers) if isinstance(number, int)]
     return [
         (

@@ -1,4 +1,4 @@
-"""The signals that ask a process to stop: which they are, kept back for a while, or ending a block at once."""
+"""Signals that stop the process: their list, and blocks that defer them or end at them."""
 
 import contextlib
 import signal
@@ -9,14 +9,21 @@ from konkanivani.base.errors import Interrupted
 
 
 def stopping_signals() -> tuple[signal.Signals, ...]:
-    """Ctrl-C, `kill`, and a terminal or connection that closes, unless the process was told (nohup) to outlive that."""
+    """Return SIGINT (Ctrl-C), SIGTERM (`kill`) and SIGHUP (closed terminal or connection).
+
+    SIGHUP is omitted if it is ignored, as nohup sets it.
+    """
     outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM) + (() if outlives else (signal.SIGHUP,))
 
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """Keeps them back until the end of the block; a process that is forked within is born deaf to them."""
+    """Block the stopping signals until the end of the block.
+
+    A process forked inside the block inherits the mask, and these signals do not reach it.
+    """
+    # The kernel keeps a blocked signal pending and delivers it when the mask is restored.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, stopping_signals())
     try:
         yield
@@ -25,16 +32,20 @@ def defer_signals() -> Iterator[None]:
 
 
 class _Stop(BaseException):
-    """A signal; no Exception, so that nothing on its way takes it for a fault of its own and goes on."""
+    """Stopping signal. Not an Exception, so that no `except Exception` on the way handles it as an error."""
 
 
 @contextlib.contextmanager
 def stop_at_signals() -> Iterator[None]:
-    """A stopping signal ends the block at once; what it cleans up on the way out is not disturbed by another one."""
+    """End the block at the first stopping signal with Interrupted.
+
+    Further signals are ignored, so that the clean-up is not disturbed.
+    """
     came, stopping = [], stopping_signals()
 
     def stop(number: int, _frame: FrameType | None) -> None:
         for each in stopping:
+            # First of all, since a second signal may arrive before the exception is raised.
             signal.signal(each, signal.SIG_IGN)
         came.append(number)
         raise _Stop

@@ -1,4 +1,4 @@
-"""Sizes of memory, ratios in decibels and percentages as people write them. No torch here."""
+"""Parsing of memory sizes, decibel ranges and percentages. Does not import torch."""
 
 import re
 from dataclasses import dataclass
@@ -10,9 +10,10 @@ MIB, GIB = 2**20, 2**30
 
 
 def parse_budget(text: str) -> int:
-    """Bytes of a budget such as `4GiB`, `4g` or `700 MB`, in any case; a UsageError without a unit or beyond sense.
+    """Return the bytes of a memory size such as `4GiB`, `4g` or `700 MB`, case-insensitive.
 
-    GB is 10**9 bytes, as standards have it; GiB, and a bare G, 2**30, which is what a card "of 4 G" has. K, M, T alike.
+    GB is 10**9 bytes (SI); GiB, and G without B, is 2**30, the unit of nominal GPU memory. K, M and T likewise.
+    Raises UsageError without a unit, or outside 1 MiB to 8192 GiB.
     """
     match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt])(i?b)?\s*", text.lower())
     if match is None:
@@ -25,29 +26,29 @@ def parse_budget(text: str) -> int:
 
 
 def budget_text(size: int) -> str:
-    """The size as a flag takes it, in whole MiB, rounded down."""
+    """Return the size as a flag value, in whole MiB, rounded down."""
     return f"{size // MIB}MiB"
 
 
 def peak_text(size: int) -> str:
-    """The size in whole MiB, rounded up."""
+    """Return the size in whole MiB, rounded up."""
     return f"{-(-size // MIB)} MiB"
 
 
 NUMBER = r"[+-]?\d+(?:\.\d+)?"
-MIN_SNR, MAX_SNR = -50.0, 100.0  # dB: below and above, one of the two sounds is gone from 16 bits
+MIN_SNR, MAX_SNR = -50.0, 100.0  # dB; beyond, speech or noise is below the resolution of 16-bit audio
 
 
 @dataclass(frozen=True)
 class DecibelRange:
-    """From `low` to `high` dB, both included."""
+    """Range from `low` to `high` dB, both included."""
 
     low: float
     high: float
 
 
 def parse_snr(text: str) -> DecibelRange:
-    """The range of signal-to-noise ratios that `5:25` means; a UsageError where it is none, or beyond sense."""
+    """Parse a range of signal-to-noise ratios in dB, such as `5:25`; raise UsageError if it is invalid."""
     match = re.fullmatch(rf"\s*({NUMBER})\s*:\s*({NUMBER})\s*", text)
     if match is None:
         raise UsageError(f"--noise_snr {text}: give the lowest and highest SNR in dB, for example 5:25.")
@@ -61,10 +62,11 @@ def parse_snr(text: str) -> DecibelRange:
 
 
 def parse_share(text: str, flag: str) -> float:
-    """The share that a person writes as 1% or 0.01; a UsageError where it is none between 0 and 1."""
+    """Parse a share written as 1% or 0.01; raise UsageError if it is not a number between 0 and 1."""
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
+        # Not a number: fails the range check below. So does NaN.
         share = -1.0
     if not 0 <= share <= 1:
         raise UsageError(f"{flag} {text} is not a share. Give a percentage such as 1%, or a number between 0 and 1.")
