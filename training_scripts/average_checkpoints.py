@@ -49,7 +49,7 @@ class Flags:
 
 
 def check_flags(flags: Flags) -> None:
-    """Raises a UsageError where the flags do not say which checkpoints."""
+    """Raise UsageError if the flags do not select checkpoints in exactly one way."""
     if bool(flags.checkpoints) == (flags.checkpoint_dir is not None):
         raise UsageError("Give either the checkpoints to average, or --checkpoint_dir with --last.")
     if flags.last < 1:
@@ -57,7 +57,7 @@ def check_flags(flags: Flags) -> None:
 
 
 def average(flags: Flags) -> str:
-    """Writes the averaged checkpoint beside its place and renames it; returns a sentence about it."""
+    """Write the averaged checkpoint atomically and return a sentence on it."""
     check_flags(flags)
     from konkanivani.inference.averaging import average_checkpoints, is_name_of_a_run, newest_epochs
     from konkanivani.training.checkpoint.checkpoint import write_checkpoint
@@ -66,6 +66,7 @@ def average(flags: Flags) -> str:
     if flags.checkpoint_dir is not None:
         paths = newest_epochs(flags.checkpoint_dir, flags.last)
     output = Path(flags.output) if flags.output else paths[0].parent / AVERAGED
+    # --resume auto must not find an average, which has no optimizer state.
     if is_name_of_a_run(output) or output.resolve() in [path.resolve() for path in paths]:
         raise UsageError(f"--output {output} is reserved for checkpoints of a run; name it {AVERAGED}, for example.")
     check_new_file(output, flags.force)
@@ -77,7 +78,7 @@ def average(flags: Flags) -> str:
 
 
 def read_each(paths: list[Path]) -> Iterator["NamedCheckpoint"]:
-    """The checkpoints, each read when its turn comes, so that one at a time takes memory."""
+    """Yield the checkpoints, each read when it is needed, so that one at a time is in memory."""
     from konkanivani.inference.averaging import NamedCheckpoint
     from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 

@@ -1,12 +1,12 @@
-"""Finds or makes the Python environment that KonkaniVani runs in.
+"""Find or create the Python environment of KonkaniVani.
 
     python3 training_scripts/bootstrap.py --extras synthesis,test
 
-prints the path of the Python to use, and nothing else, on stdout; progress goes to stderr. Every script calls
-`rerun_under_venv()` first. Exit codes: 0 done, 2 usage, 6 no environment could be made (one sentence says why).
+prints only the path of the Python to use on stdout; progress goes to stderr. Every script calls
+`rerun_under_venv()` first. Exit codes: 0 done, 2 usage, 6 no environment could be created (one sentence says why).
 
-Standard library only. The syntax stays that of Python 2.7, hence no annotations and no f-strings: on a Python that is
-too old this file must still be able to say so, or to hand over to a newer one.
+Standard library only. The syntax is Python 2.7's, hence no annotations and no f-strings: on a Python that is too old
+this file must still be able to print an error, or to start a newer Python.
 """
 
 from __future__ import print_function
@@ -29,19 +29,19 @@ STAMP = os.path.join(VENV, "konkanivani-installed.json")
 UNFINISHED = os.path.join(VENV, "konkanivani-unfinished.json")
 LOCK = os.path.join(VENV, "konkanivani.lock")
 
-OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 14)  # what the PyTorch releases of setup.cfg are built for
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 14)  # range of the PyTorch releases in setup.cfg
 EXIT_RESOURCES = 6
 RERUN_MARK = "KONKANIVANI_RERUN"
 HOW_TO_SET_UP = "Run ./run_training_memory_optimized.sh or python3 training_scripts/bootstrap.py in %s" % ROOT
 
-# The module that a distribution brings, where it is not the distribution's name with "-" turned to "_".
+# Module of a distribution, if it is not the distribution's name with "_" for "-".
 MODULE_NAMES = {"PyYAML": "yaml", "import-linter": "importlinter", "nvidia-ml-py": "pynvml", "pytest-xdist": "xdist"}
 
-# Bytes: larger blocks are mapped one by one, and go back when they are freed. Smaller ones come faster from the heap;
-# a run under a memory budget sets a lower threshold itself (konkanivani/memory/monitor.py).
+# In bytes. Larger blocks are mapped one by one and returned to the system when they are freed; smaller ones are
+# allocated faster from the heap. A run with a memory budget sets a lower threshold (konkanivani/memory/monitor.py).
 MALLOC_THRESHOLD = 8 * 1024 * 1024
-MALLOC_TRIM_THRESHOLD = 512 * 1024 * 1024  # the heap's free end is kept up to so much: the next step takes it again
-MALLOC_TOP_PAD = 16 * 1024 * 1024  # by which the heap grows beyond what is asked for, and which it keeps
+MALLOC_TRIM_THRESHOLD = 512 * 1024 * 1024  # free memory kept at the end of the heap, for the next step
+MALLOC_TOP_PAD = 16 * 1024 * 1024  # extra growth of the heap, which it keeps
 
 GIB = 1024**3
 Build = collections.namedtuple("Build", "words disk_bytes")
@@ -54,24 +54,24 @@ BUILDS = {
 
 
 class SetupError(Exception):
-    """No environment could be made; the text is the one sentence that a person reads."""
+    """Failed set-up; the text is the one sentence that the user reads."""
 
 
 class NothingChanged(SetupError):
-    """The set-up failed before it changed anything."""
+    """Set-up that failed before it changed anything."""
 
 
 def say(text):
-    """Prints one line of progress; stdout is kept for the answer."""
+    """Print one line of progress on stderr; stdout is for the path only."""
     print(text, file=sys.stderr)
     sys.stderr.flush()
 
 
-# ---------------------------------------------------------------------------------------- what has to be installed
+# --------------------------------------------------------------------------------------------------------- requirements
 
 
 def read_setup():
-    """setup.cfg, as a ConfigParser."""
+    """Return setup.cfg as a ConfigParser."""
     import configparser
 
     setup = configparser.ConfigParser()
@@ -80,7 +80,7 @@ def read_setup():
 
 
 def read_requirements(extras):
-    """Requirement strings of setup.cfg: the runtime's, then those of each extra in `extras`."""
+    """Return the requirement strings of setup.cfg: the runtime's, then each extra's."""
     setup = read_setup()
     texts = [setup.get("options", "install_requires")]
     texts += [setup.get("options.extras_require", extra) for extra in extras]
@@ -88,7 +88,7 @@ def read_requirements(extras):
 
 
 def is_version_in(version, bounds):
-    """Whether a version such as "2.11.0+cu126" is within bounds such as ">=2.10,<2.12" (only >= and < are used)."""
+    """Return whether a version such as "2.11.0+cu126" is within bounds such as ">=2.10,<2.12" (only >= and < occur)."""
     numbers = [int(n) for n in re.findall(r"\d+", version.split("+")[0])[:3]]
     for operator, bound in re.findall(r"(>=|<)\s*([\d.]+)", bounds):
         limit = [int(n) for n in bound.split(".")]
@@ -98,12 +98,13 @@ def is_version_in(version, bounds):
 
 
 def missing_requirements(requirements):
-    """Those of `requirements` that the running Python lacks or has in another version; imports none of them."""
+    """Return the requirements that are missing in the running Python or out of bounds, without importing them."""
     import importlib.metadata
     import importlib.util
 
     missing = []
     for requirement in requirements:
+        # setup.cfg uses only a name and bounds, no extras or markers.
         name, bounds = re.match(r"([\w.-]+)\s*(.*)", requirement).groups()
         if importlib.util.find_spec(MODULE_NAMES.get(name, name.replace("-", "_"))) is None:
             missing.append(name)
@@ -111,52 +112,54 @@ def missing_requirements(requirements):
             try:
                 version = importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:
-                continue  # built from source without metadata: whoever does that knows the version
+                continue  # built from source without metadata: assume that the version is right
             if not is_version_in(version, bounds):
                 missing.append("%s%s (found %s)" % (name, bounds, version))
     return missing
 
 
-# ------------------------------------------------------------------------------------------------- at a script's head
+# ---------------------------------------------------------------------------------------------------- start of a script
 
 
 def mend_streams():
-    """Opens /dev/null where stdin, stdout or stderr was closed by whoever started this, for all programs that follow.
+    """Open /dev/null for each of stdin, stdout and stderr that is closed, here and for child processes.
 
-    Else the next file opened has the stream's number, and what native code prints goes into a checkpoint. What stdout's
-    encoding cannot write, as a path may hold it, is escaped.
+    Characters that the encoding of stdout cannot represent, as paths may contain them, are escaped.
     """
+    # Otherwise the next opened file gets the stream's number, and native code that prints writes into a checkpoint.
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # has the lowest free number, this one
+            os.open(os.devnull, os.O_RDWR)  # open() returns the lowest free number, this one
             getattr(os, "set_inheritable", lambda *_: None)(number, True)
         if getattr(sys, name) is None:
             stream = io.open(number, "w" if number else "r", encoding="utf-8", errors="replace", closefd=False)
             setattr(sys, name, stream)
             setattr(sys, "__%s__" % name, stream)
+    # Python 2 has no reconfigure().
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def set_process_defaults(environment):
-    """What PyTorch and its libraries read when they are loaded; a user's own settings stay."""
+    """Set environment variables that PyTorch and its libraries read when they are loaded; the user's values stay."""
     set_allocator_defaults(environment)
-    # Threads that spin while they wait make training a hundred times slower on a core that they have to share, be it
-    # with the audio workers; sleeping ones cost a tenth on a core of their own (docs/experiments.md).
+    # Spinning OpenMP threads make training a hundred times slower on a shared core, for example with the data loading
+    # processes; sleeping ones cost 10 % on a core of their own (docs/experiments.md).
     environment.setdefault("OMP_WAIT_POLICY", "passive")
-    # oneDNN keeps the kernels of the last 1,024 shapes, and utterances of mixed lengths are all shapes of their own.
+    # By default oneDNN caches the kernels of 1,024 shapes, and almost every utterance length is a new shape.
     environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
     if not has_name(environment):
+        # In a container the user may be a number without a name, for which PyTorch raises KeyError.
         environment["LOGNAME"] = "uid-%d" % os.getuid()
 
 
 def has_name(environment):
-    """Whether who runs this has a name: in a container it may be a bare number, of which PyTorch makes a KeyError."""
+    """Return whether the current user has a name; in a container it may be only a number."""
     import pwd
 
-    if any(environment.get(name) for name in ("LOGNAME", "USER", "LNAME", "USERNAME")):  # as getpass.getuser() asks
+    if any(environment.get(name) for name in ("LOGNAME", "USER", "LNAME", "USERNAME")):  # as getpass.getuser() does
         return True
     try:
         return bool(pwd.getpwuid(os.getuid()).pw_name)
@@ -165,90 +168,94 @@ def has_name(environment):
 
 
 def add_huge_pages(environment):
-    """Has glibc ask for pages of 2 MiB, for a program that is started with `environment`; a user's own choice stays.
+    """Make glibc request pages of 2 MiB in a program started with `environment`; the user's choice stays.
 
-    A step frees its gradients and takes them again, 25,000 pages of 4 KiB for 25 M parameters: a fortieth of its time
-    (docs/experiments.md). glibc reads this only as a program starts, so a Python that needs no other one goes without.
+    glibc reads this only at program start, so a Python that is not restarted runs without it.
     """
     tunables = environment.get("GLIBC_TUNABLES", "")
+    # A step frees its gradients and allocates them again, 25,000 pages of 4 KiB for 25 M parameters: a fortieth of its
+    # time (docs/experiments.md).
     if "glibc.malloc.hugetlb" not in tunables:
         environment["GLIBC_TUNABLES"] = ":".join(filter(None, [tunables, "glibc.malloc.hugetlb=1"]))
 
 
 def set_allocator_defaults(environment):
-    """Lets CUDA's memory grow in segments, which spares small cards fragmentation; a user's own setting stays.
-
-    PyTorch reads one of these two names, depending on its release, and when it is first used: hence before the import.
-    """
+    """Enable expandable segments of CUDA memory, against fragmentation on small GPUs; the user's setting stays."""
+    # PyTorch reads one of the two names, depending on its release, at first use: set both before the import.
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     if not any(name in environment for name in names):
         environment.update((name, "expandable_segments:True") for name in names)
 
 
 def set_malloc_options(environment):
-    """Has glibc return freed tensors' memory to the system, and keep one heap for all threads; whether it was told so.
+    """Make glibc return freed memory to the system and use one heap for all threads; return whether that was set.
 
-    By itself malloc soon keeps blocks of up to 32 MiB in its heap, where freed tensors of mixed sizes leave holes that
-    none of the next fit: more memory is resident than is in use (docs/experiments.md). And it gives each thread a heap,
-    whose holes no other thread fills: concurrent micro-batches would need 400 MiB more. A user's own setting stays.
-    A heap that grows to the byte and shrinks at once has its pages cleared again and again, for a tenth of a
-    step: it grows by more than is asked for, and keeps its free end, which the next step's gradients take. Not by the
-    environment: that counts only before a process starts, and other programs would inherit it. Elsewhere than on glibc
-    nothing happens.
+    Does nothing with another C library. The user's settings stay. Measurements: docs/experiments.md.
     """
+    # mallopt() instead of environment variables, which count only before a process starts and which other programs
+    # would inherit.
     m_trim_threshold, m_top_pad, m_mmap_threshold, m_arena_max = -1, -2, -3, -8  # malloc.h
     options = []
     if not is_malloc_set(environment, "mmap_threshold", "trim_threshold"):
-        # Either one alone ends the growth of both.
+        # By default malloc soon keeps blocks of up to 32 MiB in its heap, where freed tensors of mixed sizes leave
+        # holes that none of the next fit: more memory is resident than in use.
+        # Setting either one disables the dynamic adjustment of both.
         options += [(m_trim_threshold, MALLOC_TRIM_THRESHOLD), (m_mmap_threshold, MALLOC_THRESHOLD)]
         if not is_malloc_set(environment, "top_pad"):
+            # A heap that grows by exact amounts and shrinks at once has its pages cleared again and again, a tenth of a
+            # step. It grows by more, and keeps its free end for the next step's gradients.
             options.append((m_top_pad, MALLOC_TOP_PAD))
     if not is_malloc_set(environment, "arena_max"):
+        # Otherwise each thread has a heap whose holes no other thread fills: concurrent micro-batches would need 400
+        # MiB more.
         options.append((m_arena_max, 1))
     try:
         import ctypes
 
         is_glibc = os.confstr("CS_GNU_LIBC_VERSION").startswith("glibc")
         mallopt = ctypes.CDLL(None).mallopt
-    except (ImportError, AttributeError, OSError, ValueError, TypeError):  # another system, or another C library
+    except (ImportError, AttributeError, OSError, ValueError, TypeError):  # another system or C library
         return False
+    # A list, not a generator: all() must not skip options after a failure.
     return is_glibc and bool(options) and all([mallopt(option, value) for option, value in options])
 
 
 def is_malloc_set(environment, *options):
-    """Whether a user has set one of these of glibc's options, by either of its ways."""
+    """Return whether the user has set one of these glibc options, as a tunable or a MALLOC_ variable."""
     tunables = environment.get("GLIBC_TUNABLES", "")
     variables = {variable.rstrip("_") for variable in environment}  # MALLOC_ARENA_MAX, but MALLOC_TRIM_THRESHOLD_
     return any("glibc.malloc.%s" % name in tunables or "MALLOC_%s" % name.upper() in variables for name in options)
 
 
 def rerun_under_venv():
-    """Returns if the running Python has all that is needed; else runs the same command line under .venv instead.
+    """Return if the running Python has all requirements; else run the same command line under .venv instead.
 
-    Ends the process with exit code 6 and one sentence when there is no environment to run in. Also mends the
-    streams, puts the repository's root first on sys.path and sets the allocators' defaults.
+    Ends the process with exit code 6 and one sentence if there is no usable environment. Also repairs the streams, puts
+    the repository's root first on sys.path, and sets the allocators' defaults.
     """
     mend_streams()
     sys.excepthook = end_in_a_line
     sys.path.insert(0, ROOT)
     set_process_defaults(os.environ)
-    was_rerun = os.environ.pop(RERUN_MARK, None)  # popped, so that processes started later may be rerun themselves
+    was_rerun = os.environ.pop(RERUN_MARK, None)  # popped, so that child processes may rerun themselves
     missing = missing_requirements(read_requirements([])) if is_suitable(sys.version_info) else None
     is_unfinished = os.path.exists(UNFINISHED)
+    # An incomplete .venv may have all modules, but some of them in pieces.
     if missing == [] and not (is_in_venv() and is_unfinished):
         set_malloc_options(os.environ)
         return
     if os.path.exists(VENV_PYTHON) and not is_unfinished and not is_in_venv() and not was_rerun:
+        # Prevents an endless loop if .venv lacks a requirement.
         os.environ[RERUN_MARK] = "1"
         add_huge_pages(os.environ)
-        command_line = getattr(sys, "orig_argv", [None] + sys.argv)  # with the interpreter's own flags, where known
+        command_line = getattr(sys, "orig_argv", [None] + sys.argv)  # with the interpreter's own flags, if known
         os.execv(VENV_PYTHON, [VENV_PYTHON] + command_line[1:])
     say("error: %s. %s, then start again." % (why_not(missing, is_unfinished), HOW_TO_SET_UP))
     sys.exit(EXIT_RESOURCES)
 
 
 def end_in_a_line(kind, error, trace):
-    """Ends the process where Ctrl-C comes amid imports or the reading of flags, as the scripts do later."""
+    """Handle Ctrl-C during imports or flag parsing as the scripts do later: one line, exit code 130."""
     if issubclass(kind, KeyboardInterrupt):
         say("Interrupted.")
         os._exit(130)
@@ -256,7 +263,7 @@ def end_in_a_line(kind, error, trace):
 
 
 def why_not(missing, is_unfinished):
-    """What keeps a script from running, as a clause."""
+    """Return the reason why a script cannot run, as a clause."""
     if is_unfinished:
         return "The environment %s is incomplete: its installation was interrupted, or is still running" % VENV
     if missing is None:
@@ -264,27 +271,27 @@ def why_not(missing, is_unfinished):
     return "The Python at %s does not have %s" % (sys.executable, ", ".join(missing))
 
 
-# ------------------------------------------------------------------------------------------------- which Python to use
+# ----------------------------------------------------------------------------------------------------- choice of Python
 
 
 def is_suitable(version):
-    """Whether PyTorch is built for this (major, minor, ...) version of Python."""
+    """Return whether PyTorch is built for this (major, minor, ...) version of Python."""
     return OLDEST_PYTHON <= tuple(version[:2]) <= NEWEST_PYTHON
 
 
 def wrong_python(version):
-    """That this version of Python cannot be used, as a clause."""
+    """Return the message for an unsupported version of Python, as a clause."""
     numbers = tuple(version[:2]) + OLDEST_PYTHON + NEWEST_PYTHON
     return "This is Python %d.%d, and KonkaniVani needs Python %d.%d to %d.%d" % numbers
 
 
 def is_in_venv():
-    """Whether the running Python is that of .venv."""
+    """Return whether the running Python is .venv's."""
     return os.path.realpath(sys.prefix) == os.path.realpath(VENV)
 
 
 def find_suitable_python():
-    """Path of the .venv's Python, else of the newest suitable one on PATH that can make environments, else None."""
+    """Return the path of .venv's Python, or the newest suitable one on PATH that can create environments, or None."""
     question = (
         "import sys; from importlib.util import find_spec as f; "
         "print(sys.version_info[0], sys.version_info[1], int(any(map(f, ['ensurepip', 'virtualenv', 'pip']))),"
@@ -292,17 +299,18 @@ def find_suitable_python():
     )
     names = ["python3.%d" % minor for minor in range(NEWEST_PYTHON[1], OLDEST_PYTHON[1] - 1, -1)]
     for name in [VENV_PYTHON] + names:
-        try:  # asked, not only found: a version manager's stand-in may lie on PATH with nothing behind it
+        try:  # run, not only found: a version manager's shim on PATH may have no Python installed
             answer = subprocess.check_output([name, "-c", question], stderr=subprocess.STDOUT).decode().split(None, 3)
         except (OSError, subprocess.CalledProcessError):
             continue
+        # sys.executable may contain spaces: it is the rest of the line.
         if is_suitable([int(answer[0]), int(answer[1])]) and answer[2] == "1":
             return answer[3].strip()
     return None
 
 
 def hand_over_to_suitable_python(arguments):
-    """Runs this file again under a Python that PyTorch is built for; raises SetupError where there is none."""
+    """Run this file again under a Python that PyTorch is built for; raise SetupError if there is none."""
     python = find_suitable_python()
     if python is None:
         raise SetupError(
@@ -317,16 +325,20 @@ def hand_over_to_suitable_python(arguments):
     os.execv(python, [python, os.path.abspath(__file__)] + arguments)
 
 
-# ------------------------------------------------------------------------------------------------------ PyTorch's build
+# ------------------------------------------------------------------------------------------ choice of the PyTorch build
 
-WheelChoice = collections.namedtuple("WheelChoice", "build notice")  # notice: what is to be said of it, or None
+WheelChoice = collections.namedtuple("WheelChoice", "build notice")  # notice: a sentence for the user, or None
 
 
 def choose_wheels(nvidia_smi):
-    """WheelChoice from what nvidia-smi said: "7.5, 580.65.06" for each card, or its plain table, or None (no card).
+    """Choose the PyTorch build for the GPUs.
 
-    PyTorch's default build is for CUDA 13: architectures from 7.5 (Turing) on, driver 580 or newer. Its CUDA 12.6
-    build reaches from 5.0 (Maxwell) to 9.0 with driver 525 or newer, its CUDA 12.8 build has Blackwell (10.0 on).
+    Args:
+        nvidia_smi: its output, a line "7.5, 580.65.06" per GPU or the plain table; None without a GPU.
+
+    Returns a WheelChoice. PyTorch's default build is for CUDA 13: compute capability 7.5 (Turing) and later, driver 580
+    or newer. Its CUDA 12.6 build supports 5.0 (Maxwell) to 9.0 with driver 525 or newer, its CUDA 12.8 build also
+    Blackwell (10.0 and later).
     """
     if nvidia_smi is None:
         return WheelChoice("cpu", None)
@@ -334,6 +346,7 @@ def choose_wheels(nvidia_smi):
     drivers = [int(n) for n in re.findall(r"(?m)(?:^[^,\n]*, |Driver Version: )(\d+)\.\d", nvidia_smi)]
     if not drivers:
         return WheelChoice("cpu", "nvidia-smi is installed but finds no working GPU (%s)" % _last_line(nvidia_smi))
+    # The plain table has no compute capability: assume Turing.
     driver, newest, oldest = min(drivers), max(cards or [(7, 5)]), min(cards or [(7, 5)])
     if newest < (5, 0):
         words = "No PyTorch build supports a GPU of compute capability %d.%d: training will run on the CPU"
@@ -341,6 +354,7 @@ def choose_wheels(nvidia_smi):
     if driver < 525:
         words = "NVIDIA's driver %d is too old for every PyTorch build: update it to 580 or newer, or train on the CPU"
         return WheelChoice("cu126", words % driver)
+    # One build must serve all GPUs: prefer the newest one.
     if newest >= (10, 0) and driver >= 580:
         notice = (
             "The GPU of compute capability %d.%d is too old for the PyTorch build that the newer GPU needs" % oldest
@@ -352,22 +366,22 @@ def choose_wheels(nvidia_smi):
 
 
 def index_of(build):
-    """Address of the index that has a build of PyTorch; None for the default one, which is on pip's own."""
+    """Return the package index URL of a PyTorch build; None for the default build, which is on PyPI."""
     return None if build == "default" else "https://download.pytorch.org/whl/" + build
 
 
 def _last_line(text):
-    """The last line that says something, for use inside a sentence."""
+    """Return the last line that is not blank, shortened for use inside a sentence."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no output"]
     return lines[-1].rstrip(".")[:200]
 
 
 def read_nvidia_smi():
-    """What nvidia-smi says of the cards, as choose_wheels wants it; None if there is no card to ask about."""
+    """Return the output of nvidia-smi for `choose_wheels`; None if there is no GPU."""
     query = ["nvidia-smi", "--query-gpu=compute_cap,driver_version", "--format=csv,noheader"]
     said = None
-    for command in (query, ["nvidia-smi"]):  # a driver from before 2021 knows no compute_cap: its table must do
-        try:  # it hangs on a card that has fallen off the bus
+    for command in (query, ["nvidia-smi"]):  # drivers before 2021 have no compute_cap: use the table
+        try:  # nvidia-smi hangs if a GPU has fallen off the bus
             process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20)
         except subprocess.TimeoutExpired:
             said = "no answer within 20 seconds"
@@ -381,9 +395,10 @@ def read_nvidia_smi():
 
 
 def is_answering(url, seconds):
-    """Whether a web address answers in time. A process, because looking up a name has no time limit of its own."""
+    """Return whether a URL responds within `seconds`."""
     question = "import sys, urllib.request; urllib.request.urlopen(sys.argv[1])"
     try:
+        # A child process, because a DNS lookup has no timeout of its own.
         command = [sys.executable, "-c", question, url]
         return subprocess.run(command, stderr=subprocess.DEVNULL, timeout=seconds).returncode == 0
     except subprocess.TimeoutExpired:
@@ -391,7 +406,7 @@ def is_answering(url, seconds):
 
 
 def fall_back_if_unreachable(choice):
-    """The choice itself, or the default build where PyTorch's own index does not answer; says what is remarkable."""
+    """Return the choice, or the default build if PyTorch's own index does not respond; print a notice, if any."""
     if choice.notice:
         say(choice.notice)
     if choice.build == "default" or is_answering(index_of(choice.build) + "/torch/", 5):
@@ -409,11 +424,11 @@ def fall_back_if_unreachable(choice):
     return WheelChoice("default", None)
 
 
-# -------------------------------------------------------------------------------------------------- is .venv complete?
+# ------------------------------------------------------------------------------------------------------- state of .venv
 
 
 def read_stamp():
-    """What is remembered of a set-up of this folder: the builds of PyTorch "wanted" and "installed"; else None."""
+    """Return the record of this folder's set-up, with the PyTorch builds "wanted" and "installed"; None if invalid."""
     try:
         with open(STAMP) as file:
             stamp = json.load(file)
@@ -423,16 +438,16 @@ def read_stamp():
 
 
 def is_build_good(stamp, wanted):
-    """Whether the build that a stamp tells of will do where another one is wanted now, or the same.
+    """Return whether the installed build of a stamp is usable for the build `wanted` now.
 
-    A CUDA build stays when no card is seen: it runs on the CPU as well, and the folder may be shared with a machine
-    that has the card.
+    A CUDA build stays when no GPU is found: it runs on the CPU as well, and the folder may be shared with a machine
+    that has the GPU.
     """
     return wanted in (stamp["wanted"], stamp["installed"], "cpu")
 
 
 def ask_venv(extras):
-    """The requirements that .venv's Python lacks; None if it does not even start."""
+    """Return the requirements that are missing in .venv; None if its Python does not start."""
     question = (
         "import json, sys; sys.path.insert(0, %r); import bootstrap as b; "
         "print(json.dumps(b.missing_requirements(b.read_requirements(%r))))"
@@ -445,21 +460,21 @@ def ask_venv(extras):
 
 
 def is_ready(extras, wanted):
-    """Whether .venv can be used as it is. One that was made by hand has no stamp: then having the modules is enough."""
+    """Return whether .venv can be used unchanged; without a stamp (created by hand) the modules suffice."""
     if os.path.exists(UNFINISHED) or ask_venv(extras) != []:
         return False
     stamp = read_stamp()
     return is_build_good(stamp, wanted) if stamp else not os.path.exists(STAMP)
 
 
-# -------------------------------------------------------------------------------------------------- making it complete
+# --------------------------------------------------------------------------------------------------------- installation
 
 
 def ensure_python(extras):
-    """Path of a Python that has the runtime's modules and those of `extras`; makes .venv where none has."""
+    """Return the path of a Python with the requirements of the runtime and of `extras`; create .venv if necessary."""
     if not is_in_venv() and not missing_requirements(read_requirements(extras)):
         return sys.executable
-    # A Mac has no CUDA, and pip's own index has its right build.
+    # A Mac has no CUDA, and PyPI has the right build.
     choice = WheelChoice("default", None) if sys.platform == "darwin" else choose_wheels(read_nvidia_smi())
     if is_ready(extras, choice.build):
         return VENV_PYTHON
@@ -473,13 +488,13 @@ def ensure_python(extras):
             % (folder, owner_of(folder), ROOT)
         )
     with locked() as lock:
-        if not is_ready(extras, choice.build):  # it may have become so while this process waited
+        if not is_ready(extras, choice.build):  # another process may have completed it while this one waited
             install(set(extras), choice, lock)
     return VENV_PYTHON
 
 
 def owner_of(folder):
-    """The name of a folder's owner, or the number where it has none."""
+    """Return the name of a folder's owner, or the number if it has no name."""
     import pwd
 
     number = os.stat(folder).st_uid
@@ -491,10 +506,11 @@ def owner_of(folder):
 
 @contextlib.contextmanager
 def locked():
-    """Holds the one lock of .venv, as an open file; says so if it has to wait."""
+    """Hold the lock of .venv and yield its open file; print a line if another process holds it."""
     import fcntl
 
     os.makedirs(VENV, exist_ok=True)
+    # The lock file is never deleted: a waiting process would lock the deleted one.
     with open(LOCK, "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -505,12 +521,13 @@ def locked():
 
 
 def install(extras, choice, lock):
-    """Brings .venv to what setup.cfg asks for. The mark UNFINISHED stands from before the first change to the last.
+    """Install the requirements of setup.cfg into .venv.
 
-    A set-up that fails before anything was changed takes it away, so that being offline never costs a working
-    environment.
+    The file UNFINISHED exists from before the first change until after the last. If the set-up fails before anything is
+    changed, it is removed, so that being offline never costs a working environment.
     """
     was_interrupted, old = os.path.exists(UNFINISHED), read_stamp()
+    # Written before the first change: even SIGKILL leaves it in .venv.
     open(UNFINISHED, "a").close()
     try:
         if was_interrupted and can_run_pip():
@@ -530,8 +547,8 @@ def install(extras, choice, lock):
 
 
 def decide_build(choice, old, has_torch):
-    """(build that the cards want, build to have, whether PyTorch has to be installed for that); `old` is a stamp."""
-    if has_torch and old is None:  # made by hand: whoever did that chose the build
+    """Return (build for the GPUs, build to have, whether PyTorch must be installed for it); `old` is the stamp."""
+    if has_torch and old is None:  # created by hand: keep the user's build
         return choice.build, choice.build, False
     if has_torch and is_build_good(old, choice.build):
         return old["wanted"], old["installed"], False
@@ -540,7 +557,7 @@ def decide_build(choice, old, has_torch):
 
 
 def finish(stamp):
-    """Writes the stamp, whole or not at all, and takes the mark away."""
+    """Write the stamp atomically and remove UNFINISHED."""
     with open(STAMP + ".new", "w") as file:
         json.dump(stamp, file)
     os.replace(STAMP + ".new", STAMP)
@@ -548,7 +565,7 @@ def finish(stamp):
 
 
 def check_disk(free_bytes, needed_bytes):
-    """Raises NothingChanged if the disk is too full for the installation."""
+    """Raise NothingChanged if the free disk space is too small for the installation."""
     if free_bytes < needed_bytes:
         raise NothingChanged(
             (
@@ -560,7 +577,7 @@ def check_disk(free_bytes, needed_bytes):
 
 
 def can_run_pip():
-    """Whether .venv has a suitable Python with a pip that starts."""
+    """Return whether .venv has a suitable Python with a working pip."""
     question = "import sys, pip._internal.cli.main; print(*sys.version_info[:2])"
     try:
         version = subprocess.check_output([VENV_PYTHON, "-c", question], stderr=subprocess.DEVNULL).split()
@@ -570,7 +587,7 @@ def can_run_pip():
 
 
 def create_venv():
-    """Makes .venv anew with the running Python: by venv, else virtualenv, else venv and this Python's own pip."""
+    """Recreate .venv with the running Python: with venv, else virtualenv, else venv and this Python's own pip."""
     clear_venv()
     python = getattr(sys, "_base_executable", sys.executable) if is_in_venv() else sys.executable
     say("[1/3] Creating the environment %s with Python %s" % (VENV, sys.version.split()[0]))
@@ -603,16 +620,17 @@ def create_venv():
 
 
 def has_module(name):
-    """Whether the running Python has a module, without importing it."""
+    """Return whether the running Python has a module, without importing it."""
     import importlib.util
 
     return importlib.util.find_spec(name) is not None
 
 
 def clear_venv():
-    """Empties .venv but for the lock and the mark; refuses a folder that is no environment of ours."""
+    """Empty .venv except for the lock and UNFINISHED; raise SetupError if it is no virtual environment."""
     kept = {os.path.basename(LOCK), os.path.basename(UNFINISHED)}
     names = set(os.listdir(VENV)) - kept
+    # Never empty a folder of the user that happens to be called .venv.
     if names and not {"pyvenv.cfg", "bin", "lib"} & names:
         raise SetupError("%s is not a virtual environment: move that folder away" % VENV)
     for name in names:
@@ -624,12 +642,13 @@ def clear_venv():
 
 
 def forget_half_installed():
-    """Makes pip install again what a killed pip left in pieces: whatever differs from its own list of files.
+    """Delete the metadata of damaged packages, so that pip reinstalls them.
 
-    pip takes a package for installed as soon as its metadata lie there, and those may come before its modules.
+    A package is damaged if its files differ from its own file list, as after a killed pip.
     """
     import importlib.metadata
 
+    # pip considers a package installed once its metadata exist, which may be written before its modules.
     library = os.path.join(VENV, "lib")
     folders = [os.path.join(library, name, "site-packages") for name in os.listdir(library)]
     for distribution in importlib.metadata.distributions(path=folders):
@@ -640,7 +659,7 @@ def forget_half_installed():
 
 
 def _is_damaged(file):
-    """Whether an installed file is gone or has another size than its package says."""
+    """Return whether an installed file is missing or has another size than its package records."""
     try:
         return file.size is not None and os.stat(str(file.locate())).st_size != file.size
     except OSError:
@@ -651,12 +670,12 @@ def _is_damaged(file):
 
 
 def plan_stages(extras, build, needs_torch, has_torch):
-    """[(words, pip's arguments)]: PyTorch from its own index first, then the rest and the package itself."""
+    """Return [(message, arguments of pip)]: PyTorch from its own index first, then the rest and the package itself."""
     torch = [requirement for requirement in read_requirements([]) if requirement.startswith("torch")]
     torch += ["--index-url", index_of(build)] if index_of(build) else []
     words = "[2/3] Installing PyTorch %s; a few minutes on a fast connection" % BUILDS[build].words
     stages = []
-    if needs_torch and has_torch:  # the build that is there goes only when the other one is downloaded
+    if needs_torch and has_torch:  # the old build is removed only after the download
         stages.append(("Replacing PyTorch with another build", ["--force-reinstall", "--no-deps"] + torch))
     if needs_torch:
         stages.append((words, torch))
@@ -665,7 +684,7 @@ def plan_stages(extras, build, needs_torch, has_torch):
 
 
 def run_stages(stages, lock):
-    """Runs pip for each stage. Raises NothingChanged only if that is true: when the first one fails."""
+    """Run pip for each stage; raise NothingChanged only if the first stage fails."""
     for number, (words, arguments) in enumerate(stages):
         say(words)
         try:
@@ -675,9 +694,9 @@ def run_stages(stages, lock):
 
 
 def run_pip(arguments, lock):
-    """Runs .venv's pip. Its progress is seen as it comes; its errors become one sentence (SetupError).
+    """Run .venv's pip with its progress on stderr; raise SetupError, with one sentence, if it fails.
 
-    pip inherits the lock: should this process be killed, the next set-up still waits until pip has ended.
+    pip inherits the lock: if this process is killed, the next set-up still waits until pip has ended.
     """
     command = [VENV_PYTHON, "-m", "pip", "--disable-pip-version-check", "--no-input"] + arguments
     environment = dict(os.environ, PIP_USER="0")  # a configured user = true is an error inside an environment
@@ -687,6 +706,7 @@ def run_pip(arguments, lock):
     errors = []
     for line in process.stderr:
         errors.append(line)
+        # stderr is collected for explain_pip, so pip's own warnings are not shown.
         if line.startswith("WARNING: Retrying"):
             say("The package index does not respond; pip retries")
     if process.wait() != 0:
@@ -695,7 +715,7 @@ def run_pip(arguments, lock):
 
 
 def explain_pip(output):
-    """(whether nothing was changed, why) of a pip that failed, from what it wrote."""
+    """Return (whether nothing was changed, reason) for a failed pip, from its output."""
     if re.search(r"No space left|Errno 28|Disk quota", output):
         return False, (
             (
@@ -731,7 +751,7 @@ def explain_pip(output):
 
 
 def main(arguments):
-    """Prints the path of the Python to use; returns the exit code."""
+    """Print the path of the Python to use, and return the exit code."""
     parser = argparse.ArgumentParser(
         description="Create the Python environment if needed and print the path of its Python."
     )

@@ -52,22 +52,22 @@ OWN = [field.name for field in fields(Flags)]
 
 
 def read_own_flags(given: list[Flag], arguments: list[str]) -> Flags:
-    """This script's flags of a command line, one that is given several times with the values of all."""
+    """Parse this script's flags; a flag that is given several times has the values of all."""
     words = []
     for name in OWN:
         named = [flag for flag in given if flag.name == name]
-        if named:  # an old Python must be able to read this file, to say that it is too old
+        if named:  # no newer syntax: an old Python must parse this file to reach bootstrap's message
             words += [f"--{name}", *(value for flag in named for value in flag.values)]
     return read_flags(Flags, ["--help"] if {"-h", "--help"} & set(arguments) else words, Flags())
 
 
 def check_report(folder: Path) -> None:
-    """Raise a UsageError if the folder's report is another program's file."""
+    """Raise UsageError if the folder's report is another program's file."""
     check_own_file(folder / REPORT, "--folder", "comparison", '{"models":')
 
 
 def answer(arguments: list[str]) -> str:
-    """The comparison, as it is to be printed; where every model fails, that, and the first one's exit code."""
+    """Run the comparison and return its report; if every model fails, print it and exit with the first exit code."""
     given = flags_in(arguments)
     flags = read_own_flags(given, arguments)
     candidates = choose_candidates(flags.pretrained, flags.presets, [flag for flag in given if flag.name not in OWN])
@@ -78,13 +78,16 @@ def answer(arguments: list[str]) -> str:
     if flags.folder.is_dir():
         check_report(flags.folder)  # before the lock, which is a file in the folder
     trainer, _lock = Trainer(TRAINER), RunLock(flags.folder, COMPARING)
+    # Again, under the lock: another process may have written the file meanwhile.
     check_report(flags.folder)
     trainer.install()
+    # A closed terminal or a full disk for the output must not end hours of training.
     with ignore_lost_output():
         outcomes = compare(candidates, conditions, flags.folder, trainer)
     told = report_of(outcomes) if flags.json else table_of(outcomes)
     if all(outcome.exit_code for outcome in outcomes):
         say(told)
+        # The table has the errors already: only the exit code is left.
         raise ReportedByOtherRank(outcomes[0].exit_code)
     return told
 

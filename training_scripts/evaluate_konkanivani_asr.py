@@ -74,35 +74,37 @@ class Flags:
 
     @property
     def model(self) -> str | None:
-        """The checkpoint or the folder to score."""
+        """The checkpoint, or the folder of the pretrained model, to evaluate; None for existing transcripts."""
         return self.checkpoint or self.pretrained.pretrained
 
     @property
     def output_path(self) -> Path | None:
-        """`output`, or the file beside the checkpoint that is named after both."""
-        if self.output is not None or self.checkpoint is None:  # a folder that others have made stays as it is
+        """`output`, or the default file next to the checkpoint."""
+        if self.output is not None or self.checkpoint is None:  # no file is added to a --pretrained folder
             return None if self.output is None else Path(self.output)
         checkpoint, decode = Path(self.checkpoint), self.decoding.decode
-        searched = "" if decode == DecodingConfig.decode else f".{decode}"  # two searches' hypotheses lie side by side
+        searched = "" if decode == DecodingConfig.decode else f".{decode}"  # one file per decoding method
         return checkpoint.parent / f"{checkpoint.stem}.{Path(self.manifest).stem}{searched}.hypotheses.jsonl"
 
 
 def score(flags: Flags) -> str:
-    """Scores, writes what is asked for, and returns what is to be printed."""
+    """Evaluate, write the output files, and return the text to print."""
     with print_on_local_rank0():
         check_flags(flags)
     if flags.model is None:
         check_output(flags)
         return report_on(flags, read_pairs(flags.references, flags.hypotheses, flags.format))
+    # Imported late: scoring transcripts does not need torch.
     from konkanivani.recipe.ranks import in_ranks
 
     with in_ranks() as topology:
         pairs = recognize(flags, topology)
+        # Rank 0 has gathered all hypotheses.
         return report_on(flags, pairs) if topology.is_first else ""
 
 
 def report_on(flags: Flags, raw: TextPairs) -> str:
-    """Scores the hypotheses, writes what is asked for, and returns what is to be printed."""
+    """Score the hypotheses, write the output files, and return the text to print."""
     other = None if flags.compare is None else read_transcripts(flags.compare, flags.format, "hypothesis")
     pairs = (raw if flags.normalize == "auto" else replace(raw, normalizer=flags.normalize)).normalized()
     edits = count_edits([text.reference for text in pairs.texts], [text.hypothesis for text in pairs.texts])
@@ -119,7 +121,8 @@ def report_on(flags: Flags, raw: TextPairs) -> str:
 
 
 def recognize(flags: Flags, topology: "Topology") -> TextPairs:
-    """The checkpoint's hypotheses of the manifest, as in training's final scoring; each rank makes its portion."""
+    """Recognize the manifest with the model, as in the final scoring of training; each rank processes its share."""
+    # Read before torch is imported, so that errors in it are reported at once.
     manifest = read_manifest(flags.manifest, flags.audio_roots)
     from konkanivani.base.device import choose_device
     from konkanivani.recipe.evaluation_model import (
@@ -133,22 +136,28 @@ def recognize(flags: Flags, topology: "Topology") -> TextPairs:
         trained = load_evaluation_model(flags.checkpoint, device, topology)
     else:
         trained = load_pretrained_evaluation(flags.pretrained, device, topology)
+    # Before the recognition, whose result could otherwise not be saved.
     check_output(flags)
     return recognize_manifest(trained, flags.model, manifest, flags.decoding)
 
 
 def check_output(flags: Flags) -> None:
-    """Raises the error of a file for the hypotheses that cannot be written, before the work and not after it."""
+    """Raise an error if the file of hypotheses cannot be written."""
     if flags.output_path:
         check_own_file(flags.output_path, "--output", "list of hypotheses", HYPOTHESES)
 
 
 def check_flags(flags: Flags) -> None:
-    """Raises a UsageError where it is not clear what to score, a ResourceError where nothing could be written."""
+    """Check the flags before any work.
+
+    Raises UsageError if the input is not clear or flags contradict each other, and ResourceError if an output file
+    cannot be written.
+    """
     check_pretrained(flags.pretrained)
     if None not in (flags.checkpoint, flags.pretrained.pretrained):
         raise UsageError("--checkpoint and --pretrained are two models: give only one.")
     of_checkpoint, of_texts = (flags.model, flags.manifest), (flags.references, flags.hypotheses)
+    # Exactly one of the two inputs, each complete.
     is_checkpoint = None not in of_checkpoint and of_texts == (None, None)
     is_text = of_checkpoint == (None, None) and flags.hypotheses is not None
     if is_text and flags.references is None:
@@ -171,7 +180,7 @@ def check_flags(flags: Flags) -> None:
 
 
 def main() -> str:
-    """Scores as the command line asks."""
+    """Evaluate according to the command line."""
     with print_on_local_rank0():
         flags = read_flags(Flags, sys.argv[1:], Flags())
     return score(flags)

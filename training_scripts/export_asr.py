@@ -61,17 +61,17 @@ class Flags:
 
     @property
     def outputs(self) -> list[Path]:
-        """The files to write."""
+        """Files to write."""
         return [Path(path) for path in (self.bundle, self.onnx, self.int8) if path is not None]
 
     @property
     def folders(self) -> list[Path]:
-        """The folders to write."""
+        """Folders to write."""
         return [Path(path) for path in (self.whisper, self.adapter) if path is not None]
 
 
 def check_flags(flags: Flags) -> None:
-    """Raises a UsageError or a ResourceError where the files asked for could not be written, before any work."""
+    """Raise UsageError or ResourceError before any work if an output cannot be written."""
     if not flags.outputs and not flags.folders:
         raise UsageError(
             "No output is given. Give --bundle, --onnx or --int8 with the file to write, or several; for a "
@@ -94,9 +94,10 @@ def check_flags(flags: Flags) -> None:
 
 
 def export(flags: Flags) -> str:
-    """Writes what was asked for, with a line about each file; returns the table of scores, or that all is well."""
+    """Write the requested outputs and print a line for each; return the table of scores, or a confirmation."""
     check_flags(flags)
     if flags.manifest is not None:
+        # Checked before torch is imported and the checkpoint is read; `read_utterances` reads it again.
         read_manifest(flags.manifest, flags.audio_roots)
     import torch
 
@@ -113,6 +114,7 @@ def export(flags: Flags) -> str:
     check_kind(flags, checkpoint)
     speech_model = build_speech_model(checkpoint, torch.device("cpu"))
     check_finite(flags.checkpoint, speech_model.model.state_dict())
+    # Before anything is written, so that an error in the manifest leaves no files.
     utterances = None if flags.manifest is None else read_utterances(flags, checkpoint, speech_model)
     forms = [Exported("checkpoint", Path(flags.checkpoint), recognize_with(speech_model))]
     if flags.bundle is not None:
@@ -127,7 +129,7 @@ def export(flags: Flags) -> str:
 
 
 def with_folder(checkpoint: "Checkpoint", folder: str) -> "Checkpoint":
-    """The checkpoint, the folder that its run began with being here now."""
+    """Return the checkpoint with `folder` as the path of its pretrained model."""
     from konkanivani.base.flags import config_from_text, config_to_text
 
     config = config_from_text(checkpoint.config)
@@ -136,7 +138,7 @@ def with_folder(checkpoint: "Checkpoint", folder: str) -> "Checkpoint":
 
 
 def check_kind(flags: Flags, checkpoint: "Checkpoint") -> None:
-    """Raises a UsageError where a model is to be written as none of its kind is."""
+    """Raise UsageError if a format does not suit the kind of model (native or pretrained)."""
     from konkanivani.inference.pretrained import STATE
 
     is_ours = STATE not in checkpoint.states
@@ -154,7 +156,7 @@ def check_kind(flags: Flags, checkpoint: "Checkpoint") -> None:
 
 
 def export_folders(flags: Flags, checkpoint: "Checkpoint") -> list["Exported"]:
-    """The folders asked for, written, the model read again and compared."""
+    """Write the requested folders, and read the model back for the comparison."""
     import torch
 
     from konkanivani.base.flags import config_from_text
@@ -173,18 +175,20 @@ def export_folders(flags: Flags, checkpoint: "Checkpoint") -> list["Exported"]:
     if flags.whisper is not None:
         out = Path(flags.whisper)
         say(f"{export_whisper(tuned, base, out).sentence()}\n{out}: {size_in_words(size_of(out))}")
+        # Read from disk like any other folder, not from memory.
         read = build_pretrained_model(read_pretrained(out), tuned.config.pretrained, torch.device("cpu"))
         forms.append(Exported("folder", out, recognize_with(read)))
     return forms
 
 
 def export_bundle(path: Path, speech_model: "SpeechModel") -> "Exported":
-    """The bundle, written, read again and checked."""
+    """Write the bundle, read it back and verify it."""
     from konkanivani.inference.bundle import bundle_bytes, read_bundle
     from konkanivani.inference.verify import Exported, check_bundle, recognize_with
 
     with atomic_write(path) as partial:
         partial.write_bytes(bundle_bytes(speech_model))
+        # Still under its temporary name: a failed comparison leaves no file.
         read = read_bundle(partial, speech_model.device)
         check_bundle(read, speech_model, path)
     say_written(path)
@@ -192,13 +196,14 @@ def export_bundle(path: Path, speech_model: "SpeechModel") -> "Exported":
 
 
 def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
-    """The ONNX files asked for, written, read again and checked."""
+    """Write the requested ONNX files, read them back and verify them."""
     from konkanivani.inference.onnx_export import build_onnx, quantize, read_onnx
     from konkanivani.inference.verify import TOLERANCE, Exported, check_onnx
 
     say("Tracing the model for ONNX (up to a minute).")
     model = build_onnx(speech_model)
     forms = []
+    # int8 weights change the probabilities, so only the lengths and NaN are checked.
     for name, path, tolerance in (("ONNX", flags.onnx, TOLERANCE), ("ONNX, int8", flags.int8, math.inf)):
         if path is not None:
             with atomic_write(Path(path)) as partial:
@@ -211,7 +216,7 @@ def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
 
 
 def read_utterances(flags: Flags, checkpoint: "Checkpoint", speech_model: "SpeechModel") -> "EvaluationSet":
-    """Return the utterances of --manifest to score on, checked before anything is written."""
+    """Return the utterances of --manifest for the evaluation."""
     from konkanivani.base.flags import config_from_text
     from konkanivani.data.rejections import Rejections
     from konkanivani.recipe.speech import build_evaluation_set
@@ -225,7 +230,7 @@ def read_utterances(flags: Flags, checkpoint: "Checkpoint", speech_model: "Speec
 
 
 def table(comparisons: list["FormScore"]) -> list[str]:
-    """One line a form, under its headings."""
+    """Return a table with one line per exported model, below a header."""
     lines = [f"{'':12} {'WER':>7} {'CER':>7} {'changed texts':>14} {'size':>9}"]
     for found in comparisons:
         rates, others = found.rates, f"{found.other_texts} of {found.utterances}"
@@ -234,12 +239,12 @@ def table(comparisons: list["FormScore"]) -> list[str]:
 
 
 def say_written(path: Path) -> None:
-    """Prints the file's name and size."""
+    """Print the name and size of a file."""
     say(f"{path}: {size_in_words(path.stat().st_size)}")
 
 
 def size_in_words(size: int) -> str:
-    """Bytes as megabytes."""
+    """Return a size in megabytes (10**6 bytes) as text."""
     return f"{size / 1e6:.1f} MB"
 
 

@@ -41,7 +41,10 @@ class Flags:
 
 
 def check_flags(flags: Flags) -> None:
-    """Raises a UsageError or a ResourceError where the checkpoint could not be written, before any work."""
+    """Check the flags before any work.
+
+    Raises UsageError if input or output is missing or unsuitable, and ResourceError if the output cannot be written.
+    """
     if flags.model is None or flags.output is None:
         raise UsageError("Give the .nemo file to read and the checkpoint to write, such as konkani.nemo konkani.pt.")
     from konkanivani.inference.averaging import is_name_of_a_run
@@ -49,13 +52,14 @@ def check_flags(flags: Flags) -> None:
     output = Path(flags.output)
     if output.resolve() == Path(flags.model).resolve():
         raise UsageError("Input and output must be different files. Choose different names.")
+    # --resume auto would take it for a checkpoint of a training run.
     if is_name_of_a_run(output):
         raise UsageError(f"{output} is reserved for checkpoints of a run, which --resume reads. Name it imported.pt.")
     check_new_file(output, flags.force)
 
 
 def run_import(flags: Flags) -> str:
-    """Writes the checkpoint; returns what came in, what was left, and what to do next."""
+    """Write the checkpoint; return a summary of the imported and skipped parts, and the next commands."""
     check_flags(flags)
     from konkanivani.inference.nemo.imported import import_nemo
     from konkanivani.training.checkpoint.checkpoint import write_checkpoint

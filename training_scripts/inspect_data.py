@@ -45,13 +45,13 @@ class OwnFlags:
 
 @dataclass(frozen=True)
 class Flags(OwnFlags):
-    """The own flags and the trainer's."""
+    """Own flags and the trainer's."""
 
     train: TrainConfig = field(default_factory=TrainConfig)
 
 
 def inspect(flags: Flags) -> str:
-    """The report, as it is to be printed; where the corpus cannot be trained on, it is printed and the process ends."""
+    """Return the report as text; if the corpus cannot be trained on, print it and exit with the code of DataError."""
     check_config(flags.train)
     manifests = chosen_manifests(flags)
     if flags.audio_utterances < 0:
@@ -61,6 +61,7 @@ def inspect(flags: Flags) -> str:
     from konkanivani.evaluation.reports.health_text import health_lines
 
     if flags.html is not None:
+        # Before the work, so that its result can be written.
         check_own_file(Path(flags.html), "--html", "page", PAGE_START)
     diagnosis = diagnose(manifests, flags.train, flags.audio_utterances)
     if flags.html is not None:
@@ -68,12 +69,13 @@ def inspect(flags: Flags) -> str:
     text = health_json(diagnosis) if flags.json else health_lines(diagnosis)
     if not diagnosis.verdict.can_be_trained:
         say(text)
+        # The report itself is the error message.
         sys.exit(DataError.exit_code)
     return text
 
 
 def chosen_manifests(flags: Flags) -> tuple[str, ...]:
-    """The manifests named alone, or by the trainer's flags; a UsageError where both or none are."""
+    """Return the manifests from the positional arguments or the trainer's flags; raise UsageError for both or none."""
     data = flags.train.data
     named = tuple(path for path in (data.train_manifest, data.valid_manifest, data.test_manifest) if path is not None)
     if bool(named) == bool(flags.manifests) or (named and data.train_manifest is None):

@@ -49,19 +49,20 @@ class OwnFlags:
 
 @dataclass(frozen=True)
 class Flags(OwnFlags):
-    """The own flags and the trainer's."""
+    """Own flags and the trainer's."""
 
     train: TrainConfig = field(default_factory=TrainConfig)
 
 
 def read_plan_flags(arguments: list[str]) -> Flags:
-    """The command line; a preset's shape stands where a single flag does not override it."""
+    """Parse the command line; the model has the shape of the preset unless single flags override it."""
+    # Parsed twice: the first pass finds --preset and --pretrained, which set the defaults of the second.
     first = read_flags(Flags, arguments, Flags(), shown=OwnFlags)
     return read_flags(Flags, arguments, Flags(train=defaults_beside(first.train)))
 
 
 def plan(flags: Flags, given: frozenset[str]) -> str:
-    """The plan, as it is to be printed; `given` are the names of the flags that a person has given."""
+    """Return the memory plan as text; `given` are the names of the flags on the command line."""
     check_idle_flags(flags.train, given)
     check_config(flags.train)
     if flags.world < 1:
@@ -76,6 +77,7 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
         flags = replace(flags, train=beginning_with_weights(flags.train, given))
     if flags.train.pretrained.pretrained is not None:
         check_pretrained(flags)
+    # On stderr, so that --json leaves one line on stdout.
     print(f"Tracing training steps ({HOW_LONG}).", file=sys.stderr, flush=True)
     from konkanivani.recipe.planning.ranks import choose_ranks
     from konkanivani.recipe.planning.report import plan_budget, plan_presets
@@ -83,6 +85,7 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
 
     costs = cpu_costs()
     if gpu or flags.train.run.device == "cuda":
+        # --device cuda without --gpu: assume Turing, compute capability 7.5.
         gpu = gpu or Gpu("a CUDA GPU", size, (7, 5))
         costs = cuda_costs(gpu.name, gpu.capability)
     if flags.table:
@@ -96,20 +99,22 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
 
 
 def beginning_with_weights(train: TrainConfig, given: frozenset[str]) -> TrainConfig:
-    """The settings with the shape of the checkpoint that --init_from names, and as many tokens."""
+    """Return the settings with the shape and vocabulary size of the --init_from checkpoint."""
     from konkanivani.recipe.start import begin_with
 
     asked, initial = begin_with(CommandLine(train, train, given), Path(train.run.init_from))
+    # The vocabulary size sets the size of the output head and of the logits.
     size = train.text.vocab_size if train.tuning.new_tokenizer else initial.vocab_size
     return replace(asked.config, text=replace(asked.config.text, vocab_size=size))
 
 
 def check_pretrained(flags: Flags) -> None:
-    """Raises the errors that a plan of this folder would end with, before anything is traced."""
+    """Raise the errors of planning with this --pretrained folder before any tracing."""
     if flags.presets or flags.table:
         raise UsageError("--presets and --table do not apply to --pretrained: omit them or --pretrained.")
     from konkanivani.recipe.origin import planned_architecture
 
+    # On the meta device, without allocating weights.
     planned_architecture(flags.train).build_without_values()
 
 

@@ -23,7 +23,7 @@ from konkanivani.data.synthetic.builtin_corpus import WHAT_IT_IS, SplitSizes, bu
 from konkanivani.data.synthetic.sentence_corpus import SentenceReport, build_sentence_corpus
 
 FULL = SplitSizes()
-MAX_NAMED = 10  # lines left out; the others stand in left_out.jsonl
+MAX_NAMED = 10  # skipped lines to print; left_out.jsonl lists all
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Flags:
 
 
 def prepare(flags: Flags) -> str:
-    """Builds the corpus where it is not there yet; returns a sentence about it."""
+    """Create the corpus if it does not exist yet, and return a summary."""
     return prepare_builtin(flags) if flags.sentences is None else prepare_sentences(flags)
 
 
 def prepare_builtin(flags: Flags) -> str:
-    """Builds the built-in corpus."""
+    """Create the built-in corpus."""
     size = SplitSizes(
         train=FULL.train if flags.train_utterances is None else flags.train_utterances,
         valid=FULL.valid if flags.valid_utterances is None else flags.valid_utterances,
@@ -60,7 +60,7 @@ def prepare_builtin(flags: Flags) -> str:
 
 
 def prepare_sentences(flags: Flags) -> str:
-    """Builds a corpus of the person's own sentences."""
+    """Create a corpus from the user's sentences."""
     if not flags.sentences:
         raise UsageError("--sentences is empty: give one or more text files, one sentence per line, in UTF-8.")
     if flags.train_utterances is not None:
@@ -74,14 +74,14 @@ def prepare_sentences(flags: Flags) -> str:
 
 
 def told(output: str, size: SplitSizes, is_new: bool, started: float) -> str:
-    """A sentence about the corpus."""
+    """Return a sentence on the written or existing corpus."""
     count, seconds = size.train + size.valid + size.test, time.monotonic() - started
     done = f"{count} utterances written in {seconds:.0f} s" if is_new else f"{count} utterances exist already"
     return f"{output}: {done} ({WHAT_IT_IS})"
 
 
 def losses_told(output: str, report: SentenceReport) -> str:
-    """What the splits hold, and which lines are in none of them."""
+    """Return the size of each split and the skipped lines as text."""
     size, left_out = report.size, report.left_out
     text = f"; {size.train} train, {size.valid} valid, {size.test} test"
     if report.blank or report.repeated:

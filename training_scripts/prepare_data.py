@@ -19,12 +19,12 @@ from pathlib import Path
 from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.data.preparation.prepare import REJECTED, Preparation, PreparationReport, prepare_corpus
 
-COMMON_NAMES = ("corpus", "data", "manifest", "manifests", "out", "output", "prepared", "splits")  # of many a folder
-MAX_NAME = 30  # characters of up to four bytes: with its parent's it must be a folder's name, 255 bytes
+COMMON_NAMES = ("corpus", "data", "manifest", "manifests", "out", "output", "prepared", "splits")  # too common for a run
+MAX_NAME = 30  # characters of up to 4 bytes: name and parent's name must fit in a file name of 255 bytes
 
 
 def describe(report: PreparationReport, output: Path) -> str:
-    """What was prepared, for a person, ending with the command that trains on it."""
+    """Return a summary of the prepared corpus, ending with the command that trains on it."""
     drawn = f"; {' and '.join(report.drawn)} drawn from its training part, by {report.drawn_by}" if report.drawn else ""
     lines = [f"{report.source} as {report.format}, split by {report.split_by}{drawn}:"]
     for split in report.splits:
@@ -64,7 +64,7 @@ def _next_step(report: PreparationReport, output: Path) -> list[str]:
     flags = " ".join(
         f"--{s.name}_manifest {shlex.quote(os.path.abspath(output / s.name))}.jsonl" for s in report.splits
     )
-    if report.audio_root:  # the audio stays where it is, outside of the manifests' folder
+    if report.audio_root:  # the audio is not copied, so it is outside of the manifests' folder
         flags += f" --audio_roots {shlex.quote(report.audio_root)}"
     return [
         "Train on it:",
@@ -74,7 +74,7 @@ def _next_step(report: PreparationReport, output: Path) -> list[str]:
 
 
 def _run_name(output: Path) -> str:
-    """What a run on the manifests in a folder is called: as the folder, with its parent where many are called so."""
+    """Return a run name from the output folder; a common folder name is prefixed with its parent's name."""
     *_, parent, name = ("", "", *(_plain(part) for part in Path(os.path.abspath(output)).parts))
     if name.lower() in COMMON_NAMES:
         name = "-".join(filter(None, (parent, name)))
@@ -82,7 +82,8 @@ def _run_name(output: Path) -> str:
 
 
 def _plain(part: str) -> str:
-    """A name of letters, digits, `.`, `_` and `-` alone; a vowel sign belongs to its letter."""
+    """Return the name with only letters, digits, marks, `.`, `_` and `-`; a vowel sign belongs to its letter."""
+    # L letters, M combining marks such as vowel signs, N digits.
     letters = (c if c in "._" or unicodedata.category(c)[0] in "LMN" else "-" for c in part)
     return re.sub("-+", "-", "".join(letters)).strip("-.")[:MAX_NAME].rstrip("-.")
 

@@ -27,7 +27,7 @@ from konkanivani.base.flags import parse_args
 
 
 def main(arguments: list[str]) -> str:
-    """Trains, and scores the test manifest if there is one; one line of JSON."""
+    """Train, then score the test manifest if there is one; return the result as one line of JSON."""
     with print_on_local_rank0():
         asked = parse_args(arguments)  # usage errors do not wait for torch
     if asked.config.run.dry_run:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # usage errors do not wait for torch
     from konkanivani.decoding.arpa import Ngrams
 
 MAX_ORDER = 16
+# Characters need a longer context for the same number of words.
 CHARACTER_ORDER, SUBWORD_ORDER = 6, 4
 
 
@@ -55,7 +56,7 @@ class Flags:
 
 
 def check_flags(flags: Flags) -> None:
-    """Raises an error where the flags cannot work, before anything is read."""
+    """Raise an error for invalid flags before anything is read."""
     if not flags.text and not flags.manifest:
         raise UsageError("No training text: give --text sentences.txt, --manifest train.jsonl, or both.")
     if flags.order is not None and not 1 <= flags.order <= MAX_ORDER:
@@ -71,7 +72,7 @@ def check_flags(flags: Flags) -> None:
 
 @dataclass
 class TextCorpus:
-    """Normalised sentences, counted as they are read."""
+    """Normalised sentences and their counts, which are complete once all sentences have been read."""
 
     tokenizer: "Tokenizer"
     digits: Literal["keep", "spell"]
@@ -82,7 +83,10 @@ class TextCorpus:
     broken_rows: int = 0
 
     def read(self, files: tuple[str, ...], manifests: tuple[str, ...]) -> Iterator[list[int]]:
-        """The token ids of every sentence of text files and manifests; blank ones are passed over."""
+        """Yield the token ids of every sentence of the text files and manifests; blank lines are skipped.
+
+        Raises DataError if there is no sentence.
+        """
         from konkanivani.data.text import normalize_text
 
         for text in chain(*map(self._lines_of, files), *map(self._transcripts_of, manifests)):
@@ -91,6 +95,7 @@ class TextCorpus:
                 continue
             tokens = self.tokenizer.encode(normalised)
             self.sentences += 1
+            # Words for the perplexity per word, which is comparable between tokenizers.
             self.words += len(normalised.split())
             self.tokens += len(tokens)
             self.unknown += tokens.count(self.tokenizer.special.unknown)
@@ -111,13 +116,13 @@ class TextCorpus:
         from konkanivani.data.utterance import BadRow, parse_row
 
         for row, line in enumerate(filter(None, self._lines_of(manifest)), start=1):
-            try:  # whether its audio is there does not matter here
+            try:  # the audio need not exist
                 yield parse_row(line.encode(), "", row).text
             except BadRow:
                 self.broken_rows += 1
 
     def told(self) -> str:
-        """What has been read, in words."""
+        """Return the counts as text."""
         unknown = f", {self.unknown / self.tokens:.1%} of them unknown to the tokenizer" if self.unknown else ""
         broken = f"; {count(self.broken_rows, 'broken row')} skipped" if self.broken_rows else ""
         said = ", ".join((count(self.sentences, "sentence"), count(self.words, "word"), count(self.tokens, "token")))
@@ -125,7 +130,7 @@ class TextCorpus:
 
 
 def train(flags: Flags) -> str:
-    """Writes the model; returns lines about what it was made of, how large it is and what it makes of other text."""
+    """Write the language model; return the size of the text, of the model, and the perplexity of --held_out."""
     check_flags(flags)
     from konkanivani.base.flags import config_from_text
     from konkanivani.decoding.arpa import write_arpa
@@ -139,6 +144,7 @@ def train(flags: Flags) -> str:
     held_out = TextCorpus(tokenizer, settings.digits)
     others = list(held_out.read(*apart(flags.held_out))) if flags.held_out else []  # before the work, not after it
     corpus = TextCorpus(tokenizer, settings.digits)
+    # The sentences are streamed and counted; `corpus` is complete after this call.
     orders = estimate_ngrams(corpus.read(flags.text, flags.manifest), tokenizer.size, order, tokenizer.special)
     write_arpa(flags.output, orders, tokenizer)
     sizes = ", ".join(f"{len(ngrams):,} {number}-grams" for number, ngrams in enumerate(orders, start=1))
@@ -147,17 +153,18 @@ def train(flags: Flags) -> str:
 
 
 def apart(file: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(text files, manifests): the file as one or the other."""
+    """Return (text files, manifests), with the file in one of them according to its name."""
     return ((), (file,)) if file.endswith(".jsonl") else ((file,), ())
 
 
 def measured(orders: tuple["Ngrams", ...], corpus: TextCorpus, sentences: list[list[int]]) -> str:
-    """The perplexities of sentences, each with an end that counts as a token and as a word."""
+    """Return the perplexity per token and per word as text; the end of a sentence counts as a token and as a word."""
     import torch
 
     from konkanivani.decoding.language_model import build_language_model, score_sentences
 
     model = build_language_model(orders, corpus.tokenizer.size, torch.device("cpu"), corpus.tokenizer.special)
+    # Natural logarithms; fsum, since the sum has many small terms.
     total = math.fsum(score_sentences(model, sentences))
     a_token, a_word = (math.exp(-total / (count + len(sentences))) for count in (corpus.tokens, corpus.words))
     return f"{corpus.told()}; perplexity {a_token:.4g} per token, {a_word:.4g} per word"

@@ -27,6 +27,7 @@ from konkanivani.data.audio.standard_input import SIGN, spooled_input
 if TYPE_CHECKING:
     from konkanivani.base.distributed import Topology
 
+# Bounds of --longest_piece and --pause, in seconds.
 MIN_PIECE, MAX_PIECE = 1.0, 600.0
 MIN_PAUSE, MAX_PAUSE = 0.2, 60.0
 
@@ -58,18 +59,20 @@ class Flags:
 
 
 def transcribe(flags: Flags) -> str:
-    """Prints or writes the transcripts as they come; a sentence about the files written, if any."""
+    """Print or write each transcript as soon as it is done; return a sentence on the written files, if any."""
     with print_on_local_rank0():
         check_flags(flags)
+    # Imported after the flags are checked: usage errors do not wait for torch.
     from konkanivani.recipe.ranks import in_ranks
 
     with in_ranks() as topology:
         said = transcribe_portion(flags, topology)
+    # Rank 0 reports for all ranks.
     return said if topology.is_first else ""
 
 
 def transcribe_portion(flags: Flags, topology: "Topology") -> str:
-    """The same by one rank of those that torchrun has started: its share of the files."""
+    """Transcribe this rank's share of the files; standard input is first saved to a file."""
     if SIGN not in flags.files:
         return transcribe_files(flags, topology, spooled=None)
     if not topology.is_single_process:
@@ -79,7 +82,7 @@ def transcribe_portion(flags: Flags, topology: "Topology") -> str:
 
 
 def transcribe_files(flags: Flags, topology: "Topology", spooled: Path | None) -> str:
-    """The same, what comes on standard input being in the file `spooled`."""
+    """Transcribe this rank's share of the files; `spooled` is the file with the standard input, or None."""
     from konkanivani.inference.recognizer import build_recognizer
     from konkanivani.inference.transcribe import Transcription, find_recordings
     from konkanivani.recipe.evaluation_model import best_checkpoint
@@ -90,6 +93,7 @@ def transcribe_files(flags: Flags, topology: "Topology", spooled: Path | None) -
         raise CheckpointError(
             "There is no checkpoint in checkpoints/. Give one with --checkpoint, or train a model first."
         )
+    # Loaded by Transcription, after it has checked the input and output files.
     load = partial(
         build_recognizer, checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause, flags.pretrained
     )
@@ -98,7 +102,7 @@ def transcribe_files(flags: Flags, topology: "Topology", spooled: Path | None) -
 
 
 def check_flags(flags: Flags) -> None:
-    """Raises a UsageError where the flags cannot work."""
+    """Raise UsageError for flags that are invalid or contradict each other."""
     if not flags.files:
         raise UsageError("No input. Give audio files, or folders of them.")
     if flags.files.count(SIGN) > 1:
@@ -114,7 +118,7 @@ def check_flags(flags: Flags) -> None:
 
 
 def main() -> str:
-    """Transcribes as the command line asks."""
+    """Transcribe according to the command line."""
     with print_on_local_rank0():
         flags = read_flags(Flags, sys.argv[1:])
     return transcribe(flags)
