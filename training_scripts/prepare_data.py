@@ -19,7 +19,8 @@ from pathlib import Path
 from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.data.preparation.prepare import REJECTED, Preparation, PreparationReport, prepare_corpus
 
-COMMON_NAMES = ("corpus", "data", "manifest", "manifests", "out", "output", "prepared", "splits")  # too common for a run
+# Folder names that are too common to name a run.
+COMMON_NAMES = ("corpus", "data", "manifest", "manifests", "out", "output", "prepared", "splits")
 MAX_NAME = 30  # characters of up to 4 bytes: name and parent's name must fit in a file name of 255 bytes
 
 

@@ -140,7 +140,7 @@ def silence_output() -> Iterator[None]:
 def print_on_local_rank0() -> Iterator[None]:
     """Discard the output of the block, except on the first local rank, which also reports its errors.
 
-    For code that runs before the process group exists: all ranks have the same command line.
+    For code that runs before the process group exists: all ranks have the same command line, hence the same errors.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         yield
