@@ -61,9 +61,9 @@ def take_weights(
     weights, places = {}, set()
     for name, source in needed.items():
         made = _made(found, source, ours[name].shape)
-        # Biases may share memory in the file. Copy a tensor that shares its storage or is a part of a larger one.
         memory = made.untyped_storage()
-        # Biases may be shared in the file; here each tensor has memory of its own, and no more than it needs.
+        # Biases may share memory in the file. Copy them, and views of larger tensors, so that each weight has its own
+        # memory and no more than it needs.
         weights[name] = made.clone() if memory.data_ptr() in places or memory.nbytes() > made.nbytes else made
         places.add(memory.data_ptr())
     # NeMo's CTC head is a convolution with kernel size 1: (V, D, 1).

@@ -24,10 +24,10 @@ from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
 from konkanivani.model.whisper.network import Whisper
 
 LOOP_COPIES = 4
-"""Copies of a sequence of tokens from which a hypothesis that never ended counts as a loop."""
+"""Minimum number of copies of a token sequence at the end of a hypothesis to count as a loop."""
 
 Choose = Callable[[int, list[int], torch.Tensor], torch.Tensor]
-"""The number of a step, the utterances that are not done, log probabilities (B, V) -> their next tokens (B,)."""
+"""Selector of tokens: step number, unfinished utterances, log probabilities (B, V) -> next tokens (B,)."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def say(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: int) ->
 
 
 def _allowed(scores: torch.Tensor, is_at_limit: list[bool], end: int) -> torch.Tensor:
-    """Return renormalised log probabilities (B, V), at the limit of the end token only.
+    """Return log probabilities (B, V) renormalised over the allowed tokens, at the limit over the end token only.
 
     A row is NaN if no token is allowed.
     """
