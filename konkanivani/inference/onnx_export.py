@@ -169,7 +169,6 @@ class OnnxModel:
     def recognize(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> list[str]:
         """Return the texts of greedy CTC decoding of waveforms (B, S)."""
         log_probabilities, encoded_lengths = self.log_probabilities(waveforms, sample_lengths)
-        # Merge repeats and drop blanks.
         paths = collapse_repeats(log_probabilities.argmax(dim=-1), encoded_lengths)
         return ["".join(self.token_texts[token] for token in path).strip() for path in paths]
 

@@ -97,7 +97,7 @@ def output_paths(recordings: Sequence[Recording], directory: Path, text_format: 
 
 @dataclass(frozen=True)
 class Transcription:
-    """Settings of a transcription run; a context of several ranks divides the recordings among them.
+    """Settings of a transcription run, in which the ranks divide the recordings among them.
 
     Args:
         output: folder of the transcripts, None for the screen.

@@ -174,8 +174,7 @@ def attended_words(
 
     If the hypothesis contains timestamps, words stay within their segment.
     """
-    # Seconds per encoder frame.
-    each = framing.encoder_hop / SAMPLE_RATE
+    each = framing.encoder_hop / SAMPLE_RATE  # seconds per encoder frame
     segments = timed_segments(tokens, vocabulary, len(encoded) * each)
     # The decoder is run without timestamps, since its alignment heads follow text tokens.
     said = [token for segment in segments for token in segment.tokens]

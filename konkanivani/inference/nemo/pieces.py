@@ -32,7 +32,7 @@ class Pieces:
 
 
 def read_pieces(model: bytes) -> Pieces:
-    """Convert a SentencePiece model.
+    """Convert a SentencePiece model to this project's layout.
 
     Raises a ValueError unless its first piece is the unknown token, followed by start and end tokens or by neither.
     """

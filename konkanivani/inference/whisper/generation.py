@@ -207,7 +207,7 @@ def say(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: int) ->
             tokens[row] += [token] if token != end else []
         scorer.follow(torch.zeros_like(chosen)[:, None], chosen[:, None])
         going = (chosen != end).nonzero()[:, 0]
-        # Finished utterances leave the batch.
+        # Reordering the cache copies it, so keep it while no utterance has ended.
         if len(going) < len(rows):
             scorer.keep(going)
         rows, step = [rows[place] for place in going.tolist()], step + 1
@@ -221,7 +221,6 @@ def _allowed(scores: torch.Tensor, is_at_limit: list[bool], end: int) -> torch.T
     """
     # A NaN would spread to the whole row in log_softmax.
     scores = scores.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
-    # At the limit, mask everything but the end token.
     is_too_long = torch.tensor(is_at_limit, device=scores.device)[:, None].expand_as(scores).clone()
     is_too_long[:, end] = False
     return scores.masked_fill_(is_too_long, -math.inf).log_softmax(dim=1)

@@ -1,4 +1,4 @@
-"""Split a hypothesis with timestamp tokens into segments.
+"""Segments of a hypothesis with timestamp tokens.
 
 Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision, section 2.3: each segment is a start
 timestamp, its text and an end timestamp. A segment that continues after Whisper's 30 s window has no end timestamp.
