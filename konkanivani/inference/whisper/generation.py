@@ -207,7 +207,7 @@ def say(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: int) ->
             tokens[row] += [token] if token != end else []
         scorer.follow(torch.zeros_like(chosen)[:, None], chosen[:, None])
         going = (chosen != end).nonzero()[:, 0]
-        # Reordering the cache copies it, so keep it while no utterance has ended.
+        # Selecting utterances copies the decoder cache: do it only when one has ended.
         if len(going) < len(rows):
             scorer.keep(going)
         rows, step = [rows[place] for place in going.tolist()], step + 1
