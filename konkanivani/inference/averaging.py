@@ -1,4 +1,4 @@
-"""The arithmetic mean of several checkpoints' weights, which often recognises better than any one of them.
+"""Average of several checkpoints' weights, which often has a lower error rate than each of them.
 
 Averaging the last checkpoints of a run: Vaswani et al., 2017, section 6.1; Izmailov et al., 2018.
 """
@@ -23,29 +23,32 @@ PROGRESS = "progress"
 
 @dataclass(frozen=True)
 class NamedCheckpoint:
-    """A checkpoint with the name by which messages call it."""
+    """Checkpoint with its name in messages."""
 
     name: str
     checkpoint: Checkpoint
 
 
 def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_runs: bool = False) -> Checkpoint:
-    """The mean of the models' weights, summed in float64; all else is the newest one's, without its training.
+    """Return the newest checkpoint, without training state, with the mean of all models' weights.
 
-    One checkpoint is held at a time, so `checkpoints` may read them as they are asked for. Raises a CheckpointError
-    where one is not of the first one's shape, origin, tokenizer and (unless allowed) run, or where there is none.
+    Sums are in float64. One checkpoint is in memory at a time, so `checkpoints` may be a generator. Raises a
+    CheckpointError if there is none, or if one differs from the first in shape, origin, tokenizer or (unless allowed)
+    run.
     """
     sums: dict[str, torch.Tensor] = {}
     first = newest = None
     first_run: Checkpoint | None = None
     count = 0
     for named in checkpoints:
+        # The first checkpoint's counters are kept to compare runs, not its weights.
         run = dataclasses.replace(named.checkpoint, states={PROGRESS: named.checkpoint.states.get(PROGRESS, {})})
         first_run = first_run or run
         named = _model_alone(named)
         model = named.checkpoint.states["model"]
         if first is None:
             first = newest = named
+            # Integer buffers are not averaged.
             sums = {name: tensor.double() for name, tensor in model.items() if tensor.is_floating_point()}
         else:
             if found := _differences(first.checkpoint, named.checkpoint):
@@ -66,6 +69,7 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_
     if first is None:
         raise CheckpointError("No checkpoint to average. Give the paths of checkpoint_*.pt files.")
     model = {
+        # Round to the checkpoint's dtype once, after the division.
         name: (sums[name] / count).to(tensor.dtype) if name in sums else tensor
         for name, tensor in newest.checkpoint.states["model"].items()
     }
@@ -100,7 +104,10 @@ def _counter(checkpoint: Checkpoint, name: str) -> float:
 
 
 def newest_epochs(directory: str | Path, count: int) -> list[Path]:
-    """The newest `count` epoch checkpoints of a folder, oldest first; a CheckpointError where there are fewer."""
+    """Return the newest `count` epoch checkpoints of a folder, oldest first.
+
+    Raises a CheckpointError if the folder has fewer.
+    """
     found = epochs_in(Path(directory))
     if len(found) < count:
         raise CheckpointError(
@@ -111,13 +118,13 @@ def newest_epochs(directory: str | Path, count: int) -> list[Path]:
 
 
 def is_name_of_a_run(path: str | Path) -> bool:
-    """Whether a training run gives its own checkpoints this name, so that resuming may take it for one."""
+    """Return whether training runs use this file name, so that a later run could resume from the file."""
     name = Path(path).name
     return name in (LAST, PREVIOUS, BEST) or EPOCH_NAME.fullmatch(name) is not None
 
 
 def _model_alone(named: NamedCheckpoint) -> NamedCheckpoint:
-    """The checkpoint without its optimizer, which is twice the size of the model."""
+    """Return the checkpoint without its optimizer state, which is twice the size of the model."""
     model = named.checkpoint.states.get("model")
     if not model or not all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
         raise CheckpointError(f"The checkpoint {named.name} contains no model weights. Use another one.")
@@ -129,7 +136,7 @@ def _model_alone(named: NamedCheckpoint) -> NamedCheckpoint:
 
 
 def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
-    """Why the mean of two models would be no model: settings of the shape, tokens, or tensors that differ."""
+    """Return reasons not to average two models: different settings of the shape, tokens or tensors."""
     if one.states.get(STATE) != other.states.get(STATE):
         return ["they started from different models"]
     pairs = zip(settings_of(config_from_text(one.config)), settings_of(config_from_text(other.config)), strict=True)
@@ -137,6 +144,8 @@ def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
         f"--{mine.name} is {mine.value} in one and {theirs.value} in the other"
         for mine, theirs in pairs
         if mine.value != theirs.value
+        # Dropout does not change the shape of a model. The audio context is not a setting of the group `model`, but has
+        # to be equal too.
         and (mine.name == "audio_context" or (mine.group == "model" and mine.name != "dropout"))
     ]
     if one.tokenizer != other.tokenizer or one.vocab_size != other.vocab_size:

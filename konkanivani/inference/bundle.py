@@ -1,8 +1,8 @@
-"""A speech model as one .safetensors file: weights, dimensions, tokenizer and front end; no pickle, no trainer.
+"""Bundle of a speech model in one .safetensors file: weights, dimensions, tokenizer and front end, without pickle.
 
-The weights lie under the names that they have in the model, the SentencePiece model as the uint8 tensor `tokenizer`.
-The one entry of the file's metadata is JSON: the format's number, the model's dimensions, what its features are made
-with, and the SHA-256 of all that, since safetensors itself would not notice a flipped bit.
+Weights have their names in the model; the SentencePiece model is the uint8 tensor `tokenizer`. The only metadata entry
+is JSON: format number, model dimensions, feature settings, and a SHA-256 of all contents, since safetensors itself
+would not detect a flipped bit.
 """
 
 import dataclasses
@@ -29,54 +29,60 @@ from konkanivani.model.architecture import HybridArchitecture
 from konkanivani.model.front_end import described, stored_features
 
 FORMAT = 2
-# What format 1 says nothing of, which is written where all of that is as it always was.
+# Settings that format 1 lacks. A bundle in which all of them have their defaults is written as format 1, which older
+# versions can read.
 SINCE_FORMAT_2 = {
     *("attention_positions", "convolution_norm", "subsampling", "scaled_input", "entry_norm", "biases"),
     *("power_guard", "preemphasis", "window", "edges", "mel_scale", "deviation"),
 }
 SUFFIX = ".safetensors"
-ENTRY = "konkanivani"  # of the file's metadata
-TOKENIZER = "tokenizer"  # the name of its tensor
-MAX_HEADER_BYTES = 2**21  # some 130 a tensor, of which the largest preset has 500; safetensors would take 100 MB
+ENTRY = "konkanivani"  # key in the file's metadata
+TOKENIZER = "tokenizer"  # tensor name
+MAX_HEADER_BYTES = 2**21  # about 130 per tensor, 500 tensors in the largest preset; safetensors would accept 100 MB
 
-MODEL, FEATURES = dataclasses.asdict(ModelConfig()), stored_features(FeatureConfig())  # as they are by default
+MODEL, FEATURES = dataclasses.asdict(ModelConfig()), stored_features(FeatureConfig())  # defaults
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a bundle holds, as it lies in the file; `description` is the metadata's JSON without its checksum."""
+    """Contents of a bundle; `description` is the metadata's JSON without its checksum."""
 
     description: Mapping[str, object]
     tensors: Mapping[str, torch.Tensor]
 
     @property
     def checksum(self) -> str:
-        """The SHA-256 over the description and every tensor's name, number format, shape and bytes."""
+        """SHA-256 over the description and the name, dtype, shape and bytes of every tensor."""
         digest = hashlib.sha256(json.dumps(self.description, sort_keys=True).encode())
         for name, tensor in sorted(self.tensors.items()):
+            # The shape is hashed too: a transposed tensor may have the same bytes.
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
 
 
 def is_bundle(path: Path) -> bool:
-    """Whether the file is a bundle by its name or, sound or not, by its first bytes."""
+    """Return whether a file is a bundle, by its name or, even if damaged, by its first bytes."""
     if path.suffix == SUFFIX or not path.is_file():
         return path.suffix == SUFFIX
     try:
         with open(path, "rb") as file:
-            return file.read(9)[8:] == b"{"  # JSON after eight bytes of its length
+            return file.read(9)[8:] == b"{"  # the JSON header follows 8 bytes with its length
     except OSError:
         return False
 
 
 def bundle_bytes(speech_model: SpeechModel) -> bytes:
-    """The model as a bundle, the same bytes for the same model; a CheckpointError where its weights are not finite."""
+    """Return the model as a bundle, byte-identical for equal models.
+
+    Raises a CheckpointError if a weight is not finite.
+    """
     tensors = {name: tensor.cpu().contiguous() for name, tensor in speech_model.model.state_dict().items()}
     check_finite("the model to export", tensors)
     tensors[TOKENIZER] = torch.frombuffer(bytearray(speech_model.tokenizer.model), dtype=torch.uint8)
     shape = speech_model.architecture
     model, features = dataclasses.asdict(shape.model), stored_features(shape.features)
+    # Format 1 with the defaults of all newer settings describes the same model.
     is_first = MODEL | FEATURES | _of_format_1(model | features) == model | features
     description = {
         "format": 1 if is_first else FORMAT,
@@ -92,9 +98,10 @@ def bundle_bytes(speech_model: SpeechModel) -> bytes:
 
 
 def read_bundle(path: Path, device: torch.device) -> SpeechModel:
-    """The bundle's model on `device`; a CheckpointError says what is wrong with the file.
+    """Return the bundle's model on `device`.
 
-    A file that may not be read, or not now for want of memory, is a ResourceError.
+    Raises a CheckpointError if the file is missing or damaged, and a ResourceError if it may not be read or memory is
+    insufficient.
     """
     if not path.is_file():
         raise CheckpointError(
@@ -116,10 +123,10 @@ def read_bundle(path: Path, device: torch.device) -> SpeechModel:
 
 
 def _read_contents(path: Path) -> Contents:
-    """The file's contents on the CPU, checked against their checksum."""
+    """Return the file's contents on the CPU after verifying their checksum."""
     with open(path, "rb") as file:
         claimed = int.from_bytes(file.read(8), "little")
-    if claimed > MAX_HEADER_BYTES:  # it alone would take gigabytes once it is read
+    if claimed > MAX_HEADER_BYTES:  # parsing such a header could take gigabytes
         raise ValueError(f"its header states {claimed} bytes")
     with safetensors.safe_open(path, framework="pt") as file:
         entry = json.loads((file.metadata() or {}).get(ENTRY, "null"))
@@ -130,7 +137,7 @@ def _read_contents(path: Path) -> Contents:
                 f"The bundle {path} has format {entry.get('format')!r:.40}; this version reads formats 1 and "
                 f"{FORMAT}. Use the version that wrote it, or export it again."
             )
-        # Copies: what is read lies in a file that another program may change.
+        # Copy: the tensors are memory-mapped from a file that another program may change after the check.
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
     checksum = entry.pop("sha256", None)
     contents = Contents(entry, tensors)
@@ -143,7 +150,7 @@ def _read_contents(path: Path) -> Contents:
 
 
 def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
-    """The model of the contents; nothing of the size that they claim exists before the weights are seen to have it."""
+    """Return the model; nothing of the stated size is allocated before the weights are known to have it."""
     description, weights = contents.description, dict(contents.tensors)
     is_first, dimensions = description["format"] == 1, description["model"]
     features = _features(description["features"], path) if is_first else description["features"]
@@ -151,6 +158,7 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
     if [set(dimensions), set(features)] != list(map(set, wanted)):
         raise ValueError("its dimensions have unknown names")
     longest_seconds, digits = description["longest_seconds"], description["digits"]
+    # Python's JSON parser accepts NaN and Infinity.
     if type(longest_seconds) is not float or not 0 < longest_seconds < math.inf:
         raise ValueError(f"longest_seconds is {longest_seconds}")
     config = _config({**dimensions, **features, "digits": digits})
@@ -169,13 +177,14 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
 
 
 def _of_format_1(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """What of the settings it has."""
+    """Return the settings that format 1 contains."""
     return {name: value for name, value in settings.items() if name not in SINCE_FORMAT_2}
 
 
 def _config(settings: Mapping[str, object]) -> TrainConfig:
-    """These settings, of the right kinds and within bounds."""
+    """Return a configuration with these settings, checked for type and bounds."""
     try:
+        # The flag parser checks types and allowed values.
         config = config_from_text("".join(f"--{name} {value!r}\n" for name, value in settings.items()))
         check_config(config)
     except CheckpointError:
@@ -197,7 +206,7 @@ def _tokenizer(model: torch.Tensor) -> Tokenizer:
 
 
 def _features(found: object, path: Path) -> Mapping[str, object]:
-    """The settings of the features; a CheckpointError where there is anything that this version does not build."""
+    """Return the feature settings of a format 1 bundle; raise a CheckpointError if this version cannot compute them."""
     found, ours = found if isinstance(found, dict) else {}, described(FeatureConfig())
     fixed = ours.keys() - _of_format_1(FEATURES).keys()
     names = sorted({*found} ^ {*ours} | {name for name in fixed if found.get(name) != ours[name]})

@@ -1,4 +1,4 @@
-"""A speech model as an ONNX file that needs nothing of this project, the same in eight bits, and either one run again.
+"""Export of a speech model to self-contained ONNX files in fp32 or int8, and their inference.
 
 B batch, S samples, T' encoder frames, V vocabulary.
 """
@@ -32,13 +32,13 @@ if TYPE_CHECKING:  # an extra
     import onnxruntime
 
 PACKAGES = "onnx", "onnxruntime", "onnxscript"  # the extra `export` of setup.cfg
-OPSET = 18  # the oldest that PyTorch's exporter writes; onnxruntime reads it since 1.14
+OPSET = 18  # the oldest opset of PyTorch's exporter, supported by ONNX Runtime since 1.14
 INPUTS, OUTPUTS = ("waveforms", "sample_lengths"), ("log_probabilities", "encoded_lengths")
-MAX_SAMPLES = 2**31 - 1  # in a waveform, so that no product of lengths leaves int64
+MAX_SAMPLES = 2**31 - 1  # per waveform, so that products of lengths do not overflow int64
 
 
 def require_onnx() -> None:
-    """Raises a ResourceError that says how to install what is missing."""
+    """Raise a ResourceError with an install command if a package is missing."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ResourceError(
@@ -48,9 +48,12 @@ def require_onnx() -> None:
 
 
 def build_onnx(speech_model: SpeechModel) -> bytes:
-    """An ONNX model: waveforms (B, S) of 16 kHz, sample_lengths (B,) -> log_probabilities (B, T', V), encoded_lengths.
+    """Return an ONNX model of the encoder and the CTC head.
 
-    B and S are free. Its metadata holds what else it takes to make text of a recording (docs/export.md).
+    Inputs: waveforms (B, S) at 16 kHz, sample_lengths (B,). Outputs: log_probabilities (B, T', V), encoded_lengths
+    (B,). B and S are dynamic. The metadata contains all else that is needed to transcribe a recording (docs/export.md).
+
+    Raises a UsageError if the model has no CTC head.
     """
     import onnx
 
@@ -59,11 +62,13 @@ def build_onnx(speech_model: SpeechModel) -> bytes:
             "ONNX files contain the encoder and the CTC head, but this model has no CTC head: export it as a bundle."
         )
     graph = RecognitionGraph(speech_model)
+    # A batch of 1 would be specialised to a constant dimension.
     example = torch.zeros(2, SAMPLE_RATE), torch.tensor([SAMPLE_RATE, SAMPLE_RATE // 2])
     batch, samples = torch.export.Dim("batch"), torch.export.Dim("samples", max=MAX_SAMPLES)
     shapes = {0: batch, 1: samples}, {0: batch}
     with quietly(), torch.no_grad():
-        # What the tracer cannot prove of lengths, as that n (n + 1) is a multiple of n, is left open.
+        # The tracer cannot prove properties of lengths, such as that n (n + 1) is a multiple of n: check them at run
+        # time.
         traced = torch.export.export(
             graph, example, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True
         )
@@ -78,12 +83,7 @@ def build_onnx(speech_model: SpeechModel) -> bytes:
 
 
 def quantize(model: bytes) -> bytes:
-    """The ONNX model with the weights of its products in eight bits; activations are quantised as they come.
-
-    Products alone: with the convolutions too, the probabilities were six times as far off (Kullback-Leibler) for 2 %
-    of the size (benchmarks/int8.py). Weights are unsigned, since products of unsigned and signed bytes saturate on CPUs
-    without VNNI, and have a scale for each output.
-    """
+    """Return the ONNX model with 8-bit weights of matrix products; activations are quantised dynamically."""
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -92,8 +92,12 @@ def quantize(model: bytes) -> bytes:
         quantize_dynamic(
             onnx.load_model_from_string(model),
             path,
+            # Products only: with int8 convolutions too, the Kullback-Leibler divergence of the probabilities was six
+            # times as large, for 2 % of the size (benchmarks/int8.py).
             op_types_to_quantize=["MatMul"],
+            # One scale per output.
             per_channel=True,
+            # Unsigned: products of unsigned and signed bytes saturate on CPUs without VNNI.
             weight_type=QuantType.QUInt8,
         )
         return path.read_bytes()
@@ -114,18 +118,19 @@ def _metadata(speech_model: SpeechModel) -> dict[str, str]:
 
 
 def token_texts(tokenizer: Tokenizer) -> list[str]:
-    """What each token id adds to a text, which is all of them joined, without spaces at its ends."""
+    """Return the text of each token id. A transcript is their concatenation, stripped."""
     pieces = [tokenizer.piece(token).replace("\u2581", " ") for token in range(tokenizer.size)]
     return ["" if token in tokenizer.special else piece for token, piece in enumerate(pieces)]
 
 
 def _tidy(model: "onnx.ModelProto") -> None:
-    """Takes out what tells of this machine and of the exporter: paths, source lines, shapes of all in between."""
+    """Remove information on this machine and the exporter: paths, source lines, shapes of intermediate values."""
     graph = model.graph
     del graph.value_info[:]
     for part in (graph, *graph.node, *graph.input, *graph.output, *graph.initializer):
         part.doc_string = ""
         del part.metadata_props[:]
+    # The exporter names dynamic axes after its internal symbols.
     axes = graph.input[0].type.tensor_type.shape.dim
     names = {axes[0].dim_param: "batch", axes[1].dim_param: "samples"}
     for value in (*graph.input, *graph.output):
@@ -136,7 +141,7 @@ def _tidy(model: "onnx.ModelProto") -> None:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Keeps the exporter's advice to its own developers from the screen."""
+    """Suppress warnings and log messages of the exporter, which are for its own developers."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -149,27 +154,27 @@ def quietly() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class OnnxModel:
-    """A session on the CPU (docs/export.md has the same without this project), and what each token adds to a text."""
+    """ONNX Runtime session on the CPU, and the text of each token; docs/export.md shows one without this project."""
 
     session: "onnxruntime.InferenceSession"
     token_texts: tuple[str, ...]
 
     def log_probabilities(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
-        """Waveforms (B, S) of 16 kHz with their lengths -> CTC's log probabilities (B, T', V) with theirs."""
+        """Return CTC log probabilities (B, T', V) and lengths, for waveforms (B, S) at 16 kHz and their lengths."""
         lengths = torch.tensor(sample_lengths, dtype=torch.int64)
         inputs = {"waveforms": waveforms.numpy(), "sample_lengths": lengths.numpy()}
         log_probabilities, encoded_lengths = self.session.run(list(OUTPUTS), inputs)
         return torch.from_numpy(log_probabilities), tuple(encoded_lengths.tolist())
 
     def recognize(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> list[str]:
-        """The text of the best path through each of waveforms (B, S)."""
+        """Return the texts of greedy CTC decoding of waveforms (B, S)."""
         log_probabilities, encoded_lengths = self.log_probabilities(waveforms, sample_lengths)
         paths = collapse_repeats(log_probabilities.argmax(dim=-1), encoded_lengths)
         return ["".join(self.token_texts[token] for token in path).strip() for path in paths]
 
 
 def read_onnx(path: Path) -> OnnxModel:
-    """The model of a file that `build_onnx` or `quantize` made, on as many threads as torch has."""
+    """Load a file written with `build_onnx` or `quantize`, with the number of threads of torch."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -1,6 +1,6 @@
-"""A speech model as one graph of plain tensor operations, from waveforms to CTC's log probabilities, to be exported.
+"""Speech model as a graph of tensor operations, from waveforms to CTC log probabilities, for ONNX export.
 
-B batch, S samples, T feature frames, T' encoder frames, F mel bins, K DFT bins, V vocabulary.
+B batch, S samples, T feature frames, T' encoder frames, F mel bins, K DFT bins, W STFT window samples, V vocabulary.
 """
 
 import sys
@@ -15,19 +15,20 @@ from konkanivani.model.front_end import LogMel, has_margins, log_power, normaliz
 
 
 class MatrixLogMel(torch.nn.Module):
-    """`LogMel` with the Fourier transform as a product with its matrix, and lengths (B,) as tensors.
+    """`LogMel` with the Fourier transform as a matrix product, and lengths (B,) as tensors.
 
-    Exporters know no real FFT of frames. The two matrices, windowed cosines and sines (2 K, W) and the mel filters
-    (F, K), are the kernels of convolutions: quantisation, which takes products, leaves them in full precision.
+    Exporters do not support a real FFT of frames. The matrices, windowed cosines and sines (2 K, W) and mel filters (F,
+    K), are kernels of convolutions: quantisation, which applies to matrix products, leaves them in full precision.
     """
 
     def __init__(self, log_mel: LogMel) -> None:
         super().__init__()
         self.config, spectrum = log_mel.config, log_mel.power.spectrogram
         size, window = self.config.fft_samples, self.config.window_samples
-        before = (size - window) // 2  # the window stands in the middle of the transform
+        before = (size - window) // 2  # the STFT window is centred in the FFT
         times = torch.arange(before, before + window, dtype=torch.float64)
         bins = torch.arange(size // 2 + 1, dtype=torch.float64)
+        # Computed in float64 and rounded once: angles exceed a thousand radians.
         angles = 2 * torch.pi / size * bins[:, None] * times[None, :]
         waves = torch.cat([angles.cos(), angles.sin()]) * spectrum.window.double().cpu()
         self.register_buffer("waves", waves.float()[:, None, :])
@@ -35,19 +36,20 @@ class MatrixLogMel(torch.nn.Module):
         self.before, self.after = before, size - window - before
 
     def forward(self, waveforms: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
-        """Waveforms (B, S), their feature frames (B,) -> features (B, T, F)."""
+        """Return features (B, T, F) for waveforms (B, S) and their numbers of feature frames (B,)."""
         framed = waveforms[:, None, self.before : -self.after or None]
         cosines, sines = F.conv1d(framed, self.waves, stride=self.config.hop_samples).chunk(2, dim=1)
         power = F.conv1d(cosines.square() + sines.square(), self.filters)
         features = log_power(power, self.config).transpose(1, 2)
+        # The mean over frames divides by their number, which is 0 for a short waveform.
         padding, frames = beyond(frames, features.shape[1]), frames.clamp_min(1).to(features.dtype)
         return normalize_features(features, padding, frames, self.config.std_ddof)
 
 
 class RecognitionGraph(torch.nn.Module):
-    """Waveforms (B, S) of 16 kHz, sample_lengths (B,) int64 -> log probabilities (B, T', V), their lengths (B,) int64.
+    """Graph from waveforms (B, S) at 16 kHz to log probabilities (B, T', V), with lengths (B,) int64 for both.
 
-    The layers are the speech model's own. A waveform too short for a frame of the encoder has length 0.
+    The layers are shared with the speech model. A waveform too short for one encoder frame has output length 0.
     """
 
     def __init__(self, speech_model: SpeechModel) -> None:
@@ -55,7 +57,7 @@ class RecognitionGraph(torch.nn.Module):
         self.log_mel, self.framing = MatrixLogMel(speech_model.front_end.log_mel), speech_model.architecture.framing
         self.encoder = speech_model.model.encoder
         self.ctc_head = speech_model.model.ctc_head
-        # Two frames of the encoder: so a waveform of any length, none included, has an axis of time.
+        # Zeros for two encoder frames, so that even an empty waveform has a time axis.
         config, self.subsampling = speech_model.architecture.features, self.framing.subsampling
         self.zeros_after = config.fft_samples + (3 * SUBSAMPLING[self.subsampling] - 2) * config.hop_samples
 
@@ -65,8 +67,9 @@ class RecognitionGraph(torch.nn.Module):
             waveforms = with_margins(waveforms, sample_lengths, self.framing)
         features = self.log_mel(waveforms, frames)
         encoded_lengths = subsampled_length(frames, self.subsampling)
-        # Attention over no frame at all would not be a number, so that one stays in sight.
+        # Attention without any key gives NaN: leave one frame unmasked.
         padding = beyond(encoded_lengths.clamp_min(1), subsampled_length(features.shape[1], self.subsampling))
         feature_padding = beyond(frames, features.shape[1]) if self.encoder.subsampling.pads else None
+        # All frames in one chunk: a loop over chunks would be unrolled for the length of the example.
         encoded, _ = self.encoder.encode(padding, features, feature_padding, run_directly, sys.maxsize)
         return self.ctc_head(encoded).log_softmax(dim=-1), encoded_lengths

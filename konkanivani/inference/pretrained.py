@@ -1,4 +1,4 @@
-"""A recogniser that others have trained: what a run begins with, and what its checkpoints keep of it."""
+"""Pretrained models as starting points of training runs, and their description in checkpoints."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -18,44 +18,45 @@ from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 from konkanivani.training.sharding import full_tensor
 
-STATE = "pretrained"  # under which a checkpoint keeps an Origin
+STATE = "pretrained"  # key of an Origin in a checkpoint's states
 
 
 class Pretrained(Protocol):
-    """A folder that has been checked; its weights are read when they are asked for."""
+    """A validated model folder; its weights are read only on request."""
 
     path: Path
 
     def settled(self, config: PretrainedConfig) -> PretrainedConfig:
-        """The settings with what its folder says where nobody says otherwise."""
+        """Return the settings with unset values replaced by the folder's."""
 
     def architecture(self, tuning: TuningConfig, config: PretrainedConfig) -> Architecture:
-        """Which recogniser it is; a UsageError where `tuning` asks for what it has not."""
+        """Return the model architecture; raise a UsageError if it does not support `tuning`."""
 
     def vocabulary(self, config: PretrainedConfig) -> Vocabulary:
-        """Its tokens, with what is asked of them; a UsageError where it has none for that."""
+        """Return the tokenizer for the language and task of `config`; raise a UsageError if one is not supported."""
 
     def check_weights(self) -> None:
-        """Reads its weights and keeps none; a CheckpointError where they are not numbers."""
+        """Read all weights without keeping them; raise a CheckpointError if some are not finite numbers."""
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Its weights in fp32 by our names; a CheckpointError where they are not numbers."""
+        """Return fp32 weights under this project's names; raise a CheckpointError if some are not finite."""
 
     def each_weight(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same one by one, so that they are never all there."""
+        """Yield the weights of `weights` one by one, so that they are never in host memory together."""
 
     def learning_rate(self, tuning: TuningConfig) -> float:
-        """A peak that suits its size."""
+        """Return a peak learning rate that suits the model size."""
 
     def description(self) -> Mapping[str, object]:
-        """What a checkpoint keeps of it, to build its architecture again."""
+        """Return the values that a checkpoint stores to rebuild the architecture."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What checkpoints keep of the recogniser that a run began with; stateful, and never changed.
+    """Description of the pretrained model of a run, as stored in its checkpoints; stateful and constant.
 
-    `frozen` is the SHA-256 of what of it is not trained, which the folder at `path` holds and no checkpoint does.
+    `frozen` is the SHA-256 of the frozen weights. Checkpoints do not contain them; they are read from the folder
+    `path`.
     """
 
     description: Mapping[str, object]
@@ -63,11 +64,11 @@ class Origin:
     path: Path | None = None
 
     def state_dict(self) -> dict[str, object]:
-        """Numbers and words."""
+        """Return the description and the digest, which are numbers and strings."""
         return {**self.description, "frozen": self.frozen}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Raises a CheckpointError where a run that began otherwise would go on."""
+        """Raise a CheckpointError if the resumed run was started from another model."""
         if dict(state) != self.state_dict():
             where = f"--pretrained {self.path} is" if self.path else "That is"
             raise CheckpointError(
@@ -78,37 +79,41 @@ class Origin:
 
 
 def read_pretrained(path: str | Path) -> Pretrained:
-    """The recogniser in this folder, its list of files checked."""
+    """Return the pretrained model in a folder, with its list of files checked."""
     return read_pretrained_whisper(Path(path))
 
 
 def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
-    """The SHA-256 over names, shapes and bytes of fp32 weights, on the CPU, in the order of their names.
+    """Return the SHA-256 over names, shapes and bytes of the weights, as fp32 on the CPU and sorted by name.
 
-    Weights that are sharded over the ranks are gathered one by one, so that the digest is that of a world of one.
+    Collective if weights are sharded: they are gathered one by one, so that the digest does not depend on the world
+    size.
     """
     digest = hashlib.sha256()
     for name in sorted(weights):
+        # Hash in fp32, so that the digest does not depend on the dtype of an equal tensor.
         weight = full_tensor(weights[name].detach()).to("cpu", torch.float32).contiguous()
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
+        # NumPy has no bfloat16, but every dtype can be viewed as bytes.
         digest.update(weight.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
 def restored_architecture(checkpoint: Checkpoint, config: TrainConfig) -> Architecture:
-    """Which recogniser the checkpoint holds; a CheckpointError where it says so in no way that could be."""
+    """Return the architecture of a checkpoint's model; raise a CheckpointError if its description is invalid."""
     state = checkpoint.states.get(STATE)
     if state is None:
         return architecture_of(config, checkpoint.vocab_size)
     if state.get("kind") != KIND:
         raise CheckpointError("The checkpoint has an unknown model type. Use a newer version.")
+    # Without this digest a wrong folder would be combined with the trained weights unnoticed.
     if type(state.get("frozen")) is not str:
         raise CheckpointError("The checkpoint does not record the weights that it omits. Use another checkpoint.")
     return WhisperArchitecture(restored_shape(state), config.tuning, config.pretrained.audio_context or "window")
 
 
 def tuned_whisper(checkpoint: Checkpoint, config: TrainConfig) -> TunedWhisper:
-    """What of a checkpoint is to be written as a folder; a UsageError where its run did not begin with one."""
+    """Return a checkpoint's fine-tuned model for export; raise a UsageError if its run did not use `--pretrained`."""
     if STATE not in checkpoint.states:
         raise UsageError("The checkpoint is not of a --pretrained model: export it with --bundle, --onnx or --int8.")
     architecture = restored_architecture(checkpoint, config)
@@ -119,9 +124,12 @@ def tuned_whisper(checkpoint: Checkpoint, config: TrainConfig) -> TunedWhisper:
 def whole_weights(
     checkpoint: Checkpoint, config: TrainConfig, like: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
-    """The checkpoint's weights, and those of `like` that it has not from the folder that its run began with.
+    """Return the checkpoint's weights, completed with frozen weights from the pretrained folder of its run.
 
-    Those are rounded as the run has kept them. A CheckpointError where that folder is not there, or is another one.
+    Args:
+        like: tensors of the whole model. Those missing from the checkpoint are read from the folder.
+
+    Raises a CheckpointError if the folder does not exist or contains other weights.
     """
     found = checkpoint.states["model"]
     missing = set(like) - set(found)
@@ -130,6 +138,7 @@ def whole_weights(
     check_base_is_there(config, "Put it there, or use the working folder in which the run was started")
     pretrained = read_pretrained(config.pretrained.pretrained or "")
     base = pretrained.weights()
+    # The run kept its frozen weights in the model's dtype: round in the same way, or the digest differs.
     rest = {name: base[name].to(like[name].dtype) for name in missing if name in base}
     if digest_of(rest) != checkpoint.states[STATE].get("frozen"):
         raise CheckpointError(
@@ -140,7 +149,7 @@ def whole_weights(
 
 
 def check_base_is_there(config: TrainConfig, advice: str) -> None:
-    """Raises a CheckpointError, which gives this advice, where the folder that a run began with is not there."""
+    """Raise a CheckpointError, which ends with `advice`, if the pretrained folder of the run does not exist."""
     path = config.pretrained.pretrained
     if path is None or not Path(path).is_dir():
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Where a model's weights come from that others have trained: what goes with them into every file made of them."""
+"""Source of imported weights, stored in every file that is derived from them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -6,12 +6,15 @@ from dataclasses import asdict, dataclass, fields
 from konkanivani.base.errors import CheckpointError
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 
-STATE = "provenance"  # under which a checkpoint keeps one
+STATE = "provenance"  # key in a checkpoint's states
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """The file that a model was imported from, its SHA-256, its licence where it has one, what saved it; stateful."""
+    """Name and SHA-256 of the file that a model was imported from, with its licence, software and language; stateful.
+
+    `licence` is "" if the file names none, `language` is "" if one tokenizer serves all languages.
+    """
 
     file: str
     sha256: str
@@ -20,19 +23,23 @@ class Provenance:
     language: str
 
     def state_dict(self) -> dict[str, object]:
-        """Words."""
+        """Return the fields as strings."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Raises a CheckpointError where a run that began otherwise would go on."""
+        """Raise a CheckpointError if the resumed run was started from another model."""
         if dict(state) != self.state_dict():
             raise CheckpointError("The run was started from another model. Use another checkpoint.")
 
 
 def provenance_of(words: object) -> Provenance | None:
-    """What a file says of it; None where it says nothing, a ValueError where these are no words of ours."""
+    """Return the provenance stored in a file, or None if there is none.
+
+    Raises a ValueError if it does not have exactly the fields of `Provenance`, all strings.
+    """
     if words is None:
         return None
+    # The record comes from an untrusted file: require exactly the known fields.
     names = {field.name for field in fields(Provenance)}
     if not isinstance(words, dict) or set(words) != names or not all(type(word) is str for word in words.values()):
         raise ValueError("its provenance record has unknown fields")
@@ -40,7 +47,7 @@ def provenance_of(words: object) -> Provenance | None:
 
 
 def read_provenance(checkpoint: Checkpoint | None) -> Provenance | None:
-    """Where a checkpoint's weights come from, if it says so; a CheckpointError where it says so in no way of ours."""
+    """Return the provenance of a checkpoint's weights, or None; raise a CheckpointError if it is malformed."""
     try:
         return provenance_of(checkpoint.states.get(STATE)) if checkpoint else None
     except ValueError as error:
@@ -48,6 +55,6 @@ def read_provenance(checkpoint: Checkpoint | None) -> Provenance | None:
 
 
 def provenance_part(checkpoint: Checkpoint | None) -> dict[str, Provenance]:
-    """The same as a part of a run, which its checkpoints keep; nothing where there is none."""
+    """Return the provenance as a stateful part of a run, which its checkpoints save; empty if there is none."""
     found = read_provenance(checkpoint)
     return {STATE: found} if found else {}

@@ -1,6 +1,6 @@
-"""Recordings to transcripts: a stream of pieces, a speech model, a decoding, and word times.
+"""Recognition of recordings: segmentation, speech model, decoding and word times.
 
-B batch, S samples, T' encoder frames, V vocabulary.
+B batch, S samples, T' encoder frames, D model dimension, V vocabulary.
 """
 
 import math
@@ -38,30 +38,34 @@ from konkanivani.inference.word_times import (
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
 OURS = PretrainedConfig()
-MAX_PIECE = 30.0  # seconds; a model that was trained on longer utterances has no need of longer pieces
+MAX_PIECE = 30.0  # seconds, even if the model was trained on longer utterances
 PAUSE = 0.4  # seconds
-BATCH_SECONDS = 20.0  # of padded audio that is recognised at once
+BATCH_SECONDS = 20.0  # seconds of padded audio per batch
 
 Audio = str | os.PathLike | np.ndarray | torch.Tensor
 
 
 @dataclass(frozen=True)
 class Recognizer:
-    """A speech model, how it decodes, and where it cuts recordings; `load_recognizer` makes one."""
+    """Speech model with its decoding and segmentation; built by `load_recognizer`."""
 
     speech_model: SpeechModel
     decode: Decode
     segmentation: SegmentationConfig
 
     def transcribe(self, audio: Audio, sample_rate: int = SAMPLE_RATE) -> Transcript:
-        """What is said in an audio file, or in samples of `sample_rate` Hz; see `segments`."""
+        """Return the transcript of an audio file, or of samples at `sample_rate` Hz; arguments as in `segments`."""
         return Transcript(tuple(self.segments(audio, sample_rate)))
 
     def segments(self, audio: Audio, sample_rate: int = SAMPLE_RATE) -> Iterator[Segment]:
-        """The transcript's segments, one after the other as they are recognised; memory does not grow with the length.
+        """Yield the segments of a transcript as soon as they are recognised; memory does not grow with the duration.
 
-        `audio` is the path of any file that can be read, or samples: (S,) or (S, channels), of floats between -1
-        and 1 or of integers. A DataError says why it cannot be used.
+        Args:
+            audio: path of an audio file, or samples of shape (S,) or (S, channels): floats between -1 and 1, or
+                integers.
+            sample_rate: sampling rate of samples, in Hz.
+
+        Raises a DataError if the audio cannot be used.
         """
         if isinstance(audio, str | os.PathLike):
             blocks = stream_audio(AudioSource(os.fspath(audio)))
@@ -72,7 +76,9 @@ class Recognizer:
     def _segments_of(self, blocks: Iterable[torch.Tensor]) -> Iterator[Segment]:
         pieces = segment_audio(blocks, self.segmentation)
         framing = self.speech_model.architecture.framing
+        # Pieces shorter than one encoder frame cannot be recognised.
         audible = (piece for piece in pieces if framing.encoded_length(len(piece.waveform)))
+        # One estimate per recording: the delay is updated from piece to piece.
         delay = EmissionDelay()
         for batch in _batches(audible):
             for words in self._recognize(batch, delay):
@@ -81,7 +87,7 @@ class Recognizer:
 
     @torch.no_grad()
     def _recognize(self, pieces: list[Piece], delay: EmissionDelay) -> list[list[Word]]:
-        """The words whose middle lies in each piece's core, their times the recording's, by all delays so far."""
+        """Return the words in the core of each piece, with times from the start of the recording."""
         lengths = tuple(len(piece.waveform) for piece in pieces)
         waveforms = torch.nn.utils.rnn.pad_sequence([piece.waveform for piece in pieces], batch_first=True)
         encoded, encoded_lengths = self.speech_model.encode(waveforms, lengths)
@@ -90,20 +96,27 @@ class Recognizer:
         for piece, row, length, tokens in zip(pieces, encoded, encoded_lengths, hypotheses, strict=True):
             words = self._words(piece, row[:length], tokens, delay)
             moved = [Word(w.text, piece.start + w.start, piece.start + w.end, w.confidence) for w in words]
+            # Neighbouring pieces overlap at a cut within speech: keep each word once, by its middle.
             found.append([w for w in moved if piece.core_start <= (w.start + w.end) / 2 < piece.core_end])
         return found
 
     def _words(self, piece: Piece, encoded: torch.Tensor, tokens: list[int], delay: EmissionDelay) -> list[Word]:
-        """The words of encoded (T', D), timed within it by CTC or Whisper's attention; without either, evenly."""
+        """Return the words of encoded speech (T', D) with times within the piece.
+
+        The times are from CTC or from Whisper's cross-attention; without either, words are spread evenly.
+        """
         heard, seconds = self.speech_model, piece.end - piece.start
         framing = heard.architecture.framing
         if isinstance(heard.tokenizer, PromptedVocabulary):
+            # Whisper's encoder pads to 30 s. Attention to padding would distort the alignment.
             frames = max(1, math.ceil(len(piece.waveform) / framing.encoder_hop))
             return attended_words(heard.model.decoder, encoded[:frames], tokens, heard.tokenizer, framing)
         if not heard.architecture.has_ctc:
             return spread_words(tokens, heard.tokenizer, framing, seconds)
+        # Softmax in fp32: `forced_align` sums over all frames.
         aligned = align_tokens(heard.model.ctc_head(encoded).float().log_softmax(dim=-1), tokens)
         words = group_words(aligned, heard.tokenizer, framing)
+        # Before `timed_words`, so that this piece contributes to its own times.
         delay.learn(words, piece)
         return timed_words(words, delay, seconds)
 
@@ -114,7 +127,7 @@ def load_recognizer(
     beam: int = 10,
     device: Literal["auto", "cuda", "cpu"] = "auto",
 ) -> Recognizer:
-    """The recogniser of the checkpoint or bundle at `path`; a CheckpointError says what is wrong with the file."""
+    """Return the recogniser of the checkpoint or bundle at `path`; raise a CheckpointError if it cannot be used."""
     decoding = DecodingConfig(decode=decode, beam=beam)
     check_decoding(decoding)
     return build_recognizer(path, decoding, device)
@@ -128,10 +141,13 @@ def build_recognizer(
     pause_seconds: float = PAUSE,
     pretrained: PretrainedConfig = OURS,
 ) -> Recognizer:
-    """The recogniser of the checkpoint or bundle at `path`, or of the folder of `pretrained`, all settings given.
+    """Return the recogniser of the checkpoint or bundle at `path`, or of the folder in `pretrained`.
 
-    Pieces last `longest_seconds` at most (None: as long as what the model was trained on), and are apart at pauses of
-    `pause_seconds`. A CheckpointError says what is wrong with the file.
+    Args:
+        longest_seconds: maximum duration of a piece; None for the maximum duration in training, up to 30 s.
+        pause_seconds: minimum silence between pieces.
+
+    Raises a CheckpointError if the file cannot be used.
     """
     if pretrained.pretrained is not None:
         folder = read_pretrained(pretrained.pretrained)
@@ -143,13 +159,14 @@ def build_recognizer(
     longest = min(speech_model.longest_seconds, MAX_PIECE) if longest_seconds is None else longest_seconds
     speech_model = with_word_times(speech_model)
     decode = build_decode(decoding, speech_model.architecture, speech_model.tokenizer, speech_model.device)
+    # Fallback needs scores of the decoder and Whisper's "no speech" token.
     if isinstance(decode, BeamDecode) and isinstance(speech_model.tokenizer, PromptedVocabulary):
         decode = FallbackDecode(decode, speech_model.tokenizer)
     return Recognizer(speech_model, decode, build_segmentation(longest, pause_seconds))
 
 
 def with_word_times(speech_model: SpeechModel) -> SpeechModel:
-    """The model as it says when it hears what, where it has learnt that."""
+    """Enable timestamp prediction if the model was trained with timestamps."""
     tokenizer = speech_model.tokenizer
     if not (speech_model.knows_times and isinstance(tokenizer, PromptedVocabulary)):
         return speech_model
@@ -157,7 +174,7 @@ def with_word_times(speech_model: SpeechModel) -> SpeechModel:
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Neighbouring pieces that are no more than BATCH_SECONDS together when padded, or one that is longer."""
+    """Yield batches of consecutive pieces, at most `BATCH_SECONDS` of padded audio each, or one longer piece."""
     batch: list[Piece] = []
     for piece in pieces:
         longest = max(len(each.waveform) for each in [*batch, piece])

@@ -1,6 +1,6 @@
-"""A recording of any length as pieces that can be recognised one by one: cut at its pauses, else with an overlap.
+"""Segmentation of a recording into pieces for recognition, cut at pauses or else with an overlap.
 
-The recording is read as a stream; of a long one, no more than about a minute is there at a time.
+The recording is read as a stream. At most about one minute is in memory, whatever its length.
 """
 
 import math
@@ -12,30 +12,31 @@ import torch.nn.functional as F
 
 from konkanivani.base.lengths import SAMPLE_RATE
 
-STEPS_A_SECOND = 100  # levels are measured, and cuts made, every 10 ms
+STEPS_A_SECOND = 100  # levels and cuts have a resolution of 10 ms
 STEP = SAMPLE_RATE // STEPS_A_SECOND  # samples
-HORIZON = 60 * STEPS_A_SECOND  # what is looked at to tell pauses from speech
-SMOOTHED = 5  # steps, an odd number: a level is the mean power over 50 ms
-SILENCE_DB = -90.0  # dB under full scale: less than one step of 16 bit
-QUIETEST_FRACTION = 0.02  # of the steps: their level is that of the noise, or of the closures of stops
-MAX_RANGE = 60.0  # dB: the noise is taken to be at most so far under the loudest, as where a gate has made zeros of it
-# A pause's level above the noise's: so many dB, and this share of the way to the loudest.
+HORIZON = 60 * STEPS_A_SECOND  # steps read ahead to estimate the noise level
+SMOOTHED = 5  # steps, an odd number: levels are mean powers over 50 ms
+SILENCE_DB = -90.0  # dBFS, below one step of 16-bit audio
+QUIETEST_FRACTION = 0.02  # fraction of steps whose level is taken as noise; in clean speech, closures of plosives
+MAX_RANGE = 60.0  # dB, bound of the range from noise to the loudest step, for recordings with a noise gate
+# A pause is at most this far above the noise: in dB, and as a fraction of the range from noise to the loudest step.
 MAX_ABOVE_NOISE, SHARE_ABOVE_NOISE = 10.0, 0.25
-# dB: what stays nearer to the noise is noise. Speech does not, not even where there is as much noise as speech: its
-# loudest syllables are about 8 dB above its mean.
+# dB. A recording with a smaller range is noise only. Speech exceeds it even at 0 dB SNR: its loudest syllables are
+# about 8 dB above its mean.
 MIN_REACH = 6.0
-MARGIN = 15  # steps kept before and after speech: without them the first and last sounds are misheard
-OVERLAP = STEPS_A_SECOND  # context of a piece on the side where it was cut within speech
-OVERLAP_SHARE = 4  # the overlap is at most the longest piece over this
-DIP = 20  # steps: within speech the cut is in the middle of the quietest so many
+MARGIN = 15  # steps of context around speech; without them the first and last sounds are misrecognised
+OVERLAP = STEPS_A_SECOND  # steps of context at a cut within speech
+OVERLAP_SHARE = 4  # the overlap is at most `longest` divided by this
+DIP = 20  # steps: a cut within speech is in the middle of the quietest 0.2 s
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch (S,) of a recording; its times are seconds from the recording's start.
+    """Part (S,) of a recording; its times are seconds from the start of the recording.
 
-    Where speech was cut, neighbours overlap: a word belongs to the piece in whose core the word's middle lies. Where it
-    was not, `speech_start` is where sound begins after a pause, `speech_end` where it ends before one; else None.
+    Neighbours overlap if the cut is within speech: a word belongs to the piece whose core contains the middle of the
+    word. `speech_start` and `speech_end` are the times of the first and last sound next to a pause, or None at a cut
+    within speech.
     """
 
     waveform: torch.Tensor
@@ -47,36 +48,36 @@ class Piece:
 
     @property
     def end(self) -> float:
-        """The seconds at which its waveform ends."""
+        """End of the waveform in seconds."""
         return self.start + len(self.waveform) / SAMPLE_RATE
 
 
 @dataclass(frozen=True)
 class SegmentationConfig:
-    """Where a recording is cut, in steps of 10 ms: pieces of `longest` at most, apart at silences above `pause`."""
+    """Maximum piece length `longest` and minimum silence `pause` between pieces, in steps of 10 ms."""
 
     longest: int
     pause: int
 
     @property
     def overlap(self) -> int:
-        """What a piece has of its neighbour where it was cut within speech."""
+        """Overlap with the neighbouring piece at a cut within speech."""
         return min(OVERLAP, self.longest // OVERLAP_SHARE)
 
 
 def build_segmentation(longest_seconds: float, pause_seconds: float) -> SegmentationConfig:
-    """The cutting for these seconds."""
+    """Return the configuration for durations in seconds."""
     return SegmentationConfig(int(longest_seconds * STEPS_A_SECOND), round(pause_seconds * STEPS_A_SECOND))
 
 
 def segment_audio(blocks: Iterable[torch.Tensor], segmentation: SegmentationConfig) -> Iterator[Piece]:
-    """The pieces of a stream of blocks (S,) at 16 kHz, in order; what is silence is in none of them.
+    """Yield the pieces of a stream of blocks (S,) at 16 kHz, in order, without silence.
 
-    A piece ends where a pause begins. Speech that goes on for longer than a piece can is cut at the quietest place in
-    the second half of what there is room for, and both sides reach beyond it.
+    A piece ends at the start of a pause. Speech longer than a piece is cut at the quietest point in the second half of
+    the possible range, and both pieces extend beyond the cut by the overlap.
     """
     stream, overlap = _Stream(blocks), segmentation.overlap
-    cut, is_within_speech = 0, False  # pieces are made up to this step; whether speech was cut there
+    cut, is_within_speech = 0, False  # end of the last piece, and whether speech was cut there
     while True:
         stream.advance(cut - overlap, cut + max(HORIZON, 2 * segmentation.longest))
         loud = stream.loud_steps(cut)
@@ -85,16 +86,18 @@ def segment_audio(blocks: Iterable[torch.Tensor], segmentation: SegmentationConf
                 return
             cut, is_within_speech = stream.end, False
             continue
-        if not is_within_speech and int(loud[0]) - cut > MARGIN:  # silence; look again as far from its end
+        if not is_within_speech and int(loud[0]) - cut > MARGIN:
+            # Skip the silence, then measure again, so that the levels cover a full horizon from here on.
             nothing = stream.steps_of_nothing(int(loud[0]) - MARGIN, int(loud[0]))
             cut = int(nothing[-1]) + 1 if len(nothing) else int(loud[0]) - MARGIN
             continue
         start = cut - overlap if is_within_speech else cut
-        # The step after the last loud one before the first gap that is a pause.
+        # Last loud step before the first gap that is a pause; all loud steps count if there is none.
         before_pauses = loud[:-1][loud.diff() > segmentation.pause]
         speech_end = int(before_pauses[0] if len(before_pauses) else loud[-1]) + 1
         end = min(speech_end + MARGIN, stream.end)
         if end < stream.end:
+            # Digital silence is not part of a piece.
             nothing = stream.steps_of_nothing(speech_end, end)
             end = int(nothing[0]) if len(nothing) else end
         is_cut = end - start > segmentation.longest
@@ -113,7 +116,7 @@ def segment_audio(blocks: Iterable[torch.Tensor], segmentation: SegmentationConf
 
 
 class _Stream:
-    """What is there of a stream: the samples from step `first` to step `end`, and the level of each of those steps."""
+    """Buffer of a stream: samples from step `first` to step `end`, and the level of each step."""
 
     def __init__(self, blocks: Iterable[torch.Tensor]) -> None:
         self._blocks = iter(blocks)
@@ -122,7 +125,7 @@ class _Stream:
         self.first, self.end, self.has_ended = 0, 0, False
 
     def advance(self, first: int, end: int) -> None:
-        """Forgets what is before step `first` and reads on to step `end`, or to where the stream ends."""
+        """Drop everything before step `first` and read up to step `end` or the end of the stream."""
         forgotten = max(0, min(first, self.end) - self.first)
         self.first += forgotten
         self._power = self._power[forgotten:]
@@ -136,10 +139,11 @@ class _Stream:
         self._measure()
 
     def _measure(self) -> None:
-        """The power of the steps that are new, and the levels of all; the stream's last step may be a short one."""
+        """Compute the power of new steps and the levels of all."""
         new = self._samples[len(self._power) * STEP :]
         whole = len(new) // STEP
         powers = [new[: whole * STEP].view(whole, STEP).square().mean(dim=1)]
+        # The last step of a stream may be shorter.
         if self.has_ended and len(new) > whole * STEP:
             powers.append(new[whole * STEP :].square().mean()[None])
         self._power = torch.cat([self._power, *powers])
@@ -147,33 +151,35 @@ class _Stream:
         self._levels = torch.zeros(0)
         if not len(self._power):
             return
+        # The first and last steps average over fewer neighbours, not over zeros.
         smoothed = F.avg_pool1d(self._power[None], SMOOTHED, 1, SMOOTHED // 2, count_include_pad=False)[0]
         self._levels = 10 * smoothed.clamp_min(1e-12).log10()
-        if len(new):  # else too little may be left to tell what is noise
+        if len(new):  # at the end of the stream too few steps may remain for an estimate
+            # The loudest level of the whole recording, but the noise of the buffered steps only.
             self._loudest = max(self._loudest, float(self._levels.max()))
             self._noise = max(float(self._levels.quantile(QUIETEST_FRACTION)), self._loudest - MAX_RANGE)
 
     def loud_steps(self, first: int) -> torch.Tensor:
-        """The steps from `first` on, ascending, that are louder than a pause is among what is there."""
+        """Return the buffered steps from `first` on that are louder than a pause, ascending."""
         reach = self._loudest - self._noise
         threshold = max(self._noise + min(MAX_ABOVE_NOISE, SHARE_ABOVE_NOISE * reach), SILENCE_DB)
+        # In less than a second there are too few steps to judge.
         if reach < MIN_REACH and len(self._levels) > STEPS_A_SECOND:
             threshold = math.inf
         return torch.nonzero(self._levels[first - self.first :] > threshold)[:, 0] + first
 
     def steps_of_nothing(self, begin: int, end: int) -> torch.Tensor:
-        """The steps from `begin` to `end`, ascending, in which there is nothing at all.
-
-        A gate's zeros are no silence that a model has learnt: their logarithm would change every normalised feature.
-        """
+        """Return the steps of digital silence in a range, ascending."""
+        # The zeros of a noise gate are unlike any silence in training: their logarithm would shift every normalised
+        # feature.
         return torch.nonzero(self._power[begin - self.first : end - self.first] < 10 ** (SILENCE_DB / 10))[:, 0] + begin
 
     def quietest_step(self, begin: int, end: int) -> int:
-        """The middle of the quietest fifth of a second in the second half of the steps from `begin` to `end`."""
+        """Return the middle of the quietest 0.2 s in the second half of a range of steps."""
         power = self._power[(begin + end) // 2 - self.first : end - self.first]
         width = min(DIP, len(power))
         return (begin + end) // 2 + int(power.unfold(0, width, 1).sum(dim=1).argmin()) + width // 2
 
     def samples(self, begin: int, end: int) -> torch.Tensor:
-        """The samples from step `begin` to step `end`, as far as there are."""
+        """Return the buffered samples in a range of steps."""
         return self._samples[max(0, begin - self.first) * STEP : (end - self.first) * STEP].clone()

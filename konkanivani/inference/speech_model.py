@@ -1,6 +1,6 @@
-"""What hears: a model with its front end and tokenizer, of a checkpoint or of a bundle; nothing of its training.
+"""Speech model for inference: network, front end and tokenizer of a checkpoint, bundle or pretrained folder.
 
-B batch, S samples, T' encoder frames, D model width.
+B batch, S samples, T' encoder frames, D model dimension.
 """
 
 import dataclasses
@@ -26,15 +26,17 @@ from konkanivani.model.blocks import run_directly
 from konkanivani.model.front_end import FrontEnd
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states
 
-MAX_LAYERS, MAX_DIMENSION = 256, 2**16  # a file that claims more is none of ours, and takes no memory to refuse
+MAX_LAYERS, MAX_DIMENSION = 256, 2**16  # bounds for untrusted files, checked before any allocation
 
 
 @dataclass(frozen=True)
 class SpeechModel:
-    """A model in evaluation mode on `device`, in full precision; trained on `longest_seconds` of audio at most.
+    """Model in evaluation mode on `device`, in full precision, without optimizer or training state.
 
-    `digits` says how its transcripts were normalised, as a reference has to be that it is scored on. With `knows_times`
-    it was trained to say when it hears what.
+    Args:
+        longest_seconds: maximum duration of the training audio.
+        digits: normalisation of digits in transcripts, which references need for scoring too.
+        knows_times: whether the model was trained to predict timestamps.
     """
 
     architecture: Architecture
@@ -49,17 +51,19 @@ class SpeechModel:
 
     @torch.no_grad()
     def encode(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
-        """Waveforms (B, S) of 16 kHz with their lengths -> encoded (B, T', D) with theirs."""
+        """Return encoded audio (B, T', D) and its lengths, for waveforms (B, S) at 16 kHz and their lengths."""
         features, feature_lengths = self.front_end(waveforms.to(self.device), sample_lengths, None)
         return self.model.encoder(features, feature_lengths, run_directly)
 
 
 def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechModel:
-    """The checkpoint's model on `device`; a CheckpointError where its weights do not fit."""
+    """Return the checkpoint's model on `device`; raise a CheckpointError if its weights do not fit its settings."""
     config, tokenizer = settings_of_weights(checkpoint), load_tokenizer(checkpoint)
     trained = restored_architecture(checkpoint, config)
     as_trained = trained.build_without_values().state_dict()
+    # Merge LoRA weights: inference runs the plain architecture.
     architecture, weights = trained.plain(whole_weights(checkpoint, config, as_trained))
+    # The initial values would be overwritten at once.
     with SkipInit():
         model = architecture.build()
     front_end = architecture.build_front_end(config.augment).to(device)
@@ -74,12 +78,12 @@ def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechMo
 
 
 def build_pretrained_model(pretrained: Pretrained, asked: PretrainedConfig, device: torch.device) -> SpeechModel:
-    """The model of a folder that others have trained, as it is.
-
-    It is not asked for times: who fine-tuned it may have trained without, and the folder does not say so.
-    """
+    """Return the model of a pretrained folder on `device`, unchanged."""
+    # `knows_times` stays False: a fine-tuned model may have been trained without timestamps, and its folder does not
+    # say so.
     architecture, tokenizer = pretrained.architecture(TuningConfig(), asked), pretrained.vocabulary(asked)
     model = architecture.build_without_values()
+    # The model is on the meta device: assign the tensors instead of copying their values.
     model.load_state_dict(pretrained.weights(), assign=True)
     front_end = architecture.build_front_end(AugmentConfig()).to(device)
     longest = float(architecture.longest_seconds)
@@ -87,9 +91,9 @@ def build_pretrained_model(pretrained: Pretrained, asked: PretrainedConfig, devi
 
 
 def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
-    """The checkpoint's settings; a CheckpointError where they cannot work, or weights or tokenizer are of other sizes.
+    """Return the checkpoint's settings, checked against its weights and tokenizer.
 
-    A file may claim any size: nothing of it is built before the weights are seen to have it.
+    Raises a CheckpointError if the settings are invalid, or weights or tokenizer have other sizes.
     """
     config = config_from_text(checkpoint.config)
     try:
@@ -97,6 +101,8 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
     except UsageError as error:
         raise CheckpointError(f"The checkpoint's settings are invalid. {error}") from None
     load_tokenizer(checkpoint)
+    # Check that the last layers exist before building the model: even on the meta device, an absurd number of layers
+    # would take all memory.
     weights, architecture = checkpoint.states.get("model", {}), restored_architecture(checkpoint, config)
     dimensions = architecture.model
     counts = {"encoder": dimensions.encoder_layers, "decoder": dimensions.decoder_layers}
@@ -106,12 +112,12 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
         raise CheckpointError("The checkpoint's weights do not match its model dimensions. Use another checkpoint.")
     try:
         model = architecture.build_without_values()
-    except UsageError as error:  # nobody has asked for this
+    except UsageError as error:  # not an error of the user's flags
         raise CheckpointError(f"The checkpoint's settings are invalid. {error}") from None
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     for name, tensor in model.state_dict().items():
         if architecture.has_base and name not in weights and name not in trained:
-            continue  # its folder has it
+            continue  # frozen and stored in the pretrained folder only
         if not isinstance(weights.get(name), torch.Tensor) or weights[name].shape != tensor.shape:
             raise CheckpointError(
                 f"The checkpoint's model cannot be loaded: the shape of {name} does not match its settings. "
@@ -121,14 +127,15 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
 
 
 def is_within_bounds(model: Dimensions) -> bool:
-    """Whether the dimensions could be those of a model of ours."""
+    """Return whether the dimensions are plausible for a model of this project."""
     numbers = [value for value in dataclasses.astuple(model) if isinstance(value, int)]
     return max(numbers) <= MAX_DIMENSION and model.encoder_layers + model.decoder_layers <= MAX_LAYERS
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Vocabulary:
-    """The checkpoint's tokenizer; a CheckpointError where it is none, or not the one of its weights."""
+    """Return the checkpoint's tokenizer; raise a CheckpointError if it is invalid or does not fit the weights."""
     try:
+        # Only runs from a pretrained Whisper model have this state.
         tokenizer = (vocabulary_of if STATE in checkpoint.states else Tokenizer)(checkpoint.tokenizer)
     except DataError as error:
         raise CheckpointError(f"The checkpoint's tokenizer cannot be used: {error} Use another checkpoint.") from None
@@ -141,7 +148,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Vocabulary:
 
 
 def check_finite(name: str, weights: Mapping[str, torch.Tensor]) -> None:
-    """Raises a CheckpointError, which names the file `name`, where a weight is not a finite number."""
+    """Raise a CheckpointError, which names the file `name`, if a weight is not a finite number."""
     for tensor_name, tensor in weights.items():
         if not tensor.isfinite().all():
             raise CheckpointError(f"The weights {tensor_name} of {name} are not finite numbers. Use another model.")

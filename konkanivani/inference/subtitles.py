@@ -1,7 +1,7 @@
-"""Transcripts as plain text, JSON and subtitles, written segment by segment as they come.
+"""Transcripts as plain text, JSON or subtitles, written segment by segment.
 
-SubRip has no standard; WebVTT is the W3C's (w3.org/TR/webvtt1). Subtitles keep to what is readable: two lines of 42
-characters, seven seconds (the limits of Netflix's Timed Text Style Guides).
+SubRip has no standard; WebVTT is specified by the W3C (w3.org/TR/webvtt1). Cues have at most two lines of 42 characters
+and last at most seven seconds (limits of Netflix's Timed Text Style Guides).
 """
 
 import html
@@ -14,20 +14,22 @@ from typing import Literal
 from konkanivani.inference.transcript import Segment, Transcript, Word
 
 LINE_CHARACTERS, CUE_LINES = 42, 2
-MAX_CUE, MIN_CUE = 7.0, 1.0  # seconds; a shorter one stays on the screen until the next one comes
-CUE_PAUSE = 0.7  # seconds without a word, after which another cue begins
+MAX_CUE, MIN_CUE = 7.0, 1.0  # seconds; a shorter cue is extended, up to the next one
+CUE_PAUSE = 0.7  # seconds of silence that end a cue
 
 TextFormat = Literal["txt", "json", "srt", "vtt"]
 Timestamps = Literal["segment", "word"]
 
 
 def render(segments: Iterable[Segment], text_format: TextFormat, timestamps: Timestamps, name: str) -> Iterator[str]:
-    """The segments of the recording `name` in a text format, piece by piece, each as soon as it is known.
+    """Yield the transcript of the recording `name` in a text format, in parts, as soon as each segment is available.
 
-    With timestamps "word" plain text has a line for each word (start and end in seconds, the word), subtitles have a
-    cue for each, and JSON lists the words.
+    Args:
+        timestamps: "segment", or "word" for one line per word in plain text (start and end in seconds, word), one cue
+            per word in subtitles, and a list of words in JSON.
     """
     if text_format == "json":
+        # A JSON record is complete only at the end of the recording.
         yield json_text(Transcript(tuple(segments)), timestamps, name)
     elif text_format == "txt":
         for segment in segments:
@@ -41,13 +43,13 @@ def render(segments: Iterable[Segment], text_format: TextFormat, timestamps: Tim
     else:
         yield "WEBVTT\n\n"
         for cue in build_cues(segments, timestamps):
-            # In a cue's text < and & begin something else, and an arrow would be a timing.
+            # In cue text, < and & start markup, and an arrow would be read as a timing.
             text = html.escape(cue.text, quote=False)
             yield f"{vtt_time(cue.start)} --> {vtt_time(cue.end)}\n{text}\n\n"
 
 
 def json_text(transcript: Transcript, timestamps: Timestamps, name: str) -> str:
-    """The transcript as one line of JSON; times in seconds."""
+    """Return the transcript as one line of JSON, with times in seconds."""
     segments = []
     for segment in transcript.segments:
         segments.append(_timed_row(segment))
@@ -65,7 +67,7 @@ def _timed_row(part: Segment | Word) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Cue:
-    """What stands on the screen from `start` to `end`, in milliseconds; `text` has line ends."""
+    """Subtitle shown from `start` to `end`, in milliseconds; `text` may contain line breaks."""
 
     start: int
     end: int
@@ -73,12 +75,14 @@ class Cue:
 
 
 def build_cues(segments: Iterable[Segment], timestamps: Timestamps) -> Iterator[Cue]:
-    """The cues of the segments, each at least a millisecond long, none over the next one."""
+    """Yield the cues of segments, at least 1 ms long and without overlap."""
+    # The end of a cue depends on the next one, so output lags by one cue.
     held: Cue | None = None
     for segment in segments:
         for words in [[word] for word in segment.words] if timestamps == "word" else _cue_words(segment.words):
             start = round(words[0].start * 1000)
             if held is not None:
+                # Rounding may give equal starts: move the later cue, so that every cue lasts at least 1 ms.
                 start = max(start, held.start + 1)
                 yield _shown_until(held, start)
             end = max(round(words[-1].end * 1000), start + 1)
@@ -88,13 +92,13 @@ def build_cues(segments: Iterable[Segment], timestamps: Timestamps) -> Iterator[
 
 
 def _shown_until(cue: Cue, following: int | None) -> Cue:
-    """The cue, shown for as long as its words or long enough to be read, but no longer than to the `following` one."""
+    """Return the cue, extended to `MIN_CUE` if it is shorter, but not beyond the start of the `following` one."""
     readable = max(cue.end, cue.start + round(MIN_CUE * 1000))
     return Cue(cue.start, readable if following is None else min(readable, following), cue.text)
 
 
 def _cue_words(words: Iterable[Word]) -> Iterator[list[Word]]:
-    """The words of a segment, cue by cue: as many as fit, none of them after a pause."""
+    """Yield the words of a segment in groups that fit one cue and contain no pause."""
     cue: list[Word] = []
     for word in words:
         lines = _wrapped([each.text for each in (*cue, word)], LINE_CHARACTERS)
@@ -108,24 +112,26 @@ def _cue_words(words: Iterable[Word]) -> Iterator[list[Word]]:
 
 
 def _lines(words: list[str]) -> str:
-    """The words on as few lines as will do, and those of about the same length."""
+    """Wrap words to the minimum number of lines, of similar length."""
     lines = _wrapped(words, LINE_CHARACTERS)
     widths = range(max(map(len, words)), LINE_CHARACTERS + 1)
+    # The narrowest width with the same number of lines balances them.
     balanced = next((found for width in widths if len(found := _wrapped(words, width)) <= len(lines)), lines)
     return "\n".join(balanced)
 
 
 def _wrapped(words: list[str], width: int) -> list[str]:
+    # A word longer than a line stays whole.
     return textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False)
 
 
 def srt_time(milliseconds: int) -> str:
-    """hh:mm:ss,mmm as SubRip has it."""
+    """Return a time as hh:mm:ss,mmm for SubRip."""
     return vtt_time(milliseconds).replace(".", ",")
 
 
 def vtt_time(milliseconds: int) -> str:
-    """hh:mm:ss.mmm as WebVTT has it; more than two digits from 100 hours on."""
+    """Return a time as hh:mm:ss.mmm for WebVTT; from 100 hours on, hours have more than two digits."""
     seconds, rest = divmod(milliseconds, 1000)
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)

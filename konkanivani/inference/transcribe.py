@@ -1,4 +1,4 @@
-"""Audio files and folders of them to transcripts on the screen or in files, one after the other."""
+"""Transcription of audio files and folders, to the screen or to files."""
 
 import contextlib
 import sys
@@ -27,14 +27,14 @@ from konkanivani.inference.subtitles import TextFormat, Timestamps, render
 from konkanivani.inference.transcript import Segment
 
 Existing = Literal["refuse", "keep", "replace"]
-Held = tuple[str, bool]  # a text to write, and whether on stderr
+Held = tuple[str, bool]  # text, and whether it is for stderr
 
 
 @dataclass(frozen=True)
 class Recording:
-    """An audio file, and the name of its transcript under an output folder, without its ending.
+    """Audio file, and the name of its transcript relative to the output folder, without suffix.
 
-    `called` is what a person calls it where that is not its path.
+    `called` is the name in messages if it is not the path.
     """
 
     path: Path
@@ -46,13 +46,14 @@ class Recording:
 
 
 def find_recordings(paths: Sequence[str], spooled: Path | None = None) -> list[Recording]:
-    """The files named, and in their place what is named like sound or film in and under the folders named, in order of
-    the names.
+    """Return the given files and, for each given folder, its audio and video files sorted by name.
 
-    `spooled` is the file that holds what comes on standard input, if anything does.
+    Args:
+        paths: files and folders. Hidden files in folders are skipped unless they are given by name. Links to folders
+            inside them are not followed.
+        spooled: file with the content of standard input, read for the path "-".
 
-    What is hidden in a folder is left out unless it is named itself; links to folders in it are not followed. A
-    DataError names a folder without any audio file.
+    Raises a UsageError for a URL, and a DataError that names a folder without audio files.
     """
     found = []
     for address in (path for path in paths if "://" in path):
@@ -72,9 +73,10 @@ def find_recordings(paths: Sequence[str], spooled: Path | None = None) -> list[R
 
 
 def output_paths(recordings: Sequence[Recording], directory: Path, text_format: TextFormat) -> list[Path]:
-    """Where each transcript goes: the audio file's name with another ending, added to it where two would be the same.
+    """Return the path of each transcript: the audio file's name with the suffix of the text format.
 
-    A UsageError names two recordings of one name.
+    If two recordings would get the same path, the new suffix is appended to the old one. Raises a UsageError if their
+    paths are still equal.
     """
     short = [directory / recording.name.with_suffix(f".{text_format}") for recording in recordings]
     times = Counter(short)
@@ -95,10 +97,12 @@ def output_paths(recordings: Sequence[Recording], directory: Path, text_format: 
 
 @dataclass(frozen=True)
 class Transcription:
-    """How recordings become text; `output` is the folder of the transcripts, None for the screen.
+    """Settings of a transcription run, in which the ranks divide the recordings among them.
 
-    `existing` says what becomes of transcripts that are there, which somebody may have corrected. Each rank
-    of the topology takes its portion of the recordings; what goes to the screen the first one writes for all.
+    Args:
+        output: folder of the transcripts, None for the screen.
+        existing: treatment of existing transcripts, which may contain manual corrections.
+        topology: ranks. Rank 0 writes the screen output of all ranks.
     """
 
     load: Callable[[], Recognizer]
@@ -109,10 +113,10 @@ class Transcription:
     topology: Topology = ALONE
 
     def run(self, recordings: Sequence[Recording]) -> str:
-        """Transcribes them all; a sentence about the files written, if any.
+        """Transcribe all recordings and return a sentence about the files written, or "".
 
-        What is wrong with one recording is said on stderr, and the others go on. At the end a DataError says how many
-        could not be transcribed; where there is only one, it says what is wrong with it.
+        Errors in one recording are printed on stderr, and the remaining recordings are still transcribed. At the end a
+        DataError states the number of failures. With a single recording the DataError states its problem.
         """
         targets, done = self._targets(recordings)
         with without_empty_folders({target.absolute().parent for target in targets if target is not None}):
@@ -125,11 +129,12 @@ class Transcription:
         return "" if self.output is None else f"{count(len(recordings), 'transcript')} in {self.output}."
 
     def _run_all(self, recordings: Sequence[Recording], targets: Sequence[Path | None], done: list[bool]) -> int:
-        """Transcribe this rank's portion; return how many recordings of all ranks could not be transcribed."""
+        """Transcribe this rank's portion; return the number of failed recordings over all ranks."""
         is_single_process, failed = len(recordings) == 1, 0
-        recognizer = self.load()  # seconds, after all that may be refused
-        # Of a file that is not there its reader will tell.
+        recognizer = self.load()  # takes seconds, so it comes after all checks that may refuse the run
+        # A missing file counts 0 here; its error is raised when it is opened.
         sizes = np.array([each.path.stat().st_size if each.path.is_file() else 0 for each in recordings])
+        # File size approximates duration. Every rank computes the same partition, without communication.
         portion = partition(sizes, self.topology.world_size)[self.topology.rank]
         shown = [recordings[number] for number in portion]
         with _Progress(shown, self.topology) as progress, _short_audio_told(progress):
@@ -149,9 +154,10 @@ class Transcription:
         return sum(gather(self.topology, failed))
 
     def _targets(self, recordings: Sequence[Recording]) -> tuple[Sequence[Path | None], list[bool]]:
-        """Where each transcript goes, None for the screen, and which are to be kept."""
+        """Return the path of each transcript (None for the screen), and which existing transcripts are kept."""
         if self.output is not None:
             paths = output_paths(recordings, self.output, self.text_format)
+            # Only rank 0 checks: ranks that see other states of a shared file system would disagree on the work.
             there = broadcast_from_rank0(self.topology, lambda: [path.exists() for path in paths])
             if any(there) and self.existing == "refuse":
                 raise UsageError(
@@ -182,8 +188,10 @@ class Transcription:
             for text in texts:
                 progress.write(text, sys.stdout)
         except UnusableAudio as error:
+            # Name standard input as the user did, not the spool file.
             raise UnusableAudio(AudioSource(str(recording)), error.reason) from None
         except (MemoryError, RuntimeError) as error:
+            # CUDA reports missing memory as a RuntimeError.
             if not is_out_of_memory(error):
                 raise
             raise ResourceError(
@@ -192,15 +200,17 @@ class Transcription:
 
 
 class _Progress:
-    """A bar on stderr, where that is a terminal, of the seconds of audio behind us; as a context manager.
+    """Progress bar on stderr, in seconds of transcribed audio, if stderr is a terminal; a context manager.
 
-    What is written comes at once; where several ranks transcribe, at the end, in the order of the recordings.
+    A single process prints transcripts immediately. With several ranks they are printed at the end, in the order of the
+    recordings.
     """
 
     def __init__(self, recordings: Sequence[Recording], topology: Topology) -> None:
         self._topology = topology
-        self._held: list[Held] = []  # of the recording that is being transcribed
+        self._held: list[Held] = []  # output of the current recording
         self._kept: list[tuple[int, list[Held]]] = []
+        # Durations are read from all headers only if there is a bar to show.
         is_shown = sys.stderr.isatty()
         self._seconds = {recording.path: _seconds(recording.path) for recording in recordings if is_shown}
         shape = "{percentage:3.0f}%|{bar}| {n:.0f} of {total:.0f} s of audio, {remaining} left"
@@ -211,6 +221,7 @@ class _Progress:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._bar.close()
+        # After an exception other ranks may not reach the collective below.
         if kind is not None or self._topology.is_single_process:
             return
         of_all = [each for kept in gather(self._topology, self._kept) for each in kept]
@@ -219,12 +230,12 @@ class _Progress:
                 print(text, end="", file=sys.stderr if is_error else sys.stdout, flush=True)
 
     def end(self, number: int) -> None:
-        """Ends the recording of this number."""
+        """Finish the recording with this number."""
         self._kept.append((number, self._held))
         self._held = []
 
     def write(self, text: str, stream: TextIO) -> None:
-        """Writes the text, the bar out of its way."""
+        """Write text without damage to the progress bar."""
         if not self._topology.is_single_process:
             self._held.append((text, stream is sys.stderr))
             return
@@ -233,7 +244,7 @@ class _Progress:
             stream.flush()
 
     def follow(self, recording: Recording, segments: Iterable[Segment]) -> Iterator[Segment]:
-        """The segments; the bar moves with them."""
+        """Yield the segments and advance the bar to the end of each."""
         before, seconds = self._bar.n, self._seconds.get(recording.path, 0.0)
         for segment in segments:
             self._bar.update(before + min(segment.end, seconds) - self._bar.n)
@@ -243,9 +254,10 @@ class _Progress:
 
 @contextlib.contextmanager
 def _short_audio_told(progress: _Progress) -> Iterator[None]:
-    """Says in a line of its own that a file ends before its header does."""
+    """Print a line when a file is shorter than its header states."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", ShortAudio)
+        # `catch_warnings` restores `showwarning` at the end of the block.
         shown = warnings.showwarning
 
         def tell(message: Warning, category: type[Warning], *place: object) -> None:
@@ -259,7 +271,7 @@ def _short_audio_told(progress: _Progress) -> Iterator[None]:
 
 
 def _seconds(path: Path) -> float:
-    """What the file lasts as its header says, 0 where it says nothing or cannot be used."""
+    """Return the duration in the file's header, or 0 if it is missing or the file is unusable."""
     try:
         return claimed_header(AudioSource(str(path))).seconds
     except DataError:
@@ -267,9 +279,13 @@ def _seconds(path: Path) -> float:
 
 
 def write_text(path: Path, texts: Iterable[str]) -> None:
-    """Writes the texts, recognised meanwhile, to a file that is whole or absent; a ResourceError where it cannot be."""
+    """Write the texts, recognised while they are written, to a file that is either complete or absent.
+
+    Raises a ResourceError if the file cannot be written.
+    """
     with atomic_write(path) as partial:
+        # Inside the block, where an OSError becomes a ResourceError.
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The name of a file may hold bytes that are no text; JSON escapes them so too.
+        # File names may contain bytes that are not text. JSON output escapes them in the same way.
         with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(texts)

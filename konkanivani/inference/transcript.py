@@ -1,11 +1,11 @@
-"""What was recognised in a recording: segments of words with their times. Seconds count from the recording's start."""
+"""Transcript of a recording as segments of words. Times are seconds from the start of the recording."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Word:
-    """A word from `start` to `end`; `confidence` is between 0 and 1, None where there is no measure of it."""
+    """Word with its start and end time; `confidence` is from 0 to 1, or None if unknown."""
 
     text: str
     start: float
@@ -15,38 +15,38 @@ class Word:
 
 @dataclass(frozen=True)
 class Segment:
-    """One or more words that were recognised together: mostly what was said between two pauses."""
+    """One or more words that were recognised together, usually the speech between two pauses."""
 
     words: tuple[Word, ...]
 
     @property
     def text(self) -> str:
-        """The words with spaces between them."""
+        """Words joined by spaces."""
         return " ".join(word.text for word in self.words)
 
     @property
     def start(self) -> float:
-        """Where its first word begins."""
+        """Start of the first word."""
         return self.words[0].start
 
     @property
     def end(self) -> float:
-        """Where its last word ends."""
+        """End of the last word."""
         return self.words[-1].end
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """All segments of a recording, in order; none where nothing was said."""
+    """All segments of a recording, in order; empty if there is no speech."""
 
     segments: tuple[Segment, ...]
 
     @property
     def text(self) -> str:
-        """The segments with spaces between them."""
+        """Segments joined by spaces."""
         return " ".join(segment.text for segment in self.segments)
 
     @property
     def words(self) -> tuple[Word, ...]:
-        """The words of all segments."""
+        """Words of all segments."""
         return tuple(word for segment in self.segments for word in segment.words)

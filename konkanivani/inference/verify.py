@@ -1,4 +1,4 @@
-"""What was exported against the checkpoint: on a signal of our own, and on a manifest.
+"""Verification of exported models against their checkpoint, on a synthetic signal and on a manifest.
 
 B batch, S samples, T' encoder frames, V vocabulary.
 """
@@ -21,15 +21,15 @@ from konkanivani.inference.onnx_export import OnnxModel
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.training.validation import EvaluationSet
 
-# Probabilities in fp32 by other kernels in another order; those of another model are far beyond it.
+# Absolute, for fp32 probabilities. Other kernels and summation orders stay within it; another model exceeds it by far.
 TOLERANCE = 1e-3
 
-Recognize = Callable[[torch.Tensor, Lengths], list[str]]  # waveforms (B, S), their lengths -> their texts
+Recognize = Callable[[torch.Tensor, Lengths], list[str]]  # waveforms (B, S), lengths -> texts
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A form in which the model exists: its name for people, its file, and its recognition."""
+    """Exported form of a model: display name, file and recognition function."""
 
     name: str
     path: Path
@@ -38,7 +38,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class FormScore:
-    """How one form of the model did: `other_texts` of the `utterances` are not the first form's."""
+    """Error rates and size in bytes of one form; `other_texts` of its texts differ from the first form's."""
 
     name: str
     rates: ErrorRates
@@ -48,7 +48,7 @@ class FormScore:
 
 
 def recognize_with(speech_model: SpeechModel) -> Recognize:
-    """Greedy decoding with the model."""
+    """Return a function for greedy decoding with the model."""
     decode = greedy_decode(speech_model.architecture, speech_model.tokenizer)
 
     def recognize(waveforms: torch.Tensor, sample_lengths: Lengths) -> list[str]:
@@ -59,7 +59,7 @@ def recognize_with(speech_model: SpeechModel) -> Recognize:
 
 
 def check_signal() -> tuple[torch.Tensor, Lengths]:
-    """Three waveforms (3, S) of chords in noise, always the same, with their lengths: 0.3, 1.7 and 3 seconds."""
+    """Return three fixed waveforms (3, S) of harmonic tones in noise, of 0.3, 1.7 and 3 s, and their lengths."""
     generator = torch.Generator().manual_seed(1)
     lengths = tuple(round(seconds * SAMPLE_RATE) for seconds in (0.3, 1.7, 3.0))
     time = torch.arange(max(lengths)) / SAMPLE_RATE
@@ -73,7 +73,7 @@ def check_signal() -> tuple[torch.Tensor, Lengths]:
 
 
 def check_bundle(read: SpeechModel, speech_model: SpeechModel, path: Path) -> None:
-    """Raises a NumericsError where a bundle's model is not the checkpoint's to the last bit."""
+    """Raise a NumericsError unless the bundle's model gives bit-identical output to the checkpoint's."""
     signal = check_signal()
     (found, found_lengths), (wanted, wanted_lengths) = read.encode(*signal), speech_model.encode(*signal)
     if found_lengths != wanted_lengths or not torch.equal(found, wanted):
@@ -82,16 +82,15 @@ def check_bundle(read: SpeechModel, speech_model: SpeechModel, path: Path) -> No
 
 @torch.no_grad()
 def check_onnx(found: OnnxModel, speech_model: SpeechModel, path: Path, tolerance: float) -> None:
-    """Raises a NumericsError where a probability is farther than `tolerance` from the checkpoint's.
-
-    The waveforms go in one padded batch there and one by one here, so that padding is seen to change nothing.
-    """
+    """Raise a NumericsError if a probability differs by more than `tolerance` from the checkpoint's."""
     waveforms, lengths = check_signal()
+    # One padded batch in ONNX against single waveforms in PyTorch: padding must not change the output.
     together, encoded_lengths = found.log_probabilities(waveforms, lengths)
     for row, length in enumerate(lengths):
         encoded, wanted_lengths = speech_model.encode(waveforms[row : row + 1, :length], (length,))
         wanted = speech_model.model.ctc_head(encoded).softmax(dim=-1)[0]
         got = together[row, : len(wanted)].exp()
+        # `not <=` is true for NaN.
         if encoded_lengths[row] != wanted_lengths[0] or not _farthest(got, wanted) <= tolerance:
             raise NumericsError(
                 f"The ONNX file {path} was deleted: its probabilities differ by up to "
@@ -101,7 +100,7 @@ def check_onnx(found: OnnxModel, speech_model: SpeechModel, path: Path, toleranc
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files of a folder."""
+    """Return the size in bytes of a file, or of all files in a folder."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
 
@@ -111,9 +110,10 @@ def _farthest(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def compare(forms: list[Exported], utterances: EvaluationSet) -> list[FormScore]:
-    """Each form's error rates over the utterances, one by one, and how many texts are not the first form's."""
+    """Return each form's error rates over the utterances, and its number of texts that differ from the first form's."""
     references: list[str] = []
     texts: list[list[str]] = [[] for _ in forms]
+    # Batches of one utterance, so that padding cannot cause a difference.
     alone = utterances.within(0.0)
     with closing(load_batches(alone.speech, alone.plan, alone.loader, alone.rejections)) as batches:
         for batch, spoken in batches:

@@ -1,9 +1,9 @@
-"""When each token and word of a hypothesis was spoken, by its likeliest CTC alignment, whichever decoder found it.
+"""Word times of a hypothesis from its best CTC alignment or from cross-attention, for any decoder.
 
 Graves et al. (2006), Connectionist Temporal Classification; Kürzinger et al. (2020), CTC-Segmentation of Large Corpora
 for German End-to-end Speech Recognition.
 
-T' encoder frames, V vocabulary, U tokens.
+T' encoder frames, D model dimension, V vocabulary, U tokens.
 """
 
 import statistics
@@ -24,16 +24,16 @@ from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
 from konkanivani.model.kernels.ctc import BLANK
 from konkanivani.model.whisper.network import Decoder
 
-# Seconds by which the middle of the frame that says a word's first letter lies after the word's beginning, and by which
-# a word goes on after its last letter was said: those of a model of which nothing is known yet.
+# Seconds, used until delays have been measured: from the start of a word to the middle of the frame that emits its
+# first letter, and from the emission of its last letter to its end.
 FIRST_LETTER_DELAY, AFTER_LAST_LETTER = 0.1, 0.06
-MAX_DELAY = 0.5  # seconds; beyond, what begins or ends there is no speech
-DELAYS_KEPT = 100  # pieces, the latest ones
+MAX_DELAY = 0.5  # seconds; a longer delay means that the sound at the pause is not speech
+DELAYS_KEPT = 100  # latest pieces
 
 
 @dataclass(frozen=True)
 class AlignedToken:
-    """A token's frames `first` to `end - 1` and their mean probability; None where CTC cannot have said the token."""
+    """Token with its frames `first` to `end - 1` and their mean probability, None if CTC cannot align the token."""
 
     token: int
     first: float
@@ -42,31 +42,33 @@ class AlignedToken:
 
 
 def align_tokens(log_probabilities: torch.Tensor, tokens: list[int]) -> list[AlignedToken]:
-    """Where in log probabilities (T', V) the tokens (U) were spoken, in order, none of them blank.
+    """Return the best alignment of tokens (U), without blanks, to CTC log probabilities (T', V).
 
-    A hypothesis of the attention decoder may have more tokens than CTC can say in so few frames: then they are spread
-    evenly, without a probability.
+    An attention decoder may return more tokens than CTC can emit in T' frames. They are then spread evenly, without a
+    probability.
     """
     frames = len(log_probabilities)
     if not tokens:
         return []
+    # CTC needs a blank between equal neighbours, so the minimum can exceed U.
     if ctc_frames_needed(tokens) > frames:
         return spread_tokens(frames, tokens)
     targets = torch.tensor([tokens], device=log_probabilities.device)
+    # fp32, since `forced_align` adds log probabilities over all frames.
     paths, scores = torchaudio.functional.forced_align(log_probabilities[None].float(), targets, blank=BLANK)
     spans = torchaudio.functional.merge_tokens(paths[0], scores[0].exp(), blank=BLANK)
     return [AlignedToken(span.token, span.start, span.end, span.score) for span in spans]
 
 
 def spread_tokens(length: float, tokens: Sequence[int]) -> list[AlignedToken]:
-    """The tokens (U), evenly over so many frames or seconds, without a probability."""
+    """Return tokens (U) spread evenly over `length` frames or seconds, without a probability."""
     each = length / max(1, len(tokens))
     return [AlignedToken(token, place * each, (place + 1) * each, None) for place, token in enumerate(tokens)]
 
 
 @dataclass(frozen=True)
 class SpokenTokens:
-    """A word by its tokens; its `letters` are these without a word-boundary mark that stands alone."""
+    """Word with its tokens; `letters` excludes a word-boundary token without text."""
 
     text: str
     tokens: tuple[AlignedToken, ...]
@@ -75,23 +77,23 @@ class SpokenTokens:
 
     @property
     def first_letter(self) -> float:
-        """Where its first letter is said, in seconds."""
+        """Time of the emission of the first letter, in seconds."""
         return self.framing.encoder_frame_seconds(self.letters[0].first)
 
     @property
     def last_letter(self) -> float:
-        """Where its last letter is said, in seconds."""
+        """Time of the emission of the last letter, in seconds."""
         return self.framing.encoder_frame_seconds(self.letters[-1].end - 1)
 
     @property
     def confidence(self) -> float | None:
-        """The mean probability of its tokens."""
+        """Mean probability of the tokens, or None if they were not aligned."""
         probabilities = [token.probability for token in self.tokens]
         return None if None in probabilities else sum(probabilities) / len(probabilities)
 
 
 def group_words(aligned: list[AlignedToken], tokenizer: Vocabulary, framing: Framing) -> list[SpokenTokens]:
-    """The tokens word by word, as `Vocabulary.decode` would put spaces between them; special tokens are left out."""
+    """Group tokens into words at the spaces of `Vocabulary.decode`; special tokens are dropped."""
     groups: list[list[AlignedToken]] = []
     for token in aligned:
         if token.token in tokenizer.special:
@@ -101,6 +103,7 @@ def group_words(aligned: list[AlignedToken], tokenizer: Vocabulary, framing: Fra
         groups[-1].append(token)
     words = []
     for tokens in groups:
+        # A lone word-boundary token may be aligned far from its word.
         letters = tuple(token for token in tokens if tokenizer.decode([token.token]))
         if letters:
             text = tokenizer.decode([token.token for token in tokens])
@@ -109,19 +112,20 @@ def group_words(aligned: list[AlignedToken], tokenizer: Vocabulary, framing: Fra
 
 
 class EmissionDelay:
-    """How late a model says words, learnt from the pauses of a recording as it goes by.
+    """Running estimate of the delay between speech and its CTC emission, from the pauses of a recording.
 
-    CTC says a token late, in a frame or two, and not for as long as it sounds; how late, each training settles anew and
-    nothing in the loss asks for. But the first word after a pause begins where the sound does, and the last one before
-    a pause ends with it. The medians over the latest pieces are taken for all words.
+    The first word after a pause starts with the sound, and the last word before a pause ends with it. The medians of
+    their delays over the latest pieces are applied to all words.
     """
 
     def __init__(self) -> None:
+        # CTC emits a token late and in one or two frames, not for the token's duration. The loss does not constrain the
+        # delay, so it differs from one training run to the next.
         self._first: deque[float] = deque(maxlen=DELAYS_KEPT)
         self._last: deque[float] = deque(maxlen=DELAYS_KEPT)
 
     def learn(self, words: list[SpokenTokens], piece: Piece) -> None:
-        """Takes in a piece's words, and where its speech begins and ends; words spread evenly tell nothing."""
+        """Add the delays at the start and the end of a piece; words that were spread evenly are ignored."""
         if not words or words[0].confidence is None:
             return
         if piece.speech_start is not None:
@@ -131,12 +135,12 @@ class EmissionDelay:
 
     @property
     def first_letter(self) -> float:
-        """Seconds from where a word begins to where its first letter is said."""
+        """Seconds from the start of a word to the emission of its first letter."""
         return statistics.median(self._first) if self._first else FIRST_LETTER_DELAY
 
     @property
     def after_last_letter(self) -> float:
-        """Seconds from where a word's last letter is said to where the word ends, if no other one begins before."""
+        """Seconds from the emission of a word's last letter to the word's end, if no other word starts before."""
         return statistics.median(self._last) if self._last else AFTER_LAST_LETTER
 
 
@@ -146,15 +150,16 @@ def _add(delays: deque[float], delay: float) -> None:
 
 
 def timed_words(words: list[SpokenTokens], delays: EmissionDelay, seconds: float) -> list[Word]:
-    """The words with their times within the `seconds` of their waveform.
+    """Return the words with their times within a waveform of `seconds`.
 
-    A word begins a delay before its first letter is said, and ends where the next one begins, or a delay after its last
-    letter where there is a pause.
+    A word starts one delay before the emission of its first letter. It ends at the start of the next word or, before a
+    pause, one delay after the emission of its last letter.
     """
     starts = [word.first_letter - delays.first_letter for word in words]
     ends = [word.last_letter + delays.after_last_letter for word in words]
     timed, earliest = [], 0.0
     for place, word in enumerate(words):
+        # Keep words in order: subtracting the delay may move a start before the previous end.
         start = min(max(starts[place], earliest), seconds)
         end = min(ends[place], starts[place + 1] if place + 1 < len(words) else seconds)
         earliest = min(max(end, start), seconds)
@@ -165,25 +170,28 @@ def timed_words(words: list[SpokenTokens], delays: EmissionDelay, seconds: float
 def attended_words(
     decoder: Decoder, encoded: torch.Tensor, tokens: list[int], vocabulary: PromptedVocabulary, framing: Framing
 ) -> list[Word]:
-    """The words of a hypothesis (U) by where the decoder's attention is as it says them, in encoded (T', D) of speech.
+    """Return the words of a hypothesis (U) with times from cross-attention to encoded speech (T', D).
 
-    Where it has times of its own, no word leaves the stretch that they give it.
+    If the hypothesis contains timestamps, words stay within their segment.
     """
-    each = framing.encoder_hop / SAMPLE_RATE
+    each = framing.encoder_hop / SAMPLE_RATE  # seconds per encoder frame
     segments = timed_segments(tokens, vocabulary, len(encoded) * each)
+    # The decoder is run without timestamps, since its alignment heads follow text tokens.
     said = [token for segment in segments for token in segment.tokens]
+    # One pass aligns all segments; each consumes its share of the iterator.
     spans = iter(attention_spans(decoder, encoded, said, vocabulary) if said else ())
     timed = []
     for segment in segments:
         aligned = [AlignedToken(token, *span) for token, span in zip(segment.tokens, spans, strict=False)]
         for word in group_words(aligned, vocabulary, framing):
             ends = (word.tokens[0].first * each, word.tokens[-1].end * each)
+            # Attention may leave the segment at its first or last token.
             first, end = (min(max(time, segment.begin), segment.end) for time in ends)
             timed.append(Word(word.text, first, end, word.confidence))
     return timed
 
 
 def spread_words(tokens: list[int], tokenizer: Vocabulary, framing: Framing, seconds: float) -> list[Word]:
-    """The words of a hypothesis (U) of which nothing says when they were said, evenly over so many seconds."""
+    """Return the words of a hypothesis (U), spread evenly over `seconds` for lack of an alignment."""
     words = group_words(spread_tokens(seconds, tokens), tokenizer, framing)
     return [Word(word.text, word.tokens[0].first, word.tokens[-1].end, None) for word in words]

@@ -1,6 +1,7 @@
-"""A .nemo file: a tar, plain or gzipped, of a configuration, weights and tokenizers. Nothing of it is extracted or run.
+"""Reader of .nemo files: plain or gzipped tar archives of a configuration, weights and tokenizers.
 
-Members are walked by their headers alone and taken by the last part of their names.
+Members are found from their headers alone and identified by the last part of their names. No file is extracted to a
+path of the archive's choice, and no code in it is run.
 """
 
 import contextlib
@@ -23,14 +24,14 @@ CONFIG, WEIGHTS, TOKENIZER = "model_config.yaml", "model_weights.ckpt", "tokeniz
 LICENCE, BLOCK = re.compile("LICEN[CS]E"), tarfile.BLOCKSIZE
 MOST_MEMBER_BYTES, MOST_CONFIG_BYTES, MOST_SMALL_BYTES = 2**33, 2**20, 2**25
 MOST_MEMBERS, MOST_NOTES_BYTES = 1000, 2**16
-MOST_INFLATED = 100  # times the file's bytes; weights hardly become less when they are gzipped
-# What of a member's notes would change what its header says.
+MOST_INFLATED = 100  # maximum compression ratio; weights hardly compress
+# Records of an extended header that would override the name or size in the member's own header.
 CHANGES = re.compile(rb"\d+ (path|linkpath|size|GNU\.[^=]*)=")
 
 
 @dataclass(frozen=True)
 class NemoArchive:
-    """What a file holds: its configuration's text, its tokenizers by name, its first licence line, its weights."""
+    """Contents of a .nemo file: configuration text, tokenizers by name, first line of the licence, and weights."""
 
     path: Path
     config: bytes
@@ -40,15 +41,18 @@ class NemoArchive:
 
 
 def refused(path: Path, reason: str, advice: str = "Download it again, or use another") -> CheckpointError:
-    """The error of a file that cannot be used."""
+    """Return the error for a file that cannot be used."""
     return CheckpointError(f"The model {path} cannot be used: {reason}{conversion_hint(path)}. {advice}.")
 
 
 @contextlib.contextmanager
 def open_nemo(path: Path, folder: Path) -> Iterator[NemoArchive]:
-    """The file's contents, its weights to be read as long as the block lasts; a CheckpointError says what is wrong.
+    """Open a .nemo file and yield its contents; the weights can be read until the end of the block.
 
-    Gzipped weights are unpacked into a nameless file in `folder`, since they are to be read in any order.
+    Args:
+        folder: place of the temporary file, without a name, into which gzipped weights are unpacked.
+
+    Raises a CheckpointError that states the problem of the file.
     """
     if not path.is_file():
         raise CheckpointError(f"There is no model at {path}. Give the path of a .nemo file.")
@@ -57,6 +61,7 @@ def open_nemo(path: Path, folder: Path) -> Iterator[NemoArchive]:
             raw = file = stack.enter_context(open(path, "rb"))
             is_packed, room = raw.read(2) == b"\x1f\x8b", None
             raw.seek(0)
+            # torch.load reads a zip archive in any order, but seeking back in a gzip stream decompresses it again.
             if is_packed:
                 file, room = gzip.open(raw), stack.enter_context(tempfile.TemporaryFile(dir=folder))
             try:
@@ -67,11 +72,12 @@ def open_nemo(path: Path, folder: Path) -> Iterator[NemoArchive]:
 
 
 def _read_members(file: BinaryIO, path: Path, room: BinaryIO | None) -> NemoArchive:
-    """The members that are needed; of a packed file the weights are written to `room`."""
+    """Return the required members; gzipped weights are copied to `room`."""
     found: dict[str, bytes] = {}
     weights, small, most = None, 0, MOST_INFLATED * path.stat().st_size
     for count, member in enumerate(_walk(file, path)):
         place, _, name = member.name.rpartition("/")
+        # Names are never used as paths; a suspicious one is rejected nevertheless.
         if ".." in place.split("/") or member.name.startswith("/"):
             raise refused(path, f"its member {member.name!r:.80} has a path outside of the archive")
         if member.isdir():
@@ -80,6 +86,8 @@ def _read_members(file: BinaryIO, path: Path, room: BinaryIO | None) -> NemoArch
             raise refused(path, f"its member {name!r:.80} is a link or a device")
         if name in found or count == MOST_MEMBERS:
             raise refused(path, f"its member {name!r:.80} is duplicated, or it has more than {MOST_MEMBERS} members")
+        # Check stated sizes before reading. The offset in a gzipped file counts decompressed bytes, which bounds the
+        # ratio.
         if member.size > MOST_MEMBER_BYTES or file.tell() + member.size > most:
             raise refused(path, f"its member {name!r:.80} states {member.size} bytes")
         found[name] = b""
@@ -100,15 +108,13 @@ def _read_members(file: BinaryIO, path: Path, room: BinaryIO | None) -> NemoArch
 
 
 def _walk(file: BinaryIO, path: Path) -> Iterator[tarfile.TarInfo]:
-    """Every member's header, the file standing at its bytes; nothing but headers and notes is read.
-
-    The standard library's own walk would take as much memory as a note claims to be long.
-    """
+    """Yield every member's header with `file` positioned at its data; only headers and extended headers are read."""
+    # `tarfile` would read an extended header of any stated length into memory.
     while True:
         try:
             member = tarfile.TarInfo.frombuf(file.read(BLOCK), "utf-8", "surrogateescape")
-        except tarfile.EOFHeaderError:  # a block of zeros: the end
-            while file.read(2**20):  # what is behind it, for a gzipped file's sum
+        except tarfile.EOFHeaderError:  # a block of zeros marks the end
+            while file.read(2**20):  # reads to the end of a gzipped file, so that its checksum is verified
                 pass
             return
         except (tarfile.HeaderError, ValueError):
@@ -123,6 +129,7 @@ def _walk(file: BinaryIO, path: Path) -> Iterator[tarfile.TarInfo]:
                 raise refused(path, "an extended header changes the name or size of a member")
         else:
             yield member
+        # Data is padded to full blocks of 512 bytes.
         file.seek(start + -(-member.size // BLOCK) * BLOCK)
 
 
@@ -134,7 +141,7 @@ def _whole(file: BinaryIO, size: int) -> bytes:
 
 
 def _weights(file: BinaryIO, size: int, room: BinaryIO | None) -> BinaryIO:
-    """The weights as a file of their own, which lies in `file` or, of a packed one, has been copied to `room`."""
+    """Return the weights as a seekable file: a part of `file`, or of a gzipped archive the copy in `room`."""
     if room is None:
         return io.BufferedReader(_Part(file, file.tell(), size))
     shutil.copyfileobj(io.BufferedReader(_Part(file, file.tell(), size)), room, 2**20)
@@ -144,7 +151,7 @@ def _weights(file: BinaryIO, size: int, room: BinaryIO | None) -> BinaryIO:
 
 
 class _Part(io.RawIOBase):
-    """The bytes from `start` on, `size` of them, of a file that is open."""
+    """Read-only view of `size` bytes of an open file from offset `start`."""
 
     def __init__(self, file: BinaryIO, start: int, size: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The YAML of a .nemo file, read as plain values; and a part of it, of which every value has to be asked for."""
+"""Safe reading of the YAML configuration of a .nemo file, with checks that every setting is known."""
 
 import importlib.util
 import sys
@@ -13,7 +13,7 @@ PACKAGE = "PyYAML"  # the extra `import` of setup.cfg
 
 
 class Section:
-    """A part of a configuration; what nobody has asked for is `left`, and refused at the end."""
+    """One mapping of a configuration; keys that have not been read yet are in `left`, and `finish` rejects them."""
 
     def __init__(self, path: Path, name: str, values: object) -> None:
         if not isinstance(values, dict):
@@ -21,56 +21,59 @@ class Section:
         self._path, self._name, self.left = path, name, dict(values)
 
     def get(self, key: str, default: object = None) -> object:
-        """The value, or the default where it is not given."""
+        """Return the value of `key` and mark it as read, or return the default if the key is missing."""
         return self.left.pop(key, default)
 
     def only(self, key: str, *built: object) -> object:
-        """One of the values that are built, the first where none is given."""
+        """Return the value of `key`, which must be one of the supported values `built`; the first is the default."""
         value = self.get(key, built[0])
+        # Compare types too: in Python True == 1 and 1 == 1.0.
         if not any(type(value) is type(one) and value == one for one in built):
             raise self.unbuilt(key, value, " or ".join(map(repr, built)))
         return value
 
     def only_all(self, built: Mapping[str, tuple[object, ...]]) -> None:
-        """The same of several values."""
+        """Apply `only` to several keys."""
         for key, values in built.items():
             self.only(key, *values)
 
     def number(self, key: str, default: float | None, least: float, most: float) -> int | float:
-        """A number within bounds."""
+        """Return a number from `least` to `most`."""
         value = self.get(key, default)
+        # `isinstance` would accept bool. A NaN fails the comparison.
         if type(value) not in (int, float) or not least <= value <= most:
             raise self.unbuilt(key, value, f"a number from {least} to {most}")
         return value
 
     def count(self, key: str, default: int | None, least: int = 1) -> int:
-        """A whole number, of a size that a model may have."""
+        """Return an integer from `least` to 65,536."""
         value = self.number(key, default, least, 2**16)
         if type(value) is not int:
             raise self.unbuilt(key, value, "a whole number")
         return value
 
     def ignore(self, *keys: str) -> None:
-        """Leaves aside what changes nothing of what is heard."""
+        """Mark keys as read that do not change the recognised text."""
         for key in keys:
             self.get(key)
 
     def unbuilt(self, key: str, value: object, built: str) -> CheckpointError:
-        """The error of a value that is not built."""
+        """Return the error for an unsupported value."""
         reason = f"its {self._name}.{key} is {value!r:.80}, but only {built} is supported"
         return refused(self._path, reason, "Use another model")
 
     def finish(self) -> None:
-        """Raises a CheckpointError for what nobody has asked for."""
+        """Raise a CheckpointError if a key has not been read."""
         for key, value in self.left.items():
             reason = f"its {self._name}.{key!s:.80} is {value!r:.80}, which this version does not know"
             raise refused(self._path, reason, "Use another model, or a newer version")
 
 
 def read_yaml(text: bytes, path: Path) -> object:
-    """What a YAML text holds: no alias, no tag of a class, no great depth; PyYAML is asked for where it is missing.
+    """Parse YAML into plain values.
 
-    Ten aliases, each of ten of the next, are ten thousand million to whoever walks what was read.
+    Raises a CheckpointError for aliases, tags of classes, or nesting deeper than `MAX_DEPTH`, and a ResourceError with
+    an install command if PyYAML is missing.
     """
     if importlib.util.find_spec("yaml") is None:
         raise ResourceError(
@@ -79,9 +82,12 @@ def read_yaml(text: bytes, path: Path) -> object:
         )
     import yaml
 
+    # Safe loaders construct no Python objects. libyaml, if available, is faster.
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     depth = 0
     try:
+        # First pass over events only, before any value is built. Ten nested aliases that each refer ten times to the
+        # next expand to 10^10 items when the result is traversed.
         for event in yaml.parse(text, Loader=loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if isinstance(event, yaml.AliasEvent) or depth > MAX_DEPTH:
@@ -91,6 +97,7 @@ def read_yaml(text: bytes, path: Path) -> object:
             return reader.get_single_data()
         finally:
             reader.dispose()
+    # Malformed dates raise ValueError, unhashable keys TypeError.
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         reason = str(getattr(error, "problem", None) or error).splitlines()[0]
         raise refused(path, f"its configuration is not plain YAML ({reason:.200})") from None

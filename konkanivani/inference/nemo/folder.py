@@ -1,4 +1,4 @@
-"""A folder in which transformers keeps a Parakeet with CTC: NeMo's FastConformer under other names."""
+"""Reader of CTC Parakeet models saved by transformers: NeMo's FastConformer under other tensor names."""
 
 import json
 import re
@@ -19,7 +19,8 @@ from konkanivani.inference.nemo.weights import Tensors
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 FEATURES = ("preprocessor_config.json", "processor_config.json")
 MOST_JSON_BYTES = MOST_HEADER_BYTES = 2**24
-NAMES = (  # theirs, as patterns, and NeMo's
+# Patterns of names in transformers and their replacements in NeMo, applied in this order.
+NAMES = (
     (r"encoder\.subsampling\.layers\.", "encoder.pre_encode.conv."),
     (r"encoder\.subsampling\.linear\.", "encoder.pre_encode.out."),
     (r"\.self_attn\.([qkv])_proj\.", r".self_attn.linear_\1."),
@@ -29,10 +30,12 @@ NAMES = (  # theirs, as patterns, and NeMo's
     (r"\.conv\.norm\.", ".conv.batch_norm."),
     (r"^ctc_head\.", HEADS["EncDecCTCModelBPE"][1] + "."),
 )
+# Supported values of each setting.
 ENCODER = {
     **{"model_type": ("parakeet_encoder",), "hidden_act": ("silu",), "subsampling_factor": (8,)},
     **{"subsampling_conv_kernel_size": (3,), "subsampling_conv_stride": (2,)},
 }
+# Settings that do not affect inference.
 ENCODER_UNUSED = (
     *("activation_dropout", "attention_dropout", "dropout_positions", "layerdrop", "initializer_range", "dtype"),
     *("max_position_embeddings", "_attn_implementation_autoset", "attention_out_bias"),
@@ -40,11 +43,12 @@ ENCODER_UNUSED = (
 
 
 def read_folder_settings(path: Path) -> NemoSettings:
-    """What is built of a folder; a CheckpointError names what of it is not."""
+    """Return the settings of the model in a folder; raise a CheckpointError that names the first unsupported one."""
     values = _json(path, CONFIG)
     whole = Section(path, CONFIG, values)
     whole.only("model_type", "parakeet_ctc")
     size, blank = whole.count("vocab_size", 1025), whole.get("pad_token_id", 1024)
+    # The CTC head is imported with the blank in its last row, as NeMo has it.
     if blank != size - 1:
         raise whole.unbuilt("pad_token_id", blank, f"the last token, {size - 1},")
     version = str(whole.get("transformers_version", "of unknown version"))[:40]
@@ -56,7 +60,7 @@ def read_folder_settings(path: Path) -> NemoSettings:
 
 
 def read_folder_pieces(path: Path) -> Pieces:
-    """The folder's tokenizer as one of ours."""
+    """Return the folder's tokenizer, converted to this project's SentencePiece layout."""
     try:
         return read_pieces(sentencepiece_of(_json(path, TOKENIZER)))
     except ValueError as error:
@@ -64,9 +68,10 @@ def read_folder_pieces(path: Path) -> Pieces:
 
 
 def read_folder_tensors(path: Path) -> Tensors:
-    """The folder's tensors by NeMo's names, which lie in the file as long as they are not copied."""
+    """Return the folder's tensors under NeMo's names; they are memory-mapped from the file until they are copied."""
     try:
         with open(path / WEIGHTS, "rb") as file:
+            # safetensors would allocate memory for a header of any stated length up to 100 MB.
             if int.from_bytes(file.read(8), "little") > MOST_HEADER_BYTES:
                 raise ValueError("its header is too long")
         with safetensors.safe_open(path / WEIGHTS, framework="pt") as file:
@@ -95,6 +100,7 @@ def _features(path: Path) -> FeatureConfig:
     name = next((name for name in FEATURES if (path / name).is_file()), FEATURES[0])
     values = _json(path, name)
     if isinstance(values, dict) and "feature_extractor" in values:
+        # processor_config.json of newer versions nests the feature settings.
         values = values["feature_extractor"]
     section = Section(path, name, values)
     section.ignore("feature_extractor_type", "processor_class", "padding_side", "return_attention_mask")
@@ -105,6 +111,7 @@ def _features(path: Path) -> FeatureConfig:
         fft_samples=section.count("n_fft", 512),
         window_samples=section.count("win_length", 400),
         hop_samples=section.count("hop_length", 160),
+        # Constants of transformers' feature extractor, equal to NeMo's since 2.5.0.
         smallest_power=2.0**-24,
         log_floor_mode="added",
         preemphasis=float(section.number("preemphasis", 0.97, 0, 0.999)),
@@ -122,6 +129,7 @@ def _encoder(section: Section, mel_bins: int) -> ModelConfig:
     section.only_all(ENCODER)
     section.only("num_mel_bins", mel_bins)
     heads, biases = section.count("num_attention_heads", 8), section.only("attention_bias", True, False)
+    # Grouped-query attention is not supported.
     section.only("num_key_value_heads", heads)
     section.only("convolution_bias", biases)
     found = ModelConfig(

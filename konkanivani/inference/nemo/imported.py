@@ -1,4 +1,4 @@
-"""A .nemo file as a checkpoint of ours: from then on nothing knows where it came from."""
+"""Conversion of .nemo files and Parakeet folders to checkpoints of this project."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ FILTER_BANK = "preprocessor.featurizer.fb"
 
 @dataclass(frozen=True)
 class Imported:
-    """What a file has become; `left` says what of it is not in the checkpoint."""
+    """Result of an import; `left` describes the parts of the file that are not in the checkpoint."""
 
     checkpoint: Checkpoint
     architecture: HybridArchitecture
@@ -38,7 +38,7 @@ class Imported:
     left: str
 
     def sentences(self) -> str:
-        """All of it for a person."""
+        """Return a summary for the user."""
         model, features, framing = self.architecture.model, self.architecture.features, self.architecture.framing
         said, known = self.provenance, [f"SHA-256 {self.provenance.sha256}", f"saved by {self.provenance.saved_by}"]
         known += [f"licence: {said.licence}" if said.licence else "no licence in the file: check its source"]
@@ -53,10 +53,13 @@ class Imported:
 
 
 def import_nemo(path: Path, language: str | None, folder: Path) -> Imported:
-    """The checkpoint that a .nemo file makes, the model of one language where it has several.
+    """Convert a .nemo file, or a Parakeet folder, to a checkpoint.
 
-    A CheckpointError says what is wrong with the file or not built of it, a UsageError that it has not this language.
-    Gzipped weights are unpacked into a nameless file in `folder`.
+    Args:
+        language: language to import, if the model has several.
+        folder: place of a temporary file for gzipped weights, which has no name.
+
+    Raises a CheckpointError if the file is damaged or unsupported, and a UsageError if it lacks this language.
     """
     if path.is_dir():
         settings, tokenizers = read_folder_settings(path), {"": read_folder_pieces(path)}
@@ -68,6 +71,7 @@ def import_nemo(path: Path, language: str | None, folder: Path) -> Imported:
         chosen = _choose(language, tuple(tokenizers), path)
         _check_vocabulary(settings, tokenizers, path)
         config = _config(settings, tokenizers[chosen], path)
+        # A licence file in the archive takes precedence over the configuration's entry.
         settings = replace(settings, licence=archive.licence or settings.licence)
         return _imported(config, settings, tokenizers, read_tensors(archive.weights, path), path, chosen)
 
@@ -80,11 +84,12 @@ def _imported(
     path: Path,
     chosen: str = "",
 ) -> Imported:
-    """The checkpoint of the tensors of the file at `path`, whose settings have been read."""
+    """Return the checkpoint for settings that have been read from the file at `path`, and its tensors."""
     pieces = tokenizers[chosen]
     architecture = architecture_of(config, pieces.tokenizer.size)
     _check_filter_bank(found, architecture, path)
     rnnt = sum(tensor.numel() for name, tensor in found.items() if RNNT.match(name))
+    # Names, shapes and dtypes only: no memory is used.
     ours = architecture.build_without_values().state_dict()
     weights = take_weights(found, ours, settings, _rows(tokenizers, chosen), path)
     left = [f"an RNNT decoder and joint network, {rnnt / 1e6:.1f} M parameters"] if rnnt else []
@@ -114,7 +119,6 @@ def _pieces(archive: NemoArchive, file: str) -> Pieces:
 
 
 def _choose(language: str | None, languages: tuple[str, ...], path: Path) -> str:
-    """The language of which a model is made."""
     if languages == ("",):
         if language is not None:
             raise UsageError(f"--language {language}: {path} has one tokenizer for all languages. Omit it.")
@@ -127,14 +131,15 @@ def _choose(language: str | None, languages: tuple[str, ...], path: Path) -> str
 
 
 def _check_vocabulary(settings: NemoSettings, tokenizers: Mapping[str, Pieces], path: Path) -> None:
-    """Raises a CheckpointError where the head's rows stand for other pieces than the tokenizers'."""
+    """Raise a CheckpointError if the rows of the CTC head are in another order than the tokenizers' pieces."""
     names = tuple(name for pieces in tokenizers.values() for name in pieces.names)
+    # Not every file lists the vocabulary. If it does, a wrong tokenizer would give fluent but wrong text.
     if settings.vocabulary and settings.vocabulary != names:
         raise refused(path, "the vocabulary of its output head differs from its tokenizers", "Use another model")
 
 
 def _config(settings: NemoSettings, pieces: Pieces, path: Path) -> TrainConfig:
-    """The settings of the checkpoint; what is not the file's has its defaults."""
+    """Return the checkpoint's settings: model and features from the file, all others default."""
     config = TrainConfig(
         model=settings.model,
         features=settings.features,
@@ -152,21 +157,23 @@ def _config(settings: NemoSettings, pieces: Pieces, path: Path) -> TrainConfig:
 
 
 def _rows(tokenizers: Mapping[str, Pieces], chosen: str) -> list[int | None]:
-    """For each token of ours the row of the file's CTC head: a language's rows lie in the order of its tokenizers."""
+    """Return, for each token of this project's tokenizer, its row in the file's CTC head, or None."""
+    # The head concatenates the rows of all languages in the order of their tokenizers.
     before = 0
     for language, pieces in tokenizers.items():
         if language == chosen:
             rows = [None if old is None else before + old for old in pieces.old_ids]
         before += pieces.size
-    return [before, *rows[1:]]  # the blank is the last one
+    return [before, *rows[1:]]  # the blank is NeMo's last row, here the first token
 
 
 def _check_filter_bank(found: Tensors, architecture: HybridArchitecture, path: Path) -> None:
-    """Raises a CheckpointError where the file's filter bank is not the one that we make of its settings."""
+    """Raise a CheckpointError if the file's mel filter bank differs from the one built from its settings."""
     theirs = found.get(FILTER_BANK)
     ours = architecture.build_front_end(AugmentConfig()).log_mel.power.mel_scale.fb.T
     if theirs is None:
         return
+    # Filters stored in half precision are compared with a larger tolerance.
     nearness = 1e-5 if theirs.dtype == torch.float32 else 1e-3
     if theirs.shape[1:] != ours.shape or not (theirs[0].float() - ours).abs().max() < nearness * ours.max():
         raise refused(path, f"its {FILTER_BANK} does not match its settings", "Use another model")

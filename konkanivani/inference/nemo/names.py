@@ -1,6 +1,6 @@
-"""NeMo's names of a Conformer's tensors beside ours.
+"""Mapping of this project's Conformer tensors to NeMo's tensor names.
 
-H heads, E width of a head, D width, K kernel.
+H heads, E dimension of a head, D model dimension, K kernel size.
 """
 
 import re
@@ -11,7 +11,7 @@ import torch
 
 from konkanivani.base.config import ModelConfig
 
-# A part of our encoder and those that it is made of, one under the other; {n} is a block's number.
+# This project's module: NeMo's modules, concatenated along dim 0. {n} is the block number.
 PARTS = {
     "subsampling.output": ("pre_encode.out",),
     "blocks.{n}.first_feedforward.norm": ("layers.{n}.norm_feed_forward1",),
@@ -30,17 +30,19 @@ PARTS = {
     "blocks.{n}.second_feedforward.norm": ("layers.{n}.norm_feed_forward2",),
     "blocks.{n}.second_feedforward.expand": ("layers.{n}.feed_forward2.linear1",),
     "blocks.{n}.second_feedforward.contract": ("layers.{n}.feed_forward2.linear2",),
-    # The norm that closes a block of theirs begins our next one.
+    # NeMo's block ends with a LayerNorm; here it is the first operation of the next block.
     "blocks.{n}.entry_norm": ("layers.{before}.norm_out",),
     "norm": ("layers.{last}.norm_out",),
 }
+# Indices of the subsampling convolutions: NeMo's `nn.Sequential` counts activations too.
 STAGES = {
     "striding": {"0.0": "0", "1.0": "2"},
     "separable": {"0.0": "0", "1.0": "2", "1.1": "3", "2.0": "5", "2.1": "6"},
 }
 OF_HEADS, KERNELS_OF_1, NORMED = ("content_bias", "position_bias"), ("gate", "convolution.output"), ("depthwise",)
 BATCH_NORM = ("weight", "bias", "running_mean", "running_var")
-# What is beside encoder and CTC head: an RNNT decoder and its joint network, what features are made with, counts.
+# Tensors that are not imported: RNNT decoder and joint network, feature extraction, loss, metrics, position table and
+# BatchNorm's batch counters.
 LEFT = re.compile(
     r"(decoder\.prediction|joint|preprocessor|spec_augmentation|loss|(ctc_|_)?wer)\..*|"
     r"encoder\.pos_enc\.pe|encoder\.layers\.\d+\.conv\.batch_norm\.num_batches_tracked"
@@ -50,7 +52,7 @@ RNNT = re.compile(r"(decoder\.prediction|joint)\.")
 
 @dataclass(frozen=True)
 class Source:
-    """What one tensor of ours is made of: tensors of the file, each of this shape, and the BatchNorm behind them."""
+    """Tensors of the NeMo file that one tensor is made of, each of shape `shape`, and the BatchNorm that follows."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -58,12 +60,17 @@ class Source:
 
 
 def sources(ours: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, Source]:
-    """The source of every tensor of the encoder, by our name of it; `ours` are those of a model without values."""
+    """Return the source of every encoder tensor by its name in this project.
+
+    Args:
+        ours: state dict of the model, without values.
+    """
     stages = STAGES[config.subsampling].items()
     table = PARTS | {f"subsampling.stages.{mine}": (f"pre_encode.conv.{theirs}",) for mine, theirs in stages}
     found, last = {}, config.encoder_layers - 1
     for mine, theirs in table.items():
         for n in range(last + 1) if "{n}" in mine else (0,):
+            # The position biases of attention are parameters without a leaf name.
             for leaf in (".weight", ".bias", ""):
                 name = "encoder." + mine.format(n=n) + leaf
                 if name in ours:
@@ -73,11 +80,12 @@ def sources(ours: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, 
 
 
 def _source(part: str, leaf: str, names: tuple[str, ...], shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """The source of a tensor of this shape."""
-    if part.endswith(OF_HEADS):  # (H, E) for (D,)
+    if part.endswith(OF_HEADS):  # stored as (H, E), here (D,)
         return Source(names, (config.attention_heads, config.d_model // config.attention_heads))
     if part.endswith(NORMED):
+        # Without biases in the file, the folded BatchNorm still needs one: it is made from the statistics alone.
         is_there = leaf == ".weight" or config.biases
         return Source(names if is_there else (), shape, names[0].replace(f"depthwise_conv{leaf}", "batch_norm"))
+    # NeMo stores pointwise convolutions as (D_out, D_in, K = 1), here they are linear layers.
     kernel = (1,) if leaf == ".weight" and part.endswith(KERNELS_OF_1) else ()
     return Source(names, (shape[0] // len(names), *shape[1:], *kernel))

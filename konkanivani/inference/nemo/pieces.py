@@ -1,8 +1,8 @@
-"""A SentencePiece model of others as a tokenizer of ours: blank, unknown, start and end first, then its pieces.
+"""Conversion of SentencePiece models to this project's layout: blank, unknown, start and end tokens, then the pieces.
 
-The model's bytes are a protocol buffer (sentencepiece_model.proto): pieces are its field 1, in the order of their ids,
-and a field that comes again later overrules the earlier one. So pieces are put in, and ids overruled, without reading
-the rest.
+A model is a protocol buffer (sentencepiece_model.proto). Field 1 holds the pieces in the order of their ids, and a
+later occurrence of a field overrides an earlier one. Pieces can therefore be inserted and ids overridden without
+parsing the rest.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,14 @@ import sentencepiece
 from konkanivani.data.text import OUR_TOKENS, Tokenizer
 
 PIECE, TRAINER, TEXT, KIND, CONTROL = 1, 2, 1, 3, 3
+# Fields 40 to 43 of TrainerSpec: ids of the unknown, start, end and padding tokens. Fields 46 to 48: their pieces.
 IDS = {40: OUR_TOKENS.unknown, 41: OUR_TOKENS.start, 42: OUR_TOKENS.end, 43: OUR_TOKENS.blank}
 NAMES = {46: "<s>", 47: "</s>", 48: "<blank>"}
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """A tokenizer of ours, and the id that each of its tokens had: None for one that the model did not have."""
+    """Converted tokenizer, and for each of its tokens the id in the original model, None for an added token."""
 
     tokenizer: Tokenizer
     old_ids: tuple[int | None, ...]
@@ -26,14 +27,14 @@ class Pieces:
 
     @property
     def size(self) -> int:
-        """Pieces that the model had."""
+        """Number of pieces of the original model."""
         return len(self.names)
 
 
 def read_pieces(model: bytes) -> Pieces:
-    """The pieces of a SentencePiece model whose first is what is unknown; a ValueError where it is another one.
+    """Convert a SentencePiece model to this project's layout.
 
-    It may have a start and an end behind that, as ours have, or none at all.
+    Raises a ValueError unless its first piece is the unknown token, followed by start and end tokens or by neither.
     """
     try:
         old = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -46,19 +47,21 @@ def read_pieces(model: bytes) -> Pieces:
             f"its tokenizer has the ids {ids} for <unk>, <s>, </s> and <pad>, but only (0, -1, -1, -1) and (0, "
             "1, 2, -1) are supported"
         )
+    # The model starts with the tag of the first piece and its length.
     size, start = _read_number(model, 1)
     is_bare = old.bos_id() < 0
     added = b"".join(_piece(NAMES[number]) for number in (46, 47)) if is_bare else b""
     trainer = b"".join(field(number, token) for number, token in IDS.items())
     trainer += b"".join(field(number, name.encode()) for number, name in NAMES.items())
     unknown, others = model[: start + size], model[start + size :]
+    # A later TrainerSpec is merged with the model's own and overrides its ids.
     whole = _piece(NAMES[48]) + unknown + added + others + field(TRAINER, trainer)
     old_ids = (None, 0, *((None, None) if is_bare else ()), *range(1, len(names)))
     return Pieces(_checked(whole, names, old_ids), old_ids, names)
 
 
 def _checked(model: bytes, names: tuple[str, ...], old_ids: tuple[int | None, ...]) -> Tokenizer:
-    """The tokenizer, each of its pieces being the one that it was."""
+    """Return the tokenizer after checking that every original piece has kept its spelling."""
     tokenizer = Tokenizer(model)
     found = tuple(tokenizer.piece(token) for token, old in enumerate(old_ids) if old is not None)
     if tokenizer.size != len(old_ids) or found != names:
@@ -67,28 +70,28 @@ def _checked(model: bytes, names: tuple[str, ...], old_ids: tuple[int | None, ..
 
 
 def _piece(name: str) -> bytes:
-    """A piece that stands for no text."""
+    """Return a control piece, which has no text."""
     return field(PIECE, field(TEXT, name.encode()) + field(KIND, CONTROL))
 
 
 def field(number: int, value: int | bytes) -> bytes:
-    """A field of a protocol buffer: a number, or bytes."""
+    """Return an encoded field of a protocol buffer, with a number or bytes as its value."""
     if isinstance(value, int):
         return _varint(number << 3) + _varint(value)
     return _varint(number << 3 | 2) + _varint(len(value)) + value
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first, each but the last with its highest bit set."""
+    """Return a varint: 7 bits per byte, lowest first, the high bit set in all bytes but the last."""
     if value < 128:
         return bytes([value])
     return bytes([value & 127 | 128]) + _varint(value >> 7)
 
 
 def _read_number(data: bytes, start: int) -> tuple[int, int]:
-    """A number and where it ends."""
+    """Return a varint and the offset after it."""
     value = shift = 0
-    for place in range(start, min(len(data), start + 5)):
+    for place in range(start, min(len(data), start + 5)):  # at most 35 bits
         value |= (data[place] & 127) << shift
         shift += 7
         if data[place] < 128:

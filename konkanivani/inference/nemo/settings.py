@@ -1,6 +1,6 @@
-"""What a NeMo configuration says, as settings of ours; whatever is not built is refused by its name and value.
+"""Conversion of a NeMo configuration to this project's settings; unsupported settings are rejected by name and value.
 
-Defaults are those of NeMo's own classes (ConformerEncoder, AudioToMelSpectrogramPreprocessor, ConvASRDecoder of 3.0).
+Defaults are taken from NeMo's own classes (ConformerEncoder, AudioToMelSpectrogramPreprocessor, ConvASRDecoder of 3.0).
 """
 
 import math
@@ -14,17 +14,18 @@ from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.inference.nemo.archive import refused
 from konkanivani.inference.nemo.configuration import Section, read_yaml
 
-# By the last part of `target`: the sections that lead to the CTC head's, and its tensors' prefix.
+# Last part of `target`: sections that lead to the CTC head, and the prefix of its tensors.
 HEADS = {
     "EncDecCTCModelBPE": (("decoder",), "decoder.decoder_layers.0"),
     "EncDecHybridRNNTCTCBPEModel": (("aux_ctc", "decoder"), "ctc_decoder.decoder_layers.0"),
 }
-# A frame hears zeros beyond the waveform's ends since 2.5.0, and there is one less; 2.4.1 and all before have it hear a
-# reflection, whatever the table of their own documentation says: found by comparing the releases' code.
+# Since 2.5.0 the STFT pads waveforms with zeros and gives one frame less. Up to 2.4.1 it pads by reflection, although
+# the table in NeMo's own documentation differs. Found by comparing the code of the releases.
 ZEROS_SINCE, KNOWN_MAJORS = (2, 5), (1, 2, 3)
 GUARDS = {"tiny": 2.0**-126, "eps": 2.0**-23}  # of fp32
 NYQUIST = SAMPLE_RATE // 2
-FEATURES = {  # what is built, the default first
+# Supported values of each setting, the default first.
+FEATURES = {
     **{"sample_rate": (SAMPLE_RATE,), "window": ("hann",), "normalize": ("per_feature",), "log": (True,)},
     **{
         "mel_norm": ("slaney",),
@@ -35,14 +36,14 @@ FEATURES = {  # what is built, the default first
     **{"frame_splicing": (1,), "pad_value": (0, 0.0), "exact_pad": (False,), "stft_exact_pad": (False,)},
     **{"stft_conv": (False,), "use_torchaudio": (False,)},
 }
-# `pad_to` adds frames that are masked; dither and narrow bands are of training alone.
+# `pad_to` adds frames that are masked. Dither and narrow-band augmentation are used in training only.
 FEATURES_UNUSED = ("_target_", "dither", "pad_to", "rng", "nb_augmentation_prob", "nb_max_freq")
 ENCODER = {
     **{"self_attention_model": ("rel_pos",), "att_context_style": ("regular",), "conv_context_style": ("regular",)},
     **{"att_context_size": (None, [-1, -1], [[-1, -1]]), "att_chunk_context_size": (None,), "reduction": (None,)},
     **{"reduction_position": (None,), "reduction_factor": (1,), "conv_norm_type": ("batch_norm",)},
     **{"causal_downsampling": (False,), "global_tokens": (0,), "global_attn_separate": (False,)},
-    **{"untie_biases": (True, False)},  # those that all blocks share are in the file once a block
+    **{"untie_biases": (True, False)},  # tied biases are stored once per block
 }
 SUBSAMPLINGS = {("striding", 4): "striding", ("dw_striding", 8): "separable"}
 ENCODER_UNUSED = (
@@ -54,10 +55,10 @@ ENCODER_UNUSED = (
 
 @dataclass(frozen=True)
 class NemoSettings:
-    """What is built of a file: network and features, its head's tensors, the tokenizer of each language by its file.
+    """Settings of a NeMo model: network, features, prefix of the CTC head's tensors, and tokenizer files by language.
 
-    Where one tokenizer is for all that is said, it is that of the language "". `vocabulary` is what the head's rows
-    stand for, empty where the file does not say it.
+    A tokenizer for all languages has the key "". `vocabulary` lists the pieces of the head's rows, empty if not in the
+    file.
     """
 
     model: ModelConfig
@@ -70,7 +71,7 @@ class NemoSettings:
 
 
 def read_settings(text: bytes, path: Path) -> NemoSettings:
-    """The settings of a configuration's text; a CheckpointError names what of it is not built."""
+    """Return the settings of a configuration's text; raise a CheckpointError that names the first unsupported one."""
     values = read_yaml(text, path)
     whole = Section(path, "configuration", values)
     target, version = str(whole.get("target")).rpartition(".")[2], str(whole.get("nemo_version"))
@@ -80,12 +81,14 @@ def read_settings(text: bytes, path: Path) -> NemoSettings:
     names, prefix = HEADS[target]
     features = _features(Section(path, "preprocessor", values.get("preprocessor")), _edges(version, path))
     model = _encoder(Section(path, "encoder", values.get("encoder")), features.mel_bins)
+    # A hybrid model may set `multisoftmax` in the section of its RNNT decoder only.
     has_masks = isinstance(values.get("decoder"), dict) and values["decoder"].get("multisoftmax") is True
     for name in names:
         values = Section(path, ".".join(names), values).get(name)
     head = Section(path, ".".join(names), values)
     has_masks |= head.only("multisoftmax", False, True)
-    head.ignore("_target_", "init_mode", "num_classes", "language_masks")  # the tensors say how many
+    # The number of classes follows from the shapes of the tensors.
+    head.ignore("_target_", "init_mode", "num_classes", "language_masks")
     head.only("feat_in", None, -1, model.d_model)
     head.only("add_blank", True)
     vocabulary = head.get("vocabulary")
@@ -97,7 +100,7 @@ def read_settings(text: bytes, path: Path) -> NemoSettings:
 
 
 def _edges(version: str, path: Path) -> str:
-    """What a frame hears beyond the waveform's ends, in the version that saved the file."""
+    """Return the padding of waveforms in the NeMo version that saved the file."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or int(found[1]) not in KNOWN_MAJORS:
         reason = f"its nemo_version is {version!r:.80}, and the features of that version are unknown"
@@ -109,6 +112,7 @@ def _features(section: Section, frame_padding: str) -> FeatureConfig:
     section.ignore(*FEATURES_UNUSED)
     section.only_all(FEATURES)
     window, transform = _samples(section, "window_size", 0.02), section.get("n_fft")
+    # NeMo's default FFT size is the next power of 2.
     transform = 2 ** math.ceil(math.log2(window)) if transform is None else transform
     if type(transform) is not int or not window <= transform <= 2**16:
         raise section.unbuilt("n_fft", transform, f"a number from {window} to {2**16}")
@@ -117,6 +121,7 @@ def _features(section: Section, frame_padding: str) -> FeatureConfig:
         raise section.unbuilt("preemph", preemphasis, "a number from 0 to below 1")
     guard, smallest = section.only("log_zero_guard_type", "add", "clamp"), section.get("log_zero_guard_value", 2.0**-24)
     smallest = GUARDS.get(smallest) if isinstance(smallest, str) else smallest
+    # PyYAML reads 1e-5, without a decimal point, as a string; it is rejected too.
     if type(smallest) is not float or not 0 < smallest < 1:
         raise section.unbuilt("log_zero_guard_value", smallest, "a number between 0 and 1, tiny or eps")
     found = FeatureConfig(
@@ -137,9 +142,10 @@ def _features(section: Section, frame_padding: str) -> FeatureConfig:
 
 
 def _samples(section: Section, key: str, default: float) -> int:
-    """A length in samples, which may be given in seconds."""
+    """Return a length in samples, which the configuration may give in seconds."""
     seconds, samples = section.get(key, default), section.get(f"n_{key}")
     if samples is None and type(seconds) in (int, float) and 0 < seconds < 1:
+        # Truncated, as in NeMo.
         samples = int(seconds * SAMPLE_RATE)
     if type(samples) is not int or not 0 < samples < SAMPLE_RATE:
         raise section.unbuilt(key, seconds if samples is None else samples, "a length below a second")
@@ -152,6 +158,7 @@ def _encoder(section: Section, mel_bins: int) -> ModelConfig:
     section.only("feat_in", mel_bins)
     width, kernel = section.count("d_model", None), section.count("conv_kernel_size", 31)
     section.only("feat_out", -1, 0, None, width)
+    # Only symmetric, non-causal convolutions are supported.
     section.only("conv_context_size", None, [kernel // 2, kernel // 2])
     kind, factor = section.get("subsampling", "striding"), section.get("subsampling_factor", 4)
     if not isinstance(kind, str) or not isinstance(factor, int) or (kind, factor) not in SUBSAMPLINGS:
@@ -165,9 +172,11 @@ def _encoder(section: Section, mel_bins: int) -> ModelConfig:
         attention_heads=section.count("n_heads", 4),
         feedforward_dim=width * section.count("ff_expansion_factor", 4),
         convolution_kernel=kernel,
+        # -1 stands for d_model.
         subsampling_channels=width if channels == -1 else channels,
         dropout=float(section.number("dropout", 0.1, 0, 0.999)),
         attention_positions="relative",
+        # BatchNorm is folded into the depthwise convolution (see weights.py).
         convolution_norm="none",
         subsampling=SUBSAMPLINGS[kind, factor],
         scaled_input=section.only("xscaling", True, False),
@@ -179,12 +188,13 @@ def _encoder(section: Section, mel_bins: int) -> ModelConfig:
 
 
 def _tokenizers(section: Section, path: Path, has_masks: bool) -> dict[str, str]:
-    """The file of each language's tokenizer, in the order of the head's rows."""
+    """Return the tokenizer file of each language, in the order of the head's rows."""
     section.ignore("dir", "update_tokenizer", "hf_kwargs")
     kind, languages = str(section.get("type")).lower(), section.get("langs")
     if not languages:
         return {"": _tokenizer(section, path, kind)}
     if kind not in ("multilingual", "agg") or not has_masks:
+        # Without one softmax per language, probabilities would be normalised over the tokens of all languages.
         reason = f"its tokenizer.type is {kind!r:.80} with tokens of several languages"
         raise refused(path, f"{reason}, but only one softmax per language is supported", "Use another model")
     section.finish()

@@ -1,4 +1,4 @@
-"""A tokenizer.json of byte pairs as the SentencePiece model that it was made of."""
+"""Conversion of a byte-pair tokenizer.json to a SentencePiece model, from which it was made."""
 
 import base64
 import re
@@ -6,17 +6,14 @@ import struct
 
 from konkanivani.inference.nemo.pieces import PIECE, TEXT, TRAINER, field
 
+# Field numbers and enumeration values in sentencepiece_model.proto.
 SCORE, KIND, NORMALIZER, MODEL_TYPE, SIZE, BYTES, CHARACTERS = 2, 3, 3, 3, 4, 35, 2
 UNKNOWN, BYTE, BYTE_PAIRS = 2, 6, 2
-UNCHANGING = {"Strip", "Replace"}  # SentencePiece does as much with spaces by itself
+UNCHANGING = {"Strip", "Replace"}  # SentencePiece normalises spaces in the same way by itself
 
 
 def sentencepiece_of(tokenizer: object) -> bytes:
-    """The model's bytes; a ValueError where the tokenizer is of another kind.
-
-    Of two pieces that could be merged SentencePiece takes the one with the higher score, and byte pairs the one that
-    was merged earlier in training.
-    """
+    """Return the serialized SentencePiece model; raise a ValueError for another kind of tokenizer."""
     try:
         model, added = tokenizer["model"], tokenizer["normalizer"]
         kind, names, merges = model["type"], sorted(model["vocab"], key=model["vocab"].get), model["merges"]
@@ -26,15 +23,19 @@ def sentencepiece_of(tokenizer: object) -> bytes:
         ranks = {}
         for rank, pair in enumerate(merges):
             pair = pair.split(" ") if isinstance(pair, str) else pair
+            # Of two merges with the same result, the earlier one counts.
             ranks.setdefault("".join(pair), rank)
     except (TypeError, KeyError, AttributeError, ValueError):
         raise ValueError("its tokenizer.json is not byte-pair encoding with marked spaces") from None
+    # SentencePiece always adds a space marker before the text, the scheme "always" here.
     if kind != "BPE" or spaces != ("Metaspace", "always") or list(model["vocab"].values()).count(0) != 1:
         raise ValueError("its tokenizer.json is not byte-pair encoding with marked spaces")
     if [model["vocab"][name] for name in names] != list(range(len(names))) or names[0] != model.get("unk_token"):
         raise ValueError("its tokenizer.json has gaps between its tokens, or does not start with the unknown token")
     pieces = b""
     for number, name in enumerate(names):
+        # SentencePiece merges the pair with the highest score first, byte-pair encoding the pair that was merged
+        # earliest in training: the score is the negative rank. 0x15 is the tag of a float field.
         score = field(TEXT, name.encode()) + b"\x15" + struct.pack("<f", -ranks.get(name, len(merges) + number))
         is_byte = are_bytes and re.fullmatch("<0x[0-9A-F]{2}>", name)
         special = UNKNOWN if number == 0 else BYTE if is_byte else 1
@@ -45,7 +46,7 @@ def sentencepiece_of(tokenizer: object) -> bytes:
 
 
 def _characters(normalizer: object) -> bytes:
-    """The table by which characters are replaced first."""
+    """Return the precompiled character map of the normalizer, b"" without one."""
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     kinds = [step["type"] for step in steps]
     if not set(kinds) <= {*UNCHANGING, "Precompiled"}:

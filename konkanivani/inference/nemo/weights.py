@@ -1,6 +1,6 @@
-"""A .nemo file's tensors as a model of ours: every name and shape is checked before one is taken.
+"""Conversion of NeMo tensors to this project's model; all names and shapes are checked before any conversion.
 
-V tokens of ours, D width, K kernel.
+V tokens of this project's tokenizer, D model dimension, K kernel size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,15 +16,18 @@ from konkanivani.inference.nemo.settings import NemoSettings
 from konkanivani.inference.speech_model import check_finite
 from konkanivani.training.checkpoint.archive import load_tensors
 
-NEVER = -1e4  # the logit of a token that the file's head does not have: its probability is 0
-NORM_EPSILON = 1e-5
+NEVER = -1e4  # logit of a token that the file lacks: its probability is 0
+NORM_EPSILON = 1e-5  # default of torch.nn.BatchNorm1d, which NeMo uses
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
 
 
 def read_tensors(file: BinaryIO, path: Path) -> Tensors:
-    """The file's tensors by its own names; a CheckpointError where they are damaged or not what torch.save writes."""
+    """Return the file's tensors by their own names.
+
+    Raises a CheckpointError if they are damaged or were not written by torch.save.
+    """
     try:
         return load_tensors(file)
     except MemoryError:
@@ -37,40 +40,48 @@ def read_tensors(file: BinaryIO, path: Path) -> Tensors:
 def take_weights(
     found: Tensors, ours: Mapping[str, torch.Tensor], settings: NemoSettings, rows: Sequence[int | None], path: Path
 ) -> Tensors:
-    """The weights of a model of ours, in fp32; `found` is emptied as they are made, so that there is one of each.
+    """Return the weights of this project's model in fp32.
 
-    `ours` are the model's without values. `rows` are those of the file's CTC head, its last one the blank, that ours is
-    made of; None for a token that it does not have.
+    Args:
+        found: tensors of the file. They are removed as they are converted, so that no tensor exists twice.
+        ours: state dict of the model, without values.
+        rows: row of the file's CTC head for each token of this project, None for a token that the file lacks. The
+            file's last row, for the blank, is the first of `rows`.
+
+    Raises a CheckpointError if a tensor is missing, unknown, not finite, or has another shape.
     """
     needed = sources(ours, settings.model)
     head = [f"{settings.head}.{leaf}" for leaf in ("weight", "bias")]
     shapes = _shapes(needed.values())
     shapes |= {head[0]: (rows[0] + 1, settings.model.d_model, 1), head[1]: (rows[0] + 1,)}
     _check(found, shapes, path)
+    # Free unused tensors, such as an RNNT decoder, before new ones are made.
     for name in found.keys() - shapes.keys():
         del found[name]
     weights, places = {}, set()
     for name, source in needed.items():
         made = _made(found, source, ours[name].shape)
         memory = made.untyped_storage()
-        # Biases may be shared in the file; here each tensor has memory of its own, and no more than it needs.
+        # Biases may share memory in the file. Copy them, and views of larger tensors, so that each weight has its own
+        # memory and no more than it needs.
         weights[name] = made.clone() if memory.data_ptr() in places or memory.nbytes() > made.nbytes else made
         places.add(memory.data_ptr())
+    # NeMo's CTC head is a convolution with kernel size 1: (V, D, 1).
     weights["ctc_head.weight"] = _rows(found[head[0]].float().flatten(1), rows, 0.0)
     weights["ctc_head.bias"] = _rows(found[head[1]].float(), rows, NEVER)
-    check_finite(str(path), weights)  # a BatchNorm's variance may be none
+    check_finite(str(path), weights)  # folding divides by the root of a variance, which may be negative
     return weights
 
 
 def _shapes(needed: Sequence[Source]) -> Shapes:
-    """The shape of every tensor that the encoder is made of, by the file's name."""
+    """Return the shape of every tensor that the encoder is made of, by its name in the file."""
     shapes = {name: source.shape for source in needed for name in source.names}
     norms = {source.norm: source.shape[:1] for source in needed if source.norm}
     return shapes | {f"{norm}.{leaf}": shape for norm, shape in norms.items() for leaf in BATCH_NORM}
 
 
 def _check(found: Tensors, shapes: Shapes, path: Path) -> None:
-    """Raises a CheckpointError that names a tensor which is missing, of another shape, no number, or not known."""
+    """Raise a CheckpointError that names a missing, misshapen, non-floating-point, non-finite or unknown tensor."""
     for name, shape in shapes.items():
         tensor = found.get(name)
         if tensor is None:
@@ -87,22 +98,24 @@ def _check(found: Tensors, shapes: Shapes, path: Path) -> None:
 
 
 def _made(found: Tensors, source: Source, shape: torch.Size) -> torch.Tensor:
-    """A tensor of ours; a BatchNorm is folded into the convolution before it, of which the statistics are fixed then.
+    """Return one converted tensor; a BatchNorm is folded into the convolution before it, with fixed statistics.
 
-    y = (conv(x) - mean) / sqrt(variance + 1e-5) * weight + bias is a convolution too.
+    y = (conv(x) - mean) / sqrt(variance + 1e-5) * weight + bias is a convolution with scaled kernel and bias.
     """
     parts = [found.pop(name).float() for name in source.names]
     if source.norm is None:
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(shape)
+    # Fold in float64 and round once.
     weight, bias, mean, variance = (found[f"{source.norm}.{leaf}"].double() for leaf in BATCH_NORM)
     scale = weight / (variance + NORM_EPSILON).sqrt()
+    # Kernel (D, 1, K); otherwise the bias, which is 0 if the convolution has none.
     if len(shape) == 3:
         return (parts[0].double() * scale[:, None, None]).float()
     return (((parts[0].double() if parts else 0.0) - mean) * scale + bias).float()
 
 
 def _rows(head: torch.Tensor, rows: Sequence[int | None], otherwise: float) -> torch.Tensor:
-    """Rows of a tensor, in this order; filled where there is none."""
+    """Return the given rows of a tensor, filled with `otherwise` for None."""
     made = head[torch.tensor([row or 0 for row in rows])]
     made[torch.tensor([row is None for row in rows])] = otherwise
     return made

@@ -1,8 +1,8 @@
-"""Byte-level byte-pair encoding: any text as tokens, without an unknown one; any tokens as text again.
+"""Byte-level byte-pair encoding, which encodes any text without an unknown token and decodes any tokens.
 
-Radford et al. (2019), Language Models are Unsupervised Multitask Learners, section 2.2: a text is cut into pieces (a
-word with the space before it, digits, signs), and in each piece's UTF-8 bytes neighbours are merged by rank. In files a
-byte is written as one visible character, so that no token holds a space.
+Radford et al. (2019), Language Models are Unsupervised Multitask Learners, section 2.2: a text is split into pieces (a
+word with the space before it, digits, symbols), and adjacent tokens of the UTF-8 bytes in each piece are merged by
+rank. Files write each byte as one visible character, so that no token contains a space.
 """
 
 import functools
@@ -18,27 +18,28 @@ from pathlib import Path
 from konkanivani.base.errors import DataError
 
 LARGEST_FILE, MOST_TOKENS = 64 * 2**20, 2**20
-CACHED_PIECES, LONGEST_CACHED = 2**16, 64  # a text of one endless word is not kept
-PLANES_WITH_LETTERS = 4 * 2**16  # behind them Unicode has no letter and no number
-# Unicode's White_Space. Python's \s has four control characters more.
+CACHED_PIECES, LONGEST_CACHED = 2**16, 64  # longer pieces, such as a text without spaces, are not cached
+PLANES_WITH_LETTERS = 4 * 2**16  # Unicode has no letters or numbers above
+# Unicode's White_Space. Python's \s includes four more control characters.
 SPACES = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-NAMED = re.compile(r"<\|[^|\s]+\|>")  # in a file of ids alone, a token that stands for no text
+NAMED = re.compile(r"<\|[^|\s]+\|>")  # special tokens in a vocab.json, which does not mark them
 VOCABULARY, MERGES, ADDED, WHOLE = "vocab.json", "merges.txt", "added_tokens.json", "tokenizer.json"
-# What a whole tokenizer file may ask for beside, which makes another encoding of it.
+# Options of tokenizer.json that change the encoding.
 BESIDE = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
 OTHER = "Use another model's files, or download them again."
 
 
 @functools.cache
 def byte_characters() -> tuple[str, ...]:
-    """The visible character that stands for each of the 256 bytes."""
+    """Return the visible character that represents each of the 256 bytes in files."""
+    # As in GPT-2: printable Latin-1 characters represent themselves, other bytes map to U+0100 and above.
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     invisible = iter(range(256, 512))
     return tuple(chr(byte if byte in visible else next(invisible)) for byte in range(256))
 
 
 def _classes_of(*kinds: str) -> list[str]:
-    """For each kind, the characters of Unicode categories that begin with it, as ranges of a regular expression."""
+    """Return, for each initial letter of Unicode categories, a regular expression range of its characters."""
     ranges: dict[str, list[list[int]]] = {kind: [] for kind in kinds}
     for code in range(PLANES_WITH_LETTERS):
         known = ranges.get(unicodedata.category(chr(code))[0])
@@ -53,40 +54,47 @@ def _classes_of(*kinds: str) -> list[str]:
 
 @functools.cache
 def _pieces() -> re.Pattern[str]:
-    """GPT-2's: English endings, letters, numbers, signs, each with a space before it, and spaces but the last."""
+    """Return GPT-2's pattern of pieces: contractions, letters, numbers, symbols and spaces.
+
+    Pieces other than English contractions and spaces include one preceding space.
+    """
     letters, numbers = _classes_of("L", "N")
     return re.compile(
+        # The last two alternatives leave the last space of several to the next piece.
         f"'s|'t|'re|'ve|'m|'ll|'d| ?[{letters}]+| ?[{numbers}]+| ?[^{SPACES}{letters}{numbers}]+"
         f"|[{SPACES}]+(?![^{SPACES}])|[{SPACES}]+"
     )
 
 
 def split_pieces(text: str) -> list[str]:
-    """The pieces of a text, in which alone tokens are merged; joined they are the text."""
+    """Split a text into pieces, within which tokens are merged; joined they are equal to the text."""
     return _pieces().findall(text)
 
 
 @dataclass(frozen=True)
 class Merges:
-    """Which neighbours become one token: (left id, right id) -> (rank, id); lowest rank first, then the leftmost."""
+    """Merge table: (left id, right id) -> (rank, id). The lowest rank is merged first, then the leftmost pair."""
 
     of: Mapping[tuple[int, int], tuple[int, int]]
 
     def __call__(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens when nothing can be merged any more; n log n, as a hostile piece may be long."""
+        """Merge tokens until no pair in the table remains, in O(n log n)."""
         tokens, end = list(tokens), len(tokens)
         following, before = list(range(1, end + 1)), list(range(-1, end - 1))
         pairs = enumerate(itertools.pairwise(tokens))
         waiting = [(rank, at, merged) for at, pair in pairs if pair in self.of for rank, merged in [self.of[pair]]]
+        # A heap instead of repeated scans: a hostile piece without spaces may be very long.
         heapq.heapify(waiting)
         while waiting:
             _, at, merged = heapq.heappop(waiting)
             after = following[at]
             if tokens[at] < 0 or after == end or self.of.get((tokens[at], tokens[after]), (0, -1))[1] != merged:
-                continue  # one of the two has become part of another token
+                continue  # outdated entry: one of the two tokens has been merged
+            # A doubly linked list over positions; -1 marks a merged position.
             tokens[at], tokens[after], following[at] = merged, -1, following[after]
             if following[at] < end:
                 before[following[at]] = at
+            # Only pairs with the new token are new.
             for left in (before[at], at):
                 right = following[left] if left >= 0 else end
                 if right < end and (found := self.of.get((tokens[left], tokens[right]))):
@@ -95,20 +103,28 @@ class Merges:
 
 
 class BytePairs:
-    """A vocabulary of byte strings with its merges, and named tokens beside it that stand for no text.
+    """Vocabulary of byte strings with its merges, and special tokens, which represent no text.
 
-    In a text a named token's name is text like any other.
+    The name of a special token in a text is encoded like any other text.
     """
 
     def __init__(
         self, vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], named: Mapping[str, int], source: str
     ) -> None:
-        """Raises a DataError where the three do not fit; `source` is what the error says of where they come from."""
+        """Build the lookup tables.
+
+        Args:
+            named: special tokens and their ids.
+            source: description of the origin, used in error messages.
+
+        Raises a DataError if the arguments are inconsistent.
+        """
         self.names = dict(named)
         self.source, self._merges_written = source, tuple(merges)
         self._check_names(vocabulary)
         self._spelt = _spelt({**vocabulary, **named}, source)
         self._merges = Merges(self._ranked(vocabulary))
+        # With a token for every byte no text is unknown.
         absent = [byte for byte, character in enumerate(byte_characters()) if character not in vocabulary]
         if absent:
             raise DataError(f"{source} has no token for the byte {absent[0]}, so some texts cannot be encoded. {OTHER}")
@@ -118,6 +134,7 @@ class BytePairs:
         self._merged = functools.lru_cache(CACHED_PIECES)(self._tokens_of)
 
     def __reduce__(self) -> tuple:
+        # The cache of pieces cannot be pickled.
         return byte_pairs_of, (self.model, self.source)
 
     def _check_names(self, vocabulary: Mapping[str, int]) -> None:
@@ -142,20 +159,21 @@ class BytePairs:
 
     @property
     def size(self) -> int:
-        """Tokens, the named ones included."""
+        """Number of tokens, including special ones."""
         return len(self._spelt)
 
     @functools.cached_property
     def model(self) -> bytes:
-        """All of it as one file, from which `byte_pairs_of` makes an equal one."""
+        """Serialized form, from which `byte_pairs_of` builds an equal vocabulary."""
         vocabulary = {piece: token for token, piece in enumerate(self._spelt) if piece not in self.names}
         names = [{"id": token, "content": name} for name, token in self.names.items()]
         content = {"type": "BPE", "vocab": vocabulary, "merges": self._merges_written}
         return json.dumps({"added_tokens": names, "model": content}, ensure_ascii=False).encode(errors="surrogatepass")
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Half of a character's UTF-16 that stands alone is read as U+FFFD."""
+        """Return the token ids of a text; a lone UTF-16 surrogate is replaced by U+FFFD."""
         if not text.isascii():
+            # Such a text comes from JSON escapes; UTF-8 cannot encode it.
             text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         tokens: list[int] = []
         for piece in split_pieces(text):
@@ -163,15 +181,16 @@ class BytePairs:
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids, the bytes joined before they are read; named tokens leave nothing."""
+        """Return the text of token ids; special tokens are skipped."""
+        # Join the bytes before decoding: a character may be split over several tokens.
         return b"".join(self._bytes[token] for token in tokens if token < len(self._bytes)).decode(errors="replace")
 
     def piece(self, token: int) -> str:
-        """What a token id stands for, as the vocabulary spells it."""
+        """Return the spelling of a token in the vocabulary."""
         return self._spelt[token]
 
     def begins_word(self, token: int) -> bool:
-        """Whether a word ends before token id `token`."""
+        """Return whether the token starts with a space."""
         return self._bytes[token].startswith(b" ")
 
     def _tokens_of(self, piece: str) -> list[int]:
@@ -179,13 +198,13 @@ class BytePairs:
 
 
 def _spelt(ids: Mapping[str, int], source: str) -> list[str]:
-    """The tokens by their ids, of which none may be missing or there twice."""
+    """Return the tokens sorted by id; raise a DataError if an id is missing or duplicated."""
     spelt: list[str | None] = [None] * len(ids)
     for piece, token in ids.items():
         if not 0 <= token < MOST_TOKENS:
             raise DataError(f"{source} gives the token {_shown(piece)} the id {token}, which is out of range. {OTHER}")
         if token >= len(ids):
-            continue  # then another id is missing, or there twice
+            continue  # the count then shows that another id is missing or duplicated
         if spelt[token] is not None:
             raise DataError(f"{source} has the id {token} twice: {_shown(spelt[token])} and {_shown(piece)}. {OTHER}")
         spelt[token] = piece
@@ -195,7 +214,7 @@ def _spelt(ids: Mapping[str, int], source: str) -> list[str]:
 
 
 def _bytes_of(piece: str, byte_of: Mapping[str, int]) -> bytes:
-    """The bytes that a piece of a vocabulary file writes; of one that is written in other characters, its own."""
+    """Return the bytes of a vocabulary entry; an entry with other characters is taken as UTF-8."""
     try:
         return bytes(map(byte_of.__getitem__, piece))
     except KeyError:
@@ -207,21 +226,23 @@ def _shown(piece: str) -> str:
 
 
 def read_byte_pairs(folder: Path) -> BytePairs:
-    """Of a folder: tokenizer.json, or else vocab.json, merges.txt and, where it is there, added_tokens.json.
+    """Return the byte-pair encoding of a folder.
 
-    Raises a DataError where they are absent, damaged, or not of byte-level byte pairs.
+    Reads tokenizer.json, or else vocab.json, merges.txt and, if it exists, added_tokens.json. Raises a DataError if a
+    file is missing, damaged, or not byte-level byte-pair encoding.
     """
     if (folder / WHOLE).exists():
         return byte_pairs_of(_read(folder / WHOLE), str(folder / WHOLE))
     vocabulary = _ids_in_file(folder / VOCABULARY)
     merges = [line.split(" ") for line in _merge_lines(folder / MERGES)]
     named = _ids_in_file(folder / ADDED) if (folder / ADDED).exists() else {}
+    # Some vocab.json files list special tokens among the others.
     names = {piece: token for piece, token in vocabulary.items() if NAMED.fullmatch(piece)}
     return BytePairs(vocabulary, _pairs_in(merges, str(folder / MERGES)), names | named, str(folder))
 
 
 def byte_pairs_of(content: bytes, source: str) -> BytePairs:
-    """Of a whole tokenizer file, or of `BytePairs.model`; a DataError as of `read_byte_pairs`."""
+    """Return the byte-pair encoding of a tokenizer.json, or of `BytePairs.model`; errors as in `read_byte_pairs`."""
     whole = _json_in(content, source)
     model, named = whole.get("model"), whole.get("added_tokens") or []
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not isinstance(named, list):
@@ -238,11 +259,12 @@ def byte_pairs_of(content: bytes, source: str) -> BytePairs:
 
 
 def _check_plain(whole: dict, model: dict, source: str) -> None:
-    """Raises a DataError where a tokenizer file asks for what would make other tokens than ours."""
+    """Raise a DataError if a tokenizer.json contains settings that lead to other tokens than this implementation."""
     asked = [name for name in BESIDE if model.get(name)]
     asked += ["normalizer"] if whole.get("normalizer") else []
     cut = whole.get("pre_tokenizer") or {"type": "ByteLevel"}
     is_ours = isinstance(cut, dict) and cut.get("type") == "ByteLevel"
+    # `use_regex` false would split nowhere.
     if not is_ours or cut.get("add_prefix_space", False) or not cut.get("use_regex", True):
         asked.append("pre_tokenizer")
     if asked:
@@ -289,6 +311,7 @@ def _ids_in(found: object, source: str) -> dict[str, int]:
 
 def _merge_lines(path: Path) -> list[str]:
     try:
+        # utf-8-sig drops a byte order mark.
         lines = [line.removesuffix("\r") for line in _read(path).decode("utf-8-sig").split("\n")]
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8. {OTHER}") from None

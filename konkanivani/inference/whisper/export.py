@@ -1,4 +1,4 @@
-"""A run that began with a Whisper folder, written as such a folder again, or as what PEFT adds to one."""
+"""Export of a fine-tuned Whisper model, as a complete folder or as a PEFT adapter."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from konkanivani.model.whisper.export import WrittenFolder, write_whisper_folder
 
 @dataclass(frozen=True)
 class TunedWhisper:
-    """What a checkpoint holds: its settings, its recogniser, all of its weights, its tokens as bytes."""
+    """Settings, architecture, complete weights and serialized tokenizer of a fine-tuned Whisper model."""
 
     config: TrainConfig
     architecture: WhisperArchitecture
@@ -25,7 +25,7 @@ class TunedWhisper:
     tokenizer: bytes
 
     def note(self) -> str | None:
-        """What a person has to tell other programs of it, if anything."""
+        """Return advice for use of the model in other programs, or None if it needs none."""
         if self.architecture.audio_context == "window":
             return None
         seconds, rate = self.architecture.longest_seconds, SAMPLE_RATE / self.architecture.framing.encoder_hop
@@ -36,9 +36,10 @@ class TunedWhisper:
 
 
 def read_base(tuned: TunedWhisper, folder: str | None, outputs: Iterable[Path]) -> PretrainedWhisper:
-    """The folder that the run began with, or another copy of it; a CheckpointError where it is of another model.
+    """Return the pretrained folder of the run, or `folder` as a copy of it.
 
-    A UsageError where one of the `outputs` would be written into it.
+    Raises a CheckpointError if the folder does not exist or contains a model of other dimensions or tokens, and a
+    UsageError if one of the `outputs` is inside it.
     """
     path = Path(folder or tuned.config.pretrained.pretrained or "")
     if folder is None and not path.is_dir():
@@ -47,6 +48,7 @@ def read_base(tuned: TunedWhisper, folder: str | None, outputs: Iterable[Path]) 
             "its current path with --pretrained."
         )
     base = read_pretrained_whisper(path)
+    # Compare resolved paths: a symbolic link could point into the base folder.
     inside = [out for out in outputs if path.resolve() in out.resolve().parents]
     if inside:
         raise UsageError(
@@ -63,21 +65,22 @@ def read_base(tuned: TunedWhisper, folder: str | None, outputs: Iterable[Path]) 
 def _has_tokens_of(base: PretrainedWhisper, tuned: TunedWhisper) -> bool:
     try:
         return base.vocabulary(tuned.config.pretrained).model == tuned.tokenizer
-    except UsageError:  # it has not the language
+    except UsageError:  # the vocabulary lacks the language of the run
         return False
 
 
 def export_whisper(tuned: TunedWhisper, base: PretrainedWhisper, out: Path) -> WrittenFolder:
     """Write the folder `out`: the base's files, with the trained weights in the base's number formats.
 
-    Errors are those of `write_whisper_folder`, which compares the files with the weights bit for bit.
+    Errors are those listed in `write_whisper_folder`, which compares the files with the weights bit for bit.
     """
+    # `plain` merges LoRA weights into the layers.
     _, weights = tuned.architecture.plain(tuned.weights)
     return write_whisper_folder(base.folder, weights, out, tuned.architecture.audio_context)
 
 
 def export_adapter(tuned: TunedWhisper, base: PretrainedWhisper, out: Path) -> None:
-    """Writes the folder `out` with the low-rank products alone, as PEFT keeps them."""
+    """Write the folder `out` with the LoRA weights only, in PEFT's format."""
     if not tuned.architecture.tuning.lora_rank:
         raise UsageError(
             "--adapter needs a run with --lora_rank, but this run trained the layers themselves: use --whisper."

@@ -1,9 +1,10 @@
-"""Decoding that looks at what it has found: loops and guesses are drawn anew, and silence is left empty.
+"""Decoding with temperature fallback: hypotheses that loop or are unlikely are sampled again, silence is left empty.
 
-Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision, section 4.5: a text that can be
-compressed too well repeats itself, an unlikely one was hardly heard; such are drawn at higher and higher temperatures.
+Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision, section 4.5: a text with a high
+compression ratio repeats itself, and one with a low probability is unreliable. Both are sampled again at increasing
+temperatures.
 
-B utterances that are not done, V vocabulary, D model width, T' encoder frames.
+B unfinished utterances, V vocabulary, D model dimension, T' encoder frames.
 """
 
 import itertools
@@ -23,15 +24,15 @@ from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
 from konkanivani.model.whisper.network import Whisper
 
 LOOP_COPIES = 4
-"""Copies of a sequence of tokens from which a hypothesis that never ended counts as a loop."""
+"""Minimum number of copies of a token sequence at the end of a hypothesis to count as a loop."""
 
 Choose = Callable[[int, list[int], torch.Tensor], torch.Tensor]
-"""The number of a step, the utterances that are not done, log probabilities (B, V) -> their next tokens (B,)."""
+"""Selector of tokens: step number, unfinished utterances, log probabilities (B, V) -> next tokens (B,)."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """The tokens of a hypothesis and how likely they are: `mean_log_probability` in nats, see `say`."""
+    """Tokens of a hypothesis and their mean log probability in nats, as computed in `say`."""
 
     tokens: list[int]
     mean_log_probability: float
@@ -39,14 +40,15 @@ class Said:
 
 @dataclass(frozen=True)
 class FallbackDecode:
-    """A `Decode` that decodes as `inner` does, and draws anew what `inner` did not find well.
+    """`Decode` that samples hypotheses of `inner` again if they fail the checks of section 4.5.
 
-    A hypothesis is bad where zlib makes its text more than `max_compression` times shorter, or its mean log probability
-    is below `min_log_probability`; if it is below, and "no speech" likelier than `max_no_speech`, nothing was said. The
-    first that is not bad is taken, else the last. What is drawn depends on the utterance alone and the seed.
+    A hypothesis fails if zlib compresses its text by more than `max_compression`, or if its mean log probability is
+    below `min_log_probability`. In the latter case it is left empty if the probability of "no speech" exceeds
+    `max_no_speech`. The first hypothesis that passes is used, else the last one. Samples depend only on the utterance
+    and the seed.
 
-    If the last one still compresses too well and never ended, as with fine-tuned models in the silence after speech,
-    its final repetition is removed; the text before it stays.
+    If the last hypothesis still fails the compression check and has no end token, as with fine-tuned models in the
+    silence after speech, its final repetition is removed and the text before it is kept.
     """
 
     inner: BeamDecode
@@ -62,17 +64,20 @@ class FallbackDecode:
         heard = _Heard(model, encoded, encoded_lengths)
         first = self.inner.search(model, encoded, encoded_lengths, best=1)
         found = [list(hypotheses[0].tokens) if hypotheses else [] for hypotheses in first]
+        # Skip the scoring pass for hypotheses that certainly pass.
         bad = [row for row, hypotheses in enumerate(first) if not self._is_surely_good(hypotheses)]
         no_speech = self._no_speech(heard, bad)
+        # The first pass scores the hypotheses of `inner`, the others sample.
         for choose in (_given(found, self.inner.special.end), *map(self._drawn, self.temperatures)):
             said = self._said(heard, bad, choose)
+            # As in section 4.5, "no speech" alone is not reliable: the text must be unlikely too.
             silent = {row for row in no_speech & said.keys() if not self._is_likely(said[row])}
             for row in bad:
                 found[row] = [] if row in silent else said[row].tokens
             bad = [row for row in bad if row not in silent and not self._is_good(said[row])]
         limits = self.inner.limits(model, encoded_lengths)
         for row in bad:
-            # A chant or a list that ends by itself may be true, and stays.
+            # A chant or a list may repeat itself. If the hypothesis ends by itself, it is kept.
             if len(found[row]) >= limits[row] and not self._is_readable(found[row]):
                 found[row] = without_final_loop(found[row], self.vocabulary)
         return found
@@ -87,19 +92,19 @@ class FallbackDecode:
         return said.mean_log_probability >= self.min_log_probability
 
     def _is_surely_good(self, found: tuple[Hypothesis, ...]) -> bool:
-        """Whether a search by the decoder alone tells enough of what it has found, so that nothing is computed for it.
-
-        Its probabilities are not of what the rules allow but of all, hence lower.
-        """
+        """Return whether the scores of the decoder search already show that a hypothesis passes, without rescoring."""
+        # Scores with CTC or a language model are not decoder probabilities.
         if not found or self.inner.ctc_weight or self.inner.language_model is not None:
             return False
+        # The search normalises over all tokens, not only over allowed ones, so its probabilities are lower bounds.
         tokens = list(found[0].tokens)
         total = found[0].log_probability - self.inner.length_bonus * len(tokens)
         return self._is_good(Said(tokens, total / (len(tokens) + 1)))
 
     def _no_speech(self, heard: "_Heard", rows: list[int]) -> set[int]:
-        """The utterances of which the model, told only that a transcript starts, thinks that there is no speech."""
+        """Return the utterances with a high probability of "no speech", predicted right after the start token."""
         found, token = set(), self.vocabulary.no_speech
+        # The prompt is left out: the distribution after the start token alone contains "no speech".
         for part in heard.parts(rows) if token is not None else ():
             scores = AttentionScorer(heard.model, *heard.part(part), 1, self.inner.special).score()
             is_above = (scores[:, 0, token].exp() > self.max_no_speech).tolist()
@@ -107,7 +112,7 @@ class FallbackDecode:
         return found
 
     def _said(self, heard: "_Heard", rows: list[int], choose: Choose) -> dict[int, Said]:
-        """What is said of the utterances if tokens are chosen so."""
+        """Return the hypotheses of `rows` with tokens selected by `choose`."""
         found: dict[int, Said] = {}
         for part in heard.parts(rows):
             scorer = self.inner.attention(heard.model, *heard.part(part), 1)
@@ -116,15 +121,17 @@ class FallbackDecode:
         return found
 
     def _drawn(self, temperature: float) -> Choose:
-        """Tokens drawn with probabilities to the power of 1 / `temperature`.
+        """Return a sampler of tokens with probabilities to the power of 1 / `temperature`, renormalised.
 
-        Of log probabilities with Gumbel noise the highest is such a draw; the same noise a step for every utterance
-        leaves each the same draws in any batch.
+        The argmax of scaled log probabilities plus Gumbel noise is such a sample.
         """
         generator = torch.Generator()
 
         def choose(step: int, _rows: list[int], log_probabilities: torch.Tensor) -> torch.Tensor:
+            # Equal noise for all utterances in a step: a sample does not depend on the batch that its utterance is in.
             generator.manual_seed(derive_seed(self.seed, "temperature", str(temperature), step))
+            # -log of an exponential variable is Gumbel-distributed. Sampled on the CPU, in float64, to be equal on all
+            # devices.
             waited = torch.empty(log_probabilities.shape[1], dtype=torch.float64).exponential_(generator=generator)
             noise = waited.log_().neg_().to(log_probabilities.device)
             return (log_probabilities / temperature + noise).argmax(dim=1)
@@ -134,35 +141,36 @@ class FallbackDecode:
 
 @dataclass(frozen=True)
 class _Heard:
-    """A batch of encoded utterances (B, T', D) and who hears them; of which some can be heard again."""
+    """Batch of encoded utterances (B, T', D) with the model; a subset of it can be decoded again."""
 
     model: Whisper
     encoded: torch.Tensor
     lengths: Lengths
 
     def parts(self, rows: list[int]) -> Iterator[list[int]]:
-        """All together, or half as many at once: they are copied, and must take no more memory than at first."""
+        """Yield all rows at once if they are the whole batch, else in parts of half the batch size."""
+        # Indexing copies the encoded frames. Half of the batch keeps the peak memory below that in the first pass.
         size = len(self.encoded)
         size = size if len(rows) == size else max(1, size // 2)
         yield from (rows[start : start + size] for start in range(0, len(rows), size))
 
     def part(self, rows: list[int]) -> tuple[torch.Tensor, Lengths]:
-        """Encoded (B', T', D) with their lengths."""
+        """Return encoded utterances (B', T', D) and their lengths."""
         whole = len(rows) == len(self.encoded)
         return self.encoded if whole else self.encoded[rows], tuple(self.lengths[row] for row in rows)
 
 
 def compression_ratio(text: bytes) -> float:
-    """How many times shorter zlib makes these bytes."""
+    """Return the ratio of uncompressed to zlib-compressed size."""
     return len(text) / len(zlib.compress(text))
 
 
 def without_final_loop(tokens: list[int], vocabulary: PromptedVocabulary) -> list[int]:
     """Return the tokens up to the first copy of a sequence that is repeated to the end, at least `LOOP_COPIES` times.
 
-    Time tokens are not compared, since they rise from copy to copy; the one after the first copy is kept. Without such
-    a sequence all tokens are returned.
+    Without such a sequence all tokens are returned. The timestamp after the first copy is kept.
     """
+    # Timestamps rise from copy to copy, so only text tokens are compared.
     places = [place for place, token in enumerate(tokens) if vocabulary.seconds_of(token) is None]
     text = [tokens[place] for place in places]
     removed = 0
@@ -170,6 +178,7 @@ def without_final_loop(tokens: list[int], vocabulary: PromptedVocabulary) -> lis
         repeated = 0
         while repeated < len(text) - period and text[-1 - repeated] == text[-1 - repeated - period]:
             repeated += 1
+        # `repeated` tokens equal those one period earlier, so the first copy is not among them.
         if repeated >= (LOOP_COPIES - 1) * period:
             removed = max(removed, repeated)
     if not removed:
@@ -181,23 +190,24 @@ def without_final_loop(tokens: list[int], vocabulary: PromptedVocabulary) -> lis
 
 
 def say(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: int) -> dict[int, Said]:
-    """What is said of utterances if each next token is chosen so; of each at most limits[utterance] tokens.
+    """Return hypotheses with each next token selected by `choose`, at most limits[utterance] tokens of each utterance.
 
-    The mean log probability is that of all tokens with the end, as the code of Radford et al. takes it: of the
-    probability that is left to what the rules allow, at the temperature of 1. At its limit the end is no choice.
+    The mean log probability is over all tokens and the end token, as in the code of Radford et al.: at temperature 1,
+    renormalised over the tokens that the rules allow. At its limit a hypothesis is forced to end, with probability 1.
     """
     rows, step = list(limits), 0
     tokens, totals = {row: [] for row in limits}, dict.fromkeys(limits, 0.0)
     while rows:
         log_probabilities = _allowed(scorer.score()[:, 0], [limits[row] <= step for row in rows], end)
         chosen = choose(step, rows, log_probabilities)
-        chosen = chosen.masked_fill(log_probabilities[:, end].isnan(), end)  # a broken model has nothing to say
+        chosen = chosen.masked_fill(log_probabilities[:, end].isnan(), end)  # NaN: the model is broken, so end here
         gained = log_probabilities.gather(1, chosen[:, None])[:, 0].tolist()
         for row, token, more in zip(rows, chosen.tolist(), gained, strict=True):
             totals[row] += more
             tokens[row] += [token] if token != end else []
         scorer.follow(torch.zeros_like(chosen)[:, None], chosen[:, None])
         going = (chosen != end).nonzero()[:, 0]
+        # Selecting utterances copies the decoder cache: do it only when one has ended.
         if len(going) < len(rows):
             scorer.keep(going)
         rows, step = [rows[place] for place in going.tolist()], step + 1
@@ -205,7 +215,11 @@ def say(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: int) ->
 
 
 def _allowed(scores: torch.Tensor, is_at_limit: list[bool], end: int) -> torch.Tensor:
-    """Log probabilities (B, V) of what may follow; all of it the end's at the limit. All NaN where nothing may."""
+    """Return log probabilities (B, V) renormalised over the allowed tokens, at the limit over the end token only.
+
+    A row is NaN if no token is allowed.
+    """
+    # A NaN would spread to the whole row in log_softmax.
     scores = scores.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
     is_too_long = torch.tensor(is_at_limit, device=scores.device)[:, None].expand_as(scores).clone()
     is_too_long[:, end] = False
@@ -213,7 +227,7 @@ def _allowed(scores: torch.Tensor, is_at_limit: list[bool], end: int) -> torch.T
 
 
 def _given(found: list[list[int]], end: int) -> Choose:
-    """The tokens that were found, and the end behind them."""
+    """Return a selector of the tokens in `found`, followed by the end token."""
 
     def choose(step: int, rows: list[int], log_probabilities: torch.Tensor) -> torch.Tensor:
         tokens = [found[row][step] if step < len(found[row]) else end for row in rows]

@@ -1,4 +1,4 @@
-"""A folder of a Whisper model as what a run begins with: its architecture, its tokens, its weights."""
+"""Whisper folder as a pretrained model: architecture, tokenizer and weights."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -16,32 +16,33 @@ from konkanivani.model.whisper.folder import MOST, WhisperFolder, read_whisper_f
 from konkanivani.model.whisper.shape import WhisperShape
 
 KIND = "whisper"
-# A fortieth of the peak with which each width was trained (Radford et al., 2022, table 17), of the next wider one.
+# d_model: 1/40 of the peak learning rate in Whisper's training (Radford et al., 2022, table 17). Other widths use the
+# rate of the next larger one.
 RATES = {384: 3.75e-5, 512: 2.5e-5, 768: 1.25e-5, 1024: 6.25e-6, 1280: 5e-6}
-LORA_RATE = 1e-3
+LORA_RATE = 1e-3  # high, since LoRA's products start at zero
 
 
 @dataclass(frozen=True)
 class PretrainedWhisper:
-    """A `Pretrained` of the folder."""
+    """Whisper model in a folder; implements `Pretrained`."""
 
     folder: WhisperFolder
 
     @property
     def path(self) -> Path:
-        """The folder's."""
+        """Path of the folder."""
         return self.folder.path
 
     def settled(self, config: PretrainedConfig) -> PretrainedConfig:
-        """The settings with the folder's audio context where they name none."""
+        """Return the settings with the folder's audio context if they name none."""
         return dataclasses.replace(config, audio_context=config.audio_context or self.folder.audio_context)
 
     def architecture(self, tuning: TuningConfig, config: PretrainedConfig) -> WhisperArchitecture:
-        """The folder's, of which so much is to be trained, hearing what is asked for."""
+        """Return the architecture with the layers to train and the audio context of the settings."""
         return WhisperArchitecture(self.folder.shape, tuning, self.settled(config).audio_context)
 
     def vocabulary(self, config: PretrainedConfig) -> PromptedVocabulary:
-        """The folder's tokens, their labels of the language and task that are asked for."""
+        """Return the tokenizer with the language and task of `config` as the prompt of its labels."""
         shape, said = self.folder.shape, self.folder.generation
         pairs = read_byte_pairs(self.path)
         english = is_english_only(pairs, shape.vocab_size, said)
@@ -49,35 +50,39 @@ class PretrainedWhisper:
         return PromptedVocabulary(pairs, Prompt(config.language, config.task), tokens)
 
     def check_weights(self) -> None:
-        """Reads the folder's."""
+        """Read all weights without keeping them; raise a CheckpointError if some are not finite numbers."""
         self.folder.check_weights()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The folder's, in fp32 by our names."""
+        """Return the weights in fp32 under this project's names."""
         return self.folder.weights()
 
     def each_weight(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same one by one."""
+        """Yield the weights of `weights` one by one."""
         return self.folder.each_weight()
 
     def learning_rate(self, tuning: TuningConfig) -> float:
-        """The larger the model the lower; one of its own for low-rank products, which begin at zero."""
+        """Return a peak learning rate: lower for larger models, and a rate of its own for LoRA weights."""
         wider = [width for width in RATES if width >= self.folder.shape.d_model]
         return LORA_RATE if tuning.lora_rank else RATES[min(wider, default=max(RATES))]
 
     def description(self) -> Mapping[str, object]:
-        """Its kind and dimensions."""
+        """Return the model's kind and dimensions."""
         return {"kind": KIND, **dataclasses.asdict(self.folder.shape)}
 
 
 def read_pretrained_whisper(path: Path) -> PretrainedWhisper:
-    """The folder, its settings and list of tensors checked; errors are those of `read_whisper_folder`."""
+    """Return the Whisper model in a folder, with its settings and list of tensors checked.
+
+    Errors are those listed in `read_whisper_folder`.
+    """
     return PretrainedWhisper(read_whisper_folder(path))
 
 
 def restored_shape(state: Mapping[str, object]) -> WhisperShape:
-    """The dimensions that `description` has kept; a CheckpointError where no model has such."""
+    """Return the dimensions stored in `description`; raise a CheckpointError if they are invalid."""
     found = {name: state.get(name) for name in MOST}
+    # The checkpoint is untrusted: bound every dimension before a network of that size is built.
     if not all(type(value) is int and 1 <= value <= MOST[name] for name, value in found.items()):
         raise CheckpointError("The checkpoint's model has invalid dimensions. Use another checkpoint.")
     shape = WhisperShape(**found)

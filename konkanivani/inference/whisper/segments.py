@@ -1,7 +1,7 @@
-"""The stretches of speech that a hypothesis tells apart by the tokens of their times.
+"""Segments of a hypothesis with timestamp tokens.
 
-Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision, section 2.3: a time stands before and
-behind the text of a stretch; one that goes on behind the window has none behind it.
+Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision, section 2.3: each segment is a start
+timestamp, its text and an end timestamp. A segment that continues after Whisper's 30 s window has no end timestamp.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from konkanivani.data.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class TimedSegment:
-    """Tokens of text that were said from `begin` to `end`, in seconds from where the audio begins."""
+    """Text tokens between two timestamps, in seconds from the start of the audio."""
 
     begin: float
     end: float
@@ -20,10 +20,10 @@ class TimedSegment:
 
 
 def timed_segments(tokens: Sequence[int], vocabulary: Vocabulary, seconds: float) -> list[TimedSegment]:
-    """The segments of a hypothesis about so many `seconds` of audio, in order, without those of which no text is said.
+    """Return the segments of a hypothesis for audio of `seconds`, in order; segments without text are dropped.
 
-    What has no time before it begins where the last segment ends, or the audio begins; what has none behind it ends
-    with the audio. Of times that fall, or lie in the silence behind the audio, the nearest possible are taken.
+    Without a start timestamp, a segment starts at the end of the previous segment or at 0. Without an end timestamp, it
+    ends at `seconds`.
     """
     found, text, latest = [], [], 0.0
     for token in tokens:
@@ -31,8 +31,10 @@ def timed_segments(tokens: Sequence[int], vocabulary: Vocabulary, seconds: float
         if time is None:
             text.append(token)
             continue
+        # The model may predict decreasing timestamps, or timestamps in the padding after the audio: clamp both.
         time = min(max(time, latest), seconds)
         if text:
             found.append(TimedSegment(latest, time, tuple(text)))
+        # The same token ends one segment and starts the next, so a repeated timestamp gives no empty segment.
         text, latest = [], time
     return found + ([TimedSegment(latest, seconds, tuple(text))] if text else [])

@@ -1,7 +1,7 @@
-"""Whisper's tokens: byte pairs behind a prompt of language and task, with times where they are asked for.
+"""Whisper's tokenizer: byte-pair encoding with a prompt for language and task, and optional timestamps.
 
-Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision, section 2.3. Every id is read from
-the model's files by the token's name, for it differs from one model to another.
+Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision, section 2.3. Token ids differ between
+models, so special tokens are looked up by name in the model's files.
 """
 
 import dataclasses
@@ -21,19 +21,19 @@ NO_TIMES, FIRST_TIME = "<|notimestamps|>", "<|0.00|>"
 NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")  # the newer and the older name
 TASKS = ("transcribe", "translate")
 LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
-TIMES, STEP_SECONDS = 1501, 0.02  # 0.00 to 30.00
-LATEST_FIRST = 50  # steps: speech begins in the first second, or what is before it is told apart
-# An English-only model names languages too. It has one token less than the least of the others.
+TIMES, STEP_SECONDS = 1501, 0.02  # 0.00 to 30.00 s
+LATEST_FIRST = 50  # steps, 1 s: default bound of a hypothesis's first timestamp
+# English-only vocabularies contain language tokens too. They have one token less than the smallest multilingual one.
 ENGLISH_ONLY_SIZE = 51_864
-NEAREST = {"kok": "Konkani", "gom": "Konkani"}
-# What of generation_config.json says how a search goes, and which heads look at the word that is said.
+NEAREST = {"kok": "Konkani", "gom": "Konkani"}  # codes of languages without a token
+# Keys of generation_config.json that are read: decoding rules, and cross-attention heads for word times.
 GENERATION = ("suppress_tokens", "begin_suppress_tokens", "max_initial_timestamp_index", "alignment_heads")
 OTHER = "Use another model, or download its files again."
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model is told before it hears: `task` None and `language` None for one that knows English alone."""
+    """Language and task tokens of the decoder prompt; both are None for an English-only model."""
 
     language: str | None
     task: str | None
@@ -41,9 +41,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ModelTokens:
-    """What a model's files say of its tokens: how many there are, some maybe without a name, and places for them.
+    """Number of tokens (some may have no name), decoder positions, and generation settings of a model.
 
-    `generation` is what generation_config.json says; the rest of that file is not looked at.
+    `generation` is the content of generation_config.json; only the keys in `GENERATION` are read.
     """
 
     size: int
@@ -53,29 +53,34 @@ class ModelTokens:
 
     @property
     def said(self) -> dict[str, object]:
-        """What of `generation` is looked at."""
+        """Entries of `generation` that are read."""
         return {name: self.generation[name] for name in GENERATION if name in self.generation}
 
 
 class PromptedVocabulary:
-    """Byte pairs with Whisper's named tokens, and the prompt with which this model is trained; a `Vocabulary`.
+    """Byte-pair encoding with Whisper's special tokens and the prompt used in training; implements `Vocabulary`.
 
-    A label is language, task, "no times" and the text; `collate` puts the start before and the end behind it.
+    A label is language, task, "no timestamps" and the text; `collate` adds the start and end tokens.
     """
 
     def __init__(self, byte_pairs: BytePairs, prompt: Prompt, tokens: ModelTokens, says_times: bool = False) -> None:
-        """With `says_times` a search finds the times of what it finds.
+        """Check the special tokens and build the decoding rules.
 
-        Raises a DataError where a token is missing that the model needs, or generation_config.json names one that is
-        not there; a UsageError where the prompt asks for what the model cannot do.
+        Args:
+            says_times: predict timestamps when decoding.
+
+        Raises a DataError if a required token is missing or generation_config.json contains an invalid one, and a
+        UsageError if the model does not support the prompt.
         """
         self._pairs, self._prompt, self._tokens, self._says_times = byte_pairs, prompt, tokens, says_times
         self._source = byte_pairs.source
         self._size, self._is_english_only = tokens.size, tokens.is_english_only
+        # The embedding may be padded to more rows than there are tokens, but not fewer.
         if byte_pairs.size > self._size:
             raise DataError(f"{self._source} has {byte_pairs.size} tokens, but its model has {self._size}. {OTHER}")
         self.special = SpecialTokens(None, None, self._named(START), self._named(END))
         self.no_times = self._named(NO_TIMES)
+        # Some tokenizer files omit the timestamp tokens, which follow "no timestamps" in every model.
         self.first_time = byte_pairs.names.get(FIRST_TIME, self.no_times + 1)
         self.no_speech = next((byte_pairs.names[name] for name in NO_SPEECH if name in byte_pairs.names), None)
         self._beginning = self._checked_beginning()
@@ -90,7 +95,7 @@ class PromptedVocabulary:
         return self._pairs.names[name]
 
     def _checked_beginning(self) -> tuple[int, ...]:
-        """Language and task, as the prompt asks for them; nothing of a model of English alone."""
+        """Return the language and task tokens of the prompt, or () for an English-only model."""
         language, task = self._prompt.language, self._prompt.task
         if self._is_english_only:
             if language is not None or task not in (None, TASKS[0]):
@@ -120,56 +125,59 @@ class PromptedVocabulary:
 
     @cached_property
     def languages(self) -> tuple[str, ...]:
-        """The codes of the languages that it has tokens for, sorted; none for one that knows English alone."""
+        """Sorted codes of the languages that have a token; empty for an English-only model."""
         if self._is_english_only:
             return ()
         return tuple(sorted(found[1] for name in self._pairs.names if (found := LANGUAGE.fullmatch(name))))
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """What every label without times begins with."""
+        """First tokens of every label without timestamps."""
         return *self._beginning, self.no_times
 
     @property
     def prefix_with_times(self) -> tuple[int, ...]:
-        """What every label with times begins with: a time is next."""
+        """First tokens of every label with timestamps; the next token is a timestamp."""
         return self._beginning
 
     @property
     def has_times(self) -> bool:
-        """Whether the model has tokens for all times."""
+        """Whether the model has tokens for all timestamps."""
         return self.first_time + TIMES <= self._size
 
     @property
     def size(self) -> int:
-        """The model's tokens."""
+        """Number of the model's tokens."""
         return self._size
 
     @cached_property
     def model(self) -> bytes:
-        """All of it, from which `vocabulary_of` makes an equal one."""
+        """Serialized form, from which `vocabulary_of` builds an equal vocabulary."""
         tokens = dataclasses.replace(self._tokens, generation=self._tokens.said)
         about = {**vars(self._prompt), **vars(tokens), "says_times": self._says_times}
         return json.dumps(about).encode() + b"\n" + self._pairs.model
 
     def normalize(self, text: str, digits: Digits) -> str:
-        """A transcript as it is learnt: with its case and punctuation."""
+        """Return a transcript as used for training labels: with case and punctuation."""
         return written_text(text, digits)
 
     def encode(self, text: str) -> list[int]:
-        """The label of a text, without times."""
+        """Return the label of a text, without timestamps."""
         return [*self.prefix, *self._pairs.encode(text)]
 
     def encode_with_times(self, text: str, begin: float, end: float | None) -> list[int]:
-        """The label of a text said from `begin` to `end` seconds; with `end` None it goes on behind the window."""
+        """Return the label of a text with its start and end times in seconds.
+
+        With `end` None the speech continues after Whisper's 30 s window, and the label has no end timestamp.
+        """
         times = [self.time_token(begin)], [] if end is None else [self.time_token(end)]
         return [*self.prefix_with_times, *times[0], *self._pairs.encode(text), *times[1]]
 
     @property
     def alignment_heads(self) -> tuple[tuple[int, int], ...]:
-        """Block and number of each of the decoder's heads that look at what is said; none where nobody has found them.
+        """Pairs (block, head) of the decoder heads that follow the spoken word; empty if the model names none.
 
-        A DataError where they are no such pairs.
+        Raises a DataError if they are not pairs of integers.
         """
         pairs = self._tokens.generation.get("alignment_heads") or []
         if not isinstance(pairs, list) or any(
@@ -179,7 +187,7 @@ class PromptedVocabulary:
         return tuple((block, head) for block, head in pairs)
 
     def time_token(self, seconds: float) -> int:
-        """The token of a time, of the nearest that there is."""
+        """Return the timestamp token closest to `seconds`."""
         if not self.has_times:
             raise UsageError(
                 "The model has no timestamp tokens: train and transcribe without them (--timestamp_share 0)."
@@ -187,30 +195,31 @@ class PromptedVocabulary:
         return self.first_time + min(TIMES - 1, max(0, round(seconds / STEP_SECONDS)))
 
     def seconds_of(self, token: int) -> float | None:
-        """The time that a token stands for; None for any other."""
+        """Return the time of a timestamp token, or None for any other token."""
         place = token - self.first_time
         return round(place * STEP_SECONDS, 2) if self.has_times and 0 <= place < TIMES else None
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids, without a space at its ends; prompt, special tokens and times leave nothing."""
+        """Return the stripped text of token ids; prompt, special and timestamp tokens are skipped."""
         return self._pairs.decode([token for token in tokens if token < self._pairs.size]).strip()
 
     def begins_word(self, token: int) -> bool:
-        """Whether a word ends before token id `token`."""
+        """Return whether the token starts with a space."""
         return token < self._pairs.size and self._pairs.begins_word(token)
 
     def piece(self, token: int) -> str:
-        """What token id `token` stands for; of one without a name, its number."""
+        """Return the token's spelling in the vocabulary, or its id if it has no name."""
         return self._pairs.piece(token) if token < self._pairs.size else f"<|{token}|>"
 
     def saying_times(self) -> "PromptedVocabulary":
-        """The same, of which a search finds the times too; a UsageError where there are none."""
+        """Return a copy that predicts timestamps when decoding; raise a UsageError if the model cannot."""
         self.time_token(0.0)
         return PromptedVocabulary(self._pairs, self._prompt, self._tokens, says_times=True)
 
     def _rules(self) -> GenerationRules:
-        """How a search goes, by generation_config.json; what it leaves out is made of the tokens."""
+        """Return the decoding rules of generation_config.json, with defaults for missing entries."""
         settings, with_times = self._tokens.generation, self._says_times
+        # None removes the bound, a missing key means the default.
         latest = settings.get("max_initial_timestamp_index", LATEST_FIRST)
         if latest is not None and type(latest) is not int:
             raise DataError(f"generation_config.json: max_initial_timestamp_index is not an integer. {OTHER}")
@@ -220,6 +229,7 @@ class PromptedVocabulary:
             suppressed=self._ids(settings, "suppress_tokens", self.unspoken),
             suppressed_first=self._ids(settings, "begin_suppress_tokens", self.unspoken_first),
             times=TimeRules(self.no_times, self.first_time, latest) if with_times else None,
+            # Positions that remain after the start token and the prompt.
             most_tokens=self._tokens.positions - 1 - len(prompt),
         )
 
@@ -232,26 +242,33 @@ class PromptedVocabulary:
             raise DataError(
                 f"generation_config.json: {name} is not a list of the model's tokens, 0 to {self._size - 1}. {OTHER}"
             )
+        # As in OpenAI's code, [-1] stands for the default list.
         return otherwise if ids == [-1] else tuple(ids)
 
     @cached_property
     def unspoken_first(self) -> tuple[int, ...]:
-        """What no text begins with where the files do not say it: a space alone, and the end."""
+        """Default for `begin_suppress_tokens`: a single space, and the end token."""
         return *self._pairs.encode(" ")[:1], self.special.end
 
     @cached_property
     def unspoken(self) -> tuple[int, ...]:
-        """What is never said where the files do not say it: signs that are no speech, and what belongs to prompts."""
+        """Default for `suppress_tokens`: symbols that are not speech, and tokens of prompts.
+
+        The same tokens as `non_speech_tokens` in OpenAI's whisper/tokenizer.py.
+        """
+        # Hyphens and apostrophes are allowed within words, but not at the start of a word.
         found = {self._pairs.encode(" -")[0], self._pairs.encode(" '")[0]}
         for sign in (*SIGNS, *NOTES):
             for tokens in (self._pairs.encode(sign), self._pairs.encode(f" {sign}")):
+                # A symbol of several tokens is kept, since its tokens occur in other text too. For notes the first
+                # token is suppressed nevertheless: it only occurs in symbols from U+2640 to U+267F.
                 if len(tokens) == 1 or sign in NOTES:
                     found.add(tokens[0])
         names = (START, *(f"<|{task}|>" for task in TASKS), "<|startoflm|>", "<|startofprev|>", *NO_SPEECH)
         return tuple(sorted(found | {self._pairs.names[name] for name in names if name in self._pairs.names}))
 
 
-# What the first line of `PromptedVocabulary.model` holds.
+# Types of the first line of `PromptedVocabulary.model`.
 KINDS = {
     "language": (str, type(None)),
     "task": (str, type(None)),
@@ -269,7 +286,8 @@ NOTES = tuple("♩♪♫♬♭♮♯")
 
 
 def is_english_only(byte_pairs: BytePairs, size: int, settings: Mapping[str, object]) -> bool:
-    """Whether a model knows English alone: as generation_config.json says, or else as its tokens do."""
+    """Return whether a model is English-only, from generation_config.json or else from its tokens."""
+    # Older files lack this key.
     said = settings.get("is_multilingual")
     if isinstance(said, bool):
         return not said
@@ -277,7 +295,7 @@ def is_english_only(byte_pairs: BytePairs, size: int, settings: Mapping[str, obj
 
 
 def vocabulary_of(model: bytes) -> PromptedVocabulary:
-    """The one whose `PromptedVocabulary.model` these bytes are; a DataError where they are none."""
+    """Return the vocabulary serialized in `PromptedVocabulary.model`; raise a DataError if the bytes are invalid."""
     about, _, pairs = model.partition(b"\n")
     try:
         found = json.loads(about)
@@ -290,5 +308,5 @@ def vocabulary_of(model: bytes) -> PromptedVocabulary:
     tokens = ModelTokens(found["size"], found["positions"], found["is_english_only"], found["generation"])
     try:
         return PromptedVocabulary(byte_pairs_of(pairs, "The tokenizer"), prompt, tokens, found["says_times"])
-    except UsageError as error:  # nobody has asked for this
+    except UsageError as error:  # not an error of the user's flags
         raise DataError(f"The tokenizer lacks the tokens of its prompt. {error}") from None
