@@ -43,7 +43,7 @@ class Limits:
     is_aligned: bool = True
 
     def within(self, window_seconds: float, most_tokens: float, slowest_speed: float = 1.0) -> "Limits":
-        """Return the limits reduced to a model's input of `window_seconds` after speed perturbation and `most_tokens`."""
+        """Return the limits reduced to a model's longest input (after speed perturbation) and number of tokens."""
         # At speed s, an utterance of d seconds takes d / s seconds of the model's input.
         limits, longest = self, window_seconds * slowest_speed
         if most_tokens < self.max_tokens:

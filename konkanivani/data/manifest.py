@@ -37,7 +37,7 @@ class Manifest(Sequence[Utterance]):
 
     def __getitem__(self, place: int) -> Utterance:
         place = range(len(self))[place]
-        if self._file is None:  # opened on first use, once per process
+        if self._file is None:
             self._file = os.open(self.path, os.O_RDONLY)
         start, row = int(self.index.starts[place]), int(self.index.rows[place])
         # pread, because forked workers share the position of an inherited descriptor.
@@ -117,7 +117,7 @@ def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
 def measure_corpus_size(manifest: Manifest) -> CorpusSize:
     """Return the hours and utterances of the valid rows, and the number of distinct words if the corpus is small."""
     amount = CorpusSize(float(manifest.durations.sum()) / 3600, len(manifest.durations))
-    # Reading every transcript takes long for a large corpus, where the number of words decides nothing.
+    # Only for a small corpus: this reads every transcript.
     words = {word for text in iterate_texts(manifest) for word in text.split()} if amount.is_little else ()
     return dataclasses.replace(amount, words=len(words))
 

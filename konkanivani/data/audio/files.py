@@ -210,7 +210,7 @@ def _sound_of(opened: OpenedAudio) -> SoundReader:
     try:
         return MediaSound(opened, MAX_FRAMES_PER_BYTE * opened.size, MAX_FILE_SECONDS)
     except UnusableAudio as error:
-        # "FFmpeg: " marks an error of the library, which says less than libsndfile's reason alone.
+        # FFmpeg's own messages are rarely clear alone: add libsndfile's reason.
         is_known = not error.reason.startswith("FFmpeg: ")
         raise UnusableAudio(opened.source, error.reason if is_known else f"{reason[:-1]}; {error.reason})") from None
 

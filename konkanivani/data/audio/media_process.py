@@ -37,7 +37,7 @@ class Reader:
         with theirs:
             try:
                 self.process = subprocess.Popen(
-                    # -I: isolated from environment variables and the working directory.
+                    # -I: PYTHON* variables and the modules in the script's folder do not affect its imports.
                     [sys.executable, "-I", str(PROGRAM), str(theirs.fileno())],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,

@@ -24,7 +24,7 @@ def silent_frames(mono: np.ndarray, rate: int) -> np.ndarray:
 
 
 def speech_span(waveform: torch.Tensor) -> tuple[float, float]:
-    """Return the start and end in seconds of the speech in a 16 kHz waveform (S,); the whole waveform if all is silent."""
+    """Return start and end of the speech in a 16 kHz waveform (S,), in seconds; the whole waveform if all is silent."""
     speech = np.flatnonzero(~silent_frames(waveform.double().numpy(), SAMPLE_RATE))
     if not len(speech):
         return 0.0, len(waveform) / SAMPLE_RATE

@@ -37,7 +37,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Packed:
-    """Packed batch: `hollow` is the batch with a `Place` for each tensor, `memory` (bytes,) uint8 has their contents."""
+    """Packed batch: `hollow` is the batch with a `Place` for each tensor, `memory` (bytes,) uint8 their contents."""
 
     hollow: GlobalBatch | Batch
     memory: torch.Tensor
