@@ -27,7 +27,7 @@ class Selection(Sequence[Utterance]):
     @property
     def durations(self) -> np.ndarray:
         """Return the durations (N,) in seconds, float64."""
-        # The whole manifest's durations are memory-mapped; indexing would copy them.
+        # The manifest's durations may be memory-mapped; indexing would copy them.
         return self.manifest.durations if self.is_whole else self.manifest.durations[self.places]
 
     @property

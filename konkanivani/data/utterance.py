@@ -58,9 +58,10 @@ class Utterance:
 
     @property
     def id(self) -> str:
-        """Return the unique name: the path, followed by byte offset, start in seconds and channel if the row has them."""
+        """Return the unique name: the path, then byte offset, start in seconds and channel if the row has them."""
         member = f"#{self.byte_offset}" if self.byte_count else ""
         begin = "" if self.offset is None else f"@{self.offset:g}"
+        # Rows of one recording with different channels have different audio.
         return f"{self.audio_filepath}{member}{begin}" + ("" if self.channel is None else f":ch{self.channel}")
 
     @property

@@ -24,7 +24,7 @@ class GlobalBatchStream:
     """Endless stream of global batches from any cursor, each with the cursor after it.
 
     Each rank reads its share of a global batch. The utterances of a global batch and the cursors do not depend on the
-    world size, so that a run can be resumed with another number of GPUs.
+    world size.
     """
 
     speech: TrainDataset
@@ -50,7 +50,7 @@ class GlobalBatchStream:
                     yield global_batch, behind
 
     def _next(self, loaded: Iterator[Loaded]) -> GlobalBatch | None:
-        """Return this rank's micro-batches of the next global batch with the counts of all ranks; None if it is empty."""
+        """Return the next global batch: this rank's micro-batches, counts of all ranks; None if nothing is readable."""
         if self.topology.is_single_process:
             found = next(loaded)
             self.rejections.add(found.rejections)

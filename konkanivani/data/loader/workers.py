@@ -218,7 +218,7 @@ def _no_exceptions_from_signals() -> Iterator[None]:
 def _next(
     iterator: Iterator[Loaded], fetcher: Fetcher, waiting: deque[list], loader: LoaderConfig, check: Callable[[], None]
 ) -> Loaded | None:
-    """Return the loader's next item, None at its end; raise `WorkersFailed` with the utterances that were being read."""
+    """Return the loader's next item, None at its end; raise `WorkersFailed` with the utterances being read."""
     if not loader.workers:
         check()
         return next(iterator, None)
@@ -237,7 +237,7 @@ def _next(
                     continue
                 reason = str(error).splitlines()[0].rstrip(".") if isinstance(error, RuntimeError) else "a worker died"
                 reason = f"no data for {loader.timeout:g} s" if is_late else reason
-            check()  # Ctrl-C may be the reason why the workers died
+            check()  # an interruption takes precedence over the failure
             scene = _scene([] if is_late else iterator._workers, fetcher, waiting)
             raise WorkersFailed(f"{scene}: {reason}", has_died=not is_late)
 
