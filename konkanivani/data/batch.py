@@ -135,7 +135,7 @@ def largest_batch(batches: tuple[Batch, ...]) -> Batch:
 def order_for_concurrency(batches: tuple[Batch, ...], concurrent_micro_batches: int) -> tuple[Batch, ...]:
     """Order batches so that running `concurrent_micro_batches` of them in parallel takes the least time.
 
-    The longest come first, so that the last ones are short.
+    The longest come first, so that the last ones, during which others are idle, are short.
     """
     if concurrent_micro_batches < 2:
         return batches

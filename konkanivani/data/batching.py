@@ -1,4 +1,4 @@
-"""The plan of an epoch: which utterances form which optimizer step, and how a step is cut into micro-batches."""
+"""Plan of an epoch: assignment of utterances to optimizer steps, and of a step's utterances to micro-batches."""
 
 import zlib
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ PLAN_VERSION = 2  # increment when the same settings give another plan
 
 @dataclass(frozen=True, order=True)
 class Cursor:
-    """A position in the data: `consumed` global batches of epoch `epoch` (from 0) have been trained on."""
+    """Position in the training data: `consumed` global batches of epoch `epoch` (from 0) have been used."""
 
     epoch: int
     consumed: int
@@ -27,7 +27,10 @@ class Cursor:
 
 @dataclass(frozen=True)
 class EpochPlan(Sequence[np.ndarray]):
-    """The global batches of one epoch as arrays of utterance indices; `order` is their concatenation."""
+    """Global batches of one epoch as arrays of utterance indices.
+
+    `order` concatenates the batches before shuffling; `global_batch_order` is the order of the complete ones.
+    """
 
     order: np.ndarray
     global_batch_order: np.ndarray

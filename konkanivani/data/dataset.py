@@ -46,7 +46,7 @@ class TrainDataset(Dataset):
         seed = derive_seed(self.seed, epoch, "specaugment", utterance.id)
         drawn = torch.rand((), generator=utterance_generator(self.seed, epoch, utterance.id, "times"))
         if drawn < self.timed_share:
-            # Detected before noise is added; speed perturbation has changed the times already.
+            # Speech is detected in the clean waveform, after speed perturbation has changed its times.
             tokens = self.tokenizer.encode_with_times(utterance.text, *speech_span(clean))
         else:
             tokens = self.tokenizer.encode(utterance.text)

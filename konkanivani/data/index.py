@@ -116,6 +116,7 @@ def _read(folder: Path, manifest: Path, identity: dict[str, object]) -> Manifest
         arrays = {name: _mapped(folder / name, kind) for name, kind in ARRAYS.items()}
     except (OSError, ValueError, TypeError):
         return None
+    # If a missing audio file has been added since, its row must become usable.
     is_mended = any(row.is_missing and os.path.exists(manifest.parent / row.audio_filepath) for row in broken)
     if is_mended:
         return None
@@ -213,6 +214,7 @@ def _scan(manifest: str, first: int, end: int, roots: tuple[str, ...]) -> tuple[
     folder = os.path.dirname(manifest)
     with open(manifest, "rb") as file:
         file.seek(first)
+        # Blank lines are counted, so that a row's number is its line number in an editor.
         for row, (line, size) in enumerate(_lines(file, end), start=1):
             if line.strip():
                 try:

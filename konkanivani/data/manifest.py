@@ -69,7 +69,7 @@ class Manifest(Sequence[Utterance]):
         return read_manifest, (self.path, self.named_roots)
 
     def __del__(self) -> None:
-        if getattr(self, "_file", None) is not None:
+        if getattr(self, "_file", None) is not None:  # __init__ may have failed before setting it
             os.close(self._file)
 
 

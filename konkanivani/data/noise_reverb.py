@@ -49,6 +49,7 @@ class NoiseCorpus:
         """Return the waveform (S,), with noise added with probability `prob`."""
         if draw_number(generator) >= self.prob:
             return waveform
+        # The order of the draws must not change: it determines the augmentation of every seed.
         sound = self.sounds[draw_index(len(self.sounds), generator)]
         snr = self.snr.low + (self.snr.high - self.snr.low) * draw_number(generator)
         return add_noise(waveform, load_excerpt(sound, len(waveform), generator), snr)
@@ -89,7 +90,7 @@ class NoiseReverb:
             waveform = self.noise.add_to(waveform, utterance_generator(self.seed, epoch, utterance_id, "noise"))
         if self.gain:
             number = draw_number(utterance_generator(self.seed, epoch, utterance_id, "gain"))
-            waveform = scale_and_clip(waveform, self.gain * (2 * number - 1))
+            waveform = scale_and_clip(waveform, self.gain * (2 * number - 1))  # uniform in dB
         return waveform
 
 
@@ -108,6 +109,7 @@ def load_excerpt(sound: Sound, samples: int, generator: torch.Generator) -> torc
 
     A recording that is too short is repeated, from a random position on.
     """
+    # Rounded up, so that resampling yields at least `samples` samples.
     wanted = -(-samples * sound.rate // SAMPLE_RATE)
     if sound.frames >= wanted:
         loaded = load_audio(sound.span(draw_index(sound.frames - wanted + 1, generator), wanted))

@@ -55,7 +55,7 @@ class Rejections:
         """Add a manifest's broken rows; must precede any other rejection from this manifest."""
         if self._path and not self._rows:
             with self._listing():
-                write_json_lines(self._path, ())
+                write_json_lines(self._path, ())  # empties the list of an earlier run
         self._rows[manifest.path], self._broken[manifest.path] = len(manifest) + len(manifest.broken), {}
         self.add_many([Rejection(manifest.path, b.row, b.audio_filepath, b.reason, True) for b in manifest.broken])
 
@@ -84,7 +84,7 @@ class Rejections:
             with self._listing(), open(self._path, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(asdict(found), ensure_ascii=False) + "\n" for found in rejections)
         for found in rejections:
-            if found.is_broken:
+            if found.is_broken:  # by row, so that reading it again does not count it twice
                 self._broken[found.manifest][found.row] = found
         for manifest in {found.manifest for found in rejections}:
             self._check(manifest)

@@ -1,9 +1,9 @@
 """Normalisation of transcripts, and SentencePiece tokenizers of normalised text.
 
-Normalisation applies Unicode NFC; maps joiner sequences with an equivalent encoding to it and removes other format
-characters (format_characters.py); keeps digits or spells them one by one (`digits="spell"`); replaces dandas,
-punctuation and symbols with spaces; converts to lower case; and merges spaces. Vowel signs, anusvara, candrabindu,
-virama, nukta and avagraha are kept.
+Normalisation applies these steps in order: Unicode NFC; joiner sequences with an equivalent encoding are mapped to it
+and other format characters are removed (format_characters.py); digits are kept or spelt one by one (`digits="spell"`);
+dandas, punctuation and symbols become spaces; letters become lower case; spaces are merged. Vowel signs, anusvara,
+candrabindu, virama, nukta and avagraha are kept.
 """
 
 import dataclasses

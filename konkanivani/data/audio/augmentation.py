@@ -62,5 +62,4 @@ def scale_and_clip(waveform: torch.Tensor, decibels: float) -> torch.Tensor:
 
 
 def _energy(waveform: torch.Tensor) -> float:
-    """Return the sum of squares, computed in float64."""
     return float(waveform.double().square().sum())

@@ -31,6 +31,7 @@ def parse_channel_cell(cell: object, column: str) -> int | None:
     """
     if cell is None or (isinstance(cell, str) and not cell.strip()):
         return None
+    # A bool is an int, but its repr is not decimal, so that it is rejected below.
     text = cell.strip() if isinstance(cell, str) else repr(cell)
     if isinstance(cell, (int, str)) and text.isascii() and text.isdecimal() and len(text) < 10:
         return int(text)

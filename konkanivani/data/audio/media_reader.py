@@ -31,7 +31,7 @@ import sys
 from collections.abc import Iterator
 
 REQUEST, ANSWER = struct.Struct("<cqq"), struct.Struct("<cq")
-MORE_MEMORY = 384 * 2**20  # bytes of address space in addition to those of the loaded libraries
+MORE_MEMORY = 384 * 2**20  # bytes of address space beyond the loaded libraries
 MAX_SECONDS = 60  # CPU time of one answer: at most a minute of audio, or the audio before a span
 MAX_CHANNELS = 32
 DISCARD_ALL = 48  # libavcodec/defs.h

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from konkanivani.data.audio.source import OpenedAudio
 
-UNKNOWN_FROM = 0x7FFF0000  # placeholders of programs that write to a pipe start here; others write 0
+UNKNOWN_FROM = 0x7FFF0000  # lengths from here on, or 0, are placeholders of programs that did not know the length
 MAX_CHUNKS = 1000
 W64_DATA = b"data\xf3\xac\xd3\x11\x8c\xd1\x00\xc0\x4f\x8e\xdb\x8a"
 
@@ -35,7 +35,7 @@ def missing_share(opened: OpenedAudio) -> float:
 
 
 def iterate_chunks(opened: OpenedAudio, shape: str, begin: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the name, content offset and stated length in bytes of each chunk from offset `begin` on.
+    """Yield the name, content offset and stated length in bytes of each chunk from an offset on.
 
     `shape` is the struct format of a chunk's header.
     """

@@ -98,7 +98,6 @@ class SndfileSound:
         return self.done + self._decode_and_drop(self.most_frames + 1)
 
     def close(self) -> None:
-        """Close the file."""
         self.file.close()
 
     def _decode_and_drop(self, count: int) -> int:

@@ -133,7 +133,8 @@ def open_file(source: AudioSource) -> io.BufferedReader:
         raise UnusableAudio(source, LED_OUTSIDE)
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise UnusableAudio(source, "it is not a file")
-    # If a pipe or a terminal has replaced the file since the check above, these flags prevent blocking and control.
+    # A pipe or a terminal may have replaced the file since the check above. With these flags the open does not block,
+    # and a terminal does not become the controlling one.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

@@ -25,7 +25,7 @@ from konkanivani.data.audio.files import (
 )
 
 BLOCK_SECONDS = 1.0  # decoded and resampled at a time in a stream
-# torchaudio's resampling filter: a sinc up to its sixth zero, with its cutoff at 0.99 of the Nyquist frequency.
+# torchaudio's resampling filter: a sinc up to its sixth zero, cutoff at 0.99 of the lower rate's Nyquist frequency.
 FILTER_ZEROS, FILTER_ROLLOFF = 6, 0.99
 FILTERED_SAMPLES = 4000  # lengths are padded to a multiple of it, see change_rate
 MAX_FILTER_WEIGHTS = 2**20  # 4 MiB; 44,100 Hz has 70,560

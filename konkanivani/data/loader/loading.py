@@ -62,6 +62,7 @@ class GlobalBatchStream:
             found, interrupted = Loaded(None, ()), error
         portion = found.value or NO_UTTERANCES
         padded = sum(batch.waveforms.numel() for batch in portion.micro_batches)
+        # As integers, for gather_numbers and for sums that do not depend on the world size.
         samples, exit_code = round(portion.audio_seconds * SAMPLE_RATE), interrupted.exit_code if interrupted else 0
         mine = [exit_code, len(found.rejections), portion.tokens, portion.utterances, samples, padded]
         codes, rejected, *counts = zip(*gather_numbers(self.topology, mine), strict=True)

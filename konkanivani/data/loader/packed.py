@@ -32,6 +32,7 @@ class Place:
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the tensor as a view of the memory."""
+        # view(dtype) requires a start divisible by the item size; ALIGNMENT is a multiple of every item size.
         return memory[self.start : self.end].view(self.dtype).view(self.shape)
 
 
