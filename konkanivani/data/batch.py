@@ -1,4 +1,4 @@
-"""The value that travels from data to the training step: waveforms and tokens of a few utterances.
+"""Examples, micro-batches and global batches: waveforms and tokens of utterances.
 
 B batch, S samples, U tokens.
 """
@@ -20,7 +20,7 @@ TENSORS = ("waveforms", "tokens", "decoder_tokens", "targets")
 
 @dataclass(frozen=True)
 class Example:
-    """One utterance as the step needs it: waveform (S,), token ids, and the seed of its SpecAugment (None: none)."""
+    """Utterance for training: waveform (S,), token ids, and the seed of SpecAugment (None: no SpecAugment)."""
 
     utterance_id: str
     waveform: torch.Tensor
@@ -29,16 +29,20 @@ class Example:
 
     @property
     def seconds(self) -> float:
-        """The waveform's length."""
+        """Return the duration of the waveform."""
         return len(self.waveform) / SAMPLE_RATE
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch. Tokens are padded with 0, targets with -1.
+    """Micro-batch of B utterances.
 
-    waveforms (B, S) float32, tokens (B, U), decoder_tokens (B, U + 1) from the
-    start token, targets (B, U + 1) to the end token.
+    Args:
+        waveforms: (B, S) float32, padded with 0.
+        tokens: (B, U), padded with 0; the targets of CTC.
+        decoder_tokens: (B, U + 1), the decoder's input with the start token first, padded with 0.
+        targets: (B, U + 1), the decoder's targets with the end token last, padded with -1.
+        augment_seeds: Seeds of SpecAugment, one per utterance; None for no SpecAugment.
     """
 
     utterance_ids: tuple[str, ...]
@@ -56,11 +60,11 @@ class Batch:
 
     @property
     def longest_seconds(self) -> float:
-        """Seconds of its longest utterance, to which the others are padded."""
+        """Return the duration of the longest utterance, to which the others are padded."""
         return max(self.sample_lengths) / SAMPLE_RATE
 
     def to(self, device: torch.device) -> Batch:
-        """The batch with its tensors, on `device`; a copy from pinned memory is not waited for."""
+        """Return the batch with its tensors on `device`; copies from pinned memory are asynchronous."""
         return self.with_each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -72,9 +76,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The utterances of one optimizer step, cut into micro-batches; the counts are over the whole window.
+    """Utterances of one optimizer step, split into micro-batches.
 
-    Where several ranks train, the micro-batches are those of one rank's share.
+    With several ranks, `micro_batches` are one rank's share, but the counts cover the whole global batch.
     """
 
     micro_batches: tuple[Batch, ...]
@@ -85,7 +89,7 @@ class GlobalBatch:
 
     @property
     def utterance_ids(self) -> tuple[str, ...]:
-        """The names of the utterances in the micro-batches."""
+        """Return the ids of the utterances in the micro-batches."""
         return tuple(name for batch in self.micro_batches for name in batch.utterance_ids)
 
     def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> GlobalBatch:
@@ -93,10 +97,8 @@ class GlobalBatch:
 
 
 def check_tokens(speech: Example, vocab_size: int, special: SpecialTokens) -> None:
-    """Raises a DataError where a token is CTC's blank, if there is one, or none of the vocabulary.
-
-    Here, on the host: CUDA's kernels would end the process, or give a loss that means nothing.
-    """
+    """Raise a `DataError` if a token is CTC's blank (if the vocabulary has one) or not in the vocabulary."""
+    # Checked on the host, because CUDA kernels would abort the process or compute a meaningless loss.
     lowest = 0 if special.blank is None else special.blank + 1
     wrong = [token for token in speech.tokens if not lowest <= token < vocab_size]
     if wrong:
@@ -107,7 +109,7 @@ def check_tokens(speech: Example, vocab_size: int, special: SpecialTokens) -> No
 
 
 def collate(speeches: list[Example], special: SpecialTokens) -> Batch:
-    """One batch of these utterances; `special` are the tokenizer's."""
+    """Pad examples to a batch; `special` are the tokenizer's special tokens."""
     tokens = [torch.tensor(speech.tokens, dtype=torch.long) for speech in speeches]
     edge = torch.tensor([special.start]), torch.tensor([special.end])
     pad = torch.nn.utils.rnn.pad_sequence
@@ -119,33 +121,34 @@ def collate(speeches: list[Example], special: SpecialTokens) -> Batch:
         tokens=pad(tokens, batch_first=True),
         token_lengths=tuple(len(row) for row in tokens),
         decoder_tokens=pad([torch.cat([edge[0], row]) for row in tokens], batch_first=True),
+        # -1 is ignored by the loss; 0 would be a token.
         targets=pad([torch.cat([row, edge[1]]) for row in tokens], batch_first=True, padding_value=-1),
         augment_seeds=None if None in seeds else tuple(seeds),
     )
 
 
 def largest_batch(batches: tuple[Batch, ...]) -> Batch:
-    """The one of most padded audio; of equals the longest."""
+    """Return the batch with the most padded audio; among equals, the one with the longest utterance."""
     return max(batches, key=lambda batch: (batch.size * batch.longest_seconds, batch.longest_seconds))
 
 
 def order_for_concurrency(batches: tuple[Batch, ...], concurrent_micro_batches: int) -> tuple[Batch, ...]:
     """Order batches so that running `concurrent_micro_batches` of them in parallel takes the least time.
 
-    The longest come first, so that the last ones are short. The first `concurrent_micro_batches` are in ascending
-    order, because gradients are added in order and a short batch would wait for a longer one before it.
+    The longest come first, so that the last ones, during which others are idle, are short.
     """
     if concurrent_micro_batches < 2:
         return batches
     ordered = sorted(batches, key=lambda batch: -sum(batch.sample_lengths))
+    # The first ones ascend: gradients are added in order, and a short batch would wait for a longer one before it.
     return (*ordered[:concurrent_micro_batches][::-1], *ordered[concurrent_micro_batches:])
 
 
 def split_batch(batch: Batch) -> tuple[Batch, Batch]:
-    """The first and the second half of the batch's rows (the first has the odd one), each padded to its own longest.
+    """Split a batch into its first and second half, each cut to its longest utterance; an odd row goes to the first.
 
-    The order stays. Batches are laid out by length, so a half's utterances are of like length. The tensors are views:
-    halving takes no memory. A ValueError where there is one utterance only.
+    The order is kept; batches are sorted by length, so each half has utterances of similar length. The tensors are
+    views and take no memory. Raise a `ValueError` for a batch of one utterance.
     """
     if batch.size < 2:
         raise ValueError("a batch of one utterance cannot be split")

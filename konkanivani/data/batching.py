@@ -1,4 +1,4 @@
-"""The plan of an epoch: which utterances form which optimizer step, and how a step is cut into micro-batches."""
+"""Plan of an epoch: assignment of utterances to optimizer steps, and of a step's utterances to micro-batches."""
 
 import zlib
 from collections.abc import Iterator, Sequence
@@ -14,12 +14,12 @@ from konkanivani.data.batch import Example, GlobalBatch, collate
 from konkanivani.data.text import SpecialTokens
 
 MAX_BUCKETS = 50
-PLAN_VERSION = 2  # counts changes of how a plan follows from its numbers
+PLAN_VERSION = 2  # increment when the same settings give another plan
 
 
 @dataclass(frozen=True, order=True)
 class Cursor:
-    """A position in the data: `consumed` global batches of epoch `epoch` (from 0) have been trained on."""
+    """Position in the training data: `consumed` global batches of epoch `epoch` (from 0) have been used."""
 
     epoch: int
     consumed: int
@@ -27,7 +27,10 @@ class Cursor:
 
 @dataclass(frozen=True)
 class EpochPlan(Sequence[np.ndarray]):
-    """The global batches of one epoch as arrays of utterance indices; `order` is their concatenation."""
+    """Global batches of one epoch as arrays of utterance indices.
+
+    `order` concatenates the batches before shuffling; `global_batch_order` is the order of the complete ones.
+    """
 
     order: np.ndarray
     global_batch_order: np.ndarray
@@ -45,9 +48,10 @@ class EpochPlan(Sequence[np.ndarray]):
 
 @dataclass(frozen=True)
 class EpochPlanner:
-    """Everything that the plan of any epoch follows from. `durations` (N,) are seconds, one an utterance.
+    """Planner of epochs; `durations` (N,) are the utterances' durations in seconds.
 
-    With `shortest_first` the first epoch's windows come from short to long (SortaGrad; Amodei et al., 2015).
+    With `shortest_first`, the first epoch's global batches are ordered from short to long utterances (SortaGrad;
+    Amodei et al., 2015).
     """
 
     durations: np.ndarray
@@ -56,16 +60,18 @@ class EpochPlanner:
     shortest_first: bool = False
 
     def plan_epoch(self, epoch: int) -> EpochPlan:
-        """The epoch's windows: each utterance once, utterances of like length together.
+        """Return the epoch's global batches: each utterance once, utterances of similar length together.
 
-        Pure in (seed, epoch). Utterances are sorted into buckets of like duration, shuffled in their bucket, and laid
-        out bucket by bucket; the windows are then shuffled, where none are to be short at first; the ragged one last.
+        The plan is a function of (seed, epoch). Utterances are sorted into buckets by duration, shuffled within each
+        bucket and concatenated. Then the global batches are shuffled, unless `shortest_first` orders this epoch; an
+        incomplete one stays last.
         """
         generator = np.random.default_rng(derive_seed(self.seed, "plan", epoch))
-        # Buckets hold about equally many, at least four windows' worth.
+        # Buckets of about equal size, each at least four global batches.
         count = int(np.clip(len(self.durations) // (4 * self.global_batch_size), 1, MAX_BUCKETS))
-        ordered = np.sort(self.durations.astype(np.float32))  # half the memory; any edges serve
+        ordered = np.sort(self.durations.astype(np.float32))  # half the memory; the edges need not be exact
         edges = ordered[len(ordered) * np.arange(1, count) // count]
+        # In parts, because searchsorted returns int64, eight times the size of the bucket numbers.
         parts = np.array_split(self.durations, 16)
         buckets = np.concatenate([np.searchsorted(edges, part, side="right").astype(np.uint8) for part in parts])
         order = np.argsort(buckets, kind="stable").astype(np.int32)
@@ -80,24 +86,26 @@ class EpochPlanner:
         return -(-len(self.durations) // self.global_batch_size)
 
     def cursors_behind(self, cursor: Cursor) -> Iterator[Cursor]:
-        """The cursor behind each window from `cursor` on, without end."""
+        """Yield the cursor after each global batch from `cursor` on, without end."""
         epoch, number = cursor.epoch, cursor.consumed
         while True:
             epoch, number = (epoch, number + 1) if number + 1 < self.global_batches_per_epoch() else (epoch + 1, 0)
             yield Cursor(epoch, number)
 
     def digest(self) -> int:
-        """A number that changes when any plan does."""
+        """Return a checksum that changes if any plan changes."""
+        # `shortest_first` is included only if set: other plans keep their digest.
         recipe = repr((PLAN_VERSION, self.global_batch_size, self.seed, *["shortest first"] * self.shortest_first))
         return zlib.crc32(recipe.encode(), zlib.crc32(np.ascontiguousarray(self.durations)))
 
 
 def partition(costs: np.ndarray, ranks: int) -> list[np.ndarray]:
-    """The items of these costs (N,), by number, divided among ranks: costliest first, to the least loaded one.
+    """Divide items with these costs (N,) among ranks; return each rank's item numbers in ascending order.
 
-    Each item once, in ascending order; pure, so that every rank knows what all get. A rank may get nothing. The
-    greatest load is at most 4/3 of the best possible one (Graham, 1969).
+    The costliest item goes to the least loaded rank first, so that the largest load is at most 4/3 of the optimum
+    (Graham, 1969). A rank may receive no items.
     """
+    # Deterministic (stable sort, first minimum): each rank computes the shares of all ranks without communication.
     loads, hands = np.zeros(ranks), [[] for _ in range(ranks)]
     for number in np.argsort(-np.asarray(costs, dtype=np.float64), kind="stable"):
         rank = int(loads.argmin())
@@ -107,7 +115,7 @@ def partition(costs: np.ndarray, ranks: int) -> list[np.ndarray]:
 
 
 def plan_evaluation(durations: np.ndarray, batch_seconds: float) -> list[np.ndarray]:
-    """Batches of utterance indices, longest first, each at most `batch_seconds` of padded audio (or one utterance)."""
+    """Return batches of utterance indices, longest first: at most `batch_seconds` of padded audio, or one utterance."""
     batches: list[list[int]] = []
     for index in np.argsort(-durations, kind="stable"):
         if batches and durations[batches[-1][0]] * (len(batches[-1]) + 1) <= batch_seconds:
@@ -119,26 +127,27 @@ def plan_evaluation(durations: np.ndarray, batch_seconds: float) -> list[np.ndar
 
 @dataclass(frozen=True)
 class SizeLimit:
-    """Utterances of up to `seconds` go at most `utterances` at once."""
+    """Largest micro-batch, in utterances, for utterances of up to `seconds`."""
 
     seconds: float
     utterances: int
 
 
 def same_size(utterances: int) -> tuple[SizeLimit, ...]:
-    """So many at once, whatever their length."""
+    """Return limits that allow micro-batches of `utterances` at any length."""
     return (SizeLimit(float("inf"), utterances),)
 
 
 def largest_size(seconds: float, limits: tuple[SizeLimit, ...]) -> int:
-    """How many utterances of up to `seconds` go at once; one where they are longer than any limit says."""
+    """Return the largest micro-batch for utterances of up to `seconds`; 1 if they exceed all limits."""
     return next((limit.utterances for limit in limits if seconds <= limit.seconds), 1)
 
 
 def cut_sizes(seconds: Sequence[float], limits: tuple[SizeLimit, ...]) -> list[int]:
-    """How many go into each micro-batch of a window, shortest utterances first; `seconds` and `limits` ascend."""
+    """Return the micro-batch sizes of a global batch, shortest utterances first; `seconds` and `limits` must ascend."""
     sizes: list[int] = []
     for longest in seconds:
+        # The added utterance is the longest so far: its limit applies to the whole micro-batch.
         if sizes and sizes[-1] < largest_size(longest, limits):
             sizes[-1] += 1
         else:
@@ -147,7 +156,7 @@ def cut_sizes(seconds: Sequence[float], limits: tuple[SizeLimit, ...]) -> list[i
 
 
 def padded_seconds(seconds: np.ndarray, limits: tuple[SizeLimit, ...]) -> float:
-    """Seconds of audio and padding of a window (N,) that is cut by these limits."""
+    """Return the seconds of audio and padding of a global batch (N,) that is split by these limits."""
     ordered = np.sort(seconds)
     sizes = np.array(cut_sizes(ordered.tolist(), limits))
     return float((ordered[np.cumsum(sizes) - 1] * sizes).sum())
@@ -156,10 +165,11 @@ def padded_seconds(seconds: np.ndarray, limits: tuple[SizeLimit, ...]) -> float:
 def split_into_micro_batches(
     speeches: list[Example], limits: tuple[SizeLimit, ...], special: SpecialTokens
 ) -> GlobalBatch:
-    """The window in micro-batches of utterances of like length, each as large as its longest one allows.
+    """Split a global batch into micro-batches of similar length, each as large as its longest utterance allows.
 
-    `limits` ascend in seconds. The shortest utterances come first; the last micro-batch may be smaller.
+    `limits` must ascend in seconds. The shortest utterances come first; the last micro-batch may be smaller.
     """
+    # Ties are broken by the id, so that the result does not depend on the order of the input.
     rest = iter(sorted(speeches, key=lambda speech: (len(speech.waveform), speech.utterance_id)))
     sizes = cut_sizes(sorted(speech.seconds for speech in speeches), limits)
     micro_batches = tuple(collate(list(islice(rest, size)), special) for size in sizes)
@@ -175,6 +185,6 @@ def split_into_micro_batches(
 
 
 def choose_subset(count: int, percent: float, seed: int) -> np.ndarray:
-    """Indices of `percent` of `count` utterances (at least one), in order; the same for the same seed."""
+    """Return sorted indices of a random `percent` of `count` utterances (at least one), determined by the seed."""
     chosen = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(seed, "subset")))
     return np.sort(chosen[: max(1, round(count * percent / 100))].numpy())

@@ -1,4 +1,4 @@
-"""Which utterances can be trained on, and why the others cannot."""
+"""Selection of the utterances that can be used for training, with the reason for each rejected one."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -19,17 +19,18 @@ from konkanivani.data.utterance import Utterance
 from konkanivani.data.vocabulary import Vocabulary
 
 ROWS_AT_ONCE = 500_000
-# Fast speech has some 40 code points a second, of at most three tokens each. Without CTC nothing else bounds a text.
-MAX_TOKEN_RATE = 200.0  # tokens a second
+# Fast speech has about 40 code points per second, of at most three tokens each. Without CTC, no other limit relates
+# the length of the text to the audio.
+MAX_TOKEN_RATE = 200.0  # tokens per second
 SPARE_TOKENS = 100
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an utterance must keep to; durations in seconds, `fastest_speed` as played in training.
+    """Limits of a usable utterance; durations are in seconds.
 
-    `duration_flag` is the one that says how long it may be, `tokens_limit` what says of how many tokens. With
-    `is_aligned` CTC has to find its tokens in its frames.
+    `fastest_speed` is the largest factor of speed perturbation. `duration_flag` and `tokens_limit` name the origin of
+    the limits in messages. With `is_aligned`, CTC must be able to align the tokens to the encoder frames.
     """
 
     min_duration: float
@@ -42,7 +43,8 @@ class Limits:
     is_aligned: bool = True
 
     def within(self, window_seconds: float, most_tokens: float, slowest_speed: float = 1.0) -> "Limits":
-        """The same for a model that hears so many seconds as they are played, and says so many tokens."""
+        """Return the limits reduced to a model's longest input (after speed perturbation) and number of tokens."""
+        # At speed s, an utterance of d seconds takes d / s seconds of the model's input.
         limits, longest = self, window_seconds * slowest_speed
         if most_tokens < self.max_tokens:
             limits = dataclasses.replace(limits, max_tokens=most_tokens, tokens_limit="the decoder's")
@@ -53,7 +55,7 @@ class Limits:
         return limits
 
     def frames_missing(self, durations: np.ndarray, frames_needed: np.ndarray) -> np.ndarray:
-        """(N,) bool: whether utterances of these durations (N,) have too few encoder frames, or none, for these."""
+        """Return whether utterances of these durations (N,) have no or too few encoder frames: bool (N,)."""
         needed = np.maximum(frames_needed if self.is_aligned else 0, 1)
         return self.encoder_frames(durations) < needed
 
@@ -65,15 +67,15 @@ class Limits:
         return SPARE_TOKENS + MAX_TOKEN_RATE * durations
 
     def encoder_frames(self, durations: np.ndarray) -> np.ndarray:
-        """Encoder frames of so many seconds of audio (N,) at the fastest speed."""
+        """Return the number of encoder frames of these durations (N,) in seconds, at the fastest speed."""
         samples = np.rint(np.asarray(durations) * SAMPLE_RATE).astype(np.int64)
         return self.framing.encoded_length(speed_perturbed_samples(samples, self.fastest_speed))
 
 
 def training_limits(config: TrainConfig, framing: FrameLengths | None = None) -> Limits:
-    """The limits of training utterances, once the amount of speech has been decided on.
+    """Return the limits of training utterances; the settings' automatic values must have been resolved.
 
-    `framing` is that of a model that does not hear the features of these settings.
+    `framing` replaces the settings' framing for a model with its own features.
     """
     data, speeds = config.data, config.augment.speed_perturbation
     limits = Limits(data.min_duration, data.max_duration, data.max_tokens, max(speeds))
@@ -82,7 +84,7 @@ def training_limits(config: TrainConfig, framing: FrameLengths | None = None) ->
 
 
 def evaluation_limits(config: TrainConfig, framing: FrameLengths | None = None) -> Limits:
-    """The limits of validation and test utterances, which have a length cap of their own."""
+    """Return the limits of validation and test utterances, which have their own maximum duration."""
     return dataclasses.replace(
         training_limits(config, framing),
         max_duration=config.data.max_validation_duration,
@@ -93,7 +95,7 @@ def evaluation_limits(config: TrainConfig, framing: FrameLengths | None = None) 
 
 
 def reason_to_reject(utterance: Utterance, tokens: list[int], limits: Limits) -> str | None:
-    """Why this utterance, of normalised text and these tokens, cannot be used; None where it can."""
+    """Return why an utterance with normalised text and these tokens cannot be used; None if it can."""
     if not utterance.text:
         return "the transcript is empty after normalisation"
     if utterance.duration < limits.min_duration:
@@ -117,11 +119,12 @@ def reason_to_reject(utterance: Utterance, tokens: list[int], limits: Limits) ->
 def check_utterances(
     manifest: Manifest, tokenizer: Vocabulary, limits: Limits, digits: Digits
 ) -> tuple[Selection, list[Rejection]]:
-    """The utterances that can be used, and the others with their reasons; an empty transcript counts as broken."""
+    """Return the usable utterances and the rejected ones with reasons; an empty transcript counts as broken."""
     counts, normalize = count_tokens(manifest, tokenizer, digits), partial(tokenizer.normalize, digits=digits)
     usable = _usable(manifest, counts, limits)
     rejections = []
     everything = Selection(manifest, np.arange(len(manifest), dtype=np.int32), counts, normalize, is_whole=True)
+    # Only rejected rows are read and tokenized again, for their reasons; the check itself needs the counts alone.
     for place in np.flatnonzero(~usable):
         utterance = everything[place]
         tokens = tokenizer.encode(utterance.text)
@@ -131,8 +134,9 @@ def check_utterances(
 
 
 def _usable(manifest: Manifest, counts: TokenCounts, limits: Limits) -> np.ndarray:
-    """(rows,) bool, some rows at a time: what is worked out on the way takes ten times as much."""
+    """Return which rows are usable: bool (rows,)."""
     usable = np.empty(len(manifest), bool)
+    # In blocks: the intermediate arrays take ten times the memory of the result.
     for first in range(0, len(manifest), ROWS_AT_ONCE):
         rows = slice(first, first + ROWS_AT_ONCE)
         durations, tokens = manifest.durations[rows], counts.tokens[rows]
@@ -144,7 +148,7 @@ def _usable(manifest: Manifest, counts: TokenCounts, limits: Limits) -> np.ndarr
 
 
 def check_any_usable(selection: Selection, rejections: list[Rejection]) -> None:
-    """Raises a DataError where nothing is left."""
+    """Raise a `DataError` if no utterance is usable."""
     if not len(selection):
         raise DataError(
             f"None of the {count(len(rejections), 'utterance')} of {selection.manifest.path} is usable; the "

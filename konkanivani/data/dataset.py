@@ -1,4 +1,4 @@
-"""An utterance of a manifest as waveform and tokens, read when it is asked for."""
+"""Map-style datasets that load an utterance's waveform and tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ from konkanivani.data.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class TrainDataset(Dataset):
-    """Map-style: (epoch, index) -> Speech, or a Rejection.
+    """Map-style training dataset: (epoch, index) -> `Example`, or a `Rejection` if the audio is unusable.
 
-    Speed-perturbed, then with noise and reverberation; of `timed_share` the labels say when speech begins and ends.
-    Random only in (seed, epoch, utterance).
+    Applies speed perturbation, then reverberation, noise and gain. A share `timed_share` of the labels contains the
+    start and end of the speech. All randomness is a function of (seed, epoch, utterance).
     """
 
     utterances: Sequence[Utterance]
@@ -46,6 +46,7 @@ class TrainDataset(Dataset):
         seed = derive_seed(self.seed, epoch, "specaugment", utterance.id)
         drawn = torch.rand((), generator=utterance_generator(self.seed, epoch, utterance.id, "times"))
         if drawn < self.timed_share:
+            # Speech is detected in the clean waveform, after speed perturbation has changed its times.
             tokens = self.tokenizer.encode_with_times(utterance.text, *speech_span(clean))
         else:
             tokens = self.tokenizer.encode(utterance.text)
@@ -54,7 +55,7 @@ class TrainDataset(Dataset):
 
 @dataclass(frozen=True)
 class EvalDataset(Dataset):
-    """Map-style: index -> Speech as it is in the file, or a Rejection."""
+    """Map-style dataset without augmentation: index -> `Example`, or a `Rejection` if the audio is unusable."""
 
     utterances: Sequence[Utterance]
     tokenizer: Vocabulary
@@ -69,7 +70,7 @@ class EvalDataset(Dataset):
 
 
 def _read(utterance: Utterance, manifest: str) -> torch.Tensor | Rejection:
-    """The utterance's waveform (S,), or why it is left out after all."""
+    """Return the utterance's waveform (S,), or a rejection with the reason."""
     try:
         return load_audio(utterance.source)
     except UnusableAudio as error:

@@ -1,4 +1,4 @@
-"""A sketch that identifies a corpus, moved or lengthened: hashes of its utterances."""
+"""Fingerprint of a corpus from hashes of its utterances, which identifies it after it is moved or extended."""
 
 import os
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ from konkanivani.base.errors import CheckpointError
 from konkanivani.data.index import SKETCHED
 from konkanivani.data.manifest import Manifest
 
-OLD_SKETCHED = 256  # marks at most in the checkpoints of older versions
+OLD_SKETCHED = 256  # maximum number of hashes in checkpoints of older versions
 
 
 @dataclass(frozen=True)
 class CorpusChange:
-    """The number of utterances that were added to a corpus and removed from it; estimated if not `is_exact`."""
+    """Number of utterances added to and removed from a corpus; estimated if not `is_exact`."""
 
     added: int
     removed: int
@@ -28,10 +28,10 @@ class CorpusChange:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A training manifest's path and size, and the sketch of its index.
+    """Path, size and bottom-k sketch of a training manifest.
 
-    The utterances with the least marks of one corpus are those of another as far as they are in both (bottom-k
-    sketch; Broder, 1997, "On the resemblance and containment of documents").
+    The k smallest hashes of a corpus are a uniform sample of its utterances, so that comparing two sketches estimates
+    the overlap of the corpora (Broder, 1997, "On the resemblance and containment of documents").
     """
 
     manifest: str
@@ -40,39 +40,40 @@ class Fingerprint:
     sketch: tuple[int, ...]
 
     def sentence(self) -> str:
-        """The corpus for a person."""
+        """Return a description of the corpus for messages."""
         return f"{self.manifest} ({count(self.utterances, 'utterance')}, {duration_words(self.hours)})"
 
     def shared(self, other: "Fingerprint") -> float:
-        """The share of the smaller corpus's utterances that the other one has too, about."""
+        """Estimate the share of the smaller corpus's utterances that are also in the other corpus."""
         mine, theirs = self._comparable(other)
         return len(mine & theirs) / max(1, min(len(mine), len(theirs)))
 
     def is_unchanged(self, other: "Fingerprint") -> bool:
-        """Whether the other one has as many utterances, and as far as can be told the same."""
+        """Return whether the other corpus has the same number of utterances and no detectable difference."""
         return self.utterances == other.utterances and self.change_to(other) is None
 
     def change_to(self, other: "Fingerprint") -> CorpusChange | None:
-        """Return the difference to the other corpus; None if there is none within the reach of both sketches."""
+        """Return the difference to the other corpus; None if both sketches show no difference."""
         mine, theirs = self._comparable(other)
         difference = other.utterances - self.utterances  # known exactly
         is_exact = min(self.reach, other.reach) == float("inf")
         if is_exact:
-            # A row that is in the manifest twice has one mark and counts as two utterances.
+            # Hashes are a set, whereas a row that occurs twice counts as two utterances: correct by the difference.
             added = max(len(theirs - mine), len(mine - theirs) + difference)
         else:
+            # Estimate the removed utterances from this sketch's sample; the difference of the sizes is exact.
             added = max(0, round(len(mine - theirs) / max(1, len(mine)) * self.utterances) + difference)
         change = CorpusChange(added, added - difference, is_exact)
         return change if change.added or change.removed else None
 
     @property
     def reach(self) -> float:
-        """Return the largest mark within the sketch's range; infinite if it holds the marks of all utterances."""
+        """Return the largest hash of the sketch; infinite if it contains the hashes of all utterances."""
         is_cut = len(self.sketch) in (OLD_SKETCHED, SKETCHED) and self.utterances > len(self.sketch)
         return self.sketch[-1] if is_cut else float("inf")
 
     def _comparable(self, other: "Fingerprint") -> tuple[set[int], set[int]]:
-        """Return the marks of both corpora within the range of both sketches."""
+        """Return the hashes of both corpora up to the smaller reach: above it, one sketch is incomplete."""
         limit = min(self.reach, other.reach)
         return {mark for mark in self.sketch if mark <= limit}, {mark for mark in other.sketch if mark <= limit}
 
@@ -86,8 +87,9 @@ def make_fingerprint(manifest: Manifest) -> Fingerprint:
 
 
 def read_fingerprint(state: Mapping[str, object]) -> Fingerprint:
-    """The fingerprint that a checkpoint carries; a CheckpointError where it is none."""
+    """Return the fingerprint stored in a checkpoint; raise a `CheckpointError` if it is invalid."""
     fields = {"manifest": str, "utterances": int, "hours": float, "sketch": tuple}
+    # The file may come from elsewhere; `type`, because a bool is an int.
     sound = all(type(state.get(name)) is kind for name, kind in fields.items())
     if not sound or not all(type(mark) is int for mark in state["sketch"]):
         raise CheckpointError("The checkpoint has no valid record of its training corpus. Use another checkpoint.")

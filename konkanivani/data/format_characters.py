@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from konkanivani.base.console import count
 
-MAX_NAMED = 8  # kinds of characters that a sentence names
+MAX_NAMED = 8  # kinds of characters listed in a message
 ZWNJ = "\u200c"
 ZWJ = "\u200d"
 JOINERS = frozenset((ZWNJ, ZWJ))
@@ -56,7 +56,7 @@ def drop_unwritten(text: str) -> str:
     return "".join(character for character in text if not is_dropped_from_written(character))
 
 
-# Category Cf without `VISIBLE`. Its ranges are written out: to find them takes a sixth of a second at each start.
+# Category Cf without `VISIBLE`. Written out, because computing the ranges takes a sixth of a second at each start.
 _INVISIBLE = re.compile(
     "[\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb\U00013430-\U0001343f"
     "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001\U000e0020-\U000e007f]"
@@ -71,12 +71,12 @@ def find_removed(text: str) -> list[str]:
 
 
 def find_unwritten(text: str) -> list[str]:
-    """Return the invisible format characters that written text drops too, in their order: no joiner."""
+    """Return the invisible format characters that even written text drops, in their order; joiners are kept."""
     return [] if text.isascii() else [character for character in _find_invisible(text) if character not in JOINERS]
 
 
 def _find_invisible(text: str) -> list[str]:
-    # An older Unicode than that of the ranges has fewer.
+    # Python's Unicode version may be older than the ranges, with fewer characters in Cf.
     return [character for character in _INVISIBLE.findall(text) if unicodedata.category(character) == "Cf"]
 
 
@@ -87,9 +87,9 @@ def count_mapped_joiners(text: str) -> int:
 
 @dataclass
 class FormatCharacterCount:
-    """Invisible format characters that are removed from transcripts, by character, and the transcripts with any.
+    """Counts of invisible format characters removed from transcripts, and of the transcripts that contain any.
 
-    `unwritten_texts` are the transcripts with one that written text drops too, so no joiner.
+    `unwritten_texts` counts the transcripts with a character that even written text drops, that is, not a joiner.
     """
 
     characters: Counter[str] = field(default_factory=Counter)

@@ -1,13 +1,14 @@
-"""How a search goes over the tokens of a vocabulary: what it begins with, what it may not say, where it ends."""
+"""Constraints of decoding: prompt, suppressed tokens, timestamp rules and maximum length."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class TimeRules:
-    """The tokens of times, all that are not below `first`; `no_times` says that there are none, and is never said.
+    """Timestamp tokens, as in Whisper: all ids from `first` on.
 
-    The first token of all is a time of at most `latest_first` steps; None: of any.
+    `no_times` is the token for "no timestamps", which is never generated. The first generated token must be a
+    timestamp between `first` and `first + latest_first` (None: no upper bound).
     """
 
     no_times: int
@@ -17,10 +18,10 @@ class TimeRules:
 
 @dataclass(frozen=True)
 class GenerationRules:
-    """What a search begins with behind the start token, what it may not say, and after how many tokens it ends.
+    """Rules of decoding for one vocabulary; tokens are given by their ids.
 
-    Tokens are given by their ids: `suppressed` everywhere, `suppressed_first` in the first place behind the prompt.
-    With `most_tokens` None a hypothesis has at most as many tokens as its utterance has frames.
+    `prompt` follows the start token. `suppressed` tokens are never generated, `suppressed_first` tokens not directly
+    after the prompt. A hypothesis has at most `most_tokens` tokens (None: the number of encoder frames).
     """
 
     prompt: tuple[int, ...] = ()
@@ -31,7 +32,7 @@ class GenerationRules:
 
     @property
     def forbids(self) -> bool:
-        """Whether there is anything that it may not say."""
+        """Return whether any token is suppressed."""
         return bool(self.suppressed or self.suppressed_first or self.times)
 
 

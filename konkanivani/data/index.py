@@ -1,7 +1,8 @@
-"""Where each row of a manifest begins, and how long its audio is: found once, then mapped into memory.
+"""Index of a manifest: byte offset, size and duration of each row.
 
-A manifest of more than a few MiB gets a folder beside it, MANIFEST.index, of plain arrays: opening it takes no longer
-for millions of rows than for one, and every process shares the same pages. It is built again when the manifest changes.
+For a manifest of `SMALL_BYTES` or more, the index is stored as plain arrays in the folder MANIFEST.index, next to the
+manifest, and memory-mapped. Opening it takes constant time, all processes share its pages, and it is rebuilt when the
+manifest changes.
 """
 
 import json
@@ -27,13 +28,14 @@ from konkanivani.data.audio.unicode_paths import existing_path
 from konkanivani.data.format_characters import FormatCharacterCount, find_removed
 from konkanivani.data.utterance import BadRow, parse_row
 
-# 5: a sketch of 256 marks. 4: no channels and no counts of format characters. 3: rows with format characters or
-# absolute paths were refused. 2: no sketch. 1: checked by modification time alone, which unpacking an archive restores.
+# Earlier versions: 5 had a sketch of 256 hashes; 4 had no channels and no counts of format characters; 3 rejected rows
+# with format characters or absolute paths; 2 had no sketch; 1 was validated by the modification time alone, which
+# unpacking an archive restores.
 VERSION = 6
-SMALL_BYTES = 4 * 2**20  # read anew at each start: it takes less than a second, and nothing is left beside the file
+SMALL_BYTES = 4 * 2**20  # smaller manifests are scanned at each start in under a second, without stored files
 BLOCK_BYTES = 16 * 2**20
-SKETCHED = 2**16  # marks: exact for corpora of up to about 90 hours, and 600 kB in a checkpoint
-MAX_LINE = 2**20  # bytes; hours of speech need less
+SKETCHED = 2**16  # hashes: exact for corpora of up to about 90 hours; 600 kB in a checkpoint
+MAX_LINE = 2**20  # bytes; the transcript of hours of speech is shorter
 MISSING = "the audio file does not exist"
 FORMAT_CHARACTERS = "format_characters.json"
 ARRAYS = {"starts": np.int64, "sizes": np.int32, "rows": np.int32, "durations": np.float64}
@@ -41,9 +43,9 @@ ARRAYS = {"starts": np.int64, "sizes": np.int32, "rows": np.int32, "durations": 
 
 @dataclass(frozen=True)
 class BrokenRow:
-    """A row that is no utterance: its line from 1, its audio where it names one, and why.
+    """Invalid row: its line number from 1, its audio path (empty if it has none) and the reason.
 
-    `is_missing` where its audio file does not exist, which may change.
+    `is_missing` means that the audio file does not exist; it may appear later.
     """
 
     row: int
@@ -54,11 +56,17 @@ class BrokenRow:
 
 @dataclass(frozen=True)
 class ManifestIndex:
-    """The sound rows: the byte at which each line starts, its bytes, its number from 1, its seconds; and the others.
+    """Index of a manifest's valid rows.
 
-    `sketch` are the least marks of the utterances, ascending, at most SKETCHED, by which two corpora are compared.
-    `folder` is where the arrays are kept, None where they are not. `format_characters` are those of the transcripts
-    that normalisation removes.
+    Args:
+        starts: Byte offset of each row's line (rows,).
+        sizes: Bytes of each line (rows,).
+        rows: Line numbers from 1 (rows,).
+        durations: Seconds (rows,).
+        broken: The invalid rows.
+        sketch: The smallest hashes of the utterances, ascending, at most `SKETCHED`, for comparing corpora.
+        folder: Folder of the stored arrays; None if they are not stored.
+        format_characters: Counts of the format characters that normalisation removes from the transcripts.
     """
 
     starts: np.ndarray
@@ -72,16 +80,16 @@ class ManifestIndex:
 
 
 def open_index(manifest: Path, named_roots: tuple[str, ...] = ()) -> ManifestIndex:
-    """The manifest's index, from beside it where that fits; an OSError where the manifest cannot be read.
+    """Load the manifest's stored index if it is valid, or build it; raise an `OSError` if the manifest is unreadable.
 
-    Rows whose audio lies neither in the manifest's folder nor in one of the `named_roots` are broken.
+    Rows whose audio is neither in the manifest's folder nor in one of the `named_roots` count as broken.
     """
     found, roots = manifest.stat(), audio_roots(str(manifest.parent), named_roots)
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
-        raise OSError("it is not a file")  # a pipe would be waited for
+        raise OSError("it is not a file")  # opening a pipe would block
     if found.st_size < SMALL_BYTES or not manifest.is_file():
         return _joined(list(_scanned(manifest, roots)))
-    # Inode and time of the change, so that an index that came along with a manifest is never taken for ours.
+    # Inode and ctime, which unpacking an archive does not restore: an index from elsewhere is not trusted.
     identity = {"version": VERSION, "bytes": found.st_size, "inode": found.st_ino, "changed_ns": found.st_ctime_ns}
     identity["roots"] = list(roots)
     folder = manifest.with_name(manifest.name + ".index")
@@ -97,7 +105,7 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = ()) -> ManifestInd
 
 
 def _read(folder: Path, manifest: Path, identity: dict[str, object]) -> ManifestIndex | None:
-    """The index in the folder; None where there is none, it is of another manifest, or a missing file is there now."""
+    """Load the index in `folder`; return None if it is absent or stale, or if a missing audio file exists now."""
     try:
         if json.loads((folder / "index.json").read_text()) != identity:
             return None
@@ -108,6 +116,7 @@ def _read(folder: Path, manifest: Path, identity: dict[str, object]) -> Manifest
         arrays = {name: _mapped(folder / name, kind) for name, kind in ARRAYS.items()}
     except (OSError, ValueError, TypeError):
         return None
+    # If a missing audio file has been added since, its row must become usable.
     is_mended = any(row.is_missing and os.path.exists(manifest.parent / row.audio_filepath) for row in broken)
     if is_mended:
         return None
@@ -115,17 +124,18 @@ def _read(folder: Path, manifest: Path, identity: dict[str, object]) -> Manifest
 
 
 def _read_counts(path: Path) -> FormatCharacterCount:
-    """Return the counts at `path`; a ValueError or TypeError if they are something else."""
+    """Return the counts at `path`; raise a `ValueError` or `TypeError` if the file has other content."""
     characters, texts, unwritten_texts = json.loads(path.read_text(encoding="utf-8"))
     return FormatCharacterCount(Counter(dict(characters)), int(texts), int(unwritten_texts))
 
 
 def _mapped(path: Path, kind: type) -> np.ndarray:
+    # mmap rejects empty files.
     return np.memmap(path, kind, mode="r") if path.stat().st_size else np.empty(0, kind)
 
 
 def _write(folder: Path, manifest: Path, identity: dict[str, object], roots: tuple[str, ...]) -> ManifestIndex:
-    """Writes the index beside its place and renames it there, block by block: memory does not grow with the rows."""
+    """Build the index block by block, so that memory does not grow with the rows, and store it in `folder`."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -145,6 +155,7 @@ def _write(folder: Path, manifest: Path, identity: dict[str, object], roots: tup
     counts = (removed.characters, removed.texts, removed.unwritten_texts)
     (partial / FORMAT_CHARACTERS).write_text(json.dumps(counts), encoding="utf-8")
     (partial / "index.json").write_text(json.dumps(identity))
+    # Renamed when complete: an interrupted build never leaves a partial index under the final name.
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     arrays = {name: _mapped(folder / name, kind) for name, kind in ARRAYS.items()}
@@ -167,7 +178,7 @@ def _joined(blocks: list[ManifestIndex]) -> ManifestIndex:
 
 
 def _scanned(manifest: Path, roots: tuple[str, ...]) -> Iterator[ManifestIndex]:
-    """The index of one block of lines after the other, scanned side by side where there are several."""
+    """Yield the index of each block of lines in order; several blocks are scanned in parallel processes."""
     edges = _block_edges(manifest)
     lines_before = 0
     with ExitStack() as opened:
@@ -176,6 +187,7 @@ def _scanned(manifest: Path, roots: tuple[str, ...]) -> Iterator[ManifestIndex]:
             pool = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork"))
             run_each = opened.enter_context(pool).map
         scans = run_each(_scan, repeat(str(manifest)), edges[:-1], edges[1:], repeat(roots))
+        # A block counts its lines from 1; only here the lines of all earlier blocks are known.
         for block, lines in progress_bar(scans, len(edges) - 1, f"indexing {manifest.name}", "block"):
             broken = tuple(replace(row, row=row.row + lines_before) for row in block.broken)
             yield replace(block, rows=block.rows + np.int32(lines_before), broken=broken)
@@ -183,7 +195,7 @@ def _scanned(manifest: Path, roots: tuple[str, ...]) -> Iterator[ManifestIndex]:
 
 
 def _block_edges(manifest: Path) -> list[int]:
-    """The bytes at which blocks of about BLOCK_BYTES begin, each behind a line's end, and the file's size."""
+    """Return the byte offsets of blocks of about `BLOCK_BYTES`, each at the start of a line, and the file's size."""
     edges, size = [0], manifest.stat().st_size
     with open(manifest, "rb") as file:
         while edges[-1] + BLOCK_BYTES < size:
@@ -195,19 +207,21 @@ def _block_edges(manifest: Path) -> list[int]:
 
 
 def _scan(manifest: str, first: int, end: int, roots: tuple[str, ...]) -> tuple[ManifestIndex, int]:
-    """The index of the lines in these bytes, rows numbered from 1, and how many lines there are."""
+    """Return the index of the lines in bytes `first` to `end`, rows numbered from 1, and the number of lines."""
     columns: dict[str, list] = {name: [] for name in ARRAYS}
     broken, marks, start, row, known = [], set(), first, 0, ""
     removed = FormatCharacterCount()
     folder = os.path.dirname(manifest)
     with open(manifest, "rb") as file:
         file.seek(first)
+        # Blank lines are counted, so that a row's number is its line number in an editor.
         for row, (line, size) in enumerate(_lines(file, end), start=1):
             if line.strip():
                 try:
                     if size > MAX_LINE:
                         raise BadRow(f"{size:,} bytes are too many for one row")
                     utterance = parse_row(line, folder, row, roots)
+                    # Consecutive rows are often spans of one file or shard: its existence is checked once.
                     if utterance.audio_path != known and not os.path.exists(existing_path(utterance.audio_path)):
                         raise BadRow(MISSING, utterance.audio_filepath)
                     known = utterance.audio_path
@@ -224,7 +238,7 @@ def _scan(manifest: str, first: int, end: int, roots: tuple[str, ...]) -> tuple[
 
 
 def _lines(file: BinaryIO, end: int) -> Iterator[tuple[bytes, int]]:
-    """Each line with its size; of one that is too long, its beginning."""
+    """Yield each line and its size in bytes; a line above `MAX_LINE` is cut to that length."""
     position = file.tell()
     while position < end and (line := file.readline(MAX_LINE)):
         size = len(line)
@@ -235,7 +249,7 @@ def _lines(file: BinaryIO, end: int) -> Iterator[tuple[bytes, int]]:
 
 
 def _pieces_of_line(file: BinaryIO) -> Iterator[bytes]:
-    """The rest of a line, however long, piece by piece."""
+    """Yield the rest of a line in pieces of at most `MAX_LINE` bytes."""
     while piece := file.readline(MAX_LINE):
         yield piece
         if piece.endswith(b"\n"):

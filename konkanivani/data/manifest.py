@@ -1,4 +1,4 @@
-"""JSONL manifests and the utterances they list, each read when it is asked for. See utterance.py for a row."""
+"""JSONL manifests as lazily read sequences of utterances; utterance.py describes a row."""
 
 import dataclasses
 import os
@@ -19,10 +19,10 @@ ADVICE = "Give the path of a JSONL manifest."
 
 
 class Manifest(Sequence[Utterance]):
-    """The sound rows of a manifest, in the file's order; `durations` (rows,) are their seconds, `broken` the others.
+    """Valid rows of a manifest in the order of the file.
 
-    Only the index is in memory, or mapped there; a row is read from the file when its utterance is asked for, in
-    whatever process asks.
+    Only the index is held in memory or memory-mapped; each access reads the row from the file. `durations` (rows,) are
+    in seconds; `broken` are the invalid rows.
     """
 
     def __init__(self, path: str, index: ManifestIndex, named_roots: tuple[str, ...] = ()) -> None:
@@ -40,13 +40,14 @@ class Manifest(Sequence[Utterance]):
         if self._file is None:
             self._file = os.open(self.path, os.O_RDONLY)
         start, row = int(self.index.starts[place]), int(self.index.rows[place])
+        # pread, because forked workers share the position of an inherited descriptor.
         return self._parse(os.pread(self._file, int(self.index.sizes[place]), start), row)
 
     def __iter__(self) -> Iterator[Utterance]:
         return self.between(0, len(self))
 
     def between(self, first: int, end: int) -> Iterator[Utterance]:
-        """The utterances at places first to end - 1, the file read from one to the other."""
+        """Yield the utterances with indices `first` to `end - 1`, reading the file sequentially."""
         index = self.index
         columns = (column[first:end] for column in (index.starts, index.sizes, index.rows))
         with open(self.path, "rb") as file:
@@ -64,18 +65,18 @@ class Manifest(Sequence[Utterance]):
             ) from None
 
     def __reduce__(self) -> tuple:
-        # Another process opens the file and maps the index itself.
+        # A file descriptor cannot be pickled: the other process opens the file and maps the index itself.
         return read_manifest, (self.path, self.named_roots)
 
     def __del__(self) -> None:
-        if getattr(self, "_file", None) is not None:
+        if getattr(self, "_file", None) is not None:  # __init__ may have failed before setting it
             os.close(self._file)
 
 
 def read_manifest(path: str | Path, named_roots: tuple[str, ...] = ()) -> Manifest:
-    """The manifest at `path`; a DataError where it cannot be read or lists nothing at all.
+    """Open the manifest at `path`; raise a `DataError` if it cannot be read or is empty.
 
-    Its audio must lie in its own folder or in one of the `named_roots`: rows that name another place are broken.
+    Audio must be in the manifest's folder or in one of the `named_roots`; rows with other paths count as broken.
     """
     with explained(DataError, f"The manifest {path} cannot be read", ADVICE):
         index = open_index(Path(path), named_roots)
@@ -87,13 +88,13 @@ def read_manifest(path: str | Path, named_roots: tuple[str, ...] = ()) -> Manife
 
 
 def read_recordings(path: str | Path, named_roots: tuple[str, ...] = ()) -> list[Utterance]:
-    """All rows of a manifest of sounds, whose text may be left out; a DataError names the bad ones.
+    """Return all rows of a manifest of recordings without transcripts; raise a `DataError` that names invalid rows.
 
-    As in `read_manifest`, audio must lie in the manifest's folder or in one of the `named_roots`.
+    As in `read_manifest`, audio must be in the manifest's folder or in one of the `named_roots`.
     """
     with explained(DataError, f"The manifest {path} cannot be read", ADVICE):
         if not Path(path).is_file() and Path(path).exists() and not Path(path).is_dir():
-            raise OSError("it is not a file")
+            raise OSError("it is not a file")  # reading a pipe would block
         lines = Path(path).read_bytes().split(b"\n")
     sounds, folder, problems = [], os.path.dirname(path), ErrorCollector()
     roots = audio_roots(folder, named_roots)
@@ -109,26 +110,27 @@ def read_recordings(path: str | Path, named_roots: tuple[str, ...] = ()) -> list
 
 
 def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
-    """Writes one JSON line an utterance beside `path`, renamed into place."""
+    """Write one JSON line per utterance to a temporary file and rename it to `path`."""
     write_json_lines(Path(path), map(row_of, utterances))
 
 
 def measure_corpus_size(manifest: Manifest) -> CorpusSize:
-    """The speech of all its rows that can be used, and where that is little its words."""
+    """Return the hours and utterances of the valid rows, and the number of distinct words if the corpus is small."""
     amount = CorpusSize(float(manifest.durations.sum()) / 3600, len(manifest.durations))
+    # Only for a small corpus: this reads every transcript.
     words = {word for text in iterate_texts(manifest) for word in text.split()} if amount.is_little else ()
     return dataclasses.replace(amount, words=len(words))
 
 
 def no_text(manifest: Manifest) -> DataError:
-    """What to say where there is nothing to train a tokenizer on."""
+    """Return the error for a manifest without any text to train a tokenizer on."""
     return DataError(
         f"All transcripts of {manifest.path} are empty after normalisation. Write the transcripts into the rows' text."
     )
 
 
 def iterate_texts(manifest: Manifest) -> Iterator[str]:
-    """The transcripts that a tokenizer is trained on: all, of very many rows some, evenly apart."""
+    """Yield the transcripts for tokenizer training: all, or `MAX_TOKENIZER_TEXTS` at equal distances."""
     if len(manifest) <= MAX_TOKENIZER_TEXTS:
         return (utterance.text for utterance in manifest)
     places = np.linspace(0, len(manifest) - 1, MAX_TOKENIZER_TEXTS).astype(np.int64)

@@ -1,7 +1,7 @@
-"""Noise, reverberation and gain, added to speech that is trained on.
+"""Noise, reverberation and gain augmentation of training utterances.
 
-Everything drawn is a function of (seed, epoch, utterance), each kind from a generator of its own: to turn one on
-changes nothing in the others.
+All random values are functions of (seed, epoch, utterance). Each kind of augmentation has its own generator, so that
+enabling one does not change the others.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from konkanivani.data.audio.waveform import load_audio, resample
 from konkanivani.data.manifest import read_recordings
 from konkanivani.data.utterance import Utterance
 
-MAX_RESPONSE_SECONDS = 20.0  # the longest halls on record ring so long; it is read whole for each utterance
+MAX_RESPONSE_SECONDS = 20.0  # the longest reverberation measured in halls; a response is read whole per utterance
 
 
 @dataclass(frozen=True)
 class Sound:
-    """A row of a manifest of noise or of impulse responses: `frames` of its file's own `rate`, from `first` on."""
+    """Row of a manifest of noise or impulse responses: `frames` from frame `first` on, at the file's `rate` in Hz."""
 
     file: AudioSource
     rate: int
@@ -33,22 +33,23 @@ class Sound:
     frames: int
 
     def span(self, first: int, count: int) -> AudioSource:
-        """Its `count` frames from its frame `first` on."""
+        """Return the location of `count` frames, from frame `first` of this row on."""
         return dataclasses.replace(self.file, start=(self.first + first) / self.rate, seconds=count / self.rate)
 
 
 @dataclass(frozen=True)
 class NoiseCorpus:
-    """Sounds to mix with an utterance with probability `prob`, at a signal-to-noise ratio drawn evenly from `snr`."""
+    """Noise recordings, mixed with an utterance with probability `prob` at an SNR drawn uniformly from `snr` (dB)."""
 
     sounds: tuple[Sound, ...]
     snr: DecibelRange
     prob: float
 
     def add_to(self, waveform: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """(S,) -> (S,): the waveform, with noise where the generator says so."""
+        """Return the waveform (S,), with noise added with probability `prob`."""
         if draw_number(generator) >= self.prob:
             return waveform
+        # The order of the draws must not change: it determines the augmentation of every seed.
         sound = self.sounds[draw_index(len(self.sounds), generator)]
         snr = self.snr.low + (self.snr.high - self.snr.low) * draw_number(generator)
         return add_noise(waveform, load_excerpt(sound, len(waveform), generator), snr)
@@ -56,13 +57,13 @@ class NoiseCorpus:
 
 @dataclass(frozen=True)
 class ImpulseResponses:
-    """Impulse responses of rooms, applied to an utterance with probability `prob`."""
+    """Room impulse responses, applied to an utterance with probability `prob`."""
 
     responses: tuple[Sound, ...]
     prob: float
 
     def add_to(self, waveform: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """(S,) -> (S,): the waveform, in a room where the generator says so."""
+        """Return the waveform (S,), with reverberation added with probability `prob`."""
         if draw_number(generator) >= self.prob:
             return waveform
         sound = self.responses[draw_index(len(self.responses), generator)]
@@ -71,9 +72,9 @@ class ImpulseResponses:
 
 @dataclass(frozen=True)
 class NoiseReverb:
-    """A waveform (S,) at 16 kHz as recorded elsewhere: in a room, then with noise, then `gain` dB up or down at most.
+    """Augmentation of a 16 kHz waveform (S,): reverberation, then noise, then a gain within ±`gain` dB.
 
-    Length and timing stay. What is None or 0 is not done.
+    Length and timing do not change. Stages that are None or 0 are skipped.
     """
 
     seed: int = 0
@@ -82,32 +83,33 @@ class NoiseReverb:
     gain: float = 0.0
 
     def __call__(self, waveform: torch.Tensor, epoch: int, utterance_id: str) -> torch.Tensor:
-        """The waveform with this epoch's room, noise and gain; a DataError names an audio file that cannot be read."""
+        """Apply this epoch's augmentation to an utterance; raise a `DataError` that names an unreadable audio file."""
         if self.reverb:
             waveform = self.reverb.add_to(waveform, utterance_generator(self.seed, epoch, utterance_id, "room"))
         if self.noise:
             waveform = self.noise.add_to(waveform, utterance_generator(self.seed, epoch, utterance_id, "noise"))
         if self.gain:
             number = draw_number(utterance_generator(self.seed, epoch, utterance_id, "gain"))
-            waveform = scale_and_clip(waveform, self.gain * (2 * number - 1))
+            waveform = scale_and_clip(waveform, self.gain * (2 * number - 1))  # uniform in dB
         return waveform
 
 
 def draw_number(generator: torch.Generator) -> float:
-    """Evenly from 0 up to, not including, 1."""
+    """Return a random number, uniform in [0, 1)."""
     return float(torch.rand((), dtype=torch.float64, generator=generator))
 
 
 def draw_index(count: int, generator: torch.Generator) -> int:
-    """Evenly from 0 to count - 1."""
+    """Return a random index, uniform in 0 to `count - 1`."""
     return int(torch.randint(count, (), generator=generator))
 
 
 def load_excerpt(sound: Sound, samples: int, generator: torch.Generator) -> torch.Tensor:
-    """`samples` of the sound at 16 kHz, channels averaged, from anywhere in it; only they are decoded.
+    """Return a random excerpt of `samples` samples at 16 kHz, channels averaged; only the excerpt is decoded.
 
-    A sound that is too short goes round and round, from anywhere in it.
+    A recording that is too short is repeated, from a random position on.
     """
+    # Rounded up, so that resampling yields at least `samples` samples.
     wanted = -(-samples * sound.rate // SAMPLE_RATE)
     if sound.frames >= wanted:
         loaded = load_audio(sound.span(draw_index(sound.frames - wanted + 1, generator), wanted))
@@ -115,18 +117,20 @@ def load_excerpt(sound: Sound, samples: int, generator: torch.Generator) -> torc
     else:
         loaded = load_audio(sound.span(0, sound.frames))
         start = draw_index(len(loaded), generator)
-    return loaded[(torch.arange(samples) + start) % len(loaded)]  # a file may hold a little less than its header says
+    # The modulo also covers files with slightly fewer samples than their headers state.
+    return loaded[(torch.arange(samples) + start) % len(loaded)]
 
 
 def load_response(sound: Sound, generator: torch.Generator) -> torch.Tensor:
-    """The impulse response (R,) at 16 kHz, one of its channels: their average would be of no place in the room."""
+    """Return a random channel of the impulse response as (R,) at 16 kHz."""
     samples, rate = read_samples(sound.span(0, sound.frames))
+    # Channels are microphones in different positions; their mean is the response of no position in the room.
     channel = draw_index(samples.shape[1], generator)
     return resample(torch.from_numpy(samples[:, channel].copy()), rate)
 
 
 def read_noise_reverb(config: AugmentConfig, seed: int, named_roots: tuple[str, ...] = ()) -> NoiseReverb:
-    """What the configuration asks for, every header read, nothing decoded; a DataError names row and reason."""
+    """Build the configured augmentation from the files' headers; raise a `DataError` with row and reason."""
     reverb, noise, problems = None, None, ErrorCollector()
     if config.rir_manifest is not None:
         with problems.collect():
@@ -141,7 +145,7 @@ def read_noise_reverb(config: AugmentConfig, seed: int, named_roots: tuple[str, 
 
 
 def read_sounds(manifest: str, named_roots: tuple[str, ...] = (), longest: float = float("inf")) -> tuple[Sound, ...]:
-    """The manifest's rows with what their headers say; a DataError for one that cannot be used or lasts too long."""
+    """Return a manifest's rows with rate and frames from the headers; raise a `DataError` for unusable rows."""
     sounds, problems = [], ErrorCollector()
     for row in read_recordings(manifest, named_roots):
         with problems.collect():
@@ -151,7 +155,7 @@ def read_sounds(manifest: str, named_roots: tuple[str, ...] = (), longest: float
 
 
 def _read_sound(manifest: str, row: Utterance, longest: float) -> Sound:
-    """The row in frames; without an offset all of its file, whatever the row says of its duration."""
+    """Convert a row to frames; a row without an offset is the whole file, whatever its `duration`."""
     try:
         header = read_header(row.source)
     except DataError as error:
@@ -159,6 +163,7 @@ def _read_sound(manifest: str, row: Utterance, longest: float) -> Sound:
     first, frames = 0, header.frames
     if row.offset is not None:
         first, frames = round(row.offset * header.rate), round(row.duration * header.rate)
+        # Manifests round offset and duration: a span may end slightly after its file.
         if header.frames < first + frames <= header.frames + SPAN_ROUNDING * header.rate:
             frames = header.frames - first
     reason = ""

@@ -1,4 +1,4 @@
-"""The utterances that are left out, and how many of them are too many."""
+"""Rejected utterances of a run, and the limit on their share of a manifest."""
 
 import contextlib
 import json
@@ -18,9 +18,9 @@ NAMED = 3
 
 @dataclass(frozen=True)
 class Rejection:
-    """An utterance left out, with its manifest, its row (from 1) and the reason.
+    """Rejected utterance with its manifest, its row (from 1) and the reason.
 
-    `is_broken` where something is wrong with it; else it is only longer, shorter or faster than training allows.
+    With `is_broken` the data is defective; otherwise the utterance is longer, shorter or faster than training allows.
     """
 
     manifest: str
@@ -31,10 +31,15 @@ class Rejection:
 
 
 class Rejections:
-    """All that a run has left out, listed in a file; a DataError when too large a share of a manifest is broken."""
+    """Rejected utterances of a run, listed in a file; a `DataError` ends the run if too large a share is broken."""
 
     def __init__(self, path: Path | None, most: float) -> None:
-        """`most` is the share of a manifest's rows that may be broken. Without a path nothing is listed."""
+        """Create an empty collection.
+
+        Args:
+            path: File for the list; None for no list.
+            most: Largest allowed share of broken rows in a manifest, 0 to 1.
+        """
         self._path, self._most = path, most
         self._rows: dict[str, int] = {}
         self._broken: dict[str, dict[int, Rejection]] = {}
@@ -42,20 +47,20 @@ class Rejections:
         self.count = 0
 
     def news(self) -> tuple[Rejection, ...]:
-        """What `add` has been told since it was asked for last, for the other ranks."""
+        """Return the rejections added by `add` since the last call, to be sent to the other ranks."""
         news, self._news = tuple(self._news), []
         return news
 
     def begin(self, manifest: Manifest) -> None:
-        """Takes the manifest's broken rows; further ones of it may follow."""
+        """Add a manifest's broken rows; must precede any other rejection from this manifest."""
         if self._path and not self._rows:
             with self._listing():
-                write_json_lines(self._path, ())
+                write_json_lines(self._path, ())  # empties the list of an earlier run
         self._rows[manifest.path], self._broken[manifest.path] = len(manifest) + len(manifest.broken), {}
         self.add_many([Rejection(manifest.path, b.row, b.audio_filepath, b.reason, True) for b in manifest.broken])
 
     def add_many(self, rejections: list[Rejection]) -> None:
-        """Takes what is left out of a manifest before any audio is read, and says so by kinds."""
+        """Add rejections found before any audio is read, all from one manifest, and print their number by kind."""
         if rejections:
             where = f", listed in {self._path}" if self._path else ""
             manifest = rejections[0].manifest
@@ -65,7 +70,8 @@ class Rejections:
             self._take(rejections)
 
     def add(self, rejections: Iterable[Rejection]) -> None:
-        """Takes what turned out broken when it was read, one by one; what is known already is not told again."""
+        """Add rejections found while reading audio and print each one that is new."""
+        # An utterance is read again in each epoch: report it once.
         new = [found for found in rejections if found.row not in self._broken[found.manifest]]
         for found in new:
             say(f"Skipped: {found.audio_filepath} (row {found.row} of {found.manifest}): {found.reason}")
@@ -78,14 +84,14 @@ class Rejections:
             with self._listing(), open(self._path, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(asdict(found), ensure_ascii=False) + "\n" for found in rejections)
         for found in rejections:
-            if found.is_broken:
+            if found.is_broken:  # by row, so that reading it again does not count it twice
                 self._broken[found.manifest][found.row] = found
         for manifest in {found.manifest for found in rejections}:
             self._check(manifest)
 
     @contextlib.contextmanager
     def _listing(self) -> Iterator[None]:
-        """Lets a list that cannot be written, for want of room, end nothing."""
+        """Report a list that cannot be written (for example on a full disk) without ending the run."""
         try:
             yield
         except OSError as error:
@@ -107,5 +113,5 @@ class Rejections:
 
 
 def kind_of(reason: str) -> str:
-    """The reason without what is the utterance's own: "longer than --max_duration 20 s", "CTC cannot align it"."""
+    """Return the reason without the utterance's own values, such as "longer than --max_duration 20 s"."""
     return re.split(r": | \(|, not ", re.sub(r"^[\d.]+ \w+ (is|are) ", "", reason))[0]

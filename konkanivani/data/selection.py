@@ -1,4 +1,4 @@
-"""The utterances of a manifest that a run uses, their texts as a model learns them."""
+"""Subset of a manifest that a run uses, with normalised transcripts."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ from konkanivani.data.utterance import Utterance
 
 @dataclass(frozen=True)
 class Selection(Sequence[Utterance]):
-    """The manifest's utterances at `places` (N,), each read when it is asked for; `counts` are the whole manifest's.
+    """Lazily read utterances of a manifest at the indices `places` (N,), with normalised text.
 
-    Where it is all of them in their order (`is_whole`), nothing is copied.
+    `counts` covers the whole manifest. `is_whole` means all utterances in the manifest's order.
     """
 
     manifest: Manifest
@@ -26,12 +26,13 @@ class Selection(Sequence[Utterance]):
 
     @property
     def durations(self) -> np.ndarray:
-        """(N,) float64 seconds."""
+        """Return the durations (N,) in seconds, float64."""
+        # The manifest's durations may be memory-mapped; indexing would copy them.
         return self.manifest.durations if self.is_whole else self.manifest.durations[self.places]
 
     @property
     def tokens(self) -> np.ndarray:
-        """(N,) tokens of each transcript."""
+        """Return the number of tokens of each transcript (N,)."""
         return self.counts.tokens[self.places]
 
     def __len__(self) -> int:
@@ -42,5 +43,5 @@ class Selection(Sequence[Utterance]):
         return dataclasses.replace(utterance, text=self.normalize(utterance.text))
 
     def part(self, numbers: np.ndarray) -> "Selection":
-        """These of its utterances."""
+        """Return the selection of the utterances with these indices."""
         return dataclasses.replace(self, places=self.places[numbers], is_whole=False)

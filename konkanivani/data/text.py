@@ -1,9 +1,9 @@
-"""Transcripts as normalised text, and normalised text as SentencePiece tokens.
+"""Normalisation of transcripts, and SentencePiece tokenizers of normalised text.
 
-What normalisation does, in this order: Unicode NFC; joiner sequences with an equivalent encoding are mapped to it and
-other format characters are removed (format_characters.py);
-digits are kept or spelt one by one (`digits="spell"`); dandas, punctuation and symbols become spaces; letters are
-lower-cased; runs of spaces become one. Vowel signs, anusvara, candrabindu, virama, nukta and avagraha stay.
+Normalisation applies these steps in order: Unicode NFC; joiner sequences with an equivalent encoding are mapped to it
+and other format characters are removed (format_characters.py); digits are kept or spelt one by one (`digits="spell"`);
+dandas, punctuation and symbols become spaces; letters become lower case; spaces are merged. Vowel signs, anusvara,
+candrabindu, virama, nukta and avagraha are kept.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ Digits = Literal["keep", "spell"]
 
 
 def normalize_text(text: str, digits: Digits = "keep") -> str:
-    """`text` as it is trained on and scored: see the module's first lines."""
+    """Return `text` as it is used for training and scoring; see the module's docstring."""
     characters = []
     for character in _spelt(_composed(text).lower(), digits):
         kind = unicodedata.category(character)
-        if kind[0] in "LMN":
+        if kind[0] in "LMN":  # letters, marks (vowel signs, virama, nukta) and numbers
             characters.append(character)
         elif kind != "Cf":
             characters.append(" ")
@@ -40,7 +40,7 @@ def normalize_text(text: str, digits: Digits = "keep") -> str:
 
 
 def written_text(text: str, digits: Digits = "keep") -> str:
-    """`text` with case and punctuation, for a model that writes them: NFC, digits kept or spelt, single spaces."""
+    """Return `text` with case and punctuation, for models that write them: NFC, digits kept or spelt, single spaces."""
     return " ".join(unicodedata.normalize("NFC", _spelt(_composed(drop_unwritten(text)), digits)).split())
 
 
@@ -75,9 +75,10 @@ def forbidden_in_transcript(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids that stand for no text: CTC's blank, what is unknown, the start and the end of a transcript.
+    """Ids of tokens without text: CTC's blank, the unknown token, and the start and end of a transcript.
 
-    A vocabulary without a blank has its own rules for what can never be said; one that spells any text has no unknown.
+    `blank` is None in a vocabulary without CTC, whose `rules` list the suppressed tokens; `unknown` is None in one that
+    can encode any text.
     """
 
     blank: int | None = 0
@@ -90,19 +91,19 @@ class SpecialTokens:
 
     @property
     def never_generated(self) -> tuple[int, ...]:
-        """What no search may find, though in training it has a share of the probability."""
+        """Return the tokens that decoding must not generate, although the decoder assigns them some probability."""
         return () if self.blank is None else (self.blank, self.start)
 
 
 OUR_TOKENS = SpecialTokens()
-"""Those of a tokenizer that this trainer makes."""
+"""Special tokens of the tokenizers that KonkaniVani trains."""
 
 
 class Tokenizer:
-    """A Vocabulary (vocabulary.py) of SentencePiece over normalised text; the ids of `special`, then the pieces."""
+    """SentencePiece `Vocabulary` of normalised text; the ids of `special` precede the pieces."""
 
     def __init__(self, model: bytes) -> None:
-        """Raises a DataError where `model` is not a SentencePiece model with these four ids."""
+        """Load a serialized model; raise a `DataError` if it is not a SentencePiece model with these special ids."""
         self.model, self.special, self.rules = model, OUR_TOKENS, FREE
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -126,15 +127,15 @@ class Tokenizer:
         return self._processor.get_piece_size()
 
     def normalize(self, text: str, digits: Digits) -> str:
-        """A transcript as its tokens are made of it: without case and punctuation."""
+        """Return a transcript normalised for `encode`: without case and punctuation."""
         return normalize_text(text, digits)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a normalised text."""
+        """Return the token ids of a normalised text."""
         return self._processor.encode(text)
 
     def encode_with_times(self, text: str, begin: float, end: float | None) -> list[int]:
-        """A UsageError: no token says a time."""
+        """Raise a `UsageError`: there are no timestamp tokens."""
         raise UsageError("The tokenizer has no timestamp tokens: omit --timestamp_share.")
 
     def decode(self, tokens: list[int]) -> str:
@@ -144,15 +145,15 @@ class Tokenizer:
         return self.piece(token).startswith(WORD_BOUNDARY)
 
     def seconds_of(self, token: int) -> None:
-        """No token says a time."""
+        """Return None: there are no timestamp tokens."""
 
     def piece(self, token: int) -> str:
         return self._processor.id_to_piece(token)
 
 
 def train_tokenizer(texts: Iterable[str], kind: Literal["unigram", "bpe", "char"], vocab_size: int) -> Tokenizer:
-    """A tokenizer of at most `vocab_size` tokens from normalised texts; says in one line when it had to be smaller."""
-    texts = sorted(set(texts))
+    """Train a tokenizer of at most `vocab_size` tokens on normalised texts; print a line if it had to be smaller."""
+    texts = sorted(set(texts))  # the tokenizer must not depend on the manifest's order
     smallest = len(set("".join(texts)) - {" "}) + 5  # every character, the word boundary, and the four special tokens
     if vocab_size < smallest:
         raise UsageError(
@@ -167,7 +168,7 @@ def train_tokenizer(texts: Iterable[str], kind: Literal["unigram", "bpe", "char"
         with announced(f"Training a {kind} tokenizer on {len(texts):,} transcripts: about {seconds:.0f} s."):
             return Tokenizer(_train_sentencepiece(texts, kind, vocab_size))
     except RuntimeError as error:
-        # SentencePiece names the largest size that this text allows and offers no other way to ask for it.
+        # Only the error message states the largest size that this text allows.
         largest = re.search(r"value <= (\d+)", str(error))
         if not largest and "too small" not in str(error) and "too high" not in str(error).lower():
             raise DataError(
@@ -186,7 +187,7 @@ def _train_sentencepiece(texts: list[str], kind: str, vocab_size: int) -> bytes:
         model_type=kind,
         vocab_size=vocab_size,
         character_coverage=1.0,
-        normalization_rule_name="identity",  # normalize_text has done it
+        normalization_rule_name="identity",  # the texts are already normalised
         pad_id=OUR_TOKENS.blank,
         unk_id=OUR_TOKENS.unknown,
         bos_id=OUR_TOKENS.start,

@@ -1,4 +1,4 @@
-"""How many tokens each row of a manifest has, and how many frames CTC needs for them: counted once a tokenizer."""
+"""Number of tokens and of frames needed by CTC for each row of a manifest, cached per tokenizer."""
 
 import hashlib
 import os
@@ -16,24 +16,26 @@ from konkanivani.data.manifest import Manifest
 from konkanivani.data.text import Digits
 from konkanivani.data.vocabulary import Vocabulary
 
-FEW_ROWS = 20_000  # counted here, without processes to help
+FEW_ROWS = 20_000  # up to this size, counted without worker processes
 BLOCK_ROWS = 100_000
 MAX_COUNT = 2**16 - 1
-NORMALISATION_VERSION = b"2"  # increase when normalize_text changes: kept counts are then stale
+NORMALISATION_VERSION = b"2"  # increment when normalize_text changes, to invalidate stored counts
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """(rows,) each, uint16: tokens of the normalised transcript, and encoder frames that CTC needs; 65,535 at most."""
+    """Counts per row (rows,) uint16, saturated at 65,535: tokens of the normalised transcript, frames needed by CTC."""
 
     tokens: np.ndarray
     frames_needed: np.ndarray
 
 
 def count_tokens(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> TokenCounts:
-    """The counts of every row, kept beside the manifest's index where it has one."""
+    """Return the counts of all rows, stored in the folder of the manifest's index if it has one."""
     kept = manifest.index.folder
     key = hashlib.sha256(tokenizer.model + digits.encode() + NORMALISATION_VERSION).hexdigest()[:16]
+    # With the tokenizer and the normalisation in the name, only a changed manifest can make the file stale; its index
+    # folder is then rebuilt without it.
     path = kept and kept / f"tokens-{key}"
     if path and path.exists():
         both = np.memmap(path, np.uint16, mode="r").reshape(2, -1)
@@ -64,7 +66,7 @@ def _counted(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> list[
 
 
 def _count(manifest: Manifest, first: int, end: int, tokenizer: Vocabulary, digits: Digits) -> np.ndarray:
-    """(2, end - first) uint16: tokens and frames needed of these rows."""
+    """Return tokens and frames needed of rows `first` to `end - 1`, (2, end - first) uint16."""
     counts = np.empty((2, end - first), np.uint16)
     for place, utterance in enumerate(manifest.between(first, end)):
         text = tokenizer.normalize(utterance.text, digits)

@@ -1,10 +1,16 @@
-"""One row of a JSONL manifest in NeMo's layout: an utterance, read from its line and written as one.
+"""Rows of a JSONL manifest in NeMo's format: parsing and serialization of one utterance.
 
-A row is a JSON object: `audio_filepath` (relative to the manifest's folder, or absolute), `duration` in seconds,
-`text`, and optionally `speaker` and `pattern` (`seen` or `unseen` in training; the built-in corpus sets it). With
-`offset` it is the `duration` seconds of its file that begin `offset` seconds into it, with `byte_offset` and
-`byte_count` the audio file is a part of the file named: a member of a tar shard. With `channel` (from 0) it is that
-channel alone of a recording with one speaker per channel; without it, the mean of all channels.
+A row is a JSON object with the fields
+
+- `audio_filepath`: relative to the manifest's folder, or absolute
+- `duration`: in seconds
+- `text`: the transcript
+- `offset` (optional): start of the utterance in the audio file, in seconds
+- `byte_offset`, `byte_count` (optional): location of the audio file in a tar shard, which `audio_filepath` then names
+- `channel` (optional): the only channel to use, from 0, for recordings with one speaker per channel; without it, the
+  mean of all channels
+- `speaker` (optional)
+- `pattern` (optional): `seen` or `unseen` in training; set by the built-in corpus
 """
 
 import hashlib
@@ -21,7 +27,7 @@ MAX_SECONDS = 1e9
 
 
 class BadRow(Exception):
-    """What is wrong with a row; `audio_filepath` is its own where it names one."""
+    """Invalid row; `audio_filepath` is the row's path, empty if it has none."""
 
     def __init__(self, reason: str, audio_filepath: str = "") -> None:
         super().__init__(reason)
@@ -30,11 +36,11 @@ class BadRow(Exception):
 
 @dataclass(frozen=True)
 class Utterance:
-    """One row of a manifest; `duration` and `offset` are in seconds, `offset` None stands for the whole audio file.
+    """Row of a manifest; `duration` and `offset` are in seconds, `offset` is None for a whole audio file.
 
-    `audio_filepath` is the path as the manifest writes it, `audio_path` the one to open. `row` is the line in its file,
-    from 1 (0: from no file), and no part of what the utterance is; nor are the `roots`, in one of which its audio must
-    lie (None: anywhere).
+    `audio_filepath` is the path as written in the manifest, `audio_path` the path to open. `row` is the line number
+    from 1 (0: not from a file). Audio must be inside one of the `roots` (None: anywhere). `row` and `roots` are
+    excluded from comparison.
     """
 
     audio_filepath: str
@@ -52,19 +58,18 @@ class Utterance:
 
     @property
     def id(self) -> str:
-        """Its name: the path, with the byte and the second at which it begins where it is a part of the file.
-
-        A channel is a part too: two rows of one recording with different channels have different audio.
-        """
+        """Return the unique name: the path, then byte offset, start in seconds and channel if the row has them."""
         member = f"#{self.byte_offset}" if self.byte_count else ""
         begin = "" if self.offset is None else f"@{self.offset:g}"
+        # Rows of one recording with different channels have different audio.
         return f"{self.audio_filepath}{member}{begin}" + ("" if self.channel is None else f":ch{self.channel}")
 
     @property
     def mark(self) -> int:
-        """A hash of what stays where its corpus is moved, its audio changed to another format, its text corrected."""
+        """Return a 56-bit hash that survives moving the corpus, converting its audio and correcting its text."""
         stem = os.path.splitext(os.path.basename(self.audio_filepath))[0]
         place = (stem, self.byte_offset, self.offset or 0.0, round(self.duration, 2))
+        # Only with a channel, so that the hashes of older checkpoints stay valid.
         if self.channel is not None:
             place += (self.channel,)
         return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=7).digest(), "big")
@@ -78,7 +83,7 @@ class Utterance:
 
 
 def row_of(utterance: Utterance) -> dict[str, object]:
-    """The utterance as the fields of its row."""
+    """Return the fields of the utterance's row."""
     row = {"audio_filepath": utterance.audio_filepath, "duration": round(utterance.duration, 4), "text": utterance.text}
     if utterance.offset is not None:
         row["offset"] = round(utterance.offset, 4)
@@ -93,16 +98,16 @@ def row_of(utterance: Utterance) -> dict[str, object]:
 def parse_row(
     line: bytes, folder: str, row: int, roots: tuple[str, ...] | None = None, needs_text: bool = True
 ) -> Utterance:
-    """The utterance of a manifest's line; `folder` is the manifest's. A BadRow says what is wrong with it.
+    """Parse a line of the manifest in `folder`; raise `BadRow` with the reason if it is invalid.
 
-    `roots` are the folders that its audio must lie in, the manifest's own first. Without `needs_text` a row may leave
-    out its text: noise has none.
+    `roots` are the folders that may contain its audio, the manifest's own first. With `needs_text=False`, rows without
+    text are accepted (noise).
     """
     try:
         fields = json.loads(line)
     except UnicodeDecodeError:
         raise BadRow("not UTF-8") from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: deeply nested JSON
         raise BadRow(f"not a line of JSON ({error}); prepare_data.py converts a table to a manifest") from None
     if not isinstance(fields, dict):
         raise BadRow(f"a {type(fields).__name__}, but a JSON object is expected")
@@ -138,7 +143,7 @@ def parse_row(
 
 
 def _reason_to_refuse(fields: dict[str, object]) -> str | None:
-    """What is wrong with a row's fields beside the path; None where nothing is."""
+    """Return why the fields other than the path and channel are invalid; None if they are valid."""
     text, duration, offset = fields.get("text"), fields.get("duration"), fields.get("offset")
     if not isinstance(text, str):
         return f"text must be a string with the transcript, not {text!r:.200}"
@@ -151,6 +156,7 @@ def _reason_to_refuse(fields: dict[str, object]) -> str | None:
         return f"offset must be a number of seconds, not {offset!r:.200}"
     for name in ("byte_offset", "byte_count"):
         value = fields.get(name, 0)
+        # `type`, because a bool is an int; 2**63 is the bound of a file offset.
         if type(value) is not int or not 0 <= value < 2**63:
             return f"{name} must be a number of bytes, not {value!r:.200}"
     return None

@@ -1,4 +1,4 @@
-"""What turns transcripts into token ids and token ids into text, whichever way it is done."""
+"""Interface of vocabularies, which convert transcripts to token ids and token ids to text."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,35 +8,44 @@ from konkanivani.data.text import Digits, SpecialTokens
 
 
 class Vocabulary(Protocol):
-    """The tokens of a recogniser: ids from 0 to `size` - 1, some of them special.
+    """Tokens of a recogniser: ids from 0 to `size` - 1, some of them special.
 
-    `model` is all of it as bytes, as a checkpoint keeps it: of equal bytes are equal vocabularies.
+    `model` is the serialized vocabulary, as stored in a checkpoint; equal bytes mean equal vocabularies.
     """
 
     special: SpecialTokens
-    """The ids that stand for no text."""
+    """Ids without text."""
     rules: GenerationRules
-    """How a search over its tokens goes."""
+    """Constraints of decoding with this vocabulary."""
     model: bytes
     size: int
 
     def normalize(self, text: str, digits: Digits) -> str:
-        """A transcript as its tokens are made of it, digits left or spelt."""
+        """Return a transcript normalised for `encode`, with digits kept or spelt."""
 
     def encode(self, text: str) -> list[int]:
-        """What a model learns to say for a text, without the start and the end."""
+        """Return the label of a normalised text, without the start and end tokens."""
 
     def encode_with_times(self, text: str, begin: float, end: float | None) -> list[int]:
-        """The same with the seconds at which it is said; a UsageError where there are no tokens for times."""
+        """Return the label with timestamps.
+
+        Args:
+            text: Normalised transcript.
+            begin: Start of the speech in seconds.
+            end: Its end in seconds; None if it continues past the end of the audio.
+
+        Raises:
+            UsageError: The vocabulary has no timestamp tokens.
+        """
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids; special ones leave nothing."""
+        """Return the text of token ids; special tokens are omitted."""
 
     def begins_word(self, token: int) -> bool:
-        """Whether a word ends before token id `token`."""
+        """Return whether `token` is the first of a word."""
 
     def seconds_of(self, token: int) -> float | None:
-        """The time that token id `token` says; None where it says none."""
+        """Return the time of a timestamp token in seconds; None for other tokens."""
 
     def piece(self, token: int) -> str:
-        """What token id `token` stands for."""
+        """Return the string of one token, for display."""

@@ -1,4 +1,4 @@
-"""Augmentation of waveforms as pure functions of a value and its generator.
+"""Waveform augmentation as pure functions of a waveform and drawn parameters.
 
 S samples, R samples of an impulse response.
 """
@@ -10,12 +10,12 @@ from konkanivani.data.audio.waveform import change_rate, one_thread
 
 
 def choose_speed(speeds: tuple[float, ...], generator: torch.Generator) -> float:
-    """One of `speeds`, each as likely as the others."""
+    """Return one of `speeds`, drawn uniformly."""
     return speeds[int(torch.randint(len(speeds), (), generator=generator))]
 
 
 def perturb_speed(waveform: torch.Tensor, speed: float) -> torch.Tensor:
-    """(S,) -> (ceil(S / speed),): played faster or slower, pitch and all (Ko et al., 2015)."""
+    """Return the waveform (S,) as (ceil(S / speed),), changed in tempo and pitch (Ko et al., 2015)."""
     percent = round(speed * 100)
     if percent == 100:
         return waveform
@@ -23,42 +23,43 @@ def perturb_speed(waveform: torch.Tensor, speed: float) -> torch.Tensor:
 
 
 def reverberate(waveform: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-    """(S,), (R,) -> (S,): as heard in the room whose impulse response this is, the direct path at the old time.
+    """Convolve a waveform (S,) with a room's impulse response (R,) and return (S,).
 
-    The direct path is the response's largest sample. The energy is the waveform's own: the response's scale says how
-    it was recorded, nothing of the room. A silent response or waveform leaves everything as it is.
+    The response's largest sample is taken as the direct path and keeps its time. A silent response or waveform leaves
+    the waveform unchanged.
     """
     direct = int(response.abs().argmax())
     if response[direct] == 0:
         return waveform
     with one_thread():
-        # The direct path as 1: then no response is too quiet or too loud for what follows.
+        # Normalise the direct path to 1: responses of any scale stay within the range of float32.
         reverberant = torchaudio.functional.fftconvolve(waveform, response / response[direct].abs())
         reverberant = reverberant[direct : direct + len(waveform)]
         before, after = _energy(waveform), _energy(reverberant)
     if not before > 0 or not after > 0:
         return waveform
+    # Keep the waveform's energy: the scale of a response depends on its recording, not on the room.
     return reverberant * (before / after) ** 0.5
 
 
 def add_noise(waveform: torch.Tensor, noise: torch.Tensor, snr: float) -> torch.Tensor:
-    """(S,), (S,) -> (S,): the sum, the noise scaled to `snr` dB: 10 log10(mean power of speech over that of noise).
+    """Return waveform plus noise, all (S,), with the noise scaled to a signal-to-noise ratio of `snr` dB.
 
-    Silent noise or a silent waveform leaves the waveform as it is: there the ratio has no meaning.
+    The ratio is 10 log10(P_speech / P_noise) with the mean powers P. If either is silent, it is undefined and the
+    waveform is returned unchanged.
     """
     with one_thread():
         speech_energy, noise_energy = _energy(waveform), _energy(noise)
     if not speech_energy > 0 or not noise_energy > 0:
         return waveform
     factor = (speech_energy / noise_energy * 10 ** (-snr / 10)) ** 0.5
-    return waveform + (noise.double() * factor).to(waveform.dtype)  # the factor of very quiet noise outgrows float32
+    return waveform + (noise.double() * factor).to(waveform.dtype)  # for very quiet noise, the factor exceeds float32
 
 
 def scale_and_clip(waveform: torch.Tensor, decibels: float) -> torch.Tensor:
-    """(S,) -> (S,): so many dB louder, and clipped at full scale, -1 to 1, as a recording would be."""
+    """Return the waveform (S,) amplified by `decibels` and clipped to [-1, 1], as a recording would be."""
     return (waveform * 10 ** (decibels / 20)).clamp(-1.0, 1.0)
 
 
 def _energy(waveform: torch.Tensor) -> float:
-    """The sum of squares, in float64."""
     return float(waveform.double().square().sum())

@@ -1,4 +1,4 @@
-"""The channel of a recording that a row names, for recordings with one speaker per channel. Channels count from 0."""
+"""Channel selection for recordings with one speaker per channel; channels are counted from 0."""
 
 from collections.abc import Mapping
 
@@ -6,14 +6,14 @@ import numpy as np
 
 MEAN = "omit it for the mean of all channels"
 NO_COLUMN = "none"
-"""Stands for a column that the user names to have no channels read."""
+"""Value of --channel_column for not reading channels from a table."""
 
 
 def parse_channel(fields: Mapping[str, object]) -> int | None:
-    """Return the channel that a JSON row names; None if it names none, which stands for the mean of all channels.
+    """Return the channel of a JSON row; None if it has none, which means the average of all channels.
 
-    The field is `channel`, or `channel_selector` as NeMo calls it (there `"average"` names the mean). A ValueError
-    states the reason for any other value: a bool, a float, a string or a negative number is never rounded or guessed.
+    The field is `channel`, or NeMo's `channel_selector`, in which `"average"` is allowed too. Raise a `ValueError` for
+    any other value: a bool, a float, a string or a negative number is never rounded or converted.
     """
     name = "channel" if fields.get("channel") is not None else "channel_selector"
     value = fields.get(name)
@@ -25,12 +25,13 @@ def parse_channel(fields: Mapping[str, object]) -> int | None:
 
 
 def parse_channel_cell(cell: object, column: str) -> int | None:
-    """Return the channel in a table's cell, None if it is empty; a ValueError as of `parse_channel`.
+    """Return the channel in a table's cell, None if it is empty; raise a `ValueError` as `parse_channel` does.
 
     The cells of a text table are strings of digits, the cells of a typed table are integers.
     """
     if cell is None or (isinstance(cell, str) and not cell.strip()):
         return None
+    # A bool is an int, but its repr is not decimal, so that it is rejected below.
     text = cell.strip() if isinstance(cell, str) else repr(cell)
     if isinstance(cell, (int, str)) and text.isascii() and text.isdecimal() and len(text) < 10:
         return int(text)
@@ -41,7 +42,7 @@ def parse_channel_cell(cell: object, column: str) -> int | None:
 
 
 def channel_error(channel: int | None, channels: int) -> str:
-    """Return the reason if a file with `channels` channels lacks this one; empty if it has it."""
+    """Return an error message if a file with `channels` channels lacks `channel`; otherwise an empty string."""
     if channel is None or channel < channels:
         return ""
     holds = "1 channel" if channels == 1 else f"{channels} channels"
@@ -49,8 +50,6 @@ def channel_error(channel: int | None, channels: int) -> str:
 
 
 def select_channel(samples: np.ndarray, channel: int | None) -> np.ndarray:
-    """Return the channel's samples (frames, 1), or `samples` (frames, channels) if `channel` is None.
-
-    A copy, so that the other channels can be freed.
-    """
+    """Return the channel's samples (frames, 1), or `samples` (frames, channels) if `channel` is None."""
+    # A copy, so that the memory of the other channels can be freed.
     return samples if channel is None else np.ascontiguousarray(samples[:, channel : channel + 1])

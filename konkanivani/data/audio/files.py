@@ -1,7 +1,7 @@
-"""Audio files by their headers and their samples: a whole file, a span of it, or a file inside a tar shard.
+"""Reading headers and samples of audio files: a whole file, a span of it, or a member of a tar shard.
 
-No torch here. Libsndfile reads what it knows; what it does not know FFmpeg reads, in a process of its own. Nothing is
-decoded in this one before its header has passed the limits below.
+libsndfile reads the formats that it supports; FFmpeg reads the others in a separate process. This process decodes a
+file only after its header has passed the limits below. This module does not import torch.
 """
 
 import contextlib
@@ -29,21 +29,21 @@ from konkanivani.data.audio.source import (
 
 MAX_CHANNELS = 32
 MIN_RATE, MAX_RATE = 4_000, 384_000  # Hz
-PIECE_BYTES = 2**20  # read at once
-MAX_BYTES = 2**30  # of samples decoded at once
-MAX_FILE_SECONDS = 1e6  # eleven days: a header that claims more is wrong
-MAX_FRAMES_PER_BYTE = 8192  # a FLAC of silence has up to 6000: 65535 samples in a frame of 11 bytes
-SPAN_ROUNDING = 0.1  # seconds by which a span may reach beyond its file: tables and manifests round
+PIECE_BYTES = 2**20  # per read
+MAX_BYTES = 2**30  # of decoded samples per read
+MAX_FILE_SECONDS = 1e6  # 11.6 days: a header that states more is damaged
+MAX_FRAMES_PER_BYTE = 8192  # silence in FLAC reaches 6000: 65535 samples in a frame of 11 bytes
+SPAN_ROUNDING = 0.1  # seconds that a span may extend past the end of its file: tables and manifests round
 
 SoundReader = SndfileSound | MediaSound
 
 
 class ShortAudio(UserWarning):
-    """An audio file that ends before its header says, of which what there is was read."""
+    """Warning about an audio file that is shorter than its header states and was read to its end."""
 
 
 def content_digest(source: AudioSource) -> str:
-    """The SHA-256 of the audio file's bytes as they lie there; an OSError where they cannot be read."""
+    """Return the SHA-256 of the audio file's encoded bytes; raise an `OSError` if it cannot be read."""
     digest, left = hashlib.sha256(), source.byte_count or sys.maxsize
     with open_file(source) as file:
         file.seek(source.byte_offset)
@@ -54,9 +54,9 @@ def content_digest(source: AudioSource) -> str:
 
 
 def read_header(source: AudioSource) -> AudioHeader:
-    """The header of the audio file (not of a span of it); an UnusableAudio says why it cannot be used.
+    """Return the header of the whole audio file; raise `UnusableAudio` if the file cannot be used.
 
-    Its frames are those that there are to read: what FFmpeg reads is decoded and counted.
+    `frames` is the number of frames that can be read: a file that FFmpeg reads is decoded to count them.
     """
     with _open(source) as sound:
         header = sound.header
@@ -68,18 +68,16 @@ def read_header(source: AudioSource) -> AudioHeader:
 
 
 def claimed_header(source: AudioSource) -> AudioHeader:
-    """What the audio file says of itself, nothing decoded: 0 frames where it does not say; errors as of read_header."""
+    """Return the header as the audio file states it, without decoding: 0 frames if unknown. Raise as `read_header`."""
     with _open(source) as sound:
         return sound.header
 
 
 def read_samples(source: AudioSource, most_seconds: float = float("inf")) -> tuple[np.ndarray, int]:
-    """The source's samples (frames, channels) float32 and their rate in Hz; a span is all that is decoded of a file
-    that libsndfile knows, and what lies before it too of another.
+    """Return the source's samples (frames, channels) float32 and their rate in Hz.
 
-    Of a longer source only the first `most_seconds` are decoded; the whole of it must be there all the same.
-    Of a source with a `channel` only that one is returned: (frames, 1).
-    An UnusableAudio names the source and says what is wrong with it.
+    At most the first `most_seconds` are returned, but the file must contain the whole source. If the source names a
+    `channel`, only that one is returned: (frames, 1). Raise `UnusableAudio` with the reason if the source is unusable.
     """
     with _open(source) as sound:
         header = sound.header
@@ -89,7 +87,9 @@ def read_samples(source: AudioSource, most_seconds: float = float("inf")) -> tup
         if 4 * claimed * header.channels > MAX_BYTES:
             raise _too_much(claimed, source, header)
         if first:
+            # libsndfile seeks to the start of a span; FFmpeg decodes everything before it.
             first = sound.skip(first)
+        # One frame above the limit, so that a file of unknown length that exceeds it is noticed.
         samples = sound.read(min(kept, MAX_BYTES // (4 * header.channels) + 1))
         if 4 * samples.size > MAX_BYTES:
             raise _too_much(len(samples), source, header)
@@ -106,11 +106,10 @@ def read_samples(source: AudioSource, most_seconds: float = float("inf")) -> tup
 
 
 def read_blocks(source: AudioSource, seconds: float) -> Iterator[np.ndarray]:
-    """An audio file of any length, block by block of about so many seconds: samples (frames, channels) float32, of the
-    source's channel alone if it names one.
+    """Yield an audio file of any length in blocks of about `seconds`: samples (frames, channels) float32.
 
-    An UnusableAudio says what is wrong with it, as soon as that is seen. One that ends before its header says is read
-    as far as it goes, with a ShortAudio.
+    If the source names a channel, the blocks are (frames, 1). A file that is shorter than its header states is read to
+    its end, with a `ShortAudio` warning. `UnusableAudio` is raised at the block where the error is found.
     """
     with _open(source) as sound:
         header, done = sound.header, 0
@@ -132,7 +131,7 @@ def read_blocks(source: AudioSource, seconds: float) -> Iterator[np.ndarray]:
 
 
 def _missing(frames: int, header: AudioHeader) -> float:
-    """The seconds of so many frames, 0 where that is no more than what formats add and round."""
+    """Return the seconds of these missing frames; 0 within the tolerance for padding and rounding."""
     seconds = frames / header.rate
     return seconds if seconds > duration_tolerance(header.seconds) else 0.0
 
@@ -147,8 +146,9 @@ def _warn_of_missing(seconds: float, source: AudioSource) -> None:
 
 
 def _span(header: AudioHeader, source: AudioSource, is_counted: bool) -> tuple[int, int]:
-    """The first frame to read and how many; an UnusableAudio where a counted file does not hold what is said of it."""
+    """Return the first frame and the number of frames to read; raise `UnusableAudio` if a counted file is too short."""
     if source.start is None and not is_counted:
+        # Unknown length: read up to the row's duration and its tolerance; _check_length compares the result.
         longest = MAX_FILE_SECONDS if source.seconds is None else source.seconds + duration_tolerance(source.seconds)
         return 0, int(longest * header.rate) + 1
     if source.start is None:
@@ -163,7 +163,7 @@ def _span(header: AudioHeader, source: AudioSource, is_counted: bool) -> tuple[i
 
 
 def _check_length(first: int, found: int, header: AudioHeader, source: AudioSource) -> None:
-    """Raises an UnusableAudio where `found` frames from the `first` on are not what is said of the file."""
+    """Raise `UnusableAudio` if `found` frames after the first `first` contradict the source's span or duration."""
     seconds, rate = (first + found) / header.rate, header.rate
     if source.start is not None and (not found or found < round(source.seconds * rate) - SPAN_ROUNDING * rate):
         raise UnusableAudio(source, f"it ends at {seconds:.2f} s")
@@ -186,11 +186,12 @@ def _too_much(frames: int, source: AudioSource, header: AudioHeader) -> Unusable
 
 @contextlib.contextmanager
 def _open(source: AudioSource) -> Iterator[SoundReader]:
-    """The source's sound, its header within the limits."""
+    """Open the source with libsndfile or FFmpeg and check its header against the limits."""
     with opened_audio(source) as opened:
         with contextlib.closing(_sound_of(opened)) as sound:
             _check_header(sound, opened)
             if sound.is_counted:
+                # libsndfile shortens the length of a truncated file silently.
                 missing = missing_share(opened) * sound.header.frames
                 sound.header = replace(sound.header, missing=_missing(round(missing), sound.header))
             yield sound
@@ -209,6 +210,7 @@ def _sound_of(opened: OpenedAudio) -> SoundReader:
     try:
         return MediaSound(opened, MAX_FRAMES_PER_BYTE * opened.size, MAX_FILE_SECONDS)
     except UnusableAudio as error:
+        # FFmpeg's own messages are rarely clear alone: add libsndfile's reason.
         is_known = not error.reason.startswith("FFmpeg: ")
         raise UnusableAudio(opened.source, error.reason if is_known else f"{reason[:-1]}; {error.reason})") from None
 

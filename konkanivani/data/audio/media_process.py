@@ -1,7 +1,7 @@
-"""The processes that decode with FFmpeg, from outside: started where one is needed, kept for the next file.
+"""Pool of decoder processes (media_reader.py), started on demand and reused for further files.
 
-Each thread that reads has one for itself while it reads. They end with the process that they belong to, for they wait
-at a socket of its; a process that is forked starts its own.
+A process serves one thread at a time. It exits with its parent, because the socket between them closes. A forked child
+starts its own processes.
 """
 
 import contextlib
@@ -16,27 +16,28 @@ from pathlib import Path
 from konkanivani.data.audio.media_reader import ANSWER, MAX_SECONDS, REQUEST
 
 PROGRAM = Path(__file__).with_name("media_reader.py")
-ANSWER_SECONDS = 1800.0  # one that is stopped, or waits for a disk that is gone; its work has a limit of its own
+ANSWER_SECONDS = 1800.0  # for a stopped process or an unreachable disk; CPU time has a limit of its own
 MAX_ANSWER_BYTES = 2**28
 PIECE_BYTES = 2**20
 
 
 class ReaderFailed(Exception):
-    """The process has ended, or says what it should not; what became of it as a sentence's end."""
+    """Death or protocol violation of the decoder process; the message is the end of a sentence."""
 
 
 class Refused(Exception):
-    """The process says why it cannot do it; a sentence's end."""
+    """Request that the decoder process answered with an error; the message is the end of a sentence."""
 
 
 class Reader:
-    """A process that decodes one file at a time. `is_sound`: its answers have all been read, another file may come."""
+    """Decoder process for one file at a time; `is_sound` means that no answer is pending, so it can be reused."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
                 self.process = subprocess.Popen(
+                    # -I: PYTHON* variables and the modules in the script's folder do not affect its imports.
                     [sys.executable, "-I", str(PROGRAM), str(theirs.fileno())],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
@@ -50,8 +51,13 @@ class Reader:
         ours.settimeout(ANSWER_SECONDS)
 
     def ask(self, kind: bytes, first: int = 0, second: int = 0, descriptor: int | None = None) -> bytearray:
-        """The answer's content. Raises Refused, or ReaderFailed where there will be none any more."""
-        self.is_sound = False
+        """Send a request and return the content of its answer.
+
+        Raises:
+            Refused: The process answered with an error and remains usable.
+            ReaderFailed: The process died, hung or sent invalid data.
+        """
+        self.is_sound = False  # stays so if this is interrupted: the late answer would be taken for the next one
         try:
             descriptors = [] if descriptor is None else [descriptor]
             socket.send_fds(self.channel, [REQUEST.pack(kind, first, second)], descriptors)
@@ -72,9 +78,9 @@ class Reader:
         self.process.wait()
 
     def forget(self) -> None:
-        """Lets go of it without a word: it is another process's."""
+        """Close this process's end of the socket after a fork; the decoder belongs to the parent."""
         self.channel.close()
-        self.process.returncode = 0  # nobody waits for it here
+        self.process.returncode = 0  # Popen must not wait for a process that is not a child
 
     def _receive(self, size: int) -> bytearray:
         received = bytearray(size)
@@ -87,7 +93,7 @@ class Reader:
         return received
 
     def _end(self, error: OSError) -> str:
-        """What has become of the process; it is gone after this."""
+        """Return how the process failed, and make sure that it has exited."""
         if isinstance(error, TimeoutError):
             self.close()
             return f"the decoder process has not responded for {ANSWER_SECONDS:g} s"
@@ -104,7 +110,7 @@ class Reader:
 
 
 class Readers:
-    """The processes of this one: those at work, and those that have nothing to do."""
+    """Pool of this process's decoder processes, busy and idle."""
 
     def __init__(self) -> None:
         self._all: set[Reader] = set()
@@ -112,13 +118,13 @@ class Readers:
         os.register_at_fork(after_in_child=self._begin_anew)
 
     def take(self) -> Reader:
-        """One that is nobody else's until it is given back; a ReaderFailed where none can be started."""
+        """Return a decoder process for exclusive use until `give_back`; raise `ReaderFailed` if none can be started."""
         with self._lock:
             while self._idle:
                 reader = self._idle.pop()
                 if reader.process.poll() is None:
                     return reader
-                self._all.discard(reader)  # killed meanwhile, as where memory ran out
+                self._all.discard(reader)  # killed while idle, for example by the OOM killer
                 reader.channel.close()
         reader = Reader()
         with self._lock:
@@ -126,7 +132,7 @@ class Readers:
         return reader
 
     def give_back(self, reader: Reader) -> None:
-        """It waits for the next file, or is ended where it is in the middle of something."""
+        """Keep the decoder process for the next file, or end it if an answer is pending."""
         with contextlib.suppress(ReaderFailed, Refused):
             if reader.is_sound:
                 reader.ask(b"c")
@@ -138,11 +144,12 @@ class Readers:
         reader.close()
 
     def _begin_anew(self) -> None:
-        """With none; those of the process that this one was forked from are that one's."""
+        """Reset the pool after a fork: the decoder processes belong to the parent."""
         readers = self._all
+        # A new lock: another thread of the parent may have held the old one during the fork.
         self._lock, self._idle, self._all = threading.Lock(), [], set()
         for reader in readers:
             reader.forget()
 
 
-READERS = Readers()  # a process has these children and no others, whoever asks
+READERS = Readers()  # one pool per process, shared by all threads

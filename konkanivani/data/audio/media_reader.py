@@ -1,15 +1,20 @@
-"""The process that decodes what FFmpeg knows: a program of its own, which imports nothing of ours.
+"""Program of the decoder process, which runs FFmpeg in a sandbox; it imports nothing of this package.
 
-FFmpeg is large, and what it is given comes from strangers. So it runs where it can take nothing along: no file can be
-opened beside the one handed over, none written, no program started; memory and the processor's time are bounded.
+FFmpeg is a large code base and its input is untrusted. The process can therefore open no file except the descriptor
+that it receives, write no file and start no program; its memory and CPU time are limited.
 
 python -I media_reader.py SOCKET
 
-It answers requests one after the other and ends when the socket is closed. A request is REQUEST: a letter and two
-numbers. `o`: open the file whose descriptor comes with it, from the first number's byte on, of as many as the second
-says. `r`: read so many frames. `s`: decode so many and drop them. `c`: close the file. Each has one answer, ANSWER and
-as many bytes as that says: `h` the header as JSON, `f` frames as float32, one channel beside the other, `n` how many
-were dropped, `c` it is closed, `e` why it cannot be done. Fewer frames than asked for are the last.
+It answers requests in order and exits when the socket is closed. A request is `REQUEST`: a letter and two integers.
+
+- `o`: open the file whose descriptor is attached; the integers are its first byte and its number of bytes
+- `r`: read this number of frames
+- `s`: decode and discard this number of frames
+- `c`: close the file
+
+An answer is `ANSWER`, a letter and the length of the content that follows: `h` the header as JSON, `f` interleaved
+float32 frames, `n` the number of discarded frames, `c` closed, `e` the reason of a failure. An answer with fewer
+frames than the request is the last one.
 """
 
 import contextlib
@@ -26,26 +31,26 @@ import sys
 from collections.abc import Iterator
 
 REQUEST, ANSWER = struct.Struct("<cqq"), struct.Struct("<cq")
-MORE_MEMORY = 384 * 2**20  # bytes of address space beside what the libraries take
-MAX_SECONDS = 60  # of a processor for one answer, which is a minute of audio at most, or what lies before it
+MORE_MEMORY = 384 * 2**20  # bytes of address space beyond the loaded libraries
+MAX_SECONDS = 60  # CPU time of one answer: at most a minute of audio, or the audio before a span
 MAX_CHANNELS = 32
 DISCARD_ALL = 48  # libavcodec/defs.h
-# What is looked for in a file. None of them opens another file or an address (as hls, concat, dash or sdp do).
+# Allowed formats. None of them opens other files or URLs, as hls, concat, dash or sdp would.
 DEMUXERS = (
     *("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "asf", "amr", "amrnb", "amrwb", "aac", "ac3", "eac3", "loas", "mp3"),
     *("avi", "flv", "mpegts", "mpeg", "caf", "ogg", "wav", "w64", "aiff", "au", "flac", "ape", "tta", "wv", "mpc"),
     *("mpc8", "dts", "tak", "voc", "rm", "gsm", "dsf", "qcp", "mlp", "truehd", "oma", "sbc", "shn", "mxf", "nut"),
 )
-# A length stands in their headers; in others FFmpeg works it out from the bit rate, and is wrong.
+# Formats with a length in the header. For others FFmpeg estimates it from the bit rate, which is unreliable.
 DEMUXERS_WITH_LENGTHS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "asf", "avi", "caf", "wav", "flac", "ape", "tta")
 
 
 class Undecodable(Exception):
-    """Why there is no sound to be had; a sentence's end."""
+    """File without decodable audio; the message is the end of a sentence."""
 
 
 class FileSlice:
-    """The bytes of a file that are the audio's, as a file of their own; the place in it is nobody else's."""
+    """Part of a file as a read-only file object with a position of its own."""
 
     name = "audio"
 
@@ -53,8 +58,9 @@ class FileSlice:
         self.descriptor, self.begin, self.size, self.at = descriptor, begin, size, 0
 
     def read(self, count: int) -> bytes:
-        """The next bytes, none at the end."""
+        """Return the next `count` bytes, fewer at the end."""
         wanted = max(0, min(count, self.size - self.at))
+        # pread, because the descriptor's position is shared with the process that sent it.
         piece = os.pread(self.descriptor, wanted, self.begin + self.at)
         self.at += len(piece)
         return piece
@@ -63,14 +69,14 @@ class FileSlice:
         return self.at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Goes there, or to the end that is nearest."""
+        """Set the position, limited to the bounds of the slice, and return it."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
         self.at = min(max(base + offset, 0), self.size)
         return self.at
 
 
 class MediaDecoder:
-    """The first sound of a file, at the rate and with the channels that its first frame has."""
+    """Decoder of a file's best audio stream, at the sample rate and channel layout of its first frame."""
 
     def __init__(self, window: FileSlice) -> None:
         options = {"format_whitelist": ",".join(DEMUXERS), "protocol_whitelist": "none", "max_streams": "64"}
@@ -82,9 +88,9 @@ class MediaDecoder:
             raise Undecodable("FFmpeg does not support its audio codec")
         for other in self.container.streams:
             if other is not stream:
-                with contextlib.suppress(AttributeError, ValueError):  # older ones hand over what nobody asks for
+                with contextlib.suppress(AttributeError, ValueError):  # old PyAV versions cannot discard a stream
                     other.discard = DISCARD_ALL
-        stream.codec_context.thread_count = 1
+        stream.codec_context.thread_count = 1  # RLIMIT_CPU and RLIMIT_AS count all threads
         self.claimed = self._claimed_seconds(stream)
         self.resampler, self.pending, self.has_ended = None, bytearray(), False
         self.decoded = self._decode(stream)
@@ -98,11 +104,11 @@ class MediaDecoder:
         self.pieces = self._convert()
 
     def header(self) -> bytes:
-        """Rate, channels, and what the header says of the length in seconds, or null."""
+        """Return the sample rate, the channels and the stated length in seconds (or null) as JSON."""
         return json.dumps({"rate": self.rate, "channels": self.channels, "claimed": self.claimed}).encode()
 
     def read(self, count: int) -> bytes:
-        """The next `count` frames as float32, fewer at the end."""
+        """Return the next `count` frames as interleaved float32, fewer at the end."""
         wanted = 4 * self.channels * count
         while len(self.pending) < wanted and (piece := next(self.pieces, None)) is not None:
             self.pending += piece
@@ -111,7 +117,7 @@ class MediaDecoder:
         return taken
 
     def skip(self, count: int) -> int:
-        """How many of the next `count` frames there were."""
+        """Discard the next `count` frames and return how many there were."""
         size = 4 * self.channels
         done = 0
         while done < count:
@@ -135,11 +141,11 @@ class MediaDecoder:
             return None
         if stream.duration is not None:
             return float(stream.duration * stream.time_base)
-        is_single_process = len(self.container.streams) == 1  # else it is the longest stream's
+        is_single_process = len(self.container.streams) == 1  # with several, it is the longest stream's duration
         return self.container.duration / av.time_base if self.container.duration and is_single_process else None
 
     def _decode(self, stream: "av.audio.stream.AudioStream") -> Iterator["av.AudioFrame"]:
-        """The stream's frames; what cannot be decoded is left out, as a player does, and broken ends are ends."""
+        """Yield the stream's frames; skip undecodable packets, as players do, and stop at a demuxing error."""
         packets = self.container.demux(stream)
         while True:
             try:
@@ -155,7 +161,7 @@ class MediaDecoder:
             yield from (frame for frame in frames if frame.samples > 0 and frame.sample_rate > 0)
 
     def _convert(self) -> Iterator[bytes]:
-        """The frames as packed float32 of one rate and layout; where a stream changes them, it is resampled."""
+        """Yield the frames as packed float32; resample them if the stream changes its rate or layout midway."""
         (first, self.first), kind = (self.first, None), None
         for frame in itertools.chain([first], self.decoded):
             found = (frame.format.name, frame.layout.name, frame.sample_rate)
@@ -164,26 +170,27 @@ class MediaDecoder:
                     yield from map(_bytes_of, self.resampler.resample(None))
                 kind = found
                 self.resampler = av.AudioResampler(format="flt", layout=self.layout, rate=self.rate)
-            frame.pts = None
+            frame.pts = None  # not needed, and some PyAV versions reject discontinuous timestamps
             yield from map(_bytes_of, self.resampler.resample(frame))
         if self.resampler is not None and not self.resampler.is_passthrough:
             yield from map(_bytes_of, self.resampler.resample(None))
 
 
 def _bytes_of(frame: "av.AudioFrame") -> bytes:
-    """A packed frame's samples; its buffer may be longer."""
+    """Return a packed frame's samples without the padding of its buffer."""
     return memoryview(frame.planes[0])[: 4 * frame.samples * frame.layout.nb_channels].tobytes()
 
 
 def serve(channel: socket.socket) -> None:
-    """Answers requests until the socket is closed."""
+    """Answer requests until the socket is closed."""
     sound, descriptor = None, -1
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, REQUEST.size, 1)
         if not message:
             return
         kind, first, second = REQUEST.unpack(message)
-        times = os.times()  # from now on the process may take so many seconds of a processor
+        # RLIMIT_CPU counts from the start of the process: move the soft limit so that each request has MAX_SECONDS.
+        times = os.times()
         used = int(times.user + times.system) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (used + MAX_SECONDS, resource.RLIM_INFINITY))
         try:
@@ -199,28 +206,28 @@ def serve(channel: socket.socket) -> None:
                 if sound is not None:
                     sound.close()
                 sound = None
-                gc.collect()  # of what could not be opened
+                gc.collect()  # a file that could not be opened may leave reference cycles
                 os.close(descriptor)
                 answer, content = b"c", b""
         except MemoryError:
             answer, content = b"e", b"it takes more memory than a recording can need"
         except Undecodable as error:
             answer, content = b"e", str(error).encode()
-        except Exception as error:  # whatever a library makes of such a file
+        except Exception as error:  # libraries raise anything for a damaged file
             answer, content = b"e", f"FFmpeg: {getattr(error, 'strerror', None) or error}".encode()
         channel.sendall(ANSWER.pack(answer, len(content)))
         channel.sendall(content)
 
 
 def enter_sandbox(channel: int) -> None:
-    """No further file, no writing, little memory; what stops the training process is for that one to hear."""
+    """Limit memory, open files and file size, and ignore signals that only the training process should handle."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with open("/proc/self/statm", encoding="ascii") as file:
         taken = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     for limit, most in (
         (resource.RLIMIT_AS, taken + MORE_MEMORY),
-        (resource.RLIMIT_NOFILE, channel + 2),  # the one that is handed over
+        (resource.RLIMIT_NOFILE, channel + 2),  # one more than the socket: the received file
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
@@ -230,9 +237,9 @@ def enter_sandbox(channel: int) -> None:
 if __name__ == "__main__":
     import av
 
-    for name in ("video", "audio", "subtitles"):  # what PyAV would import later, where no file can be opened any more
+    for name in ("video", "audio", "subtitles"):  # PyAV imports these lazily, which the sandbox would prevent
         for part in ("stream", "codeccontext"):
-            with contextlib.suppress(ImportError):  # where another version has it elsewhere
+            with contextlib.suppress(ImportError):  # other PyAV versions have other modules
                 importlib.import_module(f"av.{name}.{part}")
     channel = socket.socket(fileno=os.dup2(int(sys.argv[1]), 3))
     if int(sys.argv[1]) != 3:

@@ -1,7 +1,7 @@
-"""The folders in which a manifest's audio may lie: the manifest's own, and those that the user names.
+"""Folders that may contain a manifest's audio: the manifest's own folder and those given with --audio_roots.
 
-A relative path that leads outside is refused by its name alone, and by what its links resolve to, before anything is
-opened. An absolute path of a manifest that the user names is accepted.
+A relative path that leads outside is rejected before anything is opened: first by its name, then after its links are
+resolved. An absolute path is accepted, because the user has named the manifest that contains it.
 """
 
 import os
@@ -12,7 +12,7 @@ LED_OUTSIDE = "a link points outside of its manifest's folder: allow the target 
 
 
 def audio_roots(folder: str, named: Iterable[str]) -> tuple[str, ...]:
-    """The absolute paths of a manifest's folder, links resolved, and of the folders named, as given and resolved."""
+    """Return the resolved path of a manifest's folder, then each named folder both resolved and as given (absolute)."""
     paths = [os.path.realpath(folder or ".")]
     for root in named:
         paths += [os.path.realpath(root), os.path.abspath(root)]
@@ -20,20 +20,19 @@ def audio_roots(folder: str, named: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_named_inside(audio_filepath: str, roots: tuple[str, ...]) -> bool:
-    """Return whether a path is absolute or lies, relative to the first root, in one of the roots by its name.
-
-    No disk access. A relative path without `..` cannot leave its folder.
-    """
+    """Return whether a path is absolute or, relative to the first root, inside one of the roots; no disk access."""
+    # A relative path without `..` cannot leave its folder. The common case must be fast: this runs for every row.
     if ".." not in audio_filepath or audio_filepath.startswith("/"):
         return True
     return _lies_in(os.path.normpath(os.path.join(roots[0], audio_filepath)), roots)
 
 
 def resolved_inside(path: str, roots: tuple[str, ...]) -> str | None:
-    """The path with its links resolved; None where that lies in none of the roots."""
+    """Return the path with its links resolved; None if the result is outside of all roots."""
     resolved = os.path.realpath(path)
     return resolved if _lies_in(resolved, roots) else None
 
 
 def _lies_in(path: str, roots: tuple[str, ...]) -> bool:
+    # With a slash after the root, so that /data does not include /database.
     return any(path == root or path.startswith(root if root.endswith("/") else root + "/") for root in roots)

@@ -1,6 +1,6 @@
-"""How many bytes of samples a file's header claims, where it claims more than there are.
+"""Detection of truncated files: the number of bytes of samples that a header states, compared with the file's size.
 
-Libsndfile reads a file that was cut off as if it had always been so short: its header has to be asked.
+libsndfile reads a truncated file without an error, as if it were complete, so the header is parsed here.
 """
 
 import struct
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 from konkanivani.data.audio.source import OpenedAudio
 
-UNKNOWN_FROM = 0x7FFF0000  # what a program writes that does not know yet how much will come, or 0
+UNKNOWN_FROM = 0x7FFF0000  # lengths from here on, or 0, are placeholders of programs that did not know the length
 MAX_CHUNKS = 1000
 W64_DATA = b"data\xf3\xac\xd3\x11\x8c\xd1\x00\xc0\x4f\x8e\xdb\x8a"
 
 
 def missing_share(opened: OpenedAudio) -> float:
-    """How much more the header of a WAV, RF64, W64 or AIFF claims than there is, as a multiple of what there is."""
+    """Return the bytes missing from a WAV, RF64, W64 or AIFF, divided by the bytes of samples that it has."""
     head, large = opened.at(0, 40), 0
     if head[:4] in (b"RIFF", b"RF64") and head[8:12] == b"WAVE":
         samples, chunks = b"data", iterate_chunks(opened, "<4sL", 12)
@@ -27,7 +27,7 @@ def missing_share(opened: OpenedAudio) -> float:
     else:
         return 0.0
     begin, claimed = next(((begin, claimed) for name, begin, claimed in chunks if name == samples), (0, 0))
-    if claimed == 0xFFFFFFFF and large:
+    if claimed == 0xFFFFFFFF and large:  # RF64: the 64-bit length is in the ds64 chunk
         claimed = large
     there = opened.size - begin
     is_known = 0 < claimed < UNKNOWN_FROM or 2**32 <= claimed < 2**62
@@ -35,10 +35,9 @@ def missing_share(opened: OpenedAudio) -> float:
 
 
 def iterate_chunks(opened: OpenedAudio, shape: str, begin: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the name, place of the content and claimed length of each chunk from `begin` on.
+    """Yield the name, content offset and stated length in bytes of each chunk from an offset on.
 
-    `shape` is the struct of a chunk's head. Chunks of RIFF and AIFF are padded to two bytes, those of CAF not at all;
-    W64 counts a chunk's head too and pads to eight bytes.
+    `shape` is the struct format of a chunk's header.
     """
     size = struct.calcsize(shape)
     is_w64 = size == 24
@@ -50,7 +49,8 @@ def iterate_chunks(opened: OpenedAudio, shape: str, begin: int) -> Iterator[tupl
         name, claimed = struct.unpack(shape, head)
         yield name, begin + size, claimed - size if is_w64 else claimed
         if claimed == 0 and is_w64:
-            return
+            return  # would repeat the same chunk
+        # W64 lengths include the chunk's header and are padded to 8 bytes; RIFF and AIFF pad to 2 bytes, CAF does not.
         if is_w64:
             begin += -(-claimed // 8) * 8
         else:

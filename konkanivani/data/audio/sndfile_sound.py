@@ -1,4 +1,4 @@
-"""A file that libsndfile knows, read from its beginning or from a place in it, block by block."""
+"""Audio files that libsndfile supports, read in blocks from any position."""
 
 import os
 
@@ -9,36 +9,38 @@ from konkanivani.data.audio.media_reader import FileSlice
 from konkanivani.data.audio.source import AudioHeader, OpenedAudio, UnusableAudio
 from konkanivani.data.audio.unset_lengths import Patches, length_patches
 
-# An MP3's frame needs bits of those before it. Where libmpg123 jumps into the middle it has none of them, says so on
-# stderr and makes noise of it: so much is decoded before a span, in seconds, and none is jumped over where that is all.
+# An MP3 frame uses bits of earlier frames (the bit reservoir). After a seek libmpg123 lacks them, prints a warning to
+# stderr and decodes noise. Therefore MP3_RUN_UP seconds before a span are decoded and dropped, and spans that start
+# within the first MP3_NO_JUMP seconds are reached without a seek.
 MP3_RUN_UP, MP3_NO_JUMP = 1.0, 60.0
 UNKNOWN_FRAMES = 2**62  # libsndfile reports at least this many frames for a FLAC of unknown length
 # mpg123 estimates the length of an MP3 without Xing, Info or VBRI header from the bit rate of its first frame, and
-# libsndfile stops there. Rates differ by a factor of 40 at most (8 to 320 kbit/s): a file that seems to be 64 times as
-# large is read to its true end.
+# libsndfile stops there. Bit rates differ by a factor of at most 40 (8 to 320 kbit/s), so a file that claims to be 64
+# times larger is read to its true end.
 MP3_LENGTH_HEADERS = (b"Xing", b"Info", b"VBRI")
 MP3_RATE_RANGE = 64
 ID3_HEAD = 10  # bytes
 ID3V1_TAG = 128  # bytes at the end of a file
-PIECE_SAMPLES = 2**20  # of all channels, decoded at once where the length is unknown
+PIECE_SAMPLES = 2**20  # of all channels together, decoded at a time if the length is unknown
 
 
 class NotKnown(Exception):
-    """Libsndfile knows no such file; its words for it."""
+    """File that libsndfile does not support, with its message."""
 
 
 class SndfileSound:
-    """An audio file that libsndfile decodes.
+    """Audio file decoded by libsndfile.
 
-    If `is_counted`, `header.frames` is the number of frames to read. Otherwise the file does not say its length (a FLAC
-    of a stream: STREAMINFO's total of samples is 0), `header.frames` is 0, and only decoding counts them.
+    If `is_counted`, `header.frames` is the number of frames that can be read. Otherwise the file does not state its
+    length (as a streamed FLAC, whose STREAMINFO has 0 total samples), `header.frames` is 0, and the frames must be
+    decoded to count them.
     """
 
     def __init__(self, opened: OpenedAudio, most_frames: int, most_seconds: float) -> None:
         """Open the file. A file of unknown length is refused as soon as it decodes to more frames or seconds.
 
         Raises:
-            NotKnown: libsndfile does not know this kind of file.
+            NotKnown: libsndfile does not support the format.
         """
         self.source = opened.source
         self.size = opened.size
@@ -56,14 +58,14 @@ class SndfileSound:
         frames = self.file.frames if self.is_counted else 0
         self.header = AudioHeader(frames, self.file.samplerate, self.file.channels)
         self.most_frames = min(most_frames, int(most_seconds * self.header.rate))
-        can_seek = soundfile.SoundFile.seekable(self.file)  # libsndfile cannot jump in GSM 6.10
+        can_seek = soundfile.SoundFile.seekable(self.file)  # not _Forward's; libsndfile cannot seek in GSM 6.10
         self.skips_by_decoding = not (self.is_counted and can_seek)
 
     def read(self, count: int) -> np.ndarray:
         """Return the next `count` samples (frames, channels) float32, fewer at the end."""
         if self.is_counted:
             return self._decode(count)
-        # In pieces: soundfile allocates all that is asked for, and `count` may be eleven days.
+        # In pieces: soundfile allocates `count` frames in advance, which may be eleven days.
         pieces = [np.empty((0, self.header.channels), np.float32)]
         left = count
         while left > 0:
@@ -96,7 +98,6 @@ class SndfileSound:
         return self.done + self._decode_and_drop(self.most_frames + 1)
 
     def close(self) -> None:
-        """Close the file."""
         self.file.close()
 
     def _decode_and_drop(self, count: int) -> int:
@@ -123,7 +124,7 @@ class SndfileSound:
 
 
 def _open_file(file: "int | _Member") -> "_Forward":
-    """Open a descriptor or a file object with libsndfile; raise NotKnown if it does not know this kind of file."""
+    """Open a descriptor or a file object with libsndfile; raise `NotKnown` if it does not support the format."""
     try:
         return _Forward(file, closefd=False)
     except (OSError, RuntimeError, TypeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors
@@ -132,10 +133,11 @@ def _open_file(file: "int | _Member") -> "_Forward":
 
 
 def _has_length_header(opened: OpenedAudio) -> bool:
-    """Return whether an MP3's first frame, after an ID3v2 tag, says how many frames there are."""
+    """Return whether an MP3's first frame, after an optional ID3v2 tag, states the number of frames."""
     begin = 0
     head = opened.at(0, ID3_HEAD)
     if head[:3] == b"ID3" and len(head) == ID3_HEAD:
+        # ID3v2 sizes are synchsafe integers: 7 bits per byte.
         size = head[6] << 21 | head[7] << 14 | head[8] << 7 | head[9]
         begin = ID3_HEAD + size
     frame = opened.at(begin, 2**12)
@@ -143,10 +145,7 @@ def _has_length_header(opened: OpenedAudio) -> bool:
 
 
 class _Member(FileSlice):
-    """A shard's member, or a file whose header is patched, as a file object of `claimed_size` bytes.
-
-    A read error ends it: an exception raised here would only be printed by cffi.
-    """
+    """File object of `claimed_size` bytes for a member of a tar shard, or for a file with a patched header."""
 
     def __init__(self, opened: OpenedAudio, patches: Patches, claimed_size: int = 0) -> None:
         super().__init__(opened.file.fileno(), opened.begin, opened.size)
@@ -154,22 +153,22 @@ class _Member(FileSlice):
         self.claimed_size = claimed_size or opened.size
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to a place in the file, or to the end that is nearest."""
+        """Set the position, limited to 0 and `claimed_size`, and return it."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.claimed_size}[whence]
         self.at = min(max(base + offset, 0), self.claimed_size)
         return self.at
 
     def read(self, count: int) -> bytes:
-        """Return the next bytes, with the patches in place of those of the file."""
+        """Return the next bytes, with the patches applied."""
         first = self.at
         if first >= max(self.size, self.claimed_size - ID3V1_TAG):
-            # mpg123 looks for a tag at the claimed end, and gives up if it cannot read there.
+            # mpg123 looks for an ID3v1 tag at the claimed end and fails if it cannot read there: return zeros.
             self.at = min(first + count, self.claimed_size)
             return bytes(self.at - first)
         try:
             piece = super().read(count)
         except OSError:
-            return b""
+            return b""  # the end of the file: an exception in this callback would only be printed by cffi
         for place, content in self.patches.items():
             begin = max(place, first)
             end = min(place + len(content), first + len(piece))
@@ -179,11 +178,9 @@ class _Member(FileSlice):
 
 
 class _Forward(soundfile.SoundFile):
-    """A file of which soundfile does not say after each block where it is, as if libsndfile had not read it.
-
-    To MP3 that is a jump: the bits that the next frame takes from those before it are gone, and libmpg123 says so on
-    stderr and makes noise of it.
-    """
+    """Sound file in which soundfile does not seek after each block."""
 
     def seekable(self) -> bool:
+        # After a read, soundfile seeks a seekable file to the position that it already has. In an MP3 even that drops
+        # the bit reservoir: libmpg123 prints a warning to stderr and decodes noise.
         return False

@@ -1,6 +1,6 @@
-"""Where audio lies: files and members of tar shards, opened without waiting and never outside of their roots.
+"""Location of audio: files and members of tar shards, opened without blocking and never outside of their roots.
 
-No torch here.
+This module does not import torch.
 """
 
 import contextlib
@@ -17,12 +17,16 @@ from konkanivani.data.audio.unicode_paths import existing_path
 
 @dataclass(frozen=True)
 class AudioSource:
-    """Where an utterance's audio lies.
+    """Location of an utterance's audio.
 
-    `byte_count` > 0: the audio file is those bytes of the file at `path`, from `byte_offset` on (a tar shard's member).
-    `start` None: all of the audio file, which lasts `seconds` where those are known; else the span of `seconds` from
-    there on. `roots`: the folders in which the file must lie, links resolved (None: anywhere, a person named it).
-    `channel`: the only channel to read, from 0 (None: all of them).
+    Args:
+        path: The audio file, or the tar shard that contains it.
+        byte_offset: First byte of the audio file in a tar shard.
+        byte_count: Bytes of the audio file in a tar shard; 0 if `path` is the audio file.
+        start: First second of the utterance in the audio file; None for the whole file.
+        seconds: Duration of the utterance; None if unknown.
+        roots: Folders that must contain the file after links are resolved; None for any (the user named the file).
+        channel: The only channel to read, counted from 0; None for all channels.
     """
 
     path: str
@@ -40,21 +44,22 @@ class AudioSource:
 
 
 class UnusableAudio(DataError):
-    """An audio file that cannot be read, or is not what is said of it; `reason` is without its name."""
+    """Audio file that cannot be read or contradicts its manifest row; `reason` does not contain the file's name."""
 
     def __init__(self, source: AudioSource, reason: str) -> None:
         super().__init__(f"The audio file {source} cannot be read: {reason}. Repair the file, or leave it out.")
         self.reason = reason
 
     def __reduce__(self) -> tuple:
+        # The default would call __init__ with the message alone; workers send errors to the training process by pickle.
         return DataError, self.args
 
 
 @dataclass(frozen=True)
 class AudioHeader:
-    """What an audio file says of itself; `frames` samples a channel, `rate` in Hz.
+    """Header of an audio file: `frames` samples per channel, `rate` in Hz.
 
-    `missing`: so many seconds more its header claims than the file has bytes for.
+    `missing` is the number of seconds that the header states beyond the end of the file.
     """
 
     frames: int
@@ -68,17 +73,16 @@ class AudioHeader:
 
 
 def duration_tolerance(seconds: float) -> float:
-    """How far an audio file's duration may be from the `seconds` that are said of it, in seconds.
-
-    Manifests round their seconds, and formats with loss add a few at the ends.
-    """
+    """Return the allowed difference, in seconds, between an audio file's duration and its stated `seconds`."""
+    # Manifests round durations, and lossy formats pad both ends.
     return 0.1 + 0.02 * seconds
 
 
 @dataclass(frozen=True)
 class OpenedAudio:
-    """An audio file that has been opened: `size` bytes of `file` from `begin` on. What the name leads to by now is
-    nobody's concern.
+    """Open audio file: a range of `size` bytes in `file`.
+
+    The path is not resolved again, so replacing the file in the meantime has no effect.
     """
 
     source: AudioSource
@@ -87,7 +91,7 @@ class OpenedAudio:
     size: int
 
     def at(self, place: int, count: int) -> bytes:
-        """At most so many of its bytes from there on; none beyond its end or where they cannot be read."""
+        """Return at most `count` bytes from byte `place` on; none past the end or on a read error."""
         if not 0 <= place < self.size:
             return b""
         try:
@@ -98,7 +102,7 @@ class OpenedAudio:
 
 @contextlib.contextmanager
 def opened_audio(source: AudioSource) -> Iterator[OpenedAudio]:
-    """The source's file for as long as the block; an UnusableAudio where there is none."""
+    """Open the source's file for the duration of the block; raise `UnusableAudio` if that fails."""
     with contextlib.ExitStack() as opened:
         try:
             file = opened.enter_context(open_file(source))
@@ -113,10 +117,14 @@ def opened_audio(source: AudioSource) -> Iterator[OpenedAudio]:
 
 
 def open_file(source: AudioSource) -> io.BufferedReader:
-    """The regular file that holds the audio; an UnusableAudio or an OSError where there is none, or none allowed.
+    """Open the regular file that contains the audio.
 
-    A name that is only there in another Unicode normal form is that file. What is no file, or lies outside, is never
-    opened; where one takes a file's place in between, that does no harm.
+    A path that exists only in another Unicode normal form is accepted. Anything that is not a regular file, or is
+    outside of the source's roots, is never opened.
+
+    Raises:
+        UnusableAudio: The path is not a regular file, or is outside of the roots.
+        OSError: The file does not exist or cannot be opened.
     """
     path = existing_path(source.path)
     if source.roots is not None:
@@ -125,6 +133,8 @@ def open_file(source: AudioSource) -> io.BufferedReader:
         raise UnusableAudio(source, LED_OUTSIDE)
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise UnusableAudio(source, "it is not a file")
+    # A pipe or a terminal may have replaced the file since the check above. With these flags the open does not block,
+    # and a terminal does not become the controlling one.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

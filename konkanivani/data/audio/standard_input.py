@@ -1,4 +1,4 @@
-"""What comes on standard input, as a file that can be read from any place in it: a pipe cannot."""
+"""Standard input stored in a temporary file, because a pipe cannot seek."""
 
 import contextlib
 import os
@@ -9,19 +9,21 @@ from pathlib import Path
 
 from konkanivani.base.errors import DataError, ResourceError, explained
 
-SIGN = "-"  # what a person writes for it
-MAX_BYTES = 2**32  # the most that a WAV can hold
+SIGN = "-"  # path that stands for standard input
+MAX_BYTES = 2**32  # maximum size of a WAV file
 PIECE_BYTES = 2**20
 
 
 @contextlib.contextmanager
 def spooled_input() -> Iterator[Path]:
-    """The path, for this process and its children, of a file that holds all of standard input.
+    """Store standard input in a file; yield a path that this process and its children can open.
 
-    It has no name in any folder, so nothing is left of it whatever ends the process. A DataError where there is no end
-    to it, a ResourceError where there is no room.
+    Raises:
+        DataError: Standard input exceeds `MAX_BYTES`.
+        ResourceError: There is not enough disk space.
     """
     what = f"Standard input cannot be stored in {tempfile.gettempdir()}"
+    # The file has no directory entry: nothing remains on the disk however the process ends.
     with tempfile.TemporaryFile() as file:
         with explained(ResourceError, what, "Free disk space there, or set TMPDIR to another folder."):
             while piece := sys.stdin.buffer.read(PIECE_BYTES):
@@ -31,5 +33,6 @@ def spooled_input() -> Iterator[Path]:
                         f"Standard input exceeds {MAX_BYTES / 2**30:.0f} GiB. Save it as a file and give its path."
                     )
             file.flush()
+        # /dev/fd would name the child's own descriptors; /proc/PID/fd names this process's.
         folder = Path("/proc", str(os.getpid()), "fd")
         yield (folder if folder.is_dir() else Path("/dev/fd")) / str(file.fileno())

@@ -1,7 +1,7 @@
-"""Paths whose names are spelled in another Unicode normal form than on the disk.
+"""Lookup of paths that are stored in another Unicode normal form.
 
-A Mac writes names decomposed (NFD); tables and keyboards mostly compose them (NFC). Both look the same, but a Linux
-file system compares bytes.
+macOS writes names decomposed (NFD); tables and keyboards usually compose them (NFC). Both look the same, but Linux file
+systems compare bytes.
 """
 
 import os
@@ -13,10 +13,10 @@ SCRIPTS_OF_INDIA = range(0x0900, 0x0E00)
 
 
 def existing_path(path: str) -> str:
-    """Return the path as it is spelled on the disk; the path itself if it exists, or in no spelling.
+    """Return the path in the spelling that exists on the disk; unchanged if it exists or no spelling does.
 
-    Each of its parts may be in another normal form. Only names are compared, so this opens nothing and follows no
-    `..` or link that the path itself does not name; whether the result may be opened is checked afterwards.
+    Each component may be in another normal form. Only names are compared: nothing is opened, and no `..` or link is
+    followed that the path does not contain. The caller must check whether the result may be opened.
     """
     if path.isascii() or os.path.lexists(path):
         return path
@@ -32,7 +32,7 @@ def existing_path(path: str) -> str:
 
 
 def comparable_name(name: str) -> str:
-    """Return the name in the form in which names are compared (NFC)."""
+    """Return the name in NFC, the form used for comparing names."""
     return unicodedata.normalize("NFC", name)
 
 
@@ -52,7 +52,7 @@ def _spellings(name: str) -> Iterator[str]:
 
 @cache
 def _excluded_letters() -> dict[str, str]:
-    """Return the letters with nukta that NFC does not compose, by the letter and nukta that they stand for."""
+    """Return the letters with nukta that NFC leaves decomposed, by their decomposition."""
     letters = map(chr, SCRIPTS_OF_INDIA)
     return {
         unicodedata.normalize("NFC", letter): letter

@@ -12,13 +12,13 @@ from konkanivani.data.audio.source import OpenedAudio
 
 TO_THE_END = 0xFFFFFFFF  # libsndfile reads a WAV, AIFF or AU with this length to the end of the file
 UNSET_64 = (0, 2**63 - 1, 2**64 - 1)
-DS64_SIZES = 20  # place of ds64's three fields: size of the RIFF chunk, of the data chunk, number of frames
+DS64_SIZES = 20  # offset of ds64's three fields: size of the RIFF chunk, size of the data chunk, number of frames
 
 Patches = dict[int, bytes]
 
 
 def length_patches(opened: OpenedAudio) -> Patches:
-    """Return the bytes to replace in the header, by their place in the file; none if its lengths are set."""
+    """Return the header bytes to replace, by offset in the file; empty if the lengths are set."""
     head = opened.at(0, 16)
     if head[:4] in (b"RIFF", b"RIFX") and head[8:12] == b"WAVE":
         order = "<" if head[:4] == b"RIFF" else ">"
@@ -39,7 +39,7 @@ def length_patches(opened: OpenedAudio) -> Patches:
 
 
 def _chunk_patches(opened: OpenedAudio, order: str, name: bytes, fixed_bytes: int) -> Patches:
-    """Return the patch of a WAV's or AIFF's chunk of samples; `fixed_bytes` of it come before the samples."""
+    """Return the patch of the sample chunk of a WAV or AIFF, in which `fixed_bytes` precede the samples."""
     for found, begin, claimed in iterate_chunks(opened, f"{order}4sL", 12):
         if found != name:
             continue
@@ -61,14 +61,14 @@ def _ds64_patches(opened: OpenedAudio) -> Patches:
         is_unset = data in UNSET_64 and claimed in (0, TO_THE_END)
         if is_unset and _holds_samples(opened, begin, "<4sL"):
             patches = {DS64_SIZES: struct.pack("<2Q", opened.size - 8, opened.size - begin)}
-            patches[begin - 4] = struct.pack("<L", TO_THE_END)  # the length is in ds64
+            patches[begin - 4] = struct.pack("<L", TO_THE_END)  # means that the length is in ds64
             return patches
         break
     return {}
 
 
 def _caf_patches(opened: OpenedAudio) -> Patches:
-    """Return the patch of a CAF's data chunk: -1 is its way to say "to the end of the file"."""
+    """Return the patch of a CAF's data chunk, in which a length of -1 means "to the end of the file"."""
     for name, begin, claimed in iterate_chunks(opened, ">4sQ", 8):
         if name != b"data":
             continue
@@ -80,11 +80,11 @@ def _caf_patches(opened: OpenedAudio) -> Patches:
 
 
 def _holds_samples(opened: OpenedAudio, start: int, shape: str) -> bool:
-    """Return whether the bytes from `start` on are samples: neither nothing, nor chunks up to the end of the file.
+    """Return whether the bytes from `start` on are samples, not empty or a list of chunks up to the end of the file.
 
-    Chunks there mean that the file was closed properly and holds no samples. The names of chunks are ASCII; digital
-    silence would otherwise be a list of empty chunks.
+    A list of chunks means that the file was closed properly and contains no samples.
     """
+    # Chunk names must be ASCII: digital silence would otherwise look like a list of empty chunks.
     place = start
     for name, content, claimed in iterate_chunks(opened, shape, start):
         if not all(0x20 <= character < 0x7F for character in name):

@@ -1,6 +1,6 @@
-"""Audio files as 16 kHz mono waveforms, and waveforms as normalised log-mel features.
+"""Loading and resampling of audio to 16 kHz mono waveforms, whole or as streams of blocks.
 
-B batch, S samples, T feature frames, F mel bins.
+S samples.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ from konkanivani.data.audio.files import (
     read_samples,
 )
 
-BLOCK_SECONDS = 1.0  # of a stream: what is decoded and resampled at once
-# The resampling filter, as torchaudio's: a sinc that ends after six zeros, its cutoff a little under half of the rate.
+BLOCK_SECONDS = 1.0  # decoded and resampled at a time in a stream
+# torchaudio's resampling filter: a sinc up to its sixth zero, cutoff at 0.99 of the lower rate's Nyquist frequency.
 FILTER_ZEROS, FILTER_ROLLOFF = 6, 0.99
-FILTERED_SAMPLES = 4000  # lengths are rounded up to as many
+FILTERED_SAMPLES = 4000  # lengths are padded to a multiple of it, see change_rate
 MAX_FILTER_WEIGHTS = 2**20  # 4 MiB; 44,100 Hz has 70,560
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs torch on one thread, so that a transform gives the same bits in a worker and in the training process."""
+    """Run torch on one thread, so that results are bitwise equal in a worker and in the training process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -43,9 +43,9 @@ def one_thread() -> Iterator[None]:
 
 
 def load_audio(source: AudioSource) -> torch.Tensor:
-    """Return the source's (S,) float32 waveform at 16 kHz; a DataError names one that cannot be used.
+    """Return the source's waveform (S,) float32 at 16 kHz: its channel if it names one, else the mean of all channels.
 
-    That is its channel if it names one, else the mean of all channels.
+    Raise a `DataError` that names the source if it cannot be used.
     """
     samples, rate = read_samples(source)
     channels = torch.from_numpy(samples)
@@ -53,40 +53,38 @@ def load_audio(source: AudioSource) -> torch.Tensor:
 
 
 def resample(waveform: torch.Tensor, rate: int) -> torch.Tensor:
-    """The waveform (S,) of `rate` Hz at 16 kHz.
-
-    Torchaudio's filter has a weight for each pair of an old and a new sample in the shortest time that both rates
-    divide: 3 GB of them at 44,099 Hz. Such odd rates go the streams' way, which has the same filter in a few.
-    """
+    """Resample a waveform (S,) from `rate` Hz to 16 kHz."""
     if rate == SAMPLE_RATE:
         return waveform
+    # torchaudio's filter has a weight for each pair of an input and an output sample within the common period of both
+    # rates: 3 GB at 44,099 Hz. resample_blocks applies the same filter with far fewer weights.
     if math.lcm(rate, SAMPLE_RATE) // math.gcd(rate, SAMPLE_RATE) > MAX_FILTER_WEIGHTS:
         return torch.cat(list(resample_blocks(waveform.split(rate), rate)))
     return change_rate(waveform, rate, SAMPLE_RATE)
 
 
 def change_rate(waveform: torch.Tensor, old: int, new: int) -> torch.Tensor:
-    """The waveform (S,) of rate `old` at rate `new`: (ceil(S new / old),).
-
-    Made longer to a whole number of blocks, of zeros as the filter takes them there anyway: PyTorch's convolution makes
-    a program for each length that it meets, and that takes as long as two seconds of speech take to go through it.
-    """
+    """Resample a waveform (S,) from rate `old` to rate `new`: (ceil(S new / old),)."""
+    # PyTorch's convolution compiles a kernel for each new length, which takes the time of resampling two seconds of
+    # speech. Padding to a multiple of FILTERED_SAMPLES limits the number of lengths; the filter assumes zeros there
+    # anyway.
     with one_thread():
         longer = torch.nn.functional.pad(waveform, (0, -len(waveform) % FILTERED_SAMPLES))
         return torchaudio.functional.resample(longer, old, new)[: resampled_samples(len(waveform), old, new)]
 
 
 def stream_audio(source: AudioSource) -> Iterator[torch.Tensor]:
-    """The waveform that load_audio would return, in blocks (S,) of about a second; errors as in read_blocks."""
+    """Return the waveform of `load_audio` as a stream of blocks (S,) of about 1 s; raise as `read_blocks`."""
     rate = claimed_header(source).rate
     blocks = (torch.from_numpy(samples).mean(dim=1) for samples in read_blocks(source, BLOCK_SECONDS))
     return resample_blocks(blocks, rate)
 
 
 def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[torch.Tensor]:
-    """Samples (S,) or (S, channels) of `rate` Hz as a stream of blocks (S,) at 16 kHz, channels averaged.
+    """Return samples (S,) or (S, channels) of `rate` Hz as a stream of 16 kHz blocks (S,), channels averaged.
 
-    Floats are between -1 and 1, integers between the ends of their range. A DataError says why they cannot be used.
+    Floats must be within -1 to 1; integers are scaled from the full range of their type. Raise a `DataError` if the
+    samples cannot be used.
     """
     if not MIN_RATE <= rate <= MAX_RATE:
         raise DataError(f"The sample rate {rate} Hz is not between {MIN_RATE} and {MAX_RATE} Hz. Resample it.")
@@ -113,7 +111,8 @@ def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[to
 
 
 def _as_mono(block: torch.Tensor) -> torch.Tensor:
-    """A block (S, channels) of a recording as (S,) float32."""
+    """Convert a block (S, channels) to mono (S,) float32, with integers scaled to -1 to 1."""
+    # A power of two, so that scaling is exact: an integer type's minimum is -2**(bits - 1).
     scale = 1.0 if block.is_floating_point() else 1 / -torch.iinfo(block.dtype).min
     mono = (block.double() * scale).mean(dim=1).float()
     if not torch.isfinite(mono).all():
@@ -122,10 +121,10 @@ def _as_mono(block: torch.Tensor) -> torch.Tensor:
 
 
 def resample_blocks(blocks: Iterable[torch.Tensor], rate: int) -> Iterator[torch.Tensor]:
-    """A stream of blocks (S,) at `rate` Hz as one at 16 kHz: what `resample` makes of the whole, for any blocks.
+    """Resample a stream of blocks (S,) from `rate` Hz to 16 kHz, with the result of `resample` for any block lengths.
 
-    Sample j of the result lies at j * old / new of the stream and is a sum over the samples that the filter reaches
-    from there; its weights depend on j modulo `new` alone.
+    Output sample j is at the input position j * old / new and is a weighted sum of the input samples within the
+    filter's reach; the weights depend only on j modulo `new`.
     """
     if rate == SAMPLE_RATE:
         yield from blocks
@@ -134,11 +133,11 @@ def resample_blocks(blocks: Iterable[torch.Tensor], rate: int) -> Iterator[torch
     old, new = rate // divisor, SAMPLE_RATE // divisor
     weights = _filter_weights(old, new)
     reach = weights.shape[1] // 2
-    waiting, first, done, length = torch.zeros(reach), -reach, 0, 0  # `first` is where in the stream `waiting` begins
+    waiting, first, done, length = torch.zeros(reach), -reach, 0, 0  # `first`: stream position of waiting[0]
     for block in itertools.chain(blocks, [None]):
         length += 0 if block is None else len(block)
         waiting = torch.cat([waiting, torch.zeros(2 * reach) if block is None else block])
-        # At the end, every sample that the stream's duration has room for; before it, those whose filter is all there.
+        # At the end of the stream all output samples are due; before, those whose filter input is complete.
         ready = resampled_samples(length, old, new) if block is None else max(done, ((length - reach) * new) // old)
         if ready == done:
             continue
@@ -152,9 +151,10 @@ def resample_blocks(blocks: Iterable[torch.Tensor], rate: int) -> Iterator[torch
 
 
 def _filter_weights(old: int, new: int) -> torch.Tensor:
-    """(new, taps): for each fraction of a sample, the weights of the samples around it, the middle one the last before.
+    """Return the filter weights (new, taps), one row per fractional position of an output sample.
 
-    A sinc under a Hann window, as torchaudio's resampler has it (Smith, Digital Audio Resampling); in float64 first.
+    The middle tap is the last input sample before the position. The filter is a sinc with a Hann window, as in
+    torchaudio's resampler (Smith, Digital Audio Resampling), computed in float64.
     """
     cutoff = min(old, new) * FILTER_ROLLOFF
     reach = math.ceil(FILTER_ZEROS * old / cutoff) + 1

@@ -1,4 +1,4 @@
-"""Windows and batches of utterances from any cursor onward."""
+"""Streams of training and evaluation batches."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -21,9 +21,10 @@ NO_UTTERANCES = GlobalBatch((), tokens=0, utterances=0, audio_seconds=0.0, paddi
 
 @dataclass(frozen=True)
 class GlobalBatchStream:
-    """The training data from any cursor onward, epoch after epoch, each window with the cursor behind it.
+    """Endless stream of global batches from any cursor, each with the cursor after it.
 
-    Every rank of the topology reads its portion of each window; windows and cursor do not depend on the world size.
+    Each rank reads its share of a global batch. The utterances of a global batch and the cursors do not depend on the
+    world size.
     """
 
     speech: TrainDataset
@@ -36,10 +37,10 @@ class GlobalBatchStream:
     def from_cursor(
         self, cursor: Cursor, check: Callable[[], None] = lambda: None
     ) -> Iterator[tuple[GlobalBatch, Cursor]]:
-        """Endless. Closing the generator ends the workers. A window of which nothing can be read is passed over.
+        """Yield global batches without end, each with the cursor after it; closing the generator ends the workers.
 
-        `check` is called before each window and while one is waited for; what it raises ends the waiting, and where
-        it is that the run is interrupted, that of all ranks.
+        A global batch without any readable utterance is skipped. `check` is called before each global batch and while
+        waiting for one; its exceptions end the stream, and `Interrupted` ends the streams of all ranks.
         """
         fetcher = Fetcher(self.speech, self.limits, self.loader.workers)
         with closing(load_in_order(fetcher, self.planned(cursor), self.loader, check)) as loaded:
@@ -49,23 +50,25 @@ class GlobalBatchStream:
                     yield global_batch, behind
 
     def _next(self, loaded: Iterator[Loaded]) -> GlobalBatch | None:
-        """The next window, or this rank's portion of it, the ranks' counts joined; None where nothing can be read."""
+        """Return the next global batch: this rank's micro-batches, counts of all ranks; None if nothing is readable."""
         if self.topology.is_single_process:
             found = next(loaded)
             self.rejections.add(found.rejections)
             return found.value
+        # An interrupted rank still takes part in the collective; otherwise the other ranks would wait for it.
         try:
             found, interrupted = next(loaded), None
         except Interrupted as error:
             found, interrupted = Loaded(None, ()), error
         portion = found.value or NO_UTTERANCES
         padded = sum(batch.waveforms.numel() for batch in portion.micro_batches)
+        # As integers, for gather_numbers and for sums that do not depend on the world size.
         samples, exit_code = round(portion.audio_seconds * SAMPLE_RATE), interrupted.exit_code if interrupted else 0
         mine = [exit_code, len(found.rejections), portion.tokens, portion.utterances, samples, padded]
         codes, rejected, *counts = zip(*gather_numbers(self.topology, mine), strict=True)
-        if any(codes):
+        if any(codes):  # a signal's exit code is 128 plus its number
             raise interrupted or Interrupted("Another rank was stopped by a signal.", max(codes) - 128)
-        if any(rejected):
+        if any(rejected):  # objects are slower to gather than numbers, and rejections are rare
             for theirs in gather(self.topology, found.rejections):
                 self.rejections.add(theirs)
         tokens, utterances, samples, padded = map(sum, counts)
@@ -74,12 +77,12 @@ class GlobalBatchStream:
         return GlobalBatch(portion.micro_batches, tokens, utterances, samples / SAMPLE_RATE, 1 - samples / padded)
 
     def planned(self, cursor: Cursor) -> Iterator[list[tuple[int, int]]]:
-        """The keys of this rank's share of each window from the cursor on; the loader runs ahead of the loop."""
+        """Yield the dataset keys of this rank's share of each global batch; the loader prefetches from it."""
         epoch, consumed = cursor.epoch, cursor.consumed
         while True:
             plan = self.planner.plan_epoch(epoch)
             for number in range(consumed, len(plan)):
-                global_batch = np.sort(plan[number])  # as they lie in their files
+                global_batch = np.sort(plan[number])  # in the manifest's order, for sequential reads
                 portion = partition(self.planner.durations[global_batch], self.topology.world_size)[self.topology.rank]
                 yield [(epoch, int(index)) for index in global_batch[portion]]
             epoch, consumed = epoch + 1, 0
@@ -92,9 +95,9 @@ def load_batches(
     rejections: Rejections,
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Batch, list[Utterance]]]:
-    """The planned evaluation batches in order, each with its utterances; those that cannot be read are left out.
+    """Yield the planned evaluation batches in order, each with its utterances; omit unreadable utterances.
 
-    `check` as for a GlobalBatchStream.
+    `check` is called as in `GlobalBatchStream.from_cursor`.
     """
     keys = ([int(number) for number in batch] for batch in plan)
     with closing(load_in_order(Fetcher(speech, None, loader.workers), keys, loader, check)) as loaded:

@@ -1,7 +1,7 @@
-"""A window or batch on its way to another process: all of its tensors in one piece of shared memory.
+"""Transfer of a batch to another process with all of its tensors in one block of shared memory.
 
-Each tensor that crosses by itself takes a file descriptor, handed over on a connection of its own: eight of them were
-5 ms of a training step in which both cores waited (docs/experiments.md).
+PyTorch sends each shared tensor as a file descriptor over a connection of its own. For eight tensors this took 5 ms of
+a training step, during which both cores waited (docs/experiments.md).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 from konkanivani.data.batch import Batch, GlobalBatch
 
-ALIGNMENT = 64  # bytes: the width of the widest registers, and what PyTorch aligns its own tensors to
+ALIGNMENT = 64  # bytes: the width of the widest SIMD registers, and PyTorch's own alignment of CPU tensors
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the memory a tensor lies, from `start` on, in bytes."""
+    """Location of a tensor in the shared memory; `start` and `end` in bytes."""
 
     start: int
     dtype: torch.dtype
@@ -31,19 +31,20 @@ class Place:
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor, which is a view of the memory."""
+        """Return the tensor as a view of the memory."""
+        # view(dtype) requires a start divisible by the item size; ALIGNMENT is a multiple of every item size.
         return memory[self.start : self.end].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """`hollow` has a Place for each of its tensors, all of which lie in `memory` (bytes,) uint8."""
+    """Packed batch: `hollow` is the batch with a `Place` for each tensor, `memory` (bytes,) uint8 their contents."""
 
     hollow: GlobalBatch | Batch
     memory: torch.Tensor
 
     def unpack(self) -> GlobalBatch | Batch:
-        """What was packed; its tensors are views of the memory."""
+        """Return the original batch; its tensors are views of the memory."""
         return self.hollow.with_each(lambda place: place.of(self.memory))
 
     def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
@@ -51,7 +52,7 @@ class Packed:
 
 
 def pack(value: GlobalBatch | Batch) -> Packed:
-    """Copies its tensors into shared memory; a RuntimeError of PyTorch's where there is too little."""
+    """Copy the tensors into shared memory; PyTorch raises a `RuntimeError` if /dev/shm is too small."""
     tensors, places = [], []
 
     def place(tensor: torch.Tensor) -> Place:

@@ -1,4 +1,4 @@
-"""Worker processes that read and batch: what they make, in order, and what becomes of one that dies or hangs."""
+"""Worker processes that load batches, with recovery from workers that die or hang."""
 
 import ctypes
 import dataclasses
@@ -27,15 +27,15 @@ from konkanivani.data.dataset import EvalDataset, TrainDataset
 from konkanivani.data.loader.packed import Packed, pack
 from konkanivani.data.rejections import Rejection
 
-POLL_SECONDS = 1.0  # after so long without a batch, the workers are looked after
-END_SECONDS = 1.0  # that the workers have to end by themselves
+POLL_SECONDS = 1.0  # interval of checks on the workers while no batch arrives
+END_SECONDS = 1.0  # grace period for workers to exit
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SIGNS_OF_WORKERS = ("DataLoader", "Pin memory thread")  # in PyTorch's errors about a worker that failed
 
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """How the loader runs; none of it changes what is loaded. `ahead`: items that each worker makes in advance."""
+    """Settings that do not change the loaded data; `timeout` in seconds, `ahead` is the items prefetched per worker."""
 
     workers: int
     timeout: float
@@ -45,26 +45,24 @@ class LoaderConfig:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was made of some utterances (None: none of them could be read), and those that were left out.
-
-    A worker packs it. An `error` comes back as a value, since what a worker raises loses its sentence on the way.
-    """
+    """Loaded item: a batch (None: no utterance was readable; packed if from a worker) and the rejected utterances."""
 
     value: GlobalBatch | Batch | Packed | None
     rejections: tuple[Rejection, ...]
+    # A value, because the DataLoader replaces the message of an exception raised in a worker with a traceback.
     error: KonkaniVaniError | None = None
 
     def pin_memory(self) -> "Loaded":
-        """The same in page-locked memory (the DataLoader calls this for CUDA)."""
+        """Return a copy in page-locked memory; the DataLoader calls this for CUDA."""
         return dataclasses.replace(self, value=self.value and self.value.with_each(torch.Tensor.pin_memory))
 
     def unpack(self) -> "Loaded":
-        """The same as if no worker had made it."""
+        """Return the item with its batch unpacked."""
         return dataclasses.replace(self, value=self.value.unpack()) if isinstance(self.value, Packed) else self
 
 
 class WorkersFailed(ResourceError):
-    """An audio worker was killed, by the system where memory was short or by what it read, or it hangs."""
+    """Audio worker that was killed (out of memory, or a crash while decoding) or hangs."""
 
     def __init__(self, what: str, has_died: bool) -> None:
         super().__init__(
@@ -75,7 +73,11 @@ class WorkersFailed(ResourceError):
 
 
 class Fetcher(Dataset):
-    """A whole window or batch per item. `being_read` (workers,) is the utterance that each worker reads now, or -1."""
+    """Dataset of whole global or evaluation batches.
+
+    `being_read` (workers,) is the index of the utterance that each worker is reading, or -1, in shared memory: it still
+    names the utterance after the worker has died.
+    """
 
     def __init__(self, speech: TrainDataset | EvalDataset, limits: tuple[SizeLimit, ...] | None, workers: int) -> None:
         self.speech, self.limits = speech, limits
@@ -104,7 +106,7 @@ class Fetcher(Dataset):
             return Loaded(None, (), error)
 
     def ids(self, keys: list) -> list[str]:
-        """The utterances of an item's keys by name."""
+        """Return the ids of the utterances with these keys."""
         return [self.speech.utterances[key[1] if isinstance(key, tuple) else key].id for key in keys]
 
     def _combined(self, speeches: list[Example]) -> GlobalBatch | Batch:
@@ -116,10 +118,8 @@ class Fetcher(Dataset):
 
 
 def _pack(value: GlobalBatch | Batch, ids: list[str]) -> Packed:
-    """What a worker has made, in shared memory; a ResourceError where that is full.
-
-    The queue would move it there too, in a thread whose errors nobody sees.
-    """
+    """Pack a worker's batch into shared memory; raise a `ResourceError` if that is full."""
+    # The queue would also move tensors to shared memory, but in a feeder thread, whose errors are lost.
     try:
         return pack(value)
     except RuntimeError as error:
@@ -134,16 +134,16 @@ def _pack(value: GlobalBatch | Batch, ids: list[str]) -> Packed:
 def load_in_order(
     fetcher: Fetcher, keys: Iterable[list], loader: LoaderConfig, check: Callable[[], None]
 ) -> Iterator[Loaded]:
-    """What is made of each of the keys, in order.
+    """Yield the loaded item of each of the keys, in order.
 
-    Where a worker dies, what has not come back is made by one new worker, one item at a time, which gives the same;
-    then all go on. Where one dies a second time before anything has come, it is the ResourceError that names what was
-    being read: everything before it has come.
+    If a worker dies, one new worker reloads the unfinished items one by one, with the same result; then all workers
+    continue. A second death before another item arrives raises `WorkersFailed`, which names the utterances being read;
+    all items before them have been yielded.
     """
     keys, waiting = iter(keys), deque()
     is_second_try = False
     while True:
-        # A worker that dies takes along what it has made and not handed over: one item at a time, that is nothing.
+        # A dead worker loses its finished but undelivered items; with one item at a time there are none.
         is_making_up = bool(waiting)
         handed_out = iter(tuple(waiting)) if is_making_up else _remembered(keys, waiting)
         pace = dataclasses.replace(loader, workers=1, ahead=1) if is_making_up else loader
@@ -163,7 +163,7 @@ def load_in_order(
 
 
 def _remembered(keys: Iterator[list], waiting: deque[list]) -> Iterator[list]:
-    """The keys, which from then on wait for their work to come back."""
+    """Yield the keys and append each to `waiting` until its item arrives."""
     for key in keys:
         waiting.append(key)
         yield key
@@ -182,9 +182,9 @@ def _load_until_a_death(
         timeout=min(POLL_SECONDS, loader.timeout) if loader.workers else 0,
         pin_memory=loader.pin_memory,
         worker_init_fn=_begin_worker,
-        # Not Python's own choice, which is another from 3.14 on: no worker would then be this process's child.
+        # Python 3.14 changes the default to forkserver, whose workers are not children of this process.
         multiprocessing_context="fork" if loader.workers else None,
-        generator=torch.Generator(),  # the default one belongs to the training step
+        generator=torch.Generator(),  # iter() draws a seed, which must not change the training step's generator
     )
     with _no_exceptions_from_signals(), defer_signals():
         iterator = iter(batches)
@@ -194,9 +194,9 @@ def _load_until_a_death(
                 raise loaded.error
             yield loaded.unpack()
     finally:
-        # Left to the garbage collector, workers that ignore SIGTERM keep a process from ending.
+        # Workers that ignore SIGTERM would keep the process from exiting if this were left to the garbage collector.
         if loader.workers:
-            # The pinning thread must end before. A worker that hangs is killed: torch would wait 5 s for it.
+            # Shut down first, to end the pinning thread. A hanging worker is killed: torch would wait 5 s for it.
             with _workers_killed_after(END_SECONDS, iterator._workers):
                 iterator._shutdown_workers()
             for worker in iterator._workers:
@@ -206,10 +206,9 @@ def _load_until_a_death(
 
 @contextmanager
 def _no_exceptions_from_signals() -> Iterator[None]:
-    """Takes back the DataLoader's handler of SIGCHLD, which raises in the middle of whatever runs, a step or a save.
-
-    A worker's death is seen all the same: where its work is waited for.
-    """
+    """Restore the SIGCHLD handler that the DataLoader replaces when it starts workers."""
+    # Its handler raises wherever the main thread is, for example while a checkpoint is saved. A worker's death is
+    # noticed without it, in _next.
     before = signal.getsignal(signal.SIGCHLD)
     yield
     if threading.current_thread() is threading.main_thread():
@@ -219,7 +218,7 @@ def _no_exceptions_from_signals() -> Iterator[None]:
 def _next(
     iterator: Iterator[Loaded], fetcher: Fetcher, waiting: deque[list], loader: LoaderConfig, check: Callable[[], None]
 ) -> Loaded | None:
-    """What the loader gives next, None at its end; a ResourceError names what a worker was reading when it failed."""
+    """Return the loader's next item, None at its end; raise `WorkersFailed` with the utterances being read."""
     if not loader.workers:
         check()
         return next(iterator, None)
@@ -230,7 +229,7 @@ def _next(
             try:
                 return next(iterator, None)
             except (RuntimeError, OSError, EOFError) as error:
-                # A connection that breaks off is how a death shows where a worker's tensor was just being taken over.
+                # If a worker dies while one of its tensors is transferred, the connection breaks (OSError, EOFError).
                 if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in SIGNS_OF_WORKERS):
                     raise
                 is_late = time.monotonic() >= deadline
@@ -238,18 +237,16 @@ def _next(
                     continue
                 reason = str(error).splitlines()[0].rstrip(".") if isinstance(error, RuntimeError) else "a worker died"
                 reason = f"no data for {loader.timeout:g} s" if is_late else reason
-            check()
+            check()  # an interruption takes precedence over the failure
             scene = _scene([] if is_late else iterator._workers, fetcher, waiting)
             raise WorkersFailed(f"{scene}: {reason}", has_died=not is_late)
 
 
 @contextmanager
 def _workers_killed_after(seconds: float, workers: list[BaseProcess]) -> Iterator[None]:
-    """Kills the workers where the block takes so long: one that is stopped would be waited for without an end.
-
-    A worker hands its tensors over by answering a call, for which neither the DataLoader nor its thread that pins
-    memory has a timeout; to a dead one the connection breaks off.
-    """
+    """Kill the workers if the block takes longer than `seconds`."""
+    # Receiving a tensor is a request to the worker's process, for which neither the DataLoader nor its pinning thread
+    # has a timeout: a stopped worker would block them forever. Killing it breaks the connection.
 
     def kill() -> None:
         for worker in workers:
@@ -265,7 +262,7 @@ def _workers_killed_after(seconds: float, workers: list[BaseProcess]) -> Iterato
 
 
 def _scene(workers: list[BaseProcess], fetcher: Fetcher, waiting: deque[list]) -> str:
-    """Which utterances were being read, by those of the workers that are dead if any are, and were waited for."""
+    """Describe which utterances the dead workers (or else all workers) were reading, and which item is awaited."""
     numbers = fetcher.being_read.tolist()
     of_the_dead = [number for number, worker in zip(numbers, workers, strict=False) if not worker.is_alive()]
     reading = fetcher.ids([number for number in of_the_dead or numbers if number >= 0])
@@ -275,19 +272,19 @@ def _scene(workers: list[BaseProcess], fetcher: Fetcher, waiting: deque[list]) -
 
 
 def _begin_worker(_worker: int) -> None:
-    """Ctrl-C and a closing terminal reach the whole process group; the training process alone decides when they end.
-
-    They do not outlive it, however it ends: not even one that hangs in a read.
-    """
+    """Make a worker ignore the stopping signals and end with the training process."""
+    # Ctrl-C and a closed terminal signal the whole process group; only the training process decides when workers end.
     for number in stopping_signals():
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _log_if_parent_alive
+    # The kernel kills the worker when its parent exits for any reason, even if the worker hangs in a read.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != multiprocessing.parent_process().pid:  # it had ended before that was said
+    if os.getppid() != multiprocessing.parent_process().pid:  # the parent exited before the call of prctl
         os._exit(1)
 
 
 def _log_if_parent_alive(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-    """The thread that hands batches over tells here of one whose taker ended in the midst of it: that is no fault."""
+    """Print an uncaught exception, except a broken connection."""
+    # The thread that sends shared tensors raises one if the training process exits during a transfer: not an error.
     if not isinstance(error, (EOFError, ConnectionError)):
         sys.__excepthook__(kind, error, at)
