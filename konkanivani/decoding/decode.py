@@ -83,7 +83,7 @@ class BeamDecode:
 
         The rules' maximum or, without one, the utterance's number of frames; at most the decoder's capacity.
         """
-        # The prompt takes positions in the decoder. CTC emits at most one token per frame, which bounds speech too.
+        # The prompt takes positions in the decoder. Without a rule, at most one token per encoder frame, as in CTC.
         most, room = self.rules.most_tokens, model.decoder.most_tokens - len(self.rules.prompt)
         return tuple(min(length if most is None else most, room) for length in encoded_lengths)
 

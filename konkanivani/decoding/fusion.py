@@ -65,7 +65,7 @@ class FusionScores:
         """Return the scores of prefixes `sources` (B, K), extended by a token (B, K) if `is_longer` (B, K)."""
         following = self.following.gather(1, sources[:, :, None].expand_as(self.following))
         states, scores, ends = (each.gather(1, sources) for each in (self.states, self.scores, self.ends))
-        gains = following.gather(2, tokens.clamp(min=0)[:, :, None])[:, :, 0]  # -1 (no token) is not gathered below
+        gains = following.gather(2, tokens.clamp(min=0)[:, :, None])[:, :, 0]  # -1: not extended
         scores = torch.where(is_longer, scores + gains, scores)
         states[is_longer] = self.fusion.language_model.advance(states[is_longer], tokens[is_longer])
         following[is_longer], ends[is_longer] = self.fusion.following(states[is_longer])

@@ -84,7 +84,10 @@ def _count(text: np.ndarray, vocabulary: int, order: int, end: int) -> list[_Cou
 
 
 def _kneser_ney_counts(level: _Counted, above: _Counted | None, start: int) -> np.ndarray:
-    """Return the number (N,) of different tokens before each n-gram, or its occurrences if none precede it."""
+    """Return the number (N,) of different tokens before each n-gram, or its occurrences.
+
+    The latter at the highest order and for n-grams at the start of a sentence, which nothing precedes.
+    """
     counts = level.counts
     if above is not None:
         before = np.bincount(above.suffixes, minlength=len(counts))

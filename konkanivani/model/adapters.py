@@ -52,7 +52,7 @@ def tune(model: torch.nn.Module, config: TuningConfig) -> None:
             raise UsageError(f"--lora_targets matches no layer of this model: choose from {', '.join(known)}.")
         for layer in chosen:
             layer.low_rank = LowRank(layer, config.lora_rank, config.scale)
-        # A new tokenizer's heads and embedding are random, so they are trained next to the low-rank products.
+        # A new tokenizer's heads and embedding are not pretrained, so they are trained in full.
         for name, weight in model.named_parameters():
             weight.requires_grad_(
                 weight.requires_grad or (config.new_tokenizer and name.startswith(VOCAB_DEPENDENT_PREFIXES))

@@ -45,7 +45,7 @@ class DecoderCache:
             return
         utterances, places = moved
         for kept in self.self_kv:
-            # Copy only the filled part, and only hypotheses that move: most stay in a late step.
+            # Copy only the filled part, and only of hypotheses that move.
             filled = kept[:, :, :, :, : self.length]
             filled[:, utterances, places] = filled[:, utterances, sources[moved]]
 

@@ -156,7 +156,7 @@ def ctc_chunk_backward(
         previous = before if frame == 0 else log_alphas[frame - 1]
         emissions = log_probabilities[frame].gather(1, states)
         torch.sub(emissions, log_alphas[frame, :, 2:], out=reached[:, :size])
-        # A share is at most 1 (log 0), so exp cannot overflow, however large the logarithms are.
+        # A share is at most 1; the clamp ensures it for impossible states too, so exp cannot overflow.
         shares = (_successors(reached) + previous[:, None, 2:] + ways).clamp_(max=0.0).exp_()
         earlier = (shares * _successors(occupied)).sum(dim=1)
         now = occupied[:, :size].to(log_probabilities.dtype)

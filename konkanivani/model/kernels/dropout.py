@@ -9,7 +9,7 @@ LEVELS = 2**16
 
 
 class Dropout(torch.nn.Module):
-    """Dropout of any shape: in training each number is 0 with probability `p`, else divided by 1 - p.
+    """Dropout of a tensor: in training each number is 0 with probability `p`, else divided by 1 - p.
 
     Srivastava et al. (2014). On a CPU, torch's dropout draws a float per number and keeps it until the backward pass: a
     fifteenth of a step's time, a tenth of its activations. Here 64 random bits serve four numbers, so that `p` is

@@ -27,7 +27,7 @@ ATTENTION = [
 
 
 recomputed_part: ContextVar[AbstractContextManager | None] = ContextVar("recomputed_part", default=None)
-"""Set while a part runs whose activations are dropped and recomputed; the value keeps attention's result, or nothing.
+"""Set while a recomputed part runs: a context manager under which attention's result is kept, or nothing.
 
 PyTorch's selective checkpointing inspects each operator in Python, which costs a third of a step on the GPU's host: so
 it is entered for attention alone.

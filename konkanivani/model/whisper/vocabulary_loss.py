@@ -1,9 +1,9 @@
 """Cross entropy over a large vocabulary, computed in slices so that all logits never exist at once.
 
-The logits of 448 labels over 51,865 tokens take 89 MiB in fp32, and their softmax and gradient the same again: more
-than all activations of one of Whisper's smaller sizes with recomputation. Here the forward pass keeps one number per
-label, the log of the softmax's denominator, and the backward pass recomputes each slice's logits before its part of the
-gradients: four matrix products with this layer's weight, not three.
+The logits of 448 labels over 51,865 tokens take 89 MiB in fp32, as do their softmax and their gradient: more than all
+activations of Whisper's smaller sizes with recomputation. Here the forward pass keeps one number per label, the log of
+the softmax's denominator, and the backward pass recomputes each slice's logits before its part of the gradients: four
+matrix products with this layer's weight, not three.
 
 N labels, D width, V vocabulary, W columns of a slice.
 """
