@@ -1,8 +1,8 @@
-"""N-grams of tokens and the ARPA files that hold them, as SRILM and KenLM read and write them.
+"""N-grams of tokens, and reading and writing of ARPA files as SRILM and KenLM do.
 
-A section an order; on a line the base-10 logarithm of an n-gram's probability, its words, and, but in the last section,
-the base-10 logarithm of its backoff weight (0 where it is left out). The words are a tokenizer's pieces as it spells
-them, `<s>`, `</s>` and `<unk>`. In memory logarithms are natural.
+A file has a section per order. A line holds the base-10 log probability of an n-gram, its words and, except in the last
+section, the base-10 log of its backoff weight (0 if omitted). The words are the tokenizer's pieces as it spells them,
+`<s>`, `</s>` and `<unk>`. In memory, logarithms are natural.
 """
 
 import gzip
@@ -25,13 +25,13 @@ from konkanivani.base.line_endings import BYTE_ORDER_MARK, conversion_hint
 from konkanivani.data.text import Tokenizer
 
 LN_10 = math.log(10)
-IMPOSSIBLE = -99.0  # SRILM's base-10 logarithm of zero; what the file of a model says of <s>
-MAX_NGRAMS = 30_000_000  # while they are read, each takes some 130 bytes
+IMPOSSIBLE = -99.0  # SRILM's base-10 log of zero; the log probability of <s> in a file
+MAX_NGRAMS = 30_000_000  # each takes about 130 bytes while reading
 MAX_ORDER = 32
-MAX_SILENT_LINES = 1000  # before the first section, or blank
+MAX_SILENT_LINES = 1000  # lines that are blank or precede the first section
 MAX_LINE = 2**14  # bytes
 MAX_BACKOFF = 1000.0  # of a base-10 logarithm
-MAX_UNPACKED_RATIO = 100  # times the size of a .gz file, where n-grams take up 10 to 20 times
+MAX_UNPACKED_RATIO = 100  # bytes after and before decompression; n-grams reach 10 to 20
 GZIP = b"\x1f\x8b"
 MAX_NAMED = 3
 FOREIGN = "It must use this checkpoint's tokenizer: train it with train_language_model.py --checkpoint."
@@ -39,18 +39,22 @@ FOREIGN = "It must use this checkpoint's tokenizer: train it with train_language
 
 @dataclass(frozen=True, eq=False)
 class Ngrams:
-    """All n-grams of one order n, in any order; logarithms are natural."""
+    """N-grams of one order n, in any sequence; logarithms are natural."""
 
     tokens: np.ndarray  # (N, n) int32
     log_probabilities: np.ndarray  # (N,) float64
-    backoffs: np.ndarray  # (N,) float64, log weights; zeros of the highest order
+    backoffs: np.ndarray  # (N,) float64, log weights; zeros for the highest order
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 def read_arpa(path: str | Path, tokenizer: Tokenizer) -> tuple[Ngrams, ...]:
-    """The n-grams of order 1, 2, ... of an ARPA file, also gzipped; a DataError where it is none for this tokenizer."""
+    """Read the n-grams of order 1, 2, ... of an ARPA file, which may be gzipped.
+
+    Raises:
+        DataError: The file is not an ARPA file of this tokenizer.
+    """
     path = Path(path)
     advice = "Give an ARPA file written by train_language_model.py."
     with explained(DataError, f"The language model {path} cannot be read", advice):
@@ -63,7 +67,8 @@ def read_arpa(path: str | Path, tokenizer: Tokenizer) -> tuple[Ngrams, ...]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, float]]:
-    """The file, unpacked where it is gzipped, and how many bytes may be read of it."""
+    """Open the file, decompressed if gzipped, and yield it with the maximal number of bytes to read."""
+    # Only regular files: a pipe or device could block or never end.
     if "\0" in str(path) or not stat.S_ISREG(path.stat().st_mode):
         raise OSError("it is not a file")
     with open(path, "rb") as file:
@@ -77,7 +82,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, float]]:
 
 
 class _Reader:
-    """Reads one ARPA file from its first line to its last."""
+    """Reader of one ARPA file."""
 
     def __init__(self, path: Path, file: BinaryIO, most_bytes: float, tokenizer: Tokenizer) -> None:
         self._path, self._file, self._bytes_left = path, file, most_bytes
@@ -86,13 +91,14 @@ class _Reader:
         del self._known[tokenizer.piece(tokenizer.special.blank).encode()]
 
     def read(self) -> tuple[Ngrams, ...]:
-        """Everything from the counts to the end; what stands before and after is passed over."""
+        """Return all n-grams; text before \\data\\ and after \\end\\ is skipped."""
         counts, line = self._read_counts()
         orders = []
         for order, count in enumerate(counts, start=1):
             if line != b"\\%d-grams:" % order:
                 raise self._error(f"{_shown(line)} is found at the start of its {order}-grams")
             orders.append(self._read_section(order, count, is_last=order == len(counts)))
+            # Words of longer n-grams must be among the 1-grams.
             if order == 1:
                 kept = set(orders[0].tokens[:, 0].tolist())
                 self._known = {word: token for word, token in self._known.items() if token in kept}
@@ -101,11 +107,11 @@ class _Reader:
                 raise self._error(f"it has more {order}-grams than the {count} in its header")
         if line != b"\\end\\":
             raise self._error(f"{_shown(line)} is found at its end")
-        self._file.read(1)  # of a gzipped file that ends here, the checksum
+        self._file.read(1)  # at the end of a gzipped file, this verifies the checksum
         return tuple(orders)
 
     def _next_line(self) -> bytes:
-        """The next line that is not blank, without space around it."""
+        """Return the next line that is not blank, stripped."""
         while line := self._file.readline(MAX_LINE):
             self._row += 1
             self._bytes_left -= len(line)
@@ -126,7 +132,7 @@ class _Reader:
             raise self._error(f"more than {MAX_SILENT_LINES} lines are blank, or precede \\data\\")
 
     def _read_counts(self) -> tuple[list[int], bytes]:
-        """The number of n-grams of each order that the head states, and the line after it."""
+        """Return the number of n-grams of each order in the header, and the line after it."""
         while self._next_line() != b"\\data\\":
             self._pass_over()
         counts: list[int] = []
@@ -143,7 +149,8 @@ class _Reader:
         return counts, line
 
     def _read_section(self, order: int, count: int, is_last: bool) -> Ngrams:
-        """The n-grams of one order, `count` of them; memory is taken for what is read, not for what is stated."""
+        """Read the `count` n-grams of one order."""
+        # Arrays grow with the lines that are read: a false count in the header allocates nothing.
         tokens, logarithms, backoffs = array("i"), array("d"), array("d")
         known, unknown = self._known, []
         for _ in range(count):
@@ -155,6 +162,7 @@ class _Reader:
                 backoff = float(fields[order + 1]) if len(fields) == order + 2 else 0.0
             except ValueError:
                 probability = backoff = math.nan
+            # NaN compares unequal to itself; float() accepts "nan".
             if not order + 1 <= len(fields) <= order + 2 or probability != probability or backoff != backoff:
                 words = f"{order} word{'s' if order > 1 else ''}"
                 raise self._error(f"{_shown(b' '.join(fields))} is not a log probability, {words} and a backoff weight")
@@ -189,15 +197,16 @@ class _Reader:
 
 
 def _shown(text: bytes) -> str:
-    """The beginning of a line, fit for a screen."""
+    """Return the first 60 bytes of a line, quoted and printable."""
     beginning = text[:60].decode("utf-8", errors="replace")
     return '"' + "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in beginning) + '"'
 
 
 def write_arpa(path: str | Path, orders: Sequence[Ngrams], tokenizer: Tokenizer) -> None:
-    """Writes the n-grams beside `path`, gzipped where it ends in .gz, and renames the file into place.
+    """Write the n-grams to `path`, atomically, and gzipped if its name ends in .gz.
 
-    A ResourceError says why that cannot be done.
+    Raises:
+        ResourceError: The file cannot be written; the message says why.
     """
     path = Path(path)
     pieces = [tokenizer.piece(token) for token in range(tokenizer.size)]
@@ -206,6 +215,7 @@ def write_arpa(path: str | Path, orders: Sequence[Ngrams], tokenizer: Tokenizer)
         explained(ResourceError, f"The language model cannot be written to {path}", advice),
         atomic_replace(path) as partial,
     ):
+        # mtime=0: the same n-grams give the same bytes.
         with gzip.GzipFile(partial, "wb", mtime=0) if path.suffix == ".gz" else open(partial, "wb") as file:
             for line in _lines(orders, pieces):
                 file.write(line.encode() + b"\n")

@@ -1,12 +1,12 @@
-"""Beam search, token by token, over what scorers think of the hypotheses together; with a beam of one, greedy search.
+"""Beam search over the weighted sum of several scorers, token by token; with a beam of 1, greedy search.
 
 Watanabe et al. (2017), Hybrid CTC/Attention Architecture for End-to-End Speech Recognition: a hypothesis has the score
 
-    (1 - w) log p_attention + w log p_CTC + l log p_language model + bonus x tokens,
+    (1 - w) log p_attention + w log p_CTC + l log p_language model + bonus x tokens
 
-all of its tokens together; while it grows, CTC's share is the probability of everything that begins with it.
+over all of its tokens. For an unfinished hypothesis, p_CTC is the probability of all sequences with that prefix.
 
-B utterances that are not done, K hypotheses an utterance (the beam), C candidates of a hypothesis, V vocabulary.
+B utterances not yet finished, K hypotheses per utterance (the beam), C candidates of a hypothesis, V vocabulary.
 """
 
 import math
@@ -19,16 +19,16 @@ from konkanivani.data.text import OUR_TOKENS
 from konkanivani.decoding.hypothesis import Hypothesis, first_best, sort_hypotheses
 from konkanivani.decoding.scorers import CTCScorer, FullScorer
 
-# CTC scores so many candidates of each hypothesis for each place in the beam, the likeliest by the other scorers.
+# CTC scores this number of candidates per hypothesis and place in the beam: the likeliest by the other scorers.
 CANDIDATES_A_PLACE = 2
-# With a length bonus the score can grow: then a search ends when nothing that ended with one of the last three lengths
-# comes within ten nats of the best (Watanabe et al., 2017, eq. 22).
+# With a length bonus, scores can grow: the search then ends when no hypothesis of the last three lengths comes within
+# ten nats of the best one (Watanabe et al., 2017, eq. 22).
 END_DETECT_LENGTHS, NATS_WITHOUT_HOPE = 3, 10.0
 
 
 @dataclass(frozen=True)
 class Weighted:
-    """A scorer and what its log probabilities are multiplied by."""
+    """Scorer and the weight of its log probabilities."""
 
     scorer: FullScorer
     weight: float
@@ -36,7 +36,7 @@ class Weighted:
 
 @dataclass(frozen=True)
 class Scorers:
-    """All scorers of hypotheses; `ctc` scores only the candidates that `full` finds likeliest."""
+    """All scorers of a search; `ctc` scores only the candidates that `full` finds likeliest."""
 
     full: tuple[Weighted, ...]
     ctc: CTCScorer | None
@@ -45,9 +45,9 @@ class Scorers:
     end: int = OUR_TOKENS.end
 
     def score(self, beam: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Candidates (B, K, C), the end token among them, and the scores of the hypotheses with one of them more."""
+        """Return candidates (B, K, C), always including the end token, and the scores of the extended hypotheses."""
         scores = sum(weighted.weight * weighted.scorer.score() for weighted in self.full)
-        # What a broken model says of a hypothesis says nothing for it.
+        # A broken model's NaN or infinity must not make a hypothesis win.
         scores = scores.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
         candidates = _top_candidates(scores, CANDIDATES_A_PLACE * beam if self.ctc else scores.shape[2], self.end)
         scores = scores.gather(2, candidates)
@@ -56,12 +56,12 @@ class Scorers:
         return candidates, scores
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Goes on with hypotheses `sources` (B, K) and tokens (B, K) more."""
+        """Continue with hypotheses `sources` (B, K), each extended by its token (B, K)."""
         for scorer in self._all():
             scorer.follow(sources, tokens)
 
     def keep(self, utterances: torch.Tensor) -> None:
-        """Goes on with the utterances at these places alone."""
+        """Continue with the utterances at these indices only."""
         for scorer in self._all():
             scorer.keep(utterances)
 
@@ -70,10 +70,11 @@ class Scorers:
 
 
 def _top_candidates(scores: torch.Tensor, count: int, end: int) -> torch.Tensor:
-    """Token ids (B, K, C), ascending: the `count` likeliest of scores (B, K, V), and the end token."""
+    """Return token ids (B, K, C), ascending: the `count` likeliest by scores (B, K, V), and the end token."""
     batch, beam, vocabulary = scores.shape
     if count >= vocabulary:
         return torch.arange(vocabulary, device=scores.device).expand(batch, beam, -1)
+    # The end token is always added, so it must not take a place among the likeliest.
     others = scores.index_fill(2, torch.tensor(end, device=scores.device), -math.inf)
     likeliest = first_best(others.flatten(0, 1), count).view(batch, beam, count)
     ends = likeliest.new_full((batch, beam, 1), end)
@@ -82,12 +83,12 @@ def _top_candidates(scores: torch.Tensor, count: int, end: int) -> torch.Tensor:
 
 @dataclass
 class _Search:
-    """Where a search stands: the utterances that are not done, and what has ended of all of them."""
+    """State of a search: hypotheses of the unfinished utterances, and ended hypotheses of all utterances."""
 
     limits: torch.Tensor  # (B,)
-    places: list[int]  # of the B utterances in the batch
+    places: list[int]  # index in the batch of each of the B utterances
     tokens: torch.Tensor  # (B, K, tokens so far)
-    scores: torch.Tensor  # (B, K), -inf where there is no hypothesis
+    scores: torch.Tensor  # (B, K), -inf for an empty place in the beam
     ended: list[list[Hypothesis]]  # of all utterances of the batch
 
     @property
@@ -99,21 +100,21 @@ class _Search:
 def beam_search(
     scorers: Scorers, limits: Lengths, beam: int, best: int, device: torch.device
 ) -> list[tuple[Hypothesis, ...]]:
-    """Each utterance's `best` hypotheses, likeliest first, of at most limits[b] tokens; fewer where fewer have ended.
+    """Return each utterance's up to `best` hypotheses of at most limits[b] tokens, likeliest first.
 
-    The result is the same alone and in any batch. Without a length bonus the search ends when nothing that it still
-    holds can become better than what has ended: no log probability grows with a token more.
+    The result does not depend on the batch. Without a length bonus, log probabilities never grow with another token, so
+    the search ends when no open hypothesis can beat the ended ones.
     """
     search = _begin(limits, beam, device)
     while search.places:
         candidates, scores = scorers.score(beam)
-        # With the length's bonus; none for what was no hypothesis, or would be longer than allowed.
+        # Hypotheses are extended only from used places of the beam, and only up to their limit.
         is_end = candidates == scorers.end
         scores = scores + scorers.length_bonus * (search.length + (~is_end).double())
         is_too_long = (search.limits <= search.length)[:, None, None] & ~is_end
         scores = scores.masked_fill(is_too_long | (search.scores == -math.inf)[:, :, None], -math.inf)
         sources, tokens = _select(search, candidates, scores)
-        # What has the end token now leaves the search, without that token.
+        # Hypotheses that now end leave the search; the end token is not part of them.
         has_ended = (tokens == scorers.end) & (search.scores > -math.inf)
         for n, k in has_ended.nonzero().tolist():
             found = Hypothesis(tuple(search.tokens[n, k, :-1].tolist()), search.scores[n, k].item())
@@ -132,7 +133,7 @@ def beam_search(
 
 
 def _begin(limits: Lengths, beam: int, device: torch.device) -> _Search:
-    """One empty hypothesis an utterance; the rest of its beam holds none yet."""
+    """Return a search with one empty hypothesis per utterance; the other places of its beam are empty."""
     scores = torch.full((len(limits), beam), -math.inf, dtype=torch.float64, device=device)
     scores[:, 0] = 0.0
     tokens = torch.empty(*scores.shape, 0, dtype=torch.int64, device=device)
@@ -140,7 +141,7 @@ def _begin(limits: Lengths, beam: int, device: torch.device) -> _Search:
 
 
 def _select(search: _Search, candidates: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The K best of the scores (B, K, C): sources and tokens (B, K), which the search has then."""
+    """Keep the K best of the scores (B, K, C) in the search; return their sources and tokens (B, K)."""
     chosen = first_best(scores.flatten(1), search.scores.shape[1])
     sources = chosen // scores.shape[2]
     tokens = candidates.flatten(1).gather(1, chosen)
@@ -151,7 +152,7 @@ def _select(search: _Search, candidates: torch.Tensor, scores: torch.Tensor) -> 
 
 
 def _can_improve(search: _Search, n: int, best: int, length_bonus: float) -> bool:
-    """Whether what the search holds of its n-th utterance may yet become one of the `best`."""
+    """Return whether an open hypothesis of the n-th utterance may still become one of the `best`."""
     highest = search.scores[n].max().item()
     ended = sort_hypotheses(search.ended[search.places[n]])
     if highest == -math.inf or len(ended) < best:

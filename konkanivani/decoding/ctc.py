@@ -1,4 +1,4 @@
-"""CTC decoding along the best path, and the frames that every CTC decoder reads.
+"""Greedy CTC decoding (best path), and the masking of frames that all CTC decoders share.
 
 B batch, T' encoder frames, V vocabulary.
 """
@@ -14,34 +14,36 @@ from konkanivani.model.kernels.ctc import BLANK
 
 @torch.no_grad()
 def greedy_ctc(model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
-    """The tokens of the best path through each of encoded (B, T', D)."""
+    """Return the tokens of the best path through each utterance of encoded (B, T', D)."""
     return collapse_repeats(argmax_tokens(model, encoded), encoded_lengths)
 
 
 def argmax_tokens(model: KonkaniVaniASR, encoded: torch.Tensor) -> torch.Tensor:
-    """(B, T'): each frame's likeliest token; logits exist for a chunk of frames at a time."""
+    """Return each frame's likeliest token (B, T'); logits exist for one chunk of frames at a time."""
+    # The argmax needs no softmax.
     return torch.cat([model.ctc_head(chunk).argmax(dim=-1) for chunk in encoded.split(CHUNK_FRAMES, dim=1)], dim=1)
 
 
 def blank_frames(paths: torch.Tensor, encoded_lengths: Lengths) -> torch.Tensor:
-    """How many of the valid frames of paths (B, T') are blanks: 0-dim, on their device."""
+    """Return the number of blanks among the valid frames of paths (B, T'), 0-dim on their device."""
     return sum(((row[:length] == BLANK).sum() for row, length in zip(paths, encoded_lengths, strict=True)))
 
 
 def collapse_repeats(paths: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
-    """Token ids a frame (B, T') as transcripts: the valid frames', repeats merged, blanks gone."""
+    """Turn paths (B, T') into token sequences: valid frames only, repeats merged, then blanks removed."""
     hypotheses = []
-    for row, length in zip(paths.cpu(), encoded_lengths, strict=True):
+    for row, length in zip(paths.cpu(), encoded_lengths, strict=True):  # one transfer for the whole batch
+        # Merge first: only repeats without a blank between them are one token.
         merged = torch.unique_consecutive(row[:length])
         hypotheses.append(merged[merged != BLANK].tolist())
     return hypotheses
 
 
 def mask_padding_as_blank(log_probabilities: torch.Tensor, encoded_lengths: Lengths) -> torch.Tensor:
-    """A copy (B, max(encoded_lengths), V), at least fp32, of log probabilities (B, T', V): certain blanks as padding.
+    """Return log probabilities (B, T', V) cut to the longest utterance, in at least fp32, with blanks in the padding.
 
-    A certain blank changes no hypothesis and no probability, so a decoder needs no other thought for lengths. What
-    stood in the padding, NaN included, is gone.
+    A frame that is blank with probability 1 changes no hypothesis and no probability, so decoders need not handle
+    lengths. The padding's former content, NaN included, is overwritten.
     """
     longest = max(encoded_lengths, default=0)
     if len(encoded_lengths) != len(log_probabilities) or longest > log_probabilities.shape[1]:

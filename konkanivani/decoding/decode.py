@@ -1,4 +1,4 @@
-"""How encoded frames become token ids, as the settings ask for it.
+"""Decoding of encoded frames into token ids, as the settings choose.
 
 B batch, T' encoder frames, D model width, V vocabulary.
 """
@@ -27,9 +27,9 @@ from konkanivani.model.asr import KonkaniVaniASR
 
 
 class Decode(Protocol):
-    """encoded (B, T', D) with their lengths -> each utterance's token ids, without special tokens.
+    """Decoder of encoded (B, T', D) with their lengths into token ids per utterance, without special tokens.
 
-    The model is in evaluation mode, and stays as it is.
+    The model must be in evaluation mode and is not changed.
     """
 
     def __call__(self, model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]: ...
@@ -37,20 +37,21 @@ class Decode(Protocol):
 
 @dataclass(frozen=True)
 class PrefixDecode:
-    """CTC prefix beam search, with a language model where there is a fusion."""
+    """CTC prefix beam search, with a language model if `fusion` is given."""
 
     beam: int
     fusion: Fusion | None = None
 
     @torch.no_grad()
     def __call__(self, model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
+        # Softmax in fp32, whatever the precision of the head.
         log_probabilities = model.ctc_head(encoded).float().log_softmax(dim=-1)
         return _best_tokens(prefix_beam_search(log_probabilities, encoded_lengths, self.beam, fusion=self.fusion))
 
 
 @dataclass(frozen=True)
 class BeamDecode:
-    """Beam search with the attention decoder, with CTC where `ctc_weight` is above 0, and with a language model."""
+    """Beam search with the attention decoder, with CTC if `ctc_weight` is above 0, and optionally a language model."""
 
     beam: int
     ctc_weight: float
@@ -67,11 +68,7 @@ class BeamDecode:
     def search(
         self, model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths, best: int
     ) -> list[tuple[Hypothesis, ...]]:
-        """Each utterance's `best` hypotheses, likeliest first, without the prompt of the rules.
-
-        None has more tokens than the rules say, or where they do not, than its utterance has frames; nor than the
-        decoder takes.
-        """
+        """Return each utterance's `best` hypotheses, likeliest first, without the rules' prompt."""
         frames = encoded, encoded_lengths, self.beam
         full = [Weighted(self.attention(model, *frames), 1 - self.ctc_weight)]
         if self.language_model is not None:
@@ -82,25 +79,29 @@ class BeamDecode:
         return beam_search(scorers, self.limits(model, encoded_lengths), self.beam, best, encoded.device)
 
     def limits(self, model: KonkaniVaniASR, encoded_lengths: Lengths) -> Lengths:
-        """How many tokens a hypothesis of each utterance has at most."""
+        """Return the maximal number of tokens of each utterance's hypotheses.
+
+        The rules' maximum or, without one, the utterance's number of frames; at most the decoder's capacity.
+        """
+        # The prompt takes positions in the decoder. Without a rule, at most one token per encoder frame, as in CTC.
         most, room = self.rules.most_tokens, model.decoder.most_tokens - len(self.rules.prompt)
         return tuple(min(length if most is None else most, room) for length in encoded_lengths)
 
     def attention(self, model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths, beam: int) -> FullScorer:
-        """What the attention decoder thinks of `beam` hypotheses an utterance, as far as the rules allow them."""
+        """Return the attention decoder's scorer of `beam` hypotheses per utterance, restricted by the rules."""
         scorer = AttentionScorer(model, encoded, lengths, beam, self.special, self.rules.prompt)
         return RuledScorer(scorer, self.rules, self.special.end) if self.rules.forbids else scorer
 
 
 def greedy_decode(architecture: Architecture, tokenizer: Vocabulary) -> Decode:
-    """The likeliest path of CTC, or, of a recogniser without, the likeliest token one after another."""
+    """Return greedy decoding: CTC's best path, or without a CTC head the decoder's likeliest token at each step."""
     if architecture.has_ctc:
         return greedy_ctc
     return BeamDecode(1, 0.0, 0.0, None, 0.0, tokenizer.special, tokenizer.rules)
 
 
 def ways_to_decode(architecture: Architecture) -> list[str]:
-    """The ways of `DecodingConfig.decode` for which the recogniser has the heads, the best one last."""
+    """Return the values of `DecodingConfig.decode` that the model has the heads for, the best one last."""
     has_ctc, has_decoder = architecture.has_ctc, architecture.has_decoder
     ways = {"greedy": True, "prefix": has_ctc, "attention": has_decoder, "joint": has_ctc and has_decoder}
     return [way for way, is_possible in ways.items() if is_possible]
@@ -109,10 +110,11 @@ def ways_to_decode(architecture: Architecture) -> list[str]:
 def build_decode(
     config: DecodingConfig, architecture: Architecture, tokenizer: Vocabulary, device: torch.device
 ) -> Decode:
-    """The decoding that the settings ask for.
+    """Return the decoding that the settings choose.
 
-    A UsageError where the recogniser has not the heads for it; a DataError where their language model is none of the
-    tokenizer's.
+    Raises:
+        UsageError: The model does not have the heads for it.
+        DataError: The language model does not match the tokenizer.
     """
     possible = ways_to_decode(architecture)
     if config.decode not in possible:
@@ -124,7 +126,8 @@ def build_decode(
     if config.decode == "greedy":
         return greedy_decode(architecture, tokenizer)
     language_model, weight = None, config.language_model_weight
-    if config.language_model is not None and weight:
+    if config.language_model is not None and weight:  # with a weight of 0 the file need not exist
+        # A language model is over the project's own tokenizer, which has a blank; Whisper's has none.
         if tokenizer.special.blank is None:
             raise UsageError("--language_model needs a model with a KonkaniVani tokenizer: omit it.")
         language_model = read_language_model(config.language_model, tokenizer, device)
@@ -138,5 +141,5 @@ def build_decode(
 
 
 def _best_tokens(found: list[tuple[Hypothesis, ...]]) -> list[list[int]]:
-    """The first hypothesis's tokens, none where nothing was found."""
+    """Return the first hypothesis' tokens per utterance, [] if the search found none."""
     return [list(hypotheses[0].tokens) if hypotheses else [] for hypotheses in found]

@@ -1,11 +1,11 @@
-"""A back-off language model of tokens, held so that a beam is scored at once.
+"""Back-off n-gram language model, stored so that all hypotheses of a beam are scored at once.
 
-Katz (1987), Estimation of Probabilities from Sparse Data: the probability of a token after a context is that of their
-n-gram where there is one, else the context's backoff weight (1 where it has none) times the probability after the
-context without its first token.
+Katz (1987), Estimation of Probabilities from Sparse Data: the probability of a token after a context is their n-gram's
+if there is one; otherwise it is the context's backoff weight (1 if it has none) times the probability after the context
+without its first token.
 
-The n-grams are a trie in sorted arrays. A state is a node of it: the longest end of the tokens so far that begins an
-n-gram, so that equal tokens always have the same state.
+The n-grams are a trie in sorted arrays. A state is a node of it: the longest suffix of the tokens so far that is a
+prefix of an n-gram, so that equal token sequences always have the same state.
 
 R hypotheses (rows), V vocabulary, E n-grams, N states.
 """
@@ -24,13 +24,13 @@ from konkanivani.base.errors import DataError
 from konkanivani.data.text import OUR_TOKENS, SpecialTokens, Tokenizer
 from konkanivani.decoding.arpa import FOREIGN, Ngrams, read_arpa
 
-ROOT = 0  # the state of a context of no tokens
+ROOT = 0  # state of the empty context
 SENTENCES_AT_ONCE = 256
-NODES_AT_ONCE = 2**19  # that are linked; bounds what that takes beside the model
+NODES_AT_ONCE = 2**19  # nodes linked at once; bounds the temporary memory
 
 
 class RepeatedNgram(Exception):
-    """The same n-gram stands twice in a model; `tokens` is one such."""
+    """Error for an n-gram that is listed twice; `tokens` is the n-gram."""
 
     def __init__(self, tokens: list[int]) -> None:
         super().__init__(f"The n-gram {tokens} is listed twice.")
@@ -39,39 +39,40 @@ class RepeatedNgram(Exception):
 
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
-    """A back-off model of n-grams; log probabilities are natural, in float64, and add up to the model's own whole.
+    """Back-off n-gram model; log probabilities are natural, in float64, and add up to the file's own total.
 
-    A token that the model does not know is scored and remembered as the unknown one.
+    A token that the model does not contain is scored and remembered as the unknown token.
     """
 
     order: int
-    keys: torch.Tensor  # (E,) int64, ascending: state x V + the token that follows it
-    log_probabilities: torch.Tensor  # (E,) of that token there
-    next_states: torch.Tensor  # (E,) after it
-    unigrams: torch.Tensor  # (V,) log probabilities without a context, -inf where there is none
-    first_edges: torch.Tensor  # (N + 1,) where the keys of each state begin
+    keys: torch.Tensor  # (E,) int64, ascending: state x V + following token
+    log_probabilities: torch.Tensor  # (E,) of that token in that state
+    next_states: torch.Tensor  # (E,) state after that token
+    unigrams: torch.Tensor  # (V,) log probabilities without context, -inf for tokens without one
+    first_edges: torch.Tensor  # (N + 1,) index of each state's first key
     backoffs: torch.Tensor  # (N,) log weights
-    shorter: torch.Tensor  # (N,) the state that a state backs off to; ROOT's is ROOT
-    stand_ins: torch.Tensor  # (V,) the token that each is scored as; blank, of no probability, as itself
+    shorter: torch.Tensor  # (N,) state that a state backs off to; ROOT's is ROOT
+    stand_ins: torch.Tensor  # (V,) token that each token is scored as; blank, with probability 0, as itself
     special: SpecialTokens = OUR_TOKENS
 
     def initial(self, rows: int) -> torch.Tensor:
-        """(R,) int64: the state in which a sentence begins."""
+        """Return the state (R,), int64, at the start of a sentence."""
         start = torch.tensor([self.special.start], device=self.keys.device)
         return self._after(torch.full_like(start, ROOT), start).expand(rows)
 
     def score(self, states: torch.Tensor) -> torch.Tensor:
-        """(R, V) float64: the log probability of each token after each state (R,).
+        """Return the log probability (R, V), float64, of each token after each state (R,).
 
-        The end token's is that of the end of the sentence; blank and the start token have -inf.
+        The end token's is the end of the sentence's; blank and the start token have -inf.
         """
         contexts = [states]
         for _ in range(self.order - 2):
             contexts.append(self.shorter[contexts[-1]])
         scores = self.unigrams.repeat(len(states), 1)
+        # From the shortest context to the longest: all tokens are backed off, then the known n-grams overwrite theirs.
         for context in reversed(contexts):
             scores += self.backoffs[context, None]
-            # (rows, edges) of everything that follows one of the contexts but ROOT.
+            # (rows, edges) of all followers of the contexts; ROOT's are the unigrams already.
             first = self.first_edges[context]
             counts = (self.first_edges[context + 1] - first).masked_fill(context == ROOT, 0)
             rows = torch.arange(len(context), device=context.device).repeat_interleave(counts)
@@ -80,11 +81,11 @@ class LanguageModel:
         return scores[:, self.stand_ins]
 
     def advance(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """(R,) int64: the states after one token (R,) more."""
+        """Return the states (R,), int64, after one more token (R,)."""
         return self._after(states, self.stand_ins[tokens])
 
     def _after(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """(R,): the longest end of a state's tokens with a token (R,) more that is a state itself."""
+        """Return the state (R,) that is the longest suffix of a state's tokens plus one more token (R,)."""
         after, is_found = torch.full_like(states, ROOT), torch.zeros_like(states, dtype=torch.bool)
         for _ in range(self.order):
             edges, is_there = find(self.keys, states * len(self.unigrams) + tokens)
@@ -95,13 +96,17 @@ class LanguageModel:
 
 
 def find(keys: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(places among the ascending keys (E,), whether it is there at all) of each wanted key (R,)."""
-    places = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
+    """Look up keys (R,) in ascending keys (E,); return their indices and whether they are present."""
+    places = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)  # a larger key than all gives E
     return places, keys[places] == wanted
 
 
 def read_language_model(path: str | Path, tokenizer: Tokenizer, device: torch.device) -> LanguageModel:
-    """The model of an ARPA file, for the tokens of `tokenizer`, on `device`; a DataError where it is none for them."""
+    """Read the model of an ARPA file, for the tokens of `tokenizer`, to `device`.
+
+    Raises:
+        DataError: The file is not a model of these tokens.
+    """
     orders = read_arpa(path, tokenizer)
     try:
         model = build_language_model(orders, tokenizer.size, device, tokenizer.special)
@@ -113,13 +118,13 @@ def read_language_model(path: str | Path, tokenizer: Tokenizer, device: torch.de
         ) from None
     special = dataclasses.astuple(tokenizer.special)
     pieces, known = tokenizer.size - len(special), int((~np.isin(orders[0].tokens, special)).sum())
-    if 2 * known < pieces:  # it would say of nearly everything that it is unknown
+    if 2 * known < pieces:  # nearly every token would be scored as unknown
         raise DataError(f"The language model {path} has only {known} of the tokenizer's {pieces} tokens. {FOREIGN}")
     return model
 
 
 def score_sentences(model: LanguageModel, sentences: Iterable[Sequence[int]]) -> list[float]:
-    """The log probability of each sentence's tokens and of its end after them."""
+    """Return the log probability of each sentence, including its end."""
     found, sentences = [], iter(sentences)
     while some := [[*tokens, model.special.end] for tokens in islice(sentences, SENTENCES_AT_ONCE)]:
         columns = torch.nn.utils.rnn.pad_sequence([torch.tensor(tokens) for tokens in some], padding_value=-1)
@@ -138,23 +143,28 @@ def score_sentences(model: LanguageModel, sentences: Iterable[Sequence[int]]) ->
 def build_language_model(
     orders: Sequence[Ngrams], vocabulary: int, device: torch.device, special: SpecialTokens = OUR_TOKENS
 ) -> LanguageModel:
-    """The model of n-grams of order 1, 2, ..., whose tokens all stand in order 1; a RepeatedNgram where one repeats."""
+    """Build the model of n-grams of order 1, 2, ...; every token must be in order 1.
+
+    Raises:
+        RepeatedNgram: An n-gram is listed twice.
+    """
     words = orders[0].tokens[:, 0]
     is_word = np.zeros(vocabulary, bool)
     is_word[words] = True
     if not all(is_word[ngrams.tokens].all() for ngrams in orders):
         raise ValueError("A token of an n-gram is missing in order 1.")
     levels = _levels(orders)
-    begins = np.cumsum([1, *(len(level.tokens) for level in levels)]).tolist()  # of each level's nodes; ROOT is node 0
+    begins = np.cumsum([1, *(len(level.tokens) for level in levels)]).tolist()  # first node per level; ROOT is node 0
     keys = torch.from_numpy(np.concatenate([level.keys(begins, vocabulary) for level in levels]))
     backoffs = torch.from_numpy(np.concatenate([np.zeros(1), *(level.backoffs for level in levels[:-1])]))
     log_probabilities = torch.from_numpy(np.concatenate([level.log_probabilities for level in levels]))
     shorter = torch.zeros(len(keys) + 1, dtype=torch.int64)
+    # Lower levels first: a node backs off to nodes that are linked already.
     for begin, end in zip(begins[1:-1], begins[2:], strict=True):
         for first in range(begin, end, NODES_AT_ONCE):
             nodes = slice(first, min(first + NODES_AT_ONCE, end))
             _link(nodes, keys, vocabulary, shorter, log_probabilities, backoffs)
-    # Each of the words is scored as itself, any other token as the unknown one; as blank where the model has none.
+    # The model's words are scored as themselves, other tokens as the unknown one, or as blank if the model has none.
     stand_ins = torch.full((vocabulary,), special.unknown if special.unknown in words else special.blank)
     stand_ins[words] = torch.from_numpy(words.astype(np.int64))
     stand_ins[[special.blank, special.start]] = special.blank
@@ -177,30 +187,30 @@ def build_language_model(
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """The n-grams of one order, sorted, and what only begins longer ones: that has no log probability (NaN) yet."""
+    """Sorted n-grams of one order, including prefixes of longer ones without a log probability of their own (NaN)."""
 
     order: int
-    parents: np.ndarray  # (N,) the place in the level below of an n-gram's first n - 1 tokens
-    tokens: np.ndarray  # (N,) its last token
+    parents: np.ndarray  # (N,) index in the level below of an n-gram's first n - 1 tokens
+    tokens: np.ndarray  # (N,) last token
     log_probabilities: np.ndarray  # (N,)
     backoffs: np.ndarray  # (N,)
 
     def keys(self, begins: list[int], vocabulary: int) -> np.ndarray:
-        """(N,) int64, ascending: the parent's node x V + the token; `begins` are the first nodes of all levels."""
+        """Return keys (N,), int64, ascending: parent node x V + token; `begins` holds each level's first node."""
         first = begins[self.order - 2] if self.order > 1 else ROOT
         return (self.parents.astype(np.int64) + first) * vocabulary + self.tokens
 
 
 def _levels(orders: Sequence[Ngrams]) -> list[_Level]:
-    """A level an order, each with every beginning of an n-gram of the one above it."""
+    """Return a level per order, each containing every prefix of the level above."""
     levels: list[_Level] = []
-    prefixes = np.zeros((0, len(orders)), np.int32)  # of the level above, each once
-    prefixes_above = np.zeros(0, np.int32)  # which of them each of its n-grams has
+    prefixes = np.zeros((0, len(orders)), np.int32)  # distinct prefixes of the level above
+    prefixes_above = np.zeros(0, np.int32)  # index of each of its n-grams' prefix
     for ngrams in reversed(orders):
         tokens = np.concatenate([ngrams.tokens, prefixes])
         missing = np.full(len(prefixes), math.nan)
         log_probabilities = np.concatenate([ngrams.log_probabilities, missing])
-        # Stable: of equals, the n-gram comes before the prefix.
+        # lexsort is stable: of equal rows, the n-gram comes before the prefix and keeps its log probability.
         ranks = np.lexsort(tokens.T[::-1])
         tokens, log_probabilities = tokens[ranks], log_probabilities[ranks]
         is_new = _is_new(tokens)
@@ -220,7 +230,7 @@ def _levels(orders: Sequence[Ngrams]) -> list[_Level]:
 
 
 def _is_new(rows: np.ndarray) -> np.ndarray:
-    """(N,) bool: whether each of the sorted rows (N, n) differs from the one before it; the first does."""
+    """Return (N,) bool: whether each of the sorted rows (N, n) differs from the previous one; True for the first."""
     is_new = np.ones(len(rows), bool)
     is_new[1:] = (rows[1:] != rows[:-1]).any(axis=1)
     return is_new
@@ -234,10 +244,11 @@ def _link(
     log_probabilities: torch.Tensor,
     backoffs: torch.Tensor,
 ) -> None:
-    """Fills in what these nodes of one level back off to, and the log probability of those that have none (NaN).
+    """Fill in the backoff states of these nodes of one level, and their log probability if it is missing (NaN).
 
-    Both follow from the levels below: the first context, ever shorter, in which the node's token is found.
+    Both follow from the levels below: the longest of the shorter contexts in which the node's token is found.
     """
+    # Node n is reached by edge n - 1: ROOT is node 0 and has no edge.
     edges = slice(nodes.start - 1, nodes.stop - 1)
     contexts, tokens = keys[edges] // vocabulary, keys[edges] % vocabulary
     weights, found = backoffs[contexts], torch.zeros_like(contexts)

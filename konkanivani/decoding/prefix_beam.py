@@ -1,13 +1,14 @@
-"""CTC prefix beam search: the likeliest token sequences, each summed over all its alignments that the beam has seen.
+"""CTC prefix beam search: the likeliest token sequences, each summed over all alignments that the beam has kept.
 
 Graves (2012), Sequence Transduction with Recurrent Neural Networks; Hannun et al. (2014), First-Pass Large Vocabulary
-Continuous Speech Recognition using Bi-Directional Recurrent DNNs, algorithm 1, its language model being optional. Every
-prefix of the beam has two probabilities: of its alignments that end in blank, and of those that end in its last token.
-A repeated token may only be appended to the former.
+Continuous Speech Recognition using Bi-Directional Recurrent DNNs, algorithm 1, with an optional language model. Every
+prefix in the beam has two probabilities: of its alignments that end in blank, and of its alignments that end in its
+last token. A repeated token can only extend the former.
 
-Inside all is float64: a path's logarithm is about -10^5 after ten minutes, where float32 has steps of 0.008.
+All computations are in float64: a path's log probability is about -10^5 after ten minutes, where float32 has steps of
+0.008.
 
-B batch, T' encoder frames, V vocabulary, U = T' tokens at most, K beam, C tokens tried in a frame.
+B batch, T' encoder frames, V vocabulary, U = T' maximal tokens, K beam, C tokens tried in a frame.
 """
 
 import math
@@ -27,14 +28,14 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class _Beam:
-    """K different prefixes an utterance, best first; where there are fewer, the rest have probability zero."""
+    """K different prefixes per utterance, best first; unused places have probability zero."""
 
     tokens: torch.Tensor  # (B, K, U), NO_TOKEN after the last
     lengths: torch.Tensor  # (B, K)
     last: torch.Tensor  # (B, K), BLANK of an empty prefix
     in_blank: torch.Tensor  # (B, K), log probability of the alignments that end in blank
-    in_token: torch.Tensor  # (B, K), log probability of those that end in the last token
-    fusion_scores: FusionScores | None  # a language model's, where there is one
+    in_token: torch.Tensor  # (B, K), log probability of the alignments that end in the last token
+    fusion_scores: FusionScores | None  # language model scores, if there is a language model
 
     @property
     def log_probabilities(self) -> torch.Tensor:
@@ -45,19 +46,19 @@ class _Beam:
 def prefix_beam_search(
     log_probabilities: torch.Tensor, encoded_lengths: Lengths, beam: int, best: int = 1, fusion: Fusion | None = None
 ) -> list[tuple[Hypothesis, ...]]:
-    """Each utterance's `best` likeliest hypotheses of log probabilities (B, T', V), likeliest first.
+    """Return each utterance's `best` likeliest hypotheses of log probabilities (B, T', V), likeliest first.
 
-    Fewer where the beam holds fewer of a probability above zero. Of equals the smaller token ids come first; at the
-    edge of the beam, those with the likelier prefix, then the prefix itself, then the smaller last token. The result is
-    the same alone and in any batch. Exact where the beam holds every prefix. With a fusion, its score takes the place
-    of the log probability in all of this.
+    Fewer if the beam holds fewer of a probability above zero. The result does not depend on the batch. It is exact if
+    the beam holds every prefix. With `fusion`, its score replaces the log probability throughout.
     """
+    # Ties: of equal hypotheses, smaller token ids come first; at the edge of the beam, the likelier parent prefix, then
+    # the unextended prefix, then the smaller last token.
     if min(beam, best) < 1:
         raise ValueError(f"Must be above zero: beam {beam}, best {best}.")
     frames = mask_padding_as_blank(log_probabilities, encoded_lengths)
     places = torch.zeros(len(frames), beam, dtype=torch.int64, device=frames.device)
     impossible = torch.full_like(places, -math.inf, dtype=torch.float64)
-    certain = impossible.clone()  # the empty prefix alone, of probability one
+    certain = impossible.clone()  # only the empty prefix, with probability one
     certain[:, 0] = 0.0
     tokens = places[:, :, None].expand(-1, -1, frames.shape[1]).clone().fill_(NO_TOKEN)
     blanks, fused = places.clone().fill_(BLANK), fusion.begin(*places.shape) if fusion else None
@@ -70,9 +71,10 @@ def prefix_beam_search(
 
 
 def _advance(beam: _Beam, frame: int, emissions: torch.Tensor, tried: torch.Tensor) -> _Beam:
-    """The beam after one more frame: emissions (B, V), of which tokens (B, C) are tried. `frame` is those before."""
+    """Return the beam after a frame with emissions (B, V), trying tokens (B, C); `frame` frames came before."""
     before, (parents, has_parent) = beam.log_probabilities, _parents(beam, frame)
     by_last = emissions.gather(1, beam.last)
+    # A prefix in the beam can also be reached from its parent, the prefix without its last token.
     of_parents = _open_to(beam.last, *_gathered(parents, beam.last, beam.in_blank, before))
     from_parent = (of_parents + by_last).masked_fill(~has_parent, -math.inf)
     in_blank = before + emissions[:, BLANK, None]
@@ -84,7 +86,7 @@ def _advance(beam: _Beam, frame: int, emissions: torch.Tensor, tried: torch.Tens
 
     scores = torch.cat([torch.logaddexp(in_blank, in_token)[:, :, None], extended], dim=2)
     fused = scores if beam.fusion_scores is None else scores + beam.fusion_scores.of(tried)
-    chosen = first_best(fused.flatten(1), scores.shape[1])  # (B, K): a prefix as it was, or with a token more
+    chosen = first_best(fused.flatten(1), scores.shape[1])  # (B, K): a prefix unchanged, or extended by a token
     sources, columns = chosen // scores.shape[2], chosen % scores.shape[2]
     is_longer = columns > 0
     new = F.pad(tried, (1, 0), value=NO_TOKEN).gather(1, columns)
@@ -102,16 +104,16 @@ def _advance(beam: _Beam, frame: int, emissions: torch.Tensor, tried: torch.Tens
 
 
 def _open_to(token: torch.Tensor, last: torch.Tensor, in_blank: torch.Tensor, in_any: torch.Tensor) -> torch.Tensor:
-    """The log probability of a prefix's alignments that `token` may follow: after an equal token, only a blank's."""
+    """Return the log probability of the alignments that `token` can extend: after an equal token, those in blank."""
     return torch.where(token == last, in_blank, in_any)
 
 
 def _parents(beam: _Beam, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(where in the beam each prefix (B, K) without its last token is, whether it is there at all).
+    """Return the beam index of each prefix's (B, K) parent (without its last token), and whether it is in the beam.
 
-    Prefixes are compared token by token, since one that left the beam may have come back another way. None has more
-    than `longest` tokens.
+    No prefix has more than `longest` tokens.
     """
+    # Prefixes are compared token by token: one that left the beam may have returned by another path.
     ends = (beam.lengths - 1).clamp(min=0)[:, :, None]
     shortened = beam.tokens.scatter(2, ends, NO_TOKEN)
     is_parent = (beam.tokens[:, None, :, :longest] == shortened[:, :, None, :longest]).all(dim=3)
@@ -124,21 +126,21 @@ def _parents(beam: _Beam, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _already_there(
     beam: _Beam, parents: torch.Tensor, has_parent: torch.Tensor, tried: torch.Tensor, vocabulary: int
 ) -> torch.Tensor:
-    """(B, K, C) bool: whether a prefix with a tried token (B, C) more is itself in the beam, where it is counted."""
+    """Return (B, K, C) bool: whether a prefix extended by a tried token (B, C) is in the beam, and counted there."""
     batch, size = parents.shape
     is_there = torch.zeros(batch, size * vocabulary, dtype=torch.bool, device=tried.device)
-    # Those without a parent mark a blank, which is never tried.
+    # Prefixes without a parent mark blank, which is never tried.
     is_there.scatter_(1, parents * vocabulary + beam.last.masked_fill(~has_parent, BLANK), True)
     return is_there.view(batch, size, vocabulary).gather(2, tried[:, None].expand(-1, size, -1))
 
 
 def _gathered(indices: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Each tensor (B, K) at the indices (B, K) of its row."""
+    """Return each tensor (B, K) gathered at the indices (B, K)."""
     return tuple(tensor.gather(1, indices) for tensor in tensors)
 
 
 def _hypotheses(beam: _Beam, best: int) -> list[tuple[Hypothesis, ...]]:
-    """What the beam holds of each utterance, likeliest first."""
+    """Return the beam's hypotheses per utterance, likeliest first."""
     found = []
     ended = beam.log_probabilities if beam.fusion_scores is None else beam.log_probabilities + beam.fusion_scores.ended
     rows = zip(beam.tokens.tolist(), beam.lengths.tolist(), ended.tolist(), strict=True)

@@ -1,9 +1,9 @@
-"""What a search may not say where a model was trained with rules: tokens never said, and times that make sense.
+"""Generation rules of a model trained with timestamps: tokens that are never generated, and consistent timestamps.
 
-Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision, section 4.5, and the code that came
-with it: a time stands before and after each stretch of text, and no time comes before an earlier one.
+Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision, section 4.5, and the published code:
+a timestamp precedes and follows each segment of text, and timestamps never decrease.
 
-B batch, K hypotheses an utterance, V vocabulary.
+B batch, K hypotheses per utterance, V vocabulary.
 """
 
 import math
@@ -16,19 +16,19 @@ from konkanivani.decoding.scorers import FullScorer
 
 
 class RuledScorer:
-    """A scorer without what the rules forbid; a FullScorer. What is left is not made to add up to one again."""
+    """Scorer that gives -inf to tokens that the rules forbid (a FullScorer); the rest is not renormalised."""
 
     def __init__(self, scorer: FullScorer, rules: GenerationRules, end: int) -> None:
         self._scorer, self._rules, self._end = scorer, rules, end
         self._length = 0
-        self._said: _Times | None = None  # known from the first scores on, which say how many hypotheses there are
+        self._said: _Times | None = None  # set by the first `score`, which determines the number of hypotheses
 
     def score(self) -> torch.Tensor:
         scores = self._scorer.score()
         if self._said is None:
             self._said = _Times.none(scores)
         if self._length == self._rules.most_tokens:
-            return scores  # only the end can follow, and nothing forbids it there
+            return scores  # only the end token can follow here, and no rule forbids it
         forbidden = torch.zeros(scores.shape[2], dtype=torch.bool, device=scores.device)
         forbidden[list(self._rules.suppressed)] = True
         if self._length == 0:
@@ -51,9 +51,10 @@ class RuledScorer:
         is_time = ids >= rules.first
         is_pair, is_half = said.is_last & said.is_before, said.is_last & ~said.is_before
         forbidden = (
+            # Two timestamps must be followed by text; a single one after text by its pair or the end token.
             (ids == rules.no_times) | (is_pair[:, :, None] & is_time) | (is_half[:, :, None] & (ids < self._end))
         )
-        # Behind a text its time may be said again, to begin the next one; otherwise a time is later than the last.
+        # After text, its end timestamp may be repeated as the next segment's start; others must increase.
         lowest = torch.where(is_half, said.latest, said.latest + 1)
         forbidden |= is_time & (ids < lowest[:, :, None])
         if self._length == 0:
@@ -64,7 +65,7 @@ class RuledScorer:
 
 
 def _times_where_likelier(scores: torch.Tensor, first: int) -> torch.Tensor:
-    """Scores (B, K, V) without what is no time, where all times together are likelier than any other token."""
+    """Mask non-timestamps in scores (B, K, V) if all timestamps together are likelier than any other token."""
     times, others = scores[:, :, first:].logsumexp(dim=2), scores[:, :, :first].amax(dim=2)
     scores[:, :, :first].masked_fill_((times > others)[:, :, None], -math.inf)
     return scores
@@ -72,10 +73,10 @@ def _times_where_likelier(scores: torch.Tensor, first: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Times:
-    """Which hypotheses (B, K) ended in a time, in two, and the latest that each has said: an id, -1 for none."""
+    """Timestamp state of hypotheses (B, K): last token, token before, and the latest timestamp's id (-1 for none)."""
 
     is_last: torch.Tensor
-    is_before: torch.Tensor  # also where there is one token only
+    is_before: torch.Tensor  # True also if there is only one token
     latest: torch.Tensor
 
     @classmethod

@@ -1,10 +1,10 @@
-"""Scores of the hypotheses of a search: by the attention decoder, by CTC, by a language model.
+"""Scorers of a search's hypotheses: attention decoder, CTC and language model.
 
-A scorer lives as long as one search and is changed by it: `score` says how likely every hypothesis is with one token
-more, `follow` goes on with those that the search has chosen, `keep` with the utterances that are not done. Scores are
-float64 log probabilities in nats of whole hypotheses.
+A scorer serves one search and changes with it: `score` returns the scores of every hypothesis extended by one token,
+`follow` continues with the hypotheses that the search has chosen, `keep` with the utterances that are not finished.
+Scores are float64 log probabilities in nats of whole hypotheses.
 
-B batch, K hypotheses an utterance, C candidates of a hypothesis, V vocabulary, T' encoder frames, D model width.
+B batch, K hypotheses per utterance, C candidates of a hypothesis, V vocabulary, T' encoder frames, D model width.
 """
 
 import math
@@ -20,22 +20,22 @@ from konkanivani.model.asr import KonkaniVaniASR
 
 
 class FullScorer(Protocol):
-    """Scores every token; its end token stands for the end of a hypothesis."""
+    """Scorer of every token of the vocabulary; its end token stands for the end of a hypothesis."""
 
     def score(self) -> torch.Tensor:
-        """(B, K, V): each hypothesis with each token more; what is `never_generated` gets -inf."""
+        """Return scores (B, K, V) of each hypothesis plus each token; `never_generated` tokens get -inf."""
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Hypothesis k is from now on what was sources[k], with tokens[k] more; both (B, K)."""
+        """Replace hypothesis k by the former hypothesis sources[k] plus tokens[k]; both (B, K)."""
 
     def keep(self, utterances: torch.Tensor) -> None:
-        """Only the utterances at these places (B',) go on."""
+        """Continue with the utterances with these indices (B',) only."""
 
 
 class AttentionScorer:
-    """The attention decoder, one token at a time, on what its cache keeps of those before.
+    """Attention decoder as a scorer, one token at a time with a key-value cache.
 
-    Behind the start token it is given the `prompt`, of which no score is asked.
+    After the start token the decoder reads `prompt`, whose tokens are not scored.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class AttentionScorer:
         self._decoder, self._special = model.decoder, special
         self._cache = model.decoder.begin(encoded, encoded_lengths, beam)
         self._last = torch.full((len(encoded), beam), special.start, device=encoded.device)
+        # The last prompt token stays in `_last`: the first `score` decodes it.
         for token in prompt:
             self._decoder.step(self._last, self._cache)
             self._last = torch.full_like(self._last, token)
@@ -57,8 +58,9 @@ class AttentionScorer:
         self._scores = self._totals
 
     def score(self) -> torch.Tensor:
+        # In double precision, since totals of long hypotheses are compared with each other.
         logits = self._decoder.output(self._decoder.step(self._last, self._cache)).double()
-        # As in training, blank and the start token have a share of the probability, though neither can follow.
+        # As in training, blank and the start token keep their share of the probability, though neither can follow.
         self._scores = self._totals[:, :, None] + logits.log_softmax(dim=-1)
         return without(self._scores, *self._special.never_generated)
 
@@ -72,7 +74,7 @@ class AttentionScorer:
 
 
 class LanguageModelScorer:
-    """A language model of tokens; a hypothesis's context is all that it knows."""
+    """Language model of tokens as a scorer; a hypothesis' state is its context."""
 
     def __init__(
         self,
@@ -83,6 +85,7 @@ class LanguageModelScorer:
         special: SpecialTokens = OUR_TOKENS,
     ) -> None:
         self._model, self._special = model, special
+        # The model may be on another device than the search.
         self._contexts = model.initial(utterances * beam).to(device).view(utterances, beam)
         self._totals = torch.zeros(self._contexts.shape, dtype=torch.float64, device=device)
         self._scores = self._totals
@@ -102,7 +105,7 @@ class LanguageModelScorer:
 
 
 class CTCScorer:
-    """CTC's prefix scores, of given candidates only: they cost a pass over all frames each."""
+    """CTC prefix scores of given candidates only, since each costs a pass over all frames."""
 
     def __init__(
         self,
@@ -118,7 +121,7 @@ class CTCScorer:
         self._state = self._scorer.initial(beam)
 
     def score(self, candidates: torch.Tensor) -> torch.Tensor:
-        """(B, K, C): each hypothesis with each of its candidates (B, K, C) more, or ended."""
+        """Return scores (B, K, C) of each hypothesis plus each of its candidates (B, K, C), or ended."""
         scores = self._scorer.score(self._state, candidates)
         return torch.where(candidates == self._end, self._scorer.end(self._state)[:, :, None], scores)
 
@@ -130,10 +133,10 @@ class CTCScorer:
 
 
 def without(scores: torch.Tensor, *tokens: int) -> torch.Tensor:
-    """A copy of scores (B, K, V) in which these tokens have no probability."""
+    """Return a copy of scores (B, K, V) in which these tokens have probability zero."""
     return scores.index_fill(2, torch.tensor(tokens, dtype=torch.int64, device=scores.device), -math.inf)
 
 
 def gather_scores(scores: torch.Tensor, sources: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """(B, K): of scores (B, K', V), those of hypotheses `sources` and tokens `tokens`, both (B, K)."""
+    """Select from scores (B, K', V) of hypotheses `sources` plus `tokens`, both (B, K): (B, K)."""
     return scores.flatten(1).gather(1, sources * scores.shape[2] + tokens)

@@ -1,7 +1,7 @@
-"""What of a model that begins with weights is trained: all, what is not frozen, or low-rank additions to frozen layers.
+"""Trained part of an initialised model: everything, everything that is not frozen, or low-rank additions (LoRA).
 
-LoRA (Hu et al., 2021): the product of a layer is W x + (alpha / r) B A x with W frozen, A (r, D) random and B (D', r)
-zero, so that the model begins as the one that it was, bit for bit. D, D' are the layer's widths, r the rank.
+LoRA (Hu et al., 2021): a layer's product is W x + (alpha / r) B A x with W frozen, A (r, D) random and B (D', r) zero,
+so that training starts from the original model, bit for bit. D and D' are the layer's widths, r is the rank.
 """
 
 from collections.abc import Mapping
@@ -12,18 +12,15 @@ from konkanivani.base.config import TuningConfig
 from konkanivani.base.errors import UsageError
 from konkanivani.model.kernels.products import Linear, LowRank
 
-LOW_RANK_TENSORS = ("low_rank.down", "low_rank.up")  # A and B, behind their layer's name
-VOCAB_DEPENDENT_PREFIXES = (
-    "ctc_head.",
-    "decoder.embedding.",
-    "decoder.output.",
-)  # what another tokenizer has no use for
+LOW_RANK_TENSORS = ("low_rank.down", "low_rank.up")  # A and B; the layer's name comes first
+VOCAB_DEPENDENT_PREFIXES = ("ctc_head.", "decoder.embedding.", "decoder.output.")  # useless with another tokenizer
 
 
 def frozen_modules(encoder: torch.nn.Module, config: TuningConfig) -> list[torch.nn.Module]:
-    """What --freeze or --train_layers leave as it is: the encoder, or what is before its blocks and the first of them.
+    """Return the modules that --freeze or --train_layers freezes: the encoder, or the subsampling and first blocks.
 
-    A UsageError where it has not so many.
+    Raises:
+        UsageError: The encoder has fewer blocks.
     """
     freeze, train, blocks = config.freeze, config.train_layers, len(encoder.blocks)
     if freeze == "encoder":
@@ -36,10 +33,13 @@ def frozen_modules(encoder: torch.nn.Module, config: TuningConfig) -> list[torch
 
 
 def tune(model: torch.nn.Module, config: TuningConfig) -> None:
-    """Freezes what the settings say, in place, and adds the low-rank products that they ask for.
+    """Freeze parameters and add low-rank products in place, as the settings say.
 
-    What --freeze and --train_layers leave is run without gradient then, and nothing of it is kept. A new head is
-    trained whatever is frozen. A UsageError where no layer has a name that the settings ask low-rank products for.
+    Modules frozen by --freeze and --train_layers then run without gradients and keep no activations. A new output head
+    is trained whatever is frozen.
+
+    Raises:
+        UsageError: No layer has a name in `lora_targets`.
     """
     for part in frozen_modules(model.encoder, config):
         part.requires_grad_(False)
@@ -52,10 +52,12 @@ def tune(model: torch.nn.Module, config: TuningConfig) -> None:
             raise UsageError(f"--lora_targets matches no layer of this model: choose from {', '.join(known)}.")
         for layer in chosen:
             layer.low_rank = LowRank(layer, config.lora_rank, config.scale)
+        # A new tokenizer's heads and embedding are not pretrained, so they are trained in full.
         for name, weight in model.named_parameters():
             weight.requires_grad_(
                 weight.requires_grad or (config.new_tokenizer and name.startswith(VOCAB_DEPENDENT_PREFIXES))
             )
+        # Frozen weights have no moments and no updates to lose to rounding, so half precision halves their memory.
     if config.frozen_dtype == "half":
         for block in model.blocks:
             for layer in block.modules():
@@ -65,22 +67,23 @@ def tune(model: torch.nn.Module, config: TuningConfig) -> None:
 
 @torch.no_grad()
 def reset_output_heads(model: torch.nn.Module) -> None:
-    """Gives the heads of a new tokenizer the values to begin with: zeros, but -2 for CTC's blank.
+    """Initialise the output heads of a new tokenizer: zeros, but a bias of -2 for CTC's blank.
 
-    With zero weights every token is as likely in every frame, and no noise of a random head goes down into an encoder
-    that has learnt already. Of equally likely tokens CTC finds the blank first, since nearly every path goes through
-    it, and a head that says nothing but blanks learns slowly: begun seven times rarer than a token, it comes later.
+    With zero weights every token is equally likely in every frame, and no noise of a random head is backpropagated into
+    an encoder that is already trained.
     """
     for head in filter(None, (model.ctc_head, model.decoder and model.decoder.output)):
         head.weight.zero_()
         if head.bias is not None:
             head.bias.zero_()
     if model.ctc_head is not None:
+        # Of equally likely tokens CTC learns the blank first, since nearly every path passes through it, and a head
+        # that emits only blanks learns slowly. exp(-2) makes it seven times rarer than a token, which delays that.
         model.ctc_head.bias[0] = -2.0  # the blank is token 0
 
 
 def merged(weights: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
-    """The weights of a model with low-rank products as those of one without: W + scale B A, in fp32 at least."""
+    """Merge low-rank products into their layers' weights: W + scale B A, in at least fp32."""
     down, up = LOW_RANK_TENSORS
     found = {name: _in_full(weight) for name, weight in weights.items() if not name.endswith(LOW_RANK_TENSORS)}
     for name in weights:

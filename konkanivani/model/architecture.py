@@ -1,4 +1,4 @@
-"""Which recogniser: everything about one that is known before it has weights, as one value."""
+"""Description of a speech recognition model before it has weights: shapes, features, tokens and heads."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from konkanivani.model.losses import LossTerm, Objective
 
 
 class Dimensions(Protocol):
-    """The shape of a network; `d_model` is its width."""
+    """Size of a network; `d_model` is its width."""
 
     d_model: int
     encoder_layers: int
@@ -26,9 +26,9 @@ class Dimensions(Protocol):
 
 
 class Architecture(Protocol):
-    """A recogniser before it has weights; a frozen value, so that equal ones build the same.
+    """Model without weights: a frozen value; equal values build equal networks.
 
-    No utterance may be longer than `longest_seconds`, no transcript have more than `most_tokens`.
+    Utterances may have at most `longest_seconds`, transcripts at most `most_tokens`.
     """
 
     vocab_size: int
@@ -39,33 +39,33 @@ class Architecture(Protocol):
     most_tokens: float
     framing: FrameLengths
     tuning: TuningConfig
-    has_base: bool  # what is not trained lies in files of others: no checkpoint holds it
+    has_base: bool  # True if frozen weights are read from another project's files; checkpoints do not store them
     description: str
 
     def objective(self, loss: LossConfig) -> Objective:
-        """What is minimised."""
+        """Return the training objective."""
 
     def build(self) -> torch.nn.Module:
-        """The network, initialised from torch's generator."""
+        """Build the network, initialised from torch's default generator."""
 
     def build_without_values(self) -> torch.nn.Module:
-        """The network on the device `meta`, for its shapes, or for weights that are there already to be assigned."""
+        """Build the network on the `meta` device, for its shapes or to assign existing weights."""
 
     def plain(self, weights: Mapping[str, torch.Tensor]) -> tuple["Architecture", Mapping[str, torch.Tensor]]:
-        """The same recogniser with nothing frozen or added, and `weights` as its own, low-rank products merged."""
+        """Return the architecture without tuning, and `weights` for it, with low-rank products merged."""
 
     def build_front_end(self, augment: AugmentConfig) -> FeatureExtractor:
-        """Waveforms to the features that the network hears."""
+        """Build the module that turns waveforms into the network's input features."""
 
     def forward_layers(self, samples: tuple[int, ...], tokens: int) -> tuple[Layer, ...]:
-        """Every product of a forward pass over utterances of so many samples, `tokens` tokens each."""
+        """Return every matrix product of a forward pass over utterances of `samples` samples, `tokens` tokens each."""
 
 
 @dataclass(frozen=True)
 class HybridArchitecture:
-    """A Conformer or Transformer of ours: its dimensions, the features that it hears, its tokens, its heads.
+    """Architecture of KonkaniVani's own Conformer or Transformer: dimensions, features, vocabulary and heads.
 
-    What is built of equal values has the same shapes, takes the same memory and the same arithmetic.
+    Networks built of equal values have the same shapes and need the same memory and arithmetic.
     """
 
     model: ModelConfig
@@ -73,7 +73,7 @@ class HybridArchitecture:
     vocab_size: int
     has_ctc: bool = True
     tuning: TuningConfig = TuningConfig()
-    longest_seconds = most_tokens = math.inf  # its positions are computed
+    longest_seconds = most_tokens = math.inf  # positions are computed on demand
     has_base = False
 
     @property
@@ -83,12 +83,12 @@ class HybridArchitecture:
 
     @property
     def description(self) -> str:
-        """Its kind and size for a person."""
+        """Type and size, for messages."""
         model = self.model
         return f"{model.encoder_type} {model.d_model}, {model.encoder_layers}+{model.decoder_layers} layers"
 
     def objective(self, loss: LossConfig) -> Objective:
-        """What is minimised: a term of each head."""
+        """Return the training objective: one term per head."""
         terms = []
         if self.has_ctc:
             terms.append(LossTerm("ctc", loss.ctc_weight, has_end=False))
@@ -98,36 +98,36 @@ class HybridArchitecture:
 
     @property
     def framing(self) -> Framing:
-        """How many frames so many samples are."""
+        """Conversion of samples to frames."""
         return Framing(self.features, self.model.subsampling)
 
     def build(self) -> KonkaniVaniASR:
-        """The network, initialised from torch's generator; what is not to be trained is frozen."""
+        """Build the network, initialised from torch's default generator; parameters that are not trained are frozen."""
         model = KonkaniVaniASR(self.model, self.vocab_size, self.features.mel_bins, self.has_ctc)
         tune(model, self.tuning)
         return model
 
     def plain(self, weights: Mapping[str, torch.Tensor]) -> tuple["HybridArchitecture", Mapping[str, torch.Tensor]]:
-        """The same recogniser with nothing frozen or added, and `weights` as its own, low-rank products merged."""
+        """Return the architecture without tuning, and `weights` for it, with low-rank products merged."""
         return dataclasses.replace(self, tuning=TuningConfig()), merged(weights, self.tuning.scale)
 
     def build_without_values(self) -> KonkaniVaniASR:
-        """The network on the device `meta`, for its shapes, or for weights that are there already to be assigned."""
+        """Build the network on the `meta` device, for its shapes or to assign existing weights."""
         with torch.device("meta"), SkipInit():
             return self.build()
 
     def build_front_end(self, augment: AugmentConfig) -> FrontEnd:
-        """Waveforms to the features that the network hears."""
+        """Build the module that turns waveforms into the network's input features."""
         return FrontEnd(self.features, augment)
 
     def forward_layers(self, samples: tuple[int, ...], tokens: int) -> tuple[Layer, ...]:
-        """Every product of a forward pass over utterances of so many samples, `tokens` tokens each."""
+        """Return every matrix product of a forward pass over utterances of `samples` samples, `tokens` tokens each."""
         frames = tuple(map(self.framing.feature_length, samples))
         layers = forward_layers(self.model, self.vocab_size, self.features.mel_bins, frames, tokens)
         return tuple(layer for layer in layers if self.has_ctc or layer.name != CTC_HEAD)
 
 
 def architecture_of(config: TrainConfig, vocab_size: int) -> HybridArchitecture:
-    """The recogniser that these settings describe, for a tokenizer of so many tokens."""
-    has_ctc = config.loss.ctc_weight != 0
+    """Return the architecture of these settings, for a vocabulary of `vocab_size` tokens."""
+    has_ctc = config.loss.ctc_weight != 0  # a head without a loss would never be trained
     return HybridArchitecture(config.model, config.features, vocab_size, has_ctc, config.tuning)

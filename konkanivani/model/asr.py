@@ -1,4 +1,4 @@
-"""The recogniser: one encoder under a CTC head and an attention decoder (Watanabe et al., 2017).
+"""Hybrid CTC/attention model: one encoder shared by a CTC head and an attention decoder (Watanabe et al., 2017).
 
 B batch, T feature frames, T' encoder frames, U tokens, F mel bins, D model width, V vocabulary.
 """
@@ -21,11 +21,11 @@ from konkanivani.model.losses import LossSums, Objective, Targets, attention_los
 
 @dataclass(frozen=True)
 class ASROutput:
-    """What one forward pass gives: encoded (B, T', D), their lengths, decoded (B, U + 1, D).
+    """Result of a forward pass: encoded (B, T', D), its lengths, decoded (B, U + 1, D).
 
-    `middle` (B, T', D) is what the encoder's middle block made, before any norm, None where no loss asks for it.
-    `ctc_head` makes CTC logits (B, T', V) of `encoded`, `decoder.output` attention logits (B, U + 1, V) of `decoded`,
-    which is None without a decoder.
+    `middle` (B, T', D) is the output of the encoder's middle block before any norm, or None if no loss needs it.
+    `ctc_head` turns `encoded` into CTC logits (B, T', V), `decoder.output` turns `decoded` into attention logits
+    (B, U + 1, V). `decoded` is None without a decoder.
     """
 
     encoded: torch.Tensor
@@ -35,17 +35,18 @@ class ASROutput:
 
 
 class KonkaniVaniASR(torch.nn.Module):
-    """Conformer or Transformer encoder; CTC head, Transformer decoder or both."""
+    """Conformer or Transformer encoder with a CTC head, a Transformer decoder or both."""
 
     sliced_weights: tuple[torch.Tensor, ...] = ()
-    """Weights outside of the blocks that need not be where the model runs: none."""
+    """Weights outside of the blocks that may stay off the model's device: none."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, mel_bins: int, has_ctc: bool = True) -> None:
         super().__init__()
         self.config = config
         self.encoder = Encoder(config, mel_bins)
         self.ctc_head = Linear(config.d_model, vocab_size) if has_ctc else None
-        if has_ctc:  # begun rare, the blank (token 0) is driven up by every frame at once, and for long comes alone
+        # If the blank (token 0) starts rare, every frame raises it at once, and for long the model emits nothing else.
+        if has_ctc:
             self.ctc_head.bias.data[0] += 3.0  # docs/experiments.md, "CTC bias towards the blank"
         self.decoder = Decoder(config, vocab_size) if config.decoder_layers else None
         for number, block in enumerate(self.blocks):
@@ -53,7 +54,7 @@ class KonkaniVaniASR(torch.nn.Module):
 
     @property
     def blocks(self) -> list[torch.nn.Module]:
-        """What can be recomputed in the backward pass, in the order of the forward pass; the subsampling is one."""
+        """Parts that can be recomputed in the backward pass, in forward order; the subsampling is the first."""
         return [self.encoder.subsampling, *self.encoder.blocks, *(self.decoder.blocks if self.decoder else ())]
 
     def forward(
@@ -64,14 +65,15 @@ class KonkaniVaniASR(torch.nn.Module):
         run_block: BlockRunner = run_directly,
         chunk_frames: int = CHUNK_FRAMES,
     ) -> ASROutput:
-        """Teacher forcing: features (B, T, F) with their lengths, decoder_tokens (B, U + 1)."""
+        """Run with teacher forcing: features (B, T, F) with their lengths, decoder_tokens (B, U + 1)."""
         frames = self.encoder.with_middle(features, feature_lengths, run_block, chunk_frames)
         encoded, _, encoded_lengths = frames
         decoded = self.decoder and self.decoder(decoder_tokens, encoded, encoded_lengths, run_block)
         return ASROutput(*frames, decoded)
 
     def loss_sums(self, output: ASROutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
-        """Each term of the objective, summed over the utterances."""
+        """Return each term of the objective, summed over the utterances."""
+        # Lambdas, so that only the objective's terms are computed.
         sums = {
             "ctc": lambda: self._ctc_loss_sum(output, spoken, objective.intermediate_ctc, chunk_frames),
             "attention": lambda: attention_loss_sum(
@@ -81,7 +83,10 @@ class KonkaniVaniASR(torch.nn.Module):
         return tuple(sums[term.name]() for term in objective.terms)
 
     def _ctc_loss_sum(self, output: ASROutput, spoken: Targets, of_middle: float, chunk_frames: int) -> torch.Tensor:
-        """The CTC loss; in training a portion of it is the middle block's, through the same norm and head."""
+        """Return the CTC loss; in training, the fraction `of_middle` of it is the middle block's.
+
+        (1 - w) L_CTC + w L_inter (Lee and Watanabe, 2021); both share the encoder's norm and the head.
+        """
 
         def loss_sum(encoded: torch.Tensor) -> torch.Tensor:
             frames = encoded, self.ctc_head, output.encoded_lengths
@@ -92,29 +97,30 @@ class KonkaniVaniASR(torch.nn.Module):
         return (1 - of_middle) * loss_sum(output.encoded) + of_middle * loss_sum(self.encoder.norm(output.middle))
 
     def ctc_logits(self, features: torch.Tensor, feature_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
-        """The encoder and the CTC head alone: logits (B, T', V) and their lengths, for greedy decoding."""
+        """Return logits (B, T', V) and their lengths from the encoder and CTC head alone, for greedy decoding."""
         encoded, encoded_lengths = self.encoder(features, feature_lengths, run_directly)
         return self.ctc_head(encoded), encoded_lengths
 
 
 def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Those that are trained, in the model's order: only they have gradients, moments and a place in ranks' sums."""
+    """Return the trained parameters in the model's order: only they have gradients, moments and an all-reduce slot."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def parameter_count(model: torch.nn.Module) -> int:
-    """Trained numbers in the model."""
+    """Return the number of trained parameters (scalars)."""
     return sum(parameter.numel() for parameter in trained_parameters(model))
 
 
 def frozen_count(model: torch.nn.Module) -> int:
-    """Numbers in the model that stay as they are."""
+    """Return the number of frozen parameters (scalars)."""
     return sum(parameter.numel() for parameter in model.parameters()) - parameter_count(model)
 
 
 class SkipInit(TorchFunctionMode):
-    """Leaves tensors without values unfilled: torch imports its compiler to fill nothing, 116 MiB, a second of it."""
+    """Mode that skips the initialisation of parameters, for tensors without storage (device `meta`)."""
 
+    # To "fill" a meta tensor, torch imports its compiler: 116 MiB and one second.
     FILLS = (init.uniform_, init.normal_, init.kaiming_uniform_, torch.Tensor.zero_, torch.Tensor.fill_)
 
     def __torch_function__(

@@ -1,4 +1,4 @@
-"""The blocks that encoder and decoder are stacked from. Every residual branch starts with a LayerNorm.
+"""Blocks of the encoder and the decoder. Every residual branch starts with a LayerNorm (pre-norm).
 
 B batch, T frames or tokens, S encoder frames, D model width.
 """
@@ -18,21 +18,24 @@ from konkanivani.model.relative import RelativeSelfAttention
 
 
 class BlockRunner(Protocol):
-    """How a block is run: directly, or with its activations recomputed in the backward pass.
+    """Callable that runs a block: directly, or with its activations recomputed in the backward pass.
 
-    A block of a whole model carries its `number`, counted through the encoder and on through the decoder.
+    Blocks of a complete model have a `number`, counted through the encoder and then the decoder.
     """
 
     def __call__(self, block: torch.nn.Module, *inputs: object) -> torch.Tensor: ...
 
 
 def run_directly(block: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor:
-    """Runs the block and keeps its activations for the backward pass."""
+    """Run the block and keep its activations for the backward pass."""
     return block(*inputs)
 
 
 class FeedForward(torch.nn.Module):
-    """x (B, T, D) and `weight` times its LayerNorm, D -> inner, SiLU, inner -> D."""
+    """Feed-forward module with its residual: x + weight * contract(SiLU(expand(norm(x)))), x (B, T, D).
+
+    Gulati et al. (2020), section 2.3; `weight` is 1/2 in a Conformer block, 1 elsewhere.
+    """
 
     def __init__(self, d_model: int, inner: int, dropout: float, biases: bool = True) -> None:
         super().__init__()
@@ -47,11 +50,11 @@ class FeedForward(torch.nn.Module):
 
 
 class ConvolutionModule(torch.nn.Module):
-    """x (B, T, D) and the Conformer's convolution of it (Gulati et al., 2020), with LayerNorm for BatchNorm.
+    """Convolution module of the Conformer (Gulati et al., 2020, section 2.2) with its residual, x (B, T, D).
 
-    Padding is zeroed before the depthwise convolution, so that a short utterance sees the same neighbourhood in any
-    batch; spans are convolved alone. Where the norm was folded into the depthwise convolution, that one has a bias in
-    any case: the norm's.
+    The depthwise convolution is followed by LayerNorm, not BatchNorm. If a BatchNorm was folded into the depthwise
+    convolution (`has_depthwise_norm` False), the convolution always has a bias: the norm's. Packed spans are convolved
+    separately.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class ConvolutionModule(torch.nn.Module):
         super().__init__()
         self.norm = torch.nn.LayerNorm(d_model)
         self.gate = Linear(d_model, 2 * d_model, bias=biases)
+        # A BatchNorm folded into a convolution leaves a shift, which needs a bias.
         reach, is_shifted = kernel // 2, biases or not has_depthwise_norm
         self.depthwise = torch.nn.Conv1d(d_model, d_model, kernel, padding=reach, groups=d_model, bias=is_shifted)
         self.depthwise_norm = torch.nn.LayerNorm(d_model) if has_depthwise_norm else None
@@ -67,7 +71,9 @@ class ConvolutionModule(torch.nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+        # x + dropout(pointwise(SiLU(norm(depthwise(GLU(pointwise(norm(x))))))))
         gated = F.glu(fused_linear(x, self.gate, self.norm), dim=-1)
+        # Zero padding before the depthwise convolution, so that a short utterance has the same context in any batch.
         if layout.padding is not None:
             gated = gated.masked_fill(layout.padding[:, :, None], 0.0)
         whole = depthwise_conv(gated, self.depthwise, layout.lengths or (x.shape[1],))
@@ -75,17 +81,17 @@ class ConvolutionModule(torch.nn.Module):
 
 
 def encoder_attention(config: ModelConfig) -> SelfAttention | RelativeSelfAttention:
-    """The self-attention of an encoder's block, by how it knows positions."""
+    """Build the self-attention of an encoder block, with rotary or relative positions."""
     if config.attention_positions == "relative":
         return RelativeSelfAttention(config.d_model, config.attention_heads, config.biases)
     return SelfAttention(config.d_model, config.attention_heads, causal=False, biases=config.biases)
 
 
 class ConformerBlock(torch.nn.Module):
-    """(B, T, D) -> (B, T, D): LayerNorm, half a feed-forward, self-attention, convolution, half a feed-forward.
+    """Conformer block, (B, T, D) -> (B, T, D): x + FFN / 2, x + MHSA, x + Conv, x + FFN / 2, LayerNorm.
 
-    The norm with which a published Conformer's block ends stands at the beginning of the next one, as the files of
-    weights have it; so a published one's first block begins without.
+    Gulati et al. (2020), equation 1. The paper's final LayerNorm of a block is stored as the entry norm of the next
+    one, as in the files of weights; a published model's first block therefore has none.
     """
 
     def __init__(self, config: ModelConfig, is_first: bool) -> None:
@@ -104,13 +110,14 @@ class ConformerBlock(torch.nn.Module):
     def forward(self, x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
         x = x if self.entry_norm is None else self.entry_norm(x)
         x = self.first_feedforward(x, weight=0.5)
+        # x + dropout(attention(norm(x))); the norm is passed on so that it is fused with the projection.
         x = self.dropout.add_residual(x, self.attention(x, self.attention_norm, layout))
         x = self.convolution(x, layout)
         return self.second_feedforward(x, weight=0.5)
 
 
 class TransformerBlock(torch.nn.Module):
-    """(B, T, D) -> (B, T, D): self-attention, feed-forward."""
+    """Pre-norm Transformer encoder block, (B, T, D) -> (B, T, D): self-attention, feed-forward."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -126,7 +133,7 @@ class TransformerBlock(torch.nn.Module):
 
 
 class DecoderBlock(torch.nn.Module):
-    """(B, T, D) -> (B, T, D): causal self-attention, attention over encoded (B, S, D), feed-forward."""
+    """Decoder block, (B, T, D) -> (B, T, D): causal self-attention, attention over encoded (B, S, D), feed-forward."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -153,13 +160,14 @@ class DecoderBlock(torch.nn.Module):
         cross_kv: tuple[torch.Tensor, torch.Tensor],
         encoded_mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The last tokens of K hypotheses an utterance (B, K, D) -> (B, K, D), without dropout.
+        """Compute the newest tokens (B, K, D) of K hypotheses per utterance -> (B, K, D), without dropout.
 
-        `kept` (2, B, K, H, U, E) holds the keys and values of the `length` tokens before; hypotheses see the encoded
-        frames of their utterance together, as the tokens of one sequence do.
+        `kept` (2, B, K, H, U, E) holds keys and values of the `length` tokens before.
         """
+        # Hypotheses have their own past, so self-attention has B K rows of one token.
         rows = x.flatten(0, 1)[:, None]
         attended = self.self_attention.step(rows, self.self_attention_norm, position, kept.flatten(1, 2), length)
         x = x + attended.view_as(x)
+        # All K hypotheses of an utterance attend to the same encoded frames, as K tokens of one sequence would.
         x = x + self.cross_attention.attend(x, self.cross_attention_norm, *cross_kv, encoded_mask)
         return self.feedforward(x, weight=1.0)

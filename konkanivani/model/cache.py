@@ -1,13 +1,13 @@
-"""What the decoder keeps between one token and the next, so that no token is computed twice.
+"""Key-value cache of the decoder, so that no token is computed twice.
 
-B batch, K hypotheses an utterance, H heads, E head width, S encoder frames, U tokens that there is room for.
+B batch, K hypotheses of an utterance, H heads, E head width, S encoder frames, U capacity in tokens.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-# Room is made for so many tokens at first, and doubled whenever it is used up.
+# Initial capacity in tokens; doubled whenever it is used up.
 FIRST_ROOM = 32
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
@@ -17,39 +17,40 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 class DecoderCache:
     """Keys and values of B utterances with K hypotheses each, all of the same `length` in tokens.
 
-    Those of the encoded frames stand once an utterance, however many hypotheses it has. Made by `Decoder.begin`,
-    changed by `Decoder.step`, and part of no module: the model knows nothing of it.
+    Keys and values of encoded frames are stored once per utterance and shared by its hypotheses. The decoder
+    creates and updates it; it is not part of any module's state.
     """
 
-    self_kv: list[torch.Tensor]  # a block: keys and values (2, B, K, H, U, E)
-    cross_kv: list[KeysAndValues]  # a block: (B, H, S, E)
+    self_kv: list[torch.Tensor]  # per block: keys and values (2, B, K, H, U, E)
+    cross_kv: list[KeysAndValues]  # per block: (B, H, S, E) each
     encoded_mask: torch.Tensor | None  # (B, 1, 1, S), True where a frame is valid
-    tables: tuple[torch.Tensor, ...] = ()  # what the decoder tells the U positions by, such as cosines and sines
+    tables: tuple[torch.Tensor, ...] = ()  # position tables of U positions, such as cosines and sines
     length: int = 0
 
     @property
     def room(self) -> int:
-        """Tokens that there is room for."""
+        """Capacity in tokens."""
         return self.self_kv[0].shape[4]
 
     def grow(self) -> None:
-        """Room for one token more."""
+        """Double the capacity if there is none left for another token."""
         if self.length >= self.room:
             self.self_kv = [torch.cat([kept, torch.empty_like(kept)], dim=4) for kept in self.self_kv]
 
     def reorder(self, sources: torch.Tensor) -> None:
-        """Hypothesis k of an utterance goes on from what was hypothesis sources[k] (B, K)."""
+        """Replace hypothesis k of each utterance by its former hypothesis sources[k]; sources (B, K)."""
         beam = sources.shape[1]
         moved = (sources != torch.arange(beam, device=sources.device)).nonzero(as_tuple=True)
         if len(moved[0]) == 0:
             return
         utterances, places = moved
         for kept in self.self_kv:
+            # Copy only the filled part, and only of hypotheses that move.
             filled = kept[:, :, :, :, : self.length]
             filled[:, utterances, places] = filled[:, utterances, sources[moved]]
 
     def select(self, utterances: torch.Tensor) -> None:
-        """Only these utterances (B',), by their places, go on."""
+        """Keep only the utterances with these indices (B',)."""
         self.self_kv = [kept.index_select(1, utterances) for kept in self.self_kv]
         self.cross_kv = [
             (keys.index_select(0, utterances), values.index_select(0, utterances)) for keys, values in self.cross_kv

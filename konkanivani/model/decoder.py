@@ -1,6 +1,6 @@
-"""Tokens and encoded frames to hidden states, and those to logits of the next token.
+"""Transformer decoder: tokens and encoded frames to hidden states, and hidden states to logits of the next token.
 
-B batch, U tokens, T' encoder frames, D model width, V vocabulary.
+B batch, K hypotheses of an utterance, U tokens, T' encoder frames, D model width, V vocabulary.
 """
 
 import math
@@ -17,13 +17,14 @@ from konkanivani.model.kernels.products import Linear
 
 
 class Decoder(torch.nn.Module):
-    """Tokens (B, U), encoded (B, T', D) with their lengths -> decoded (B, U, D); `output` makes logits (B, U, V) of it.
+    """Decoder of tokens (B, U) and encoded (B, T', D) with their lengths -> decoded (B, U, D).
 
-    `output` is not part of `forward`: the logits of a long transcript are only made in chunks.
+    `output`, (B, U, D) -> logits (B, U, V), is not part of `forward`: the logits of a long transcript are computed in
+    chunks only.
     """
 
     most_tokens = math.inf
-    """After the start token: positions are computed, however many."""
+    """Maximal number of tokens after the start token: unlimited, since positions are computed on demand."""
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
@@ -38,6 +39,7 @@ class Decoder(torch.nn.Module):
         self, tokens: torch.Tensor, encoded: torch.Tensor, encoded_lengths: Lengths, run_block: BlockRunner
     ) -> torch.Tensor:
         x = self.dropout(self.embedding(tokens))
+        # No mask for padded tokens: they come last, and causal attention never looks ahead.
         layout = SequenceLayout(self.positions(x.shape[1], x))
         encoded_mask = key_mask_of(encoded, encoded_lengths)
         for block in self.blocks:
@@ -45,12 +47,13 @@ class Decoder(torch.nn.Module):
         return self.norm(x)
 
     def begin(self, encoded: torch.Tensor, encoded_lengths: Lengths, beam: int) -> DecoderCache:
-        """A cache for `beam` hypotheses of each utterance of encoded (B, T', D), which have no token yet."""
+        """Return an empty cache for `beam` hypotheses of each utterance of encoded (B, T', D)."""
         cross_kv = [block.cross_attention.keys_and_values(encoded) for block in self.blocks]
         keys, _ = cross_kv[0]
         batch, heads, _, head_width = keys.shape
         room = (2, batch, beam, heads, FIRST_ROOM, head_width)
         return DecoderCache(
+            # Uninitialised: attention reads only the positions that are filled.
             self_kv=[keys.new_empty(room) for _ in self.blocks],
             cross_kv=cross_kv,
             encoded_mask=key_mask_of(encoded, encoded_lengths),
@@ -58,13 +61,14 @@ class Decoder(torch.nn.Module):
         )
 
     def step(self, tokens: torch.Tensor, cache: DecoderCache) -> torch.Tensor:
-        """The next tokens (B, K) of the hypotheses in `cache` -> decoded (B, K, D); they are in the cache then.
+        """Append the next tokens (B, K) to the hypotheses in `cache` and return decoded (B, K, D).
 
-        Equal to the last of `forward` over all tokens so far, in evaluation mode.
+        Equal to the last position of `forward` over all tokens, in evaluation mode.
         """
         cache.grow()
         if len(cache.tables[0]) < cache.room:
             cache.tables = self.positions(cache.room, cache.self_kv[0])
+        # A row of one position, (1, E / 2), so that it broadcasts over all hypotheses.
         position = tuple(table[cache.length, None] for table in cache.tables)
         x = self.embedding(tokens)
         for block, kept, cross_kv in zip(self.blocks, cache.self_kv, cache.cross_kv, strict=True):

@@ -1,6 +1,6 @@
-"""Features to encoded frames: subsampling by 4 or 8, by convolutions, then Conformer or Transformer blocks.
+"""Encoder: convolutional subsampling of features by 4 or 8, then Conformer or Transformer blocks.
 
-B batch, T feature frames, T' encoder frames, F mel bins, C channels, D model width.
+B batch, T feature frames, T' encoder frames, N frames of a packed batch, F mel bins, C channels, D model width.
 """
 
 import torch
@@ -15,18 +15,19 @@ from konkanivani.model.kernels.recompute import run_recomputed, snapshot_paramet
 from konkanivani.model.kernels.rotary import has_varlen_attention
 from konkanivani.model.relative import RelativePositions
 
-CARD_FRAMES = 100  # of a chunk on a card, where a convolution of all channels copies its inputs ninefold
-MAX_PACKED = 8  # utterances: each is an attention and a convolution of its own, which takes long for many short ones
+CARD_FRAMES = 100  # encoder frames of a chunk on a GPU, where a full convolution copies its inputs ninefold
+MAX_PACKED = 8  # utterances: each needs its own attention and convolution calls, slow for many short ones
 
 
 class Subsampling(torch.nn.Module):
-    """Features (B, T, F) -> (B, T', D) by a convolution and a depthwise-separable one, both 3 x 3 with stride 2.
+    """Subsampling by 4 without padding: a 3 x 3 convolution and a depthwise-separable one, each with stride 2.
 
-    Neither pads, so a valid frame never sees padding. Depthwise-separable as in FastConformer (Rekesh et al., 2023):
-    two full convolutions cost more than half of the encoder's arithmetic.
+    Features (B, T, F) -> (B, T', D). Without padding, a valid frame never sees the zeros after an utterance.
+    Depthwise-separable as in FastConformer (Rekesh et al., 2023): two full convolutions cost more than half of the
+    encoder's arithmetic.
 
-    The first convolution makes sixteen numbers of one; beyond `chunk_frames` encoder frames they exist for one chunk of
-    as many at a time. Frame t' sees the features 4 t' to 4 t' + 6, so neighbouring chunks share three features.
+    The first convolution makes sixteen numbers of each input; beyond `chunk_frames` encoder frames they exist for one
+    chunk at a time.
     """
 
     def __init__(self, mel_bins: int, channels: int, d_model: int) -> None:
@@ -37,7 +38,7 @@ class Subsampling(torch.nn.Module):
         self.output = Linear(channels * subsampled_length(mel_bins), d_model)
 
     pads = False
-    """Whether a valid frame may see padding, which then has to be known."""
+    """Whether a valid frame may see padding, so that `forward` needs the padding mask."""
 
     def forward(
         self, features: torch.Tensor, chunk_frames: int = CHUNK_FRAMES, _padding: torch.Tensor | None = None
@@ -46,12 +47,13 @@ class Subsampling(torch.nn.Module):
         if frames <= chunk_frames:
             return self._one_piece(features)
         starts = range(0, frames, chunk_frames)
+        # Frame t' sees features 4 t' to 4 t' + 6, so neighbouring chunks overlap by three features.
         spans = [(4 * start, 4 * min(start + chunk_frames, frames) + 3) for start in starts]
         one_piece = snapshot_parameters(self)._one_piece
         return torch.cat([run_recomputed(one_piece, features[:, first:end]) for first, end in spans], dim=1)
 
     def _one_piece(self, features: torch.Tensor) -> torch.Tensor:
-        # Not in half precision on a CPU: there oneDNN's depthwise convolution may never end (kernels/depthwise.py).
+        # Not in half precision on a CPU: oneDNN's bf16 depthwise kernel may never terminate (kernels/depthwise.py).
         with torch.autocast("cpu", enabled=False):
             x = torch.relu(self.first(features[:, None]))
             x = torch.relu(self.pointwise(self.depthwise(x)))
@@ -59,14 +61,11 @@ class Subsampling(torch.nn.Module):
 
 
 class PaddedSubsampling(torch.nn.Module):
-    """Features (B, T, F) -> (B, T', D) by convolutions of 3 x 3 and stride 2, padded by 1, a ReLU behind each.
+    """Subsampling by 4 or 8 with padding: 3 x 3 convolutions with stride 2 and padding 1, each followed by a ReLU.
 
-    Two full ones, as in the first Conformers, or a full one and two depthwise-separable ones, as in FastConformer
-    (Rekesh et al., 2023). What they make of padding is zeroed before the next one sees it, so that an utterance ends
-    with the same zeros in any batch. `padding` (B, T) is True beyond its features, None where nothing is.
-
-    In chunks each begins a frame earlier, and what it makes of that one is left out: it is the only one that sees the
-    zeros before the chunk.
+    Features (B, T, F) -> (B, T', D). Two full convolutions, as in the first Conformers, or one full and two
+    depthwise-separable ones, as in FastConformer (Rekesh et al., 2023). `padding` (B, T) is True after an utterance's
+    features, None if no utterance is padded. Long utterances are computed in chunks of `chunk_frames` encoder frames.
     """
 
     pads = True
@@ -95,6 +94,7 @@ class PaddedSubsampling(torch.nn.Module):
             return self._one_piece(features, padding, 0)
         pieces, one_piece = [], snapshot_parameters(self)._one_piece
         for start in range(0, frames, chunk_frames):
+            # Start one frame early and drop it: only that frame sees the zeros before the chunk.
             before = min(start, 1)
             span = slice(self.stride * (start - before), self.stride * (start + chunk_frames))
             inputs = features[:, span], None if padding is None else padding[:, span], before
@@ -103,28 +103,30 @@ class PaddedSubsampling(torch.nn.Module):
 
     def _one_piece(self, features: torch.Tensor, padding: torch.Tensor | None, before: int) -> torch.Tensor:
         x, step = features[:, None], 1
-        with torch.autocast("cpu", enabled=False):  # as above
+        with torch.autocast("cpu", enabled=False):  # bf16 may never terminate, see Subsampling
             for stage in self.stages:
                 x, step = stage(x), 2 * step
-                if padding is not None:  # a frame is valid where the first of those that it halves is
+                # Zero padding before the next convolution, so that an utterance ends with the same zeros in any batch.
+                # A frame is valid if the first of the frames that it subsamples is.
+                if padding is not None:
                     x = x.masked_fill_(padding[:, None, ::step, None], 0.0)
                 x = torch.relu(x)
         return self.output(x[:, :, before:].transpose(1, 2).flatten(2))
 
 
 def build_subsampling(config: ModelConfig, mel_bins: int) -> Subsampling | PaddedSubsampling:
-    """The kind that the settings name."""
+    """Build the subsampling that `config.subsampling` names."""
     sizes = mel_bins, config.subsampling_channels, config.d_model
     return Subsampling(*sizes) if config.subsampling == "valid" else PaddedSubsampling(*sizes, config.subsampling)
 
 
 class Encoder(torch.nn.Module):
-    """Features (B, T, F) with their lengths -> encoded (B, T', D) with their lengths."""
+    """Encoder of features (B, T, F) with their lengths -> encoded (B, T', D) with their lengths."""
 
     packs = True
-    """Whether a CPU runs a batch without its padding; a trace for a card, whose tensors are a CPU's, says no."""
+    """Whether a CPU packs a batch without padding; off in a trace for a GPU, whose tensors are placed on `cpu`."""
     packs_as_one = False
-    """Whether a packed batch is one utterance to the blocks: as much memory in fewer operators, for a trace."""
+    """Whether blocks see a packed batch as one utterance: the same memory in fewer operators, for a trace."""
 
     def __init__(self, config: ModelConfig, mel_bins: int) -> None:
         super().__init__()
@@ -151,14 +153,14 @@ class Encoder(torch.nn.Module):
     def with_middle(
         self, features: torch.Tensor, feature_lengths: Lengths, run_block: BlockRunner, chunk_frames: int
     ) -> tuple[torch.Tensor, torch.Tensor, Lengths]:
-        """encoded (B, T', D), what the middle block made on the way there (B, T', D), and their lengths."""
+        """Return encoded (B, T', D), the middle block's output (B, T', D) for intermediate CTC, and their lengths."""
         kind, frames, feature_padding = self.config.subsampling, features.shape[1], None
         encoded_lengths = tuple(subsampled_length(length, kind) for length in feature_lengths)
         longest, padding = subsampled_length(frames, kind), None
         if self.subsampling.pads and min(feature_lengths) < frames:
             feature_padding = padding_mask(feature_lengths, frames, features.device)
         inputs = features, feature_padding, run_block, chunk_frames
-        if min(encoded_lengths) < longest:  # without padding, attention takes its fastest kernel
+        if min(encoded_lengths) < longest:  # without a mask, attention uses its fastest kernel
             if self.packs and has_varlen_attention(features.device) and len(encoded_lengths) <= MAX_PACKED:
                 return *self._encode_packed(encoded_lengths, *inputs), encoded_lengths
             padding = padding_mask(encoded_lengths, longest, features.device)
@@ -172,10 +174,10 @@ class Encoder(torch.nn.Module):
         run_block: BlockRunner,
         chunk_frames: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features (B, T, F) -> encoded and the middle block's, (B, T', D).
+        """Encode features (B, T, F); return encoded and the middle block's output, each (B, T', D).
 
-        `padding` (B, T') and `feature_padding` (B, T) are True beyond an end, None where nothing is; a subsampling
-        without padding of its own needs no `feature_padding`.
+        `padding` (B, T') and `feature_padding` (B, T) are True after an utterance's end, None if no utterance is
+        padded. A subsampling that does not pad needs no `feature_padding`.
         """
         x = self.dropout(self._scaled(run_block(self.subsampling, features, chunk_frames, feature_padding)))
         layout = SequenceLayout(self.positions(x.shape[1], x), padding, chunk_frames=chunk_frames)
@@ -189,14 +191,14 @@ class Encoder(torch.nn.Module):
         run_block: BlockRunner,
         chunk_frames: int,
     ) -> tuple[torch.Tensor, ...]:
-        """The same without padding: the utterances' frames go through the blocks one after another, as one (1, N, D).
+        """Encode without padding: the utterances' frames are concatenated into one sequence (1, N, D).
 
-        So nothing is computed for padding and nothing kept; frames beyond an end come out as zeros.
+        Padding costs neither arithmetic nor activations; frames after an utterance's end are zeros in the output.
         """
         x = self._scaled(run_block(self.subsampling, features, chunk_frames, feature_padding))
         positions = self.positions.of_spans(lengths, x)
         x = self.dropout(torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])[None])
-        # Attention by distance holds a number a pair of frames: of one utterance that would be more than of several.
+        # Relative attention holds a number per pair of frames: more for one long sequence than for several short ones.
         is_one = self.packs_as_one and self.config.attention_positions == "rotary"
         layout = SequenceLayout(positions, None, (sum(lengths),) if is_one else lengths, chunk_frames)
         outputs = self._through_blocks(x, run_block, layout)

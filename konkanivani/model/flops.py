@@ -1,8 +1,8 @@
-"""The arithmetic of a training step by a formula per layer, and the machine's rate to hold it against.
+"""Arithmetic of a training step, by a formula per layer, and the machine's measured rate to compare it with.
 
-A multiplication and its addition are two. Forward once, backward twice (by the input and by the weight), which holds of
-every product here but the first convolution's, whose input needs no gradient. Norms, activations, softmax, dropout, CTC
-and the optimizer are left out: they move memory, and what time they take is what an efficient step has too little of.
+A multiply-add is 2 FLOP. The forward pass counts once, the backward pass twice (gradients by the input and by the
+weight); only the first convolution's input needs no gradient. Norms, activations, softmax, dropout, CTC and the
+optimizer are left out: they are bound by memory, and the time that they take shows up as lost efficiency.
 
 B batch, T feature frames, T' encoder frames, N encoder frames of all utterances, U tokens, D model width.
 """
@@ -18,13 +18,13 @@ from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import subsampled_length
 
 CTC_HEAD = "CTC head"
-MAX_TIMING = 1.0  # seconds; a format that a processor has no instructions for takes one for each product
+MAX_TIMING = 1.0  # seconds; a dtype without native instructions takes that for each product
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's forward arithmetic in one micro-batch; `backwards` are as many again for the backward pass."""
+    """Forward FLOP of a layer in one micro-batch; the backward pass is `backwards` times that."""
 
     name: str
     formula: str
@@ -36,9 +36,9 @@ class Layer:
 def forward_layers(
     config: ModelConfig, vocab_size: int, mel_bins: int, frames: tuple[int, ...], tokens: int
 ) -> tuple[Layer, ...]:
-    """Every product of the model's forward pass over utterances of so many feature frames, `tokens` tokens each.
+    """Return every matrix product of a forward pass over utterances of `frames` feature frames, `tokens` tokens each.
 
-    The encoder's blocks take N encoder frames, without padding, as they do on a CPU; all else takes B T'.
+    The encoder's blocks process N encoder frames, without padding, as on a CPU; everything else processes B T'.
     """
     width, inner, kernel, kind = (
         config.d_model,
@@ -62,6 +62,7 @@ def forward_layers(
     if config.attention_positions == "relative":
         by_distance = blocks * 2 * sum(length * (2 * length - 1) for length in lengths) * width
         more += (
+            # Not multiplied by the batch: all utterances share the longest one's table, a constant, hence one backward.
             Layer("distances' projection", "L 2 (2 T' - 1) D^2", blocks * 2 * (2 * encoded - 1) * width**2, 1),
             Layer("attention by distance", "L 2 sum T' (2 T' - 1) D", by_distance, is_dense=False),
         )
@@ -82,12 +83,13 @@ def forward_layers(
 
 
 def _subsampling_layers(config: ModelConfig, mel_bins: int, batch: int, frames: int) -> tuple[Layer, ...]:
-    """Those before the blocks; what they make of a map of T frames and F bins is S, half of each."""
+    """Return the layers before the blocks, for T = `frames` and F = `mel_bins`; each stride halves both."""
     channels, kind = config.subsampling_channels, config.subsampling
     sizes, made = [], (frames, mel_bins)
     for _ in range(3 if kind == "separable" else 2):
         made = tuple((size - 3) // 2 + 1 if kind == "valid" else -(-size // 2) for size in made)
         sizes.append(batch * made[0] * made[1])
+    # The input needs no gradient: one backward product.
     layers = [Layer("first convolution", "2 B T/2 F/2 9 C", 2 * sizes[0] * 9 * channels, 1)]
     for size in sizes[1:]:
         if kind == "striding":
@@ -100,18 +102,19 @@ def _subsampling_layers(config: ModelConfig, mel_bins: int, batch: int, frames: 
 
 
 def step_flop(layers: tuple[Layer, ...], recomputes: bool) -> float:
-    """Forward and backward; with every block recomputed the forward pass counts twice."""
+    """Return the FLOP of forward and backward; if every block is recomputed, the forward pass counts twice."""
     return sum(layer.flop * (1 + recomputes + layer.backwards) for layer in layers)
 
 
 def product_rate(multiply: Multiply, device: torch.device, dtype: torch.dtype, size: int, rounds: int = 20) -> float:
-    """FLOP a second of a product of two matrices (size, size), the median of at most so many rounds after the first."""
+    """Return the FLOP/s of a (size, size) matrix product: the median of up to `rounds` rounds after a warm-up round."""
     own = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=own).to(device, dtype) for _ in range(2))
     seconds = []
     for _ in range(1 + rounds):
         started = time.perf_counter()
         multiply(a, b)
+        # CUDA launches asynchronously: without this the launch is timed, not the product.
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)

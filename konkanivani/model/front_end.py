@@ -1,4 +1,4 @@
-"""From waveforms to the features that an encoder hears: log-mel, normalised, masked while training.
+"""Features of an encoder: log-mel spectrogram, normalised, masked in training.
 
 B batch, S samples, T feature frames, F mel bins.
 """
@@ -16,7 +16,7 @@ import torchaudio
 from konkanivani.base.config import AugmentConfig, FeatureConfig
 from konkanivani.base.lengths import SAMPLE_RATE, Framing, Lengths, beyond, padding_mask
 
-# How exported models describe the settings that are words.
+# Descriptions, in exported models, of settings whose values are words.
 DESCRIPTIONS = {
     "window": {kind: f"hann, {kind}, in the middle of the transform" for kind in ("periodic", "symmetric")},
     "mel_scale": {
@@ -33,7 +33,7 @@ DESCRIPTIONS = {
         "sample": "mean 0 and variance 1, of n frames with n - 1, of each bin over the utterance",
     },
 }
-UNSAID = {"preemphasis": 0.0, "power_guard": "floor"}  # where they have these values
+UNSAID = {"preemphasis": 0.0, "power_guard": "floor"}  # settings that a description omits at these values
 # Keys of these fields in bundles and ONNX files, which other programs and older versions read.
 STORED_NAMES = {"frame_padding": "edges", "std_ddof": "deviation", "log_floor_mode": "power_guard"}
 
@@ -44,7 +44,7 @@ def stored_features(config: FeatureConfig) -> dict[str, object]:
 
 
 def described(config: FeatureConfig) -> dict[str, object]:
-    """All that features depend on, by name, for a file that goes to other programs."""
+    """Return every setting that the features depend on, by name, for exported models that other programs read."""
     settings = stored_features(config)
     words = {name: kinds[settings[name]] for name, kinds in DESCRIPTIONS.items()}
     numbers = {name: value for name, value in settings.items() if name not in words and UNSAID.get(name) != value}
@@ -53,7 +53,7 @@ def described(config: FeatureConfig) -> dict[str, object]:
 
 
 class FeatureExtractor(Protocol):
-    """The front end: waveforms (B, S), their lengths, seeds -> features (B, T, F), their lengths."""
+    """Front end: waveforms (B, S), their lengths, seeds -> features (B, T, F), their lengths."""
 
     def __call__(
         self, waveforms: torch.Tensor, sample_lengths: Lengths, augment_seeds: tuple[int, ...] | None
@@ -61,24 +61,25 @@ class FeatureExtractor(Protocol):
 
 
 class LogMel(torch.nn.Module):
-    """Waveforms (B, S) with their lengths -> features (B, T, F) and their lengths.
+    """Log-mel features: waveforms (B, S) with their lengths -> features (B, T, F) and their lengths.
 
-    No frame reaches past the waveform's ends (`center=False`) but into margins that are made of the waveform alone, so
-    nothing of the padding enters a valid frame. Each bin is brought to mean 0 and variance 1 over the utterance's valid
-    frames. Noise under the waveform (NeMo's dither, 1e-5 and in training alone) is not built.
+    Frames reach beyond a waveform only into margins computed from that waveform, so batch padding never enters a valid
+    frame. Each bin is normalised to mean 0 and variance 1 over the utterance's valid frames. NeMo's dither (noise of
+    1e-5, in training only) is not implemented.
     """
 
     def __init__(self, config: FeatureConfig) -> None:
         super().__init__()
         self.config, self.framing = config, Framing(config)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of 128 bands some lie between two bins, and are silent
+            warnings.simplefilter("ignore")  # of 128 bands some fall between two frequency bins and are always 0
             self.power = torchaudio.transforms.MelSpectrogram(
                 SAMPLE_RATE,
                 n_fft=config.fft_samples,
                 win_length=config.window_samples,
                 hop_length=config.hop_samples,
                 n_mels=config.mel_bins,
+                # Padding at the ends depends on each utterance's length, so `with_margins` adds it.
                 center=False,
                 wkwargs={"periodic": config.window == "periodic"},
                 norm="slaney" if config.mel_scale == "slaney" else None,
@@ -100,36 +101,37 @@ class LogMel(torch.nn.Module):
 
 
 def has_margins(config: FeatureConfig) -> bool:
-    """Whether waveforms are heard otherwise than as they are."""
+    """Return whether waveforms are pre-emphasised or padded before the STFT."""
     return config.preemphasis > 0 or config.frame_padding != "none"
 
 
 def with_margins(waveforms: torch.Tensor, ends: torch.Tensor, framing: Framing) -> torch.Tensor:
-    """Waveforms (B, S) with their ends (B,), pre-emphasised, zero beyond them, between the margins that are heard."""
+    """Return waveforms (B, S) with ends (B,) pre-emphasised, zeroed after their ends and padded on both sides."""
     config, (before, after) = framing.features, framing.padding
-    if config.preemphasis:  # the first sample is kept
+    if config.preemphasis:  # the first sample stays as it is
         waveforms = waveforms - config.preemphasis * F.pad(waveforms, (1, 0))[:, :-1]
     waveforms = waveforms.masked_fill(beyond(ends, waveforms.shape[1]), 0.0)
     if config.frame_padding != "reflected":
         return F.pad(waveforms, (before, after))
+    # Reflect each utterance at its own end, so that its features do not depend on the batch.
     times = torch.arange(-before, waveforms.shape[1] + after, device=waveforms.device).abs()[None, :]
     last = ends[:, None] - 1
-    times = torch.where(times > last, 2 * last - times, times)  # each at its own end, whatever batch it is in
+    times = torch.where(times > last, 2 * last - times, times)
     return waveforms.gather(1, times.clamp(min=0))
 
 
 def log_power(power: torch.Tensor, config: FeatureConfig, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The logarithm of bands, kept finite; in `out`, where it is given."""
+    """Return the logarithm of band powers, guarded against log(0); written to `out` if given."""
     guard = torch.clamp_min if config.log_floor_mode == "floor" else torch.add
     return torch.log(guard(power, config.smallest_power, out=out), out=out)
 
 
 def slaney_bands(config: FeatureConfig) -> torch.Tensor:
-    """Filters (K, F) in float64 over the K bins of a transform: triangles of area 1 Hz, as librosa makes them.
+    """Return filters (K, F), float64, over the K frequency bins: triangles of area 1 Hz, as in librosa.
 
-    Even steps up to 1000 Hz at 15, then of ln(6.4) / 27. Made in fp32, as torchaudio does, they are off by 1e-5, which
-    is 1e-4 in a feature.
+    The Slaney mel scale is linear up to 1000 Hz (15 mel), then logarithmic with steps of ln(6.4) / 27.
     """
+    # Not torchaudio's: computed in fp32 its filters are off by 1e-5, which is 1e-4 in a feature.
     steepness, double = math.log(6.4) / 27, {"dtype": torch.float64}
     highest = 15 + math.log(SAMPLE_RATE / 2 / 1000) / steepness
     mels = torch.linspace(0, highest, config.mel_bins + 2, **double)
@@ -143,29 +145,29 @@ def slaney_bands(config: FeatureConfig) -> torch.Tensor:
 def normalize_features(
     features: torch.Tensor, padding: torch.Tensor, frames: torch.Tensor, std_ddof: str = "population"
 ) -> torch.Tensor:
-    """Features (B, T, F), each bin of mean 0 and variance 1 over the utterance's valid frames, 0 in the padding.
+    """Normalise each bin of features (B, T, F) to mean 0, variance 1 over the valid frames; padding becomes 0.
 
-    `padding` (B, T) is True beyond an utterance's end, `frames` (B,) counts the valid ones, a float tensor.
+    `padding` (B, T) is True after an utterance's end; `frames` (B,) is the number of valid frames, as floats.
     """
     padding, frames = padding[:, :, None], frames[:, None, None]
     features = features.masked_fill(padding, 0.0)
     features = features - features.sum(dim=1, keepdim=True) / frames
-    features = features.masked_fill(padding, 0.0)
+    features = features.masked_fill(padding, 0.0)  # subtracting the mean made the padding nonzero
     if std_ddof == "sample":
         frames = (frames - 1).clamp_min(1)
     spread = (features.square().sum(dim=1, keepdim=True) / frames).sqrt()
-    return features / (spread + 1e-5)
+    return features / (spread + 1e-5)  # a constant bin has a spread of 0
 
 
 @dataclass(frozen=True)
 class SpecAugment:
-    """Bands and spans of the features set to 0, which is the mean after normalisation (Park et al., 2019)."""
+    """SpecAugment (Park et al., 2019): bands and time spans set to 0, the mean after normalisation."""
 
     config: AugmentConfig
     mel_bins: int
 
     def draw_masks(self, seeds: tuple[int, ...], lengths: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, T) and (B, F) bool on the CPU, True where masked; row b depends on seeds[b] and lengths[b] alone."""
+        """Return bool masks (B, T) and (B, F) on the CPU, True if masked; row b depends on seeds[b] and lengths[b]."""
         time = torch.zeros(len(seeds), max(lengths), dtype=torch.bool)
         frequency = torch.zeros(len(seeds), self.mel_bins, dtype=torch.bool)
         for row, (seed, length) in enumerate(zip(seeds, lengths, strict=True)):
@@ -184,9 +186,9 @@ def _mask_span(row: torch.Tensor, length: int, widest: int, generator: torch.Gen
 
 
 class FrontEnd(torch.nn.Module):
-    """Waveforms (B, S) -> features (B, T, F) and their lengths, in full precision on the waveforms' device.
+    """Front end: waveforms (B, S) -> features (B, T, F) and their lengths, on the waveforms' device, in fp32.
 
-    `augment_seeds` holds one seed an utterance while training and is None in evaluation.
+    `augment_seeds` holds one seed per utterance in training and is None in evaluation.
     """
 
     def __init__(self, features: FeatureConfig, augment: AugmentConfig) -> None:
@@ -198,6 +200,7 @@ class FrontEnd(torch.nn.Module):
     def forward(
         self, waveforms: torch.Tensor, sample_lengths: Lengths, augment_seeds: tuple[int, ...] | None
     ) -> tuple[torch.Tensor, Lengths]:
+        # Band powers span more than fp16's range.
         with torch.autocast(waveforms.device.type, enabled=False):
             features, feature_lengths = self.log_mel(waveforms, sample_lengths)
         if augment_seeds is not None:

@@ -1,7 +1,6 @@
-"""The CTC and the attention loss as sums, with the counts that a whole window divides them by.
+"""CTC and attention losses as sums, and the counts of a global batch to divide them by.
 
-Both take hidden states and the head that makes logits of them, since the logits of a long utterance are never there all
-at once.
+Both losses take hidden states and the output layer, since a long utterance's logits never exist all at once.
 
 B batch, T' encoder frames, D model width, U tokens, V vocabulary.
 """
@@ -23,7 +22,7 @@ TARGET_PADDING = -1
 
 
 class Targets(Protocol):
-    """What was said: tokens (B, U) with their lengths, and the decoder's targets (B, U + 1), padded with -1."""
+    """Transcripts: tokens (B, U) with their lengths, and the decoder's targets (B, U + 1), padded with -1."""
 
     tokens: torch.Tensor
     token_lengths: Lengths
@@ -32,7 +31,7 @@ class Targets(Protocol):
 
 @dataclass(frozen=True)
 class LossCounts:
-    """What the losses of one window are divided by: its tokens, and its utterances (one end token each)."""
+    """Divisors of the losses of one global batch: its tokens, and its utterances (one end token each)."""
 
     tokens: float
     utterances: float
@@ -40,24 +39,24 @@ class LossCounts:
 
 @dataclass(frozen=True)
 class LossTerm:
-    """One of the losses that are minimised together; `has_end`: it asks for an end token of each utterance too."""
+    """Term of the objective; with `has_end`, each utterance's end token is a target too."""
 
     name: Literal["ctc", "attention"]
     weight: float
     has_end: bool
 
     def divisor(self, counts: LossCounts) -> float:
-        """What makes a loss a token of its sum."""
+        """Return the number of targets, by which the summed loss is divided."""
         return counts.tokens + counts.utterances if self.has_end else counts.tokens
 
 
 LossSums = tuple[torch.Tensor, ...]
-"""Losses in nats, summed over a micro-batch's utterances and tokens: 0-dim tensors, one a term of the objective."""
+"""Losses in nats, summed over a micro-batch's utterances and tokens: 0-dim tensors, one per term of the objective."""
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses in nats a token: the weighted sum, and its terms; None for one that the model is not trained by."""
+    """Losses in nats per token: the weighted sum and its terms, None for a loss that the model is not trained with."""
 
     all: float
     ctc: float | None
@@ -66,9 +65,9 @@ class Losses:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: losses a token, weighted (CTC and attention: Watanabe et al., 2017).
+    """Training objective: weighted losses per token, w L_CTC + (1 - w) L_attention (Watanabe et al., 2017).
 
-    A portion `intermediate_ctc` of the CTC loss is asked of the encoder's middle block (Lee and Watanabe, 2021).
+    The fraction `intermediate_ctc` of the CTC loss is computed on the encoder's middle block (Lee and Watanabe, 2021).
     """
 
     terms: tuple[LossTerm, ...]
@@ -76,12 +75,13 @@ class Objective:
     intermediate_ctc: float = 0.0
 
     def total(self, sums: LossSums, counts: LossCounts) -> torch.Tensor:
-        """The loss of a micro-batch, its portion of the window's."""
+        """Return a micro-batch's share of the global batch's loss."""
+        # Divided by the global batch's counts, not the micro-batch's: gradients then add up to the global batch's.
         weighted = (term.weight * summed / term.divisor(counts) for term, summed in zip(self.terms, sums, strict=True))
         return functools.reduce(operator.add, weighted)
 
     def losses(self, sums: Sequence[float], counts: LossCounts) -> Losses:
-        """The losses of a whole window, or of all that was evaluated."""
+        """Return the losses per token of a global batch or of an evaluation."""
         pairs = zip(self.terms, sums, strict=True)
         found = {term.name: summed / term.divisor(counts) for term, summed in pairs}
         total = sum(term.weight * found[term.name] for term in self.terms)
@@ -96,15 +96,15 @@ def ctc_loss_sum(
     token_lengths: Lengths,
     chunk_frames: int = CHUNK_FRAMES,
 ) -> torch.Tensor:
-    """The summed CTC loss of head(encoded (B, T', D)) against tokens (B, U); blank is 0.
+    """Return the summed CTC loss of head(encoded (B, T', D)) against tokens (B, U); blank is 0.
 
-    At least in fp32 whatever the autocast: the forward variables span hundreds of nats (Graves et al., 2006). Beyond
-    `chunk_frames` frames in memory that grows linearly, with the same result.
+    Beyond `chunk_frames` frames, memory grows linearly with the frames, and the result is the same.
     """
     if encoded.shape[1] > chunk_frames:
         losses = long_ctc_losses(encoded, head, encoded_lengths, tokens, token_lengths)
         return losses.sum().to(_at_least_float32(encoded))
     logits = head(encoded)
+    # In at least fp32 whatever the autocast: the forward variables span hundreds of nats (Graves et al., 2006).
     with torch.autocast(logits.device.type, enabled=False):
         log_probabilities = F.log_softmax(logits, dim=-1, dtype=_at_least_float32(logits)).transpose(0, 1)
         return F.ctc_loss(log_probabilities, tokens, encoded_lengths, token_lengths, BLANK, reduction="sum")
@@ -113,13 +113,15 @@ def ctc_loss_sum(
 def attention_loss_sum(
     decoded: torch.Tensor, head: Head, targets: torch.Tensor, label_smoothing: float, chunk_frames: int = CHUNK_FRAMES
 ) -> torch.Tensor:
-    """The summed, smoothed cross entropy of head(decoded (B, U + 1, D)) against targets (B, U + 1); padding is -1.
+    """Return the summed, smoothed cross entropy of head(decoded (B, U + 1, D)) against targets (B, U + 1).
 
-    At least in fp32 whatever the autocast. Beyond `chunk_frames` tokens chunk by chunk, with the same result.
+    Padding is -1. In at least fp32 whatever the autocast. Beyond `chunk_frames` tokens, chunks are computed one after
+    another and recomputed in the backward pass, and the result is the same.
     """
     if decoded.shape[1] <= chunk_frames:
         return _cross_entropy_sum(decoded, head, targets, label_smoothing)
     chunks = zip(decoded.split(chunk_frames, dim=1), targets.split(chunk_frames, dim=1), strict=True)
+    # Each chunk's logits are dropped after use and recomputed in the backward pass.
     sums = [run_recomputed(_cross_entropy_sum, chunk, head, aims, label_smoothing) for chunk, aims in chunks]
     return torch.stack(sums).sum()
 
@@ -130,6 +132,7 @@ def _cross_entropy_sum(
     logits = head(decoded)
     with torch.autocast(logits.device.type, enabled=False):
         return F.cross_entropy(
+            # Cross entropy's log-softmax over V loses accuracy in half precision.
             logits.flatten(0, 1).to(_at_least_float32(logits)),
             targets.flatten(),
             reduction="sum",

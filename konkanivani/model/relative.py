@@ -1,4 +1,4 @@
-"""Self-attention by content and by distance, as Transformer-XL (Dai et al., 2019) and NeMo's Conformers have it.
+"""Self-attention with relative positions, as in Transformer-XL (Dai et al., 2019) and NeMo's Conformers.
 
 B batch, T frames, N queries of a chunk, P distances, D model width, H heads, E = D / H head width.
 """
@@ -12,7 +12,7 @@ from konkanivani.model.kernels.recompute import run_recomputed
 
 
 class RelativePositions(torch.nn.Module):
-    """Sines and cosines (2 T - 1, D), in turn, of the distances T - 1, ..., -(T - 1), base 10000; nothing is stored."""
+    """Sinusoidal embeddings (2 T - 1, D) of the distances T - 1, ..., -(T - 1), base 10000, computed on demand."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -23,21 +23,23 @@ class RelativePositions(torch.nn.Module):
         exponents = torch.arange(0, self.d_model, 2, device=like.device, dtype=dtype) / self.d_model
         distances = torch.arange(length - 1, -length, -1, device=like.device, dtype=dtype)
         angles = distances[:, None] * (10_000.0**-exponents)[None, :]
+        # Sines and cosines alternate along D, as in NeMo's weights.
         return (torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1),)
 
     def of_spans(self, lengths: Lengths, like: torch.Tensor) -> Positions:
-        """Those of spans of these lengths: the longest one's, of which each other one takes the middle."""
+        """Return the longest span's table; a shorter span uses the middle of it."""
         return self(max(lengths), like)
 
 
 class RelativeSelfAttention(torch.nn.Module):
-    """(B, T, D) -> (B, T, D): self-attention that sees no padding; each span sees itself alone.
+    """Self-attention with relative positions, (B, T, D) -> (B, T, D); padding is masked, spans do not see each other.
 
-    Query i scores key j by ((q + u) k + (q + v) W r(i - j)) / sqrt(E), where u and v (D,) are biases of content and of
-    position, W a matrix over r, the sines and cosines of a distance. The scores are in fp32 at least, whatever the
-    autocast, since in fp16 they leave its range. Of what has a number for each pair of frames their softmax alone is
-    kept, up to `chunk_frames`; of longer speech nothing, the backward pass makes it again. No more of it is there at a
-    time than `chunk_frames` squared a head, or, of an hour, that of a hundred queries.
+    Query i scores key j by ((q + u) k + (q + v) W r(i - j)) / sqrt(E) (Dai et al., 2019, section 3.3): u and v (D,) are
+    biases of content and of position, W is a matrix and r(i - j) the sinusoidal embedding of a distance.
+
+    Memory: of all tensors with a number per pair of frames, only the softmax is kept for the backward pass, up to
+    `chunk_frames`; for longer utterances nothing is, and chunks of queries are recomputed. At most `chunk_frames`
+    squared numbers per head exist at a time, or, for an hour of speech, the scores of a hundred queries.
     """
 
     def __init__(self, d_model: int, heads: int, biases: bool = True) -> None:
@@ -57,6 +59,7 @@ class RelativeSelfAttention(torch.nn.Module):
         attended, longest = [], max(lengths)
         for span in zip(*(vectors.split(lengths, dim=2) for vectors in heads), strict=True):
             length = span[0].shape[2]
+            # Distances length - 1, ..., -(length - 1): the middle of the longest span's table.
             attended.append(self._attend(*span, distances[longest - length : longest + length - 1], layout))
         return self.output(torch.cat(attended, dim=2).transpose(1, 2).flatten(2))
 
@@ -68,13 +71,15 @@ class RelativeSelfAttention(torch.nn.Module):
         distances: torch.Tensor,
         layout: SequenceLayout,
     ) -> torch.Tensor:
-        """Queries, keys and values (B, H, T, E), a chunk of queries at a time: (B, H, T, E)."""
+        """Attend from queries (B, H, T, E), a chunk at a time, over keys and values: (B, H, T, E)."""
         length, most = query.shape[2], layout.chunk_frames
         others = key, value, self.content_bias, self.position_bias, layout.padding
         if length <= most:
             return attend_by_distance(query, distances, *others)
         pieces, first = [], 0
+        # chunk x length is at most most^2 scores, but a chunk has at least SMALL_CHUNK_FRAMES queries.
         for chunk in query.split(max(most**2 // length, min(most, SMALL_CHUNK_FRAMES)), dim=2):
+            # Distances of this chunk's queries: from its last query to key 0, down to its first query to the last key.
             end = first + chunk.shape[2]
             near = distances[length - end : 2 * length - 1 - first]
             pieces.append(run_recomputed(attend_by_distance, chunk, near, *others))
@@ -91,11 +96,14 @@ def attend_by_distance(
     position_bias: torch.Tensor,
     padding: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of queries (B, H, N, E) over keys and values (B, H, T, E): (B, H, N, E).
+    """Return attention of queries (B, H, N, E) over keys and values (B, H, T, E): (B, H, N, E).
 
-    `distances` (N + T - 1, D) are those from the last query to the first key and down to the first query to the last
-    key, multiplied by their matrix; `padding` (B, T) is True where there is no key.
+    Args:
+        distances: projected embeddings W r (N + T - 1, D), from the distance of the last query to the first key down
+            to the distance of the first query to the last key.
+        padding: (B, T), True for keys to be masked.
     """
+    # In at least fp32 whatever the autocast: the scores leave the range of fp16.
     dtype = torch.promote_types(query.dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
         full = [vectors.to(dtype) for vectors in (query, key, value)]
@@ -107,18 +115,22 @@ def attend_by_distance(
         bias = shifted((by_position * width**-0.5) @ by_distance, key.shape[2])
         if padding is not None:
             bias = bias.masked_fill(padding[:, None, None, :], -torch.inf)
-        # SDPA's plain way, which a bias to be learnt leaves it, looks each row over for one without any key.
+        # Not SDPA: with a bias that needs a gradient it uses its math path, which also checks each row for a missing
+        # key.
         query_rows, key_rows, value_rows = (part.flatten(0, 1) for part in (by_content, *full[1:]))
+        # The position term is the addend of the content product, so the two are never held separately.
         scores = torch.baddbmm(bias.flatten(0, 1), query_rows, key_rows.mT, alpha=width**-0.5)
         attended = (scores.softmax(-1) @ value_rows).view_as(query)
     return attended.to(query.dtype)
 
 
 def shifted(scores: torch.Tensor, keys: int) -> torch.Tensor:
-    """Scores (B, H, N, P) of a query and a distance, P = N + T - 1 -> (B, H, N, T) of a query and a key.
+    """Turn scores by distance (B, H, N, P), P = N + T - 1, into scores by key (B, H, N, T).
 
-    Query n's key t is N - 1 - n + t from its row's begin: rows that are one shorter, read N - 1 later, lie so.
+    The relative shift of Dai et al. (2019, appendix B), as a view.
     """
+    # The score of query n and key t is in column N - 1 - n + t. In flat memory that is n P + N - 1 - n + t
+    # = n (P - 1) + (N - 1) + t: rows of P - 1 columns that start N - 1 numbers later.
     queries, distances = scores.shape[2:]
     if queries == 1:
         return scores

@@ -1,9 +1,9 @@
-"""Weights of one model transferred into another: what fits, cut down where it is larger.
+"""Transfer of one model's weights into another of other dimensions; larger tensors are cut.
 
-D model width, H heads. A checkpoint of 12 layers, width 256 can start a model of 6 layers, width 128: of the layers,
-evenly spaced ones are taken, first and last included; of every tensor, the leading part of each axis, and where an axis
-holds blocks side by side (query, key and value of each head, the two halves of a gate, the mel bands of each channel),
-a part of each block.
+D model width, H heads. A checkpoint of 12 layers, width 256 can start a model of 6 layers, width 128. Layers are taken
+at even spacing, first and last included. Of each tensor's axis the leading part is taken; if an axis is a concatenation
+of blocks (query, key and value of each head, the two halves of a gate, the mel bands of each channel), the leading part
+of each block.
 """
 
 import re
@@ -17,32 +17,32 @@ from konkanivani.base.config import ModelConfig
 from konkanivani.model.adapters import VOCAB_DEPENDENT_PREFIXES
 from konkanivani.model.asr import KonkaniVaniASR
 
-POSITIONS = "attention.position.weight"  # over sines and cosines of distances
+POSITIONS = "attention.position.weight"  # projects sines and cosines of distances
 LAYER = re.compile(r"(encoder|decoder)\.blocks\.(\d+)\.(.*)")
 
 
 class Layers(NamedTuple):
-    """What makes blocks side by side of a tensor's axis: attention heads, and channels of the subsampling."""
+    """Block counts of concatenated tensor axes: attention heads, and channels of the subsampling."""
 
     heads: int
     channels: int
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Layers":
-        """Those of a model of these dimensions."""
+        """Return the counts of a model of these dimensions."""
         return cls(config.attention_heads, config.subsampling_channels)
 
 
 @dataclass(frozen=True)
 class WeightTransfer:
-    """Names of the model's tensors: taken whole, cut from larger ones, and left as they were initialised."""
+    """Names of a model's tensors: copied whole, cut from larger ones, and left as initialised."""
 
     taken: tuple[str, ...]
     cut: tuple[str, ...]
     left_out: tuple[str, ...]
 
     def summary(self) -> str:
-        """One line a kind, for people."""
+        """Return one line per kind of transfer, for messages."""
         lines = [f"loaded: {len(self.taken)} tensors", f"truncated to the new shape: {len(self.cut)} tensors"]
         names = ", ".join(self.left_out[:6]) + (", …" if len(self.left_out) > 6 else "")
         return "\n".join(
@@ -57,9 +57,9 @@ class WeightTransfer:
 def transfer_weights(
     model: KonkaniVaniASR, weights: Mapping[str, torch.Tensor], config: ModelConfig, is_same_vocabulary: bool
 ) -> WeightTransfer:
-    """Copies what fits of `weights`, a model's of these dimensions, into `model`.
+    """Copy the fitting part of `weights`, of a model of dimensions `config`, into `model`.
 
-    Tensors over the vocabulary are taken only where it is the same; a smaller tensor never fills a larger one.
+    Tensors over the vocabulary are copied only if the vocabulary is the same. A tensor never fills a larger one.
     """
     matches = [match for name in weights if (match := LAYER.fullmatch(name))]
     counts = {match[1]: 1 + max(int(one[2]) for one in matches if one[1] == match[1]) for match in matches}
@@ -69,6 +69,7 @@ def transfer_weights(
         source = weights.get(_source_name(name, model, counts))
         if source is None or (not is_same_vocabulary and name.startswith(VOCAB_DEPENDENT_PREFIXES)):
             left_out.append(name)
+        # With other heads, even a tensor of equal shape is divided differently, so it is cut head by head.
         elif source.shape == target.shape and (whole.heads == part.heads or "attention" not in name):
             target.copy_(source)
             taken.append(name)
@@ -81,7 +82,7 @@ def transfer_weights(
 
 
 def _source_name(name: str, model: KonkaniVaniASR, counts: Mapping[str, int]) -> str:
-    """The name of the tensor to take: layer i of n comes from layer i x (N - 1) / (n - 1) of N, where N > n."""
+    """Return the source tensor's name: layer i of n comes from layer i (N - 1) / (n - 1) of N, if N > n."""
     match = LAYER.fullmatch(name)
     if match is None:
         return name
@@ -93,8 +94,9 @@ def _source_name(name: str, model: KonkaniVaniASR, counts: Mapping[str, int]) ->
 
 
 def _factors(name: str, axis: int, length: int, layers: Layers) -> tuple[int, ...]:
-    """How an axis of a tensor is made up of blocks side by side, outermost first; their product is `length`."""
+    """Return the sizes of an axis' nested blocks, outermost first; their product is `length`."""
     if "attention" in name and "norm" not in name:
+        # The factor 2 is the two halves of a head, which rotary positions pair (attention.rotated).
         if "query_key_value" in name and axis == 0:
             return 3, layers.heads, 2, length // (6 * layers.heads)
         if "key_value" in name and axis == 0:
@@ -112,7 +114,7 @@ def _factors(name: str, axis: int, length: int, layers: Layers) -> tuple[int, ..
 
 
 def _cut_to(name: str, source: torch.Tensor, shape: torch.Size, whole: Layers, part: Layers) -> torch.Tensor | None:
-    """The part of `source` that makes a tensor of `shape`; None where it has too little."""
+    """Cut `source` to a tensor of `shape`; return None if it is too small."""
     if source.dim() != len(shape):
         return None
     for axis, length in enumerate(shape):
@@ -122,14 +124,14 @@ def _cut_to(name: str, source: torch.Tensor, shape: torch.Size, whole: Layers, p
             return None
         indices = torch.zeros(1, dtype=torch.long)
         for level, (h, w) in enumerate(zip(have, want, strict=True)):
-            # Within a head, evenly spaced components keep the frequencies of the rotary positions, and evenly spaced
-            # pairs of a sine and a cosine those of distances.
+            # Within a head, evenly spaced components keep the range of rotary frequencies, and evenly spaced
+            # sine-cosine pairs the range of relative ones.
             spread = len(have) - 1 if "attention" in name and len(have) > 1 else None
             if POSITIONS in name and axis == 1:
                 spread = 0
             chosen = torch.arange(w) * h // w if level == spread else torch.arange(w)
             if name.endswith("convolution.depthwise.weight") and axis == 2:
-                chosen = chosen + (h - w) // 2  # the taps around the frame itself
+                chosen = chosen + (h - w) // 2  # the central taps of the kernel
             indices = (indices[:, None] * h + chosen[None, :]).flatten()
         source = source.index_select(axis, indices)
     return source

@@ -1,6 +1,6 @@
-"""The Conformer's depthwise convolution along frames, made fast on a CPU in both directions.
+"""Depthwise convolution of the Conformer along frames, with fast CPU forward and backward passes.
 
-B batch, T frames, D model width, K kernel.
+B batch, T frames, D model width, K kernel size.
 """
 
 import torch
@@ -11,14 +11,16 @@ from konkanivani.model.kernels.products import without_autocast
 
 
 def depthwise_conv(x: torch.Tensor, depthwise: torch.nn.Conv1d, lengths: Lengths) -> torch.Tensor:
-    """What `depthwise`, whose kernel is odd and keeps the length, makes of x (B, T, D) along T: (B, T, D).
+    """Convolve x (B, T, D) along T with `depthwise`: (B, T, D).
 
-    Each span of `lengths`, which add up to T, is convolved alone. On a CPU in full precision under autocast too, which
-    takes as long: in bf16 oneDNN 3.10 makes such a kernel without end where a thread's share is 16 channels or fewer.
+    The kernel size must be odd and the padding must keep the length. Each span of `lengths`, which add up to T, is
+    convolved separately. On a CPU always in full precision, under autocast too.
     """
     if x.device.type != "cpu":
         spans = x.transpose(1, 2).split(lengths, dim=2)
         return torch.cat([depthwise(span) for span in spans], dim=2).transpose(1, 2)
+    # In bf16, oneDNN 3.10 never finishes creating such a kernel if a thread's share is 16 channels or fewer; full
+    # precision takes no longer.
     if torch.is_autocast_enabled("cpu"):
         with torch.autocast("cpu", enabled=False):
             return depthwise_conv(x.to(depthwise.weight.dtype), depthwise, lengths).to(x.dtype)
@@ -28,10 +30,10 @@ def depthwise_conv(x: torch.Tensor, depthwise: torch.nn.Conv1d, lengths: Lengths
 
 
 class _DepthwiseConv(torch.autograd.Function):
-    """The gradient by the kernel is a convolution as well: of x by the gradient, which is a kernel of T frames.
+    """Depthwise convolution whose kernel gradient is computed as a convolution of x by the gradient, of T frames.
 
-    oneDNN's kernel takes 3 to 13 times as long, growing with the utterance (docs/experiments.md). Inside of autocast
-    the backward pass is in full precision as well, else a program that calls it there might never end.
+    oneDNN's own kernel gradient is 3 to 13 times slower, growing with the utterance (docs/experiments.md). Inside
+    autocast the backward pass is in full precision as well, since in bf16 it might never terminate.
     """
 
     @staticmethod
@@ -46,6 +48,7 @@ class _DepthwiseConv(torch.autograd.Function):
         x, kernel = ctx.saved_tensors
         grad_x = grad_kernel = None
         if ctx.needs_input_grad[0]:
+            # The gradient by the input is a correlation with the flipped kernel.
             grad_x = _convolve_spans(gradient, kernel.flip(2), None, ctx.lengths)
         if ctx.needs_input_grad[1]:
             pairs = zip(gradient.split(ctx.lengths, dim=1), x.split(ctx.lengths, dim=1), strict=True)
@@ -60,21 +63,17 @@ def _convolve_spans(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | 
 
 
 def _convolve(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x (B, T, D) by kernel (D, 1, K): (B, T, D).
-
-    As one of images a frame high whose channels lie innermost, as D does: the same numbers ten times as fast as Conv1d,
-    which takes the channels outermost.
-    """
+    """Convolve x (B, T, D) with kernel (D, 1, K): (B, T, D)."""
+    # As a conv2d of images one frame high, in channels-last layout, which is D's layout already: the same numbers ten
+    # times as fast as conv1d, which reorders to channels first.
     reach = kernel.shape[2] // 2
     made = F.conv2d(_as_image(x), kernel.unsqueeze(2), bias, padding=(0, reach), groups=x.shape[2])
     return made.squeeze(2).transpose(1, 2)
 
 
 def _kernel_gradient(gradient: torch.Tensor, x: torch.Tensor, size: int) -> torch.Tensor:
-    """The gradient by a kernel (D, 1, size) of x's convolution, given that by its output; both (B, T, D).
-
-    Each utterance's channels are channels of their own, convolved by their own gradient, and summed over B.
-    """
+    """Return the gradient by a kernel (D, 1, size), given the input x and the output's gradient, both (B, T, D)."""
+    # B x D channels: each utterance's channels are convolved with their own gradient, then summed over B.
     batch, frames, width = x.shape
     image, kernel = (_as_image(part.transpose(0, 1).reshape(1, frames, batch * width)) for part in (x, gradient))
     made = F.conv2d(image, kernel.transpose(0, 1), padding=(0, size // 2), groups=batch * width)

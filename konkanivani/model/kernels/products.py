@@ -1,11 +1,12 @@
-"""Matrix products in fp32, on some processors by another library; linear layers that keep little for the backward pass.
+"""Matrix products in fp32, by oneDNN if it is faster, and linear layers that keep little for the backward pass.
 
-On a CPU PyTorch gives products to Intel's MKL, which keeps AVX-512 for Intel's processors: on one of AMD's that has it
-they run at half the machine's rate. oneDNN, which PyTorch brings too and convolves with, takes what it finds.
+On a CPU, PyTorch computes products with Intel's MKL, which uses AVX-512 on Intel's processors only: on an AMD processor
+with AVX-512 they run at half the machine's rate. oneDNN, which PyTorch bundles and uses for convolutions, uses the
+instructions that it finds.
 
-Left to itself, autograd keeps the input and the output of a LayerNorm and of an activation, though either takes a
-moment to compute from the other: two fifths of a Conformer block's activations. Here the input alone is kept, which a
-residual connection mostly keeps anyway (the idea: Chen et al., 2016; for norms: Bulò et al., 2018).
+By default, autograd keeps the input and the output of a LayerNorm and of an activation, although either is cheap to
+compute from the other: two fifths of a Conformer block's activations. Here only the input is kept, which a residual
+connection usually keeps anyway (the idea: Chen et al., 2016; for norms: Bulò et al., 2018).
 
 M rows, K inputs, N outputs; B batch, T frames or tokens, D input width.
 """
@@ -20,44 +21,45 @@ import torch.nn.functional as F
 
 from konkanivani.model.kernels.recompute import recomputed_part
 
-HAS_OPERATOR = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # PyTorch's own, without a public name
-MIN_ROWS = 64  # with fewer, laying out the matrix for oneDNN takes as long as it saves
-# A millisecond goes into oneDNN's code for a product of each new size, and batches have new ones all the time: a
+HAS_OPERATOR = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # PyTorch's own operator, not part of its public API
+MIN_ROWS = 64  # with fewer rows, reordering the matrix for oneDNN costs the time that the product saves
+# oneDNN spends a millisecond on generating code for each new product size, and batches have new sizes all the time: a
 # smaller product takes less than that altogether.
 MIN_MULTIPLICATIONS = 2**25
-Gradients = Any  # what autograd takes: one, or a tuple of which each may be None
+Gradients = Any  # return type of a Function's backward: a tensor, or a tuple whose elements may be None
 Backward = tuple[torch.Tensor | None, ...]
 Activation = Callable[[torch.Tensor], torch.Tensor]
 ACTIVATIONS = {F.silu: torch.ops.aten.silu_backward, F.gelu: torch.ops.aten.gelu_backward}
-"""Those that `fused_linear` knows, each with its backward; GELU is exact."""
+"""Activations that `fused_linear` supports, each with its backward operator; GELU is exact."""
 
 
 def fast_linear(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """rows (..., M, K) by the transpose of matrix (N, K) in any layout, plus bias (N,): (..., M, N)."""
+    """Return rows (..., M, K) times the transpose of matrix (N, K), in any layout, plus bias (N,): (..., M, N)."""
     if is_by_onednn(rows, *matrix.shape):
         return torch.ops.mkldnn._linear_pointwise(rows, matrix, bias, "none", [], "")
     return F.linear(rows, matrix, bias)
 
 
 def weight_gradient(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The transpose of left (M, N) by right (M, K): (N, K), the gradient of a layer's weights."""
+    """Return the gradient of a layer's weights: the transpose of left (M, N) times right (M, K), (N, K)."""
     if is_by_onednn(left, right.shape[1], len(left)):
-        # oneDNN's linear layer wants its rows one after another: a copy, which takes a tenth of the product.
+        # oneDNN's linear layer needs contiguous rows: a copy, which takes a tenth of the product's time.
         return torch.ops.mkldnn._linear_pointwise(left.t().contiguous(), right.t(), None, "none", [], "")
     return left.t() @ right
 
 
 def is_by_onednn(rows: torch.Tensor, outputs: int, inputs: int) -> bool:
-    """Whether a product of rows of so many inputs is made by oneDNN, which is the sooner done if it is large."""
+    """Return whether to compute the product of `rows`, of `inputs` numbers each, with oneDNN: faster if it is large."""
     if rows.device.type != "cpu" or rows.dtype != torch.float32 or not is_onednn_preferred():
         return False
     if rows.numel() < MIN_ROWS * inputs or rows.numel() * outputs < MIN_MULTIPLICATIONS:
         return False
+    # Under autocast the product is in half precision; an exporter does not know PyTorch's private operator.
     return not torch.is_autocast_enabled("cpu") and not torch.compiler.is_exporting()
 
 
 def is_onednn_preferred() -> bool:
-    """Whether this process makes its fp32 products by oneDNN."""
+    """Return whether this process computes its large fp32 products with oneDNN."""
     return HAS_OPERATOR and _is_onednn_faster() and torch.backends.mkldnn.enabled
 
 
@@ -70,10 +72,10 @@ def _is_onednn_faster() -> bool:
 
 
 def without_autocast(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """A Function's `backward` in the precision of what it is given, whether or not it is called inside of autocast.
+    """Decorate a Function's `backward` to run in the precision of its inputs, even if called inside autocast.
 
-    PyTorch advises against calling it there, and does not refuse it: every product of fp32 would be rounded to bf16,
-    and on a CPU a convolution of ours in bf16 may never end (depthwise.py).
+    PyTorch advises against calling backward inside autocast but does not refuse it: every fp32 product would be rounded
+    to bf16, and on a CPU a bf16 convolution may never terminate (depthwise.py).
     """
 
     @functools.wraps(backward)
@@ -88,7 +90,7 @@ def without_autocast(backward: Callable[..., Gradients]) -> Callable[..., Gradie
 
 
 class Weighted(Protocol):
-    """What `fused_linear` multiplies by: weight (N, D), bias (N,) or none."""
+    """Weights of a `fused_linear`: weight (N, D), bias (N,) or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -97,9 +99,9 @@ class Weighted(Protocol):
 def fused_linear(
     x: torch.Tensor, linear: Weighted, norm: torch.nn.LayerNorm | None = None, activation: Activation | None = None
 ) -> torch.Tensor:
-    """linear(activation(norm(x))) of x (B, T, D), without the norm or the activation where there is none.
+    """Return linear(activation(norm(x))) of x (B, T, D); norm and activation are optional.
 
-    In autocast the product is in half precision, the norm in at least fp32 on every device.
+    In autocast the product is in half precision; the norm is in at least fp32 on every device.
     """
     low_rank, is_recomputed = getattr(linear, "low_rank", None), recomputed_part.get() is not None
     if low_rank is None and torch.is_grad_enabled() and not is_recomputed:
@@ -107,7 +109,8 @@ def fused_linear(
         return _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activation)
     normed = x if norm is None else norm(_in_full(x))
     inner = activation(normed) if activation else normed
-    # What is not kept for long is left to autograd, which is quicker, where its backward heeds no surroundings.
+    # Recomputed activations are kept only briefly, so plain autograd, which is faster, does. Only under autocast
+    # though, where its operands are in half precision already and a backward inside autocast rounds nothing further.
     if torch.is_grad_enabled() and not (is_recomputed and torch.is_autocast_enabled(inner.device.type)):
         out = _Linear.apply(inner, linear.weight, linear.bias, None, None, 0.0, None)
     else:
@@ -116,21 +119,24 @@ def fused_linear(
 
 
 class Linear(torch.nn.Linear):
-    """torch's linear layer of (..., T, D), as `fused_linear` computes it, with a low-rank product where it has one."""
+    """Linear layer of (..., T, D), computed by `fused_linear`, plus a low-rank product (LoRA) if it has one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return fused_linear(x, self)
 
 
 class PointwiseConv(torch.nn.Conv2d):
-    """A convolution of one place of (B, C, T, F) as the product that it is: a quarter of oneDNN's time on a CPU."""
+    """1 x 1 convolution of (B, C, T, F), computed as a matrix product: a quarter of oneDNN's time on a CPU."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if torch.compiler.is_exporting() else _PointwiseConv.apply(x, self.weight, self.bias)
 
 
 class LowRank(torch.nn.Module):
-    """scale B A x beside a frozen layer of x (..., D) (LoRA; Hu et al., 2021): A (r, D) is random, B (D', r) zero."""
+    """Low-rank product scale B A x of x (..., D), added to a frozen layer (LoRA; Hu et al., 2021).
+
+    A (r, D) is initialised at random and B (D', r) with zeros, so that training starts from the frozen layer's output.
+    """
 
     def __init__(self, layer: Linear, rank: int, scale: float) -> None:
         super().__init__()
@@ -159,10 +165,11 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.epsilon, ctx.activation = epsilon, activation
         ctx.save_for_backward(x, weight, scale, shift)
+        # Only x is saved: the norm and the activation are computed again in the backward pass.
         if scale is not None:
             x, _, _ = _normalize(x, scale, shift, epsilon)
         rows = fast_linear((activation(x) if activation else x).flatten(0, -2), _as_multiplied(weight, x), bias)
-        # Not a view to autograd, so that the rotation of queries and keys may change it in place.
+        # _unsafe_view is not a view to autograd, so queries and keys may be rotated in place.
         return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], -1])
 
     @staticmethod
@@ -176,7 +183,8 @@ class _Linear(torch.autograd.Function):
         rows = gradient.flatten(0, -2)
         grad_weight = weight_gradient(rows, inner.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         by_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        del inner
+        del inner  # freed before the next product allocates its output
+        # A frozen layer at the bottom of the network needs neither the input's nor the norm's gradient.
         if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[3]):
             return None, grad_weight, by_bias, None, None, None, None
         grad_inner = fast_linear(rows, weight.to(gradient.dtype).t()).view_as(x).to(normed.dtype)
@@ -192,13 +200,13 @@ class _Linear(torch.autograd.Function):
 
 
 class _PointwiseConv(torch.autograd.Function):
-    """`torch.baddbmm` of the places, whose own backward would heed an autocast that surrounds it."""
+    """1 x 1 convolution by `torch.baddbmm`, whose own backward would run in bf16 if called inside autocast."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         places = torch.baddbmm(bias[:, None], weight.flatten(1).expand(len(x), -1, -1), x.flatten(2))
-        return torch.ops.aten._unsafe_view(places, x.shape)  # padding is zeroed in place
+        return torch.ops.aten._unsafe_view(places, x.shape)  # no view to autograd: the caller zeroes padding in place
 
     @staticmethod
     @without_autocast
@@ -211,15 +219,15 @@ class _PointwiseConv(torch.autograd.Function):
 
 
 def _as_multiplied(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The weight in the precision of x where it is kept in another one, for as long as the product takes."""
-    # Autocast sees to it itself.
+    """Return the weight cast to x's precision if it is stored in another one; the copy lives for one product."""
+    # Autocast casts weights itself.
     return weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype)
 
 
 def _normalize(
     x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The LayerNorm of x, the means and the inverse standard deviations."""
+    """Return the LayerNorm of x in at least fp32, the means and the inverse standard deviations."""
     return torch.native_layer_norm(_in_full(x), scale.shape, scale, shift, epsilon)
 
 

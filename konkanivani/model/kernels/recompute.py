@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is computed on the way is not kept, but computed again in the backward pass."""
+"""Activation checkpointing: activations of a part are not kept but recomputed in the backward pass."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 Part = TypeVar("Part", bound=torch.nn.Module)
 
 
-# Attention on a CPU and on CUDA: a third of a block's work whose result is as small as the block's input.
+# Attention operators on a CPU and on CUDA: a third of a block's work, whose result is as small as the block's input.
 ATTENTION = [
     getattr(torch.ops.aten, name).default
     for name in (
@@ -27,17 +27,17 @@ ATTENTION = [
 
 
 recomputed_part: ContextVar[AbstractContextManager | None] = ContextVar("recomputed_part", default=None)
-"""Set where what is computed is dropped, to be computed again; within it what attention gives is kept, or nothing is.
+"""Set while a recomputed part runs: a context manager under which attention's result is kept, or nothing.
 
-PyTorch's own mode that keeps a result looks at each operator in Python, which takes a card's host a third of a step:
-so it is on for attention alone.
+PyTorch's selective checkpointing inspects each operator in Python, which costs a third of a step on the GPU's host: so
+it is entered for attention alone.
 """
 
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool = False
 ) -> torch.Tensor:
-    """PyTorch's attention, whose result is kept where what is around it is recomputed with `keeps_attention`."""
+    """Return PyTorch's attention; inside a part recomputed with `keeps_attention` its result is kept."""
     with recomputed_part.get() or nullcontext():
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
 
@@ -45,9 +45,12 @@ def attend(
 def run_recomputed(
     function: Callable[..., Result], *inputs: object, keeps_random_state: bool = False, keeps_attention: bool = False
 ) -> Result:
-    """The function's result; of what it computes on the way nothing is kept (Chen et al., 2016), or what `attend` gave.
+    """Return the function's result, dropping its activations and recomputing them in backward (Chen et al., 2016).
 
-    If it draws random numbers, they must follow from its inputs, or the generators' state be kept.
+    Args:
+        keeps_random_state: restore the random generators for the recomputation. Needed unless the function draws no
+            random numbers or draws them from its inputs alone.
+        keeps_attention: keep the results of `attend`, so that attention is not recomputed.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
@@ -71,10 +74,11 @@ def _within(keeper: AbstractContextManager) -> Iterator[None]:
 
 
 def snapshot_parameters(module: Part) -> Part:
-    """The module with the weights that it has at this moment, for a part of it that is recomputed later.
+    """Return the module bound to its current weights, for a part of it that is recomputed later.
 
-    By then those that were put in for the time of one call (torch.func.functional_call) are out again.
+    Weights swapped in for one call (torch.func.functional_call) are swapped out again before the backward pass.
     """
     if all(isinstance(weight, torch.nn.Parameter) for weight in module.parameters()):
         return module
+    # The memo keeps the weights themselves from being copied.
     return copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})

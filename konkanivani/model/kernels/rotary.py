@@ -1,6 +1,6 @@
-"""Attention within spans laid end to end, queries and keys turned in place, for a CPU that trains.
+"""Variable-length attention of packed spans, with rotary positions applied in place, for training on a CPU.
 
-B batch, T frames, D model width, H heads, E = D / H.
+B batch, T frames, N frames of all spans, D model width, H heads, E = D / H.
 """
 
 from collections.abc import Sequence
@@ -9,20 +9,20 @@ import torch
 
 from konkanivani.base.lengths import Lengths
 
-# PyTorch's own, without a public name; its gradient has one of the same beginning.
+# PyTorch's own operator, not part of its public API; its backward operator's name has the same prefix.
 HAS_OPERATOR = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 
 def has_varlen_attention(device: torch.device) -> bool:
-    """Whether attention within spans runs here; else a batch is padded."""
+    """Return whether attention within spans runs on this device; otherwise a batch must be padded."""
     return HAS_OPERATOR and device.type == "cpu"
 
 
 class VarlenAttention(torch.autograd.Function):
-    """Attention within each of the spans of `lengths` frames of projected (1, N, 3, H, E), which is turned in place.
+    """Attention within each span of `lengths` frames of projected (1, N, 3, H, E) -> (1, N, D).
 
-    (1, N, D), by PyTorch's own kernels for a CPU (its scaled_dot_product_attention without a mask takes the same), each
-    span's output laid into its place of one tensor, and its gradients too: autograd would keep every output twice.
+    Queries and keys are rotated in place. It calls PyTorch's own CPU kernels, which scaled_dot_product_attention
+    without a mask calls as well.
     """
 
     @staticmethod
@@ -30,9 +30,12 @@ class VarlenAttention(torch.autograd.Function):
         ctx, projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, lengths: Lengths
     ) -> torch.Tensor:
         rotate_in_place(projected, cosines, sines)
+        # Each span's output is copied into its slice of one tensor, and in backward its gradients too: autograd would
+        # keep every output twice, once for attention and once for the concatenation.
         attended = projected.new_empty(1, projected.shape[1], projected[0, 0, 0].numel())
         ctx.lengths, ctx.normalizers = lengths, []
         for span, out in zip(projected.split(lengths, dim=1), attended.split(lengths, dim=1), strict=True):
+            # The logsumexp of each row is all that the backward kernel needs besides inputs and outputs.
             attn_out, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_by_heads(span))
             out.copy_(attn_out.transpose(1, 2).flatten(2))
             ctx.normalizers.append(normalizer)
@@ -57,14 +60,15 @@ class VarlenAttention(torch.autograd.Function):
 
 
 def _by_heads(projected: torch.Tensor) -> torch.Tensor:
-    """Queries, keys and values (3, B, H, T, E), a view of projected (B, T, 3, H, E)."""
+    """Return queries, keys and values (3, B, H, T, E), a view of projected (B, T, 3, H, E)."""
     return projected.permute(2, 0, 3, 1, 4)
 
 
 def _rotate_back_into(
     out: torch.Tensor, gradients: Sequence[torch.Tensor], cosines: torch.Tensor, sines: torch.Tensor
 ) -> None:
-    """Lays gradients by turned queries and keys, turned back, and by values (B, H, T, E) into room (B, T, 3, H, E)."""
+    """Write gradients (B, H, T, E) by queries and keys, rotated back, and by values into `out` (B, T, 3, H, E)."""
+    # A rotation's inverse is the rotation by the negative angle.
     by_query, by_key, by_value = (gradient.transpose(1, 2) for gradient in gradients)
     _rotate_into(out[:, :, 0], by_query, cosines, -sines)
     _rotate_into(out[:, :, 1], by_key, cosines, -sines)
@@ -72,7 +76,7 @@ def _rotate_back_into(
 
 
 def _rotate_into(out: torch.Tensor, vectors: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
-    """Writes vectors (B, T, H, E) turned by their positions' angles into `out`, which is as large."""
+    """Write vectors (B, T, H, E), rotated by their positions' angles, into `out` of the same shape."""
     cosines, sines = (table.to(vectors.dtype)[:, None, :] for table in (cosines, sines))
     (first, second), (to_first, to_second) = vectors.chunk(2, dim=-1), out.chunk(2, dim=-1)
     torch.mul(first, cosines, out=to_first).addcmul_(second, sines, value=-1)
@@ -80,9 +84,9 @@ def _rotate_into(out: torch.Tensor, vectors: torch.Tensor, cosines: torch.Tensor
 
 
 def rotate_in_place(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
-    """Turns the queries and keys of projected (B, T, 3, H, E) as `rotated` of attention.py does, in place."""
+    """Rotate the queries and keys of projected (B, T, 3, H, E) in place, as `rotated` of attention.py does."""
     cosines, sines = (table.to(projected.dtype)[:, None, None, :] for table in (cosines, sines))
     first, second = projected[:, :, :2].chunk(2, dim=-1)
-    turned = (first * cosines).addcmul_(second, sines, value=-1)
+    turned = (first * cosines).addcmul_(second, sines, value=-1)  # before `second`, its input, is overwritten
     second.mul_(cosines).addcmul_(first, sines)
     first.copy_(turned)

@@ -1,7 +1,7 @@
-"""The low-rank products of a tuned Whisper model, written beside its base as PEFT keeps them.
+"""LoRA adapter of a tuned Whisper model, written in the format of PEFT.
 
-PEFT (github.com/huggingface/peft) adds the product of `lora_B` and `lora_A`, lora_alpha / r times, to a layer of the
-base that transformers has read.
+PEFT (github.com/huggingface/peft) adds lora_alpha / r times the product of `lora_B` and `lora_A` to a layer of the base
+model that transformers has loaded.
 
 r rank, D input and N output width of a layer.
 """
@@ -21,7 +21,7 @@ from konkanivani.model.whisper.folder import WhisperFolder, name_in_file
 from konkanivani.model.whisper.whole_folder import check_is_new, whole_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # PEFT's own, before the name that a layer has in transformers' model
+PREFIX = "base_model.model."  # PEFT's prefix of the names in transformers' model
 MODEL = {
     "base_model_class": "WhisperForConditionalGeneration",
     "parent_library": "transformers.models.whisper.modeling_whisper",
@@ -29,11 +29,15 @@ MODEL = {
 
 
 def write_adapter(base: WhisperFolder, weights: Mapping[str, torch.Tensor], tuning: TuningConfig, out: Path) -> None:
-    """Writes the folder `out` with the low-rank products of `weights`, by our names; it is whole or not there.
+    """Write the low-rank products of `weights` to the folder `out`, which is complete or does not exist.
 
-    `weights` may hold all of the model or its products only. A UsageError where `out` is there and not empty or there
-    are no products, a CheckpointError where they are not of this base and rank or not finite, a ResourceError where
-    they cannot be written.
+    Args:
+        weights: tensors by the project's names: all of the model, or its low-rank products only.
+
+    Raises:
+        UsageError: `out` exists and is not empty, or there are no products.
+        CheckpointError: The products do not match this base and rank, or are not finite.
+        ResourceError: The files cannot be written.
     """
     check_is_new(out)
     products = {name: tensor for name, tensor in weights.items() if name.endswith(LOW_RANK_TENSORS)}
@@ -42,6 +46,7 @@ def write_adapter(base: WhisperFolder, weights: Mapping[str, torch.Tensor], tuni
     modules = base.architecture.build_without_values().named_modules()
     layers = {name: (layer.out_features, layer.in_features) for name, layer in modules if isinstance(layer, Linear)}
     adapted = {name.removesuffix(f".{part}") for part in LOW_RANK_TENSORS for name in products if name.endswith(part)}
+    # A layer that the base model does not have gets the shape (0, 0), which matches no tensor.
     _check_shapes(base, products, {name: layers.get(name, (0, 0)) for name in adapted}, tuning.lora_rank)
     check_finite(products)
     with whole_folder(out) as partial:
@@ -62,7 +67,7 @@ def _check_shapes(
 
 
 def _named_as_in_peft(products: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A is (r, D) and B (N, r) there too."""
+    """Return the products by PEFT's names; A is (r, D) and B (N, r) in PEFT too."""
     parts = dict(zip(LOW_RANK_TENSORS, ("lora_A.weight", "lora_B.weight"), strict=True))
     named = {}
     for name, tensor in products.items():
@@ -73,7 +78,7 @@ def _named_as_in_peft(products: Mapping[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def _targets(layers: Mapping[str, tuple[int, int]], adapted: Set[str]) -> list[str]:
-    """What PEFT asks for: ends of names, which all layers of these names have, or the whole names where not all do."""
+    """Return PEFT's `target_modules`: last parts of names if all layers with them are adapted, else full names."""
     ends = {name.rpartition(".")[2] for name in adapted}
     has_all = adapted == {name for name in layers if name.rpartition(".")[2] in ends}
     names = [name_in_file(name) for name in adapted]
@@ -83,7 +88,7 @@ def _targets(layers: Mapping[str, tuple[int, int]], adapted: Set[str]) -> list[s
 def _config(base: WhisperFolder, tuning: TuningConfig, targets: list[str]) -> dict[str, object]:
     return {
         "peft_type": "LORA",
-        "task_type": None,  # of PEFT's own tasks none takes features
+        "task_type": None,  # none of PEFT's own tasks takes audio features as input
         "auto_mapping": MODEL,
         "base_model_name_or_path": str(base.path.resolve()),
         "r": tuning.lora_rank,

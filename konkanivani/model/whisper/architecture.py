@@ -1,4 +1,4 @@
-"""Whisper as a recogniser before it has weights, beside the trainer's own (`model/architecture.py`)."""
+"""Description of a Whisper model before it has weights, the counterpart of `model/architecture.py`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from konkanivani.model.whisper.shape import SpeechFraming, WhisperShape, WindowF
 
 @dataclass(frozen=True)
 class WhisperArchitecture:
-    """An encoder over windows of fixed length, or speech, and a decoder, without CTC; features and tokens are given."""
+    """Whisper: an encoder over 30 s windows, or over speech only, and a decoder; features and tokens are fixed."""
 
     model: WhisperShape
     tuning: TuningConfig = TuningConfig()
@@ -28,69 +28,69 @@ class WhisperArchitecture:
 
     @property
     def has_base(self) -> bool:
-        """Whether its folder holds what is not trained."""
+        """Whether frozen weights are read from the base model's folder; checkpoints then hold the trained ones only."""
         return self.tuning.is_used
 
     @property
     def description(self) -> str:
-        """Its kind and size for a person."""
+        """Type and size, for messages."""
         heard = ", context limited to the speech" if self.audio_context == "speech" else ""
         return f"Whisper {self.model.d_model}, {self.model.encoder_layers}+{self.model.decoder_layers} layers{heard}"
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that there are."""
+        """Number of tokens in the vocabulary."""
         return self.model.vocab_size
 
     @property
     def longest_seconds(self) -> float:
-        """Seconds of a window."""
+        """Duration of a window in seconds."""
         return self.model.window_seconds
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of a transcript, its prefix included, beside which the start token has a position too."""
+        """Maximal number of tokens of a transcript, its prefix included; the start token takes one more position."""
         return self.model.target_positions - 1
 
     @property
     def framing(self) -> SpeechFraming:
-        """How many frames so many samples are."""
+        """Conversion of samples to frames."""
         return SpeechFraming() if self.audio_context == "speech" else WindowFraming(self.model)
 
     def objective(self, loss: LossConfig) -> Objective:
-        """The mean cross entropy of all labels."""
+        """Return the training objective: the mean cross entropy of all labels."""
         return Objective((LossTerm("attention", 1.0, has_end=True),), loss.label_smoothing)
 
     def build(self) -> Whisper:
-        """The network, initialised from torch's generator; what is not to be trained is frozen."""
+        """Build the network, initialised from torch's default generator; parameters that are not trained are frozen."""
         model = Whisper(self.model, self.audio_context)
         tune(model, self.tuning)
         return model
 
     def plain(self, weights: Mapping[str, torch.Tensor]) -> tuple["WhisperArchitecture", Mapping[str, torch.Tensor]]:
-        """The same recogniser with nothing frozen or added, and `weights` as its own, low-rank products merged."""
+        """Return the architecture without tuning, and `weights` for it, with low-rank products merged."""
         return dataclasses.replace(self, tuning=TuningConfig()), merged(weights, self.tuning.scale)
 
     def build_without_values(self) -> Whisper:
-        """The network on the device `meta`, for its shapes, or for weights that are there already to be assigned."""
+        """Build the network on the `meta` device, for its shapes or to assign existing weights."""
         with torch.device("meta"), SkipInit():
             return self.build()
 
     def build_front_end(self, augment: AugmentConfig) -> WhisperFrontEnd:
-        """Waveforms to the features that the network hears."""
+        """Build the module that turns waveforms into the network's input features."""
         return WhisperFrontEnd(self.model, augment, self.audio_context)
 
     def forward_layers(self, samples: tuple[int, ...], tokens: int) -> tuple[Layer, ...]:
-        """Every product of a forward pass over utterances of so many samples, `tokens` tokens each.
+        """Return every matrix product of a forward pass over utterances of `samples` samples, `tokens` tokens each.
 
-        B utterances, as long as the longest or a window, of T feature and T' encoder frames, U tokens, F mel bins,
-        D width, I inner width, V vocabulary, L and M layers.
+        In the formulas: B utterances, padded to the longest or to a window, of T feature and T' encoder frames, U
+        tokens, F mel bins, D width, I inner width, V vocabulary, L encoder and M decoder layers.
         """
         shape, longest = self.model, max(samples)
         features, frames = self.framing.feature_length(longest), self.framing.encoded_length(longest)
         width, inner = shape.d_model, shape.feedforward_dim
         blocks, decoders = shape.encoder_layers, shape.decoder_layers
-        rows, spoken = len(samples) * frames, len(samples) * (tokens + 1)
+        rows, spoken = len(samples) * frames, len(samples) * (tokens + 1)  # + 1: the start token
         return (
             Layer("first convolution", "2 B T 3 F D", 2 * len(samples) * features * 3 * shape.mel_bins * width, 1),
             Layer("second convolution", "2 B T' 3 D^2", 2 * rows * 3 * width**2),

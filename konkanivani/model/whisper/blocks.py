@@ -1,6 +1,6 @@
-"""The blocks of a Whisper model: every residual branch starts with a LayerNorm, nothing is dropped.
+"""Blocks of Whisper (Radford et al., 2022): pre-norm Transformer blocks without dropout.
 
-Masks are for utterances that are shorter than others of their batch, and None where there are none.
+Masks are for utterances shorter than the longest of their batch, and None if there are none.
 
 B batch, T frames or tokens, S encoder frames, D model width, H heads, E = D / H head width, F mel bins.
 """
@@ -17,9 +17,9 @@ from konkanivani.model.whisper.shape import STRIDE, WhisperShape
 
 
 class Subsampling(torch.nn.Module):
-    """Features (B, T, F) -> (B, T / 2, D) by two convolutions over three frames each, then their fixed positions.
+    """Subsampling by 2, features (B, T, F) -> (B, T / 2, D): two convolutions over three frames, fixed positions added.
 
-    Frames where `padding` (B, 1, T) is True are silence to both convolutions, as what is behind the last frame is.
+    `padding` (B, 1, T) is True after an utterance's end.
     """
 
     def __init__(self, shape: WhisperShape) -> None:
@@ -31,18 +31,19 @@ class Subsampling(torch.nn.Module):
         self, features: torch.Tensor, positions: torch.Tensor, padding: torch.Tensor | None = None
     ) -> torch.Tensor:
         x = features.transpose(1, 2)
+        # Zero padding before both convolutions, as after the last frame, so that the batch changes nothing.
         if padding is not None:
             x = x.masked_fill(padding, 0.0)
         x = F.gelu(self.first(x))
         if padding is not None:
-            x = x.masked_fill_(padding, 0.0)  # nothing is kept of it for the backward pass
+            x = x.masked_fill_(padding, 0.0)  # in place: no backward needs GELU's output, and no copy is kept
         return F.gelu(self.second(x)).transpose(1, 2) + positions
 
 
 class Attention(torch.nn.Module):
-    """Multi-head attention of x (B, T, D) over itself or encoded frames -> (B, T, D); keys have no bias.
+    """Multi-head attention of x (B, T, D) over itself or over encoded frames -> (B, T, D); keys have no bias.
 
-    A `key_mask` (B, 1, 1, S) is True where a key may be seen.
+    `key_mask` (B, 1, 1, S) is True for keys that are attended to.
     """
 
     def __init__(self, d_model: int, heads: int) -> None:
@@ -56,7 +57,8 @@ class Attention(torch.nn.Module):
     def over_itself(
         self, x: torch.Tensor, norm: torch.nn.LayerNorm, causal: bool, key_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """norm(x) over norm(x); causal: a token sees none after it."""
+        """Attend from norm(x) to norm(x); if causal, only to earlier tokens and the token itself."""
+        # Three products, not one: keys have no bias, and Whisper's weights are stored separately.
         query, key, value = (self._heads_of(x, linear, norm) for linear in (self.query, self.key, self.value))
         return self._joined(attend(query, key, value, key_mask, causal))
 
@@ -68,23 +70,23 @@ class Attention(torch.nn.Module):
         value: torch.Tensor,
         key_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """norm(x) over given keys and values (B, H, S, E)."""
+        """Attend from norm(x) to given keys and values (B, H, S, E)."""
         query = self._heads_of(x, self.query, norm)
         return self._joined(attend(query, key, value, key_mask))
 
     def scores(self, x: torch.Tensor, norm: torch.nn.LayerNorm, key: torch.Tensor) -> torch.Tensor:
-        """What a softmax over the keys (B, H, S, E) makes weights of: (B, H, T, S)."""
+        """Return the scores (B, H, T, S) over keys (B, H, S, E), before the softmax."""
         query = self._heads_of(x, self.query, norm)
         return query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
 
     def keys_and_values(self, encoded: torch.Tensor) -> KeysAndValues:
-        """Those of encoded (B, S, D), each (B, H, S, E)."""
+        """Return keys and values of encoded (B, S, D), each (B, H, S, E)."""
         return self._heads_of(encoded, self.key), self._heads_of(encoded, self.value)
 
     def step(self, x: torch.Tensor, norm: torch.nn.LayerNorm, kept: torch.Tensor, length: int) -> torch.Tensor:
-        """The last token's (R, 1, D) alone, after `length` others, of which `kept` (2, R, H, U, E) holds keys, values.
+        """Attend from the newest token (R, 1, D) alone, after `length` earlier ones.
 
-        It is given this one's.
+        `kept` (2, R, H, U, E) holds the earlier tokens' keys and values; the new token's are written to it.
         """
         for room, linear in zip(kept, (self.key, self.value), strict=True):
             room[:, :, length] = self._heads_of(x, linear, norm)[:, :, 0]
@@ -99,7 +101,7 @@ class Attention(torch.nn.Module):
 
 
 class FeedForward(torch.nn.Module):
-    """x (B, T, D) and, of its LayerNorm, D -> inner, GELU, inner -> D."""
+    """Feed-forward module with its residual: x + contract(GELU(expand(norm(x)))), x (B, T, D)."""
 
     def __init__(self, d_model: int, inner: int) -> None:
         super().__init__()
@@ -112,7 +114,7 @@ class FeedForward(torch.nn.Module):
 
 
 class EncoderBlock(torch.nn.Module):
-    """(B, T, D) -> (B, T, D): self-attention, feed-forward."""
+    """Encoder block, (B, T, D) -> (B, T, D): self-attention, feed-forward."""
 
     def __init__(self, shape: WhisperShape) -> None:
         super().__init__()
@@ -126,9 +128,9 @@ class EncoderBlock(torch.nn.Module):
 
 
 class DecoderBlock(torch.nn.Module):
-    """(B, T, D) -> (B, T, D): causal self-attention, attention over encoded (B, S, D), feed-forward.
+    """Decoder block, (B, T, D) -> (B, T, D): causal self-attention, attention over encoded (B, S, D), feed-forward.
 
-    `encoded_mask` (B, 1, 1, S) is True where a frame may be seen.
+    `encoded_mask` (B, 1, 1, S) is True for frames that are attended to.
     """
 
     def __init__(self, shape: WhisperShape) -> None:
@@ -144,7 +146,7 @@ class DecoderBlock(torch.nn.Module):
         return self._with_encoded(x, self.cross_attention.keys_and_values(encoded), encoded_mask)
 
     def watched(self, x: torch.Tensor, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `forward`, and the scores (B, H, T, S) by which its heads look at the encoded frames."""
+        """Return the result of `forward` and the cross-attention scores (B, H, T, S), before the softmax."""
         x = x + self.self_attention.over_itself(x, self.self_attention_norm, causal=True)
         cross_kv = self.cross_attention.keys_and_values(encoded)
         scores = self.cross_attention.scores(x, self.cross_attention_norm, cross_kv[0])
@@ -158,11 +160,12 @@ class DecoderBlock(torch.nn.Module):
         cross_kv: KeysAndValues,
         encoded_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The last tokens of K hypotheses an utterance (B, K, D) -> (B, K, D).
+        """Compute the newest tokens (B, K, D) of K hypotheses per utterance -> (B, K, D).
 
-        `kept` (2, B, K, H, U, E) holds the keys and values of the `length` tokens before; hypotheses see the encoded
-        frames of their utterance together, as the tokens of one sequence do.
+        `kept` (2, B, K, H, U, E) holds keys and values of the `length` tokens before.
         """
+        # Hypotheses have their own past, so self-attention has B K rows of one token. All K attend to the same encoded
+        # frames, as K tokens of one sequence would.
         rows = x.flatten(0, 1)[:, None]
         attended = self.self_attention.step(rows, self.self_attention_norm, kept.flatten(1, 2), length)
         return self._with_encoded(x + attended.view_as(x), cross_kv, encoded_mask)

@@ -1,4 +1,4 @@
-"""A trained Whisper model written as its folder was: only the weights that changed are other bytes."""
+"""Export of a trained Whisper model as a copy of its base folder in which only changed weights differ."""
 
 import os
 import re
@@ -17,16 +17,16 @@ from konkanivani.model.whisper.files import INDEX, check_finite, read_json, read
 from konkanivani.model.whisper.folder import AUDIO_CONTEXT, CONFIG, HEAD, WhisperFolder
 from konkanivani.model.whisper.whole_folder import check_is_new, whole_folder
 
-# What else holds weights: those of the base, which the written folder must not have beside its own.
+# Other files of weights: they hold the base model's, so the exported folder must not contain them.
 STALE = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|msgpack|h5|onnx|onnx_data|gguf|ggml|bin\.index\.json)")
 DTYPE_SETTINGS = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
 class WrittenFolder:
-    """What was written: files of weights anew, and files of the base that are left out since they hold its weights.
+    """Summary of an export: weight files rewritten, and files left out because they hold the base model's weights.
 
-    `in_full`: in fp32, though the base is in half precision, in which a weight would not be a finite number.
+    `in_full`: stored in fp32, because in the base model's half precision a weight would not be finite.
     """
 
     rewritten: tuple[str, ...]
@@ -34,7 +34,7 @@ class WrittenFolder:
     in_full: bool
 
     def sentence(self) -> str:
-        """What was written, for a person."""
+        """Return the summary as a message."""
         said = f"Tensors changed: {', '.join(self.rewritten) or 'none, the weights equal those of the base model'}."
         if self.in_full:
             said += " Stored in fp32: in the half precision of the base model a weight would not be finite."
@@ -46,16 +46,22 @@ class WrittenFolder:
 def write_whisper_folder(
     base: WhisperFolder, weights: Mapping[str, torch.Tensor], out: Path, audio_context: AudioContext | None = None
 ) -> WrittenFolder:
-    """Writes the folder `out` with these weights, by our names; it is whole or not there.
+    """Write `weights`, by the project's names, to the folder `out`, which is complete or does not exist.
 
-    It is marked with what they were trained to hear where that is not what the base's were (None: it is).
-    A UsageError where `out` is there and not empty, a CheckpointError where the weights are not those of the base's
-    network or not finite, a ResourceError where they cannot be written, a NumericsError where the files read again
-    differ from the weights.
+    Args:
+        audio_context: audio context that the weights were trained with; recorded in the folder if it differs from the
+            base model's. None: the base model's.
+
+    Raises:
+        UsageError: `out` exists and is not empty.
+        CheckpointError: The weights do not match the base model's network, or are not finite.
+        ResourceError: The files cannot be written.
+        NumericsError: The files, read back, differ from the weights.
     """
     check_is_new(out)
     named = _named_as_in_files(base, weights)
     kept_as = (pair for file in base.files for pair in read_tensors(base.path / file).items())
+    # fp16 ends at 65,504: a trained weight can leave its range.
     in_full = any(not named[name].to(tensor.dtype).isfinite().all() for name, tensor in kept_as)
     with whole_folder(out) as partial:
         kept, left_out = _other_files(base)
@@ -81,11 +87,12 @@ def _named_as_in_files(base: WhisperFolder, weights: Mapping[str, torch.Tensor])
     check_finite(weights)
     named = {names[name]: tensor.detach().cpu() for name, tensor in weights.items()}
     has_head = any(HEAD in tensors for tensors in base.files.values())
+    # The output layer is the embedding, so a file that stores it separately gets a copy.
     return named | ({HEAD: named["model.decoder.embed_tokens.weight"].clone()} if has_head else {})
 
 
 def _write_weights(source: Path, weights: Mapping[str, torch.Tensor], target: Path, in_full: bool) -> bool:
-    """Writes a file of weights in its own number formats, or in fp32; copied where nothing changed. Whether it did."""
+    """Write a file of weights in its own dtypes, or in fp32; return False if it is unchanged and was copied."""
     before = read_tensors(source)
     after = {
         name: weights[name].to(torch.float32 if in_full else tensor.dtype).contiguous()
@@ -94,6 +101,7 @@ def _write_weights(source: Path, weights: Mapping[str, torch.Tensor], target: Pa
     if all(_has_same_bits(after[name], tensor) for name, tensor in before.items()):
         shutil.copyfile(source, target)
         return False
+    # Keep the metadata: transformers reads {"format": "pt"} from it.
     with safetensors.safe_open(source, framework="pt") as file:
         metadata = file.metadata()
     safetensors.torch.save_file(after, target, metadata)
@@ -127,9 +135,10 @@ def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _other_files(base: WhisperFolder) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The base's files that hold no weights, by their paths in it, and those that do and are not written anew."""
+    """Return the base's files without weights, as relative paths, and its other files of weights (left out)."""
     found = []
     for directory, folders, names in os.walk(base.path):
+        # In place, so that os.walk skips hidden folders such as .git and .cache.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += [Path(directory, name).relative_to(base.path).as_posix() for name in sorted(names)]
     stale = tuple(name for name in found if STALE.fullmatch(name) and name not in base.files)
@@ -147,7 +156,7 @@ def _check_room(base: WhisperFolder, kept: tuple[str, ...], out: Path) -> None:
 
 
 def _tell_of_full_precision(folder: Path) -> None:
-    """Brings to fp32 what the settings say of the weights' number format and size."""
+    """Set the dtype and the total size that the folder's JSON files state to their fp32 values."""
     config = read_json(folder / CONFIG)
     config |= {name: "float32" for name in DTYPE_SETTINGS if name in config}
     write_json(folder / CONFIG, config)

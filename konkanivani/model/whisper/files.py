@@ -1,4 +1,4 @@
-"""The files of a Whisper model's folder: JSON and safetensors, of which nothing is run; pickle is refused."""
+"""Files of a Whisper model's folder: JSON and safetensors, read without running code; pickle is refused."""
 
 import contextlib
 import json
@@ -14,20 +14,21 @@ from konkanivani.base.line_endings import conversion_hint
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt|bin\.index\.json)")
-MOST_JSON_BYTES = MAX_HEADER_BYTES = 2**22  # the longest of both, large-v3's list of tensors, has some 200 thousand
+MOST_JSON_BYTES = MAX_HEADER_BYTES = 2**22  # the longest of both, large-v3's list of tensors, has about 200,000
 
 
 def refused(path: Path, reason: str, advice: str = "Download it again, or use another") -> CheckpointError:
-    """The error of a folder that cannot be used."""
+    """Return the error for a folder that cannot be used."""
     return CheckpointError(f"The Whisper folder {path} cannot be used: {reason}. {advice}.")
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """The object that a file of the folder holds."""
+    """Return the JSON object in a file of the folder."""
     folder, name = path.parent, path.name
     if not path.is_file():
         raise refused(folder, f"it has no {name}", "Use a folder with all files of the model")
     with _read_or_refused(path):
+        # Checked before reading: a file of gigabytes would exhaust the memory.
         if path.stat().st_size > MOST_JSON_BYTES:
             raise refused(folder, f"its {name} has more than {MOST_JSON_BYTES} bytes")
         try:
@@ -40,25 +41,25 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """The object as a file, for programs and for people."""
+    """Write the object as indented JSON."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
-    """A CheckpointError where a number of a trained model's weights is none."""
+    """Raise CheckpointError if a weight of a trained model is not finite."""
     for name, tensor in weights.items():
         if not tensor.isfinite().all():
             raise CheckpointError(f"The weights {name} of the model are not finite. Use another checkpoint.")
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, which lie in the file as long as they are not copied."""
+    """Return the tensors of a safetensors file, memory-mapped: their values are read on access."""
     with _read_or_refused(path), safetensors.safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}
 
 
 def files_of(path: Path) -> dict[str, tuple[str, ...]]:
-    """The names of the tensors that each file of weights should have; of a single file, those that it has."""
+    """Return the names of the tensors in each weight file: from the index, or from a single file's header."""
     if (path / WEIGHTS).exists():
         return {WEIGHTS: tuple(header_of(path / WEIGHTS))}
     if not (path / INDEX).exists():
@@ -75,6 +76,7 @@ def files_of(path: Path) -> dict[str, tuple[str, ...]]:
     listed = read_json(path / INDEX).get("weight_map")
     files: dict[str, tuple[str, ...]] = {}
     for tensor, file in (listed if isinstance(listed, dict) else {}).items():
+        # No slash in the name: a path could point outside of the folder.
         if not isinstance(file, str) or not re.fullmatch(r"\w[\w.-]*\.safetensors", file):
             raise refused(path, f"its {INDEX} lists {file!r:.60}, which is not a weight file in the folder")
         files[file] = (*files.get(file, ()), tensor)
@@ -84,12 +86,13 @@ def files_of(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def header_of(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and number format of each tensor of a file, without its values."""
+    """Return shape and dtype of each tensor of a file, without reading values."""
     if not path.is_file():
         raise refused(path.parent, f"it has no {path.name}", "Use a folder with all files of the model")
     with _read_or_refused(path):
         with open(path, "rb") as file:
             claimed = int.from_bytes(file.read(8), "little")
+        # The first 8 bytes are the header's length; checked before safetensors allocates it.
         if claimed > MAX_HEADER_BYTES:
             reason = f"its {path.name} is damaged (its header states {claimed} bytes){conversion_hint(path)}"
             raise refused(path.parent, reason)

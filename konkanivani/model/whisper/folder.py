@@ -1,6 +1,6 @@
-"""A Whisper model's folder as Hugging Face lays it out, checked before anything of the size that it claims exists.
+"""A Whisper model's folder in Hugging Face format, validated before anything of the claimed size is allocated.
 
-Nothing in it is run: JSON and safetensors are read, pickle is refused.
+No code in it is run: JSON and safetensors are read, pickle is refused.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from konkanivani.model.whisper.network import Whisper
 from konkanivani.model.whisper.shape import HOP_SAMPLES, WhisperShape
 
 CONFIG, GENERATION, PREPROCESSOR = "config.json", "generation_config.json", "preprocessor_config.json"
-PROCESSOR = "processor_config.json"  # in which newer programs keep the preprocessor's settings too
-AUDIO_CONTEXT = "audio_context"  # our mark in a folder: what its weights were trained to hear
+PROCESSOR = "processor_config.json"  # newer versions of transformers store the preprocessor's settings here
+AUDIO_CONTEXT = "audio_context"  # the project's own setting: the audio context that the weights were trained with
 EMBEDDING = "model.decoder.embed_tokens.weight"
-HEAD = "proj_out.weight"  # the embedding once more, where a file has it
+HEAD = "proj_out.weight"  # the tied embedding a second time, in some files
 NUMBER_FORMATS = frozenset({"F16", "BF16", "F32"})
-# Each dimension by its name in config.json: our name, and more than any model has.
+# Each dimension by its name in config.json: the project's name, and an upper bound beyond any existing model.
 DIMENSIONS = {
     "d_model": ("d_model", 2**14),
     "encoder_attention_heads": ("attention_heads", 2**10),
@@ -41,7 +41,7 @@ DIMENSIONS = {
 }
 MOST = {ours: most for ours, most in DIMENSIONS.values()}
 TWINS = {"decoder_attention_heads": "encoder_attention_heads", "decoder_ffn_dim": "encoder_ffn_dim"}
-# A part of a tensor's name in our network, and in the files.
+# Parts of tensor names: the project's, and the files'.
 NAMES = {
     "subsampling.first": "conv1",
     "subsampling.second": "conv2",
@@ -65,15 +65,15 @@ PART = re.compile(r"(?<=\.)(" + "|".join(map(re.escape, NAMES)) + r")(?=\.|$)")
 
 
 def name_in_file(name: str) -> str:
-    """What the files call our tensor of this name."""
+    """Return the name in the files of the network's tensor `name`."""
     return "model." + PART.sub(lambda part: NAMES[part.group()], name)
 
 
 @dataclass(frozen=True)
 class WhisperFolder:
-    """A folder whose settings and list of tensors have been checked; its weights are read when they are asked for.
+    """Folder whose settings and list of tensors have been checked; weights are read on demand.
 
-    `files` holds the names of each file's tensors, `generation` is empty where the folder says nothing of it.
+    `files` maps each file to the names of its tensors; `generation` is empty without a generation_config.json.
     """
 
     path: Path
@@ -84,29 +84,29 @@ class WhisperFolder:
 
     @property
     def marked_file(self) -> str:
-        """Which of its files says what its weights were trained to hear: one that it has."""
+        """Name of the existing file that stores the audio context."""
         return GENERATION if self.generation else CONFIG
 
     @property
     def audio_context(self) -> AudioContext:
-        """What its weights were trained to hear; windows, where nothing is said of it."""
+        """Audio context that the weights were trained with; 30 s windows by default."""
         return {**self.config, **self.generation}.get(AUDIO_CONTEXT, "window")
 
     @property
     def architecture(self) -> WhisperArchitecture:
-        """The recogniser that the folder describes."""
+        """Architecture that the folder describes."""
         return WhisperArchitecture(self.shape, audio_context=self.audio_context)
 
     def our_names(self) -> dict[str, str]:
-        """The tensors of the network by their names in the files."""
+        """Return the network's tensor names, keyed by their names in the files."""
         return {name_in_file(name): name for name in self.architecture.build_without_values().state_dict()}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The tensors of the network in fp32 by our names; errors are those of `check_weights`."""
+        """Return the network's tensors in fp32, by the project's names; raises as `check_weights` does."""
         return dict(self.each_weight())
 
     def each_weight(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same one by one, so that they are never all there."""
+        """Yield the same tensors one by one, so that only one is in memory at a time."""
         names, twins = self.our_names(), {}
         for name, tensor in self._tensors():
             if name in (HEAD, EMBEDDING):
@@ -116,14 +116,18 @@ class WhisperFolder:
         self._check_head(twins)
 
     def check_weights(self) -> None:
-        """Reads all weights and keeps none; a CheckpointError where one is not finite or the head is another matrix."""
+        """Read all weights and keep none.
+
+        Raises:
+            CheckpointError: A weight is not finite, or the output layer differs from the embedding.
+        """
         self._check_head({name: tensor for name, tensor in self._tensors() if name in (HEAD, EMBEDDING)})
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors in fp32 by their names in the files."""
+        """Yield the tensors in fp32, by their names in the files."""
         for file in self.files:
             for name, tensor in read_tensors(self.path / file).items():
-                copied = tensor.to(torch.float32, copy=True)  # another program may change the file
+                copied = tensor.to(torch.float32, copy=True)  # memory-mapped: another program may change the file
                 if not copied.isfinite().all():
                     raise refused(self.path, f"its {name} contains values that are not finite")
                 yield name, copied
@@ -133,17 +137,19 @@ class WhisperFolder:
             raise refused(self.path, f"its {HEAD} is not tied to the token embedding, as in Whisper")
 
     def build(self) -> Whisper:
-        """The network with the folder's weights, on the CPU."""
+        """Build the network with the folder's weights, on the CPU."""
         model = self.architecture.build_without_values()
         model.load_state_dict(self.weights(), assign=True)
         return model
 
 
 def read_whisper_folder(path: Path) -> WhisperFolder:
-    """The folder's settings and list of tensors; nothing larger is read.
+    """Read the folder's settings and list of tensors, but no weights.
 
-    A UsageError where there is no folder, a CheckpointError that says what is wrong with it, a ResourceError where it
-    may not be read.
+    Raises:
+        UsageError: There is no such folder.
+        CheckpointError: The folder is invalid; the message says why.
+        ResourceError: A file may not be read.
     """
     described = _described(path)
     _check_preprocessor(path, described.shape)
@@ -154,12 +160,12 @@ def read_whisper_folder(path: Path) -> WhisperFolder:
 
 
 def read_whisper_architecture(path: Path) -> WhisperArchitecture:
-    """The recogniser that a folder's config.json describes; nothing else need be there: enough to plan with."""
+    """Return the architecture of a folder's config.json, the only file needed: enough for a memory plan."""
     return _described(path).architecture
 
 
 def _described(path: Path) -> WhisperFolder:
-    """The folder by its settings alone, as if it had no weights."""
+    """Return the folder with its settings, without its list of tensors."""
     if not path.is_dir():
         raise UsageError(_no_folder(path))
     config = read_json(path / CONFIG)
@@ -193,6 +199,7 @@ def _shape_of(path: Path, config: Mapping[str, object]) -> WhisperShape:
     dimensions = {}
     for name, (ours, most) in DIMENSIONS.items():
         value = config.get(name)
+        # `type`, not isinstance: True is an int.
         if type(value) is not int or not 1 <= value <= most:
             raise refused(path, f"{name} in its {CONFIG} is {value!r:.40} but must be a number from 1 to {most}")
         dimensions[ours] = value
@@ -209,7 +216,7 @@ def _shape_of(path: Path, config: Mapping[str, object]) -> WhisperShape:
 
 
 def _check_preprocessor(path: Path, shape: WhisperShape) -> None:
-    """Refuses features that the front end does not make, or the weights do not hear."""
+    """Refuse settings that the front end does not implement or the weights were not trained with."""
     name = PREPROCESSOR if (path / PREPROCESSOR).exists() or not (path / PROCESSOR).exists() else PROCESSOR
     found = read_json(path / name)
     if name == PROCESSOR:
@@ -226,13 +233,14 @@ def _check_preprocessor(path: Path, shape: WhisperShape) -> None:
         "do_normalize": (False, False),
     }
     for setting, (value, default) in wanted.items():
+        # A missing setting has the default of transformers' WhisperFeatureExtractor.
         given = default if found.get(setting) is None else found[setting]
         if given != value:
             raise refused(path, f"{setting} in its {name} is {given!r:.40}, but its network needs {value:g}")
 
 
 def _check_ids(path: Path, generation: Mapping[str, object], shape: WhisperShape) -> None:
-    """Refuses token ids beyond the vocabulary, a first time that is none, and heads that the decoder has not."""
+    """Refuse token ids outside of the vocabulary, an invalid first timestamp and alignment heads that do not exist."""
     for name, value in generation.items():
         if name.endswith(("token_id", "_to_id", "suppress_tokens")):
             values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
@@ -256,7 +264,7 @@ def _is_head(head: object, most: tuple[int, int]) -> bool:
 
 
 def _check_tensors(folder: WhisperFolder) -> None:
-    """Refuses a folder whose files have not exactly the tensors of its network's shape."""
+    """Refuse a folder whose files do not have exactly the network's tensors and shapes."""
     model = folder.architecture.build_without_values()
     wanted = {name_in_file(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {}

@@ -1,6 +1,6 @@
-"""From waveforms to what Whisper hears: the logarithm of mel bands over speech, or a window padded with silence.
+"""Features of Whisper: log-mel spectrogram over speech, or over a 30 s window padded with silence.
 
-Nothing is computed for the window's padding: all its frames are one constant.
+The padding's frames are not computed: all of them are one constant.
 
 B batch, S samples, T feature frames, F mel bins.
 """
@@ -17,14 +17,14 @@ from konkanivani.model.whisper.shape import HOP_SAMPLES, SpeechFraming, WhisperS
 
 FFT_SAMPLES = 400
 MIN_POWER = 1e-10
-RANGE = 8.0  # powers of ten below an utterance's loudest band that are told apart
+RANGE = 8.0  # dynamic range in powers of ten, below an utterance's loudest band
 
 
 class WhisperLogMel(torch.nn.Module):
-    """Waveforms (B, S) with their lengths -> log-mel (B, F, T) of the frames that hold speech, and a floor (B, 1, 1).
+    """Log-mel spectrogram (B, F, T) of the frames with speech of waveforms (B, S), and a floor (B, 1, 1).
 
-    The floor is what every frame of silence is: 8 powers of ten below the utterance's loudest band, or 1e-10. T is that
-    of the longest utterance and at most a window's; frames behind a shorter one are its floor.
+    The floor is the value of every silent frame: 8 powers of ten below the utterance's loudest band, or 1e-10. T is the
+    longest utterance's number of frames, at most a window's; frames after a shorter utterance have its floor.
     """
 
     def __init__(self, shape: WhisperShape) -> None:
@@ -34,7 +34,7 @@ class WhisperLogMel(torch.nn.Module):
         self.register_buffer("bands", mel_bands(shape.mel_bins).to(self.window.dtype), persistent=False)
 
     def forward(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
-        """One utterance's spectrum is there at a time: it is the largest thing of a small model's step."""
+        # One spectrum at a time: it is the largest tensor of a small model's step.
         pairs = zip(waveforms, sample_lengths, strict=True)
         rows = [self._logarithms(waveform[:length]) for waveform, length in pairs]
         floor = torch.stack([row.amax() for row in rows])[:, None, None] - RANGE
@@ -42,10 +42,11 @@ class WhisperLogMel(torch.nn.Module):
         features = floor.expand(-1, self.shape.mel_bins, max(row.shape[1] for row in rows)).contiguous()
         for heard, row, least in zip(features, rows, floor, strict=True):
             torch.maximum(row, least, out=heard[:, : row.shape[1]])
+        # As in OpenAI's Whisper: (log10 + 4) / 4.
         return features.add_(4.0).div_(4.0), (floor + 4.0) / 4.0
 
     def _logarithms(self, waveform: torch.Tensor) -> torch.Tensor:
-        """(F, T) of a waveform (S,), up to its first frame without speech or the end of a window."""
+        """Return log10 bands (F, T) of a waveform (S,), up to its first frame without speech or a window's end."""
         window = self.shape.window_samples
         if len(waveform) > window:
             raise DataError(
@@ -54,17 +55,16 @@ class WhisperLogMel(torch.nn.Module):
             )
         hops = -(-(len(waveform) + FFT_SAMPLES) // HOP_SAMPLES)
         padded = torch.nn.functional.pad(waveform, (0, min(window, hops * HOP_SAMPLES) - len(waveform)))
+        # Whisper drops the last frame of the centred STFT.
         spectrum = torch.stft(padded, FFT_SAMPLES, HOP_SAMPLES, window=self.window, return_complex=True)[:, :-1]
         powers = spectrum.real.square().addcmul_(spectrum.imag, spectrum.imag)
         return (self.bands @ powers).clamp_min_(MIN_POWER).log10_()
 
 
 def mel_bands(count: int) -> torch.Tensor:
-    """Triangles over the frequencies of a transform (count, 201), float64, each of area 1 over hertz (Slaney, 1998).
-
-    In fp32, as torchaudio makes them, 128 bands differ from OpenAI's table by 1.6e-7 and features by 2e-5.
-    """
-    octave = 27 / math.log(6.4)  # bands a factor of e above 1000 Hz; below, 15 are even
+    """Return mel filters (count, 201), float64: triangles over the frequency bins, each of area 1 Hz (Slaney, 1998)."""
+    # Not torchaudio's: in fp32 its 128 bands differ from OpenAI's table by 1.6e-7, and features by 2e-5.
+    octave = 27 / math.log(6.4)  # bands per factor of e above 1000 Hz; below, 15 are evenly spaced
     highest = 15 + octave * math.log(SAMPLE_RATE / 2 / 1000)
     mels = torch.linspace(0, highest, count + 2, dtype=torch.float64)
     edges = torch.where(mels < 15, mels * 200 / 3, 1000 * torch.exp((mels - 15) / octave))
@@ -75,11 +75,11 @@ def mel_bands(count: int) -> torch.Tensor:
 
 
 class WhisperFrontEnd(torch.nn.Module):
-    """Waveforms (B, S) -> features (B, T, F) of whole windows, or of speech, and their lengths, in full precision.
+    """Front end: waveforms (B, S) -> features (B, T, F) and their lengths, in fp32.
 
-    Of speech they are the first ones of the window's; T is that of the longest utterance.
-    `augment_seeds` holds one seed an utterance while training and is None in evaluation; what SpecAugment masks, of the
-    frames that hold speech, is as silent as the padding.
+    T is a window's number of frames or, if the audio context is speech, the longest utterance's: the same features as
+    the window's first frames. `augment_seeds` holds one seed per utterance in training and is None in evaluation.
+    SpecAugment masks frames with speech, and sets them to the value of the padding.
     """
 
     def __init__(self, shape: WhisperShape, augment: AugmentConfig, audio_context: AudioContext = "window") -> None:
@@ -113,5 +113,5 @@ class WhisperFrontEnd(torch.nn.Module):
 
 
 def _spoken(sample_lengths: Lengths) -> Lengths:
-    """Feature frames of the speech of each utterance."""
+    """Return the number of feature frames with speech, per utterance."""
     return tuple(map(SpeechFraming().feature_length, sample_lengths))

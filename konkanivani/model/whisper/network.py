@@ -1,4 +1,4 @@
-"""Whisper (Radford et al., 2022): features of a padded window, or of speech, to encoded frames, those to tokens.
+"""Whisper (Radford et al., 2022): an encoder of features over a padded window, or over speech, and a token decoder.
 
 B batch, T feature frames, T' encoder frames, U tokens, K hypotheses, F mel bins, D model width, V vocabulary.
 """
@@ -22,15 +22,15 @@ from konkanivani.model.whisper.blocks import DecoderBlock, EncoderBlock, Subsamp
 from konkanivani.model.whisper.shape import STRIDE, WhisperShape
 from konkanivani.model.whisper.vocabulary_loss import vocabulary_loss_sum
 
-LONGEST_WAVE = 10_000.0  # of the encoder's fixed positions, over 2 pi
-INITIAL_DEVIATION = 0.02  # of weights that are not read from a file
+LONGEST_WAVE = 10_000.0  # longest wavelength of the encoder's fixed positions, over 2 pi
+INITIAL_DEVIATION = 0.02  # standard deviation of weights that are not read from a file
 
 
 class Encoder(torch.nn.Module):
-    """Features (B, T, F) with their lengths -> encoded (B, T / 2, D) with theirs, the halves rounded up.
+    """Encoder: features (B, T, F) with their lengths -> encoded (B, T / 2, D) with their lengths, halves rounded up.
 
-    In the audio context "window" all have the length of a window; in "speech" what is behind an utterance's end is
-    neither heard nor seen.
+    With the audio context "window", all utterances have a window's length. With "speech", frames after an utterance's
+    end are zeroed for the convolutions and masked in attention.
     """
 
     def __init__(self, shape: WhisperShape, audio_context: AudioContext = "window") -> None:
@@ -45,13 +45,14 @@ class Encoder(torch.nn.Module):
     def forward(
         self, features: torch.Tensor, feature_lengths: Lengths, run_block: BlockRunner, chunk_frames: int = CHUNK_FRAMES
     ) -> tuple[torch.Tensor, Lengths]:
-        """A ValueError where the features are no whole windows, or longer than one: weights know nothing of such."""
+        """Encode; raise ValueError if features are longer than a window, or are not whole windows if they must be."""
         longest, window = features.shape[1], STRIDE * len(self.positions)
         if longest > window or (self.audio_context == "window" and {longest, *feature_lengths} != {window}):
             raise ValueError(f"features of {longest} frames do not match the window of {window}")
         padding = None
         if min(feature_lengths) < longest:
             padding = padding_mask(feature_lengths, longest, features.device)[:, None, :]
+        # The table may be in host memory: only the rows that are needed are copied to the features' device.
         positions = self.positions[: -(-longest // STRIDE)].to(features.device)
         x = run_block(self.subsampling, features, positions, padding)
         encoded_lengths = tuple(-(-length // STRIDE) for length in feature_lengths)
@@ -62,14 +63,14 @@ class Encoder(torch.nn.Module):
 
 
 class TiedEmbedding(torch.nn.Embedding):
-    """Tokens to vectors, and as a layer's weight the head: logits are products with the same vectors."""
+    """Token embedding whose weight is also the output layer's: logits are products with the same vectors."""
 
     bias = None
 
     def with_head(self, tokens: torch.Tensor) -> tuple[torch.Tensor, "TiedHead"]:
-        """Vectors (B, U, D) of tokens (B, U), and the head: used together, they have one gradient.
+        """Return vectors (B, U, D) of tokens (B, U) and the output layer; used together, they have one gradient.
 
-        The vectors are where the tokens are, the head and the gradient where the weight is.
+        The vectors are on the tokens' device, the output layer and the gradient on the weight's.
         """
         gradient = _TiedGradient(self.weight, tokens.to(self.weight.device))
         vectors, head = _Tied.apply(self.weight, gradient)
@@ -78,18 +79,19 @@ class TiedEmbedding(torch.nn.Embedding):
 
 @dataclass(frozen=True)
 class TiedHead:
-    """The head's weight (V, D), and the `room` in which its gradient comes together."""
+    """Weight (V, D) of the output layer, and `room`, which returns the tensor to accumulate its gradient in."""
 
     weight: torch.Tensor
     room: Callable[[], torch.Tensor]
 
 
 class _TiedGradient:
-    """Where the gradient of a weight (V, D) that is used twice comes together: in what earlier micro-batches have left.
+    """Gradient of a weight (V, D) that is used twice, accumulated in place in the earlier micro-batches' gradient.
 
-    Autograd would hold the earlier ones' sum and this one's gradient, each as large as the weight. Here the sum is
-    taken out of `.grad`, slices of the head's gradient are added to it, then the vectors' rows, and autograd is handed
-    it as this pass's. Each number is rounded as autograd's would be: earlier + (head's + vectors').
+    Autograd would hold the sum of the earlier gradients and this one, each of the weight's size. Here the sum is taken
+    out of `.grad`, the output layer's gradient is added to it in slices, then the rows of the embedded vectors, and the
+    result is returned to autograd as this pass's gradient. Rounding is the same as autograd's: earlier + (output layer
+    + vectors).
     """
 
     def __init__(self, weight: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -97,30 +99,34 @@ class _TiedGradient:
         self._earlier: torch.Tensor | None = None  # (B, U, D)
 
     def room(self) -> torch.Tensor:
-        """What the head's gradient (V, D) is to be added to: in rows of the tokens zeros, in others the earlier sum."""
+        """Return the tensor (V, D) to add the output layer's gradient to: the earlier sum, with tokens' rows zeroed."""
         earlier = self._weight.grad
-        if earlier is None or self._weight._backward_hooks:  # a hook is to see this pass's gradient alone
+        # A hook must see this pass's gradient alone.
+        if earlier is None or self._weight._backward_hooks:
             return torch.zeros_like(self._weight)
         self._weight.grad = None
+        # Rows of this batch's tokens are added at the end, for the same rounding as autograd's.
         self._earlier = earlier[self.tokens]
         earlier[self.tokens] = 0
         return earlier
 
     def finish(self, by_head: torch.Tensor, by_vectors: torch.Tensor) -> torch.Tensor:
-        """by_head (V, D) with the vectors' gradient (B, U, D) added to it in place, and the earlier sum's rows."""
+        """Return by_head (V, D) plus the vectors' gradient (B, U, D) and the earlier sum's rows, added in place."""
         by_vectors = by_vectors.to(by_head.dtype)
-        if by_head.device.type == "cpu":  # there index_put_ adds in the order in which threads come by
+        # On a CPU, index_put_ accumulates in the order in which threads arrive: not reproducible.
+        if by_head.device.type == "cpu":
             by_head.index_add_(0, self.tokens.flatten(), by_vectors.flatten(0, 1))
         else:
             by_head.index_put_((self.tokens,), by_vectors, accumulate=True)
-        if self._earlier is not None:  # a token said twice has the same row there twice: it is written, not added
+        # A repeated token has the same row several times: the sum is assigned, not accumulated.
+        if self._earlier is not None:
             by_head[self.tokens] = by_head[self.tokens] + self._earlier
             self._earlier = None
         return by_head
 
 
 class _Tied(torch.autograd.Function):
-    """Two uses of a weight, of which autograd would hold two gradients of its size, and their sum."""
+    """Embedding and output layer of one weight; autograd would hold a gradient of its size for each, and their sum."""
 
     @staticmethod
     def forward(ctx, weight: torch.Tensor, gradient: _TiedGradient) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,9 +139,9 @@ class _Tied(torch.autograd.Function):
 
 
 class Decoder(torch.nn.Module):
-    """Tokens' vectors (B, U, D), encoded (B, T', D) -> decoded (B, U, D); `output` makes logits (B, U, V) of it.
+    """Decoder: token vectors (B, U, D), encoded (B, T', D) -> decoded (B, U, D); `output` computes logits (B, U, V).
 
-    `encoded_mask` (B, 1, 1, T') is True where a frame may be seen, None where all may be.
+    `encoded_mask` (B, 1, 1, T') is True for frames that are attended to, None if all are.
     """
 
     def __init__(self, shape: WhisperShape) -> None:
@@ -163,7 +169,7 @@ class Decoder(torch.nn.Module):
         return self.norm(x)
 
     def watched(self, tokens: torch.Tensor, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `forward` without padding, tokens (B, U) given: decoded, and all blocks' scores (L, B, H, U, T')."""
+        """Decode tokens (B, U) without padding; return decoded and all cross-attention scores (L, B, H, U, T')."""
         x, scores = self.embedding(tokens) + self.positions[: tokens.shape[1]], []
         for block in self.blocks:
             x, seen = block.watched(x, encoded)
@@ -171,16 +177,16 @@ class Decoder(torch.nn.Module):
         return self.norm(x), torch.stack(scores)
 
     def output(self, decoded: torch.Tensor) -> torch.Tensor:
-        """Logits (…, V) of decoded (…, D)."""
+        """Return logits (…, V) of decoded (…, D)."""
         return fused_linear(decoded, self.embedding)
 
     @property
     def most_tokens(self) -> int:
-        """Tokens after the start token that there are positions for."""
+        """Maximal number of tokens after the start token, as there are positions."""
         return len(self.positions) - 1
 
     def begin(self, encoded: torch.Tensor, encoded_lengths: Lengths, beam: int) -> DecoderCache:
-        """A cache for `beam` hypotheses of each utterance of encoded (B, T', D), which have no token yet."""
+        """Return an empty cache for `beam` hypotheses of each utterance of encoded (B, T', D)."""
         cross_kv = [block.cross_attention.keys_and_values(encoded) for block in self.blocks]
         keys, _ = cross_kv[0]
         batch, heads, _, head_width = keys.shape
@@ -189,9 +195,9 @@ class Decoder(torch.nn.Module):
         return DecoderCache([keys.new_empty(room) for _ in self.blocks], cross_kv, encoded_mask)
 
     def step(self, tokens: torch.Tensor, cache: DecoderCache) -> torch.Tensor:
-        """The next tokens (B, K) of the hypotheses in `cache` -> decoded (B, K, D); they are in the cache then.
+        """Append the next tokens (B, K) to the hypotheses in `cache` and return decoded (B, K, D).
 
-        Equal to the last of `forward` over all tokens so far.
+        Equal to the last position of `forward` over all tokens.
         """
         cache.grow()
         x = self.embedding(tokens) + self.positions[cache.length]
@@ -203,13 +209,13 @@ class Decoder(torch.nn.Module):
 
 @dataclass(frozen=True)
 class WhisperOutput(ASROutput):
-    """What one forward pass gives; `head` has the weight that logits are products with."""
+    """Result of a forward pass; `head` holds the output layer's weight."""
 
     head: TiedHead
 
 
 class Whisper(torch.nn.Module):
-    """Encoder and decoder, without any dropout; its one loss is the cross entropy of every label."""
+    """Whisper without dropout; its only loss is the cross entropy of every label."""
 
     ctc_head = None
 
@@ -224,12 +230,12 @@ class Whisper(torch.nn.Module):
 
     @property
     def blocks(self) -> list[torch.nn.Module]:
-        """What can be recomputed in the backward pass, in the order of the forward pass; the convolutions are one."""
+        """Parts that can be recomputed in the backward pass, in forward order; the convolutions are the first."""
         return [self.encoder.subsampling, *self.encoder.blocks, *self.decoder.blocks]
 
     @property
     def sliced_weights(self) -> tuple[torch.Tensor, ...]:
-        """Weights outside of the blocks that need not be where the model runs: it takes rows and slices of them."""
+        """Weights outside of the blocks that may stay off the model's device: only rows and slices are used."""
         return self.encoder.positions, self.decoder.positions, self.decoder.embedding.weight
 
     def forward(
@@ -240,14 +246,14 @@ class Whisper(torch.nn.Module):
         run_block: BlockRunner = run_directly,
         chunk_frames: int = CHUNK_FRAMES,
     ) -> WhisperOutput:
-        """Teacher forcing: features (B, T, F) with their lengths, decoder_tokens (B, U + 1) from the start token on."""
+        """Run with teacher forcing: features (B, T, F) with lengths, decoder_tokens (B, U + 1) with start token."""
         encoded, encoded_lengths = self.encoder(features, feature_lengths, run_block, chunk_frames)
         vectors, head = self.decoder.embedding.with_head(decoder_tokens)
         decoded = self.decoder(vectors, encoded, run_block, key_mask_of(encoded, encoded_lengths))
         return WhisperOutput(encoded, None, encoded_lengths, decoded, head)
 
     def loss_sums(self, output: WhisperOutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
-        """The one term of the objective, summed over all labels, of which no number is too large to be run at once."""
+        """Return the objective's only term, summed over all labels; transcripts are too short to need chunks."""
         head, smoothing = output.head, objective.label_smoothing
         return (vocabulary_loss_sum(output.decoded, head.weight, spoken.targets, smoothing, head.room),)
 
@@ -258,13 +264,14 @@ class Whisper(torch.nn.Module):
                 if module.bias is not None:
                     torch.nn.init.zeros_(module.bias)
         torch.nn.init.normal_(self.decoder.positions, std=INITIAL_DEVIATION)
-        if not self.encoder.positions.is_meta:  # torch would import its compiler to compute nothing
+        # On the meta device, torch would import its compiler to compute nothing.
+        if not self.encoder.positions.is_meta:
             with torch.no_grad():
                 self.encoder.positions.copy_(sinusoids(*self.encoder.positions.shape))
 
 
 def sinusoids(length: int, width: int) -> torch.Tensor:
-    """Fixed positions (length, width), sines beside cosines, of wave lengths from 2 pi to 20,000 pi frames."""
+    """Return fixed positions (length, width): sines, then cosines, with wavelengths from 2 pi to 20,000 pi frames."""
     step = math.log(LONGEST_WAVE) / max(1, width // 2 - 1)
     angles = torch.arange(length)[:, None] * torch.exp(-step * torch.arange(width // 2))[None, :]
     return torch.cat([angles.sin(), angles.cos()], dim=1)

@@ -1,18 +1,19 @@
-"""The dimensions of a Whisper model, and how many frames it makes of so many samples."""
+"""Dimensions of a Whisper model, and the conversion of samples to frames."""
 
 from dataclasses import dataclass
 
 from konkanivani.base.lengths import SAMPLE_RATE, Count
 
-HOP_SAMPLES = 160  # from one feature frame to the next: 10 ms
-STRIDE = 2  # feature frames an encoder frame
+HOP_SAMPLES = 160  # samples per feature frame: 10 ms
+STRIDE = 2  # feature frames per encoder frame
 
 
 @dataclass(frozen=True)
 class WhisperShape:
-    """The shape of the network (Radford et al., 2022); encoder and decoder have the same heads and inner width.
+    """Dimensions of the network (Radford et al., 2022); encoder and decoder have the same heads and inner width.
 
-    `source_positions` are encoder frames of a window (30 s: 1500), `target_positions` tokens that the decoder takes.
+    `source_positions` is the number of encoder frames of a window (1500 in 30 s), `target_positions` the maximal number
+    of decoder tokens.
     """
 
     d_model: int
@@ -32,47 +33,48 @@ class WhisperShape:
 
     @property
     def window_samples(self) -> int:
-        """Samples of a window, to which all speech is padded."""
+        """Samples of a window, to which every utterance is padded."""
         return HOP_SAMPLES * self.window_frames
 
     @property
     def window_seconds(self) -> float:
-        """Seconds of a window."""
+        """Duration of a window in seconds."""
         return self.window_samples / SAMPLE_RATE
 
 
 @dataclass(frozen=True)
 class SpeechFraming:
-    """The frames of the speech alone, as many as it begins."""
+    """Frame counts of the speech alone, the last frame counted in full."""
 
     def feature_length(self, samples: Count) -> Count:
-        """Feature frames: 300 of 3 s."""
+        """Return the number of feature frames: 300 for 3 s."""
         return -(-samples // HOP_SAMPLES)
 
     def encoded_length(self, samples: Count) -> Count:
-        """Encoder frames: 150 of 3 s."""
+        """Return the number of encoder frames: 150 for 3 s."""
         return -(-self.feature_length(samples) // STRIDE)
 
     @property
     def encoder_hop(self) -> int:
-        """Samples from one encoder frame to the next: 20 ms."""
+        """Samples per encoder frame: 20 ms."""
         return STRIDE * HOP_SAMPLES
 
     def encoder_frame_seconds(self, frame: float) -> float:
-        """Where the middle of what an encoder frame sees lies, in seconds."""
+        """Return the time in seconds of the middle of an encoder frame's context."""
         return frame * self.encoder_hop / SAMPLE_RATE
 
 
 @dataclass(frozen=True)
 class WindowFraming(SpeechFraming):
-    """As many frames as a window has, however short the speech in it."""
+    """Frame counts of a window, however short the speech in it."""
 
     shape: WhisperShape
 
     def feature_length(self, samples: Count) -> Count:
-        """Feature frames: 3000 of a window of 30 s."""
+        """Return the number of feature frames: 3000 for a window of 30 s."""
+        # `0 * samples` keeps the type and shape of an array of lengths.
         return 0 * samples + self.shape.window_frames
 
     def encoded_length(self, samples: Count) -> Count:
-        """Encoder frames: 1500 of a window of 30 s."""
+        """Return the number of encoder frames: 1500 for a window of 30 s."""
         return 0 * samples + self.shape.source_positions

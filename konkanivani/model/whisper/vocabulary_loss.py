@@ -1,9 +1,9 @@
-"""Cross entropy over a large vocabulary of which no more than a slice's logits are ever there.
+"""Cross entropy over a large vocabulary, computed in slices so that all logits never exist at once.
 
-The logits of 448 labels over 51,865 tokens are 89 MiB in fp32; a softmax and a gradient of that size lie beside them,
-more than all that a recomputed model of Whisper's smaller sizes keeps. Here the forward pass keeps a number for each
-label, the logarithm of the softmax's denominator, and the backward pass makes each slice's logits again and then its
-part of the gradients: a fourth product of this head in place of three.
+The logits of 448 labels over 51,865 tokens take 89 MiB in fp32, as do their softmax and their gradient: more than all
+activations of Whisper's smaller sizes with recomputation. Here the forward pass keeps one number per label, the log of
+the softmax's denominator, and the backward pass recomputes each slice's logits before its part of the gradients: four
+matrix products with this layer's weight, not three.
 
 N labels, D width, V vocabulary, W columns of a slice.
 """
@@ -17,7 +17,7 @@ from konkanivani.model.kernels.products import fast_linear, weight_gradient, wit
 from konkanivani.model.losses import TARGET_PADDING
 
 SLICE_NUMBERS = 2**21  # of a slice's logits, and of its part of the weight's gradient: 8 MiB in fp32
-MIN_COLUMNS = 1024  # of fewer, a product is no longer worth its start
+MIN_COLUMNS = 1024  # narrower products are dominated by their launch overhead
 
 
 LogitBuffer = Callable[[], torch.Tensor]
@@ -30,7 +30,7 @@ def vocabulary_loss_sum(
     label_smoothing: float,
     buffer: LogitBuffer | None = None,
 ) -> torch.Tensor:
-    """The summed, smoothed cross entropy of logits decoded (B, U, D) @ weight (V, D)ᵀ against targets (B, U).
+    """Return the summed, smoothed cross entropy of logits decoded (B, U, D) @ weight (V, D)ᵀ against targets (B, U).
 
     The weight may be on another device: it is copied in slices, and its gradient is added to the tensor that `buffer`
     returns in the backward pass (default: zeros) on the weight's device. Padding is -1. The loss is at least fp32;
@@ -50,6 +50,7 @@ class _VocabularyLoss(torch.autograd.Function):
         for columns in found.slices():
             logits = found.logits(columns)
             chosen = chosen + (1 - smoothing) * found.of_targets(logits, columns)
+            # Label smoothing: the target distribution has (1 - s) at the target and s / V everywhere.
             if smoothing:
                 chosen = chosen + smoothing / len(weight) * logits.sum(1)
             sums.append(logits.logsumexp(1))
@@ -63,11 +64,13 @@ class _VocabularyLoss(torch.autograd.Function):
     @without_autocast
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight, targets, denominators = ctx.saved_tensors
+        # The forward pass's dtype: backward itself runs outside of autocast.
         found = _Scores(rows.to(ctx.dtype), weight, targets)
         by_loss = torch.where(found.counts, gradient, 0.0)[:, None]
         by_rows = torch.zeros_like(rows)
         grad_weight = ctx.buffer() if ctx.needs_input_grad[1] else None
         for columns in found.slices():
+            # d loss / d logits = softmax - target distribution
             by_logits = found.logits(columns).sub_(denominators[:, None]).exp_()
             if ctx.smoothing:
                 by_logits -= ctx.smoothing / len(weight)
@@ -80,9 +83,9 @@ class _VocabularyLoss(torch.autograd.Function):
 
 
 class _Scores:
-    """Logits of rows (N, D) over a weight (V, D), a slice of the vocabulary at a time.
+    """Logits of rows (N, D) with a weight (V, D), one slice of the vocabulary at a time.
 
-    `dtype` is that of the products, `counts` (N,) says which labels are no padding.
+    `dtype` is the matrix products' dtype; `counts` (N,) is True for labels that are not padding.
     """
 
     def __init__(self, rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> None:
@@ -91,36 +94,37 @@ class _Scores:
         self.dtype = torch.get_autocast_dtype(device) if in_half else rows.dtype
         self.rows, self.counts = rows.to(self.dtype), targets != TARGET_PADDING
         self._weight, vocabulary = weight, len(weight)
+        # A slice of W columns has N W logits and W D weights: bound the larger.
         self._width = max(MIN_COLUMNS, SLICE_NUMBERS // max(1, *rows.shape))
         starts = torch.arange(0, vocabulary, self._width, device=targets.device)[:, None]
         self._is_inside = (targets >= starts) & (targets < starts + self._width)
         self._places = torch.where(self._is_inside, targets - starts, 0)[..., None]
 
     def slices(self) -> Iterator[slice]:
-        """Of the vocabulary, in order."""
+        """Yield the slices of the vocabulary, in order."""
         for start in range(0, len(self._weight), self._width):
             yield slice(start, min(start + self._width, len(self._weight)))
 
     def part(self, columns: slice) -> torch.Tensor:
-        """The slice's weight (W, D), as it is multiplied."""
+        """Return the slice's weight (W, D) on the rows' device, in the products' dtype."""
         return self._weight[columns].to(self.rows.device, self.dtype)
 
     def logits(self, columns: slice) -> torch.Tensor:
-        """(N, W), in at least fp32; nobody else has them."""
+        """Return a slice's logits (N, W) in at least fp32, as a new tensor that the caller may overwrite."""
         made = fast_linear(self.rows, self.part(columns))
         return made.to(torch.promote_types(made.dtype, torch.float32))
 
     def of_targets(self, logits: torch.Tensor, columns: slice) -> torch.Tensor:
-        """(N,): those of the targets that lie in the slice, 0 for others."""
+        """Return the logits (N,) of targets within the slice, 0 for others."""
         places, is_inside = self._of_slice(columns)
         return torch.where(is_inside, logits.gather(1, places).squeeze(1), 0.0)
 
     def add_at_targets(self, values: torch.Tensor, columns: slice, summand: float) -> None:
-        """Adds to values (N, W), in place, where a target lies in the slice."""
+        """Add `summand` to values (N, W) in place, at each target within the slice."""
         places, is_inside = self._of_slice(columns)
         values.scatter_add_(1, places, (summand * is_inside.to(values.dtype))[:, None])
 
     def _of_slice(self, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Columns (N, 1) of the slice, any where the target is in another one, and whether it is in this one (N,)."""
+        """Return each target's column in the slice (N, 1), 0 if it is not there, and whether it is there (N,)."""
         number = columns.start // self._width
         return self._places[number], self._is_inside[number]

@@ -1,4 +1,4 @@
-"""A folder that is written whole, or is not there."""
+"""Folder that is either written completely or does not exist."""
 
 import contextlib
 import os
@@ -14,16 +14,17 @@ from konkanivani.base.files import sync_file
 
 
 def check_is_new(out: Path) -> None:
-    """A UsageError where `out` is there and not an empty folder."""
+    """Raise UsageError if `out` exists and is not an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} already exists. Choose a new or empty folder.")
 
 
 @contextlib.contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out`, in its place at the end, and gone where anything fails.
+    """Provide a temporary folder next to `out`; rename it to `out` at the end, or delete it if anything fails.
 
-    A ResourceError where it cannot be written.
+    Raises:
+        ResourceError: The folder cannot be written.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -32,10 +33,10 @@ def whole_folder(out: Path) -> Iterator[Path]:
             yield partial
             for path in partial.rglob("*"):
                 if path.is_file():
-                    path.chmod(0o644)  # safetensors would leave it to its owner alone
+                    path.chmod(0o644)  # safetensors creates files that only their owner can read
                     sync_file(path)
-            partial.chmod(0o755)
-            os.replace(partial, out)
+            partial.chmod(0o755)  # mkdtemp creates folders that only their owner can enter
+            os.replace(partial, out)  # atomic, and after the files are synced: a crash leaves all or nothing
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
