@@ -29,7 +29,7 @@ def read_sizes(directory: Path, conditions: int) -> dict[int, int]:
             found.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
             known.learn(found.sizes())
         except (OSError, ValueError, AttributeError, CheckpointError, ResourceError):
-            # Damaged or foreign files are ignored: without a limit, the run only fails and records it again.
+            # A damaged file is ignored: without its limits, the run fails and records them again.
             continue
     return known.sizes()
 

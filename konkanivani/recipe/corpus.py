@@ -42,8 +42,7 @@ def check_corpus(start: Start, corpus: Fingerprint) -> None:
 
 
 def warn_of_shared(corpus: Fingerprint, *others: Manifest | None) -> None:
-    """Print a warning for each manifest that shares utterances with the training set: its error rates are too optimistic.
-    """
+    """Warn about manifests that share utterances with the training set: their error rates are too optimistic."""
     for other in others:
         shared = 0.0 if other is None else corpus.shared(make_fingerprint(other))
         if shared >= WARNED_OF:
@@ -76,8 +75,6 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, tex
     for text in islice(texts, TOLD_BY if remembered is not None and remembered.is_unchanged(corpus) else None):
         characters.update(text)
         tokens.update(tokenizer.encode(text))
-    # A subword tokenizer maps a sequence of unknown characters to one token, so that characters are looked up one by
-    # one.
     unknown = {c: number for c, number in characters.items() if tokenizer.special.unknown in tokenizer.encode(c)}
     part = tokens[tokenizer.special.unknown] / max(1, tokens.total())
     if not unknown:

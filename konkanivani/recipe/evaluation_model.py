@@ -118,8 +118,7 @@ def recognize_manifest(trained: EvaluationModel, path: str, manifest: Manifest, 
 
 @dataclass(frozen=True)
 class Forgetting:
-    """Error rates on a set from outside the training domain, of the pretrained folder and of the run's best checkpoint.
-    """
+    """Error rates on --forgetting_manifest: by the pretrained folder and by the run's best checkpoint."""
 
     before: ErrorRates
     after: ErrorRates
@@ -138,7 +137,6 @@ def score_forgetting(config: TrainConfig, checkpoint: Path, topology: Topology) 
     if asked.forgetting_manifest is None:
         return None
     # The pretrained model is scored at its own audio context, not at the context of this run.
-    # Before, it hears what its folder says, not what it was trained to hear since.
     asked = dataclasses.replace(asked, language=asked.forgetting_language or asked.language, audio_context=None)
     tokenizer = read_pretrained(asked.pretrained).vocabulary(asked)
     before = _kept_rates(load_pretrained_evaluation(asked, device, topology), config)

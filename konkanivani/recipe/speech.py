@@ -96,7 +96,7 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     warn_of_shared(corpus, valid, test)
     start = settle(start, measure_corpus_size(train))
     config = start.config
-    # SentencePiece training is slow, and all ranks need the same model: the first rank trains it for all.
+    # Trained once, by the first rank: all ranks need the same tokenizer.
     tokenizer = broadcast_from_rank0(start.topology, lambda: choose_tokenizer(start, train))
     architecture = start.architecture(tokenizer.size)
     check_spelling(start, corpus, tokenizer, normalized_texts(train, config.text.digits))
@@ -199,8 +199,7 @@ def build_training_speech(
 
 
 def more_tokens(config: TrainConfig) -> int:
-    """Return the number of additional tokens in a label with timestamps: two timestamps replace the no-timestamps token.
-    """
+    """Return the additional tokens of a label with timestamps: two timestamps replace the no-timestamps token."""
     return 1 if config.pretrained.timestamp_share else 0
 
 
@@ -227,8 +226,7 @@ def build_evaluation_set(
     device: torch.device,
     rejections: Rejections,
 ) -> EvaluationSet:
-    """Read a manifest and return its utterances in evaluation batches; rejected utterances are added to `rejections`.
-    """
+    """Read a manifest and return its evaluation batches; rejected utterances are added to `rejections`."""
     manifest = read_manifest(path, config.data.audio_roots)
     rejections.begin(manifest)
     return evaluation_set(manifest, config, tokenizer, architecture, device, rejections)
