@@ -59,8 +59,7 @@ class MemoryPlan:
         return RecomputePolicy("auto", tuple((bucket.seconds, bucket.recomputed_blocks) for bucket in self.buckets))
 
     def planned_peaks(self, before: float) -> dict[str, float]:
-        """Return the planned peak in MiB by phase, as the monitor measures it in a process that already used `before`.
-        """
+        """Return the planned peak in MiB by phase, as the monitor measures it in a process that used `before` MiB."""
         phases = {"forward": self.forward, "backward": self.backward, "update": self.update}
         if self.validation:
             phases["validation"] = self.validation

@@ -161,8 +161,7 @@ class OffloadedWeights:
 
     @contextlib.contextmanager
     def at_hand(self, model: torch.nn.Module) -> Iterator[None]:
-        """Keep the whole decoder on the GPU within the context: each generated token needs all of it. Inference only.
-        """
+        """Keep the whole decoder on the GPU, since each generated token needs all of it. For inference only."""
         decoder = getattr(model, "decoder", None)
         if decoder is None:
             yield
