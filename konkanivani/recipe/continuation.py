@@ -26,6 +26,7 @@ def schedule_rates(start: Start, config: TrainConfig, planner: EpochPlanner, sta
         return _begin(config, planner)
     stored = config_from_text(start.resumed.config)
     old = _stored_schedule(start, start.resumed, stored, planner)
+    # The stored length minus the steps that remained then is the finished part, whatever batches were skipped.
     uncapped = (
         old.uncapped_steps
         - _steps_to_come(stored, old.steps_per_epoch, state.epoch, _stored_window(start.resumed))
@@ -36,6 +37,7 @@ def schedule_rates(start: Start, config: TrainConfig, planner: EpochPlanner, sta
     is_over = run_steps <= state.step or state.epoch >= config.run.epochs
     if is_over:
         return counted
+    # No step has been made yet: start a schedule of the new length.
     if state.step == 0:
         return RateSchedule.of_length(run_steps, counted.uncapped_steps, counted.steps_per_epoch)
     is_other = config.optimizer.continue_schedule != stored.optimizer.continue_schedule
@@ -87,7 +89,7 @@ def _steps_per_epoch_before(start: Start, checkpoint: Checkpoint, stored: TrainC
 
 
 def _tell_change(stored: TrainConfig, old: RateSchedule, config: TrainConfig, new: RateSchedule, step: int) -> None:
-    """Print the learning rate before and after, and why it changes; nothing if nothing that decides it has changed."""
+    """Print the learning rate before and after the resume and the reasons for the change, if any."""
     reasons = []
     for name in RATE_FLAGS:
         before, after = getattr(stored.optimizer, name), getattr(config.optimizer, name)

@@ -1,7 +1,7 @@
-"""The folders of a run's logs and checkpoints, which another run may have used before.
+"""Folders of a run's logs and checkpoints, which may contain files of an earlier run.
 
-The log folder is for one process at a time; what earlier runs left under this one's names is moved aside, whole and
-told, and never written over.
+Only one process at a time may use a log folder. Files of an earlier run are moved to a separate folder as a whole, with
+a message, and never overwritten.
 """
 
 import contextlib
@@ -26,18 +26,23 @@ REJECTED_BEFORE = "rejected_before.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class LogFolder:
-    """Where a run logs, and the lock of it, which a dry run does not take."""
+    """Log folder of a run and its lock; the lock is None in a dry run."""
 
     run: RunConfig
     lock: RunLock | None
 
 
 def take_log_folder(run: RunConfig, earlier: RunConfig | None) -> LogFolder:
-    """The run with the name under which it logs, and the lock of that folder.
+    """Choose the log folder of a run and lock it.
 
-    A log belongs to a folder of checkpoints. A run of other checkpoints, such as a copy of that folder, takes a name of
-    its own and says so; where it is a copy, with what the original has logged. `earlier` is the run as its checkpoint
-    has it, None where it begins. A ResourceError names the process that logs there now.
+    A log belongs to one checkpoint folder. A run with another checkpoint folder, such as a copy of it, logs under a new
+    name and prints it; after a resume, the log of the original is copied there.
+
+    Args:
+        run: settings of this run.
+        earlier: settings in its checkpoint; None for a new run.
+
+    Raises a ResourceError that names the process that is logging there.
     """
     folder = run_folder(run)
     owner = _other_owner(run, earlier)
@@ -49,7 +54,7 @@ def take_log_folder(run: RunConfig, earlier: RunConfig | None) -> LogFolder:
 
 
 def run_folder(run: RunConfig) -> Path:
-    """The run's log folder."""
+    """Return the run's log folder."""
     return Path(run.log_dir) / run.run_name
 
 
@@ -62,13 +67,14 @@ def _lock(run: RunConfig, copied_from: Path | None) -> RunLock | None:
     is_new = not (folder / LOCK_NAME).exists()
     lock = RunLock(folder, LOGGING, note=os.path.relpath(_checkpoints_of(run), os.path.realpath(folder)))
     if copied_from and is_new:
+        # Only into a new folder: a second start must not copy the original's log over its own.
         with lock.errors_explained():
             shutil.copytree(copied_from, folder, ignore=shutil.ignore_patterns(LOCK_NAME), dirs_exist_ok=True)
     return lock
 
 
 def _check_is_log(folder: Path) -> None:
-    """Raises a UsageError where a folder of something else, such as a corpus, would be moved aside as an old log."""
+    """Raise a UsageError if the folder is not a log, for example a corpus, and would be moved aside as one."""
     is_log = not folder.is_dir() or (folder / LOG_NAME).exists() or _owner_of(folder) is not None
     found = () if is_log else (path.name for path in visible_entries(folder))
     for name in (name for name in found if not name.startswith(("events.", "rejected"))):
@@ -78,9 +84,9 @@ def _check_is_log(folder: Path) -> None:
 
 
 def _other_owner(run: RunConfig, earlier: RunConfig | None) -> Path | None:
-    """The folder of the checkpoints that the log belongs to, where that is another one and still holds a run.
+    """Return the checkpoint folder that the log belongs to, if it is another one and still contains a run.
 
-    A log of a version that did not write down whose it is belongs to the run that has logged there before.
+    A log of a version that did not record its owner belongs to the run that has logged there before.
     """
     folder = run_folder(run)
     owner = _owner_of(folder)
@@ -95,7 +101,7 @@ def _checkpoints_of(run: RunConfig) -> Path:
 
 
 def _owner_of(folder: Path) -> Path | None:
-    """The checkpoints' folder that the log folder names, relative to itself: a project may be copied whole."""
+    """Return the checkpoint folder named in the log folder, by a relative path: a project may be copied whole."""
     try:
         lines = (folder / LOCK_NAME).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -104,7 +110,7 @@ def _owner_of(folder: Path) -> Path | None:
 
 
 def _own_name(run: RunConfig) -> str:
-    """A name after the checkpoints' folder, which nothing has or this run has already."""
+    """Return a run name after the checkpoint folder that is unused, or already belongs to this run."""
     checkpoints = _checkpoints_of(run)
     name = checkpoints.name or run.run_name
     named = dataclasses.replace(run, run_name=name)
@@ -123,9 +129,10 @@ def _is_logged_to(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def listing_rejected(run_directory: Path | None, is_resumed: bool) -> Iterator[Path | None]:
-    """The file in which a start lists what it leaves out; without a folder, None.
+    """Yield the file in which a start lists rejected utterances; None without a folder.
 
-    An earlier run's list has another name until its folder is moved aside, or until a start ends here with none.
+    The list of an earlier run is renamed until its folder is moved aside; it is restored if the start fails before it
+    lists any.
     """
     if run_directory is None:
         yield None
@@ -135,6 +142,7 @@ def listing_rejected(run_directory: Path | None, is_resumed: bool) -> Iterator[P
         listed.rename(before)
     try:
         yield listed
+    # BaseException: a keyboard interrupt restores the list as well.
     except BaseException:
         if not listed.exists() or not listed.stat().st_size:
             listed.unlink(missing_ok=True)
@@ -144,7 +152,7 @@ def listing_rejected(run_directory: Path | None, is_resumed: bool) -> Iterator[P
 
 
 def move_aside(checkpointer: Checkpointer, run_directory: Path) -> None:
-    """Moves an old run's files aside, once all that can go wrong with the new one's beginning has gone right."""
+    """Move the files of an old run aside, as the last step of a successful start."""
     checkpoints = checkpointer.move_aside()
     if checkpoints:
         say(f"The old checkpoints were moved to {checkpoints}.")
@@ -158,9 +166,9 @@ def move_aside(checkpointer: Checkpointer, run_directory: Path) -> None:
 
 
 def move_newer_aside(checkpointer: Checkpointer, run_directory: Path, resumed: Path, checkpoint: Checkpoint) -> None:
-    """Moves aside what is newer than the checkpoint at `resumed` that a run goes back to, its log copied as it is.
+    """Move checkpoints newer than `resumed` aside, and copy the log with them.
 
-    The copy comes first: a kill in between leaves both to be found, and the next start does it again.
+    The copy is made first: if the process is killed in between, both are still there, and the next start does it again.
     """
     step = checkpoint.step
     newer = checkpointer.newer_than(resumed, step)
@@ -177,7 +185,7 @@ def move_newer_aside(checkpointer: Checkpointer, run_directory: Path, resumed: P
 
 
 def _copy_aside(run_directory: Path) -> Path | None:
-    """The copy of all that the run has logged; None where that is nothing. Whole or absent."""
+    """Copy everything that the run has logged, completely or not at all; None if there is nothing to copy."""
     if not any(path.name != LOCK_NAME for path in run_directory.iterdir()):
         return None
     aside = first_free_name(run_directory.parent, f"{run_directory.name}_replaced")
@@ -195,7 +203,7 @@ def _copy_aside(run_directory: Path) -> Path | None:
 
 
 def make_run_directory(run: RunConfig) -> Path:
-    """The run's log folder, made."""
+    """Create and return the run's log folder."""
     directory = run_folder(run)
     with explained(ResourceError, f"The log folder {directory} cannot be created", "Choose another --log_dir."):
         directory.mkdir(parents=True, exist_ok=True)
