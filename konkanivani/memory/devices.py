@@ -29,6 +29,7 @@ class DeviceCosts:
 
     def attention_workspace(self, utterances: int, frames: int, d_model: int, is_half: bool) -> int:
         """Return the bytes of the fp32 sums of the gradients of query, key and value in half-precision attention."""
+        # The kernel accumulates half-precision gradients in fp32 buffers of its own.
         return 3 * 4 * utterances * frames * d_model if self.is_cuda and is_half else 0
 
 
@@ -48,6 +49,7 @@ def cuda_costs(name: str, capability: tuple[int, int], context: int | None = Non
     4 MiB for cuBLASLt, from Hopper on 32 MiB for each (CublasHandlePool, CUDABlas). 16 MiB for convolutions and 450 MiB
     for a context with its kernels are assumed.
     """
+    # Hopper: 32 MiB each for cuBLAS and cuBLASLt; earlier: 8 MiB + 128 KiB, and 4 MiB.
     matrix_products = 64 * MIB if capability >= FIRST_WITH_LARGE_WORKSPACE else 8 * MIB + 128 * 1024 + 4 * MIB
     return DeviceCosts(
         name,

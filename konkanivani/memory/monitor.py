@@ -85,6 +85,7 @@ def set_mmap_threshold() -> None:
         return
     m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
     with suppress(AttributeError, OSError):
+        # A fixed threshold also disables glibc's dynamic one, which grows with freed blocks (mallopt(3)).
         ctypes.CDLL(None).mallopt(m_trim_threshold, HOLE_BYTES)
         ctypes.CDLL(None).mallopt(m_mmap_threshold, HOLE_BYTES)
 
@@ -121,7 +122,7 @@ class MemoryMonitor:
         self._seconds: dict[str, float] = {}
         self._since = time.perf_counter()
         self._micro_batches = self._retries = 0
-        self._booking = threading.Lock()
+        self._booking = threading.Lock()  # concurrent micro-batches end their phases in different threads
         self._clearing = self._clearing_of_run = CacheClearing()
 
     def expect(self, planned: Mapping[str, float]) -> None:

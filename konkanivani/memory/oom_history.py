@@ -16,6 +16,7 @@ from konkanivani.memory.recovery import OomHistory
 def write_sizes(directory: Path, rank: int, oom_history: OomHistory) -> None:
     """Write a rank's out-of-memory history; raises a ResourceError if the folder is not writable."""
     with atomic_write(_path(directory, rank)) as partial:
+        # Within atomic_write, which turns an OSError into a ResourceError.
         directory.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(oom_history.state_dict()), encoding="utf-8")
 

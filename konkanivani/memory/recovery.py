@@ -104,6 +104,7 @@ class OomHistory:
             self._fits_one_by_one_only = True
             return True
         batch = plan.largest
+        # 0 utterances: not even one fits with all blocks recomputed.
         fewest = 0 if batch.size == 1 and plan.recomputes_all else batch.size
         is_news = not self._is_known(batch, fewest)
         if is_news:
@@ -122,6 +123,7 @@ class OomHistory:
     def fit_to_memory(self, plan: MicroBatchPlan) -> MicroBatchPlan:
         """Return the plan with all micro-batches that are known to be too large split or recomputed."""
         pieces = tuple(piece for batch in plan.micro_batches for piece in self._pieces(batch))
+        # Pieces that are still too large are single utterances: recomputation is the next reduction.
         recomputes_all = plan.recomputes_all or any(map(self.is_too_large, pieces))
         concurrent_micro_batches = 1 if self._fits_one_by_one_only else plan.concurrent_micro_batches
         fitting = dataclasses.replace(
@@ -169,6 +171,7 @@ class OomAttempt(Generic[Result]):
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        # CUDA and CPU allocators raise a RuntimeError, Python itself a MemoryError.
         if not (isinstance(error, (MemoryError, RuntimeError)) and is_out_of_memory(error)):
             return False
         # The traceback would keep the frames of the attempt alive, with their tensors and activation checkpointing's
@@ -261,6 +264,7 @@ class OomRetry(Generic[Result]):
 
 def release_memory() -> None:
     """Collect reference cycles and return cached GPU memory to the driver: the cached blocks may be too small."""
+    # First: tensors in reference cycles still occupy their cached blocks.
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -94,6 +94,7 @@ class StepTracer:
     def __init__(self, step: TracedStep, front_end: torch.nn.Module, costs: DeviceCosts) -> None:
         """Build the step's parts inside the tracing mode; `front_end` is a real module."""
         self._mode, self._step, self.costs = Shapes(), step, costs
+        # A copy, because its buffers are replaced by tensors without data.
         front_end = copy.deepcopy(front_end).cpu()
         with self._mode:
             for module in front_end.modules():
@@ -110,6 +111,7 @@ class StepTracer:
         parts.optimizer.zero_grad = lambda: None
         for parameter, gradient in zip(trained_parameters(parts.model), gradients, strict=True):
             parameter.grad = gradient
+        # The trace uses a CPU's autocast, which runs layer norms in half precision; CUDA's runs them in fp32.
         if costs.is_cuda and parts.forward.amp_dtype is not None:
             for module in parts.model.modules():
                 if isinstance(module, torch.nn.LayerNorm):
@@ -165,6 +167,7 @@ class StepTracer:
         return Peak(
             state=self.state(),
             forward=phases.peaks["forward"] - others,
+            # Attention allocates its workspace inside the kernel, where the trace cannot see it.
             backward=phases.peaks["backward"]
             - others
             + self._attention_workspace(largest_batch(global_batch.micro_batches)),

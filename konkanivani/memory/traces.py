@@ -58,6 +58,7 @@ class Traces:
     def read(self, path: Path) -> None:
         """Merge the traces in the file at `path`; a missing or damaged file is ignored."""
         with contextlib.suppress(OSError, ValueError, TypeError):
+            # The first line is the CRC-32 of the JSON text that follows.
             checksum, text = path.read_text(encoding="utf-8").split("\n", 1)
             if int(checksum, 16) == zlib.crc32(text.encode()):
                 peaks, validation_peaks = json.loads(text)

@@ -78,6 +78,7 @@ def load_weights(
 def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner, change: CorpusChange | None) -> None:
     """Restart the epoch if its plan differs from the checkpoint's; print how the corpus has changed."""
     is_replanned = checkpoint.plan_digest != planner.digest()
+    # At the start of an epoch, no utterance has been consumed that a new plan could repeat.
     is_restarted = is_replanned and state.consumed > 0
     if is_restarted:
         epoch = f"epoch {state.epoch + 1} is restarted"
@@ -96,6 +97,7 @@ def _take_weights(
 ) -> None:
     """Copy the checkpoint weights that fit into `whole`, and load them into `stateful` if that is sharded."""
     config = config_from_text(initial.config)
+    # Low-rank products are merged into the weights, since the new run may have no adapters.
     _, weights = architecture_of(config, initial.vocab_size).plain(initial.states["model"])
     transfer = transfer_weights(
         whole, weights, config.model, initial.tokenizer == tokenizer.model and not tuning.new_tokenizer
@@ -112,6 +114,7 @@ def _take_weights(
     # A value beyond 65504 becomes inf in float16.
     if tuning.frozen_dtype == "half":
         check_finite(f"the checkpoint of step {initial.step}, rounded to half precision,", whole.state_dict())
+    # A sharded model distributes the whole state to its ranks.
     if stateful is not whole:
         stateful.load_state_dict(whole.state_dict())
     print(f"Weights from the checkpoint of step {initial.step}:\n{transfer.summary()}", flush=True)

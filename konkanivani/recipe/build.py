@@ -69,11 +69,13 @@ def build_run(start: Start, report: Report = silent) -> Run:
         state = TrainState()
         stateful = stateful_parts(start, step, state)
         load_weights(start, speech.tokenizer, planner, step, state, stateful, speech.corpus)
+        # The schedule of a resumed run depends on the state just loaded.
         step = replace(step, rates=schedule_rates(start, config, planner, state))
     _learn_sizes(config, step)
     _tell_plan(config, step, speech.train, planner)
     limits = _micro_batch_limits(config, step, plan)
     loader = loader_config(config, device)
+    # From here on, files of an earlier run are moved: all checks have passed.
     checkpointer, validation = take_checkpoint_folder(start, run_directory), speech.validation
     logbook = Logbook(run_directory, resumed=Resumed(state.step, state.skipped_steps, state.epochs_finished))
     logbook.log_settings(config_to_text(config))

@@ -124,6 +124,7 @@ def _try_going_on(folder: Path, clock: StageClock) -> float:
         train(_until(run, run.state.step + 1))
     undisturbed, resumed = (read_checkpoint(folder / name) for name in (THIRD, LAST))
     difference = relative_difference(undisturbed, resumed)
+    # A CPU has to be exact; on CUDA, only a difference above CLOSE is an error.
     if run.step.forward.device.type == "cpu" or difference > CLOSE:
         check_equal(undisturbed, resumed, "A step after resuming differs from the step without resuming")
     exactly = "identical bit for bit" if difference == 0 else f"identical to within {difference:.1g}"
@@ -138,6 +139,7 @@ def _kept(run: Run, name: str) -> Path:
 
 def _until(run: Run, step: int) -> Run:
     """Return the run limited to `step` steps, in any number of epochs, with a small validation set."""
+    # Only the step limit may end the run, neither the number of epochs nor early stopping.
     config = dataclasses.replace(run.config, max_steps=step, epochs=run.state.epoch + 100, early_stop_epochs=None)
     return dataclasses.replace(run, config=config, validation=_few(run))
 

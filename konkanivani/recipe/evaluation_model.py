@@ -52,7 +52,6 @@ def load_evaluation_model(path: str | Path, device: torch.device, topology: Topo
     checkpoint = broadcast_from_rank0(topology, lambda: read_checkpoint(path))
     config, tokenizer = settings_of_weights(checkpoint), load_tokenizer(checkpoint)
     # Evaluate in fp32: `device` may lack the half-precision format of the GPU that trained the model.
-    # The card that it was trained on may have had formats that this device lacks.
     config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, mixed_precision=False))
     architecture = restored_architecture(checkpoint, config)
     forward = build_forward(config, architecture, device)
@@ -95,6 +94,7 @@ def recognize_manifest(trained: EvaluationModel, path: str, manifest: Manifest, 
     """
     decode = build_decode(decoding, trained.architecture, trained.tokenizer, trained.forward.device)
     evaluation = evaluate_manifest(trained, manifest.path, decode, manifest.named_roots)
+    # Evaluation batches are sorted by length: restore the manifest's order.
     heard = {scored.utterance.row: scored.hypothesis for scored in evaluation.scored}
     texts = tuple(
         ScoredText(said.id, said.text, heard[said.row], said.speaker, said.duration, said.pattern)
@@ -140,6 +140,7 @@ def score_forgetting(config: TrainConfig, checkpoint: Path, topology: Topology) 
     asked = dataclasses.replace(asked, language=asked.forgetting_language or asked.language, audio_context=None)
     tokenizer = read_pretrained(asked.pretrained).vocabulary(asked)
     before = _kept_rates(load_pretrained_evaluation(asked, device, topology), config)
+    # Both models get the language and task tokens of --forgetting_language, not of the training.
     trained = dataclasses.replace(load_evaluation_model(checkpoint, device, topology), tokenizer=tokenizer)
     found = Forgetting(before, _kept_rates(trained, config))
     say(found.sentence(asked.forgetting_manifest))

@@ -41,6 +41,7 @@ def begin_pretrained(config: TrainConfig) -> tuple[TrainConfig, Pretrained | Non
     if config.pretrained.forgetting_language is not None:
         other = dataclasses.replace(config.pretrained, language=config.pretrained.forgetting_language)
         pretrained.vocabulary(other)
+    # Reads all weights once and discards them: a damaged file is reported now, not after the data is prepared.
     pretrained.check_weights()
     if config.optimizer.learning_rate == AUTO:
         config = with_values(config, {"learning_rate": pretrained.learning_rate(config.tuning)})
@@ -55,6 +56,7 @@ def resume_pretrained(asked: CommandLine, config: TrainConfig, checkpoint: Check
     if STATE not in checkpoint.states:
         return None
     if "pretrained" not in asked.explicit:
+        # Without frozen weights the checkpoint is complete, and the folder is not needed.
         if not restored_architecture(checkpoint, config).has_base:
             return None
         check_base_is_there(config, "Put it there, or give its path with --pretrained")
@@ -87,6 +89,7 @@ def make_origin(
     if pretrained is None:
         stored = resumed.states.get(STATE) if resumed else None
         return None if stored is None else Origin({n: v for n, v in stored.items() if n != "frozen"}, stored["frozen"])
+    # Checkpoints omit frozen weights; their digest shows on resume whether the folder still holds the same ones.
     named = model.named_parameters() if architecture.has_base else ()
     frozen = {name: weight for name, weight in named if not weight.requires_grad}
     return Origin(pretrained.description(), digest_of(frozen), pretrained.path)

@@ -69,6 +69,7 @@ def nearest_folder(path: Path) -> Path:
 def cache_folder() -> Path | None:
     """Return the user's cache folder for results that can be recomputed; None if it is not an absolute path."""
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    # XDG Base Directory Specification: a relative path is invalid and has to be ignored.
     return Path(folder) / "konkanivani" if os.path.isabs(folder) else None
 
 
@@ -77,8 +78,10 @@ def _check_manifest(flag: str, path: Path) -> None:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        # A pipe could be read only once, but a manifest is read for its digest and for its rows.
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "it is not a file")
+        # Permissions on network file systems are known only after an attempt to open the file.
         with open(path, "rb"):
             pass
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path

@@ -55,6 +55,7 @@ def digest_of_flags(config: TrainConfig) -> str:
 
 def digest_of_code() -> str:
     """Return a digest of the names and contents of this package's source files."""
+    # Sorted, because file systems list a directory in different orders.
     return _digest(sorted(PACKAGE.rglob("*.py")), PACKAGE)
 
 

@@ -46,6 +46,7 @@ def take_log_folder(run: RunConfig, earlier: RunConfig | None) -> LogFolder:
     """
     folder = run_folder(run)
     owner = _other_owner(run, earlier)
+    # A log in use is not avoided by a new run: _lock raises an error that names the process.
     if owner is not None and (earlier or not _is_logged_to(folder)):
         named = dataclasses.replace(run, run_name=_own_name(run))
         say(f"{folder} is the log of the run in {owner}: this run logs to {run_folder(named)}.")
@@ -65,6 +66,7 @@ def _lock(run: RunConfig, copied_from: Path | None) -> RunLock | None:
         check_nobody_works(folder, LOGGING)
         return None
     is_new = not (folder / LOCK_NAME).exists()
+    # Relative to the log folder, see _owner_of.
     lock = RunLock(folder, LOGGING, note=os.path.relpath(_checkpoints_of(run), os.path.realpath(folder)))
     if copied_from and is_new:
         # Only into a new folder: a second start must not copy the original's log over its own.
@@ -103,6 +105,7 @@ def _checkpoints_of(run: RunConfig) -> Path:
 def _owner_of(folder: Path) -> Path | None:
     """Return the checkpoint folder named in the log folder, by a relative path: a project may be copied whole."""
     try:
+        # Paths may contain bytes that are not UTF-8.
         lines = (folder / LOCK_NAME).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return None
@@ -112,7 +115,7 @@ def _owner_of(folder: Path) -> Path | None:
 def _own_name(run: RunConfig) -> str:
     """Return a run name after the checkpoint folder that is unused, or already belongs to this run."""
     checkpoints = _checkpoints_of(run)
-    name = checkpoints.name or run.run_name
+    name = checkpoints.name or run.run_name  # the name of the root folder is empty
     named = dataclasses.replace(run, run_name=name)
     if not run_folder(named).exists() or _owner_of(run_folder(named)) == checkpoints:
         return name
@@ -138,6 +141,7 @@ def listing_rejected(run_directory: Path | None, is_resumed: bool) -> Iterator[P
         yield None
         return
     listed, before = run_directory / REJECTED, run_directory / REJECTED_BEFORE
+    # If both exist, `listed` is of a failed start, and the earlier run's list is already renamed.
     if not is_resumed and listed.exists() and not before.exists():
         listed.rename(before)
     try:
@@ -156,6 +160,7 @@ def move_aside(checkpointer: Checkpointer, run_directory: Path) -> None:
     checkpoints = checkpointer.move_aside()
     if checkpoints:
         say(f"The old checkpoints were moved to {checkpoints}.")
+    # The list and the lock of the new run stay.
     logs = [path for path in run_directory.iterdir() if path.name not in (REJECTED, LOCK_NAME)]
     if logs:
         aside = first_free_name(run_directory.parent, f"{run_directory.name}_replaced")
@@ -189,6 +194,7 @@ def _copy_aside(run_directory: Path) -> Path | None:
     if not any(path.name != LOCK_NAME for path in run_directory.iterdir()):
         return None
     aside = first_free_name(run_directory.parent, f"{run_directory.name}_replaced")
+    # A killed copy leaves only a .partial folder, which the next start deletes.
     partial = aside.with_name(aside.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)

@@ -109,6 +109,7 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
         tested = test and evaluation_set(test, config, tokenizer, architecture, device, rejections)
     problems.raise_all()
     say_removed([manifest for manifest in manifests if manifest is not None], tokenizer)
+    # Each rank evaluates its share of the validation set.
     validation = validation and dataclasses.replace(validation, topology=start.topology)
     test_utterances = len(tested.speech.utterances) if tested else 0
     return RunData(config, corpus, tokenizer, training, validation, rejections, test_utterances)
@@ -119,6 +120,7 @@ def say_removed(manifests: list[Manifest], tokenizer: Vocabulary) -> None:
     removed = FormatCharacterCount()
     for manifest in manifests:
         removed.add_all(manifest.index.format_characters)
+    # The tokenizer is probed for whether it keeps zero-width joiners.
     sentence = removed.sentence(keeps_joiners=ZWJ in tokenizer.normalize(f"क{ZWJ}क", "keep"))
     if sentence:
         say(sentence)
@@ -185,6 +187,7 @@ def build_training_speech(
     most = architecture.most_tokens - more_tokens(config)
     limits = limits.within(architecture.longest_seconds, most, slowest)
     kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
+    # Drawn from the usable utterances, so that --train_subset is a percentage of those.
     if config.data.train_subset < 100:
         kept = kept.part(choose_subset(len(kept), config.data.train_subset, config.run.seed))
     return TrainDataset(
@@ -215,6 +218,7 @@ def choose_usable(
 
 def speech_sizes(utterances: Selection, slowest: float, more: int = 0) -> SpeechSizes:
     """Return the sizes of the utterances at the slowest speed, with `more` additional tokens each."""
+    # Token counts are uint16: widen them before the addition.
     return SpeechSizes(utterances, utterances.durations / slowest, utterances.tokens.astype(np.int64) + more)
 
 

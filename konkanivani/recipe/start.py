@@ -219,6 +219,7 @@ def _resumed_config(asked: CommandLine, checkpoint: Checkpoint, path: Path) -> T
     if found:
         listed = "".join(f"\n  {difference}" for difference in found)
         anew = f"--init_from {path}"
+        # --init_from rejects a checkpoint of a pretrained model; its exported folder is used instead.
         if STATE in checkpoint.states:
             anew = "--pretrained and the folder that export_asr.py --whisper writes,"
         raise CheckpointError(

@@ -43,6 +43,7 @@ def train_and_report(asked: CommandLine) -> str:
     with ignore_lost_output(), in_ranks(asked.config.run.rank_timeout) as topology:
         run = build_in_ranks(asked, topology)
         with run.logbook, write_sizes_on_error(run):
+            # A resumed run has been tested before, unless its memory plan is new.
             if is_rehearsed(run.settings) and (run.state.step == 0 or run.settings.memory.replan):
                 tell_rehearsal(run)
             if run.state.step and run.is_finished():
@@ -66,6 +67,7 @@ def build_in_ranks(asked: CommandLine, topology: Topology) -> Run:
         check_same(topology, {"flags": digest_of_flags(asked.config), "code": digest_of_code(), "devices": device})
     start = resolve_start(asked, topology=topology)
     with given_up_if_refused(*start.locks):
+        # After resolve_start: a resumed checkpoint may supply the manifests.
         if not topology.is_single_process:
             check_same(topology, {"data": digest_of_data(start.config)})
         run = build_run(start)

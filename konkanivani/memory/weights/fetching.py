@@ -62,6 +62,7 @@ class WeightPrefetcher:
         # Block numbers ascend in the forward pass and descend in the backward pass.
         following = number + 1 if number > self._last else number - 1
         self._last = number
+        # The backward pass does not reach blocks below the first trained one.
         if self._ahead and 0 <= following < len(self._sources) and (following > number or self._trains[following]):
             self._coming = self._start(following)
         return found.weights
@@ -111,7 +112,7 @@ def on_own_pages(weight: torch.Tensor) -> torch.Tensor:
 
     PyTorch's pinned memory is allocated in powers of two: up to twice as much.
     """
-    pages = mmap.mmap(-1, max(weight.nbytes, 1))
+    pages = mmap.mmap(-1, max(weight.nbytes, 1))  # a mapping of length 0 is an error
     return torch.frombuffer(pages, dtype=weight.dtype, count=weight.numel()).view(weight.shape).copy_(weight)
 
 

@@ -67,6 +67,8 @@ def choose_placement(asked: str, blocks: int, is_half: bool, fits: Callable[[Pla
     everything = Placement(offloaded_blocks=blocks)
     if asked in ("card", "half") or (asked == "auto" and fits(ON_CARD)):
         return Placement(half_precision=asked == "half")
+    # Half-precision weights on the GPU (0 offloaded blocks) are the first reduction; fp32 weights can only be
+    # offloaded.
     least = blocks if asked == "host" else 0 if is_half else 1
     some = [Placement(count, half_precision=is_half) for count in range(least, blocks)]
     # Memory decreases with each offloaded block, so that `fits` is monotonic; each evaluation traces a step.
@@ -102,6 +104,7 @@ class OffloadedWeights:
             self._add_halves(offloaded_blocks, amp_dtype, host)
         if placement.half_precision:
             self._add_halves(others, torch.float16 if amp_dtype is None else amp_dtype, device)
+        # Page-locking covers whole pages, which must not be shared with other data.
         if placement.prefetch and device.type == "cuda":
             self._give_own_pages(offloaded_blocks)
         sources = [
@@ -119,6 +122,7 @@ class OffloadedWeights:
     @torch.no_grad()
     def refresh(self) -> None:
         """Update all copies from the masters; required before each global batch and before recognition."""
+        # A prefetched copy is from before the update.
         self._fetcher.forget()
         for master, half in self._halves.items():
             half.copy_(master)
@@ -157,6 +161,7 @@ class OffloadedWeights:
 
     def _in_place_of(self, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         copy = _MasterGradient.apply(master, copy) if master.requires_grad else copy
+        # Without autocast, a product needs operands of one dtype: convert halved weights back.
         return copy if self._amp_dtype else copy.to(master.dtype)
 
     @contextlib.contextmanager

@@ -60,6 +60,7 @@ class Kept:
 
         After a failure only the model itself has to be the same: a retry may use other flags.
         """
+        # A condition that the record of an older version lacks counts as different.
         names = sorted(name for name in conditions if self.conditions.get(name) != conditions[name])
         has_failed = self.outcome is not None and not self.is_finished
         return [name for name in names if not has_failed or name in ("--pretrained", "--preset")]
@@ -89,6 +90,7 @@ def outcome_of(name: str, source: str, summary: Mapping[str, object]) -> Outcome
     by = f"_{way[0]}" if way else ""
     steps = _logged_steps(Path(summary["tensorboard"], "log.jsonl"))
     seconds = sum(step["seconds"] for step in steps)
+    # Weighted by time, because steps differ in length.
     spoken = sum(step["audio_seconds_per_second"] * step["seconds"] for step in steps)
     # the log also has the steps before a resume
     peaks = [phase["peak_mib"] or 0.0 for step in steps for phase in step["memory"]]
@@ -123,6 +125,7 @@ def table_of(outcomes: Sequence[Outcome]) -> str:
     head, *lines = table_lines([HEADS, *(_cells(outcome) for outcome in outcomes)])
     for number, outcome in enumerate(outcomes):
         if outcome.reason is not None:
+            # A sentence ends before a capital letter: full stops in paths and numbers do not count.
             first_sentence = re.split(r"(?<=[.!?])\s+(?=[A-Z])", outcome.reason, maxsplit=1)[0]
             lines[number] = f"{outcome.name.ljust(names)}  failed: {first_sentence}"
     return "\n".join([head, *lines])

@@ -35,6 +35,7 @@ def costs_per_rank(costs: DeviceCosts, architecture: Architecture, ranks: Ranks)
         return costs
     model = architecture.build_without_values()
     whole = parameter_count(model)
+    # bytes_per_rank includes all-gather buffers; unsharded gradients are all-reduced in buckets of BUCKET_BYTES.
     more = (
         bytes_per_rank(model, ranks.world_size) - STATE_BYTES * whole if ranks.sharded else min(4 * whole, BUCKET_BYTES)
     )
@@ -62,5 +63,6 @@ def traffic_bytes(architecture: Architecture, ranks: Ranks) -> int:
     """
     model = architecture.build_without_values()
     whole, blocks = parameter_count(model), sum(map(parameter_count, model.blocks))
+    # Each half costs (N - 1) / N numbers per weight, 4 bytes each.
     halves = 3 * blocks + 2 * (whole - blocks) if ranks.sharded else 2 * whole
     return 4 * halves * (ranks.world_size - 1) // ranks.world_size

@@ -132,6 +132,7 @@ def plan_budget(
         awaited = pool.map(answer, requests)
         validation_peak = pool.submit(peak_of_validation, requests[0]).result()  # runs in the first worker that is free
         answers = tuple(awaited)
+    # With offloading, only the trace knows the part of the state that is on the GPU.
     state = state_bytes(config, architecture) if placement.is_on_card else longest.state
     return PlanReport(
         device=costs.name,
@@ -174,6 +175,7 @@ def plan_presets(
     config = resolve(config)
     runs = [(dataclasses.replace(config.run, preset=name), shape) for name, shape in presets.items()]
     shaped = [dataclasses.replace(config, run=run, model=shape) for run, shape in runs]
+    # Budget 0: _cells sets it for each column.
     requests = [PlanRequest(shape, costs, 0, mode) for shape in shaped for mode in ("never", "always")]
     with two_processes() as pool:
         cells = list(pool.map(_cells, requests, repeat(budgets)))
@@ -200,6 +202,7 @@ def _cells(request: PlanRequest, budgets: tuple[float, ...]) -> list[str]:
             # The traces do not depend on the budget: one planner serves all budgets.
             planner.budget = int(gib * GIB)
             if state + planner.beside() > planner.budget:
+                # The state alone does not fit: no trace is needed.
                 cells.append("- / -")
                 continue
             largest_batch = planner.largest_batch(10.0, request.tokens(10.0), policy, MAX_UTTERANCES).utterances
@@ -217,6 +220,7 @@ def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int, given:
     for setting in settings_of(config):
         if setting.name in set(given) - DECIDED:
             values = setting.value if isinstance(setting.value, tuple) else [setting.value]
+            # A switch has no value.
             words += [f"--{setting.name}", *(str(value) for value in values if value is not True)]
     words += ["--memory_budget", budget_text(budget)]
     words += ["--batch_size", "auto", "--effective_batch_size", str(config.global_batch_size)]

@@ -31,6 +31,7 @@ def device_costs(device: torch.device) -> DeviceCosts:
 
 def state_bytes(config: TrainConfig, architecture: Architecture) -> int:
     """Return the bytes of the model's weights, gradients and optimizer state."""
+    # On the meta device: only the sizes of the tensors are needed.
     model = architecture.build_without_values()
     return model_state_bytes(model, build_optimizer(model, config.optimizer).tensors)
 
@@ -50,6 +51,7 @@ def _largest_preset(config: TrainConfig, room: int) -> str:
     """Return a sentence that suggests the largest preset whose state fits into `room` bytes."""
     if config.pretrained.pretrained is not None:
         return "Use --freeze encoder or --lora_rank 32, a smaller model, or a larger budget."
+    # PRESETS are in descending order of size.
     for name, shape in PRESETS.items():
         architecture = architecture_of(dataclasses.replace(config, model=shape), TextConfig().vocab_size)
         state = state_bytes(config, architecture)

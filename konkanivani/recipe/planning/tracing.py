@@ -67,5 +67,6 @@ def traces_path(
     precision = config.memory.mixed_precision, config.memory.amp_dtype
     step = architecture, config.augment, config.loss, config.optimizer, precision
     device = costs.is_cuda, costs.rounding, is_onednn_preferred()
+    # Any change of the code or of PyTorch may change a trace.
     depends = repr((step, device, placement, digest_of_code(), torch.__version__))
     return folder / f"traces_{hashlib.sha256(depends.encode()).hexdigest()[:32]}.json"
