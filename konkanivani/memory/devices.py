@@ -45,11 +45,11 @@ def cpu_costs() -> DeviceCosts:
 def cuda_costs(name: str, capability: tuple[int, int], context: int | None = None) -> DeviceCosts:
     """Return the costs of a CUDA GPU; `context` is the measured size in bytes, or None without a GPU to measure.
 
-    PyTorch's allocator hands out multiples of 512 bytes (CUDACachingAllocator). It takes 8.125 MiB for cuBLAS and up to
-    4 MiB for cuBLASLt, from Hopper on 32 MiB for each (CublasHandlePool, CUDABlas). 16 MiB for convolutions and 450 MiB
-    for a context with its kernels are assumed.
+    PyTorch's allocator hands out multiples of 512 bytes (CUDACachingAllocator). 16 MiB for convolutions and 450 MiB for
+    a context with its kernels are assumed.
     """
-    # Hopper: 32 MiB each for cuBLAS and cuBLASLt; earlier: 8 MiB + 128 KiB, and 4 MiB.
+    # PyTorch takes 8.125 MiB for cuBLAS and up to 4 MiB for cuBLASLt, from Hopper on 32 MiB for each (CublasHandlePool,
+    # CUDABlas).
     matrix_products = 64 * MIB if capability >= FIRST_WITH_LARGE_WORKSPACE else 8 * MIB + 128 * 1024 + 4 * MIB
     return DeviceCosts(
         name,

@@ -109,7 +109,7 @@ def _read_bytes(nvml: Any, handle: Any) -> dict[int, int | None]:
         with suppress(Exception):  # an old driver lacks a list, a container may not read one: the others still count
             for process in getattr(nvml, name)(handle):
                 known = [size for size in (held.get(process.pid), process.usedGpuMemory) if size is not None]
-                # each list gives the total of the process, so that they are not summed
+                # Each list gives the total of the process, so that they are not summed.
                 held[process.pid] = max(known, default=None)
     return held
 

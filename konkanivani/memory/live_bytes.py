@@ -22,7 +22,7 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self._rounding, self._place = rounding, place
         self._sizes: dict[int, int] = {}
-        # storages may be freed by another thread, or by the garbage collector during a count
+        # Storages may be freed by another thread, or by the garbage collector during a count.
         self._counting = threading.RLock()
 
     @classmethod

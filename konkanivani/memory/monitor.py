@@ -189,7 +189,7 @@ class MemoryMonitor:
         return self.peak_mib if self.device.type == "cuda" else max(self.peak_mib, peak_resident_mib())
 
     def _measure_cuda(self, phase: str) -> PhaseMemory:
-        # a single call: each of torch.cuda's functions would read all statistics
+        # A single call: each of torch.cuda's functions would read all statistics.
         stats = torch.cuda.memory_stats(self.device)
         allocated, reserved = stats.get("allocated_bytes.all.current", 0), stats.get("reserved_bytes.all.current", 0)
         retries = stats.get("num_alloc_retries", 0)

@@ -103,7 +103,7 @@ def read_plan(state: Mapping[str, object]) -> MemoryPlan:
             buckets,
             float(state["validation_seconds"]),
             *peaks,
-            # checkpoints from before --concurrent_micro_batches have no such entry
+            # Checkpoints from before --concurrent_micro_batches have no such entry.
             concurrent_micro_batches=int(state.get("at_once", 1)),
             placement=Placement(int(offloaded_blocks), bool(half_precision), bool(prefetch)),
             host=int(host),

@@ -93,7 +93,7 @@ class Planner:
         none, every = self.peak(shape, NEVER), self.peak(shape, ALWAYS)
         if every > self.budget:
             return BucketPlan(seconds, tokens, 0, blocks, every)
-        # block 0, the subsampling, differs from the others
+        # Block 0, the subsampling, differs from the others.
         a_block = max(1, (none - self.peak(shape, RecomputePolicy.first(2))) / 2)
         count = int(np.clip(np.ceil((none - self.budget) / a_block), 1, blocks))
         # The estimate assumes equal blocks: correct it in both directions.

@@ -113,7 +113,7 @@ def memory_conditions(config: TrainConfig, architecture: Architecture, device: t
     memory, concurrent_micro_batches = config.memory, choose_concurrency(config, device, is_sharded=False)
     precision = memory.mixed_precision, memory.amp_dtype
     step = architecture, config.loss, precision, memory.gradient_checkpointing, concurrent_micro_batches
-    # the default is left out, so that older plans stay valid
+    # The default is left out, so that older plans stay valid.
     if memory.weights != AUTO or memory.host_budget is not None:
         step = *step, memory.weights, memory.host_budget
     # Also left out by default: checkpoints from before --optimizer keep their plan.

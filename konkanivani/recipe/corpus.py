@@ -70,8 +70,8 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, tex
     """
     if not (start.resumed or keeps_tokens(start)):
         return
-    # Tokenizing a large corpus takes long: an unchanged one is only sampled.
     remembered, characters, tokens = remembered_corpus(start), Counter(), Counter()
+    # Tokenizing a large corpus takes long: an unchanged one is only sampled.
     for text in islice(texts, TOLD_BY if remembered is not None and remembered.is_unchanged(corpus) else None):
         characters.update(text)
         tokens.update(tokenizer.encode(text))

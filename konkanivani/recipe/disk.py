@@ -17,7 +17,7 @@ SETTINGS_BYTES = MIB  # flags, tokenizer, counters
 BESIDE_EPOCHS = 4  # the last, the previous, the best, and the one being written
 DRY_RUN_FILES = 6  # 2 + BESIDE_EPOCHS: its resumed part runs with --keep_checkpoints 2
 ADAMW = OptimizerConfig()
-# 2.3 kB per step, audio and picture of one utterance; a full disk stops the logs but not the run
+# 2.3 kB per step, audio and picture of one utterance; a full disk stops the logs but not the run.
 LOG_BYTES_AN_EPOCH = MIB
 
 

@@ -62,7 +62,7 @@ def resume_pretrained(asked: CommandLine, config: TrainConfig, checkpoint: Check
         check_base_is_there(config, "Put it there, or give its path with --pretrained")
     pretrained = read_pretrained(config.pretrained.pretrained or "")
     stored = checkpoint.states[STATE]
-    # checks what is known so far; frozen weights are compared later
+    # Checks the parts that are known so far; frozen weights are compared later.
     Origin(pretrained.description(), stored["frozen"], pretrained.path).load_state_dict(stored)
     return pretrained
 

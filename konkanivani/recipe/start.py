@@ -168,7 +168,7 @@ def _check_beginning(asked: CommandLine, report: Report) -> tuple[TrainConfig, C
 
 
 def _check_places(config: TrainConfig, architecture: Architecture, report: Report) -> None:
-    # raises for precision flags that only torch can check
+    # Raises for precision flags that only torch can check.
     choose_precision(config.memory, choose_device(config.run.device))
     check_paths(config)
     manifests = count(len(named_manifests(config)), "manifest", "is/are")

@@ -74,7 +74,7 @@ def choose_candidates(pretrained: Sequence[str], presets: Sequence[str], flags: 
     model, a folder is missing, or a flag belongs to a single run.
     """
     if not (pretrained or presets):
-        # report a mistyped flag first: it may have been meant to name the models
+        # Report a mistyped flag first: it may have been meant to name the models.
         parse_args(list(_words(flags, frozenset())))
         raise UsageError("No models to compare: give --pretrained with folders, or --presets.")
     if single := sorted({flag.name for flag in flags} & OF_ONE_RUN):

@@ -92,7 +92,7 @@ def outcome_of(name: str, source: str, summary: Mapping[str, object]) -> Outcome
     seconds = sum(step["seconds"] for step in steps)
     # Weighted by time, because steps differ in length.
     spoken = sum(step["audio_seconds_per_second"] * step["seconds"] for step in steps)
-    # the log also has the steps before a resume
+    # The log also has the steps before a resume.
     peaks = [phase["peak_mib"] or 0.0 for step in steps for phase in step["memory"]]
     return Outcome(
         name,

@@ -36,7 +36,7 @@ class Ended:
             return "Killed (SIGKILL), perhaps by the system for lack of memory."
         lines = [line for line in self.errors if line.strip() and not LINE_OF_BAR.match(line)]
         start = len(lines) - 1
-        # keep an indented list with the lines around it
+        # Keep an indented list with the lines around it.
         while start > 0 and "  " in (lines[start][:2], lines[start - 1][:2]):
             start -= 1
         told = lines[max(0, start) :]

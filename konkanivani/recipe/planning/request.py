@@ -57,7 +57,7 @@ class PlanRequest:
         """Yield a planner of this configuration that reuses and stores traces."""
         asked = self.config.data.concurrent_micro_batches
         is_single_process = self.costs.is_cuda or asked == AUTO or not self.placement.is_on_card
-        # auto runs two in parallel only if memory is left: plan for one
+        # auto runs two in parallel only if memory is left: plan for one.
         concurrent_micro_batches = 1 if is_single_process else asked
         with kept_traces(self.config, self.architecture, self.costs, self.placement) as traces:
             yield Planner(traces, self.budget, _tokens_per_second(self.config), concurrent_micro_batches)
@@ -85,7 +85,7 @@ class PlanRequest:
     def tell(self, found: str) -> None:
         """Report an intermediate result on stderr; the answer itself goes to stdout."""
         way = "keeping activations" if self.mode == "never" else "recomputing all"
-        # a single write, since two processes share stderr
+        # A single write, since two processes share stderr.
         sys.stderr.write(f"  {_name(self.config)}, {way}: {found}\n")
 
     @property
