@@ -1,4 +1,4 @@
-"""Which blocks keep their activations and which recompute them in the backward pass."""
+"""Activation checkpointing: the number of blocks whose activations are recomputed in the backward pass."""
 
 import sys
 from collections.abc import Callable
@@ -16,16 +16,17 @@ ALL_BLOCKS = sys.maxsize
 
 @dataclass(frozen=True)
 class RecomputedBlocks:
-    """A block runner that recomputes the model's first `count` blocks (Chen et al., 2016).
+    """Block runner that recomputes the activations of the model's first `count` blocks (Chen et al., 2016).
 
-    The first ones, because the backward pass reaches them last: what it recomputes then finds the others' activations
-    gone. Dropout draws the same masks again: where a micro-batch's masks have a seed, each block's have one that
-    follows from it, else the generators' state is kept beside the block's input. What is fetched is always recomputed.
+    The first blocks are chosen because the backward pass reaches them last, when the activations of the others have
+    been freed. Fetched (offloaded) blocks are always recomputed.
     """
 
     count: int
 
     def __call__(self, block: torch.nn.Module | OffloadedBlock, *inputs: object) -> torch.Tensor:
+        # Recomputation has to draw the same dropout masks. Each block gets its own seed, derived from the
+        # micro-batch's; without one, checkpointing saves and restores the state of the random generators.
         masks = dropout_generator()
         run = block if masks is None else _seeded(block, derive_seed(masks.initial_seed(), block.number))
         is_fetched = isinstance(block, OffloadedBlock) and block.is_fetched
@@ -35,7 +36,7 @@ class RecomputedBlocks:
 
 
 def _seeded(block: torch.nn.Module | OffloadedBlock, seed: int) -> Callable[..., torch.Tensor]:
-    """The block with masks of this seed."""
+    """Return the block with dropout masks drawn from `seed`."""
 
     def run(*inputs: object) -> torch.Tensor:
         with dropout_seed(seed):
@@ -46,10 +47,10 @@ def _seeded(block: torch.nn.Module | OffloadedBlock, seed: int) -> Callable[...,
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """From the seconds of a micro-batch's longest utterance to its block runner.
+    """Policy that maps the length of a micro-batch's longest utterance in seconds to a block runner.
 
-    `always` recomputes every block, `never` none, `auto` as many as `blocks` says: pairs of (seconds, count), ascending
-    in seconds, each for utterances up to that length; all of them for longer ones.
+    `always` recomputes all blocks, `never` none. `auto` uses `blocks`: pairs of (seconds, count) in ascending order,
+    each for utterances up to that length. Longer utterances recompute all blocks.
     """
 
     mode: Literal["always", "auto", "never"]
@@ -57,7 +58,7 @@ class RecomputePolicy:
 
     @classmethod
     def first(cls, count: int) -> "RecomputePolicy":
-        """The first `count` blocks, whatever the length."""
+        """Return a policy that recomputes the first `count` blocks at any length."""
         return cls("auto", ((float("inf"), count),))
 
     def __call__(self, seconds: float) -> RecomputedBlocks:

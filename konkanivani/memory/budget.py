@@ -1,4 +1,4 @@
-"""How much memory there is for training, and keeping to a budget."""
+"""Available memory for training, and enforcement of a memory budget."""
 
 from pathlib import Path
 
@@ -7,22 +7,25 @@ from tqdm import tqdm
 
 from konkanivani.base.errors import ResourceError
 
-SHARE_OF_FREE = 0.9  # the rest is for what other programs come to need
+SHARE_OF_FREE = 0.9  # the rest is a reserve for other programs
 CGROUP_LIMIT, CGROUP_USE = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that training may take without anyone's word on it: nine tenths of what is free on the device now."""
+    """Return the default memory budget in bytes: 90 % of the memory that is free on the device now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
+        # Memory cached by this process's allocator is free for training, too.
         return int(SHARE_OF_FREE * (free + torch.cuda.memory_reserved(device)))
     return int(SHARE_OF_FREE * min(_system_available(), _cgroup_available()))
 
 
 def enforce_budget(device: torch.device, budget: int, context: int) -> None:
-    """Makes the allocator of a CUDA device refuse what goes beyond `budget` bytes, its context included.
+    """Limit the CUDA allocator to `budget` bytes, the CUDA context included.
 
-    On a CPU nothing can be refused: there the plan protects, and the monitor watches.
+    On a CPU no limit can be enforced: the memory plan has to be right, and BudgetWatch reports an excess.
+
+    Raises a ResourceError if the budget does not cover the context.
     """
     if device.type != "cuda":
         return
@@ -32,17 +35,18 @@ def enforce_budget(device: torch.device, budget: int, context: int) -> None:
             f"The budget of {budget / 2**20:.0f} MiB is less than the CUDA context of this GPU, "
             f"{context / 2**20:.0f} MiB. Use a larger --memory_budget."
         )
+    # The fraction limits the allocator only; the context is allocated by the driver outside of it.
     torch.cuda.set_per_process_memory_fraction(min(1.0, (budget - context) / total), device)
 
 
 class BudgetWatch:
-    """Says once when a process on a CPU has grown beyond its budget, where nothing refuses it memory; sizes in MiB."""
+    """One-time warning for a CPU process that exceeds its budget, which cannot be enforced there; sizes in MiB."""
 
     def __init__(self, budget: float, resident_before: float) -> None:
         self._allowed, self._before, self._has_told = budget + resident_before, resident_before, False
 
     def look(self, peak: float) -> bool:
-        """Whether the resident peak is beyond what is allowed; the first time it is, the person is told."""
+        """Return whether the peak resident memory exceeds the allowed size; print a warning the first time it does."""
         is_beyond = peak > self._allowed
         if is_beyond and not self._has_told:
             self._has_told = True
@@ -60,11 +64,11 @@ def _system_available() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError, IndexError):
-        return 4 * 2**30  # unknown: what a small machine has
+        return 4 * 2**30  # unknown: assume a small machine
 
 
 def _cgroup_available() -> int:
-    """What a container's limit leaves; without end where there is none."""
+    """Return the bytes left under the container's cgroup limit; 2**62 if there is no limit."""
     try:
         return int(CGROUP_LIMIT.read_text()) - int(CGROUP_USE.read_text())
     except (OSError, ValueError):  # no such file, or "max"

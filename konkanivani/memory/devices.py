@@ -1,4 +1,4 @@
-"""What training takes on a device beside the tensors that a trace sees. No torch."""
+"""Memory that training takes on a device in addition to the traced tensors. Does not import torch."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ FIRST_WITH_LARGE_WORKSPACE = (9, 0)
 
 @dataclass(frozen=True)
 class DeviceCosts:
-    """Bytes beside the tensors; `rounding` is what the allocator rounds each of them up to a multiple of.
+    """Fixed costs of a device in bytes; `rounding` is the granularity of the allocator.
 
-    `workspace` is what the libraries keep for matrix products and convolutions, `context` what the process takes before
-    its first tensor. `among_ranks` is what training takes more, or less, than alone where several ranks share it.
+    `workspace` is kept by libraries for matrix products and convolutions, `context` is allocated before the first
+    tensor. `among_ranks` is the difference of multi-rank training to a single process; it may be negative.
     """
 
     name: str
@@ -24,30 +24,32 @@ class DeviceCosts:
 
     @property
     def beside(self) -> int:
-        """All of it."""
+        """Sum of all fixed costs."""
         return self.workspace + self.context + self.among_ranks
 
     def attention_workspace(self, utterances: int, frames: int, d_model: int, is_half: bool) -> int:
-        """Bytes of the fp32 sums of one attention's three gradients, where those are in half precision."""
+        """Return the bytes of the fp32 sums of the gradients of query, key and value in half-precision attention."""
+        # The kernel accumulates half-precision gradients in fp32 buffers of its own.
         return 3 * 4 * utterances * frames * d_model if self.is_cuda and is_half else 0
 
 
 def cpu_costs() -> DeviceCosts:
-    """A CPU: what libraries load when training starts and hold for each thread, and the holes that freed tensors leave.
+    """Return the costs of a CPU: libraries loaded at the start of training, per-thread buffers, and heap fragmentation.
 
-    Measured on two threads, without the tensors: 180 to 370 MiB in a step of one length, 330 to 390 MiB after many
-    steps of mixed lengths (docs/experiments.md). Python and PyTorch as imported are not part of a CPU's budget.
+    Measured with two threads, without tensors: 180 to 370 MiB in a step of one length, 330 to 390 MiB after many steps
+    of mixed lengths (docs/experiments.md). The imported Python and PyTorch are not part of a CPU's budget.
     """
     return DeviceCosts("a CPU", is_cuda=False, rounding=1, workspace=300 * MIB, context=0)
 
 
 def cuda_costs(name: str, capability: tuple[int, int], context: int | None = None) -> DeviceCosts:
-    """A CUDA card; `context` in bytes as measured, or None where there is no card to measure it on.
+    """Return the costs of a CUDA GPU; `context` is the measured size in bytes, or None without a GPU to measure.
 
-    PyTorch's allocator hands out multiples of 512 bytes (CUDACachingAllocator), takes 8.125 MiB for cuBLAS and up to 4
-    MiB for cuBLASLt, from Hopper on 32 MiB for each (CublasHandlePool, CUDABlas). 16 MiB for convolutions and 450 MiB
-    for a context with its kernels are assumed.
+    PyTorch's allocator hands out multiples of 512 bytes (CUDACachingAllocator). 16 MiB for convolutions and 450 MiB for
+    a context with its kernels are assumed.
     """
+    # PyTorch takes 8.125 MiB for cuBLAS and up to 4 MiB for cuBLASLt, from Hopper on 32 MiB for each (CublasHandlePool,
+    # CUDABlas).
     matrix_products = 64 * MIB if capability >= FIRST_WITH_LARGE_WORKSPACE else 8 * MIB + 128 * 1024 + 4 * MIB
     return DeviceCosts(
         name,

@@ -1,6 +1,6 @@
-"""Who else is on the card: its free memory, and the other processes that hold some, as the driver (NVML) tells.
+"""Free memory of the GPU and the other processes that use it, as reported by the driver (NVML).
 
-The names of NVML are those of NVIDIA's package nvidia-ml-py, module pynvml.
+The NVML names are those in NVIDIA's package nvidia-ml-py, module pynvml.
 """
 
 import importlib
@@ -13,9 +13,10 @@ import torch
 
 from konkanivani.base.units import GIB
 
-# What no listed process holds is worth a word above the driver's own share: a few hundred MiB, more on large cards.
+# Memory that no listed process holds is reported if it exceeds the driver's own use: a few hundred MiB, more on large
+# GPUs.
 MIN_UNSEEN, UNSEEN_SHARE = GIB // 4, 1 / 20
-# A process that computes and draws is on two of these lists.
+# A process that computes and renders is on two of these lists.
 PROCESS_LISTS = (
     "nvmlDeviceGetComputeRunningProcesses",
     "nvmlDeviceGetGraphicsRunningProcesses",
@@ -25,14 +26,14 @@ PROCESS_LISTS = (
 
 @dataclass(frozen=True)
 class CardProcess:
-    """Another process on the card; `name` is "" and `bytes` None where the driver does not tell."""
+    """Another process on the GPU; `name` is "" and `bytes` is None if the driver does not report them."""
 
     pid: int
     name: str
     bytes: int | None
 
     def sentence(self) -> str:
-        """The process for a person."""
+        """Return a sentence about the process for the user."""
         who = f"Process {self.pid} ({self.name})" if self.name else f"Process {self.pid}"
         held = "an unknown amount of it" if self.bytes is None else f"{self.bytes / GIB:.2f} GiB of it"
         return f"{who} uses {held}."
@@ -40,9 +41,9 @@ class CardProcess:
 
 @dataclass(frozen=True)
 class Card:
-    """A card's memory in bytes; `processes` are the others on it, who hold most first.
+    """Memory of a GPU in bytes; `processes` are the other processes on it, in descending order of memory.
 
-    `own` is what this process holds, None where that is not known.
+    `own` is the memory of this process, None if unknown.
     """
 
     name: str
@@ -53,12 +54,12 @@ class Card:
 
     @property
     def unseen(self) -> int | None:
-        """Bytes that no process listed holds, the driver's share included; None where a process's share is unknown."""
+        """Bytes that no listed process holds, the driver's use included; None if a process's memory is unknown."""
         held = [self.own, *(process.bytes for process in self.processes)]
         return None if None in held else max(0, self.total - self.free - sum(held))
 
     def sentences(self) -> str:
-        """The card for a person: what is free, then who else holds what."""
+        """Return sentences for the user: the free memory, then the use by each other process."""
         parts = [f"{self.name}: {self.free / GIB:.2f} of {self.total / GIB:.2f} GiB free."]
         parts += [process.sentence() for process in self.processes]
         # In a container the processes outside it are not listed.
@@ -68,15 +69,15 @@ class Card:
 
 
 def read_card(uuid: str, pci_bus_id: str, nvml: Any = None) -> Card | None:
-    """The card of this UUID (without "GPU-") or, failing that, PCI address ("00000000:01:00.0"); None without NVML.
+    """Return the GPU with this UUID (without "GPU-") or else this PCI address ("00000000:01:00.0"); None without NVML.
 
-    Its index would not do: NVML counts all cards, CUDA only those of CUDA_VISIBLE_DEVICES, and in another order.
-    `nvml` is the module to ask, pynvml where none is given.
+    An index would be ambiguous: NVML counts all GPUs, CUDA only those in CUDA_VISIBLE_DEVICES, and in another order.
+    `nvml` is the module to query, pynvml by default.
     """
     try:
         nvml = nvml or importlib.import_module("pynvml")
         nvml.nvmlInit()
-    except Exception:  # no package, no driver, no permission: training does not depend on knowing
+    except Exception:  # no package, no driver or no permission: the report is optional
         return None
     try:
         handle = _find(nvml, uuid, pci_bus_id)
@@ -86,7 +87,7 @@ def read_card(uuid: str, pci_bus_id: str, nvml: Any = None) -> Card | None:
         found = [CardProcess(pid, _read_name(nvml, pid), held) for pid, held in bytes_by_pid.items()]
         found.sort(key=lambda process: (-(process.bytes or 0), process.pid))
         return Card(name, int(memory.total), int(memory.free), tuple(found), own)
-    except Exception:  # a driver that cannot tell, or whose answers are not what its package expects
+    except Exception:  # the driver lacks a query, or its answer does not match the package
         return None
     finally:
         with suppress(Exception):
@@ -94,7 +95,7 @@ def read_card(uuid: str, pci_bus_id: str, nvml: Any = None) -> Card | None:
 
 
 def _find(nvml: Any, uuid: str, pci_bus_id: str) -> Any:
-    """NVML's handle of the card, or of the slice of one (MIG) that has this UUID."""
+    """Return the NVML handle of the GPU or MIG slice with this UUID, or else this PCI address."""
     for prefix in ("GPU-", "MIG-"):
         with suppress(nvml.NVMLError):
             return nvml.nvmlDeviceGetHandleByUUID(prefix + uuid)
@@ -102,21 +103,22 @@ def _find(nvml: Any, uuid: str, pci_bus_id: str) -> Any:
 
 
 def _read_bytes(nvml: Any, handle: Any) -> dict[int, int | None]:
-    """What each process on the card holds, by its pid; None where that cannot be had (containers, Windows' WSL)."""
+    """Return the bytes of each process on the GPU by PID; None if unavailable (containers, WSL on Windows)."""
     held: dict[int, int | None] = {}
     for name in PROCESS_LISTS:
         with suppress(Exception):  # an old driver lacks a list, a container may not read one: the others still count
             for process in getattr(nvml, name)(handle):
                 known = [size for size in (held.get(process.pid), process.usedGpuMemory) if size is not None]
-                held[process.pid] = max(known, default=None)  # both lists give the process's whole share
+                # Each list gives the total of the process, so that they are not summed.
+                held[process.pid] = max(known, default=None)
     return held
 
 
 def _read_name(nvml: Any, pid: int) -> str:
-    """The file name of the process's program; "" where it cannot be read."""
+    """Return the file name of the process's program; "" if it cannot be read."""
     try:
         command = _text(nvml.nvmlSystemGetProcessName(pid))
-    except Exception:  # it has ended, is another user's, or its name is no text
+    except Exception:  # the process has ended, belongs to another user, or its name is not text
         return ""
     words = command.split()  # newer drivers give the whole command line
     return words[0].rsplit("/", 1)[-1] if words else ""
@@ -127,9 +129,10 @@ def _text(value: str | bytes) -> str:
 
 
 def announce_card(device: torch.device, nvml: Any = None) -> Card | None:
-    """The card as it is now, told to the person who starts a run; None on a CPU. Who else is on it is left alone.
+    """Print and return the current state of the GPU at the start of a run; None on a CPU.
 
-    `nvml` is for read_card. Without NVML PyTorch still knows the free bytes.
+    The other processes are only reported. `nvml` is passed to `read_card`; without NVML, PyTorch still reports free
+    bytes.
     """
     if device.type != "cuda":
         return None
@@ -142,9 +145,9 @@ def announce_card(device: torch.device, nvml: Any = None) -> Card | None:
 
 
 def measure_context(device: torch.device, nvml: Any = None) -> int | None:
-    """Bytes that this process holds on a CUDA device beside its tensors' memory; None where the driver does not tell.
+    """Return the bytes that this process holds on a CUDA device outside of PyTorch's allocator; None if not reported.
 
-    After a first product, so that the context and cuBLAS's kernels are there.
+    Runs a first matrix product, so that the context and the cuBLAS kernels are loaded.
     """
     one = torch.ones(1, 1, device=device)
     torch.mm(one, one)

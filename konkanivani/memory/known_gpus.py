@@ -1,6 +1,6 @@
-"""The cards that are known by name, with their memory. No torch here.
+"""GPUs known by name, with their memory and compute capability. Does not import torch.
 
-Memory is what PyTorch finds on such a card, a little below what its box says; the compute capability is NVIDIA's list
+Memory is the size that PyTorch reports, slightly below the nominal size. Compute capabilities are from NVIDIA's list
 (developer.nvidia.com/cuda-gpus).
 """
 
@@ -16,7 +16,7 @@ from konkanivani.base.units import GIB
 
 @dataclass(frozen=True)
 class Gpu:
-    """A card: usable memory in bytes, its compute capability, and the GB that its box names."""
+    """A GPU: usable memory in bytes, compute capability, and nominal memory in GB."""
 
     name: str
     memory: int
@@ -25,7 +25,7 @@ class Gpu:
 
 
 def _read_gpus() -> tuple[Gpu, ...]:
-    """The cards of known_gpus.csv; of several sizes the smallest comes first, which stands for the name alone."""
+    """Return the GPUs in known_gpus.csv; of several sizes, the first and smallest is the default of the name."""
     with open(Path(__file__).with_suffix(".csv"), encoding="utf-8") as file:
         return tuple(
             Gpu(row["name"], int(float(row["usable_gib"]) * GIB), (int(major), int(minor)), int(row["box_gb"]))
@@ -35,7 +35,7 @@ def _read_gpus() -> tuple[Gpu, ...]:
 
 
 KNOWN_GPUS = _read_gpus()
-# Their compute capability is 3.x or less, for which no build of PyTorch that we take holds kernels.
+# GPUs of compute capability 3.x or less, for which the supported builds of PyTorch have no kernels.
 _TOO_OLD = re.compile(r"k([124]0[cmx]?|80|520|[1-6]000)|titan(black|z)?|(gt)?[4-6]\d\d(ti|m)?|7[6-8]0(ti|m)?|gt7[1-4]0")
 
 _MAKER = re.compile(r"\b(nvidia|geforce|tesla|quadro|gpu|graphics|card|v?ram|pcie?|sxm\d?|hbm\d?e?)\b")
@@ -45,14 +45,14 @@ _SIZE = re.compile(r"\b(\d+) ?g(?:i?b)?\b")
 
 
 def find_gpu(name: str) -> Gpu:
-    """The known card of this name, however it is written; a UsageError names the nearest ones that are known."""
+    """Return the known GPU with this name in any spelling; raises a UsageError that suggests similar names."""
     wanted, size = _plain(name)
     if _TOO_OLD.fullmatch(wanted):
         raise UsageError(
             f"--gpu {name}: PyTorch does not support a GPU this old (compute capability below 5.0). Train on "
             "the CPU, and plan with --memory_budget alone, for example 4GiB."
         )
-    # Then what else it may mean: a laptop's card, or the one on a desk that a laptop's is like.
+    # Exact name first; then a laptop GPU, or the desktop GPU of the same number.
     ways = wanted, f"{wanted}laptop", wanted.removesuffix("laptop")
     named = [gpu for way in ways for gpu in KNOWN_GPUS if _plain(gpu.name)[0] == way]
     for gpu in named:
@@ -77,10 +77,10 @@ def find_gpu(name: str) -> Gpu:
 
 
 def _plain(name: str) -> tuple[str, int | None]:
-    """The name as one lower-case word without its maker's words, and the GB that it names."""
+    """Return the name as one lower-case word without vendor and series words, and the memory in GB that it names."""
     words = re.sub(r"[^a-z0-9]+", " ", name.lower()).replace("notebook", "laptop").replace("mobile", "laptop")
     words = _SERIES.sub(" ", _MAKER.sub(" ", _SLIM.sub(" laptop ", words)))
     size = _SIZE.search(words)
     word = re.sub(r"\s+", "", _SIZE.sub(" ", words)).replace("laptoplaptop", "laptop")
-    # Cards are told apart by their numbers: 3060 is RTX 3060, and A4000 RTX A4000.
+    # The number identifies a GPU: "3060" is RTX 3060, and "A4000" is RTX A4000.
     return re.sub(r"^(gtx(?=titan)|[rg]tx(?=a?\d))", "", word), int(size.group(1)) if size else None

@@ -1,4 +1,4 @@
-"""The peak of live tensor bytes on a device that keeps no such count itself (a CPU)."""
+"""Peak of live tensor bytes on devices that do not count it themselves (CPU, traced tensors)."""
 
 import threading
 import weakref
@@ -10,11 +10,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts every storage that an operation returns while this mode is on, until it is freed.
+    """Dispatch mode that counts each storage returned by an operation until it is freed.
 
-    `live` and `peak` are bytes, each storage rounded up to a multiple of `rounding`, as an allocator hands it out.
-    Views and in-place results share a storage and count once; tensors of another device than `place`, where one is
-    given, do not count, nor do kernels' own workspaces. What existed before must be given to `count`.
+    `live` and `peak` are bytes; each storage is rounded up to a multiple of `rounding`, as in an allocator. Views and
+    in-place results share a storage and count once. With `place`, only tensors on that device count. Workspaces inside
+    of kernels are not counted. Storages from before the mode have to be passed to `count`.
     """
 
     def __init__(self, rounding: int = 1, place: torch.device | None = None) -> None:
@@ -22,14 +22,15 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self._rounding, self._place = rounding, place
         self._sizes: dict[int, int] = {}
-        self._counting = threading.RLock()  # a storage may be freed by another thread, or while this one counts
+        # Storages may be freed by another thread, or by the garbage collector during a count.
+        self._counting = threading.RLock()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else each operation goes through a wrapper of PyTorch's compiler
+        return False  # otherwise each operation passes through a wrapper of torch.compile
 
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Counts the storages of these tensors, unless they are counted already."""
+        """Count the storages of these tensors, unless they are already counted."""
         for tensor in tensors:
             if self._place is not None and tensor.device != self._place:
                 continue
@@ -41,11 +42,11 @@ class LiveBytes(TorchDispatchMode):
                 self._sizes[storage._cdata] = size
                 self.live += size
                 self.peak = max(self.peak, self.live)
-            # PyTorch keeps a storage's Python object for as long as C++ (autograd, say) holds the storage.
+            # PyTorch keeps the Python object of a storage alive while C++ (for example autograd) holds the storage.
             weakref.finalize(storage, self._forget, storage._cdata).atexit = False
 
     def restart_peak(self) -> int:
-        """The peak so far, in bytes; from here on it is counted anew."""
+        """Return the peak in bytes since the last call and restart it at the live bytes."""
         peak, self.peak = self.peak, self.live
         return peak
 

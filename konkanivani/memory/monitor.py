@@ -1,4 +1,4 @@
-"""How much memory and time each phase of training takes, as it is logged, and the periodic return of cached memory."""
+"""Memory and time per training phase for the log, and the periodic release of cached memory."""
 
 import ctypes
 import dataclasses
@@ -17,13 +17,13 @@ import torch
 
 from konkanivani.base.units import MIB
 
-HOLE_BYTES = 256 * 1024  # below an utterance's activations, which at 20 s and a width of 256 take 500 KiB each
+HOLE_BYTES = 256 * 1024  # below one activation of an utterance: 500 KiB at 20 s and a width of 256
 
 
 def logged_as(tag: str, curve: str = "", default: Any = MISSING) -> Any:
-    """A dataclass field drawn by TensorBoard in the chart `tag`.
+    """Return a dataclass field that TensorBoard draws in the chart `tag`.
 
-    Each of the curves that share a chart has a name, a colour and an event file of its own; training's has no name.
+    Curves that share a chart have a name, a colour and an event file each; the training curve has no name.
     """
     return field(default=default, metadata={"tag": tag, "curve": curve})
 
@@ -33,13 +33,13 @@ VALIDATION, PLANNED, RESERVED = "validation", "planned", "reserved"
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Memory in MiB at the end of a phase ("start", "data", "forward", "backward", "update", "log", "validation",
-    "save").
+    """Memory in MiB at the end of a phase: start, data, forward, backward, update, log, validation or save.
 
-    None = does not apply here. allocated, reserved and peak are the accelerator's; resident is the process's. On a CPU,
-    peak is the peak resident. Of a phase's moments the one of highest peak counts; of fragmentation = reserved -
-    allocated, what the allocator holds and no tensor is in, the largest.
-    `allocator_retries` counts how often CUDA refused memory until the allocator had emptied its cache.
+    `allocated_mib`, `reserved_mib` and `peak_mib` are CUDA's, `resident_mib` is the process's; on a CPU, `peak_mib` is
+    the peak resident memory. Of several measurements in a phase, the one with the highest peak counts.
+    `fragmentation_mib`, the largest reserved - allocated, is memory held by the allocator without a tensor in it.
+    `allocator_retries` counts how often CUDA refused memory until the allocator had emptied its cache. None: not
+    applicable on this device.
     """
 
     phase: str
@@ -53,51 +53,52 @@ class PhaseMemory:
 
 
 def resident_mib() -> float:
-    """The process's resident memory now, in MiB."""
+    """Return the process's current resident memory in MiB."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / MIB
-    except (OSError, ValueError, IndexError):  # no /proc: the peak is the next best
+    except (OSError, ValueError, IndexError):  # no /proc: the peak is the closest value
         return peak_resident_mib()
 
 
 def peak_resident_mib() -> float:
-    """The process's largest resident memory since the last reset, else since it began (VmHWM), in MiB."""
+    """Return the process's peak resident memory (VmHWM) in MiB since the last reset, or else since its start."""
     try:
         return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
-    except (OSError, ValueError, IndexError):  # no /proc: a figure that a larger parent process passes on to its child
+    except (OSError, ValueError, IndexError):  # no /proc: ru_maxrss, which a child inherits from a larger parent
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def reset_peak_resident() -> None:
-    """Begins the process's VmHWM anew where the system lets it (Linux 4.0; proc(5), clear_refs); else nothing."""
+    """Reset the process's VmHWM if the system supports it (Linux 4.0; proc(5), clear_refs); otherwise do nothing."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def set_mmap_threshold() -> None:
-    """Has glibc map blocks of HOLE_BYTES and more one by one, so that freed tensors leave no holes in its heap.
+    """Make glibc map blocks of at least HOLE_BYTES separately, so that freed tensors leave no holes in its heap.
 
-    For a CPU run with a memory plan; page faults cost up to a fifth of a step's time (docs/experiments.md).
-    A user's own setting stays, and elsewhere than on glibc nothing happens.
+    For a CPU run with a memory plan; page faults cost up to a fifth of a step's time (docs/experiments.md). The user's
+    own setting has priority, and other C libraries are left unchanged.
     """
     is_set = any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"))
     if is_set or re.search(r"glibc\.malloc\.(mmap|trim)_threshold", os.environ.get("GLIBC_TUNABLES", "")):
         return
     m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
     with suppress(AttributeError, OSError):
+        # A fixed threshold also disables glibc's dynamic one, which grows with freed blocks (mallopt(3)).
         ctypes.CDLL(None).mallopt(m_trim_threshold, HOLE_BYTES)
         ctypes.CDLL(None).mallopt(m_mmap_threshold, HOLE_BYTES)
 
 
 def trim_heap() -> None:
-    """Returns the C heap's free pages to the system, where the C library can (glibc; malloc_trim(3))."""
+    """Return the heap's free pages to the system if the C library supports it (glibc; malloc_trim(3))."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass(frozen=True)
 class CacheClearing:
-    """How often cached GPU memory was returned, and the seconds that took."""
+    """Number of releases of cached GPU memory, and their time in seconds."""
 
     count: int = 0
     seconds: float = 0.0
@@ -107,9 +108,9 @@ class CacheClearing:
 
 
 class MemoryMonitor:
-    """Peaks per phase. On CUDA the allocator's figures, on a CPU the resident memory.
+    """Peak memory and time per phase: the allocator's statistics on CUDA, the resident memory on a CPU.
 
-    Each phase begins the system's peak anew; `overall_peak_mib` keeps the largest of all.
+    Each phase resets the system's peak; `overall_peak_mib` is the maximum over all phases.
     """
 
     def __init__(self, device: torch.device, empty_cache_interval: int) -> None:
@@ -121,15 +122,15 @@ class MemoryMonitor:
         self._seconds: dict[str, float] = {}
         self._since = time.perf_counter()
         self._micro_batches = self._retries = 0
-        self._booking = threading.Lock()
+        self._booking = threading.Lock()  # concurrent micro-batches end their phases in different threads
         self._clearing = self._clearing_of_run = CacheClearing()
 
     def expect(self, planned: Mapping[str, float]) -> None:
-        """Shows the MiB planned for each phase beside its measured peak from now on, in place of what was expected."""
+        """Set the planned peak of each phase in MiB, which is logged next to the measured one."""
         self._planned = planned
 
     def end_phase(self, phase: str) -> None:
-        """Books what has happened since the last call under `phase`; of phases side by side, under the first to end."""
+        """Attribute memory and time since the last call to `phase`; of concurrent phases, to the first to end."""
         with self._booking:
             now = self._measure_cuda(phase) if self.device.type == "cuda" else self._measure_resident(phase)
             self.peak_mib = max(self.peak_mib, now.peak_mib)
@@ -140,29 +141,30 @@ class MemoryMonitor:
             self._since = ended
 
     def report(self) -> tuple[PhaseMemory, ...]:
-        """The largest of each phase since the last report."""
+        """Return the peak measurement of each phase since the last report."""
         phases, self._phases = tuple(self._phases.values()), {}
         return phases
 
     def report_run(self) -> tuple[PhaseMemory, ...]:
-        """The largest of each phase since the monitor was made."""
+        """Return the peak measurement of each phase since the start of the run."""
         return tuple(self._phases_of_run.values())
 
     def seconds_of(self, phase: str) -> float:
-        """The wall time of all moments of a phase. On CUDA a kernel's is where the step waits for it: in its update."""
+        """Return the wall time in seconds of a phase; on CUDA, the update includes the wait for all kernels."""
         return self._seconds.get(phase, 0.0)
 
     def maybe_empty_cache(self) -> None:
-        """Counts a micro-batch; every `empty_cache_interval` of them, cached GPU memory is returned to the driver.
+        """Count a micro-batch; after every `empty_cache_interval`, release cached GPU memory to the driver.
 
-        On a CPU the free pages of the heap go back to the system: mixed lengths leave ever more holes there.
+        On a CPU, free heap pages are returned to the system: mixed lengths fragment the heap more and more.
         """
         self._micro_batches += 1
         is_due = self.empty_cache_interval and self._micro_batches % self.empty_cache_interval == 0
         if is_due and self.device.type == "cpu":
             trim_heap()
         if is_due and self.device.type == "cuda":
-            # The driver waits for all kernels before it takes memory back. Waiting here keeps that out of the figure.
+            # The driver waits for all kernels before it releases memory: synchronise first, to exclude that from the
+            # time.
             torch.cuda.synchronize(self.device)
             started = time.perf_counter()
             torch.cuda.empty_cache()
@@ -171,23 +173,24 @@ class MemoryMonitor:
             self._clearing_of_run += clearing
 
     def report_clearing(self) -> CacheClearing | None:
-        """What `maybe_empty_cache` has cost since the last such report; None on a CPU.
+        """Return the cost of `maybe_empty_cache` since the last report; None on a CPU.
 
-        Asking the driver for the memory again is not in it: the next micro-batch pays for that.
+        The cost of allocating the memory again is not included: the next micro-batch pays for it.
         """
         clearing, self._clearing = self._clearing, CacheClearing()
         return clearing if self.device.type == "cuda" else None
 
     def report_clearing_of_run(self) -> CacheClearing | None:
-        """What `maybe_empty_cache` has cost since the monitor was made; None on a CPU."""
+        """Return the cost of `maybe_empty_cache` since the start of the run; None on a CPU."""
         return self._clearing_of_run if self.device.type == "cuda" else None
 
     def overall_peak_mib(self) -> float:
-        """The run's peak: allocated on CUDA, resident on a CPU."""
+        """Return the run's peak in MiB: allocated memory on CUDA, resident memory on a CPU."""
         return self.peak_mib if self.device.type == "cuda" else max(self.peak_mib, peak_resident_mib())
 
     def _measure_cuda(self, phase: str) -> PhaseMemory:
-        stats = torch.cuda.memory_stats(self.device)  # all of it at once: each named function reads it anew
+        # A single call: each of torch.cuda's functions would read all statistics.
+        stats = torch.cuda.memory_stats(self.device)
         allocated, reserved = stats.get("allocated_bytes.all.current", 0), stats.get("reserved_bytes.all.current", 0)
         retries = stats.get("num_alloc_retries", 0)
         new_retries, self._retries = retries - self._retries, retries
@@ -209,7 +212,7 @@ class MemoryMonitor:
 
 
 def _joined(before: PhaseMemory, now: PhaseMemory) -> PhaseMemory:
-    """Of two moments of a phase the one that took more, with the retries of both and the larger fragmentation."""
+    """Merge two measurements of a phase: the larger peak, the sum of retries, the larger fragmentation."""
     larger = max(now, before, key=lambda moment: (moment.peak_mib, moment.resident_mib or 0.0))
     if now.allocator_retries is None:
         return larger

@@ -1,7 +1,8 @@
-"""The sizes of micro-batches that did not fit, kept beside the checkpoints where they could not go into one.
+"""Sizes of micro-batches that ran out of memory, stored in the checkpoint folder.
 
-Ranks that share a model's weights end when one of them runs out of memory, with their state as it was steps ago. The
-next start reads here what to cut beforehand. Each rank writes a file of its own, on its own machine if need be.
+With sharded weights, all ranks exit if one of them runs out of memory; the newest checkpoint then predates the failure
+and does not contain it. The restarted run reads these files and uses smaller micro-batches. Each rank writes its own
+file, because ranks may be on different machines.
 """
 
 import json
@@ -13,14 +14,15 @@ from konkanivani.memory.recovery import OomHistory
 
 
 def write_sizes(directory: Path, rank: int, oom_history: OomHistory) -> None:
-    """Writes what a rank remembers; a ResourceError where the folder cannot be written."""
+    """Write a rank's out-of-memory history; raises a ResourceError if the folder is not writable."""
     with atomic_write(_path(directory, rank)) as partial:
+        # Within atomic_write, which turns an OSError into a ResourceError.
         directory.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(oom_history.state_dict()), encoding="utf-8")
 
 
 def read_sizes(directory: Path, conditions: int) -> dict[int, int]:
-    """What any rank wrote under these conditions, the fewest utterances by whole seconds; damaged files are nothing."""
+    """Return the limits of all ranks under these conditions: whole seconds to the fewest utterances that failed."""
     known = OomHistory(conditions)
     for path in sorted(directory.glob(_path(directory, "*").name)):
         found = OomHistory(conditions)
@@ -28,12 +30,13 @@ def read_sizes(directory: Path, conditions: int) -> dict[int, int]:
             found.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
             known.learn(found.sizes())
         except (OSError, ValueError, AttributeError, CheckpointError, ResourceError):
+            # A damaged file is ignored: without its limits, the run fails and records them again.
             continue
     return known.sizes()
 
 
 def forget_sizes(directory: Path) -> None:
-    """Removes what any rank wrote."""
+    """Delete the histories of all ranks."""
     for path in directory.glob(_path(directory, "*").name):
         path.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""What is planned for a run: how its micro-batches are cut and which blocks they recompute, by length."""
+"""Memory plan of a run: micro-batch sizes and recomputed blocks by utterance length."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.asr import parameter_count
 
-STATE_BYTES = 16  # a trained parameter's weight, gradient and AdamW's two moments in fp32
-TRAINED_BYTES = 8  # its weight and gradient
+STATE_BYTES = 16  # per trained parameter: weight, gradient and AdamW's two moments in fp32
+TRAINED_BYTES = 8  # per trained parameter: weight and gradient in fp32
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Utterances of up to `seconds` and `tokens`: so many at once, the first blocks recomputed, the peak in bytes.
+    """Plan for utterances of up to `seconds` and `tokens`: micro-batch size, recomputed blocks, peak in bytes.
 
-    0 utterances where not even one fits; `peak` is then what one would take.
+    `utterances` is 0 if not even one fits; `peak` is then the need of one.
     """
 
     seconds: float
@@ -31,11 +31,11 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The plan of a run, buckets ascending in seconds; all sizes in bytes.
+    """Memory plan of a run, buckets in ascending order of seconds; all sizes in bytes.
 
-    `forward`, `backward` and `update` are the planned peaks of the costliest bucket as the device's allocator counts
-    them (without `context`, which the device takes for itself), `validation` that of validating `validation_seconds` of
-    padded audio at once. `conditions` is a number that stands for the device and all settings that the plan depends on.
+    `forward`, `backward` and `update` are the planned peaks of the most expensive bucket in the device's allocator,
+    without `context`, which is allocated by the driver. `validation` is the peak of validating `validation_seconds` of
+    padded audio at once. `conditions` is a hash of the device and all settings that the plan depends on.
     """
 
     conditions: int
@@ -48,18 +48,18 @@ class MemoryPlan:
     update: int
     validation: int
     concurrent_micro_batches: int = 1
-    """Micro-batches that are run side by side."""
+    """Micro-batches that run in parallel."""
     placement: Placement = ON_CARD
-    """Where the weights are."""
+    """Placement of the weights."""
     host: int = 0
-    """Of the costliest bucket what lies on the host beside a card."""
+    """Bytes in host memory of the most expensive bucket, if weights are offloaded."""
 
     def recompute_policy(self) -> RecomputePolicy:
-        """How many blocks are recomputed at what length."""
+        """Return the number of recomputed blocks by utterance length as a policy."""
         return RecomputePolicy("auto", tuple((bucket.seconds, bucket.recomputed_blocks) for bucket in self.buckets))
 
     def planned_peaks(self, before: float) -> dict[str, float]:
-        """The planned peak of each phase in MiB as the monitor measures it, on a process that took `before` MiB."""
+        """Return the planned peak in MiB by phase, as the monitor measures it in a process that used `before` MiB."""
         phases = {"forward": self.forward, "backward": self.backward, "update": self.update}
         if self.validation:
             phases["validation"] = self.validation
@@ -67,11 +67,11 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """The largest planned peak of training, everything included."""
+        """Largest planned peak of training in bytes, everything included."""
         return max(bucket.peak for bucket in self.buckets)
 
     def state_dict(self) -> dict[str, object]:
-        """The plan's numbers, for the checkpoint."""
+        """Return the plan as plain values for the checkpoint."""
         return {
             "conditions": self.conditions,
             "budget": self.budget,
@@ -90,7 +90,7 @@ class MemoryPlan:
 
 
 def read_plan(state: Mapping[str, object]) -> MemoryPlan:
-    """The plan that `state_dict` wrote; a CheckpointError where it is none."""
+    """Return the plan that `state_dict` describes; raises a CheckpointError if it is invalid."""
     try:
         buckets = tuple(
             BucketPlan(float(seconds), int(tokens), int(utterances), int(blocks), int(peak))
@@ -103,12 +103,14 @@ def read_plan(state: Mapping[str, object]) -> MemoryPlan:
             buckets,
             float(state["validation_seconds"]),
             *peaks,
-            concurrent_micro_batches=int(state.get("at_once", 1)),  # a checkpoint of before there was a choice
+            # Checkpoints from before --concurrent_micro_batches have no such entry.
+            concurrent_micro_batches=int(state.get("at_once", 1)),
             placement=Placement(int(offloaded_blocks), bool(half_precision), bool(prefetch)),
             host=int(host),
         )
     except (KeyError, TypeError, ValueError):
         raise CheckpointError("The checkpoint's memory plan cannot be read. Use --replan to make a new one.") from None
+    # A bucket without utterances could not be trained: such a plan is never stored.
     ascending = all(one.seconds < other.seconds for one, other in zip(buckets, buckets[1:], strict=False))
     if (
         not buckets
@@ -121,7 +123,7 @@ def read_plan(state: Mapping[str, object]) -> MemoryPlan:
 
 
 def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
-    """The plan for a person."""
+    """Describe the plan for the user, one line per bucket."""
     side_by_side = (
         f", {plan.concurrent_micro_batches} micro-batches in parallel" if plan.concurrent_micro_batches > 1 else ""
     )
@@ -139,10 +141,11 @@ def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
 
 
 def model_state_bytes(model: torch.nn.Module, optimizer: Iterable[torch.Tensor]) -> int:
-    """Bytes of the model's weights, gradients and the optimizer's tensors, but its counts of steps.
+    """Return the bytes of weights, gradients and optimizer tensors, without the optimizer's step counters.
 
-    Of what is frozen, the weights alone: 4 bytes a number, or 2.
+    A frozen parameter counts with its weight only: 4 bytes, or 2 in half precision.
     """
+    # The step counters are the 0-dimensional tensors.
     beside = sum(tensor.nbytes for tensor in optimizer if tensor.dim())
     frozen = sum(weight.nbytes for weight in model.parameters() if not weight.requires_grad)
     return TRAINED_BYTES * parameter_count(model) + frozen + beside

@@ -1,7 +1,7 @@
-"""What fits a budget: the largest micro-batches, the fewest recomputed blocks, the longest utterance, all of it traced.
+"""Search for the largest micro-batches, fewest recomputed blocks and longest utterance within a budget, by tracing.
 
-Between traces the peak is taken as base + utterances x (fixed + slope x seconds); where a trace says otherwise, it is
-the trace that counts.
+Between traces, the peak is modelled as base + utterances x (fixed + slope x seconds). The model only guides the search:
+every planned size has itself been traced.
 """
 
 import math
@@ -20,24 +20,24 @@ MAX_SECONDS = 3600.0
 MAX_UTTERANCES = 512
 NEVER, ALWAYS = RecomputePolicy("never"), RecomputePolicy("always")
 
-# Seconds of an utterance -> its tokens, at the most.
+# Maximum number of tokens in an utterance of the given seconds.
 TokenCount = Callable[[float], int]
 
 
 @dataclass(frozen=True)
 class Growth:
-    """A peak in bytes reckoned as base + utterances x (fixed + slope x seconds)."""
+    """Linear model of a peak in bytes: base + utterances x (fixed + slope x seconds)."""
 
     base: float
     fixed: float
     slope: float
 
     def utterances(self, budget: int, seconds: float) -> float:
-        """How many utterances of `seconds` reach the budget."""
+        """Return the number of utterances of `seconds` at which the peak reaches the budget."""
         return (budget - self.base) / max(1.0, self.fixed + self.slope * seconds)
 
     def seconds(self, budget: int) -> float:
-        """The seconds at which one utterance reaches the budget."""
+        """Return the length in seconds at which the peak of one utterance reaches the budget."""
         return (budget - self.base - self.fixed) / max(1.0, self.slope)
 
 
@@ -60,19 +60,19 @@ class Planner:
         self._growths: dict[RecomputePolicy, Growth] = {}
 
     def beside(self) -> int:
-        """Bytes beside the tensors: workspaces, the context, and what the other ranks make of it."""
+        """Return the bytes of fixed costs: workspaces, the context, and the effect of other ranks."""
         return self.traces.costs.beside
 
     def peak(self, shape: BatchShape, recompute: RecomputePolicy) -> int:
-        """The peak in bytes of a step at this load, everything included."""
+        """Return the peak in bytes of a step at this batch shape, everything included."""
         return self.phases(shape, recompute).bytes + self.beside()
 
     def phases(self, shape: BatchShape, recompute: RecomputePolicy) -> Peak:
-        """The peaks of the step's phases in bytes of tensors."""
+        """Return the peaks of the step's phases in bytes of tensors."""
         return self.traces.peak(shape, recompute).side_by_side(self.concurrent_micro_batches)
 
     def largest_batch(self, seconds: float, tokens: int, recompute: RecomputePolicy, most: int) -> BucketPlan:
-        """The largest batch of such utterances that fits, at most `most`: one that was traced itself."""
+        """Return the largest micro-batch of these utterances that fits, at most `most`; its size has been traced."""
         blocks = recompute(seconds).count
         blocks = min(blocks, self.traces.blocks)
         guess = self._growth(recompute).utterances(self.budget, seconds)
@@ -82,18 +82,21 @@ class Planner:
             fits, too_large = (utterances, too_large) if peak <= self.budget else (fits, utterances)
             base = self._growth(recompute).base
             reached = int(utterances * (self.budget - base) / max(1.0, peak - base))
+            # Extrapolate linearly from the last trace, within the bounds; the loop ends if no untried size is left.
             utterances = min(max(reached, fits), too_large - 1)
         peak = self.peak(BatchShape(max(1, fits), seconds, tokens), recompute)
         return BucketPlan(seconds, tokens, fits, blocks, peak)
 
     def min_recomputed(self, seconds: float, tokens: int) -> BucketPlan:
-        """One utterance at a time with as few blocks recomputed as the budget allows."""
+        """Return a micro-batch of one utterance with as few recomputed blocks as the budget allows."""
         shape, blocks = BatchShape(1, seconds, tokens), self.traces.blocks
         none, every = self.peak(shape, NEVER), self.peak(shape, ALWAYS)
         if every > self.budget:
             return BucketPlan(seconds, tokens, 0, blocks, every)
-        a_block = max(1, (none - self.peak(shape, RecomputePolicy.first(2))) / 2)  # the first one is unlike the others
+        # Block 0, the subsampling, differs from the others.
+        a_block = max(1, (none - self.peak(shape, RecomputePolicy.first(2))) / 2)
         count = int(np.clip(np.ceil((none - self.budget) / a_block), 1, blocks))
+        # The estimate assumes equal blocks: correct it in both directions.
         while self.peak(shape, RecomputePolicy.first(count)) > self.budget:
             count += 1
         while count > 1 and self.peak(shape, RecomputePolicy.first(count - 1)) <= self.budget:
@@ -101,13 +104,13 @@ class Planner:
         return BucketPlan(seconds, tokens, 1, count, self.peak(shape, RecomputePolicy.first(count)))
 
     def longest_utterance(self, tokens: TokenCount, recompute: RecomputePolicy) -> float:
-        """The longest utterance that trains alone, in whole seconds, up to an hour; 0 where none does.
+        """Return the longest utterance that trains alone, in whole seconds up to an hour; 0 if none fits.
 
-        An utterance just long enough for chunks takes less than a somewhat shorter one, so it is tried first. Between a
-        length that fits and one that does not, a straight line says where to look next; a twentieth is close enough.
+        The search interpolates linearly between a length that fits and one that does not, and stops within 5 %.
         """
         fits, too_long = (0.0, self._growth(recompute).base), None
         seconds = min(MAX_SECONDS, float(int(self._growth(recompute).seconds(self.budget))))
+        # An utterance just long enough for chunked computation takes less than a slightly shorter one: try it first.
         in_chunks = math.ceil(CHUNK_FRAMES * self.traces.encoder_hop / SAMPLE_RATE) + 1.0
         peak = self.peak(BatchShape(1, in_chunks, tokens(in_chunks)), recompute)
         if peak <= self.budget:
@@ -120,21 +123,23 @@ class Planner:
             one, other = (before, reached) if too_long is None else (fits, too_long)
             slope = max(1.0, (other[1] - one[1]) / (other[0] - one[0]))
             ahead = (self.budget - fits[1]) / slope
-            # Far beyond what was traced the line is a little too flat, and the longest traces take the longest.
+            # Far beyond the traced lengths the line is slightly too flat, and long traces take long: step below its
+            # estimate.
             is_far = too_long is None and ahead > 4 * fits[0]
             seconds = min(MAX_SECONDS, float(int(fits[0] + (0.9 if is_far else 0.99) * ahead)))
         return fits[0]
 
     def _is_close_enough(self, fits: tuple[float, float], too_long: tuple[float, float] | None) -> bool:
-        """Whether what fits, as (seconds, bytes), is near the budget or near what does not."""
+        """Return whether `fits`, as (seconds, bytes), is within 3 % of the budget or 5 % (1 s) of a failed length."""
         if too_long is not None and too_long[0] - fits[0] <= max(1.0, too_long[0] / 20):
             return True
         return fits[1] > 0.97 * self.budget
 
     def validation_seconds(self, longest: float, tokens: int, asked: float) -> tuple[float, int]:
-        """Padded seconds, at most `asked`, that validate at once, and the peak in bytes at the longest utterances.
+        """Return the seconds of padded audio per validation batch, at most `asked`, and the peak in bytes.
 
-        Where not even one of those fits, that is found out when it is validated: without gradients far more fits.
+        The peak is that at the longest utterances. A single utterance is accepted even beyond the budget: validation
+        needs far less memory than training, so that an actual failure is handled when it occurs.
         """
         utterances, seconds = max(1, int(asked // longest)), asked
         while True:
@@ -145,7 +150,7 @@ class Planner:
             seconds = utterances * longest
 
     def _growth(self, recompute: RecomputePolicy) -> Growth:
-        """The growth through three traces; lengths and numbers between which most questions lie."""
+        """Return the linear model through three traces, whose sizes span most of the search."""
         if recompute not in self._growths:
             longest = min(20.0, self.traces.longest_seconds)
             sizes = ((2, longest / 4), (2, longest), (6, longest / 2))
@@ -157,10 +162,10 @@ class Planner:
 
 
 def plan_bucket(planner: Planner, seconds: float, tokens: int, mode: str, most: int) -> BucketPlan:
-    """The bucket's micro-batches under `--gradient_checkpointing` mode.
+    """Return the plan of a bucket under --gradient_checkpointing `mode`.
 
-    `auto` keeps every activation where an utterance fits with them, since smaller micro-batches cost less time than
-    recomputing, and else recomputes as few blocks as the budget asks for.
+    `auto` keeps all activations if one utterance fits with them, since smaller micro-batches cost less time than
+    recomputation; otherwise it recomputes as few blocks as the budget allows.
     """
     plan = planner.largest_batch(seconds, tokens, ALWAYS if mode == "always" else NEVER, most)
     return planner.min_recomputed(seconds, tokens) if mode == "auto" and not plan.utterances else plan

@@ -1,4 +1,4 @@
-"""Going on when memory runs out: the same work again in smaller pieces, with the same result."""
+"""Recovery from out-of-memory errors: repeat the work in smaller pieces, with the same result."""
 
 import dataclasses
 import enum
@@ -21,14 +21,14 @@ ONE_BY_ONE = "one by one"
 
 
 class RestartAfterOom(ResourceError):
-    """Memory ran out where the ranks cannot split: they start again, in smaller pieces."""
+    """Out of memory where ranks cannot retry on their own: all ranks have to restart with smaller micro-batches."""
 
 
 class Outcome(enum.IntEnum):
-    """What became of one attempt at some work; of several ranks' the largest counts for all."""
+    """Outcome of one attempt; the largest value over all ranks applies to all."""
 
     DONE = 0
-    SPLIT = 1  # it ran out of memory and is to be done again in smaller pieces
+    SPLIT = 1  # out of memory: repeat in smaller pieces
     STOPPED = 2
 
 
@@ -47,11 +47,14 @@ class MicroBatchPlan:
 
     @property
     def largest(self) -> Batch:
-        """The micro-batch of most padded audio."""
+        """Micro-batch with the most padded audio."""
         return largest_batch(self.micro_batches)
 
     def smaller(self) -> "MicroBatchPlan | None":
-        """The next smaller way: one at a time, each in halves, every block recomputed, small chunks, then None."""
+        """Return the next smaller plan, or None if there is none.
+
+        The order is: one micro-batch at a time, halved micro-batches, all blocks recomputed, small chunks.
+        """
         if self.concurrent_micro_batches > 1:
             return dataclasses.replace(self, concurrent_micro_batches=1)
         if self.largest_size > 1:
@@ -63,22 +66,23 @@ class MicroBatchPlan:
 
     @property
     def largest_size(self) -> int:
-        """The most utterances in one micro-batch."""
+        """Number of utterances in the largest micro-batch."""
         return max(batch.size for batch in self.micro_batches)
 
     def in_small_chunks(self) -> "MicroBatchPlan":
-        """The same in chunks of SMALL_CHUNK_FRAMES."""
+        """Return the plan with chunks of SMALL_CHUNK_FRAMES."""
         return dataclasses.replace(self, chunk_frames=min(self.chunk_frames, SMALL_CHUNK_FRAMES))
 
 
 class OomHistory:
-    """The sizes of micro-batches that did not fit, so that the next ones of such a size are cut beforehand.
+    """Sizes of micro-batches that ran out of memory, so that later ones of that size are split beforehand.
 
-    A size is the whole seconds of the longest utterance and the number of utterances; what is as long and as many does
-    not fit either. No utterances at all stand for one that did not fit although every block was recomputed: it needs
-    small chunks. Once micro-batches did not fit side by side, none are run so again. `conditions` is a number that
-    stands for the device and all else that the memory taken depends on (but the model, which no resumed run changes):
-    under other conditions a checkpoint's sizes mean nothing.
+    A size is the longest utterance in whole seconds and the number of utterances; a batch that is at least as long and
+    as large does not fit either. The number 0 stands for an utterance that did not fit although all blocks were
+    recomputed: it needs small chunks. After a failure of concurrent micro-batches, all later ones run one at a time.
+
+    `conditions` is a hash of the device and all settings that affect memory, except for the model, which no resumed run
+    changes; sizes from a checkpoint with other conditions are ignored.
     """
 
     def __init__(self, conditions: int) -> None:
@@ -87,19 +91,20 @@ class OomHistory:
         self._fits_one_by_one_only = False
 
     def is_too_large(self, batch: Batch) -> bool:
-        """Whether a micro-batch that was no longer and held no more did not fit."""
+        """Return whether a micro-batch no longer and no larger than this one did not fit."""
         return self._is_known(batch, batch.size)
 
     def needs_small_chunks(self, batch: Batch) -> bool:
-        """Whether an utterance that was no longer did not fit although every block was recomputed."""
+        """Return whether an utterance no longer than this one did not fit although all blocks were recomputed."""
         return self._is_known(batch, 0)
 
     def remember(self, plan: MicroBatchPlan) -> bool:
-        """Books that a cut did not fit: side by side, or else its largest micro-batch; whether that is news."""
+        """Record that a plan did not fit, by its concurrency or its largest micro-batch; return whether this is new."""
         if plan.concurrent_micro_batches > 1:
             self._fits_one_by_one_only = True
             return True
         batch = plan.largest
+        # 0 utterances: not even one fits with all blocks recomputed.
         fewest = 0 if batch.size == 1 and plan.recomputes_all else batch.size
         is_news = not self._is_known(batch, fewest)
         if is_news:
@@ -107,17 +112,18 @@ class OomHistory:
         return is_news
 
     def sizes(self) -> dict[int, int]:
-        """The fewest utterances that did not fit, by whole seconds."""
+        """Return the fewest utterances that did not fit, by whole seconds."""
         return dict(self._fewest)
 
     def learn(self, sizes: Mapping[int, int]) -> None:
-        """Takes over what did not fit on another rank: any may get as much next."""
+        """Merge the sizes that did not fit on another rank: any rank may get such a batch next."""
         for seconds, fewest in sizes.items():
             self._fewest[seconds] = min(fewest, self._fewest.get(seconds, fewest))
 
     def fit_to_memory(self, plan: MicroBatchPlan) -> MicroBatchPlan:
-        """The cut with everything known to be too large in smaller pieces."""
+        """Return the plan with all micro-batches that are known to be too large split or recomputed."""
         pieces = tuple(piece for batch in plan.micro_batches for piece in self._pieces(batch))
+        # Pieces that are still too large are single utterances: recomputation is the next reduction.
         recomputes_all = plan.recomputes_all or any(map(self.is_too_large, pieces))
         concurrent_micro_batches = 1 if self._fits_one_by_one_only else plan.concurrent_micro_batches
         fitting = dataclasses.replace(
@@ -126,18 +132,19 @@ class OomHistory:
         return fitting.in_small_chunks() if any(map(self.needs_small_chunks, pieces)) else fitting
 
     def state_dict(self) -> dict[str, int]:
-        """The fewest utterances that did not fit by whole seconds, whether side by side did not, and the conditions."""
+        """Return the conditions, the concurrency limit and the sizes as a flat dictionary for the checkpoint."""
         state = {"conditions": self.conditions, ONE_BY_ONE: int(self._fits_one_by_one_only)}
         return state | {str(seconds): fewest for seconds, fewest in self._fewest.items()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Takes the sizes of a checkpoint saved under the same conditions; a CheckpointError where they are none."""
+        """Load the sizes of a checkpoint if its conditions match; raises a CheckpointError if they are invalid."""
         sizes = {name: fewest for name, fewest in state.items() if name not in ("conditions", ONE_BY_ONE)}
         for seconds, fewest in sizes.items():
             if not seconds.isdecimal() or type(fewest) is not int or fewest < 0:
                 raise CheckpointError(
                     f"The checkpoint's OOM limit {seconds!r:.40}: {fewest!r:.40} is invalid. Use another checkpoint."
                 )
+        # Sizes measured under other conditions do not apply.
         is_same = state.get("conditions") == self.conditions
         self._fewest = {int(seconds): fewest for seconds, fewest in sizes.items()} if is_same else {}
         self._fits_one_by_one_only = is_same and state.get(ONE_BY_ONE) == 1
@@ -153,11 +160,7 @@ class OomHistory:
 
 
 class OomAttempt(Generic[Result]):
-    """One try at a cut: in its `with` block running out of memory is no error, and `reason` says how it came.
-
-    The error is kept without its traceback: that would hold the frames of the attempt, and they its tensors,
-    and activation checkpointing's hooks on what is saved for the backward pass, which would go on into the next one.
-    """
+    """One attempt at a plan; its `with` block suppresses out-of-memory errors and sets `reason`."""
 
     def __init__(self, plan: MicroBatchPlan) -> None:
         self.plan = plan
@@ -168,14 +171,17 @@ class OomAttempt(Generic[Result]):
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        # CUDA and CPU allocators raise a RuntimeError, Python itself a MemoryError.
         if not (isinstance(error, (MemoryError, RuntimeError)) and is_out_of_memory(error)):
             return False
+        # The traceback would keep the frames of the attempt alive, with their tensors and activation checkpointing's
+        # hooks for saved tensors, which would affect the next attempt.
         error.__traceback__ = None
         self.reason = (str(error) or "the system refused to allocate more").splitlines()[0]
         return True
 
     def result_or_raise(self, oom_history: OomHistory) -> Result:
-        """The result, where other ranks wait inside of the work and nothing can be done again.
+        """Return the result if other ranks wait inside the work, so that this rank cannot retry alone.
 
         After an out-of-memory error, record the size and raise RestartAfterOom; if the plan cannot be made smaller,
         raise a ResourceError that names the utterance.
@@ -194,14 +200,14 @@ class OomAttempt(Generic[Result]):
 
 
 class OomRetry(Generic[Result]):
-    """The same work in smaller and smaller pieces, until it fits in memory.
+    """Iterator over attempts at the same work in smaller and smaller pieces, until it fits in memory.
 
         for attempt in attempts:
             with attempt:
                 attempt.result = work(attempt.plan)
 
-    Then `result` is that of the attempt that fitted, after so many `retries`. A ResourceError names the utterance that
-    does not fit even alone; every other error passes through.
+    Afterwards `result` is the successful attempt's and `retries` the number of failures. An utterance that does not fit
+    even alone raises a ResourceError that names it; other errors pass through.
     """
 
     def __init__(
@@ -211,11 +217,12 @@ class OomRetry(Generic[Result]):
         undo: Callable[[], None] = lambda: None,
         all_reduce_max: Callable[[Outcome], Outcome] = lambda mine: mine,
     ) -> None:
-        """`undo` takes back what a failed attempt has left, and must not allocate to speak of.
+        """Prepare attempts at `plan`, reduced to the limits in `oom_history`.
 
-        `all_reduce_max` returns the worst outcome over all ranks: a rank that is done keeps its result and waits until
-        all are done, and counts their retries with its own. If one rank was interrupted (no result), all undo their
-        work.
+        Args:
+            undo: reverts the effects of a failed attempt; must not allocate significant memory.
+            all_reduce_max: returns the worst outcome over all ranks. A rank that is done keeps its result, waits for
+                the others and counts their retries. If a rank was interrupted (no result), all ranks undo their work.
         """
         self._first = oom_history.fit_to_memory(plan)
         self._oom_history = oom_history
@@ -232,15 +239,16 @@ class OomRetry(Generic[Result]):
             plan = self._next(attempt)
 
     def _next(self, attempt: OomAttempt[Result]) -> MicroBatchPlan | None:
-        """The cut to try after an attempt, None where all ranks have come to an end."""
+        """Return the next plan after an attempt; None if all ranks are done or stopped."""
         mine, smaller = Outcome.STOPPED if attempt.result is None else Outcome.DONE, None
         if attempt.reason is not None:
-            # Before the others are told: one for whom nothing smaller is left ends with its cause, and they with it.
+            # Before the all-reduce: a rank without a smaller plan raises its error, which ends the other ranks, too.
             self._undo()
             release_memory()
             mine, smaller = Outcome.SPLIT, attempt.plan.smaller()
             if smaller is None:
                 raise _does_not_fit(attempt.plan.largest, attempt.reason)
+        # A rank that is done stays in this loop: it takes part in the all-reduce after each retry of the others.
         while (of_all := self._all_reduce_max(mine)) is Outcome.SPLIT:
             self.retries += 1
             if smaller is not None:
@@ -255,7 +263,8 @@ class OomRetry(Generic[Result]):
 
 
 def release_memory() -> None:
-    """Collects what only cycles hold, and returns cached GPU memory to the driver: its pieces may be too small."""
+    """Collect reference cycles and return cached GPU memory to the driver: the cached blocks may be too small."""
+    # First: tensors in reference cycles still occupy their cached blocks.
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

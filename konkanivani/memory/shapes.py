@@ -1,10 +1,10 @@
-"""Tensors without data: a shape, a layout and a storage that takes no memory, on the card or on the host.
+"""Tensors without data: a shape, a layout and a storage that takes no memory, on the GPU or on the host.
 
-A card's tensors say that they are a CPU's, the host's that they are the meta device's.
+During tracing, GPU tensors are placed on `cpu` and host tensors on `meta`.
 
-What an operation makes of such tensors is asked of the meta device, once for the same layouts: the blocks of a model
-are alike. Where a CPU's own kernel decides on the layout, PyTorch's FakeTensor is asked, which takes a millisecond, ten
-times as long. A view is taken of the meta device's tensor that holds the storage.
+The result of an operation is computed on the meta device, once per combination of layouts: the blocks of a model are
+alike. If the layout depends on a CPU kernel, PyTorch's FakeTensor computes it, which takes a millisecond, ten times as
+much as the meta device. Views are computed on the meta tensor that holds the storage.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,19 +16,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 META = torch.device("meta")
 CARD, HOST = torch.device("cpu"), META
-# Channels last, and what is kept of a norm in half precision.
-CTC_BACKWARD = torch.ops.aten._ctc_loss_backward.default  # unknown to the meta device: as the log probabilities are
+# No meta kernel exists for the backward pass of CTC: its result has the layout of the log probabilities.
+CTC_BACKWARD = torch.ops.aten._ctc_loss_backward.default
+# Convolutions may return channels-last layouts, and a half-precision layer norm chooses the dtype of its statistics.
 OF_THE_KERNEL = frozenset({torch.ops.aten.convolution.default, torch.ops.aten.native_layer_norm.default})
 
 
 class Shape(torch.Tensor):
-    """A tensor of the card or the host; `meta`, which has its storage, is the meta device's."""
+    """A tensor on the GPU or the host without data; `meta` is the meta-device tensor that has its storage."""
 
     __slots__ = ("meta",)
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage, by which one tells views of the same memory."""
+        """Return the storage of `meta`, which identifies views of the same memory."""
         return self.meta.untyped_storage()
 
     @classmethod
@@ -37,7 +38,7 @@ class Shape(torch.Tensor):
 
 
 def shape_of(meta: torch.Tensor, device: torch.device = CARD) -> Shape:
-    """A Shape on this tensor of the meta device, which says that it is on `device`."""
+    """Wrap a tensor of the meta device in a Shape that reports `device`."""
     made = torch.Tensor._make_wrapper_subclass(
         Shape, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=device
     )
@@ -46,7 +47,7 @@ def shape_of(meta: torch.Tensor, device: torch.device = CARD) -> Shape:
 
 
 class Shapes(TorchDispatchMode):
-    """While it is on, operations are of shapes, and no tensor that is made has data. It is not to be entered twice."""
+    """Dispatch mode in which all operations run on shapes and new tensors have no data; must not be entered twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,10 +57,10 @@ class Shapes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else each operation goes through a wrapper of PyTorch's compiler
+        return False  # otherwise each operation passes through a wrapper of torch.compile
 
     def from_tensor(self, tensor: torch.Tensor) -> Shape:
-        """The tensor without its data."""
+        """Return the tensor's shape and layout without its data."""
         with no_dispatch():
             return tensor if isinstance(tensor, Shape) else shape_of(_without_data(tensor), tensor.device)
 
@@ -75,6 +76,7 @@ class Shapes(TorchDispatchMode):
         if kind == "makes new":
             return self._made(operation, args, kwargs)
         if kind == "view in place":
+            # Runs first on the Shape itself, to change its own sizes and strides, then on its meta tensor.
             with no_dispatch():
                 operation(*args, **kwargs)
         return _run(operation, args, kwargs)
@@ -95,7 +97,7 @@ class Shapes(TorchDispatchMode):
 
 
 def _kind_of(operation: Callable) -> str:
-    """What an operation does to memory, as its schema says."""
+    """Classify an operation by its schema: in place, view in place, writes, makes new, or views."""
     schema = operation._schema
     if torch.Tag.inplace_view in operation.tags:
         return "view in place"
@@ -103,6 +105,7 @@ def _kind_of(operation: Callable) -> str:
     if len(returned) == 1 and returned[0] is not None and returned[0].is_write:
         first = schema.arguments[0].alias_info
         return "in place" if first is not None and first.is_write else "writes"
+    # The schema of _unsafe_view declares a new tensor, but the result shares the input's storage.
     is_new = all(one is None for one in returned) and operation is not torch.ops.aten._unsafe_view.default
     return "makes new" if is_new and schema.returns else "views"
 
@@ -115,7 +118,7 @@ def _run(operation: Callable, args: tuple, kwargs: Mapping) -> object:
 
 
 def _place_of(args: Sequence[object]) -> torch.device:
-    """Where the operation's tensors are: those that are more than a number, which may be of any place."""
+    """Return the device of an operation's tensors; 0-dimensional tensors may be on any device and count last."""
     place = None
     for value in args:
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
@@ -127,7 +130,7 @@ def _place_of(args: Sequence[object]) -> torch.device:
 
 
 def _inner(value: object, given: dict[int, Shape]) -> object:
-    """What the meta device's operation is given for this argument; `given` is filled with whose each tensor is."""
+    """Convert an argument for the meta device; `given` collects the Shape of each meta tensor."""
     if isinstance(value, Shape):
         given[id(value.meta)] = value
         return value.meta
@@ -137,6 +140,7 @@ def _inner(value: object, given: dict[int, Shape]) -> object:
         return [_inner(one, given) for one in value]
     if isinstance(value, torch.device):
         return META
+    # Without data, no random numbers are drawn.
     return None if isinstance(value, torch.Generator) else value
 
 
@@ -151,7 +155,7 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _key_of(value: object) -> object:
-    """All of an argument that the result's layout may depend on."""
+    """Return everything of an argument that the result's layout may depend on."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
@@ -160,7 +164,7 @@ def _key_of(value: object) -> object:
 
 
 def _fake_of(value: object) -> object:
-    """The same argument for FakeTensor's mode, which is on."""
+    """Convert an argument for FakeTensorMode, which has to be active."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
     return [_fake_of(one) for one in value] if isinstance(value, (list, tuple)) else value
@@ -175,5 +179,6 @@ def _layout_of(made: object) -> object:
 def _laid_out(layout: object, device: torch.device) -> object:
     if isinstance(layout, tuple):
         size, stride, dtype = layout
+        # A new storage for each call: only the layout is cached.
         return shape_of(torch.empty_strided(size, stride, dtype=dtype, device=META), device)
     return [_laid_out(one, device) for one in layout] if isinstance(layout, list) else layout

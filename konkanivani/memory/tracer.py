@@ -1,8 +1,8 @@
-"""The peak of memory found by running the real training step on tensors without data.
+"""Peak memory of a training step, measured by running the step on tensors without data.
 
-The step that trains is run on tensors that have shapes and no data (shapes.py), and the bytes of the storages that live
-at each moment are counted: no formula of the model is kept beside the model. For a CUDA card the sizes are rounded as
-its allocator does, and autocast is made to do what it does there; what no trace sees is in devices.py.
+The actual training step runs on tensors that have a shape but no data (shapes.py), and the bytes of all live storages
+are counted at each operation, so that no separate memory model has to match the code. For a CUDA GPU, sizes are rounded
+as its allocator does, and autocast is made to behave as on CUDA; costs that a trace cannot see are in devices.py.
 """
 
 import copy
@@ -32,7 +32,7 @@ from konkanivani.model.front_end import FeatureExtractor
 
 @dataclass(frozen=True)
 class BatchShape:
-    """A micro-batch by its size: so many utterances of so many seconds, with so many tokens each."""
+    """Size of a micro-batch: number of utterances, seconds of each, tokens of each."""
 
     utterances: int
     seconds: float
@@ -41,9 +41,9 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of tensors: the state (weights, gradients, optimizer) and the peaks of the phases, state included.
+    """Bytes of tensors: the state (weights, gradients, optimizer) and the peak of each phase, state included.
 
-    Beside a card, `host` is the peak of what lies on the host because its place is not on the card.
+    `host` is the peak in host memory of offloaded tensors.
     """
 
     state: int
@@ -54,17 +54,17 @@ class Peak:
 
     @property
     def bytes(self) -> int:
-        """The peak of the whole step."""
+        """Peak of the whole step."""
         return max(self.forward, self.backward, self.update)
 
     def side_by_side(self, count: int) -> "Peak":
-        """Of so many micro-batches at once: what each takes beside the state may be there at one time."""
+        """Return the peak of `count` concurrent micro-batches, if their memory beyond the state peaks together."""
         forward, backward = (self.state + count * (phase - self.state) for phase in (self.forward, self.backward))
         return dataclasses.replace(self, forward=forward, backward=backward)
 
 
 class TracedParts(Protocol):
-    """What a trace needs of the parts of a step, a dataclass with `read` for what reads from the device."""
+    """Parts of a training step that a trace uses; a dataclass with a field `read`, the function for device reads."""
 
     architecture: Architecture
     model: KonkaniVaniASR
@@ -72,14 +72,15 @@ class TracedParts(Protocol):
     optimizer: Any
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """What stays in memory from step to step."""
+        """Return the tensors that persist between steps."""
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """The functions that are traced; they are handed in, since the memory that a step takes is known below the step.
+    """Functions to trace. They are parameters because this package does not import the training step.
 
-    `build` makes the parts on a CPU from a front end, `train` steps on a window, `recognize` on a batch.
+    `build` creates the parts on a CPU from a front end, `train` runs a step on a global batch, `recognize` decodes a
+    batch.
     """
 
     build: Callable[[FeatureExtractor], TracedParts]
@@ -88,11 +89,12 @@ class TracedStep:
 
 
 class StepTracer:
-    """Traces steps of one model for one device. Building it takes a second, a trace a tenth of one or more."""
+    """Tracer of one model's steps for one device. Building it takes a second, a trace a tenth of a second or more."""
 
     def __init__(self, step: TracedStep, front_end: torch.nn.Module, costs: DeviceCosts) -> None:
-        """The step's parts are built inside the trace's mode; `front_end` is real."""
+        """Build the step's parts inside the tracing mode; `front_end` is a real module."""
         self._mode, self._step, self.costs = Shapes(), step, costs
+        # A copy, because its buffers are replaced by tensors without data.
         front_end = copy.deepcopy(front_end).cpu()
         with self._mode:
             for module in front_end.modules():
@@ -101,21 +103,25 @@ class StepTracer:
             parts = step.build(front_end)
             gradients = [torch.empty_like(parameter) for parameter in trained_parameters(parts.model)]
         encoder = parts.model.encoder
+        # A CPU skips padding by packing, a GPU pads. Packed as one utterance takes the same memory in fewer operators.
         encoder.packs = not costs.is_cuda
         encoder.packs_as_one = True
-        # As a second micro-batch finds them: the first one's gradients are there, and nothing takes them away.
+        # State of a micro-batch after the first one: gradients exist and stay allocated, so that zero_grad must not
+        # drop them.
         parts.optimizer.zero_grad = lambda: None
         for parameter, gradient in zip(trained_parameters(parts.model), gradients, strict=True):
             parameter.grad = gradient
+        # The trace uses a CPU's autocast, which runs layer norms in half precision; CUDA's runs them in fp32.
         if costs.is_cuda and parts.forward.amp_dtype is not None:
             for module in parts.model.modules():
                 if isinstance(module, torch.nn.LayerNorm):
                     module.__class__ = LayerNormInFull
+        # A tensor without data has no values to read: .item() and .tolist() would fail.
         self._parts = dataclasses.replace(parts, read=lambda numbers: [0.0] * numbers.numel())
 
     @property
     def blocks(self) -> int:
-        """Blocks of the model that can be recomputed."""
+        """Number of blocks that can be recomputed."""
         return len(self._parts.model.blocks)
 
     @property
@@ -124,7 +130,8 @@ class StepTracer:
         return self._parts.forward.amp_dtype is not None
 
     def state(self) -> int:
-        """Bytes of weights, gradients and optimizer, on the device."""
+        """Return the bytes of weights, gradients and optimizer state on the device."""
+        # With offloading, a part of the state is on the host: count by device.
         if not (self._parts.forward.weights and self.costs.is_cuda):
             return model_state_bytes(self._parts.model, self._parts.optimizer.tensors)
         state, _ = self._counted()
@@ -132,16 +139,16 @@ class StepTracer:
         return state.live
 
     def trace(self, shape: BatchShape, recompute: RecomputePolicy) -> Peak:
-        """The peaks of a step at a micro-batch of this size, not the step's first."""
+        """Trace a step at a micro-batch of this size that is not the step's first one."""
         batch = self._batch(shape)
         tokens = shape.utterances * shape.tokens
         return self.trace_global_batch(GlobalBatch((batch,), tokens, shape.utterances, 0.0, 0.0), recompute)
 
     def trace_global_batch(self, global_batch: GlobalBatch, recompute: RecomputePolicy) -> Peak:
-        """The peaks of a step over a window of real or traced tensors; its other micro-batches wait elsewhere."""
+        """Trace a step over a global batch of real or traced tensors; of its inputs, count only the largest."""
         live, host = self._counted()
         phases = _Phases(live)
-        # One after another: what goes side by side is added up by the planner.
+        # One micro-batch at a time: the planner adds up concurrent ones.
         forward = dataclasses.replace(
             self._parts.forward, recompute=recompute, monitor=phases, concurrent_micro_batches=1
         )
@@ -155,10 +162,12 @@ class StepTracer:
             sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in inputs]
             with live, host if parts.forward.weights else nullcontext():
                 self._step.train(parts, dataclasses.replace(global_batch, micro_batches=batches), 0)
+        # All inputs were counted, but in training only one micro-batch is on the device at a time.
         others = sum(sizes) - max(sizes)
         return Peak(
             state=self.state(),
             forward=phases.peaks["forward"] - others,
+            # Attention allocates its workspace inside the kernel, where the trace cannot see it.
             backward=phases.peaks["backward"]
             - others
             + self._attention_workspace(largest_batch(global_batch.micro_batches)),
@@ -167,7 +176,7 @@ class StepTracer:
         )
 
     def trace_validation(self, shape: BatchShape) -> int:
-        """Bytes at the peak of recognising such a batch, weights and optimizer included; no gradients are there."""
+        """Return the peak bytes of recognising a batch, weights and optimizer state included, without gradients."""
         live, _ = self._counted()
         self._count_state(live, with_gradients=False)
         forward = dataclasses.replace(self._parts.forward, monitor=_Phases(live))
@@ -178,7 +187,7 @@ class StepTracer:
         return live.peak
 
     def _counted(self) -> tuple[LiveBytes, LiveBytes]:
-        """Counts of what is on the device, which a CPU shares with the host, and of what is on the host."""
+        """Return byte counters of the device and of host memory; a CPU counts both as the device."""
         return LiveBytes(self.costs.rounding, CARD if self.costs.is_cuda else None), LiveBytes(place=HOST)
 
     def _count_state(self, live: LiveBytes, with_gradients: bool) -> None:
@@ -192,7 +201,7 @@ class StepTracer:
         return self.costs.attention_workspace(batch.size, frames, architecture.model.d_model, self.is_half)
 
     def _batch(self, shape: BatchShape) -> Batch:
-        """A batch in which one utterance is a little shorter, where there are several: padding costs masks."""
+        """Return a batch without data; with several utterances, one is a frame shorter, because padding costs masks."""
         samples, tokens = round(shape.seconds * SAMPLE_RATE), max(1, shape.tokens)
         shorter = 1 if shape.utterances > 1 else 0
         a_frame_less = max(1, samples - self._parts.architecture.framing.encoder_hop)
@@ -210,7 +219,7 @@ class StepTracer:
 
 
 class _Phases:
-    """In the place of the monitor: the traced peak of each phase, in bytes."""
+    """Replacement of the memory monitor that records the traced peak of each phase in bytes."""
 
     def __init__(self, live: LiveBytes) -> None:
         self.peaks: dict[str, int] = {}
@@ -223,10 +232,10 @@ class _Phases:
 
 
 def _greedy_on_the_device(model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths) -> list[list[int]]:
-    """What greedy decoding does on the device; the rest of it is the host's.
+    """Run the device part of greedy decoding; the rest runs on the host.
 
-    Without CTC it is the decoder's, whose cache grows until a hypothesis has as many tokens as it takes, or, where it
-    takes any number, as there are frames.
+    Without CTC, the decoder's cache grows until a hypothesis has the decoder's maximum number of tokens or, if there is
+    no maximum, one token per encoder frame.
     """
     if model.ctc_head is not None:
         argmax_tokens(model, encoded)
@@ -236,12 +245,12 @@ def _greedy_on_the_device(model: KonkaniVaniASR, encoded: torch.Tensor, lengths:
     most = encoded.shape[1] if math.isinf(model.decoder.most_tokens) else model.decoder.most_tokens
     while cache.length < most:
         model.decoder.output(model.decoder.step(tokens, cache)).double().log_softmax(dim=-1)
-        cache.length = max(FIRST_ROOM, 2 * cache.length - 2)  # to where there is no more room
+        cache.length = max(FIRST_ROOM, 2 * cache.length - 2)  # next length at which the cache has to be enlarged
     return []
 
 
 class LayerNormInFull(torch.nn.LayerNorm):
-    """Under a CPU's autocast, what CUDA's does and a CPU's does not: takes and gives fp32."""
+    """Layer norm that computes in fp32 under autocast on a CPU, as CUDA's autocast does."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.float() if torch.is_autocast_enabled("cpu") else x)

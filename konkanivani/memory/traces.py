@@ -1,7 +1,7 @@
-"""The peaks of one model's steps, each traced once: by this process, or by an earlier one that wrote them down.
+"""Cache of the traced peaks of a model's training steps, in memory and in a file shared by runs.
 
-A trace is a pure function of the model, of its device's costs and of the code: what one run has found, the next one
-need not trace. A damaged file is as good as none.
+A trace is a pure function of the model, the device's costs and the code, so that later runs can reuse it. A damaged
+file is ignored.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from konkanivani.memory.tracer import BatchShape, Peak, StepTracer
 
 
 class Traces:
-    """What a tracer says, asked once for each load; the tracer itself, a second's work, is built when first asked."""
+    """Cached results of a tracer; the tracer itself takes a second to build and is created on first use."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Traces:
         encoder_hop: int,
         longest_seconds: float = math.inf,
     ) -> None:
-        """`encoder_hop` are the samples from one encoder frame to the next, `longest_seconds` what the model hears."""
+        """`encoder_hop` is in samples per encoder frame; `longest_seconds` is the longest input of the model."""
         self.blocks, self.costs, self.encoder_hop, self._build = blocks, costs, encoder_hop, build
         self.longest_seconds = longest_seconds
         self._peaks: dict[tuple[BatchShape, int], Peak] = {}
@@ -38,25 +38,27 @@ class Traces:
 
     @functools.cached_property
     def tracer(self) -> StepTracer:
-        """The tracer."""
+        """The tracer, built on first use."""
         return self._build()
 
     def peak(self, shape: BatchShape, recompute: RecomputePolicy) -> Peak:
-        """The traced peaks of a step at this load."""
+        """Return the peaks of a training step at this batch shape."""
+        # Policies with the same number of recomputed blocks at this length share a trace.
         key = shape, min(recompute(shape.seconds).count, self.blocks)
         if key not in self._peaks:
             self._peaks[key] = self.tracer.trace(shape, recompute)
         return self._peaks[key]
 
     def validation_peak(self, shape: BatchShape) -> int:
-        """The traced bytes of validating this load."""
+        """Return the peak bytes of validation at this batch shape."""
         if shape not in self._validation_peaks:
             self._validation_peaks[shape] = self.tracer.trace_validation(shape)
         return self._validation_peaks[shape]
 
     def read(self, path: Path) -> None:
-        """Takes in what a process before this one wrote; nothing where there is no such file, or a damaged one."""
+        """Merge the traces in the file at `path`; a missing or damaged file is ignored."""
         with contextlib.suppress(OSError, ValueError, TypeError):
+            # The first line is the CRC-32 of the JSON text that follows.
             checksum, text = path.read_text(encoding="utf-8").split("\n", 1)
             if int(checksum, 16) == zlib.crc32(text.encode()):
                 peaks, validation_peaks = json.loads(text)
@@ -64,7 +66,10 @@ class Traces:
                 self._validation_peaks |= {BatchShape(*row[:3]): row[3] for row in validation_peaks}
 
     def write(self, path: Path) -> None:
-        """Writes all that is known; a cache that cannot be written costs the next run some seconds, and is no error."""
+        """Write all traces to `path`.
+
+        A failure is ignored: it only costs the next run some seconds of tracing.
+        """
         peaks = [(*_row(shape), count, *_row(peak)) for (shape, count), peak in self._peaks.items()]
         text = json.dumps([peaks, [(*_row(shape), peak) for shape, peak in self._validation_peaks.items()]])
         with contextlib.suppress(OSError, ResourceError):

@@ -1,4 +1,4 @@
-"""What a run begins with: the state of a checkpoint, or its weights, and for how long their head learns alone."""
+"""Initial state of a run: a resumed checkpoint or initial weights, and the steps that train only a new head."""
 
 import sys
 from collections.abc import Mapping
@@ -29,17 +29,17 @@ from konkanivani.training.step import StepParts
 
 
 def count_steps(config: TrainConfig, planner: EpochPlanner) -> int:
-    """The steps of the whole run."""
+    """Return the number of optimizer steps of the whole run."""
     return limit_steps(config, config.run.epochs * planner.global_batches_per_epoch())
 
 
 def limit_steps(config: TrainConfig, steps: int) -> int:
-    """Return so many steps, or --max_steps if that is less."""
+    """Return `steps`, or --max_steps if that is less."""
     return min(steps, config.run.max_steps or sys.maxsize)
 
 
 def settle_stages(config: TrainConfig, planner: EpochPlanner) -> TrainConfig:
-    """The configuration with the steps for which a head is trained alone: a new one as long as it warms up."""
+    """Return the configuration with `freeze_steps` set; by default, a new head trains alone during the warm-up."""
     if config.tuning.freeze_steps is not None:
         return config
     steps = resolve_warmup(config.optimizer, count_steps(config, planner)) if config.tuning.new_tokenizer else 0
@@ -47,7 +47,7 @@ def settle_stages(config: TrainConfig, planner: EpochPlanner) -> TrainConfig:
 
 
 def whole_model(start: Start, step: StepParts) -> torch.nn.Module:
-    """The step's model, or where that is sharded a whole one of the same architecture on the CPU."""
+    """Return the step's model, or an unsharded copy of its architecture on the CPU if it is sharded."""
     if not is_sharded(step.model):
         return step.model
     return build_forward(start.config, step.architecture, torch.device("cpu")).model
@@ -62,9 +62,10 @@ def load_weights(
     stateful: Mapping[str, Stateful],
     corpus: Fingerprint,
 ) -> None:
-    """Loads what the run goes on from, or the weights that it begins with, where it names a checkpoint."""
+    """Load the checkpoint named by --resume or --init_from, if any, into the parts of the run."""
     if start.resumed:
         check_states(start.resumed, {*stateful, "plan", "corpus", "schedule"})
+        # The out-of-memory limits ("splits") of the former memory plan do not apply to a new plan.
         forgotten = {"splits"} if start.config.memory.replan else set()
         load_states(start.resumed, {name: part for name, part in stateful.items() if name not in forgotten})
         remembered = remembered_corpus(start)
@@ -77,6 +78,7 @@ def load_weights(
 def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner, change: CorpusChange | None) -> None:
     """Restart the epoch if its plan differs from the checkpoint's; print how the corpus has changed."""
     is_replanned = checkpoint.plan_digest != planner.digest()
+    # At the start of an epoch, no utterance has been consumed that a new plan could repeat.
     is_restarted = is_replanned and state.consumed > 0
     if is_restarted:
         epoch = f"epoch {state.epoch + 1} is restarted"
@@ -93,12 +95,14 @@ def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner
 def _take_weights(
     initial: Checkpoint, tuning: TuningConfig, stateful: Stateful, whole: KonkaniVaniASR, tokenizer: Vocabulary
 ) -> None:
-    """Takes what fits of a checkpoint's weights into the whole model, and the part `stateful` takes that model's."""
+    """Copy the checkpoint weights that fit into `whole`, and load them into `stateful` if that is sharded."""
     config = config_from_text(initial.config)
+    # Low-rank products are merged into the weights, since the new run may have no adapters.
     _, weights = architecture_of(config, initial.vocab_size).plain(initial.states["model"])
     transfer = transfer_weights(
         whole, weights, config.model, initial.tokenizer == tokenizer.model and not tuning.new_tokenizer
     )
+    # If no encoder block fits, the shapes are too different for a useful transfer.
     if not any(name.startswith("encoder.blocks") for name in transfer.taken + transfer.cut):
         raise UsageError(
             "No block of the --init_from checkpoint fits the model shape given: it may be smaller, never "
@@ -107,8 +111,10 @@ def _take_weights(
         )
     if tuning.new_tokenizer:
         reset_output_heads(whole)
+    # A value beyond 65504 becomes inf in float16.
     if tuning.frozen_dtype == "half":
         check_finite(f"the checkpoint of step {initial.step}, rounded to half precision,", whole.state_dict())
+    # A sharded model distributes the whole state to its ranks.
     if stateful is not whole:
         stateful.load_state_dict(whole.state_dict())
     print(f"Weights from the checkpoint of step {initial.step}:\n{transfer.summary()}", flush=True)

@@ -1,4 +1,4 @@
-"""Composition root: every part of a run, built from its settings and the checkpoint that it begins with."""
+"""Composition root: builds all parts of a run from its settings and the checkpoint that it starts from."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -52,14 +52,14 @@ from konkanivani.training.step import StepParts
 
 
 def build_run(start: Start, report: Report = silent) -> Run:
-    """Every part of the run, the checkpoint's state loaded; each stage on the way is told when it is done.
+    """Build all parts of the run and load the checkpoint's state; `report` is called after each stage.
 
-    Paths and disk have been looked at by resolve_start; the data comes next, then the plan.
+    Paths and disk space have been checked by `resolve_start`; data is checked here first, then the memory plan is made.
     """
     topology, resident_before, device = start.topology, resident_mib(), choose_device(start.config.run.device)
     announce_card(device)
     run_directory = make_run_directory(start.config.run) if topology.is_first else None
-    # A dry run lists nowhere what it leaves out; a run keeps an earlier one's list.
+    # A dry run keeps no list of rejected utterances; a new run renames the list of an earlier one.
     with listing_rejected(None if start.config.run.dry_run else run_directory, bool(start.resumed)) as rejected:
         speech = build_speech(start, device, rejected)
         report("data", speech.sentence())
@@ -69,11 +69,13 @@ def build_run(start: Start, report: Report = silent) -> Run:
         state = TrainState()
         stateful = stateful_parts(start, step, state)
         load_weights(start, speech.tokenizer, planner, step, state, stateful, speech.corpus)
+        # The schedule of a resumed run depends on the state just loaded.
         step = replace(step, rates=schedule_rates(start, config, planner, state))
     _learn_sizes(config, step)
     _tell_plan(config, step, speech.train, planner)
     limits = _micro_batch_limits(config, step, plan)
     loader = loader_config(config, device)
+    # From here on, files of an earlier run are moved: all checks have passed.
     checkpointer, validation = take_checkpoint_folder(start, run_directory), speech.validation
     logbook = Logbook(run_directory, resumed=Resumed(state.step, state.skipped_steps, state.epochs_finished))
     logbook.log_settings(config_to_text(config))
@@ -112,9 +114,10 @@ def _micro_batch_limits(config: TrainConfig, step: StepParts, plan: MemoryPlan |
 def build_planned_step(
     start: Start, device: torch.device, speech: RunData, planner: EpochPlanner, resident_before: float, report: Report
 ) -> tuple[StepParts, MemoryPlan | None]:
-    """The step, freshly initialised, and the memory plan that it keeps to, if one is asked for."""
+    """Return a freshly initialised step and the memory plan that it follows, or None if planning is off."""
     config, topology = start.config, start.topology
-    # What the rank with the least memory may take without anyone's word on it; a machine's ranks share it.
+    # All ranks use the memory of the rank with the least; ranks on one CPU share its memory. The minimum is computed as
+    # the negative of a maximum.
     free = -all_reduce_max(
         topology, -(available_bytes(device) // (topology.local_world_size if device.type == "cpu" else 1))
     )
@@ -134,6 +137,7 @@ def build_planned_step(
     layout = StateLayout(topology, sharded, placement)
     step = build_step_parts(config, architecture, device, total_steps, layout=layout)
     if start.pretrained is not None:
+        # The whole model is loaded on every rank, then sharded.
         load_base(start.pretrained, whole := whole_model(start, step))
         if whole is not step.model:
             FullState(step.model, topology).load_state_dict(whole.state_dict())
@@ -141,7 +145,7 @@ def build_planned_step(
 
 
 def stateful_parts(start: Start, step: StepParts, state: TrainState) -> Mapping[str, Stateful]:
-    """What changes as the run trains, by the names under which checkpoints hold it; and what it began with."""
+    """Return the stateful parts of a run by their names in checkpoints, with the provenance of its initial weights."""
     optimizer = OptimizerState(step.model, step.optimizer)
     sharded = is_sharded(step.model)
     model = TrainedPart(step.model) if step.architecture.has_base else step.model
@@ -160,10 +164,10 @@ def stateful_parts(start: Start, step: StepParts, state: TrainState) -> Mapping[
 
 
 def take_checkpoint_folder(start: Start, run_directory: Path | None) -> Checkpointer:
-    """The run's folder of checkpoints, by the first rank cleared of what an earlier run or a later step left there."""
+    """Return the checkpointer; on the first rank, move aside files of an earlier run or of later steps."""
     run, resumed_step = start.config.run, start.resumed.step if start.resumed else None
     checkpointer = Checkpointer(run.checkpoint_dir, run.keep_checkpoints, resumed_step)
-    if run_directory is not None:  # what a kill left half written is no old checkpoint, to be kept in a folder beside
+    if run_directory is not None:  # first: a partial file of a killed run is no checkpoint to keep
         checkpointer.discard_unfinished()
     if run_directory is not None and start.resumed:
         move_newer_aside(checkpointer, run_directory, start.resumed_path, start.resumed)
@@ -175,8 +179,9 @@ def take_checkpoint_folder(start: Start, run_directory: Path | None) -> Checkpoi
 
 
 def _learn_sizes(config: TrainConfig, step: StepParts) -> None:
-    """Has the step know what did not fit before it was started again, on any rank, where that still counts."""
+    """Load the out-of-memory limits that any rank recorded before a restart, if they still apply."""
     folder, topology = Path(config.run.checkpoint_dir), step.topology
+    # --replan and --fresh discard the limits once, but not at a restart by torchrun, which repeats the flags.
     if (config.memory.replan or config.run.fresh) and not topology.restarts:
         forget_sizes(folder)
     for sizes in gather(topology, read_sizes(folder, step.oom_history.conditions)):
@@ -186,12 +191,13 @@ def _learn_sizes(config: TrainConfig, step: StepParts) -> None:
 def choose_sharding(
     config: TrainConfig, architecture: Architecture, device: torch.device, free: int, topology: Topology
 ) -> bool:
-    """Whether weights, gradients and optimizer are sharded over the ranks, as --shard says."""
+    """Return whether weights, gradients and optimizer state are sharded over the ranks, according to --shard."""
     is_asked, tuning = config.memory.shard == "always", config.tuning
     if topology.is_single_process or config.memory.shard == "never":
         return False
     budget = parse_budget(config.memory.memory_budget) if config.memory.memory_budget else free
     costs = device_costs(device)
+    # Ranks may measure different free memory, but have to decide alike.
     sharded = is_asked or broadcast_from_rank0(topology, lambda: needs_sharding(config, architecture, costs, budget))
     if sharded and (tuning.freeze_steps or tuning.frozen_dtype == "half"):
         raise UsageError(
@@ -204,10 +210,10 @@ def choose_sharding(
 def plan_memory(
     start: Start, speech: RunData, architecture: Architecture, device: torch.device, free: int, sharded: bool
 ) -> MemoryPlan:
-    """The run's memory plan: the checkpoint's, or a new one.
+    """Return the run's memory plan: the checkpoint's, or a new one.
 
-    The first rank plans for all, with the memory that the one has that has least: planning takes the processor for
-    seconds, and ranks of one machine would take it from each other. All then cut and recompute alike.
+    The first rank plans for all with the memory of the rank that has least: planning needs a CPU core for seconds, for
+    which the ranks of a machine would compete. All ranks then use the same micro-batches and recomputation.
     """
     validation = speech.validation
     return broadcast_from_rank0(
@@ -226,9 +232,10 @@ def plan_memory(
 
 
 def keep_to_plan(step: StepParts, plan: MemoryPlan, resident_before: float) -> StepParts:
-    """The step with the plan's recomputed blocks, its planned peaks shown, its budget enforced where that can be."""
+    """Return the step with the plan's recomputation and concurrency; enforce the budget if the device can."""
     device = step.forward.device
     if device.type == "cpu":
+        # Without it, freed tensors leave holes in glibc's heap, and resident memory exceeds the plan.
         set_mmap_threshold()
     step.forward.monitor.expect(plan.planned_peaks(before=resident_before if device.type == "cpu" else 0.0))
     enforce_budget(device, plan.budget, plan.context)

@@ -1,4 +1,4 @@
-"""The parts of a training step, built from their settings."""
+"""Construction of a training step's parts from the settings of a run."""
 
 import zlib
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ AT_ONCE = 2  # default number of concurrent micro-batches: saves a third of a st
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Where weights, gradients and the optimizer's state lie: whole or sharded on ranks, on the card or on the host."""
+    """Location of weights, gradients and optimizer state: whole or sharded over ranks, on the GPU or offloaded."""
 
     topology: Topology = ALONE
     sharded: bool = False
     placement: Placement = ON_CARD
     host: torch.device = HOST
-    """What is fetched comes from there; in a trace it is no CPU."""
+    """Source device of fetched weights; the meta device during tracing."""
 
 
 WHOLE = StateLayout()
@@ -46,14 +46,14 @@ def build_forward(
     front_end: FeatureExtractor | None = None,
     layout: StateLayout = WHOLE,
 ) -> ForwardPass:
-    """The model, freshly initialised from the seed, behind its front end or the one that is given in its place."""
-    config = resolve(config)  # what no amount of speech has decided
+    """Return the forward pass with a model initialised from the seed; `front_end` replaces the default front end."""
+    config = resolve(config)  # remaining automatic settings that do not depend on the corpus
     torch.manual_seed(derive_seed(config.run.seed, "weights"))
     model = architecture.build()
     placement, is_on_card = layout.placement, layout.placement.is_on_card
     if layout.sharded:
         shard_model(model, layout.topology, device)
-    elif device.type != "cpu" and is_on_card:  # a trace's tensors cannot be moved
+    elif device.type != "cpu" and is_on_card:  # tensors without data cannot be moved during tracing
         model.to(device)
     amp_dtype = choose_precision(config.memory, device)
     return ForwardPass(
@@ -71,8 +71,9 @@ def build_forward(
 
 
 def choose_concurrency(config: TrainConfig, device: torch.device, is_sharded: bool) -> int:
-    """How many micro-batches are run side by side: on a CPU that has as many threads, where no rank waits inside."""
+    """Return the number of concurrent micro-batches: more than one only on an unsharded CPU run with enough threads."""
     if device.type != "cpu" or is_sharded:
+        # Sharded weights are gathered collectively inside the forward pass, in an order that threads would mix up.
         return 1
     asked = config.data.concurrent_micro_batches
     return min(AT_ONCE if asked == AUTO else asked, torch.get_num_threads())
@@ -86,7 +87,7 @@ def build_step_parts(
     front_end: FeatureExtractor | None = None,
     layout: StateLayout = WHOLE,
 ) -> StepParts:
-    """Everything that a step works with, freshly initialised from the seed."""
+    """Return all parts of a training step, with a model initialised from the seed."""
     forward = build_forward(config, architecture, device, front_end, layout)
     is_single_process = layout.topology.is_single_process
     return StepParts(
@@ -107,13 +108,15 @@ def build_step_parts(
 
 
 def memory_conditions(config: TrainConfig, architecture: Architecture, device: torch.device) -> int:
-    """A number that changes with the device's size, the budget and everything that says what a step computes."""
+    """Return a hash of the device's memory, the budget and all settings that determine a step's computation."""
     size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     memory, concurrent_micro_batches = config.memory, choose_concurrency(config, device, is_sharded=False)
     precision = memory.mixed_precision, memory.amp_dtype
     step = architecture, config.loss, precision, memory.gradient_checkpointing, concurrent_micro_batches
-    if memory.weights != AUTO or memory.host_budget is not None:  # else the plan of a run of before goes on
+    # The default is left out, so that older plans stay valid.
+    if memory.weights != AUTO or memory.host_budget is not None:
         step = *step, memory.weights, memory.host_budget
+    # Also left out by default: checkpoints from before --optimizer keep their plan.
     if config.optimizer.optimizer != "adamw":
         step = *step, config.optimizer.optimizer
     return zlib.crc32(repr((device.type, size, memory.memory_budget, step)).encode())

@@ -26,6 +26,7 @@ def schedule_rates(start: Start, config: TrainConfig, planner: EpochPlanner, sta
         return _begin(config, planner)
     stored = config_from_text(start.resumed.config)
     old = _stored_schedule(start, start.resumed, stored, planner)
+    # The stored length minus the steps that remained then is the finished part, whatever batches were skipped.
     uncapped = (
         old.uncapped_steps
         - _steps_to_come(stored, old.steps_per_epoch, state.epoch, _stored_window(start.resumed))
@@ -36,8 +37,10 @@ def schedule_rates(start: Start, config: TrainConfig, planner: EpochPlanner, sta
     is_over = run_steps <= state.step or state.epoch >= config.run.epochs
     if is_over:
         return counted
+    # No step has been made yet: start a schedule of the new length.
     if state.step == 0:
         return RateSchedule.of_length(run_steps, counted.uncapped_steps, counted.steps_per_epoch)
+    # A new --continue_schedule also matters if the schedule was planned for another length.
     is_other = config.optimizer.continue_schedule != stored.optimizer.continue_schedule
     if run_steps != old.run_steps or (is_other and old.planned_steps != run_steps):
         schedule = change_length(counted, stored.optimizer, config.optimizer, run_steps, state.step)
@@ -78,6 +81,7 @@ def _steps_per_epoch_before(start: Start, checkpoint: Checkpoint, stored: TrainC
     if checkpoint.plan_digest == planner.digest():
         return planner.global_batches_per_epoch()
     if progress["epoch"]:
+        # Global batches consumed in the finished epochs, skipped ones included.
         consumed = progress["step"] + progress["skipped_steps"] - progress["window"]
         return max(1, round(consumed / progress["epoch"]))
     if corpus is None:
@@ -87,12 +91,13 @@ def _steps_per_epoch_before(start: Start, checkpoint: Checkpoint, stored: TrainC
 
 
 def _tell_change(stored: TrainConfig, old: RateSchedule, config: TrainConfig, new: RateSchedule, step: int) -> None:
-    """Print the learning rate before and after, and why it changes; nothing if nothing that decides it has changed."""
+    """Print the learning rate before and after the resume and the reasons for the change, if any."""
     reasons = []
     for name in RATE_FLAGS:
         before, after = getattr(stored.optimizer, name), getattr(config.optimizer, name)
         if before != after:
             reasons.append(f"--{name} was {before}, now {after}")
+    # A new length alone, with unchanged rates, is no reason for a message.
     if replace(old, uncapped_steps=new.uncapped_steps, steps_per_epoch=new.steps_per_epoch) != new:
         planned = f"schedule planned for {old.planned_steps} steps, now {new.run_steps}"
         reasons.append(f"{planned} (--continue_schedule {config.optimizer.continue_schedule})")

@@ -1,4 +1,4 @@
-"""Whether a run goes on with the corpus that it began with, or on purpose with another one that it can spell."""
+"""Comparison of a run's corpus with the corpus of its checkpoint, and of its text with the checkpoint's tokenizer."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -12,21 +12,21 @@ from konkanivani.data.manifest import Manifest
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.recipe.start import Start
 
-MIN_SHARED = 0.5  # of the smaller one's utterances: recordings may have been added and taken out
-WARNED_OF = 0.05  # less may be two corpora that number their files alike
-MAX_UNKNOWN = 0.005  # of the tokens
+MIN_SHARED = 0.5  # share of the smaller corpus's utterances: recordings may have been added and removed
+WARNED_OF = 0.05  # a smaller share may come from two corpora that number their files alike
+MAX_UNKNOWN = 0.005  # share of the tokens
 NAMED_CHARACTERS = 10
-TOLD_BY = 20_000  # texts of a corpus that seems unchanged: the same recordings may have been transcribed anew
+TOLD_BY = 20_000  # texts to check if the corpus seems unchanged: its transcripts may have been corrected
 
 
 def remembered_corpus(start: Start) -> Fingerprint | None:
-    """What the checkpoint was trained on; None where there is none, or it is of a version that did not say."""
+    """Return the fingerprint of the checkpoint's corpus; None without a checkpoint, or if an old version wrote it."""
     state = start.resumed.states.get("corpus") if start.resumed else None
     return None if state is None else read_fingerprint(state)
 
 
 def check_corpus(start: Start, corpus: Fingerprint) -> None:
-    """Raises a CheckpointError where a run would go on with another corpus and nobody has said so."""
+    """Raise a CheckpointError if a resumed run has another corpus and --new_corpus is not given."""
     remembered = remembered_corpus(start)
     if remembered is None or remembered.shared(corpus) >= MIN_SHARED:
         return
@@ -42,7 +42,7 @@ def check_corpus(start: Start, corpus: Fingerprint) -> None:
 
 
 def warn_of_shared(corpus: Fingerprint, *others: Manifest | None) -> None:
-    """Says which other manifests hold utterances that are trained on: what is scored on them says little."""
+    """Warn about manifests that share utterances with the training set: their error rates are too optimistic."""
     for other in others:
         shared = 0.0 if other is None else corpus.shared(make_fingerprint(other))
         if shared >= WARNED_OF:
@@ -53,7 +53,10 @@ def warn_of_shared(corpus: Fingerprint, *others: Manifest | None) -> None:
 
 
 def keeps_tokens(start: Start) -> bool:
-    """Whether a run that begins with weights keeps their tokenizer: unless new tokens are asked for, or others."""
+    """Return whether a run with --init_from keeps the checkpoint's tokenizer.
+
+    It does unless --new_tokenizer is given, or another tokenizer type or vocabulary size.
+    """
     if start.initial is None or start.config.tuning.new_tokenizer:
         return False
     asked, stored = start.config.text, config_from_text(start.initial.config).text
@@ -61,10 +64,14 @@ def keeps_tokens(start: Start) -> bool:
 
 
 def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, texts: Iterable[str]) -> None:
-    """Raises a DataError where a checkpoint's tokenizer lacks too much of a corpus's `texts`, which are normalised."""
+    """Raise a DataError if the checkpoint's tokenizer lacks too many tokens of the normalised `texts`.
+
+    The limit is 0.5 % of the tokens; up to that, the unknown characters are only printed.
+    """
     if not (start.resumed or keeps_tokens(start)):
         return
     remembered, characters, tokens = remembered_corpus(start), Counter(), Counter()
+    # Tokenizing a large corpus takes long: an unchanged one is only sampled.
     for text in islice(texts, TOLD_BY if remembered is not None and remembered.is_unchanged(corpus) else None):
         characters.update(text)
         tokens.update(tokenizer.encode(text))

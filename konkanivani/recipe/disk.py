@@ -1,4 +1,4 @@
-"""The room on the disk that a run's checkpoints and logs will take, and what there is."""
+"""Disk space that a run's checkpoints and logs will need, compared with the free space."""
 
 import os
 from dataclasses import dataclass
@@ -12,42 +12,44 @@ from konkanivani.model.architecture import Architecture
 from konkanivani.recipe.paths import nearest_folder
 from konkanivani.training.optimizers.build import build_optimizer
 
-RECORD_BYTES = 400  # name, checksum and alignment of one tensor, of which a parameter has two to six
+RECORD_BYTES = 400  # name, checksum and alignment of one tensor; a parameter has two to six tensors
 SETTINGS_BYTES = MIB  # flags, tokenizer, counters
-BESIDE_EPOCHS = 4  # the last, the previous, the best, and the one that is being written
-DRY_RUN_FILES = 6  # what a dry run goes on from needs as a run that keeps 2 does
+BESIDE_EPOCHS = 4  # the last, the previous, the best, and the one being written
+DRY_RUN_FILES = 6  # 2 + BESIDE_EPOCHS: its resumed part runs with --keep_checkpoints 2
 ADAMW = OptimizerConfig()
-LOG_BYTES_AN_EPOCH = MIB  # 2.3 kB a step, the sound and the picture of one utterance; logs that end, end no run
+# 2.3 kB per step, audio and picture of one utterance; a full disk stops the logs but not the run.
+LOG_BYTES_AN_EPOCH = MIB
 
 
 @dataclass(frozen=True)
 class DiskRoom:
-    """What the files of one file system will take more than they do now, and what is free there; bytes."""
+    """Additional bytes that the run's files on one file system will need, and the free bytes there."""
 
     folders: tuple[Path, ...]
     needed: int
     free: int
 
     def sentence(self) -> str:
-        """The room for a person."""
+        """Return a phrase with the needed and the free space for the user."""
         folders = " and ".join(map(str, self.folders))
         return f"needs {-(-self.needed // MIB)} MiB for {folders}, has {self.free // MIB} MiB"
 
 
 def check_disk(config: TrainConfig, architecture: Architecture) -> tuple[DiskRoom, ...]:
-    """The room on each file system that the run writes to; a ResourceError where there is less than it will need.
+    """Return the space on each file system that the run writes to; raises a ResourceError if one is too small.
 
-    A quota cannot be seen: one that is reached shows as a full disk does, at a save.
+    Quotas are not visible here: an exceeded quota fails like a full disk, at a save.
     """
     run = config.run
     checkpoints = max_checkpoints(run) * checkpoint_bytes(architecture, config.optimizer)
     if run.resume:
-        checkpoints -= _held_bytes(run)  # they make room as they are replaced
+        checkpoints -= _held_bytes(run)  # replaced checkpoints free their space
     least = DRY_RUN_FILES * checkpoint_bytes(architecture, config.optimizer) if run.dry_run else 0
     checkpoints = max(least, checkpoints)
     needs = (Path(run.checkpoint_dir), checkpoints), (Path(run.log_dir), max_epochs(run) * LOG_BYTES_AN_EPOCH)
     rooms: dict[int, DiskRoom] = {}
     for folder, needed in needs:
+        # Folders on the same file system share its free space, so that their needs add up.
         device = os.stat(nearest_folder(folder)).st_dev
         shared = rooms.get(device, DiskRoom((), 0, free_disk(folder)))
         rooms[device] = DiskRoom((*shared.folders, folder), shared.needed + needed, shared.free)
@@ -64,17 +66,17 @@ def check_disk(config: TrainConfig, architecture: Architecture) -> tuple[DiskRoo
 
 
 def max_checkpoints(run: RunConfig) -> int:
-    """How many different checkpoint files the run will have at one time."""
+    """Return the largest number of checkpoint files that exist at one time."""
     return min(run.keep_checkpoints, max_epochs(run)) + BESIDE_EPOCHS
 
 
 def max_epochs(run: RunConfig) -> int:
-    """How many epochs the run will have at the most."""
+    """Return the largest number of epochs of the run."""
     return MAX_EPOCHS if run.epochs == AUTO else run.epochs
 
 
 def checkpoint_bytes(architecture: Architecture, optimizer: OptimizerConfig = ADAMW) -> int:
-    """At most so many bytes does a checkpoint of this model take."""
+    """Return an upper bound of a checkpoint's size in bytes."""
     model = architecture.build_without_values()
     state = [tensor for kinds in build_optimizer(model, optimizer).state.values() for tensor in kinds.values()]
     tensors = [*model.parameters(), *model.buffers()]
@@ -84,16 +86,17 @@ def checkpoint_bytes(architecture: Architecture, optimizer: OptimizerConfig = AD
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes that a user may still write in the folder, or in the nearest above it."""
+    """Return the bytes that a user may still write to the folder or its nearest existing parent."""
     found = os.statvfs(nearest_folder(folder))
-    # Some mounted cloud folders tell no size at all.
+    # Some mounted cloud folders report a size of zero.
     return found.f_bavail * found.f_frsize if found.f_blocks else 2**62
 
 
 def _held_bytes(run: RunConfig) -> int:
-    """What the checkpoints take now that the resumed run replaces, a file with several names counted once.
+    """Return the bytes of existing checkpoints that the resumed run will replace.
 
-    What is newer than the one that it goes back to is moved aside and stays.
+    Hard links to one file count once. Checkpoints newer than the resumed one are not included: they are moved aside and
+    stay.
     """
     found = [path.stat() for path in Path(run.checkpoint_dir).glob("checkpoint_*.pt") if path.is_file()]
     newest = float("inf") if run.resume == "auto" else os.stat(run.resume).st_mtime_ns

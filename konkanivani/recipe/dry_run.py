@@ -1,4 +1,4 @@
-"""A run tried in a minute, from its flags to going on from its checkpoint, and everything of it removed again."""
+"""Dry run: test a training run within a minute, from its flags to resuming its checkpoint, and delete all its files."""
 
 import contextlib
 import dataclasses
@@ -33,13 +33,13 @@ from konkanivani.training.validation import EvaluationSet
 STEPS = 2
 SECOND, THIRD = "checkpoint_second_step.pt", "checkpoint_third_step.pt"
 MAX_VALIDATED = 4
-CLOSE = 1e-3  # of all weights: CUDA's kernels add in varying order
+CLOSE = 1e-3  # relative norm of all weights: CUDA kernels sum in varying order
 
 
 def dry_run(asked: CommandLine) -> str:
-    """Tries the run that the command line asks for, a line a stage; one line of JSON on what it will take.
+    """Test the run of a command line, print one line per stage, and return an estimate as one line of JSON.
 
-    The parts are the run's own, in folders inside of its folders. Errors are those of the run.
+    All parts are those of the actual run, in scratch folders inside its folders, and errors are the same.
     """
     if not read_topology().is_single_process:
         raise UsageError("--dry_run tests a run in one process: start it without torchrun.")
@@ -49,7 +49,7 @@ def dry_run(asked: CommandLine) -> str:
         with scratch_config(start.config) as config:
             start = dataclasses.replace(start, config=config, locks=(RunLock(config.run.checkpoint_dir),))
             estimate, compared = _try_steps(start, clock)
-            gc.collect()  # the weights of the resumed run come in their place
+            gc.collect()  # free the first run's weights before the resumed run is built
             difference = _try_going_on(Path(config.run.checkpoint_dir), clock)
     clock.done("removed", "all files of the dry run are removed")
     summary = {"dry_run": True, **dataclasses.asdict(estimate), "tensors_compared": compared}
@@ -59,7 +59,7 @@ def dry_run(asked: CommandLine) -> str:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the run will take: seconds of computing without validation, and its peak in MiB as measured so far."""
+    """Estimated cost of the run: seconds of computation without validation, and peak memory in MiB so far."""
 
     utterances: int
     steps: int
@@ -70,7 +70,7 @@ class Estimate:
     checkpoint_mib: float
 
     def sentence(self) -> str:
-        """The estimate for a person."""
+        """Return a sentence with the estimated times for the user."""
         epoch, everything = _time_words(self.seconds_per_epoch), _time_words(self.seconds_in_all)
         return (
             f"{self.seconds_per_step:.2f} s per step: about {epoch} per epoch and {everything} for the "
@@ -83,14 +83,17 @@ def _time_words(seconds: float) -> str:
 
 
 def _try_steps(start: Start, clock: StageClock) -> tuple[Estimate, int]:
-    """Rehearses, steps, validates, saves as the run will, and steps again; what that says, and the tensors compared."""
+    """Test the largest batches, train, validate, save, and train one more step.
+
+    Returns the estimate and the number of tensors that were compared after reading the checkpoint.
+    """
     run = build_run(start, clock.done)
     clock.done("model", "built" if start.resumed is None else f"built, at step {run.state.step}")
     with run.logbook:
         tell_rehearsal(run)
         clock.done("rehearsal", "the largest batches fit in memory")
         steps_before = run.state.step
-        run.progress.lap()  # what came before is not training time
+        run.progress.lap()  # restart the clock: set-up is not training time
         train(_until(run, steps_before + STEPS))
         estimate = _estimate(run, steps_before)
         clock.done("two steps", estimate.sentence())
@@ -101,17 +104,19 @@ def _try_steps(start: Start, clock: StageClock) -> tuple[Estimate, int]:
         check_equal(run.checkpoint(), saved, "The checkpoint read back differs from the state saved")
         compared = sum(isinstance(value, torch.Tensor) for state in saved.states.values() for value in state.values())
         clock.done("saved", f"read back and verified, {count(compared, 'tensor')}, {estimate.checkpoint_mib:.0f} MiB")
+        # The reference for the resumed run: the same step without an interruption.
         train(_until(run, run.state.step + 1))
         _kept(run, THIRD)
     return estimate, compared
 
 
 def _try_going_on(folder: Path, clock: StageClock) -> float:
-    """Goes on from the second step's save as --resume does, and makes the third one again.
+    """Resume from the checkpoint of the second step as --resume does, and repeat the third step.
 
-    The distance of the weights from the third step's save, as a share of their norm: 0 on a CPU, bit for bit.
+    Returns the distance of the weights to the uninterrupted third step, relative to their norm: 0 on a CPU, bit for
+    bit.
     """
-    with silence_output():  # it has been told
+    with silence_output():  # its messages were printed before
         start = resolve_start(parse_args(["--resume", str(folder / SECOND), "--keep_checkpoints", "2"]))
         run = build_run(start)
     check_equal(run.checkpoint(), read_checkpoint(start.resumed_path), "The resumed state differs from the state saved")
@@ -119,6 +124,7 @@ def _try_going_on(folder: Path, clock: StageClock) -> float:
         train(_until(run, run.state.step + 1))
     undisturbed, resumed = (read_checkpoint(folder / name) for name in (THIRD, LAST))
     difference = relative_difference(undisturbed, resumed)
+    # A CPU has to be exact; on CUDA, only a difference above CLOSE is an error.
     if run.step.forward.device.type == "cpu" or difference > CLOSE:
         check_equal(undisturbed, resumed, "A step after resuming differs from the step without resuming")
     exactly = "identical bit for bit" if difference == 0 else f"identical to within {difference:.1g}"
@@ -127,12 +133,13 @@ def _try_going_on(folder: Path, clock: StageClock) -> float:
 
 
 def _kept(run: Run, name: str) -> Path:
-    """The last save under a name that no later save takes: those of an epoch's end or of --save_steps may follow."""
+    """Rename the last checkpoint, so that no later save (end of an epoch, --save_steps) overwrites it."""
     return (run.checkpointer.directory / LAST).rename(run.checkpointer.directory / name)
 
 
 def _until(run: Run, step: int) -> Run:
-    """The run with another end: after so many steps, in whatever epoch, validating few utterances where one ends."""
+    """Return the run limited to `step` steps, in any number of epochs, with a small validation set."""
+    # Only the step limit may end the run, neither the number of epochs nor early stopping.
     config = dataclasses.replace(run.config, max_steps=step, epochs=run.state.epoch + 100, early_stop_epochs=None)
     return dataclasses.replace(run, config=config, validation=_few(run))
 
@@ -145,7 +152,7 @@ def _few(run: Run) -> EvaluationSet | None:
 
 
 def _estimate(run: Run, steps_before: int) -> Estimate:
-    """By the audio of the steps made: windows differ in length."""
+    """Estimate the run's cost by audio seconds per second: global batches differ in length."""
     planner = run.global_batches.planner
     speed = run.progress.audio_seconds_per_second() * (1 - run.progress.waiting_share())
     epoch = float(planner.durations.sum()) / speed
@@ -162,7 +169,7 @@ def _estimate(run: Run, steps_before: int) -> Estimate:
 
 
 def check_equal(one: Checkpoint, other: Checkpoint, what: str) -> None:
-    """Raises a CheckpointError where two states differ by a bit."""
+    """Raise a CheckpointError if two states differ in any bit."""
     found = differences(one, other)
     if found:
         raise CheckpointError(
@@ -173,9 +180,9 @@ def check_equal(one: Checkpoint, other: Checkpoint, what: str) -> None:
 
 @contextlib.contextmanager
 def scratch_config(config: TrainConfig) -> Iterator[TrainConfig]:
-    """The configuration with folders of its own inside of the run's: on the same disk, under the same permissions."""
+    """Yield the configuration with scratch folders inside the run's: same disk, same permissions."""
     run = config.run
     with scratch_folder(Path(run.checkpoint_dir)) as checkpoints, scratch_folder(Path(run.log_dir)) as logs:
         folders = dataclasses.replace(run, checkpoint_dir=str(checkpoints), log_dir=str(logs))
-        tuning = dataclasses.replace(config.tuning, freeze_steps=0)  # as all steps are but the first and cheapest
+        tuning = dataclasses.replace(config.tuning, freeze_steps=0)  # train all layers: --freeze_steps are the cheapest
         yield dataclasses.replace(config, run=folders, tuning=tuning)

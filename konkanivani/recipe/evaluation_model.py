@@ -1,4 +1,4 @@
-"""A model, ready to be evaluated: of a checkpoint, or of a folder that others have trained."""
+"""A model ready for evaluation, loaded from a checkpoint or from a pretrained folder."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from konkanivani.training.validation import Evaluation
 
 @dataclass(frozen=True)
 class EvaluationModel:
-    """A model, ready to be evaluated, of a checkpoint of so many steps or as others have trained it (0)."""
+    """A model ready for evaluation; `step` is the checkpoint's, or 0 for a pretrained folder."""
 
     step: int
     config: TrainConfig
@@ -43,15 +43,15 @@ class EvaluationModel:
 
     @property
     def architecture(self) -> Architecture:
-        """Which recogniser it is."""
+        """The model's architecture."""
         return self.forward.architecture
 
 
 def load_evaluation_model(path: str | Path, device: torch.device, topology: Topology = ALONE) -> EvaluationModel:
-    """The model of the checkpoint at `path` on `device`, in full precision there. The first rank reads it for all."""
+    """Load a checkpoint's model in fp32 onto `device`; the first rank reads the file and broadcasts it."""
     checkpoint = broadcast_from_rank0(topology, lambda: read_checkpoint(path))
     config, tokenizer = settings_of_weights(checkpoint), load_tokenizer(checkpoint)
-    # The card that it was trained on may have had formats that this device lacks.
+    # Evaluate in fp32: `device` may lack the half-precision format of the GPU that trained the model.
     config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, mixed_precision=False))
     architecture = restored_architecture(checkpoint, config)
     forward = build_forward(config, architecture, device)
@@ -63,7 +63,7 @@ def load_evaluation_model(path: str | Path, device: torch.device, topology: Topo
 def load_pretrained_evaluation(
     asked: PretrainedConfig, device: torch.device, topology: Topology = ALONE
 ) -> EvaluationModel:
-    """The model of the folder that is asked for, as it is; what is not of it has its defaults."""
+    """Load the pretrained folder in `asked` unchanged; all other settings have their defaults."""
     config = resolve(dataclasses.replace(defaults_beside(TrainConfig(pretrained=asked)), pretrained=asked))
     pretrained = read_pretrained(asked.pretrained)
     forward = build_forward(config, pretrained.architecture(config.tuning, asked), device)
@@ -74,9 +74,9 @@ def load_pretrained_evaluation(
 def evaluate_manifest(
     trained: EvaluationModel, manifest: str, decode: Decode, named_roots: tuple[str, ...] = ()
 ) -> Evaluation:
-    """The model's losses and error rates over a manifest; what is left out is told row by row.
+    """Return the model's losses and error rates on a manifest; rejected rows are printed.
 
-    The folders that audio may lie in are those named here, whatever the checkpoint says of them.
+    Audio is searched below `named_roots`, not below the folders that the checkpoint names.
     """
     config, forward = trained.config, trained.forward
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, audio_roots=named_roots))
@@ -88,13 +88,18 @@ def evaluate_manifest(
 
 
 def recognize_manifest(trained: EvaluationModel, path: str, manifest: Manifest, decoding: DecodingConfig) -> TextPairs:
-    """The hypotheses of the model at `path`, in the manifest's order, to be normalised as in its training."""
+    """Transcribe a manifest with the model at `path`; return hypotheses and references in the manifest's order.
+
+    The result names the text normalisation of the model's training.
+    """
     decode = build_decode(decoding, trained.architecture, trained.tokenizer, trained.forward.device)
     evaluation = evaluate_manifest(trained, manifest.path, decode, manifest.named_roots)
+    # Evaluation batches are sorted by length: restore the manifest's order.
     heard = {scored.utterance.row: scored.hypothesis for scored in evaluation.scored}
     texts = tuple(
         ScoredText(said.id, said.text, heard[said.row], said.speaker, said.duration, said.pattern)
         for said in manifest
+        # Utterances beyond the limits have no hypothesis; `left_out` counts them.
         if said.row in heard
     )
     run = CheckpointRun(
@@ -113,13 +118,13 @@ def recognize_manifest(trained: EvaluationModel, path: str, manifest: Manifest, 
 
 @dataclass(frozen=True)
 class Forgetting:
-    """Error rates on a set that was not trained for, by the folder as it was and by the run's best checkpoint."""
+    """Error rates on --forgetting_manifest: by the pretrained folder and by the run's best checkpoint."""
 
     before: ErrorRates
     after: ErrorRates
 
     def sentence(self, manifest: str) -> str:
-        """The two for a person."""
+        """Return a sentence with both error rates for the user."""
         return (
             f"On {manifest}, before and after training: WER {self.before.wer:.1%} and {self.after.wer:.1%}, "
             f"CER {self.before.cer:.1%} and {self.after.cer:.1%}."
@@ -127,14 +132,15 @@ class Forgetting:
 
 
 def score_forgetting(config: TrainConfig, checkpoint: Path, topology: Topology) -> Forgetting | None:
-    """Scores the set of --forgetting_manifest twice, greedily; None where there is none."""
+    """Score --forgetting_manifest with greedy decoding before and after training; None if it is not given."""
     asked, device = config.pretrained, choose_device(config.run.device)
     if asked.forgetting_manifest is None:
         return None
-    # Before, it hears what its folder says, not what it was trained to hear since.
+    # The pretrained model is scored at its own audio context, not at the context of this run.
     asked = dataclasses.replace(asked, language=asked.forgetting_language or asked.language, audio_context=None)
     tokenizer = read_pretrained(asked.pretrained).vocabulary(asked)
     before = _kept_rates(load_pretrained_evaluation(asked, device, topology), config)
+    # Both models get the language and task tokens of --forgetting_language, not of the training.
     trained = dataclasses.replace(load_evaluation_model(checkpoint, device, topology), tokenizer=tokenizer)
     found = Forgetting(before, _kept_rates(trained, config))
     say(found.sentence(asked.forgetting_manifest))
@@ -147,6 +153,6 @@ def _kept_rates(trained: EvaluationModel, config: TrainConfig) -> ErrorRates:
 
 
 def best_checkpoint(directory: str | Path) -> Path:
-    """The best checkpoint of a folder by validation, or its last where nothing was validated."""
+    """Return the folder's best checkpoint by validation, or the last one if nothing was validated."""
     best = Path(directory) / BEST
     return best if best.is_file() else Path(directory) / LAST

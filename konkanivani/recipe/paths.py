@@ -1,4 +1,4 @@
-"""The files and folders that a run names, looked at before anything is read from them."""
+"""Checks of the files and folders that a run names, before any of them is read."""
 
 import errno
 import os
@@ -11,9 +11,10 @@ from konkanivani.training.checkpoint.checkpoint import check_is_there
 
 
 def check_paths(config: TrainConfig, is_complete: bool = True) -> None:
-    """Raises one error that names every path that cannot be used, a line each, with what to do about it.
+    """Raise one error that lists all unusable paths, one per line, each with advice.
 
-    Not `is_complete`: a checkpoint is yet to be read that brings what is not given, its run's folders among it.
+    With `is_complete` False, a checkpoint that has not been read yet supplies the missing paths, including the run's
+    folders, so that those are not checked.
     """
     problems, run = ErrorCollector(), config.run
     for checkpoint in {run.resume or run.init_from} - {None, "auto"}:
@@ -38,7 +39,7 @@ def check_paths(config: TrainConfig, is_complete: bool = True) -> None:
 
 
 def check_manifests(config: TrainConfig) -> None:
-    """Raises a DataError that names every manifest that is given and cannot be read."""
+    """Raise a DataError that names all given manifests that cannot be read."""
     problems = ErrorCollector()
     for flag, manifest in named_manifests(config).items():
         with problems.collect():
@@ -47,7 +48,7 @@ def check_manifests(config: TrainConfig) -> None:
 
 
 def named_manifests(config: TrainConfig) -> dict[str, str]:
-    """Every manifest that is given, by its flag."""
+    """Return all given manifests by their flags."""
     data, augment = config.data, config.augment
     named = {
         "--train_manifest": data.train_manifest,
@@ -61,13 +62,14 @@ def named_manifests(config: TrainConfig) -> dict[str, str]:
 
 
 def nearest_folder(path: Path) -> Path:
-    """The path itself, or what exists nearest above it: on its file system the path will be made."""
+    """Return the path or its nearest existing parent, whose file system will hold the path."""
     return next((place for place in (path, *path.parents) if os.path.exists(place)), Path("."))
 
 
 def cache_folder() -> Path | None:
-    """Where what can be found out again is kept for other runs: a folder of this person's, who may have none."""
+    """Return the user's cache folder for results that can be recomputed; None if it is not an absolute path."""
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    # XDG Base Directory Specification: a relative path is invalid and has to be ignored.
     return Path(folder) / "konkanivani" if os.path.isabs(folder) else None
 
 
@@ -76,17 +78,19 @@ def _check_manifest(flag: str, path: Path) -> None:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        # A pipe could be read only once, but a manifest is read for its digest and for its rows.
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "it is not a file")
+        # Permissions on network file systems are known only after an attempt to open the file.
         with open(path, "rb"):
             pass
-    except (OSError, ValueError) as error:  # ValueError: a NUL in it
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{flag} {path} cannot be read: {reason}. Give the path of a JSONL manifest.") from None
 
 
 def _check_folder(kind: str, path: Path, flag: str) -> None:
-    """Raises a ResourceError where files cannot be made in the folder, or the folder itself cannot."""
+    """Raise a ResourceError if the folder cannot be created or written."""
     nearest = nearest_folder(path)
     reason = None
     if not nearest.is_dir():

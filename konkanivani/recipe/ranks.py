@@ -1,4 +1,4 @@
-"""The ranks that torchrun starts: a card for each, what all of them must have alike, and who speaks."""
+"""Ranks started by torchrun: device assignment, digests for consistency checks, and output from rank 0 only."""
 
 import contextlib
 import hashlib
@@ -20,9 +20,9 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def take_card(topology: Topology) -> None:
-    """Makes each rank's own card the current one; a UsageError where its machine has cards, but fewer than ranks.
+    """Set the current CUDA device of this rank; do nothing in a single process or on a machine without a GPU.
 
-    Nothing where there is no card, or one process trains alone.
+    Raises a UsageError if the machine has fewer GPUs than ranks.
     """
     cards = torch.cuda.device_count()
     if topology.is_single_process or cards == 0:
@@ -37,10 +37,10 @@ def take_card(topology: Topology) -> None:
 
 @contextlib.contextmanager
 def in_ranks(timeout: float = 600.0) -> Iterator[Topology]:
-    """The block runs in each rank that torchrun has started, with a card of its own where there are cards.
+    """Context manager that sets up the process group and this rank's GPU, if any.
 
-    A rank waits at most `timeout` seconds for the others; one process alone just runs the block. Only the first rank's
-    output is seen. An error ends all, and is told once.
+    `timeout` is the time in seconds that a rank waits for the others. Only rank 0 prints. An error ends all ranks and
+    is reported once. A single process runs the block without a process group.
     """
     topology = read_topology()
     with process_group(topology, timeout), print_on_rank0(topology):
@@ -49,18 +49,20 @@ def in_ranks(timeout: float = 600.0) -> Iterator[Topology]:
 
 
 def digest_of_flags(config: TrainConfig) -> str:
-    """Of what a command line asks for, however it is written."""
+    """Return a digest of the parsed flags, independent of their order and spelling."""
     return hashlib.sha256(config_to_text(config).encode()).hexdigest()
 
 
 def digest_of_code() -> str:
-    """Of the sources of this package, by name and content."""
+    """Return a digest of the names and contents of this package's source files."""
+    # Sorted, because file systems list a directory in different orders.
     return _digest(sorted(PACKAGE.rglob("*.py")), PACKAGE)
 
 
 def digest_of_data(config: TrainConfig) -> str:
-    """Of the manifests that a run reads, whatever folders they lie in; a DataError where one cannot be read."""
+    """Return a digest of the contents of the run's manifests; raises a DataError if one cannot be read."""
     check_manifests(config)
+    # Without names: the same manifests may have different paths on each machine.
     return _digest([Path(path) for path in named_manifests(config).values()], None)
 
 

@@ -1,7 +1,7 @@
-"""The folders of a run's logs and checkpoints, which another run may have used before.
+"""Folders of a run's logs and checkpoints, which may contain files of an earlier run.
 
-The log folder is for one process at a time; what earlier runs left under this one's names is moved aside, whole and
-told, and never written over.
+Only one process at a time may use a log folder. Files of an earlier run are moved to a separate folder as a whole, with
+a message, and never overwritten.
 """
 
 import contextlib
@@ -26,21 +26,27 @@ REJECTED_BEFORE = "rejected_before.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class LogFolder:
-    """Where a run logs, and the lock of it, which a dry run does not take."""
+    """Log folder of a run and its lock; the lock is None in a dry run."""
 
     run: RunConfig
     lock: RunLock | None
 
 
 def take_log_folder(run: RunConfig, earlier: RunConfig | None) -> LogFolder:
-    """The run with the name under which it logs, and the lock of that folder.
+    """Choose the log folder of a run and lock it.
 
-    A log belongs to a folder of checkpoints. A run of other checkpoints, such as a copy of that folder, takes a name of
-    its own and says so; where it is a copy, with what the original has logged. `earlier` is the run as its checkpoint
-    has it, None where it begins. A ResourceError names the process that logs there now.
+    A log belongs to one checkpoint folder. A run with another checkpoint folder, such as a copy of it, logs under a new
+    name and prints it; after a resume, the log of the original is copied there.
+
+    Args:
+        run: settings of this run.
+        earlier: settings in its checkpoint; None for a new run.
+
+    Raises a ResourceError that names the process that is logging there.
     """
     folder = run_folder(run)
     owner = _other_owner(run, earlier)
+    # A log in use is not avoided by a new run: _lock raises an error that names the process.
     if owner is not None and (earlier or not _is_logged_to(folder)):
         named = dataclasses.replace(run, run_name=_own_name(run))
         say(f"{folder} is the log of the run in {owner}: this run logs to {run_folder(named)}.")
@@ -49,7 +55,7 @@ def take_log_folder(run: RunConfig, earlier: RunConfig | None) -> LogFolder:
 
 
 def run_folder(run: RunConfig) -> Path:
-    """The run's log folder."""
+    """Return the run's log folder."""
     return Path(run.log_dir) / run.run_name
 
 
@@ -60,15 +66,17 @@ def _lock(run: RunConfig, copied_from: Path | None) -> RunLock | None:
         check_nobody_works(folder, LOGGING)
         return None
     is_new = not (folder / LOCK_NAME).exists()
+    # Relative to the log folder, see _owner_of.
     lock = RunLock(folder, LOGGING, note=os.path.relpath(_checkpoints_of(run), os.path.realpath(folder)))
     if copied_from and is_new:
+        # Only into a new folder: a second start must not copy the original's log over its own.
         with lock.errors_explained():
             shutil.copytree(copied_from, folder, ignore=shutil.ignore_patterns(LOCK_NAME), dirs_exist_ok=True)
     return lock
 
 
 def _check_is_log(folder: Path) -> None:
-    """Raises a UsageError where a folder of something else, such as a corpus, would be moved aside as an old log."""
+    """Raise a UsageError if the folder is not a log, for example a corpus, and would be moved aside as one."""
     is_log = not folder.is_dir() or (folder / LOG_NAME).exists() or _owner_of(folder) is not None
     found = () if is_log else (path.name for path in visible_entries(folder))
     for name in (name for name in found if not name.startswith(("events.", "rejected"))):
@@ -78,9 +86,9 @@ def _check_is_log(folder: Path) -> None:
 
 
 def _other_owner(run: RunConfig, earlier: RunConfig | None) -> Path | None:
-    """The folder of the checkpoints that the log belongs to, where that is another one and still holds a run.
+    """Return the checkpoint folder that the log belongs to, if it is another one and still contains a run.
 
-    A log of a version that did not write down whose it is belongs to the run that has logged there before.
+    A log of a version that did not record its owner belongs to the run that has logged there before.
     """
     folder = run_folder(run)
     owner = _owner_of(folder)
@@ -95,8 +103,9 @@ def _checkpoints_of(run: RunConfig) -> Path:
 
 
 def _owner_of(folder: Path) -> Path | None:
-    """The checkpoints' folder that the log folder names, relative to itself: a project may be copied whole."""
+    """Return the checkpoint folder named in the log folder, by a relative path: a project may be copied whole."""
     try:
+        # Paths may contain bytes that are not UTF-8.
         lines = (folder / LOCK_NAME).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return None
@@ -104,9 +113,9 @@ def _owner_of(folder: Path) -> Path | None:
 
 
 def _own_name(run: RunConfig) -> str:
-    """A name after the checkpoints' folder, which nothing has or this run has already."""
+    """Return a run name after the checkpoint folder that is unused, or already belongs to this run."""
     checkpoints = _checkpoints_of(run)
-    name = checkpoints.name or run.run_name
+    name = checkpoints.name or run.run_name  # the name of the root folder is empty
     named = dataclasses.replace(run, run_name=name)
     if not run_folder(named).exists() or _owner_of(run_folder(named)) == checkpoints:
         return name
@@ -123,18 +132,21 @@ def _is_logged_to(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def listing_rejected(run_directory: Path | None, is_resumed: bool) -> Iterator[Path | None]:
-    """The file in which a start lists what it leaves out; without a folder, None.
+    """Yield the file in which a start lists rejected utterances; None without a folder.
 
-    An earlier run's list has another name until its folder is moved aside, or until a start ends here with none.
+    The list of an earlier run is renamed until its folder is moved aside; it is restored if the start fails before it
+    lists any.
     """
     if run_directory is None:
         yield None
         return
     listed, before = run_directory / REJECTED, run_directory / REJECTED_BEFORE
+    # If both exist, `listed` is of a failed start, and the earlier run's list is already renamed.
     if not is_resumed and listed.exists() and not before.exists():
         listed.rename(before)
     try:
         yield listed
+    # BaseException: a keyboard interrupt restores the list as well.
     except BaseException:
         if not listed.exists() or not listed.stat().st_size:
             listed.unlink(missing_ok=True)
@@ -144,10 +156,11 @@ def listing_rejected(run_directory: Path | None, is_resumed: bool) -> Iterator[P
 
 
 def move_aside(checkpointer: Checkpointer, run_directory: Path) -> None:
-    """Moves an old run's files aside, once all that can go wrong with the new one's beginning has gone right."""
+    """Move the files of an old run aside, as the last step of a successful start."""
     checkpoints = checkpointer.move_aside()
     if checkpoints:
         say(f"The old checkpoints were moved to {checkpoints}.")
+    # The list and the lock of the new run stay.
     logs = [path for path in run_directory.iterdir() if path.name not in (REJECTED, LOCK_NAME)]
     if logs:
         aside = first_free_name(run_directory.parent, f"{run_directory.name}_replaced")
@@ -158,9 +171,9 @@ def move_aside(checkpointer: Checkpointer, run_directory: Path) -> None:
 
 
 def move_newer_aside(checkpointer: Checkpointer, run_directory: Path, resumed: Path, checkpoint: Checkpoint) -> None:
-    """Moves aside what is newer than the checkpoint at `resumed` that a run goes back to, its log copied as it is.
+    """Move checkpoints newer than `resumed` aside, and copy the log with them.
 
-    The copy comes first: a kill in between leaves both to be found, and the next start does it again.
+    The copy is made first: if the process is killed in between, both are still there, and the next start does it again.
     """
     step = checkpoint.step
     newer = checkpointer.newer_than(resumed, step)
@@ -177,10 +190,11 @@ def move_newer_aside(checkpointer: Checkpointer, run_directory: Path, resumed: P
 
 
 def _copy_aside(run_directory: Path) -> Path | None:
-    """The copy of all that the run has logged; None where that is nothing. Whole or absent."""
+    """Copy everything that the run has logged, completely or not at all; None if there is nothing to copy."""
     if not any(path.name != LOCK_NAME for path in run_directory.iterdir()):
         return None
     aside = first_free_name(run_directory.parent, f"{run_directory.name}_replaced")
+    # A killed copy leaves only a .partial folder, which the next start deletes.
     partial = aside.with_name(aside.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -195,7 +209,7 @@ def _copy_aside(run_directory: Path) -> Path | None:
 
 
 def make_run_directory(run: RunConfig) -> Path:
-    """The run's log folder, made."""
+    """Create and return the run's log folder."""
     directory = run_folder(run)
     with explained(ResourceError, f"The log folder {directory} cannot be created", "Choose another --log_dir."):
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The speech of a run: manifests checked against the limits, the tokenizer of their texts, batches to evaluate on."""
+"""Speech of a run: manifests checked against the limits, the tokenizer of their texts, and evaluation batches."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -37,11 +37,10 @@ from konkanivani.training.validation import EvaluationSet
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run trains and validates on, the tokenizer of its texts, and what is left out.
+    """Training and validation sets of a run, the tokenizer, and the rejected utterances.
 
-    `config` is the run's, with what the amount of speech decides.
-
-    The test part is only looked at: it is read when training has ended.
+    `config` is the run's, with the automatic settings that depend on the amount of speech resolved. The test manifest
+    is only checked here, and read after training; `tested` is the number of its utterances.
     """
 
     config: TrainConfig
@@ -53,7 +52,7 @@ class RunData:
     tested: int
 
     def sentence(self) -> str:
-        """The speech for a person."""
+        """Return a sentence with the sizes of the sets for the user."""
         hours = self.train.utterances.durations.sum() / 3600
         validated = len(self.validation.speech.utterances) if self.validation else 0
         return (
@@ -62,7 +61,7 @@ class RunData:
         )
 
     def epoch_planner(self) -> EpochPlanner:
-        """What the run's epochs are planned by."""
+        """Return the planner of the run's epochs."""
         is_sorted = self.config.data.first_epoch == "shortest_first"
         return EpochPlanner(
             self.train.utterances.durations, self.config.global_batch_size, self.config.run.seed, is_sorted
@@ -70,10 +69,11 @@ class RunData:
 
 
 def build_speech(start: Start, device: torch.device, rejected: Path | None) -> RunData:
-    """The run's speech and tokenizer; what cannot be used is told and, given a path, listed in the file `rejected`.
+    """Check the manifests and build the run's datasets and tokenizer.
 
-    A DataError tells what is wrong with all manifests: first with their rows, before a tokenizer is trained on them,
-    then with what their utterances are to the tokenizer and the limits.
+    Unusable utterances are printed and, if `rejected` is a path, listed in that file. One DataError covers all
+    manifests: first the errors of their rows, before a tokenizer is trained on them, then of their utterances under the
+    tokenizer and the limits.
     """
     config, problems = start.config, ErrorCollector()
     rejections = Rejections(rejected, parse_share(config.data.max_rejected, "--max_rejected"))
@@ -87,7 +87,7 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     train, valid, test = manifests
     corpus = None if train is None else make_fingerprint(train)
     if corpus:
-        check_corpus(start, corpus)  # before anything of the run is written
+        check_corpus(start, corpus)  # before any file of the run is written
     for manifest in manifests:
         if manifest is not None:
             with problems.collect():
@@ -96,6 +96,7 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     warn_of_shared(corpus, valid, test)
     start = settle(start, measure_corpus_size(train))
     config = start.config
+    # Trained once, by the first rank: all ranks need the same tokenizer.
     tokenizer = broadcast_from_rank0(start.topology, lambda: choose_tokenizer(start, train))
     architecture = start.architecture(tokenizer.size)
     check_spelling(start, corpus, tokenizer, normalized_texts(train, config.text.digits))
@@ -108,6 +109,7 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
         tested = test and evaluation_set(test, config, tokenizer, architecture, device, rejections)
     problems.raise_all()
     say_removed([manifest for manifest in manifests if manifest is not None], tokenizer)
+    # Each rank evaluates its share of the validation set.
     validation = validation and dataclasses.replace(validation, topology=start.topology)
     test_utterances = len(tested.speech.utterances) if tested else 0
     return RunData(config, corpus, tokenizer, training, validation, rejections, test_utterances)
@@ -118,13 +120,17 @@ def say_removed(manifests: list[Manifest], tokenizer: Vocabulary) -> None:
     removed = FormatCharacterCount()
     for manifest in manifests:
         removed.add_all(manifest.index.format_characters)
+    # The tokenizer is probed for whether it keeps zero-width joiners.
     sentence = removed.sentence(keeps_joiners=ZWJ in tokenizer.normalize(f"क{ZWJ}क", "keep"))
     if sentence:
         say(sentence)
 
 
 def settle(start: Start, amount: CorpusSize) -> Start:
-    """The start with what so much speech decides, which is said; weights taken over keep their tokens."""
+    """Return the start with automatic settings resolved for this amount of speech, and print them.
+
+    Weights of --init_from keep their tokenizer type unless --new_tokenizer is given.
+    """
     config = asked = start.config
     used = asked.data.train_subset / 100
     hours, utterances = amount.hours * used, round(amount.utterances * used)
@@ -138,7 +144,7 @@ def settle(start: Start, amount: CorpusSize) -> Start:
 
 
 def _read(path: str | None, named_roots: tuple[str, ...], problems: ErrorCollector) -> Manifest | None:
-    """The manifest; None where none is given, and with a problem more where it cannot be read."""
+    """Return the manifest; None if no path is given or, with the error added to `problems`, if it cannot be read."""
     if path is not None:
         with problems.collect():
             return read_manifest(path, named_roots)
@@ -146,13 +152,14 @@ def _read(path: str | None, named_roots: tuple[str, ...], problems: ErrorCollect
 
 
 def choose_tokenizer(start: Start, manifest: Manifest) -> Vocabulary:
-    """The checkpoint's tokenizer where there is one and no other is asked for, else one of the manifest's texts."""
+    """Return the tokenizer of the checkpoint or the pretrained folder, else train one on the manifest's texts."""
     if start.resumed:
         return load_tokenizer(start.resumed)
     if start.pretrained:
         return start.pretrained.vocabulary(start.config.pretrained)
     text = start.config.text
     texts = list(normalized_texts(manifest, text.digits))
+    # An empty corpus is an error even if the tokenizer is a checkpoint's.
     if not texts:
         raise no_text(manifest)
     if keeps_tokens(start):
@@ -161,7 +168,7 @@ def choose_tokenizer(start: Start, manifest: Manifest) -> Vocabulary:
 
 
 def normalized_texts(manifest: Manifest, digits: Digits) -> Iterator[str]:
-    """The transcripts of `iterate_texts`, normalised, without those of which nothing is left."""
+    """Yield the normalised transcripts of the manifest that are not empty."""
     return filter(None, (normalize_text(text, digits) for text in iterate_texts(manifest)))
 
 
@@ -173,12 +180,14 @@ def build_training_speech(
     rejections: Rejections,
     noise_reverb: NoiseReverb,
 ) -> TrainDataset:
-    """The utterances to train on; those left out are added to the rejections."""
+    """Return the training set; rejected utterances are added to `rejections`."""
+    # The slowest speed gives the longest audio, for which the limits have to hold.
     slowest = min(config.augment.speed_perturbation)
     limits = training_limits(config, architecture.framing)
     most = architecture.most_tokens - more_tokens(config)
     limits = limits.within(architecture.longest_seconds, most, slowest)
     kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
+    # Drawn from the usable utterances, so that --train_subset is a percentage of those.
     if config.data.train_subset < 100:
         kept = kept.part(choose_subset(len(kept), config.data.train_subset, config.run.seed))
     return TrainDataset(
@@ -193,14 +202,14 @@ def build_training_speech(
 
 
 def more_tokens(config: TrainConfig) -> int:
-    """Tokens of a label with times beyond those of one without: two times for the one that says that there are none."""
+    """Return the additional tokens of a label with timestamps: two timestamps replace the no-timestamps token."""
     return 1 if config.pretrained.timestamp_share else 0
 
 
 def choose_usable(
     manifest: Manifest, tokenizer: Vocabulary, limits: Limits, digits: Digits, rejections: Rejections
 ) -> Selection:
-    """The manifest's utterances that keep to the limits; the others are added to the rejections."""
+    """Return the manifest's utterances within the limits; the others are added to `rejections`."""
     kept, left_out = check_utterances(manifest, tokenizer, limits, digits)
     rejections.add_many(left_out)
     check_any_usable(kept, left_out)
@@ -208,7 +217,8 @@ def choose_usable(
 
 
 def speech_sizes(utterances: Selection, slowest: float, more: int = 0) -> SpeechSizes:
-    """The utterances' sizes, played at the slowest speed, with so many tokens more."""
+    """Return the sizes of the utterances at the slowest speed, with `more` additional tokens each."""
+    # Token counts are uint16: widen them before the addition.
     return SpeechSizes(utterances, utterances.durations / slowest, utterances.tokens.astype(np.int64) + more)
 
 
@@ -220,7 +230,7 @@ def build_evaluation_set(
     device: torch.device,
     rejections: Rejections,
 ) -> EvaluationSet:
-    """The manifest's utterances laid into batches for evaluation; those left out are added to the rejections."""
+    """Read a manifest and return its evaluation batches; rejected utterances are added to `rejections`."""
     manifest = read_manifest(path, config.data.audio_roots)
     rejections.begin(manifest)
     return evaluation_set(manifest, config, tokenizer, architecture, device, rejections)
@@ -234,7 +244,7 @@ def evaluation_set(
     device: torch.device,
     rejections: Rejections,
 ) -> EvaluationSet:
-    """The same of a manifest whose broken rows have been taken."""
+    """Return the utterances of a manifest, whose broken rows are already in `rejections`, in evaluation batches."""
     limits = evaluation_limits(config, architecture.framing)
     limits = limits.within(architecture.longest_seconds, architecture.most_tokens)
     kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
@@ -244,5 +254,5 @@ def evaluation_set(
 
 
 def loader_config(config: TrainConfig, device: torch.device) -> LoaderConfig:
-    """How audio is loaded for training and evaluation on this device."""
+    """Return the data loader settings for training and evaluation on this device."""
     return LoaderConfig(config.data.num_workers, config.data.loader_timeout, pin_memory=device.type == "cuda")

@@ -1,4 +1,4 @@
-"""How a run begins: what its command line asks for, the checkpoint that it names, and the lock of its folder."""
+"""Start of a run: resolve its command line, read the checkpoint that it names, lock its folders."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.checkpoint.run_lock import RunLock, check_nobody_works, given_up_if_refused
 from konkanivani.training.logs.jsonl import LOG_NAME
 
-# What a checkpoint remembers of the files and folders that its run read and wrote.
+# Settings of a checkpoint that name files and folders. They are printed on resume: the checkpoint may be from another
+# machine.
 PATHS = (
     "train_manifest",
     "valid_manifest",
@@ -39,11 +40,10 @@ PATHS = (
 
 @dataclass(frozen=True)
 class Start:
-    """How a run begins: its settings, its folders' locks, the checkpoint it goes on from or takes weights from.
+    """Resolved start of a run: settings, folder locks, and the checkpoint to resume from or to take weights from.
 
-    `pretrained` is the folder of others' that it begins with, or of which its checkpoints do not hold all.
-
-    A dry run has no lock of a folder: it leaves the folders as they are. Of several ranks the first one has them.
+    `pretrained` is the Whisper folder that the run fine-tunes; on resume, the folder that holds its frozen weights.
+    `locks` is empty for a dry run, which changes no folder, and on all ranks but the first.
     """
 
     config: TrainConfig
@@ -55,26 +55,31 @@ class Start:
     topology: Topology = ALONE
 
     def architecture(self, vocab_size: int) -> Architecture:
-        """Which recogniser is trained, with so many tokens where they are not given with it."""
+        """Return the architecture to train; `vocab_size` is used unless a pretrained model or checkpoint defines it."""
         return architecture_for(self.config, vocab_size, self.pretrained, self.resumed)
 
 
 def resolve_start(asked: CommandLine, report: Report = silent, topology: Topology = ALONE) -> Start:
-    """What a command line asks for, the checkpoint it names read and held against it.
+    """Resolve a command line into the start of a run; read and validate the checkpoint that it names.
 
-    Flags, then paths, then the disk are looked at before any folder is made; each stage is told when it is done. The
-    first rank does it for all, and sends the others what it found: they need not see its folders.
+    Flags, then paths, then disk space are checked before any folder is created; `report` is called after each stage.
+    With several ranks, the first one does the work and broadcasts the result, so that only its folders have to be
+    reachable.
     """
     if topology.is_single_process:
         return _resolve(asked, report)
     check_ranks(asked.config, topology)
     found = _resolve(ask_restarted(asked, topology), report) if topology.is_first else None
+    # Locks are open files of rank 0 and cannot be pickled.
     sent = broadcast_from_rank0(topology, lambda: dataclasses.replace(found, locks=()))
     return dataclasses.replace(found or sent, topology=topology)
 
 
 def check_ranks(asked: TrainConfig, topology: Topology) -> None:
-    """Raises a UsageError where so many ranks, or ranks that torchrun may restart, cannot do what is asked for."""
+    """Raise a UsageError if the ranks cannot train with these flags.
+
+    The global batch needs at least one utterance per rank, and torchrun --max_restarts needs --resume auto.
+    """
     run, problems = asked.run, []
     if asked.global_batch_size < topology.world_size:
         problems.append(
@@ -93,7 +98,7 @@ def check_ranks(asked: TrainConfig, topology: Topology) -> None:
 
 
 def ask_restarted(asked: CommandLine, topology: Topology) -> CommandLine:
-    """What is asked for after torchrun has started the ranks anew: to go on with what they have saved, if anything."""
+    """Return the command line with --resume auto if torchrun has restarted the ranks and a checkpoint exists."""
     run = asked.config.run
     saved = Checkpointer(run.checkpoint_dir, run.keep_checkpoints).has_checkpoints()
     if not (topology.restarts and saved):
@@ -106,12 +111,14 @@ def _resolve(asked: CommandLine, report: Report) -> Start:
     config = asked.config
     report("flags", "consistent")
     if config.run.resume:
+        # The other settings, and so most paths, come from a checkpoint that has not been read yet.
         check_paths(config, is_complete=False)
     if config.run.resume == "auto":
         return _resume_newest(asked, report)
     if config.run.resume:
         return _resume(asked, Path(config.run.resume), read_checkpoint(config.run.resume), report)
     config, initial, pretrained = _check_beginning(asked, report)
+    # The lock creates the folder: only after all checks.
     lock = _take_folder(config.run)
     folder = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
     if folder.has_checkpoints() and not config.run.fresh:
@@ -123,7 +130,7 @@ def _resolve(asked: CommandLine, report: Report) -> Start:
 
 
 def begin_with(asked: CommandLine, path: Path) -> tuple[CommandLine, Checkpoint]:
-    """What is asked for of a run that begins with the checkpoint at `path`, which brings its shape; and that one."""
+    """Return the command line merged into the settings of the checkpoint at `path`, and that checkpoint."""
     initial = read_checkpoint(path)
     stored = settings_of_weights(initial)
     if STATE in initial.states:
@@ -142,7 +149,7 @@ def _begin(
     initial: Checkpoint | None = None,
     pretrained: Pretrained | None = None,
 ) -> Start:
-    """The start, its log folder chosen and locked too."""
+    """Choose and lock the log folder, and return the start; on failure, remove the folders that were created."""
     with given_up_if_refused(lock):
         logs = take_log_folder(config.run, config_from_text(resumed.config).run if resumed else None)
     locks = tuple(each for each in (lock, logs.lock) if each)
@@ -150,7 +157,7 @@ def _begin(
 
 
 def _check_beginning(asked: CommandLine, report: Report) -> tuple[TrainConfig, Checkpoint | None, Pretrained | None]:
-    """The settings of a run that begins, and the checkpoint or others' model that it begins with, if it does."""
+    """Return the settings of a new run, and its --init_from checkpoint or --pretrained model, if any."""
     initial = None
     if asked.config.run.init_from:
         check_paths(asked.config)
@@ -161,7 +168,8 @@ def _check_beginning(asked: CommandLine, report: Report) -> tuple[TrainConfig, C
 
 
 def _check_places(config: TrainConfig, architecture: Architecture, report: Report) -> None:
-    choose_precision(config.memory, choose_device(config.run.device))  # flags too, of which torch must be asked
+    # Raises for precision flags that only torch can check.
+    choose_precision(config.memory, choose_device(config.run.device))
     check_paths(config)
     manifests = count(len(named_manifests(config)), "manifest", "is/are")
     report("paths", f"{manifests} found, {config.run.checkpoint_dir} and {config.run.log_dir} are writable")
@@ -172,7 +180,7 @@ def _resume(
     asked: CommandLine, path: Path, checkpoint: Checkpoint, report: Report, lock: RunLock | None = None
 ) -> Start:
     config = _resumed_config(asked, checkpoint, path)
-    if "checkpoint_dir" not in asked.explicit:  # wherever it was trained, it goes on where it lies
+    if "checkpoint_dir" not in asked.explicit:  # a checkpoint resumes in its own folder, wherever it was trained
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, checkpoint_dir=str(path.parent)))
     pretrained = resume_pretrained(asked, config, checkpoint)
     _check_places(config, architecture_for(config, checkpoint.vocab_size, pretrained, checkpoint), report)
@@ -184,10 +192,12 @@ def _resume(
 def _resume_newest(asked: CommandLine, report: Report) -> Start:
     run, folder = asked.config.run, asked.config.run.checkpoint_dir
     lock = _take_folder(run)
+    # The lock is taken before the read: another process could otherwise save or prune checkpoints meanwhile.
     with given_up_if_refused(lock):
         found = Checkpointer(folder, run.keep_checkpoints).read_newest_sound(sets_aside=not run.dry_run)
         if found is not None:
             return _resume(asked, *found, report, lock)
+        # A new run after all: the flags of a run that starts are checked now.
         check_idle_flags(asked.config, asked.explicit)
         config, initial, pretrained = _check_beginning(asked, report)
         say(f"No checkpoint in {folder}: starting a new run.")
@@ -202,13 +212,14 @@ def _take_folder(run: RunConfig) -> RunLock | None:
 
 
 def _resumed_config(asked: CommandLine, checkpoint: Checkpoint, path: Path) -> TrainConfig:
-    """The checkpoint's settings under the flags that are given; a CheckpointError lists what contradicts it."""
+    """Return the checkpoint's settings, overridden by the given flags; a CheckpointError lists the contradictions."""
     stored = settings_of_weights(checkpoint)
     config = asked.merge_into_checkpoint(stored)
     found = contradictions(stored, config)
     if found:
         listed = "".join(f"\n  {difference}" for difference in found)
         anew = f"--init_from {path}"
+        # --init_from rejects a checkpoint of a pretrained model; its exported folder is used instead.
         if STATE in checkpoint.states:
             anew = "--pretrained and the folder that export_asr.py --whisper writes,"
         raise CheckpointError(
@@ -222,16 +233,17 @@ def _resumed_config(asked: CommandLine, checkpoint: Checkpoint, path: Path) -> T
 
 
 def _tell_paths(config: TrainConfig, asked: CommandLine) -> None:
-    """Says which files and folders are taken from the checkpoint, which may be another person's."""
+    """Print the files and folders that come from the checkpoint, which may be another user's."""
     paths = [s for s in settings_of(config) if s.name in PATHS and s.value and s.name not in asked.explicit]
     if paths:
         say("Settings from the checkpoint:" + "".join(f" --{path.name} {path.value!r}" for path in paths))
 
 
 def _check_log_folder(config: TrainConfig, asked: CommandLine, path: Path) -> None:
-    """Refuses to write a log where only a checkpoint, perhaps another person's, says so.
+    """Raise a CheckpointError if only the checkpoint, perhaps another user's, names the log folder.
 
-    It goes on in a folder under this one, or where the run of this name has logged before.
+    Accepted are a relative folder below the working directory, and a folder in which a run of this name has logged
+    before.
     """
     folder = Path(config.run.log_dir)
     is_below = not folder.is_absolute() and ".." not in folder.parts
@@ -243,7 +255,7 @@ def _check_log_folder(config: TrainConfig, asked: CommandLine, path: Path) -> No
 
 
 def _check_folder_is_its_own(resumed: Path, folder: Path) -> None:
-    """Refuses to go on with a checkpoint from elsewhere in a folder that holds another run's."""
+    """Raise a UsageError if the checkpoint is from elsewhere and `folder` contains the checkpoints of another run."""
     if resumed.parent.resolve() != folder.resolve() and Checkpointer(folder, keep=2).has_checkpoints():
         raise UsageError(
             f"{resumed} is not in {folder}, and resuming would overwrite the checkpoints there. Move it there "

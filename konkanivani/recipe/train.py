@@ -1,4 +1,4 @@
-"""A whole training run from its command line to the JSON line that sums it up."""
+"""A complete training run, from its command line to a JSON line with the results."""
 
 import json
 import math
@@ -36,13 +36,14 @@ from konkanivani.training.validation import Evaluation, rates_over
 
 
 def train_and_report(asked: CommandLine) -> str:
-    """Trains as is asked for, scores the test manifest with the best checkpoint, and returns a JSON line.
+    """Train, score the test manifest with the best checkpoint, and return one line of JSON.
 
-    Every rank that torchrun has started does; the first one alone prints and returns the line.
+    Every rank started by torchrun calls this; only the first one prints, and the others return an empty string.
     """
     with ignore_lost_output(), in_ranks(asked.config.run.rank_timeout) as topology:
         run = build_in_ranks(asked, topology)
         with run.logbook, write_sizes_on_error(run):
+            # A resumed run has been tested before, unless its memory plan is new.
             if is_rehearsed(run.settings) and (run.state.step == 0 or run.settings.memory.replan):
                 tell_rehearsal(run)
             if run.state.step and run.is_finished():
@@ -60,12 +61,13 @@ def train_and_report(asked: CommandLine) -> str:
 
 
 def build_in_ranks(asked: CommandLine, topology: Topology) -> Run:
-    """The run, once all ranks have found the same flags, code and data; signals that ask for a stop are its own."""
+    """Build the run after checking that all ranks have the same flags, code and data; install its signal handlers."""
     if not topology.is_single_process:
         device = choose_device(asked.config.run.device).type
         check_same(topology, {"flags": digest_of_flags(asked.config), "code": digest_of_code(), "devices": device})
     start = resolve_start(asked, topology=topology)
     with given_up_if_refused(*start.locks):
+        # After resolve_start: a resumed checkpoint may supply the manifests.
         if not topology.is_single_process:
             check_same(topology, {"data": digest_of_data(start.config)})
         run = build_run(start)
@@ -74,13 +76,14 @@ def build_in_ranks(asked: CommandLine, topology: Topology) -> Run:
 
 
 def is_rehearsed(config: TrainConfig) -> bool:
-    """Whether the costliest batches are tried before the first epoch."""
+    """Return whether the largest batches are tested before the first epoch."""
     return config.memory.rehearsal == "always" or (config.memory.rehearsal == "auto" and config.is_planned)
 
 
 def score_and_sum_up(run: Run) -> str:
-    """The run in one line of JSON, the test manifest scored with the best checkpoint."""
+    """Score the test manifest with the best checkpoint and return the run's results as one line of JSON."""
     config = run.settings
+    # Only the first rank needs to see the checkpoint folder.
     best = broadcast_from_rank0(run.topology, lambda: best_checkpoint(config.run.checkpoint_dir))
     scores = score_test(run, best)
     forgetting = score_forgetting(config, best, run.topology)
@@ -90,7 +93,7 @@ def score_and_sum_up(run: Run) -> str:
 
 @contextmanager
 def write_sizes_on_error(run: Run) -> Iterator[None]:
-    """Writes down what did not fit where the run must begin again to cut it smaller."""
+    """Write the out-of-memory history to disk if the ranks have to restart with smaller micro-batches."""
     try:
         yield
     except RestartAfterOom:
@@ -99,11 +102,12 @@ def write_sizes_on_error(run: Run) -> Iterator[None]:
 
 
 def score_test(run: Run, checkpoint: Path) -> dict[str, Evaluation | None]:
-    """The test manifest decoded greedily, and by --test_decode where that is another; each rank hears its portion.
+    """Score the test manifest with greedy decoding and with --test_decode; each rank transcribes its share.
 
-    None where there is no test manifest.
+    Values are None if there is no test manifest.
     """
     data, device = run.settings.data, run.step.forward.device
+    # A dict removes the duplicate if the best method is greedy decoding.
     best = ways_to_decode(run.step.architecture)[-1]
     ways = dict.fromkeys(("greedy", best if data.test_decode == AUTO else data.test_decode))
     if data.test_manifest is None:
@@ -115,7 +119,7 @@ def score_test(run: Run, checkpoint: Path) -> dict[str, Evaluation | None]:
 
 
 def tell_rehearsal(run: Run) -> None:
-    """Tries the costliest batches and says and logs what they took, beside what was planned for them."""
+    """Run the largest batches, undo them, and print and log their peak memory next to the planned peaks."""
     tried = rehearse(run)
     phases = run.step.forward.monitor.report()
     run.logbook.log(RehearsalRecord(run.state.step, memory=phases))
@@ -130,7 +134,7 @@ def tell_rehearsal(run: Run) -> None:
 
 
 def memory_table(run: Run) -> str:
-    """What each phase took at most and in all its time, what was planned, and what memory that was short has cost."""
+    """Return a table of peak memory, planned peak and time per phase, with the number of out-of-memory retries."""
     monitor = run.step.forward.monitor
     phases, clearing = monitor.report_run(), monitor.report_clearing_of_run()
     seconds = [monitor.seconds_of(phase.phase) for phase in phases]
@@ -146,7 +150,7 @@ def memory_table(run: Run) -> str:
 
 
 def _columns(phases: tuple[PhaseMemory, ...], seconds: list[float]) -> Iterator[list[str]]:
-    """The table by columns, each with its title first; without those that say nothing here."""
+    """Yield the table's columns, title first; columns without values on this device are omitted."""
     yield ["phase", *(phase.phase for phase in phases)]
     columns = {
         "planned": [phase.planned_mib for phase in phases],
@@ -164,7 +168,7 @@ def _columns(phases: tuple[PhaseMemory, ...], seconds: list[float]) -> Iterator[
 def summary_line(
     run: Run, scores: dict[str, Evaluation | None], forgetting: Forgetting | None, checkpoint: str, tensorboard: str
 ) -> str:
-    """One line of JSON; error rates are shares, null where nothing was tested or validated."""
+    """Return the results as one line of JSON; error rates are shares, null if there was no test or validation."""
     rates = {}
     for decode, test in scores.items():
         by = "" if decode == "greedy" else f"_{decode}"
@@ -196,13 +200,13 @@ def summary_line(
 
 
 def allocator_retries(phases: tuple[PhaseMemory, ...]) -> int | None:
-    """How often CUDA's allocator had to empty its cache to be given memory; None on a CPU."""
+    """Return how often CUDA's allocator had to flush its cache to get memory; None on a CPU."""
     counts = [phase.allocator_retries for phase in phases if phase.allocator_retries is not None]
     return sum(counts) if counts else None
 
 
 def json_value(value: object) -> object:
-    """The value, numbers to four places; null where a number is not finite, which JSON cannot say."""
+    """Round floats to four decimal places; map non-finite floats, which JSON does not have, to null."""
     if isinstance(value, float):
         return round(value, 4) if math.isfinite(value) else None
     return value

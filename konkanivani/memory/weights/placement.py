@@ -1,10 +1,10 @@
-"""Where a model's weights are: on the card, in half precision there, or on the host, from where blocks fetch them.
+"""Placement of model weights: on the GPU, on the GPU in half precision, or offloaded to host memory per block.
 
-A trained weight that is away from the card is a tensor of the host, its *master*: autograd brings its gradient home,
-where clipping, AdamW, checkpoints and resuming find it as any other. What a block multiplies by in its place lies on
-the card as long as the block runs, in the forward pass and again where the block is recomputed (the idea: Pudipeddi et
-al., 2020; Rajbhandari et al., 2021). What is fetched equals what is not, bit for bit, with a card's own rounding to
-half precision where a run is in half precision; in full precision halved weights are rounded ones.
+The *master* of an offloaded trained weight is an fp32 tensor in host memory. Autograd copies its gradient to the host,
+so that clipping, AdamW, checkpointing and resuming handle it like any other weight. A block computes with a copy on the
+GPU that exists only while the block runs, in the forward pass and again during recomputation (Pudipeddi et al., 2020;
+Rajbhandari et al., 2021). Results with fetched weights equal those without offloading bit for bit, with the GPU's own
+rounding to half precision in mixed precision. In full precision, half-precision weights are rounded.
 """
 
 import bisect
@@ -37,11 +37,11 @@ class Placement:
 
     @property
     def is_on_card(self) -> bool:
-        """Whether all weights are on the card, and nothing is to be brought."""
+        """Whether all weights are on the GPU in full precision."""
         return not self.offloaded_blocks and not self.half_precision
 
     def describe(self, blocks: int) -> str:
-        """For a person, of a model of so many blocks."""
+        """Describe the placement for the user, for a model of `blocks` blocks."""
         offloaded_blocks = (
             f"{min(self.offloaded_blocks, blocks)} of {blocks} blocks fetched from host memory"
             if self.offloaded_blocks
@@ -57,26 +57,30 @@ ON_CARD = Placement()
 
 
 def choose_placement(asked: str, blocks: int, is_half: bool, fits: Callable[[Placement], bool]) -> Placement:
-    """What is asked for, or, where that is auto, the fastest that fits: the fewest blocks fetched, the first ones.
+    """Return the placement requested by --weights, or for auto the fastest one that fits: fewest offloaded blocks.
 
-    Those hide their transfer best: an encoder's, and it is the decoder of which every generated token needs all. In
-    full precision nothing is halved, since that would round. All is fetched where nothing fits. Where there is room,
-    what is fetched comes ahead: hidden by a card's second stream, and on a CPU without recomputing attention for it.
+    The first blocks are offloaded, because they hide their transfer best: they belong to the encoder, and every
+    generated token needs all of the decoder. In full precision, no weights are halved, since that would round them. If
+    nothing fits, all blocks are offloaded. Prefetch is used if its copies fit: it hides the transfer in a second CUDA
+    stream, and on a CPU it avoids recomputing attention.
     """
     everything = Placement(offloaded_blocks=blocks)
     if asked in ("card", "half") or (asked == "auto" and fits(ON_CARD)):
         return Placement(half_precision=asked == "half")
+    # Half-precision weights on the GPU (0 offloaded blocks) are the first reduction; fp32 weights can only be
+    # offloaded.
     least = blocks if asked == "host" else 0 if is_half else 1
     some = [Placement(count, half_precision=is_half) for count in range(least, blocks)]
+    # Memory decreases with each offloaded block, so that `fits` is monotonic; each evaluation traces a step.
     chosen = [*some, everything][bisect.bisect_left(some, True, key=fits)]
     prefetch = dataclasses.replace(chosen, prefetch=True)
     return prefetch if chosen.offloaded_blocks and fits(prefetch) else chosen
 
 
 class OffloadedWeights:
-    """A model's weights in their places, not all of them on the card.
+    """Weights of a model that are not all on the GPU in full precision.
 
-    Where blocks are halved, what is no matrix stays there: it is small.
+    In blocks with half-precision weights, parameters other than matrices stay in fp32 on the GPU: they are small.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class OffloadedWeights:
         amp_dtype: torch.dtype | None = None,
         host: torch.device = HOST,
     ) -> None:
-        """Moves the weights; `host` is another place than a CPU only in a trace, where a CPU is the card."""
+        """Move the weights; `host` is other than a CPU only during tracing, when `cpu` stands for the GPU."""
         self.placement, self._device, self._amp_dtype = placement, device, amp_dtype
         self._at_hand: set[torch.nn.Module] = set()
         self._halves: dict[torch.Tensor, torch.Tensor] = {}
@@ -100,6 +104,7 @@ class OffloadedWeights:
             self._add_halves(offloaded_blocks, amp_dtype, host)
         if placement.half_precision:
             self._add_halves(others, torch.float16 if amp_dtype is None else amp_dtype, device)
+        # Page-locking covers whole pages, which must not be shared with other data.
         if placement.prefetch and device.type == "cuda":
             self._give_own_pages(offloaded_blocks)
         sources = [
@@ -111,12 +116,13 @@ class OffloadedWeights:
 
     @property
     def copies(self) -> list[torch.Tensor]:
-        """What lies, from step to step, on the card in the place of masters, and on the host beside them."""
+        """Persistent copies of masters: half-precision weights on the GPU, prefetch sources in host memory."""
         return list(self._halves.values())
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Takes over what the masters are by now: before each window, and before anything is recognised."""
+        """Update all copies from the masters; required before each global batch and before recognition."""
+        # A prefetched copy is from before the update.
         self._fetcher.forget()
         for master, half in self._halves.items():
             half.copy_(master)
@@ -133,18 +139,19 @@ class OffloadedWeights:
                 weight.data = on_own_pages(weight.detach())
 
     def around(self, run_block: BlockRunner) -> BlockRunner:
-        """The block runner, with the weights that each block needs brought to the card while it runs."""
+        """Return a block runner that provides each block's weights on the GPU while the block runs."""
         return lambda block, *inputs: run_block(self._with_weights(block), *inputs)
 
     def _with_weights(self, block: torch.nn.Module) -> "torch.nn.Module | OffloadedBlock":
         is_fetched = block.number < self.placement.offloaded_blocks
         if block in self._at_hand or not (is_fetched or self.placement.half_precision):
             return block
+        # Prefetch is chosen only if there is memory to spare: attention is then kept as in a block on the GPU.
         keeps_attention = block.keeps_attention and self.placement.prefetch
         return OffloadedBlock(block, self._brought, block.number, is_fetched, keeps_attention)
 
     def _brought(self, block: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """What is multiplied by in the block's weights' places, on the card; its gradients are the weights'."""
+        """Return the block's weights on the GPU by name; their gradients flow to the masters."""
         masters = dict(block.named_parameters())
         if block.number < self.placement.offloaded_blocks:
             brought = self._fetcher.get(block.number)
@@ -154,11 +161,12 @@ class OffloadedWeights:
 
     def _in_place_of(self, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         copy = _MasterGradient.apply(master, copy) if master.requires_grad else copy
+        # Without autocast, a product needs operands of one dtype: convert halved weights back.
         return copy if self._amp_dtype else copy.to(master.dtype)
 
     @contextlib.contextmanager
     def at_hand(self, model: torch.nn.Module) -> Iterator[None]:
-        """While it lasts the whole decoder is on the card: each generated token needs all of it. Without gradients."""
+        """Keep the whole decoder on the GPU, since each generated token needs all of it. For inference only."""
         decoder = getattr(model, "decoder", None)
         if decoder is None:
             yield
@@ -186,9 +194,9 @@ class OffloadedWeights:
 
 @dataclass(frozen=True)
 class OffloadedBlock:
-    """A block that runs with weights that are brought; what is fetched has to be recomputed, or it would stay.
+    """A block that runs with copies of its weights on the GPU.
 
-    Where weights come ahead there is room, and `keeps_attention` is that of a block on the card.
+    A fetched block has to be recomputed in the backward pass, or autograd would keep its weights on the GPU.
     """
 
     block: torch.nn.Module
@@ -202,7 +210,7 @@ class OffloadedBlock:
 
 
 class _MasterGradient(torch.autograd.Function):
-    """What is multiplied by in the place of a master, to which the gradient goes home."""
+    """Identity on the copy of a weight in the forward pass; the gradient goes to the master."""
 
     @staticmethod
     def forward(ctx, master: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
@@ -215,12 +223,15 @@ class _MasterGradient(torch.autograd.Function):
 
 
 def matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The module's matrices, which are nearly all of it."""
+    """Return the module's matrices, which make up nearly all of its parameters."""
     return [weight for weight in module.parameters() if is_matrix(weight)]
 
 
 def _away(model: torch.nn.Module, placement: Placement) -> set[torch.nn.Parameter]:
-    """The weights whose place is the host; what is sliced goes with the last block."""
+    """Return the weights whose place is the host.
+
+    Weights used by rows or slices (embedding, positions) are among them if all blocks are offloaded or halved.
+    """
     offloaded_blocks, others = model.blocks[: placement.offloaded_blocks], model.blocks[placement.offloaded_blocks :]
     away = {weight for block in offloaded_blocks for weight in block.parameters()}
     if placement.half_precision:
@@ -229,7 +240,7 @@ def _away(model: torch.nn.Module, placement: Placement) -> set[torch.nn.Paramete
 
 
 def _move(model: torch.nn.Module, away: Set[torch.nn.Parameter], device: torch.device, host: torch.device) -> None:
-    """Moves the weights of a model that lies on a CPU to their places."""
+    """Move the weights of a model on the CPU to their devices."""
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             place = host if weight in away else device

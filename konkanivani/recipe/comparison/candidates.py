@@ -1,4 +1,4 @@
-"""The models of a comparison: their names, the trainer's flags for each, and what is wrong before any is trained."""
+"""Candidates of a model comparison: names, trainer flags, and checks before the first one is trained."""
 
 import contextlib
 import dataclasses
@@ -18,30 +18,31 @@ from konkanivani.base.units import parse_share
 from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.data.rejections import Rejections
 
-# These say where one run's files lie and how it begins, which a comparison says of each model by itself.
+# Flags of a single run, which a comparison sets for each candidate itself.
 OF_ONE_RUN = frozenset(("preset", "checkpoint_dir", "log_dir", "resume", "fresh", "init_from", "dry_run"))
 PRETRAINED_DEFAULTS = {"language", "task", *(leaf.name for leaf in dataclasses.fields(TuningConfig))}
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag of a command line: its name of today, and its words as typed."""
+    """A flag of a command line: its current name, and its words as typed."""
 
     name: str
     words: tuple[str, ...]
 
     @property
     def values(self) -> tuple[str, ...]:
-        """What stands behind it, or in its word behind a "="."""
+        """Return the flag's values, given as separate words or after "="."""
         _, equals, value = self.words[0].partition("=")
         return ((value,) if equals else ()) + self.words[1:]
 
 
 def flags_in(arguments: Sequence[str]) -> list[Flag]:
-    """The flags of a command line in their order; words before the first one have a name that no flag has."""
+    """Split a command line into flags in their order; words before the first flag form a flag with an unknown name."""
     found: list[Flag] = []
     for word in arguments:
         if word.startswith("--") or not found:
+            # Former names of flags are mapped to the current ones.
             name = with_new_name(word).partition("=")[0].removeprefix("--").replace("-", "_")
             found.append(Flag(name, (word,)))
         else:
@@ -51,9 +52,9 @@ def flags_in(arguments: Sequence[str]) -> list[Flag]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to be trained: its name in the comparison, and its flags of the trainer.
+    """A model to train: its name in the comparison, and its trainer flags.
 
-    `source` is the folder or the preset that it is.
+    `source` is the path of the Whisper folder, or the name of the preset.
     """
 
     name: str
@@ -62,17 +63,19 @@ class Candidate:
 
     @property
     def config(self) -> TrainConfig:
-        """What its flags ask for; a UsageError where they cannot work."""
+        """Parse the flags; raises a UsageError if they are invalid."""
         return parse_args(list(self.flags)).config
 
 
 def choose_candidates(pretrained: Sequence[str], presets: Sequence[str], flags: Sequence[Flag]) -> list[Candidate]:
-    """The models, each with the flags that concern it; a UsageError where that is none, or cannot be compared.
+    """Return one candidate per folder and preset, each with the flags that apply to it.
 
-    Where there are models of both kinds, what is for one kind only goes to that one.
+    If both kinds are compared, flags of one kind are passed only to that kind. Raises a UsageError if there is no
+    model, a folder is missing, or a flag belongs to a single run.
     """
     if not (pretrained or presets):
-        parse_args(list(_words(flags, frozenset())))  # what is mistyped is told first: it may have named them
+        # Report a mistyped flag first: it may have been meant to name the models.
+        parse_args(list(_words(flags, frozenset())))
         raise UsageError("No models to compare: give --pretrained with folders, or --presets.")
     if single := sorted({flag.name for flag in flags} & OF_ONE_RUN):
         raise UsageError(
@@ -95,15 +98,17 @@ def _words(flags: Sequence[Flag], left_out: frozenset[str] | set[str]) -> tuple[
 
 
 def distinct_names(folders: Sequence[str], presets: Sequence[str]) -> list[str]:
-    """The last part of each path, with as many of those before it as tell it from the others; a preset's own name.
+    """Return the shortest path suffixes that distinguish the models; presets keep their name.
 
-    A UsageError where a model is given twice.
+    Raises a UsageError if a model is given twice.
     """
     paths = [*(Path(os.path.abspath(folder)) for folder in folders), *(Path("preset", name) for name in presets)]
     if twice := sorted({str(path) for path in paths if paths.count(path) > 1}):
         raise UsageError(f"{', '.join(twice)}: given twice. Give each model only once.")
     parts = [[part for part in path.parts if part != "/"] or ["model"] for path in paths]
     depths = [1] * len(parts)
+    # Each pass deepens the ambiguous names by one path component, so that the total number of components bounds the
+    # passes.
     for _ in range(sum(map(len, parts))):
         names = ["-".join(part[-depth:]) for part, depth in zip(parts, depths, strict=True)]
         depths = [depth + (names.count(name) > 1) for name, depth in zip(names, depths, strict=True)]
@@ -113,11 +118,12 @@ def distinct_names(folders: Sequence[str], presets: Sequence[str]) -> list[str]:
 
 
 def check_data(config: TrainConfig) -> None:
-    """Raises one error for all manifests that are absent or cannot be used; what will be left out is told on stderr."""
+    """Check all manifests and raise one error for all that are missing or unusable; list rejected rows on stderr."""
     data, problems = config.data, ErrorCollector()
     if data.train_manifest is None or data.test_manifest is None:
         raise UsageError("Give a --train_manifest for training and a --test_manifest for the comparison.")
     rejections = Rejections(None, parse_share(data.max_rejected, "--max_rejected"))
+    # stdout is reserved for the result table.
     with contextlib.redirect_stdout(sys.stderr):
         for path in filter(None, (data.train_manifest, data.valid_manifest, data.test_manifest)):
             with problems.collect():
@@ -129,7 +135,7 @@ def check_data(config: TrainConfig) -> None:
 
 
 def conditions_of(config: TrainConfig) -> dict[str, str]:
-    """All that a run's outcome follows from, by its name for a person: the flags, and the manifests' content."""
+    """Return everything that determines a run's result, by display name: flags, and digests of the manifests."""
     found = {f"--{setting.name}": repr(setting.value) for setting in settings_of(config)}
     for part in ("train_manifest", "valid_manifest", "test_manifest"):
         if path := getattr(config.data, part):

@@ -1,4 +1,4 @@
-"""Models trained one after another on the same speech, each in its own folder, and what became of them."""
+"""Comparison of models that are trained in sequence on the same data, each in its own folder."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ REPORT = "comparison.json"
 
 
 def check_conditions(conditions: Mapping[str, Mapping[str, str]], folder: Path) -> None:
-    """Raises a UsageError where the folder holds a run of a model, by its name, under other conditions than these."""
+    """Raise a UsageError if the folder has a run of one of the models, by name, under different conditions."""
     for name in conditions:
         kept = read_kept(folder / name)
         if other := kept.differences(conditions[name]) if kept else []:
@@ -30,9 +30,9 @@ def check_conditions(conditions: Mapping[str, Mapping[str, str]], folder: Path) 
 def compare(
     candidates: Sequence[Candidate], conditions: Mapping[str, Mapping[str, str]], folder: Path, trainer: Trainer
 ) -> list[Outcome]:
-    """Trains what has not been trained to its end yet; the report is written behind each model.
+    """Train the models that are not finished, and write the report after each one.
 
-    Raises Interrupted where a signal has come, once the trainer has saved and ended.
+    Raises Interrupted after a signal, once the trainer has saved and exited.
     """
     outcomes: list[Outcome] = []
     for number, candidate in enumerate(candidates, start=1):
@@ -51,7 +51,7 @@ def compare(
 
 
 def report_of(outcomes: Sequence[Outcome]) -> str:
-    """One line of JSON."""
+    """Return the outcomes as one line of JSON."""
     return json.dumps({"models": [dataclasses.asdict(outcome) for outcome in outcomes]}, ensure_ascii=False)
 
 
@@ -61,9 +61,11 @@ def _train(candidate: Candidate, conditions: Mapping[str, str], place: Path, tra
     folders = ("--checkpoint_dir", str(place / "checkpoints"), "--log_dir", str(place / "logs"))
     ended = trainer.run([*candidate.flags, *folders, "--resume", "auto"])
     if ended.exit_code == 0:
+        # The trainer prints its JSON line last.
         summary = json.loads(ended.said[-1])
         kept = dataclasses.replace(kept, summary=summary, outcome=outcome_of(candidate.name, candidate.source, summary))
     else:
+        # An interrupted run has no outcome, so that the next call resumes it: raise before a failure is recorded.
         trainer.check()
         failed = Outcome(candidate.name, candidate.source, ended.exit_code, ended.reason)
         kept = dataclasses.replace(kept, outcome=failed)

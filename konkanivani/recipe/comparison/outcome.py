@@ -1,4 +1,4 @@
-"""What became of one model of a comparison: kept in a file of its folder, and a row of the table."""
+"""Result of one model of a comparison: a file in the model's folder and a row of the table."""
 
 import dataclasses
 import json
@@ -17,10 +17,10 @@ KEPT = "outcome.json"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a model came to: rates are shares, by the best decoding; of one that failed there is only the reason.
+    """Result of a training run. Error rates are shares, by the best decoding method; a failed run has only a reason.
 
-    `minutes` are those of all its training steps, without validation; `times_real_time` is how much faster than speech
-    they were.
+    `minutes` is the time of all training steps without validation; `times_real_time` is seconds of audio per second of
+    training.
     """
 
     name: str
@@ -41,9 +41,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a model's folder keeps: under which conditions it is trained, the trainer's last line, and its outcome.
+    """Record in a model's folder: the conditions of its training, the trainer's JSON line, and the outcome.
 
-    While it is being trained, or where that was stopped, it has no outcome yet.
+    `outcome` is None during training and after an interruption.
     """
 
     conditions: Mapping[str, str]
@@ -52,25 +52,29 @@ class Kept:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it need not be trained again."""
+        """Return whether the model was trained successfully and need not be trained again."""
         return self.outcome is not None and self.outcome.exit_code == 0
 
     def differences(self, conditions: Mapping[str, str]) -> list[str]:
-        """In what it differs from a run under other conditions; one that failed may be tried otherwise."""
+        """Return the names of the conditions that differ from this record.
+
+        After a failure only the model itself has to be the same: a retry may use other flags.
+        """
+        # A condition that the record of an older version lacks counts as different.
         names = sorted(name for name in conditions if self.conditions.get(name) != conditions[name])
         has_failed = self.outcome is not None and not self.is_finished
         return [name for name in names if not has_failed or name in ("--pretrained", "--preset")]
 
 
 def write_kept(folder: Path, kept: Kept) -> None:
-    """Writes it as a file of the model's folder, which is made where it is not there."""
+    """Write the record atomically into the model's folder, which is created if needed."""
     with atomic_write(folder / KEPT) as partial:
         folder.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(dataclasses.asdict(kept), ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_kept(folder: Path) -> Kept | None:
-    """What the folder keeps; None where that is nothing, or nothing that can be read: the run is then gone on with."""
+    """Return the folder's record; None if it is missing or unreadable, in which case the run is resumed."""
     try:
         found = json.loads((folder / KEPT).read_text(encoding="utf-8"))
         outcome = found["outcome"] and Outcome(**found["outcome"])
@@ -80,13 +84,16 @@ def read_kept(folder: Path) -> Kept | None:
 
 
 def outcome_of(name: str, source: str, summary: Mapping[str, object]) -> Outcome:
-    """The outcome of a run that has ended well, by its last line, its log and its checkpoint."""
+    """Return the outcome of a successful run from its JSON line, its log and its checkpoint."""
+    # The suffix of a second decoding method, for example "test_wer_joint" next to "test_wer" (greedy).
     way = [key.removeprefix("test_wer_") for key in summary if key.startswith("test_wer_")]
     by = f"_{way[0]}" if way else ""
     steps = _logged_steps(Path(summary["tensorboard"], "log.jsonl"))
     seconds = sum(step["seconds"] for step in steps)
+    # Weighted by time, because steps differ in length.
     spoken = sum(step["audio_seconds_per_second"] * step["seconds"] for step in steps)
-    peaks = [phase["peak_mib"] or 0.0 for step in steps for phase in step["memory"]]  # of what was gone on with, too
+    # The log also has the steps before a resume.
+    peaks = [phase["peak_mib"] or 0.0 for step in steps for phase in step["memory"]]
     return Outcome(
         name,
         source,
@@ -104,7 +111,7 @@ def outcome_of(name: str, source: str, summary: Mapping[str, object]) -> Outcome
 
 
 def _logged_steps(path: Path) -> list[Mapping[str, object]]:
-    """The log's records of steps; none where a disk that was full has kept it from being written."""
+    """Return the log's step records; an empty list if the log is unreadable, for example after the disk was full."""
     try:
         with open(path, encoding="utf-8") as file:
             return [record for record in map(json.loads, file) if record["kind"] == "step"]
@@ -113,11 +120,12 @@ def _logged_steps(path: Path) -> list[Mapping[str, object]]:
 
 
 def table_of(outcomes: Sequence[Outcome]) -> str:
-    """The models, a line each, in their order; behind one that failed the first sentence of why."""
+    """Return the table as text, one line per model; a failed model has the first sentence of its error."""
     names = max(len(name) for name in (HEADS[0], *(outcome.name for outcome in outcomes)))
     head, *lines = table_lines([HEADS, *(_cells(outcome) for outcome in outcomes)])
     for number, outcome in enumerate(outcomes):
         if outcome.reason is not None:
+            # A sentence ends before a capital letter: full stops in paths and numbers do not count.
             first_sentence = re.split(r"(?<=[.!?])\s+(?=[A-Z])", outcome.reason, maxsplit=1)[0]
             lines[number] = f"{outcome.name.ljust(names)}  failed: {first_sentence}"
     return "\n".join([head, *lines])

@@ -1,4 +1,4 @@
-"""The trainer in a process of its own: what it says is passed on, and so are the signals that ask for a stop."""
+"""Training script in a subprocess, with its output and stop signals forwarded."""
 
 import ctypes
 import re
@@ -16,14 +16,14 @@ from typing import TextIO
 from konkanivani.base.errors import Interrupted
 from konkanivani.base.signals import defer_signals, stopping_signals
 
-KEPT_LINES = 50  # of its last words
+KEPT_LINES = 50  # of each output stream
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LINE_OF_BAR = re.compile(r"\s*\d+%\|")  # of tqdm
+LINE_OF_BAR = re.compile(r"\s*\d+%\|")  # a progress bar of tqdm
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run of the trainer ended: its exit code, and the last lines of its stdout and its stderr."""
+    """Result of a training process: exit code and the last lines of stdout and stderr."""
 
     exit_code: int
     said: tuple[str, ...]
@@ -31,24 +31,26 @@ class Ended:
 
     @property
     def reason(self) -> str:
-        """Why it failed, in its own words."""
+        """Return the error message of a failed run."""
         if self.exit_code == 128 + signal.SIGKILL:
             return "Killed (SIGKILL), perhaps by the system for lack of memory."
         lines = [line for line in self.errors if line.strip() and not LINE_OF_BAR.match(line)]
         start = len(lines) - 1
-        while start > 0 and "  " in (lines[start][:2], lines[start - 1][:2]):  # a list, and what stands around it
+        # Keep an indented list with the lines around it.
+        while start > 0 and "  " in (lines[start][:2], lines[start - 1][:2]):
             start -= 1
         told = lines[max(0, start) :]
+        # Of a traceback, only the exception itself.
         if told and told[0].startswith("Traceback"):
             told = told[-1:]
         return " ".join(line.strip() for line in told) or f"Exit code {self.exit_code}, without a message."
 
 
 class Trainer:
-    """Runs the training script, one process at a time.
+    """Runner of the training script, one process at a time.
 
-    A process has a session of its own: a Ctrl-C reaches this process alone, which passes it on once. The trainer then
-    saves and ends; so it does where this process is killed.
+    A process has its own session, so that Ctrl-C reaches only this process, which forwards it once. The trainer then
+    saves and exits; it also does if this process is killed.
     """
 
     def __init__(self, script: Path) -> None:
@@ -58,17 +60,17 @@ class Trainer:
         self._libc = ctypes.CDLL(None)
 
     def install(self) -> None:
-        """Takes over the signals that ask for a stop."""
+        """Install handlers that forward stop signals."""
         for number in stopping_signals():
             signal.signal(number, self._pass_on)
 
     def check(self) -> None:
-        """Raises Interrupted if a signal has come."""
+        """Raise Interrupted if a signal has arrived."""
         if self._signal_number:
             raise Interrupted("Stopped by a signal; run the same command again to resume.", self._signal_number)
 
     def run(self, arguments: Sequence[str]) -> Ended:
-        """Runs it to its end, what it says passed on to stderr."""
+        """Run the trainer to its end and forward its output to stderr."""
         self._process = process = subprocess.Popen(
             [sys.executable, str(self._script), *arguments],
             stdin=subprocess.DEVNULL,
@@ -80,18 +82,19 @@ class Trainer:
             start_new_session=True,
             preexec_fn=self._end_with_parent,
         )
-        if self._signal_number:  # it came before there was a process to pass it on to
+        if self._signal_number:  # it arrived before the process existed
             process.send_signal(self._signal_number)
         kept = deque[str](maxlen=KEPT_LINES), deque[str](maxlen=KEPT_LINES)
         streams = zip((process.stdout, process.stderr), kept, strict=True)
         threads = [threading.Thread(target=_copy, args=pair, daemon=True) for pair in streams]
-        with defer_signals():  # which the threads then never get themselves
+        with defer_signals():  # threads inherit the blocked mask, so that signals reach the main thread only
             for thread in threads:
                 thread.start()
         code = process.wait()
         for thread in threads:
             thread.join()
         said, errors = map(tuple, kept)
+        # A negative code is the signal that ended the process; shells report 128 + signal.
         return Ended(code if code >= 0 else 128 - code, said, errors)
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:

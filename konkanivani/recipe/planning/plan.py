@@ -1,4 +1,4 @@
-"""The memory plan of a run, from its utterances, its settings and its device; or the checkpoint's again."""
+"""Memory plan of a run, computed from its utterances, settings and device, or restored from the checkpoint."""
 
 import dataclasses
 import zlib
@@ -25,16 +25,16 @@ from konkanivani.recipe.planning.ranks import Ranks, costs_per_rank
 from konkanivani.recipe.planning.state import check_host, check_state, device_costs, fits
 from konkanivani.recipe.planning.tracing import kept_traces
 
-BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets
+BUCKET_RATIO = 0.7  # between the longest utterances of neighbouring buckets
 MAX_BUCKETS = 8
-# Longer micro-batches only cost a CPU more padding (4 x 2 beats 1 x 8: docs/performance.md); a GPU is the faster the
-# fuller it is.
+# On a CPU, longer micro-batches only add padding (4 x 2 beats 1 x 8: docs/performance.md); a GPU is faster the fuller
+# it is.
 MAX_CPU_SECONDS = 24.0
 
 
 @dataclass(frozen=True)
 class SpeechSizes:
-    """The sizes of a set of utterances (N,): seconds as they are longest played, and tokens."""
+    """Sizes of N utterances: seconds (N,) at the slowest speed, and tokens (N,)."""
 
     utterances: Sequence[Utterance]
     seconds: np.ndarray
@@ -51,10 +51,10 @@ def resolve_plan(
     validation: SpeechSizes | None,
     stored: Mapping[str, object] | None,
 ) -> MemoryPlan:
-    """The run's plan: the checkpoint's where it was made under these conditions, else a new one, told to the person.
+    """Return the checkpoint's plan if it was made under the same conditions, else make a new one.
 
-    `free` are the bytes to plan for without a --memory_budget. One rank's plan is that of each.
-    A ResourceError where the model's state or an utterance is beyond the budget says what would help.
+    `free` is the budget in bytes without --memory_budget. The plan for one rank holds for each. Raises a ResourceError
+    with advice if the model's state or an utterance exceeds the budget.
     """
     conditions = plan_conditions(config, architecture, device, ranks)
     if stored and not config.memory.replan:
@@ -66,7 +66,7 @@ def resolve_plan(
     budget = parse_budget(budget) if budget else free
     rate = float(train.tokens.sum() / train.seconds.sum())
     costs = costs_per_rank(device_costs(device), architecture, ranks)
-    # The longest utterance trains alone, as much recomputed as may be.
+    # The longest utterance in a micro-batch of one, with all recomputation that is allowed, decides on the placement.
     longest = BatchShape(1, bucket_edges(train.seconds)[-1], int(train.tokens.max()))
     policy = NEVER if config.memory.gradient_checkpointing == "never" else ALWAYS
 
@@ -81,6 +81,7 @@ def resolve_plan(
     with kept_traces(config, architecture, costs, placement) as traces:
         plan = _plan_buckets(config, Planner(traces, budget, rate), conditions, train, validation)
         concurrent_micro_batches = choose_concurrency(config, device, ranks.sharded) if placement.is_on_card else 1
+        # Parallel micro-batches share one budget: plan again for both at once.
         if concurrent_micro_batches > 1:
             side_by_side = _plan_buckets(
                 config, Planner(traces, budget, rate, concurrent_micro_batches), conditions, train, validation
@@ -99,9 +100,10 @@ def resolve_placement(
     ranks: Ranks,
     fits: Callable[[Placement], bool],
 ) -> Placement:
-    """Where the weights are to be: as --weights says, on the card where a card has no memory of its own or is shared.
+    """Return the placement of the weights according to --weights.
 
-    A UsageError where several ranks would each fetch their own.
+    `auto` offloads neither on a CPU nor with several ranks. Raises a UsageError for explicit offloading with several
+    ranks, since each would fetch its own weights.
     """
     asked = config.memory.weights
     if ranks.world_size > 1 and asked not in (AUTO, "card"):
@@ -113,7 +115,7 @@ def resolve_placement(
 
 
 def _has_room_for_two(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: bool) -> bool:
-    """Whether micro-batches fit side by side; unless it is asked for, without a block more that is recomputed."""
+    """Return whether parallel micro-batches fit; unless requested, they must not recompute additional blocks."""
     if not all(bucket.utterances for bucket in side_by_side.buckets):
         return False
     pairs = zip(side_by_side.buckets, plan.buckets, strict=True)
@@ -121,13 +123,13 @@ def _has_room_for_two(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: 
 
 
 def plan_conditions(config: TrainConfig, architecture: Architecture, device: torch.device, ranks: Ranks) -> int:
-    """A number that changes with everything that a plan depends on, but the data."""
+    """Return a hash of everything that a plan depends on except the data."""
     asked = config.data.batch_size, config.global_batch_size, config.data.validation_batch_seconds
     return zlib.crc32(repr((memory_conditions(config, architecture, device), asked, ranks)).encode())
 
 
 def bucket_edges(seconds: np.ndarray) -> list[float]:
-    """The longest utterance of each bucket, ascending, in hundredths of a second rounded up."""
+    """Return the longest utterance of each bucket in seconds, ascending, rounded up to 0.01 s."""
     edges = [float(np.ceil(100 * seconds.max()) / 100)]
     while len(edges) < MAX_BUCKETS and (seconds <= BUCKET_RATIO * edges[-1]).any():
         edges.append(float(np.ceil(100 * seconds[seconds <= BUCKET_RATIO * edges[-1]].max()) / 100))
@@ -142,6 +144,7 @@ def _plan_buckets(
         tokens = int(train.tokens[train.seconds <= edge].max())
         most = max_at_once(config, planner, edge)
         buckets.append(plan_bucket(planner, edge, tokens, config.memory.gradient_checkpointing, most))
+    # The peaks shown next to the measured ones are those reached by the most expensive bucket.
     costliest = max(buckets, key=lambda bucket: bucket.peak)
     load = BatchShape(max(1, costliest.utterances), costliest.seconds, costliest.tokens)
     peak = planner.phases(load, RecomputePolicy.first(costliest.recomputed_blocks))
@@ -149,6 +152,7 @@ def _plan_buckets(
     if validation is not None:
         longest = float(validation.seconds.max())
         seconds, validation_peak = planner.validation_seconds(longest, int(validation.tokens.max()), seconds)
+    # The allocator's statistics, with which the peaks are compared, do not include the context.
     beside = planner.traces.costs.beside - planner.traces.costs.context
     return MemoryPlan(
         conditions=conditions,
@@ -166,14 +170,14 @@ def _plan_buckets(
 
 
 def max_at_once(config: TrainConfig, planner: Planner, seconds: float) -> int:
-    """The most utterances of so many seconds that go at once, whatever the memory."""
+    """Return the largest micro-batch for utterances of `seconds`, regardless of memory."""
     if config.data.batch_size != "auto":
         return config.data.batch_size
     if planner.traces.costs.is_cuda:
         return config.global_batch_size
     most = -(
         -config.global_batch_size // planner.concurrent_micro_batches
-    )  # one micro-batch alone has nothing beside it
+    )  # at least one micro-batch for each concurrent slot
     return int(np.clip(MAX_CPU_SECONDS // seconds, 1, most))
 
 
@@ -184,6 +188,7 @@ def _check_every_utterance_fits(
     if not too_long:
         return
     limit = max((bucket.seconds for bucket in buckets if bucket.utterances), default=0.0)
+    # Slow speed perturbation lengthens audio, and --max_duration applies to the recording. Rounded down to 0.1 s.
     as_recorded = int(10 * limit * min(config.augment.speed_perturbation)) / 10
     rows = [int(i) for i in np.argsort(-train.seconds) if train.seconds[i] > limit]
     named = ", ".join(f"{train.utterances[i].id} ({train.seconds[i]:.1f} s)" for i in rows[:3])

@@ -1,4 +1,4 @@
-"""What several ranks make of a memory plan: the state sharded over them, and what each of them sends."""
+"""Effect of several ranks on a memory plan: sharded state, gradient buckets and network traffic."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from konkanivani.training.sharding import bytes_per_rank
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many train together, and whether the model's state is sharded over them."""
+    """Number of ranks, and whether the model's state is sharded over them."""
 
     world_size: int = 1
     sharded: bool = False
@@ -26,14 +26,16 @@ ONE_RANK = Ranks()
 
 
 def costs_per_rank(costs: DeviceCosts, architecture: Architecture, ranks: Ranks) -> DeviceCosts:
-    """What training takes beside the tensors of a model on one device where it is one of these ranks.
+    """Return the device's fixed costs for one of these ranks.
 
-    The bucket in which gradients are summed over ranks more, or, where the state is sharded, the others' less.
+    Added is the bucket in which gradients are summed over the ranks or, with sharding, the (negative) difference
+    between a rank's part of the state and the whole state.
     """
     if ranks.world_size == 1:
         return costs
     model = architecture.build_without_values()
     whole = parameter_count(model)
+    # bytes_per_rank includes all-gather buffers; unsharded gradients are all-reduced in buckets of BUCKET_BYTES.
     more = (
         bytes_per_rank(model, ranks.world_size) - STATE_BYTES * whole if ranks.sharded else min(4 * whole, BUCKET_BYTES)
     )
@@ -41,25 +43,26 @@ def costs_per_rank(costs: DeviceCosts, architecture: Architecture, ranks: Ranks)
 
 
 def choose_ranks(config: TrainConfig, costs: DeviceCosts, budget: int, world_size: int) -> Ranks:
-    """So many ranks of one budget each, the state sharded over them as --shard says."""
+    """Return the layout of `world_size` ranks with one budget each; --shard decides on sharding."""
     shard, architecture = config.memory.shard, planned_architecture(config)
     sharded = shard == "always" or (shard == "auto" and needs_sharding(config, architecture, costs, budget))
     return Ranks(world_size, sharded and world_size > 1)
 
 
 def needs_sharding(config: TrainConfig, architecture: Architecture, costs: DeviceCosts, budget: int) -> bool:
-    """Whether a rank cannot hold the whole state of the model in its budget: what --shard auto asks. AdamW's only."""
+    """Return whether the model's whole state exceeds a rank's budget (--shard auto). Sharding needs AdamW."""
     return config.optimizer.optimizer == "adamw" and state_bytes(config, architecture) + costs.beside > budget
 
 
 def traffic_bytes(architecture: Architecture, ranks: Ranks) -> int:
-    """Bytes in fp32 that one rank sends: a step, or, where the state is sharded over the ranks, a micro-batch.
+    """Return the bytes in fp32 that one rank sends per step or, with sharding, per micro-batch.
 
-    A sum over N ranks sends each number 2 (N - 1) / N times, half to sum it and half to hand it round (Patarasuk and
-    Yuan, 2009); sharded weights go round for the forward and for the backward pass, and gradients are summed only: 3
-    halves, but what lies between the blocks goes round once.
+    An all-reduce over N ranks sends each number 2 (N - 1) / N times, half for the reduce-scatter and half for the
+    all-gather (Patarasuk and Yuan, 2009). Sharded weights are gathered for the forward and for the backward pass, and
+    gradients are only reduce-scattered: 3 halves. Weights outside of the blocks are gathered once: 2 halves.
     """
     model = architecture.build_without_values()
     whole, blocks = parameter_count(model), sum(map(parameter_count, model.blocks))
+    # Each half costs (N - 1) / N numbers per weight, 4 bytes each.
     halves = 3 * blocks + 2 * (whole - blocks) if ranks.sharded else 2 * whole
     return 4 * halves * (ranks.world_size - 1) // ranks.world_size

@@ -1,4 +1,4 @@
-"""What fits a memory budget, as a table for a person or as JSON, before anything is trained."""
+"""Report of a memory plan before training, as a table or as JSON."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from konkanivani.recipe.planning.request import (
 from konkanivani.recipe.planning.state import state_bytes
 
 TABLE_BUDGETS = (2.0, 4.0, 8.0, 14.7, 24.0)
-# Flags in whose place a plan has its own.
+# Flags that the plan itself sets.
 DECIDED = {"memory_budget", "batch_size", "effective_batch_size", "gradient_accumulation_steps"} | {
     *("gradient_checkpointing", "max_duration", "shard")
 }
@@ -35,7 +35,7 @@ DECIDED = {"memory_budget", "batch_size", "effective_batch_size", "gradient_accu
 
 @dataclass(frozen=True)
 class Answer:
-    """What fits with or without recomputing every block; bytes and seconds."""
+    """Planned buckets with or without recomputing every block; sizes in bytes, lengths in seconds."""
 
     gradient_checkpointing: str
     buckets: tuple[BucketPlan, ...]
@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The answers under one budget; bytes. `flags` is a line for the trainer."""
+    """Planner's answers under one budget, in bytes; `flags` is a command line for the trainer."""
 
     device: str
     precision: str
@@ -64,11 +64,11 @@ class PlanReport:
     checkpoint: int = 0
 
     def as_json(self) -> str:
-        """One line of JSON."""
+        """Return the report as one line of JSON."""
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
 
     def as_table(self) -> str:
-        """The lines for a person."""
+        """Return the report as a table for the user."""
         beside = f"workspaces {_mib(self.workspace)}" + (f", context {_mib(self.context)}" if self.context else "")
         host = f", host memory {_mib(self.host)}" if self.host else ""
         lines = [
@@ -90,7 +90,7 @@ class PlanReport:
         return "\n".join(lines)
 
     def _ranks(self) -> list[str]:
-        """What several ranks make of it, a line if any."""
+        """Return a line about sharding and traffic if there are several ranks."""
         if self.world_size == 1:
             return []
         way = (
@@ -118,19 +118,21 @@ class PlanReport:
 def plan_budget(
     config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks = ONE_RANK, given: Collection[str] = ()
 ) -> PlanReport:
-    """What of this configuration, for which these flags are `given`, fits `budget` bytes on each rank.
+    """Plan this configuration for `budget` bytes per rank; `given` are the flags that the user has set.
 
-    A ResourceError where not even its state does.
+    Raises a ResourceError if not even the model's state fits.
     """
     config = resolve(config)
     architecture = planned_architecture(config)
     costs = costs_per_rank(costs, architecture, ranks)
+    # Tracing must not start in this process: it forks the workers.
     with two_processes() as pool:
         placement, longest = pool.submit(settle_placement, PlanRequest(config, costs, budget, "always"), ranks).result()
         requests = [PlanRequest(config, costs, budget, mode, placement) for mode in ("never", "always")]
         awaited = pool.map(answer, requests)
-        validation_peak = pool.submit(peak_of_validation, requests[0]).result()  # by the process that is done first
+        validation_peak = pool.submit(peak_of_validation, requests[0]).result()  # runs in the first worker that is free
         answers = tuple(awaited)
+    # With offloading, only the trace knows the part of the state that is on the GPU.
     state = state_bytes(config, architecture) if placement.is_on_card else longest.state
     return PlanReport(
         device=costs.name,
@@ -169,10 +171,11 @@ def plan_presets(
     presets: Mapping[str, ModelConfig] = PRESETS,
     budgets: tuple[float, ...] = TABLE_BUDGETS,
 ) -> str:
-    """A table of presets by budgets in GiB: utterances of 10 s at once, and the longest that trains, in seconds."""
+    """Return a table of presets by budgets in GiB: micro-batch of 10 s utterances, and longest utterance in seconds."""
     config = resolve(config)
     runs = [(dataclasses.replace(config.run, preset=name), shape) for name, shape in presets.items()]
     shaped = [dataclasses.replace(config, run=run, model=shape) for run, shape in runs]
+    # Budget 0: _cells sets it for each column.
     requests = [PlanRequest(shape, costs, 0, mode) for shape in shaped for mode in ("never", "always")]
     with two_processes() as pool:
         cells = list(pool.map(_cells, requests, repeat(budgets)))
@@ -191,13 +194,15 @@ def plan_presets(
 
 
 def _cells(request: PlanRequest, budgets: tuple[float, ...]) -> list[str]:
-    """The question's cell for each budget in GiB."""
+    """Return the table cells of a request, one per budget in GiB."""
     policy, cells = request.policy, []
     state = state_bytes(request.config, request.architecture)
     with request.planner() as planner:
         for gib in budgets:
+            # The traces do not depend on the budget: one planner serves all budgets.
             planner.budget = int(gib * GIB)
             if state + planner.beside() > planner.budget:
+                # The state alone does not fit: no trace is needed.
                 cells.append("- / -")
                 continue
             largest_batch = planner.largest_batch(10.0, request.tokens(10.0), policy, MAX_UTTERANCES).utterances
@@ -208,12 +213,14 @@ def _cells(request: PlanRequest, budgets: tuple[float, ...]) -> list[str]:
 
 
 def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int, given: Collection[str]) -> str:
-    """The given flags, and with which the trainer keeps to the budget, at the duration asked for or that trains."""
+    """Return trainer flags: the given ones, and those that keep to the budget with the longest duration that fits."""
+    # Slow speed perturbation lengthens an utterance; --max_duration limits it as recorded.
     longest = min(config.data.max_duration, answers[-1].longest_seconds * min(config.augment.speed_perturbation))
     words = [] if {"preset", "init_from", "pretrained"} & set(given) else ["--preset", config.run.preset]
     for setting in settings_of(config):
         if setting.name in set(given) - DECIDED:
             values = setting.value if isinstance(setting.value, tuple) else [setting.value]
+            # A switch has no value.
             words += [f"--{setting.name}", *(str(value) for value in values if value is not True)]
     words += ["--memory_budget", budget_text(budget)]
     words += ["--batch_size", "auto", "--effective_batch_size", str(config.global_batch_size)]

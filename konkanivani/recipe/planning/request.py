@@ -1,4 +1,4 @@
-"""What is asked of the planner before anything is trained, answered in processes of their own."""
+"""Requests to the memory planner before training, answered in worker processes."""
 
 import dataclasses
 import gc
@@ -26,14 +26,14 @@ from konkanivani.recipe.planning.state import check_host, check_state, fits
 from konkanivani.recipe.planning.tracing import kept_traces
 
 BUCKETS = (2.0, 5.0, 10.0, 20.0)
-# Of Konkani read aloud: 15 characters a second at the most, and a subword holds at least two and a half of them.
+# Read Konkani: at most 15 characters per second, and at least 2.5 characters per subword.
 TOKENS_PER_SECOND = {"char": 15, "bpe": 6, "unigram": 6}
-BYTE_PAIRS_PER_SECOND = 17  # 1.13 of Whisper's a character of Konkani
+BYTE_PAIRS_PER_SECOND = 17  # 1.13 tokens of Whisper's byte-pair encoding per character of Konkani
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What fits, with or without recomputing every block: what a process of its own needs to answer it."""
+    """Question to the planner, with or without recomputing every block; picklable for a worker process."""
 
     config: TrainConfig
     costs: DeviceCosts
@@ -42,11 +42,11 @@ class PlanRequest:
     placement: Placement = ON_CARD
 
     def fits(self, placement: Placement) -> bool:
-        """Whether one utterance of the longest that are planned for fits, with the weights there."""
+        """Return whether one of the longest utterances fits with this placement of the weights."""
         return fits(self.config, self.architecture, self.costs, self.budget, self.longest_peak, placement)
 
     def longest_peak(self, placement: Placement) -> Peak:
-        """The peaks of one of the longest utterances that are planned for, with the weights there."""
+        """Return the peaks of one of the longest utterances with this placement of the weights."""
         window = self.architecture.longest_seconds
         longest = BUCKETS[-1] if window == math.inf else window
         with dataclasses.replace(self, placement=placement).planner() as planner:
@@ -54,24 +54,28 @@ class PlanRequest:
 
     @contextmanager
     def planner(self) -> Iterator[Planner]:
-        """A planner of this configuration, who knows what was traced before."""
+        """Yield a planner of this configuration that reuses and stores traces."""
         asked = self.config.data.concurrent_micro_batches
         is_single_process = self.costs.is_cuda or asked == AUTO or not self.placement.is_on_card
-        concurrent_micro_batches = 1 if is_single_process else asked  # auto: side by side only where there is room
+        # auto runs two in parallel only if memory is left: plan for one.
+        concurrent_micro_batches = 1 if is_single_process else asked
         with kept_traces(self.config, self.architecture, self.costs, self.placement) as traces:
             yield Planner(traces, self.budget, _tokens_per_second(self.config), concurrent_micro_batches)
 
     @property
     def architecture(self) -> Architecture:
-        """Which recogniser is asked about."""
+        """The architecture to plan for."""
         return planned_architecture(self.config)
 
     def tokens(self, seconds: float) -> int:
-        """Of an utterance of so many seconds, as many as Konkani read aloud has at the most and the decoder takes."""
+        """Return the most tokens of `seconds` of read Konkani, within the decoder's limit."""
         return int(min(max(1, round(seconds * _tokens_per_second(self.config))), self.architecture.most_tokens))
 
     def longest_utterance(self, planner: Planner) -> float:
-        """The longest utterance that trains alone, in seconds; 0 where none does. Of a window all cost the same."""
+        """Return the longest utterance in seconds that trains alone; 0 if none fits.
+
+        With Whisper's 30 s window, all utterances cost the same.
+        """
         window = self.architecture.longest_seconds
         if window == math.inf:
             return planner.longest_utterance(self.tokens, self.policy)
@@ -79,20 +83,22 @@ class PlanRequest:
         return window if fits else 0.0
 
     def tell(self, found: str) -> None:
-        """Says on the screen, and not where the answer goes, what has been found so far."""
+        """Report an intermediate result on stderr; the answer itself goes to stdout."""
         way = "keeping activations" if self.mode == "never" else "recomputing all"
-        sys.stderr.write(f"  {_name(self.config)}, {way}: {found}\n")  # in one piece: two processes do so
+        # A single write, since two processes share stderr.
+        sys.stderr.write(f"  {_name(self.config)}, {way}: {found}\n")
 
     @property
     def policy(self) -> RecomputePolicy:
-        """What is recomputed."""
+        """Policy that corresponds to `mode`."""
         return NEVER if self.mode == "never" else ALWAYS
 
 
 def settle_placement(request: PlanRequest, ranks: Ranks) -> tuple[Placement, Peak]:
-    """Where the weights are to be, and what one of the longest utterances then takes; a ResourceError where it cannot.
+    """Return the placement of the weights and the peaks of one of the longest utterances.
 
-    In a process of its own: who has traced cannot be forked any more.
+    Runs in a worker process, because a process that has traced can no longer be forked safely. Raises a ResourceError
+    if the state alone exceeds the budget or the host memory.
     """
     device = torch.device("cuda" if request.costs.is_cuda else "cpu")
     placement = resolve_placement(request.config, request.architecture, device, ranks, request.fits)
@@ -104,7 +110,7 @@ def settle_placement(request: PlanRequest, ranks: Ranks) -> tuple[Placement, Pea
 
 
 def peak_of_validation(request: PlanRequest) -> int:
-    """Bytes at the peak of validation, which recomputes nothing."""
+    """Return the peak bytes of validation, which recomputes nothing."""
     config = request.config
     longest = min(config.data.max_validation_duration, request.architecture.longest_seconds)
     concurrent_micro_batches = config.data.validation_batch_seconds
@@ -114,16 +120,15 @@ def peak_of_validation(request: PlanRequest) -> int:
 
 
 def two_processes() -> ProcessPoolExecutor:
-    """Tracing is one thread of Python, so two of them take half the time."""
+    """Return a pool of two worker processes: tracing is single-threaded Python, so that two of them halve the time."""
     return ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=_settle)
 
 
 def _settle() -> None:
-    """What a forked process must do first: OpenMP's threads were not forked with it, and to wait for them has no end.
-
-    What is there at the fork is there to stay: frozen, the garbage collector need not walk through it.
-    """
+    """Prepare a forked worker: use one thread, and freeze the garbage collector's objects."""
+    # OpenMP's threads do not survive the fork, and waiting for them would deadlock.
     torch.set_num_threads(1)
+    # Inherited objects live as long as the process: the garbage collector need not scan them.
     gc.freeze()
 
 

@@ -1,4 +1,4 @@
-"""What a model's state takes of a device and of the host, and whether that is there."""
+"""Memory of a model's state (weights, gradients, optimizer) on device and host, and checks against the budget."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,7 +21,7 @@ LATER_KERNELS = 64 * MIB  # the driver loads a library's kernels when they are f
 
 
 def device_costs(device: torch.device) -> DeviceCosts:
-    """What training takes on this device beside its tensors; the context as the driver tells it, where it does."""
+    """Return the device's fixed memory costs; the size of the CUDA context is measured if the driver reports it."""
     if device.type == "cpu":
         return cpu_costs()
     context = measure_context(device)
@@ -30,13 +30,14 @@ def device_costs(device: torch.device) -> DeviceCosts:
 
 
 def state_bytes(config: TrainConfig, architecture: Architecture) -> int:
-    """Bytes of the model's weights, gradients and optimizer."""
+    """Return the bytes of the model's weights, gradients and optimizer state."""
+    # On the meta device: only the sizes of the tensors are needed.
     model = architecture.build_without_values()
     return model_state_bytes(model, build_optimizer(model, config.optimizer).tensors)
 
 
 def check_state(config: TrainConfig, architecture: Architecture, costs: DeviceCosts, budget: int) -> None:
-    """A ResourceError where the model's state alone, gradients included, is beyond the budget."""
+    """Raise a ResourceError if the model's state alone, gradients included, exceeds the budget."""
     state, beside = state_bytes(config, architecture) + costs.among_ranks, costs.workspace + costs.context
     if state + beside > budget:
         raise ResourceError(
@@ -47,9 +48,10 @@ def check_state(config: TrainConfig, architecture: Architecture, costs: DeviceCo
 
 
 def _largest_preset(config: TrainConfig, room: int) -> str:
-    """A sentence about the largest preset whose state is within the room."""
+    """Return a sentence that suggests the largest preset whose state fits into `room` bytes."""
     if config.pretrained.pretrained is not None:
         return "Use --freeze encoder or --lora_rank 32, a smaller model, or a larger budget."
+    # PRESETS are in descending order of size.
     for name, shape in PRESETS.items():
         architecture = architecture_of(dataclasses.replace(config, model=shape), TextConfig().vocab_size)
         state = state_bytes(config, architecture)
@@ -66,10 +68,8 @@ def fits(
     trace: Callable[[Placement], Peak],
     placement: Placement,
 ) -> bool:
-    """Whether a step of the traced peak fits the budget, and, where weights come ahead, what that adds on the host.
-
-    Nothing is traced where the state alone is too much.
-    """
+    """Return whether a traced step fits the budget; with prefetch, also whether its copies fit into host memory."""
+    # A trace costs seconds: reject by the size of the state first.
     if placement.is_on_card and state_bytes(config, architecture) + costs.beside > budget:
         return False
     peak = trace(placement)
@@ -77,13 +77,13 @@ def fits(
 
 
 def host_budget(config: TrainConfig) -> int:
-    """Bytes that may lie on the host beside a card: --host_budget, or what is free."""
+    """Return the bytes that may be used in host memory: --host_budget, or the available memory."""
     asked = config.memory.host_budget
     return parse_budget(asked) if asked else available_bytes(torch.device("cpu"))
 
 
 def check_host(host: int, config: TrainConfig, costs: DeviceCosts, placement: Placement) -> None:
-    """A ResourceError where `host`, bytes on the host beside a card, is more than may be taken there."""
+    """Raise a ResourceError if `host` bytes of offloaded state exceed the host budget."""
     if costs.is_cuda and not placement.is_on_card and host > (most := host_budget(config)):
         limit = "--host_budget" if config.memory.host_budget else "free memory"
         raise ResourceError(

@@ -1,4 +1,4 @@
-"""What fine-tuning each published Whisper takes of a card, wherever its weights lie: planned without any weights."""
+"""GPU memory of fine-tuning each published Whisper size, by weight placement; planned without loading weights."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -29,26 +29,26 @@ TRAINED = {
     "--lora_rank 32": TuningConfig(lora_rank=32, lora_targets=("query", "value")),
 }
 PLACES = {"card": ON_CARD, "half": Placement(half_precision=True), "host": Placement(offloaded_blocks=99)}
-WINDOW = BatchShape(1, 30.0, 444)  # tokens of text behind start and prompt: the longest label
+WINDOW = BatchShape(1, 30.0, 444)  # one 30 s utterance with the longest label: text tokens after start and prompt
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Bytes on the card, all that the process has there, in training and in validation; and on the host."""
+    """Peak memory of the process in bytes: on the GPU in training and in validation, and on the host."""
 
     train: int
     valid: int
     host: int
 
     def words(self, most: int) -> str:
-        """For a person, with a star where both fit a card of so many bytes."""
+        """Format the peaks in MiB, with a star if both fit into `most` bytes."""
         fits = "*" if max(self.train, self.valid) <= most else " "
         return f"{self.train >> 20:,} / {self.valid >> 20:,}{fits}"
 
 
 @dataclass(frozen=True)
 class Question:
-    """What one cell of the table asks."""
+    """Input of one table cell: model size, trained part, weight placement."""
 
     size: str
     trained: str
@@ -58,10 +58,11 @@ class Question:
 
 
 def answer_cell(question: Question) -> Cell:
-    """One utterance of 30 s with the longest label, every block recomputed."""
+    """Plan one utterance of 30 s with the longest label, every block recomputed."""
     config, costs = question.config, question.costs
     architecture = WhisperArchitecture(SIZES[question.size], TRAINED[question.trained])
     with kept_traces(config, architecture, costs, PLACES[question.place]) as traces:
+        # A budget of 1 PiB: the planner reports the peak without shrinking the batch.
         planner = Planner(traces, 2**50, WINDOW.tokens / WINDOW.seconds)
         step = planner.phases(WINDOW, ALWAYS)
         _, valid = planner.validation_seconds(WINDOW.seconds, WINDOW.tokens, WINDOW.seconds)
@@ -69,11 +70,12 @@ def answer_cell(question: Question) -> Cell:
 
 
 def plan_whisper(config: TrainConfig, costs: DeviceCosts, budget: int, sizes: tuple[str, ...] = tuple(SIZES)) -> str:
-    """The table, a line for each size and for what of it is trained."""
+    """Return the table as text: one line per model size and trained part."""
     memory = dataclasses.replace(config.memory, mixed_precision=True, gradient_checkpointing=AUTO)
     loss = dataclasses.replace(config.loss, ctc_weight=0.0, label_smoothing=0.0)
     config = resolve(dataclasses.replace(config, memory=memory, loss=loss))
     rows = [(size, trained) for size in sizes for trained in TRAINED]
+    # pool.map keeps the order of its input, row by row.
     with two_processes() as pool:
         questions = [Question(*row, place, config, costs) for row in rows for place in PLACES]
         cells = iter(list(pool.map(answer_cell, questions)))

@@ -1,4 +1,4 @@
-"""Tracers of a configuration's step, and the traces that are kept for the next one who asks."""
+"""Tracers of a configuration's training step, with their results cached on disk."""
 
 import dataclasses
 import hashlib
@@ -26,7 +26,7 @@ from konkanivani.training.validation import recognize
 def build_tracer(
     config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
 ) -> StepTracer:
-    """A tracer of this configuration's step, of the larger one where the head is trained alone at first."""
+    """Return a tracer of this configuration's step; with --freeze_steps, of the later and larger step."""
     tuning = dataclasses.replace(architecture.tuning, freeze_steps=0)
     architecture = dataclasses.replace(architecture, tuning=tuning)
     layout = StateLayout(placement=placement, host=HOST)
@@ -42,7 +42,7 @@ def build_tracer(
 def kept_traces(
     config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
 ) -> Iterator[Traces]:
-    """The traces of this configuration's step: those made before, and all at the end kept for the next one who asks."""
+    """Yield the cached traces of this configuration's step, and write them back with the new ones at the end."""
     blocks, hop = len(architecture.build_without_values().blocks), architecture.framing.encoder_hop
     traces = Traces(
         lambda: build_tracer(config, architecture, costs, placement), blocks, costs, hop, architecture.longest_seconds
@@ -53,19 +53,20 @@ def kept_traces(
         return
     traces.read(path)
     yield traces
-    traces.read(path)  # what others have kept meanwhile
+    traces.read(path)  # merge the traces that other processes have written meanwhile
     traces.write(path)
 
 
 def traces_path(
     config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
 ) -> Path | None:
-    """Where the traces of this configuration's step are kept, by a digest of all that they depend on; None: nowhere."""
+    """Return the cache file, named by a digest of everything that the traces depend on; None without a cache folder."""
     folder = cache_folder()
     if folder is None:
         return None
     precision = config.memory.mixed_precision, config.memory.amp_dtype
     step = architecture, config.augment, config.loss, config.optimizer, precision
     device = costs.is_cuda, costs.rounding, is_onednn_preferred()
+    # Any change of the code or of PyTorch may change a trace.
     depends = repr((step, device, placement, digest_of_code(), torch.__version__))
     return folder / f"traces_{hashlib.sha256(depends.encode()).hexdigest()[:32]}.json"
