@@ -192,7 +192,7 @@ class TestStamp:
         assert bootstrap.read_stamp() is None
         assert not bootstrap.is_ready(set(), "default")
         stamp.unlink()
-        assert bootstrap.is_ready(set(), "default")  # made by hand
+        assert bootstrap.is_ready(set(), "default")  # created by hand
 
     @pytest.mark.parametrize(("error", "is_marked"), [("NothingChanged", False), ("SetupError", True), (None, False)])
     def test_the_mark_stands_until_it_is_done_or_as_before(self, bootstrap, stamp, monkeypatch, error, is_marked):
@@ -233,7 +233,7 @@ class TestWhatCannotBeDone:
         assert_one_sentence(process, "check the network", "PIP_INDEX_URL")
         again = run(bare_python(), arguments, checkout, **network | {"PIP_RETRIES": "1"})
         assert_one_sentence(again, "The package index could not be reached")
-        assert "Creating the environment" not in again.stderr  # what was done before is kept
+        assert "Creating the environment" not in again.stderr  # the existing environment is kept
 
     def test_no_ensurepip(self, bootstrap, checkout, monkeypatch):
         (checkout / ".venv").mkdir()

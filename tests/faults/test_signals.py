@@ -178,9 +178,9 @@ def test_a_signal_within_a_product_overwrites_nothing():
 
 
 def is_onednn_clobbering_its_stack() -> bool:
-    """Return whether oneDNN overwrites its stack when a signal arrives: up to 3.11.1, with AVX.
+    """Return whether oneDNN's products point the stack register into the heap: up to 3.11.1, with AVX.
 
-    Its products use the stack register for data in its heap.
+    A signal handler then overwrites the heap.
     """
     found = re.search(r"MKL-DNN v([0-9.]+)", torch.__config__.show())
     version = tuple(map(int, found[1].split("."))) if found else (99,)

@@ -12,7 +12,7 @@ from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZIP_STORED
 
 import torch
-import torch._dynamo  # it makes a folder of its own when it is first loaded, as a model's shape on `meta` does
+import torch._dynamo  # creates a folder when it is first loaded, as building a model on `meta` does
 
 from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints
 from konkanivani.inference.recognizer import load_recognizer

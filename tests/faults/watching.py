@@ -121,7 +121,7 @@ def _handled(handle: Callable[[], object], folder: str) -> Verdict:
         outcome, message = type(error).__name__, str(error)
     except SystemExit as error:
         outcome, message = ("UsageError", "") if error.code == 2 else ("fault", f"it ended with {error.code}")
-    except BaseException:  # any exception is a finding
+    except BaseException:  # any other exception is a finding
         outcome, message = "fault", traceback.format_exc()[-1500:]
     is_heard = False
     seconds, growth = time.monotonic() - started - (_starved() - starved), _mib("VmHWM") - before

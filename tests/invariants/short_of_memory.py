@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch._dynamo  # recomputing loads it: not within a step whose memory is measured
+import torch._dynamo  # recomputation loads it: it must not happen within a measured step
 
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB
@@ -109,7 +109,7 @@ def compare(recompute: str, cut: GlobalBatch, folder: str) -> dict[str, float | 
 
 def main() -> None:
     """Compares and prints."""
-    torch.set_num_threads(1)  # a fork has a single thread
+    torch.set_num_threads(1)  # Run all comparisons and print them as JSON.
     cut = global_batch(long_speeches(), 4)
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps({recompute: compare(recompute, cut, folder) for recompute in SHARES}))
