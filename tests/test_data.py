@@ -213,7 +213,7 @@ def test_a_window_comes_in_one_piece_of_shared_memory(speech):
     assert all(len(global_batch.micro_batches) == 2 for global_batch in held)
     assert mappings[2] - mappings[1] == mappings[1] - mappings[0] == 1
     apart = [tensor.clone().share_memory_() for tensor in held[0].micro_batches[0].tensors()]
-    # one mapping per tensor: the count can be larger
+    # One mapping per tensor: the count can be larger.
     assert shared_mappings() - before - mappings[2] == len(apart) == 4
     global_batches.close()
 

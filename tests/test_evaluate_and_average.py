@@ -48,8 +48,7 @@ def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Trained
         *(*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--test_manifest", str(manifest)),
         *("--epochs", "2", "--num_workers", "0", "--learning_rate", "0.003", "--warmup_steps", "2"),
     )
-    # printed in its own script
-    assert done.returncode == 0 and str(directory) in done.stdout.splitlines()[-1], done.stderr
+    assert done.returncode == 0 and str(directory) in done.stdout.splitlines()[-1], done.stderr  # unescaped
     return Trained(directory / "checkpoints", str(manifest), json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -117,8 +116,7 @@ def test_what_was_written_scores_the_same_without_the_checkpoint_and_against_it(
     assert compared["comparison"]["difference"] > 0 and compared["normalize"] == "spell"
     said = page.read_text(encoding="utf-8")
     assert "checkpoint_best.pt, step" in said and "prefix" in said and "Compared" in said
-    # in addition to the greedy ones
-    assert compared["hypotheses"] == scored["hypotheses"].replace("marked", "marked.prefix")
+    assert compared["hypotheses"] == scored["hypotheses"].replace("marked", "marked.prefix")  # next to the greedy ones
 
 
 BUNDLE = str(ROOT / "tests" / "nemo" / "parakeet.safetensors")

@@ -13,7 +13,7 @@ from tests.conftest import well
 from tests.test_formats import MINIATURES, add_member, sentence, sound_bytes, write_sentence
 from tests.test_prepare_data import prepare, rejected
 
-# as written by a Mac on file systems without attributes
+# As written by a Mac on file systems without attributes.
 FORK = b"\0\5\26\7\0\2\0\0Mac OS X        \xff\xfe" + bytes(120)
 
 

@@ -159,7 +159,7 @@ def test_the_process_may_open_no_file_write_none_and_grow_little(voice):
     assert (found["Max open files"], found["Max file size"], found["Max core file size"]) == ("5", "0", "0")
     assert int(found["Max address space"]) < 2**30 and int(found["Max cpu time"]) < 200
     inside = Path(f"/proc/{READERS._idle[-1].process.pid}/fd").iterdir()
-    # the file is closed; descriptor 5 may belong to the next one
+    # The file is closed; a fifth descriptor is left for the next one.
     assert {path.name for path in inside} == {"0", "1", "2", "3"}
 
 

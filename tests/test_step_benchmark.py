@@ -71,7 +71,7 @@ CANNOT_WORK = {
     "plan_accuracy": ("--seconds 0.5", "--seconds 1e9", "--presets", "--precisions fp8"),
     "drift": ("--steps 1", "--shortest 0", "--longest 0.7", "--batch_size 0", "--distinct 0"),
 }
-SAID = {"--batch": "divide --batch", "--acum": "--accum"}  # only for flags with another name
+SAID = {"--batch": "divide --batch", "--acum": "--accum"}  # expected text, if it is not the flag
 
 
 @pytest.mark.parametrize("script, given", [(script, given) for script in CANNOT_WORK for given in CANNOT_WORK[script]])

@@ -273,8 +273,7 @@ def test_one_bad_file_does_not_stop_the_others(trained, folder, tmp_path):
     assert written == {"good.srt", "inside/good.srt", "silence.srt"}
     assert (tmp_path / "out" / "silence.srt").read_text() == ""
     assert (tmp_path / "out" / "good.srt").read_text(encoding="utf-8").startswith("1\n00:00:00,")
-    # progress of six files, each reported when it is finished
-    told = ((1, "good.srt"), (2, "inside/good.srt"), (5, "silence.srt"))
+    told = ((1, "good.srt"), (2, "inside/good.srt"), (5, "silence.srt"))  # of six, each when done
     assert re.findall("(.*) of 6: (.*)", done.stderr) == [(str(n), f"{tmp_path}/out/{name}") for n, name in told]
 
 

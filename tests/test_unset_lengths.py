@@ -181,7 +181,7 @@ def test_an_mp3_without_length_header_is_read_to_its_end(tmp_path):
     (tmp_path / "unsaid.mp3").write_bytes(content)
     source = AudioSource(str(tmp_path / "unsaid.mp3"))
     frames = read_header(source).frames
-    # the delay and padding of the encoder are kept, and the header is a frame
+    # The delay and padding of the encoder are kept, and the header is a frame.
     assert abs(frames - len(said)) <= 3 * 1152
     unsaid, _ = read_samples(source)
     assert len(unsaid) == frames == sum(map(len, read_blocks(source, 0.5)))

@@ -17,7 +17,7 @@ from tests.faults.resuming import ResumeBench, Settings, last_checkpoint, run_di
 SETTINGS = Settings()
 # Global batches 4 to 6: the save at step 4 fails, the one at step 6 has disk space again.
 FIRST, LAST_WINDOW = 4, 6
-DISK_BYTES = 2**26  # exceeds the disk check at startup; the ballast takes the space later
+DISK_BYTES = 2**26  # enough for the disk check at startup; the ballast takes the space later
 SHARES = (0.0, 0.0001, 0.01, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 0.9999)
 # Create the partial file, write it, link the old checkpoint to its second name, rename the new one. A refused link
 # falls back to a copy, and fsync on the folder may be impossible: these two are not failures.

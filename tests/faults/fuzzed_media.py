@@ -42,7 +42,7 @@ def build_fuzzer(folder: Path) -> Fuzzer:
         for reader in READERS._all:
             _check_reader(reader.process.pid)
         for error in errors[:1]:
-            # a crash is reported as a reason, but is a finding
+            # A crash is reported as a reason, but is a finding.
             assert "crashed the decoder" not in error.reason, error.reason
             raise error
 

@@ -48,7 +48,7 @@ def test_there_are_48_cases_of_every_kind_that_is_promised():
 def test_a_difference_of_one_bit_or_kind_is_seen(bench):
     one = last_checkpoint(bench.undisturbed(Settings(precision="fp16")))
     other = last_checkpoint(bench.undisturbed(Settings(precision="fp16")))
-    # global batches of three epochs, some skipped
+    # Global batches of three epochs, some skipped.
     assert one.step == 3 * 7 - one.states["progress"]["skipped_steps"] < STEPS
     assert checkpoint_differences(one, other) == []
     name = next(iter(other.states["model"]))

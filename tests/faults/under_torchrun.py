@@ -191,7 +191,7 @@ def train_as_rank(arguments: list[str]) -> None:
     """Run the script in a fork of the agent, and name the process after its rank."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, f"LOCAL_RANK={os.environ['LOCAL_RANK']}".encode())
     sys.argv, sys.path[0] = [str(ROOT / TRAINER), *arguments], str(ROOT / "training_scripts")
-    # the agent expects a return value, so `os._exit` must not end the process
+    # The agent expects a return value, so `os._exit` must not end the process.
     told = SimpleNamespace(**vars(os) | {"_exit": sys.exit})
     with patch("konkanivani.base.command_line.os", told):
         try:

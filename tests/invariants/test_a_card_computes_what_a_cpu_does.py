@@ -93,7 +93,7 @@ def test_nothing_is_asked_of_cudnn(kind: str) -> None:
         weights_after(parts, steps=1, dtype=torch.float32)
     names = {event.key for event in seen.key_averages()}
     assert "aten::convolution_backward" in names
-    # only checks whether cuDNN is enabled
+    # Only checks whether cuDNN is enabled.
     assert not [name for name in names if "cudnn" in name.lower() and "_use_cudnn" not in name]
 
 

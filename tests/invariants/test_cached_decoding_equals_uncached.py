@@ -211,7 +211,7 @@ def test_a_wide_beam_is_brute_force(ctc_weight, length_bonus, language_model_wei
     for seed in range(2):
         (model, encoded, everything), bigrams, scored = tiny(seed), Bigrams(seed, TINY_VOCABULARY), []
         for tokens, (attention, ctc) in everything.items():
-            # avoid 0 * inf: the CTC score may be -inf
+            # Avoid 0 * inf: the CTC score may be -inf.
             total = (1 - ctc_weight) * attention + (ctc_weight * ctc if ctc_weight else 0.0)
             total += language_model_weight * bigrams.log_probability(tokens) + length_bonus * len(tokens)
             scored.append((total, tokens))

@@ -36,7 +36,7 @@ SETUP = "./run_training_memory_optimized.sh"
 TOP = (SETUP, "./run_tests.sh")
 # Commands with tests of their own, without a corpus, or that plan the largest preset (minutes) are excluded.
 COMPARISON, PLANNER = "training_scripts/compare_models.py", "training_scripts/plan_memory.py"
-# the ONNX export traces every layer in about a second
+# The ONNX export traces every layer in about a second.
 SHAPE = (*TINY_MODEL[:2], "--encoder_layers", "1", *TINY_MODEL[4:])
 ELSEWHERE = ("benchmarks/", "--source egs/x", "--source FOLDER", "plan_memory.py --memory_budget", "--world 8")
 IN_PACKAGE = ("konkanivani/base/config.py", "konkanivani/data/preparation/prepare.py")
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in sorted((corpus.directory / "audio").glob("test_*.flac"))[:2]:
         shutil.copy(path, folder / "recordings")
     common_voice(folder)
-    # the format is detected from the content
+    # The format is detected from the content.
     shutil.copy(next(folder.glob("cv-corpus-*/kok/clips/*.mp3")), folder / "speech.wav")
     for name in ("sentences.txt", "said.txt", "heard.txt"):
         (folder / name).write_text("एक दोन तीन\nउदक घर\n", encoding="utf-8")

@@ -38,7 +38,7 @@ def configured(decoder_layers: int, ctc_weight: float) -> TrainConfig:
         data=DataConfig(concurrent_micro_batches=1),
         loss=LossConfig(ctc_weight=ctc_weight),
         augment=AugmentConfig(),
-        # no clipping: a norm over more tensors may differ in its last bit
+        # No clipping: a norm over more tensors may differ in its last bit.
         optimizer=OptimizerConfig(max_grad_norm=1e9),
     )
 

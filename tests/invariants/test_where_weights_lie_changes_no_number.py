@@ -171,7 +171,7 @@ def test_no_update_is_lost_where_halves_cannot_hold_it() -> None:
     weights_after(parts, steps=10, dtype=torch.float32)
     moved = (weight.detach() - 1).abs()
     assert 1e-6 < float(moved.mean()) < 4e-6
-    # negative control: the half-precision weights alone would not change
+    # Negative control: the half-precision weights alone would not change.
     assert weight.detach().to(torch.bfloat16).eq(1).all()
 
 

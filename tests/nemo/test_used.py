@@ -83,8 +83,7 @@ def test_a_bundle_says_the_same_and_where_it_comes_from(name, imported, tmp_path
 
 
 def test_an_onnx_file_says_the_same(imported, tmp_path):
-    # test_parts_in_use.py covers the other kind
-    model = build_speech_model(read_checkpoint(imported / "parakeet.pt"), CPU)
+    model = build_speech_model(read_checkpoint(imported / "parakeet.pt"), CPU)  # other kind: test_parts_in_use.py
     (tmp_path / "a.onnx").write_bytes(build_onnx(model))
     again = read_onnx(tmp_path / "a.onnx")
     assert again.recognize(*sound()) == [heard.text for heard in hear(model, *sound())]

@@ -108,7 +108,7 @@ def test_how_a_window_is_cut_never_changes_the_gradient(recompute):
         cut = gradients(parts, global_batch(size, speeches(5)))
         assert max(relative_difference(whole[name], cut[name]) for name in whole) < BOUND
     other = gradients(parts_of(ARCHITECTURE), global_batch(5, speeches(5)))
-    # negative control: padded windows give other gradients
+    # Negative control: padded windows give other gradients.
     assert max(relative_difference(whole[name], other[name]) for name in whole) > 1e-3
 
 

@@ -101,7 +101,7 @@ def generated(case: Case, with_times: bool, features: torch.Tensor | None = None
 
 
 def lively(kind: Kind, pairs: BytePairs, seed: int) -> torch.nn.Module:
-    """Return a random model with varying tokens: positions matter, the end is likely somewhere, times vary by seed."""
+    """Return a random model with varying tokens: positions matter, the end is likely somewhere, times rarer by seed."""
     model, generator = reference(kind, seed, positions=POSITIONS).double(), torch.Generator().manual_seed(seed)
     embedding, norm = model.model.decoder.embed_tokens.weight, model.model.decoder.layer_norm
     direction = torch.nn.functional.normalize(torch.randn(len(norm.bias), generator=generator).double(), dim=0)

@@ -70,7 +70,7 @@ def test_features_are_transformers(mel_bins, seconds, loudness):
     lengths = (1, 399, 5_001, window - 161, window - 1, window)
     waves = [loudness * torch.randn(n, generator=generator) * torch.linspace(0, 9, n).sin() for n in lengths]
     expected = torch.stack([theirs(wave, mel_bins, seconds) for wave in waves])
-    # padding must not affect the other rows
+    # No row depends on another's padding.
     padded = torch.nn.utils.rnn.pad_sequence(waves, batch_first=True, padding_value=0.3)
     together, frames = front_end(padded, lengths, None)
     assert frames == (100 * seconds,) * 6 and float((together - expected).abs().max()) <= 2e-5
@@ -181,7 +181,7 @@ def test_greedy_ids_are_transformers(name):
         model = reference(kind, seed)
         with torch.no_grad():
             model.model.decoder.embed_tokens.weight[kind.end] *= 2.5  # makes some hypotheses end
-            # the project forbids this token, transformers does not
+            # The project forbids this token, transformers does not.
             model.model.decoder.embed_tokens.weight[kind.special.start] *= 0.1
         features = random_features(kind, 3, seed)
         ours = ours_of(model, kind)

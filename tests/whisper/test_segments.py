@@ -145,5 +145,5 @@ def test_words_stay_in_their_segments_and_in_the_audio_not_the_window(vocabulary
     assert [each.text for each in untimed] == ["a", "b"]
     assert 0 == untimed[0].start <= untimed[0].end == untimed[1].start <= untimed[1].end <= seconds
     late = [time(0.1), *word[" a"], time(0.9), time(0.9), *word[" b"], time(1.0)]  # after the end of the audio
-    # words after the audio are outside the core of every piece
+    # Words after the audio are outside the core of every piece.
     assert [each.text for each in heard(vocabulary, late, 0.4)] == ["a"]

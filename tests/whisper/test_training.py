@@ -158,7 +158,7 @@ def test_products_of_a_step_are_what_the_formulas_say(recompute):
     bands = 2 * heard * SHAPE.mel_bins * 201
     expected = step_flop(dense, recompute == "always")
     (head,) = (layer.flop for layer in layers if layer.name == "decoder's output")
-    # without recomputation of blocks, the loss still computes the product of the head twice
+    # Without recomputation of blocks, the loss still computes the product of the head twice.
     again = head if recompute == "never" else 0
     assert counted == expected + bands + again
     wider = WhisperArchitecture(dataclasses.replace(SHAPE, d_model=40)).forward_layers((16_000,) * 3, 20)
