@@ -70,8 +70,7 @@ def test_features_are_transformers(mel_bins, seconds, loudness):
     lengths = (1, 399, 5_001, window - 161, window - 1, window)
     waves = [loudness * torch.randn(n, generator=generator) * torch.linspace(0, 9, n).sin() for n in lengths]
     expected = torch.stack([theirs(wave, mel_bins, seconds) for wave in waves])
-    # No row depends on another's padding.
-    padded = torch.nn.utils.rnn.pad_sequence(waves, batch_first=True, padding_value=0.3)
+    padded = torch.nn.utils.rnn.pad_sequence(waves, batch_first=True, padding_value=0.3)  # padding does not matter
     together, frames = front_end(padded, lengths, None)
     assert frames == (100 * seconds,) * 6 and float((together - expected).abs().max()) <= 2e-5
     for wave, row in zip(waves[:3], together, strict=False):
