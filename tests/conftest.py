@@ -1,4 +1,4 @@
-"""A miniature corpus of tones, written in a second, and the real scripts run on it as child processes."""
+"""A miniature corpus of tones, written in a second, and runs of the real scripts on it in child processes."""
 
 import gc
 import io
@@ -44,12 +44,12 @@ class Corpus:
         return str(self.directory / f"{split}.jsonl")
 
     def flags(self) -> tuple[str, ...]:
-        """What a training run on this corpus needs."""
+        """Return the manifest flags that a training run on this corpus needs."""
         return "--train_manifest", self.manifest("train"), "--valid_manifest", self.manifest("valid")
 
 
 def speak(words: list[str]) -> np.ndarray:
-    """A chord a character, 90 ms each, 60 ms of silence between words; float32 at 16 kHz."""
+    """Return one chord of 90 ms per character and 60 ms of silence between words, float32 at 16 kHz."""
     time = np.arange(1440) / 16_000
     pieces = []
     for word in words:
@@ -61,7 +61,7 @@ def speak(words: list[str]) -> np.ndarray:
 
 
 def write_corpus(directory: Path, counts: dict[str, int], seed: int = 0, lengths: range = range(1, 7)) -> Corpus:
-    """A corpus of so many utterances a split, of as many words as the lengths say in turn."""
+    """Write a corpus of `counts` utterances per split, whose word counts cycle through `lengths`."""
     generator = np.random.default_rng(seed)
     (directory / "audio").mkdir(parents=True)
     for split, count in counts.items():
@@ -79,7 +79,7 @@ def write_corpus(directory: Path, counts: dict[str, int], seed: int = 0, lengths
 
 
 def write_shards(corpus: Corpus, directory: Path) -> Corpus:
-    """The corpus with the audio of each split in one tar shard, its manifests saying where in it."""
+    """Write each split as one tar shard, with manifests that give the position of each utterance in it."""
     directory.mkdir(parents=True)
     for split in ("train", "valid", "test"):
         rows = [json.loads(line) for line in Path(corpus.manifest(split)).read_text(encoding="utf-8").splitlines()]
@@ -97,7 +97,7 @@ def write_shards(corpus: Corpus, directory: Path) -> Corpus:
 
 
 def write_surroundings(directory: Path) -> tuple[str, ...]:
-    """The trainer's flags for noise and rooms of two sounds each, written to the directory."""
+    """Write two noises and two room impulse responses, and return the trainer flags that use them."""
     generator = np.random.default_rng(5)
     directory.mkdir(parents=True)
     for kind, seconds, rate in (("noise", 1.7, 22_050), ("rir", 0.2, 16_000)):
@@ -112,17 +112,17 @@ def write_surroundings(directory: Path) -> tuple[str, ...]:
 
 
 def further(*cases: object) -> list:
-    """Parameters of cases that are only tried with `--full`: others are of their kind."""
+    """Return pytest parameters for similar cases that run only with `--full`."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.full) for case in cases]
 
 
 def of_each_kind(cases: Iterable[str], shown: Container[str]) -> list:
-    """Parameters: the cases, of which those that are not shown are like others."""
+    """Return the cases as parameters; the ones outside `shown` run only with `--full`."""
     return [*(case for case in cases if case in shown), *further(*(case for case in cases if case not in shown))]
 
 
 def crossed(*axes: Iterable) -> list:
-    """Parameters of all combinations, of which as many are tried without `--full` as show each case of each axis."""
+    """Return all combinations as parameters; without `--full` only enough to cover each case of each axis."""
     axes = [[*axis] for axis in axes]
     shown = [[each % len(axis) for axis in axes] for each in range(max(map(len, axes)))]
     found = []
@@ -133,14 +133,14 @@ def crossed(*axes: Iterable) -> list:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--quick`, `--full` and `--card`."""
+    """Add `--quick`, `--full` and `--card`."""
     parser.addoption("--quick", action="store_true", help="leave out every test that starts a process")
     parser.addoption("--full", action="store_true", help="try further cases too of what other cases try")
     parser.addoption("--card", action="store_true", help="run the tests of a CUDA card, and no others")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has a test that is about to start a process be left out where that is asked for; hides a card from all others."""
+    """Skip tests that start a process under `--quick`, and hide the GPU without `--card`."""
     config.addinivalue_line("markers", "card: what only a CUDA card shows")
     config.addinivalue_line("markers", "full: a further case of what others try, or a benchmark")
     if not config.getoption("--card"):
@@ -150,8 +150,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what `--full` is for; a test of a card is skipped where there is none or it is hidden."""
-    import torch  # not before tests.warm has set what it reads
+    """Deselect further cases without `--full`, and skip GPU tests if no GPU is available."""
+    import torch  # tests.warm must set the environment first
 
     from konkanivani.base.device import choose_device
 
@@ -162,16 +162,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=list(set(items).difference(asked)))
     items[:] = asked
     if on_card and torch.cuda.is_available():
-        choose_device("cuda")  # with what every script has PyTorch do there
+        choose_device("cuda")  # apply the same PyTorch settings as the scripts
     why = "this machine has no CUDA card" if on_card else "it needs a CUDA card: pytest --card"
     for item in of_card if not (on_card and torch.cuda.is_available()) else ():
         item.add_marker(pytest.mark.skip(reason=why))
 
 
 def pytest_collection_finish() -> None:
-    """Has garbage be looked for among what tests make alone: a sixth of their time went into what was imported.
+    """Freeze the garbage collector after the imports, and compute with one thread.
 
-    And has this process compute with one thread: with tensors of this size two take half as much time again.
+    Collecting the imported objects took a sixth of the test time. Two threads are 50 % slower on tensors of this size.
     """
     import torch
 
@@ -186,13 +186,13 @@ def _leave_out(event: str, _arguments: tuple) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A cache folder of the tests' own: nothing of the person's is read or written."""
+    """Use a separate cache folder, so that the cache of the user is neither read nor written."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_parent_ends() -> Iterator[None]:
-    """The process that scripts are forked from ends with the session."""
+    """Stop the parent process of the forked scripts at the end of the session."""
     yield
     if warm_parent.cache_info().currsize:
         warm_parent().close()
@@ -200,7 +200,7 @@ def warm_parent_ends() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def torch_alone() -> Iterator[WarmParent]:
-    """A process that has imported PyTorch and nothing that PyTorch imports later."""
+    """Yield a parent process that has imported PyTorch only, without its lazily imported modules."""
     parent = WarmParent(("torch",))
     yield parent
     parent.close()
@@ -208,7 +208,7 @@ def torch_alone() -> Iterator[WarmParent]:
 
 @pytest.fixture(autouse=True)
 def nobody_outlives_a_test() -> Iterator[None]:
-    """A test that fails leaves no trainer behind."""
+    """Kill the processes that a failed test left running."""
     before = descendants(os.getpid())
     yield
     end_leftovers(descendants(os.getpid()) - before)
@@ -216,7 +216,7 @@ def nobody_outlives_a_test() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def synthesizer() -> Iterator[object]:
-    """A voice, where there is one."""
+    """Yield a speech synthesizer, or skip the test if espeakng-loader is not installed."""
     pytest.importorskip("espeakng_loader", reason="espeakng-loader is not installed")
     from konkanivani.data.synthetic.speech_synthesis import SpeechSynthesizer
 
@@ -226,13 +226,13 @@ def synthesizer() -> Iterator[object]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """26 training utterances (so that windows of 4 leave a ragged one), 5 for validation, 5 for testing."""
+    """Yield a corpus of 26 training (a ragged last global batch of 4), 5 validation and 5 test utterances."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "tones", {"train": 26, "valid": 5, "test": 5})
 
 
 @pytest.fixture(scope="session")
 def three_steps(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of the tiny model that has ended after three steps, all of it trained: to read or to copy."""
+    """Return the folder of a finished run of three steps of the tiny model, all weights trained: read or copy it."""
     from konkanivani.recipe.build import build_run
     from konkanivani.training.loop import train
     from tests.starts import begin_run
@@ -255,17 +255,17 @@ def copy(three_steps: Path, tmp_path: Path) -> Path:
 
 
 def script_command(script: str, *arguments: str) -> list[str]:
-    """The command line of a script of this repository."""
+    """Return the command line of a script of this repository."""
     return [sys.executable, str(ROOT / script), *arguments]
 
 
 def start_script(script: str, *arguments: str, output: Path, threads: int = THREADS) -> Fork:
-    """Begins a script; what it says goes to the file `output`."""
+    """Start a script whose output goes to the file `output`."""
     return warm_parent().start(Job(ROOT / script, arguments, output, threads=threads))
 
 
 def start_cold(command: Sequence[str], output: Path, threads: int = THREADS, **variables: str) -> subprocess.Popen:
-    """Begins a command as a person does, in an interpreter and a session of its own."""
+    """Start a command in a new interpreter and session, as a user does."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | variables
     with open(output, "ab") as said:
         return subprocess.Popen(
@@ -287,9 +287,10 @@ def run_script(
     stdin: Path = DEV_NULL,
     is_cold: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script to its end, its output captured.
+    """Run a script to its end and capture its output.
 
-    In a fork of what has imported everything, unless it `is_cold` or the environment cannot be given to a fork.
+    It runs in a fork of a process that has imported everything, unless it `is_cold` or a fork cannot use the
+    environment.
     """
     if not is_cold and threads == THREADS and can_fork(os.environ):
         return warm_parent().run(ROOT / script, *arguments, cwd=cwd, stdin=stdin)
@@ -301,9 +302,9 @@ def run_script(
 def run_here(
     script: str, *arguments: str, cwd: Path = ROOT, encoding: str = "utf-8"
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script to its end in this process, a third of a fork's time; one that leaves nothing behind in it.
+    """Run a script without side effects in this process, in a third of the time of a fork.
 
-    Of its head, which sets up a process, only the streams are mended.
+    The start of the script, which sets up a process, only configures the streams.
     """
     streams = [io.TextIOWrapper(io.BytesIO(), encoding, errors) for errors in ("strict", "backslashreplace")]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
@@ -319,7 +320,7 @@ def run_here(
 
 
 def well(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
-    """A process that must have ended with 0."""
+    """Assert that the process exited with 0, and return it."""
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -329,11 +330,11 @@ def run_trainer(*arguments: str, cwd: Path = ROOT, is_cold: bool = False) -> sub
 
 
 def run_folders(directory: Path) -> tuple[str, ...]:
-    """Flags that keep a run's checkpoints and logs in `directory`."""
+    """Return the flags that put the checkpoints and logs of a run in `directory`."""
     return "--checkpoint_dir", str(directory / "checkpoints"), "--log_dir", str(directory / "runs")
 
 
 def read_log(directory: Path, kind: str = "step") -> list[dict]:
-    """The run's JSONL records of one kind."""
+    """Return the JSONL records of one kind."""
     lines = (directory / "runs" / "default" / "log.jsonl").read_text(encoding="utf-8").splitlines()
     return [record for line in lines if (record := json.loads(line))["kind"] == kind]

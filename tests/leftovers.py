@@ -1,4 +1,4 @@
-"""Processes that a test has started and not ended, as one that fails does, and signals that it hands on to them."""
+"""Processes that a failed test left running, and the signals that child processes inherit as ignored."""
 
 import os
 import signal
@@ -9,9 +9,9 @@ HELPERS = (b"tests.warm", b"multiprocessing.resource_tracker")  # each serves ma
 
 
 def heed_what_nohup_ignores() -> None:
-    """What is started from here hears SIGHUP and SIGINT, though this process was started with nohup, or behind a `&`.
+    """Let child processes receive SIGHUP and SIGINT, even if this process runs under nohup or in the background.
 
-    A program inherits what its parent ignores, not what its parent handles; and this process goes on all the same.
+    A program inherits ignored signals from its parent, but not handlers. This process still ignores both.
     """
     for number in (signal.SIGHUP, signal.SIGINT):
         if signal.getsignal(number) == signal.SIG_IGN:
@@ -19,22 +19,22 @@ def heed_what_nohup_ignores() -> None:
 
 
 def descendants(of: int) -> set[int]:
-    """The processes below this one; none where the kernel does not tell."""
+    """Return the process ids below this one, or an empty set if the kernel does not list them."""
     found: set[int] = set()
     for path in Path(f"/proc/{of}/task").glob("*/children"):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process just ended
             for child in map(int, path.read_text().split()):
                 found |= {child} | descendants(child)
     return found
 
 
 def end_leftovers(left: set[int]) -> None:
-    """Kills these processes, whole groups where they have one of their own.
+    """Kill these processes, with their whole group if they lead one.
 
-    Not forks in this process's own group, such as workers that a loader keeps, nor what serves many tests.
+    Spares forks in the group of this process, such as workers that a loader keeps, and helpers that serve many tests.
     """
     for pid in left:
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process just ended
             group = os.getpgid(pid)
             if group != os.getpgrp():
                 os.killpg(group, signal.SIGKILL)
@@ -43,7 +43,10 @@ def end_leftovers(left: set[int]) -> None:
 
 
 def _is_program(pid: int) -> bool:
-    """Whether it was started, and is no fork that its parent waits for, such as each answer of a speech synthesizer."""
+    """Return whether the process runs another program than its parent, and is no helper.
+
+    A fork, such as each answer of a speech synthesizer, has the command line of its parent, which waits for it.
+    """
     parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
     command, parents = (Path(f"/proc/{process}/cmdline").read_bytes() for process in (pid, parent))
     return command != parents and not any(helper in command for helper in HELPERS)

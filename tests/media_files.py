@@ -1,7 +1,7 @@
-"""Recordings as phones, messengers, browsers and cameras write them, made by the FFmpeg that PyAV brings.
+"""Recordings in the formats of phones, messengers, browsers and cameras, written with the FFmpeg of PyAV.
 
-HE-AAC and AMR-WB it cannot write: tests/media/ holds a second and a half of each, a tone that rises, made with the
-encoders of Fraunhofer (libfdk-aac) and VisualOn (libvo-amrwbenc) from `rising_tone`.
+It cannot write HE-AAC and AMR-WB: tests/media/ has 1.5 s of each, a rising tone made from `rising_tone` with the
+encoders of Fraunhofer (libfdk-aac) and VisualOn (libvo-amrwbenc).
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ ENCODED = Path(__file__).with_name("media")  # he_aac.aac, he_aac_v2.aac, amr_wb
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to write a recording; `has_video`: beside moving pictures."""
+    """Encoding of a recording; `has_video` adds a video stream."""
 
     suffix: str
     codec: str
@@ -28,7 +28,7 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """What a file of it is called, without its ending."""
+        """Return the file name without its extension."""
         return f"{self.codec}_{self.rate // 1000}k_{self.layout}{'_video' if self.has_video else ''}"
 
 
@@ -58,13 +58,13 @@ KINDS = (
 
 
 def rising_tone(seconds: float, rate: int) -> np.ndarray:
-    """(S,) float32: 200 Hz and 150 Hz more each second, so that no stretch is like another."""
+    """Return a tone (S,) in float32, from 200 Hz up by 150 Hz per second, so that no two parts are equal."""
     time = np.arange(round(seconds * rate)) / rate
     return (0.4 * np.sin(2 * np.pi * (200 + 150 * time) * time)).astype(np.float32)
 
 
 def write_media(path: Path, waveform: np.ndarray, rate: int, kind: Kind) -> Path:
-    """Writes the waveform (S,) of `rate` Hz as a file of that kind, the same in each channel."""
+    """Write the waveform (S,) of `rate` Hz as a file of this kind, the same in each channel."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream(kind.codec, rate=kind.rate, options=dict(kind.options))
         stream.layout, stream.bit_rate = kind.layout, kind.bit_rate

@@ -1,10 +1,10 @@
-"""A page taken apart, to see that nothing of a corpus became a part of it."""
+"""Parser of an HTML page that shows whether corpus text became markup."""
 
 from html.parser import HTMLParser
 
 
 class PageParts(HTMLParser):
-    """The tags and attributes of a page, and what is left open at its end."""
+    """Tags and attributes of a page, and the elements that are open at its end."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

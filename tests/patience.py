@@ -1,3 +1,3 @@
-"""How long a test waits for what takes seconds on a quiet machine; pytest's own limit is three times that."""
+"""Timeout for operations that take seconds on an idle machine; the limit of pytest is three times as long."""
 
-PATIENCE = 600.0  # seconds; what takes longer hangs, on a slow machine with much else to do too
+PATIENCE = 600.0  # seconds; longer means a hang, even on a slow and busy machine

@@ -1,4 +1,4 @@
-"""Runs begun as a command line begins them."""
+"""Runs started as from a command line."""
 
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import Report, silent
@@ -7,11 +7,11 @@ from konkanivani.recipe.start import Start, resolve_start
 
 
 def begin_run(arguments: list[str], report: Report = silent) -> Start:
-    """What a training run of these arguments begins with."""
+    """Return the start of a training run with these arguments."""
     return resolve_start(parse_args(arguments), report)
 
 
 def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> TrainConfig:
-    """The configuration that a command line asks for, over a checkpoint's if there is one."""
+    """Return the configuration of a command line, merged over the configuration of a checkpoint, if any."""
     asked = parse_args(arguments)
     return asked.merge_into_checkpoint(stored) if stored else asked.config

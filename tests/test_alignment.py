@@ -1,4 +1,4 @@
-"""Word times: the alignment against brute force, the arithmetic of frames, and words of tokens."""
+"""Word times: alignment against brute force, frame arithmetic, and grouping of tokens into words."""
 
 import dataclasses
 import itertools
@@ -40,12 +40,12 @@ def log_probabilities(frames: int, vocabulary: int, seed: int) -> torch.Tensor:
 
 
 def collapsed(path: tuple[int, ...]) -> list[int]:
-    """The transcript of a CTC path."""
+    """Return the transcript of a CTC path."""
     return [token for token, _ in itertools.groupby(path) if token]
 
 
 def best_path(frames: torch.Tensor, tokens: list[int]) -> tuple[int, ...]:
-    """The likeliest of all paths that spell the tokens."""
+    """Return the likeliest of all paths that spell the tokens."""
     paths = itertools.product(range(frames.shape[1]), repeat=len(frames))
     spelling = [path for path in paths if collapsed(path) == tokens]
     return max(spelling, key=lambda path: sum(float(frames[place, token]) for place, token in enumerate(path)))
@@ -70,7 +70,7 @@ def test_the_alignment_is_the_likeliest_of_all_paths(tokens, seed):
 
 def test_what_ctc_cannot_have_said_is_spread_evenly():
     frames = log_probabilities(3, 4, 0)
-    for tokens in ([1, 2, 3, 1], [1, 1, 1]):  # more tokens than frames; a blank between equals has no room
+    for tokens in ([1, 2, 3, 1], [1, 1, 1]):  # more tokens than frames, or no frame for a blank between equal tokens
         aligned = align_tokens(frames, tokens)
         assert [a.token for a in aligned] == tokens and {a.probability for a in aligned} == {None}
         assert aligned[0].first == 0 and aligned[-1].end == 3
@@ -91,12 +91,12 @@ def test_a_frame_lies_in_the_middle_of_what_it_sees():
 
 
 def spikes(tokens: list[int], every: int = 5) -> list[AlignedToken]:
-    """Each token in one frame, so many frames apart, with a probability of its own."""
+    """Return one-frame tokens, `every` frames apart, with distinct probabilities."""
     return [AlignedToken(t, every * place, every * place + 1, 1 / (place + 1)) for place, t in enumerate(tokens)]
 
 
 def timed(aligned: list[AlignedToken], tokenizer: Tokenizer, seconds: float) -> list[Word]:
-    """The words' times by a model of which nothing is known."""
+    """Return the word times for a model without delay statistics."""
     return timed_words(group_words(aligned, tokenizer, FRAMING), EmissionDelay(), seconds)
 
 
@@ -120,7 +120,7 @@ def test_a_word_begins_before_its_first_letter_is_said_and_ends_with_the_next_or
     assert second.start == first.end == pytest.approx(FRAMING.encoder_frame_seconds(15) - FIRST_LETTER_DELAY)
     assert second.end == pytest.approx(FRAMING.encoder_frame_seconds(20) + AFTER_LAST_LETTER)
     assert (first.confidence, second.confidence) == (0.5, 0.5)
-    # A pause between them belongs to neither, though the mark of the boundary is said before it.
+    # A pause belongs to neither word, although the boundary mark is emitted before it.
     late = [*aligned[:4], *(AlignedToken(a.token, a.first + 50, a.end + 50, None) for a in aligned[4:])]
     first, second = timed(late, tokenizer, 5.0)
     assert first.end == pytest.approx(FRAMING.encoder_frame_seconds(12) + AFTER_LAST_LETTER)
@@ -154,8 +154,7 @@ def test_lags_are_learnt_where_speech_begins_and_ends_at_pauses():
     assert (delay.first_letter, delay.after_last_letter) == (pytest.approx(0.2), pytest.approx(0.25))
     one, other = timed_words(words, delay, 5.0)
     assert (one.start, one.end, other.end) == pytest.approx((first - 0.2, other.start, last + 0.25))
-    # Nothing is learnt where speech was cut, of a piece without words, where sound that is no speech goes before, nor
-    # of words that CTC cannot have said.
+    # Delays are not learnt from cut speech, pieces without words, sound before the speech, or words impossible for CTC.
     spread = [dataclasses.replace(token, probability=None) for token in spikes(tokenizer.encode("एक घर"))]
     for known, piece in (
         (words, piece_from(0.0, None, None)),

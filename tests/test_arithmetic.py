@@ -1,4 +1,4 @@
-"""The formulas of a step's arithmetic against what PyTorch counts, layer kind by layer kind."""
+"""The formulas of a step's arithmetic against PyTorch's counts, by kind of layer."""
 
 import dataclasses
 
@@ -32,14 +32,14 @@ MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, 
 )
 def test_matrix_products_of_a_step_are_what_the_formulas_say(change, recompute, seconds):
     shape = dataclasses.replace(SHAPE, **change)
-    # One at a time: PyTorch's counter sees only its own thread's products.
+    # One at a time: PyTorch's counter sees only the products of its own thread.
     data, memory = DataConfig(concurrent_micro_batches=1), MemoryConfig(gradient_checkpointing=recompute)
     config = TrainConfig(model=shape, memory=memory, data=data)
     speech = build_speech(2, *seconds)
     global_batch = build_global_batch(speech, 1)
     architecture = architecture_of(config, VOCABULARY)
     parts = build_step_parts(config, architecture, torch.device("cpu"), 10, take_features_as_given)
-    # Through oneDNN the products are the same, but none of PyTorch's counted kinds.
+    # oneDNN computes the same products, but PyTorch does not count its operators.
     with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
         train_step(parts, global_batch, 0)
     counted = sum(flop for kind, flop in counter.get_flop_counts()["Global"].items() if kind in MATRIX_PRODUCTS)
@@ -47,12 +47,12 @@ def test_matrix_products_of_a_step_are_what_the_formulas_say(change, recompute, 
     by_onednn = "first convolution", "second convolution"
     dense = tuple(layer for layer in layers if layer.is_dense and layer.name not in by_onednn)
     expected = step_flop(dense, recompute == "always")
-    if change == OTHER_PARTS:  # whose attention is of PyTorch's products
+    if change == OTHER_PARTS:  # their attention consists of PyTorch products
         flop = {layer.name: layer.flop for layer in layers}
         expected += (3 + (recompute == "always")) * (flop["attention"] + flop["attention by distance"])
     if recompute == "never":
         assert counted == expected
-    else:  # the heads are not in a block
+    else:  # the heads are outside the blocks
         assert step_flop(dense, False) < counted < expected
 
 
@@ -97,7 +97,7 @@ def test_a_steps_use_of_the_device_counts_each_utterance_without_padding():
     of_each = (forward_layers(SHAPE, VOCABULARY, MEL_BINS, (frames,), tokens) for frames, tokens in lengths)
     assert alone == sum(step_flop(layers, recomputes=False) for layers in of_each)
     padded = forward_layers(SHAPE, VOCABULARY, MEL_BINS, tuple(n for n, _ in lengths), max(n for _, n in lengths))
-    assert step_flop(padded, recomputes=False) > alone  # the negative control: padding would count
+    assert step_flop(padded, recomputes=False) > alone  # negative control: padding would count
 
 
 def test_a_step_as_fast_as_the_devices_products_has_a_share_of_one():
@@ -114,7 +114,7 @@ def test_on_a_cpu_no_card_is_asked_and_a_silent_card_is_asked_once(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: asked.append(device) or 37)
     assert use.gpu_utilisation() is None and not asked
-    use._is_card_silent = False  # as on a card
+    use._is_card_silent = False  # as on a GPU
     assert use.gpu_utilisation() == 0.37
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: asked.append(device) or 1 / 0)
     assert use.gpu_utilisation() is None and use.gpu_utilisation() is None

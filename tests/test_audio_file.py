@@ -1,4 +1,4 @@
-"""Audio files by header and by span: what is refused before anything is decoded, and that a span is that span."""
+"""Audio files by header and span: refused before any decoding, and exact spans."""
 
 import io
 import os
@@ -22,7 +22,7 @@ RATE = 16_000
 
 
 def tones(seconds: float, channels: int = 1) -> np.ndarray:
-    """Tones whose pitch rises, and a little noise, so that no stretch is like another; (frames, channels) float32."""
+    """Return rising tones with a little noise, so that no two parts are equal; (frames, channels) float32."""
     time = np.arange(round(seconds * RATE)) / RATE
     waveform = 0.4 * np.sin(2 * np.pi * (200 + 150 * time) * time)
     waveform += 0.01 * np.random.default_rng(0).standard_normal(len(time))
@@ -33,11 +33,11 @@ def source_of(path: Path, **place: float) -> AudioSource:
     return AudioSource(str(path), **place)
 
 
-# What is refused
+# Refused files
 
 
 def _wav(path: Path, channels: int = 1, rate: int = RATE, data_bytes: int = 3200, claimed: int | None = None) -> None:
-    """A 16-bit WAV of which every number in the header can be wrong."""
+    """Write a 16-bit WAV in which every number of the header can be wrong."""
     claimed = data_bytes if claimed is None else claimed
     head = struct.pack("<HHIIHH", 1, channels, rate, 2 * rate * channels & 0xFFFFFFFF, 2 * channels, 16)
     chunks = b"WAVEfmt " + struct.pack("<I", 16) + head + b"data" + struct.pack("<I", claimed)
@@ -45,7 +45,10 @@ def _wav(path: Path, channels: int = 1, rate: int = RATE, data_bytes: int = 3200
 
 
 def _flac_that_claims(path: Path, frames: int) -> None:
-    """A FLAC of one second whose STREAMINFO claims so many samples (36 bits: 4 of byte 21, then bytes 22 to 25)."""
+    """Write a FLAC of one second whose STREAMINFO claims `frames` samples.
+
+    The number has 36 bits: 4 in byte 21, then bytes 22 to 25.
+    """
     content = io.BytesIO()
     soundfile.write(content, tones(1.0), RATE, format="FLAC")
     whole = bytearray(content.getvalue())
@@ -142,7 +145,7 @@ def test_samples_that_are_no_sound_are_refused(write, said, tmp_path):
 
 # Spans
 
-KINDS = {"wav": 0.0, "flac": 0.0, "ogg": 0.01, "mp3": 0.02}  # by suffix, the mean difference that is allowed
+KINDS = {"wav": 0.0, "flac": 0.0, "ogg": 0.01, "mp3": 0.02}  # by suffix, the allowed mean difference
 
 
 def write_kind(path: Path, seconds: float = 20.0) -> np.ndarray:
@@ -163,7 +166,7 @@ def test_a_span_is_the_slice_of_the_whole(suffix, start, seconds, tmp_path):
     else:
         assert abs(len(span) - len(expected)) <= RATE // 20
         shared = min(len(span), len(expected))
-        # A decoder that begins within a stream takes a moment to settle.
+        # A decoder that starts within a stream needs time to settle.
         assert np.abs(span[800:shared] - expected[800:shared]).mean() < KINDS[suffix]
 
 
@@ -175,7 +178,7 @@ def test_a_span_beyond_the_end_is_refused(start, seconds, tmp_path):
 
 
 def peak_of(source: AudioSource) -> int:
-    """Bytes that Python and numpy held at most while the samples were read."""
+    """Return the peak of bytes allocated by Python and numpy while the samples are read."""
     tracemalloc.start()
     read_samples(source)
     peak = tracemalloc.get_traced_memory()[1]
@@ -184,7 +187,7 @@ def peak_of(source: AudioSource) -> int:
 
 
 def test_memory_is_that_of_the_span_in_a_file_and_in_a_shard(tmp_path):
-    soundfile.write(tmp_path / "long.wav", tones(120.0), RATE)  # 3.8 MB, decoded twice that
+    soundfile.write(tmp_path / "long.wav", tones(120.0), RATE)  # 3.8 MB, twice that when decoded
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:
         tar.add(tmp_path / "long.wav", "long.wav")
     with tarfile.open(tmp_path / "shard.tar") as tar:
@@ -193,7 +196,7 @@ def test_memory_is_that_of_the_span_in_a_file_and_in_a_shard(tmp_path):
     for source in (source_of(tmp_path / "long.wav"), source_of(tmp_path / "shard.tar", **place)):
         whole = peak_of(source)
         span = peak_of(AudioSource(source.path, source.byte_offset, source.byte_count, 60.0, 1.0))
-        assert whole > 120 * RATE * 4  # the control: a whole file is seen
+        assert whole > 120 * RATE * 4  # control: a whole file is detected
         assert span < 4 * RATE * 4, source
 
 
@@ -236,7 +239,7 @@ def test_an_odd_rate_costs_no_more_memory_and_a_sine_stays_the_sine(rate):
         "from konkanivani.data.audio.waveform import resample\n"
         "from konkanivani.memory.monitor import peak_resident_mib, reset_peak_resident, resident_mib\n"
         f"heard = torch.sin(2 * math.pi * 440 * torch.arange({rate}) / {rate})\n"
-        "resample(heard[:1000], 48_000)\n"  # torchaudio is there
+        "resample(heard[:1000], 48_000)\n"  # loads torchaudio
         "before = resident_mib()\n"
         "reset_peak_resident()\n"
         f"found = resample(heard, {rate})\n"

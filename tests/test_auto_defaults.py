@@ -1,4 +1,4 @@
-"""What a person has not said follows from the hours of speech; what has been said, or decided, stays."""
+"""Defaults of unset options follow from the hours of audio; set or decided options stay."""
 
 import dataclasses
 

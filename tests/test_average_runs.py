@@ -18,7 +18,7 @@ AVERAGE = "training_scripts/average_checkpoints.py"
 
 
 def checkpoint(weight: float, step: int, seed: int = 1, folder: str = "a", **counters: float) -> NamedCheckpoint:
-    """A checkpoint with one weight, the settings and counters of a run."""
+    """Return a checkpoint with one weight, and the settings and counters of a run."""
     config = TrainConfig()
     config = replace(config, run=replace(config.run, seed=seed, checkpoint_dir=folder))
     states = {"model": {"weight": torch.tensor([weight])}, "progress": asdict(TrainState(step=step, **counters))}
@@ -47,7 +47,7 @@ def test_different_runs_are_refused_unless_asked_for(case):
     "other",
     [
         checkpoint(3.0, 20, folder="resumed in another folder", first_loss=5.25, audio_seconds=200.0),
-        checkpoint(3.0, 20),  # of an older version, which kept no loss
+        checkpoint(3.0, 20),  # of an older version, which stored no loss
         checkpoint(3.0, 10, skipped_steps=1, audio_seconds=110.0, first_loss=5.25),
     ],
 )

@@ -1,4 +1,4 @@
-"""Bad input ends with one clear sentence, the exit code of its kind, and nothing half-written."""
+"""Bad input ends with one clear sentence, the exit code of its kind, and no partial file."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from tests.starts import begin_run, parse_flags
 
 
 def refused(code: int, directory: Path, *flags: str) -> str:
-    """What the real script says on its way out with `code`; nothing half-written may be left in `directory`."""
+    """Return stderr of the real script, which must exit with `code` and leave no partial file in `directory`."""
     done = run_trainer(*flags, *run_folders(directory), cwd=directory)
     output = done.stdout + done.stderr
     assert done.returncode == code, output
@@ -43,7 +43,7 @@ def leftovers(directory: Path) -> list[Path]:
 
 
 def refusal(kind: type[KonkaniVaniError], directory: Path, *flags: str) -> str:
-    """The same in this process, as the script calls it; anything but `kind` fails the test."""
+    """Return the error message of the same run in this process; any error except `kind` fails the test."""
     with pytest.raises(kind) as caught:
         train(build_run(begin_run([*TINY_MODEL, *flags, *run_folders(directory)])))
     assert leftovers(directory) == []
@@ -185,7 +185,7 @@ def test_unusable_utterances_are_left_out_counted_and_listed_while_training_goes
     rows[3]["duration"] = 0.1
     rows[5]["text"] = "! ।"
     rows[7]["text"] = "एक " * 60
-    rows[9]["text"] = "एक " * 200  # 60 are enough for CTC, 200 for --max_tokens
+    rows[9]["text"] = "एक " * 200  # 60 tokens exceed the CTC limit, 200 --max_tokens
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")  # a blank line counts as a row
     flags = ("--train_manifest", str(path), *SHORT_RUN, "--max_tokens", "150", "--max_steps", "1")
@@ -242,7 +242,7 @@ def test_a_hostile_corpus_is_trained_on_without_what_is_wrong_with_it(workers, t
     found = {}
     for line in (tmp_path / "runs/default/rejected.jsonl").read_text(encoding="utf-8").splitlines():
         rejection = json.loads(line)
-        assert rejection["row"] not in found  # told once, though it is met in both epochs
+        assert rejection["row"] not in found  # reported once, although both epochs meet it
         found[rejection["row"]] = rejection
     assert sorted(found) == list(range(21, 32))
     for row, (name, (_, _, said)) in enumerate(HOSTILE.items(), start=21):
@@ -269,7 +269,7 @@ def small_checkpoint(step: int = 1) -> Checkpoint:
 
 
 class Bomb:
-    """Unpickled, it makes a file."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -304,14 +304,14 @@ def spoil(path: Path, how: str) -> None:
 def test_a_file_that_is_not_a_sound_checkpoint_is_refused_by_name(how, tmp_path):
     path = tmp_path / LAST
     write_checkpoint(path, small_checkpoint())
-    read_checkpoint(path)  # it was sound
+    read_checkpoint(path)  # sound before the damage
     spoil(path, how)
     before = path.read_bytes()
     with pytest.raises(CheckpointError) as caught:
         read_checkpoint(path)
     assert str(path) in str(caught.value)
     assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == [LAST]  # nothing exploded, nothing was left
+    assert os.listdir(tmp_path) == [LAST]  # no code ran, no file was left
 
 
 def test_negative_control_the_hostile_pickle_is_one(tmp_path):
@@ -383,7 +383,7 @@ def test_folders_that_cannot_be_written_end_with_6(corpus, tmp_path):
 
 
 class FlakyRun:
-    """As much of a run as the saver needs; its disk is full at the saves whose numbers are in `failing`."""
+    """Parts of a run that the saver uses; its disk is full at the saves numbered in `failing`."""
 
     def __init__(self, failing: set[int]):
         self.failing, self.saves = failing, 0
@@ -444,7 +444,7 @@ def test_negative_control_good_input_ends_with_0(corpus, tmp_path):
 
 @pytest.mark.parametrize("where", ["konkanivani.training.loop.log_step", "konkanivani.training.validation.rates_over"])
 def test_even_an_error_that_nobody_foresaw_ends_the_audio_workers(where, corpus, tmp_path, monkeypatch):
-    """Workers ignore SIGTERM: one that is left makes the process wait for it for ever after its traceback."""
+    """Workers ignore SIGTERM: a remaining one makes the process wait for ever after its traceback."""
     seen = []
 
     def fail(*_: object) -> None:

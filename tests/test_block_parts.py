@@ -1,6 +1,6 @@
-"""The parts that NeMo's Conformers and FastConformers have: each against what defines it, together against Parakeet's.
+"""Parts of NeMo's Conformers and FastConformers: each against its definition, and together against Parakeet.
 
-transformers' Parakeet is NeMo's FastConformer under other names; a random one is made, nothing is downloaded.
+transformers' Parakeet is NeMo's FastConformer under other names; a random one is created, nothing is downloaded.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ PARAKEET = ModelConfig(
     entry_norm=False,
 )
 FEATURES = dataclasses.replace(OTHER_FEATURES, frame_padding="zeros")
-BLOCK = {  # ours -> Parakeet's; a block's closing norm is the next one's entry norm
+BLOCK = {  # ours -> Parakeet's; the closing norm of a block is the entry norm of the next one
     **{"first_feedforward.norm": "norm_feed_forward1", "second_feedforward.norm": "norm_feed_forward2"},
     **{"first_feedforward.expand": "feed_forward1.linear1", "first_feedforward.contract": "feed_forward1.linear2"},
     **{"second_feedforward.expand": "feed_forward2.linear1", "second_feedforward.contract": "feed_forward2.linear2"},
@@ -59,7 +59,7 @@ STAGES = {"0.0": 0, "1.0": 2, "1.1": 3, "2.0": 5, "2.1": 6}
 
 
 def parakeet(biases: bool) -> torch.nn.Module:
-    """A random one in evaluation mode, its BatchNorms as after a training."""
+    """Return a random Parakeet in evaluation mode, with BatchNorm statistics as after training."""
     encoder = transformers.ParakeetEncoderConfig(
         hidden_size=WIDTH,
         num_hidden_layers=LAYERS,
@@ -84,7 +84,7 @@ def parakeet(biases: bool) -> torch.nn.Module:
 
 
 def as_ours(theirs: dict[str, torch.Tensor], folds: bool = True) -> dict[str, torch.Tensor]:
-    """Their weights under our names, the BatchNorm folded into the convolution before it."""
+    """Rename Parakeet's weights to the project's names, with the BatchNorm folded into the preceding convolution."""
     names = {"ctc_head": "ctc_head", "encoder.subsampling.output": "encoder.subsampling.linear"}
     names |= {f"encoder.subsampling.stages.{ours}": f"encoder.subsampling.layers.{n}" for ours, n in STAGES.items()}
     found = {}
@@ -114,7 +114,7 @@ def as_ours(theirs: dict[str, torch.Tensor], folds: bool = True) -> dict[str, to
 
 
 def pair(biases: bool, dtype: torch.dtype, folds: bool = True) -> tuple[torch.nn.Module, KonkaniVaniASR]:
-    """Theirs, and ours with its weights."""
+    """Return a Parakeet and the project's model with the same weights."""
     theirs = parakeet(biases).to(dtype)
     ours = HybridArchitecture(dataclasses.replace(PARAKEET, biases=biases), FEATURES, VOCABULARY).build().to(dtype)
     ours.load_state_dict(as_ours(theirs.state_dict(), folds))
@@ -122,7 +122,7 @@ def pair(biases: bool, dtype: torch.dtype, folds: bool = True) -> tuple[torch.nn
 
 
 def two_utterances() -> tuple[torch.Tensor, tuple[int, int], list[torch.Tensor]]:
-    """Waveforms (2, S) of odd lengths, padded with zeros, and each alone."""
+    """Return waveforms (2, S) of odd lengths, padded with zeros, and each alone."""
     own = torch.Generator().manual_seed(3)
     alone = [0.1 * torch.randn(samples, generator=own) for samples in (30_011, 41_237)]
     return torch.nn.utils.rnn.pad_sequence(alone, batch_first=True), (30_011, 41_237), alone
@@ -133,7 +133,7 @@ def two_utterances() -> tuple[torch.Tensor, tuple[int, int], list[torch.Tensor]]
 @pytest.mark.parametrize("biases", [True, False], ids=["biases", "none"])
 @torch.no_grad()
 def test_our_parts_together_are_parakeets_encoder(biases, dtype, packs, monkeypatch):
-    """In float64 too the sines of Parakeet's distances are those of fp32."""
+    """Parakeet computes the sines of its distances in fp32, also in float64."""
     monkeypatch.setattr(Encoder, "packs", packs)
     bound = 1e-5 if dtype == torch.float32 else 1e-7
     theirs, ours = pair(biases, dtype)
@@ -182,7 +182,7 @@ def test_features_are_parakeets():
 
 
 def by_definition(waveform: torch.Tensor, config: FeatureConfig) -> torch.Tensor:
-    """Features (T, F) of a waveform alone (S,), its frames centred by torch.stft itself."""
+    """Return features (T, F) of one waveform (S,), with frames centred by torch.stft."""
     emphasised = torch.cat([waveform[:1], waveform[1:] - config.preemphasis * waveform[:-1]])
     spectrum = torch.stft(
         emphasised,
@@ -208,7 +208,7 @@ def test_frames_at_the_edges_are_those_of_the_utterance_alone(edges):
     lengths = tuple(map(len, alone))
     waveforms = torch.nn.utils.rnn.pad_sequence(alone, batch_first=True)
     for row, length in zip(waveforms, lengths, strict=True):
-        row[length:] = 1e3  # nothing of it is to be heard
+        row[length:] = 1e3  # the padding must not affect the features
     log_mel = LogMel(config).double()
     log_mel.power.spectrogram.window = torch.hann_window(400, periodic=False, dtype=torch.float64)
     found, frames = log_mel(waveforms, lengths)
@@ -217,7 +217,7 @@ def test_frames_at_the_edges_are_those_of_the_utterance_alone(edges):
         assert count == len(wanted) == Framing(config).feature_length(len(waveform))
         assert relative_difference(wanted, row[:count]) < 1e-12 and not row[count:].any()
     other = LogMel(dataclasses.replace(config, frame_padding="zeros" if edges == "reflected" else "reflected")).double()
-    assert relative_difference(found[1, 1:20], other(waveforms, lengths)[0][1, 1:20]) > 1e-3  # the negative control
+    assert relative_difference(found[1, 1:20], other(waveforms, lengths)[0][1, 1:20]) > 1e-3  # negative control
 
 
 def test_lengths_are_those_of_the_convolutions_for_numbers_arrays_and_tensors():
@@ -241,7 +241,7 @@ def test_lengths_are_those_of_the_convolutions_for_numbers_arrays_and_tensors():
 def plain_attention(
     attention: RelativeSelfAttention, x: torch.Tensor, norm: torch.nn.LayerNorm, padding: torch.Tensor
 ) -> torch.Tensor:
-    """The same of x (B, T, D), a pair of frames at a time."""
+    """Return the attention of x (B, T, D), computed for one pair of frames at a time."""
     batch, length, width = x.shape
     each = width // attention.heads
     query, key, value = attention.query_key_value(norm(x)).view(batch, length, 3, attention.heads, each).unbind(2)
@@ -283,7 +283,7 @@ def test_attention_by_distance_is_what_is_written_down_and_so_is_its_gradient(ch
     with torch.no_grad():
         assert relative_difference(wanted, attention(x, norm, laid_out(x, padding))) < 1e-12
         backwards = SequenceLayout((laid_out(x, None).positions[0].flip(0),), padding)
-        assert relative_difference(wanted, attention(x, norm, backwards)) > 1e-3  # the negative control
+        assert relative_difference(wanted, attention(x, norm, backwards)) > 1e-3  # negative control
 
 
 def test_spans_attend_within_themselves_alone():
@@ -295,7 +295,7 @@ def test_spans_attend_within_themselves_alone():
     wanted = torch.cat([attention(span, norm, laid_out(span, None)) for span in x.split(lengths, dim=1)], dim=1)
     parameters = [x, *attention.parameters()]
     assert differences([wanted, *gradients(wanted, parameters)], [found, *gradients(found, parameters)]) < 1e-12
-    assert relative_difference(wanted, attention(x, norm, laid_out(x, None))) > 1e-3  # the negative control
+    assert relative_difference(wanted, attention(x, norm, laid_out(x, None))) > 1e-3  # negative control
 
 
 def test_scores_are_in_full_precision_whatever_the_autocast(monkeypatch):
@@ -316,7 +316,7 @@ def test_scores_are_in_full_precision_whatever_the_autocast(monkeypatch):
 
 
 def test_of_long_audio_no_more_pairs_are_there_at_once_than_chunks_allow():
-    """From 400 frames to 1600, sixteen times the pairs, it takes no more than four times, which is linear."""
+    """Memory is linear: from 400 to 1600 frames, with sixteen times the pairs, it grows at most fourfold."""
     attention, norm = (module.float() for module in random_attention())
 
     def taken(frames: int, chunk_frames: int) -> int:
@@ -327,7 +327,7 @@ def test_of_long_audio_no_more_pairs_are_there_at_once_than_chunks_allow():
         return live.peak
 
     assert taken(1600, SMALL_CHUNK_FRAMES) < 4.2 * taken(400, SMALL_CHUNK_FRAMES) < taken(400, 400) * 2.5
-    assert taken(1600, 1600) > 12 * taken(400, 400)  # the negative control
+    assert taken(1600, 1600) > 12 * taken(400, 400)  # negative control
 
 
 def test_striding_is_two_full_convolutions():
@@ -348,7 +348,7 @@ def test_padded_subsampling_in_chunks_and_in_a_batch_is_that_of_each_utterance_a
     torch.manual_seed(0)
     ours = PaddedSubsampling(80, 4, 8, kind).double()
     for stage in ours.stages:
-        torch.nn.init.constant_(stage[-1].bias, 0.5)  # of nothing something is made
+        torch.nn.init.constant_(stage[-1].bias, 0.5)  # makes a non-zero output of zero input
     for longest in (*range(1, 20), 33, 64):
         lengths = tuple(sorted({longest, max(1, longest - 1), max(1, longest - 2), 1 + longest // 2}))
         padding = torch.arange(longest)[None] >= torch.tensor(lengths)[:, None]

@@ -1,4 +1,4 @@
-"""The Conformer's convolution on a CPU in half precision: the same numbers, and an end."""
+"""The Conformer's convolution on a CPU in half precision: correct and without a hang."""
 
 import pytest
 import torch
@@ -29,10 +29,10 @@ def test_under_autocast_the_convolution_is_that_of_full_precision_rounded():
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected.bfloat16())
     other = module.depthwise(x.float().flip(1).transpose(1, 2)).transpose(1, 2)
-    assert not torch.allclose(found, other.bfloat16(), atol=0.1)  # the negative control
+    assert not torch.allclose(found, other.bfloat16(), atol=0.1)  # negative control
 
 
-# Sixteen channels a thread: what oneDNN's kernel of bf16, made here before, was never done with on AVX-512.
+# Sixteen channels per thread: the bf16 kernel of oneDNN, used here before, never finished on AVX-512.
 @pytest.mark.parametrize(("threads", "width", "frames"), [(2, 32, 58), (8, 128, 200), (1, 16, 31)])
 def test_in_half_precision_it_comes_to_an_end_on_any_number_of_threads(threads, width, frames):
     ended = warm_parent().run_program(CONVOLVE.format(threads=threads, width=width, frames=frames))

@@ -1,6 +1,6 @@
-"""The set-up: which Python, which PyTorch, what is remembered of it, and one sentence wherever it cannot be done.
+"""The set-up: choice of Python and PyTorch, remembered state, and one sentence per failure.
 
-Nothing is installed here: pip only ever runs against an address where nobody answers.
+Nothing is installed here: pip only runs against an unreachable address.
 """
 
 import ast
@@ -28,9 +28,9 @@ SCRIPTS = sorted((ROOT / "training_scripts").glob("[a-z]*.py")) + sorted((ROOT /
 NO_DRIVER = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
 OLD_TABLE = "| NVIDIA-SMI 470.82.01    Driver Version: 470.82.01    CUDA Version: 11.4     |"
 
-# The machine that tests is not to need the room that an installation does.
+# The test machine does not need the disk space of an installation.
 ROOMY_DISK = "import shutil; shutil.disk_usage = lambda path: shutil._ntuple_diskusage(2**40, 0, 2**40)\n"
-# An environment that has this Python's own pip: to install another one takes five seconds of a processor.
+# An environment with the pip of this Python: installing another one takes five CPU seconds.
 PIP_AT_HAND = """
 import pathlib, pip, subprocess
 run = subprocess.run
@@ -44,7 +44,7 @@ subprocess.run = run_without_ensurepip
 
 
 def load_bootstrap(root: Path):
-    """training_scripts/bootstrap.py of a checkout, as a module of its own."""
+    """Import training_scripts/bootstrap.py of a checkout as a separate module."""
     spec = importlib.util.spec_from_file_location(
         f"bootstrap_of_{root.name}", root / "training_scripts" / "bootstrap.py"
     )
@@ -55,7 +55,7 @@ def load_bootstrap(root: Path):
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of what the set-up needs, without .venv."""
+    """Copy the files that the set-up needs, without .venv."""
     for name in ("training_scripts/bootstrap.py", "setup.cfg", "pyproject.toml", "konkanivani/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -76,7 +76,7 @@ def put_program(folder: Path, name: str, script: str) -> Path:
 
 
 def bare_python() -> str:
-    """A Python that lacks torch: the one that this environment was made from."""
+    """Return a Python without torch: the base interpreter of this environment."""
     path = getattr(sys, "_base_executable", sys.executable)
     probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is not None)"
     if subprocess.run([path, "-c", probe]).returncode != 0:
@@ -85,7 +85,7 @@ def bare_python() -> str:
 
 
 def run(python: str, arguments: list[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess:
-    """Runs a Python with neither pip's nor the allocator's settings of this machine."""
+    """Run a Python without the settings of pip and the allocator on this machine."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTORCH_", "PYTHON"))}
     environment = kept | {"PIP_CONFIG_FILE": os.devnull, "PYTHONDONTWRITEBYTECODE": "1"} | variables
     return subprocess.run(
@@ -94,7 +94,7 @@ def run(python: str, arguments: list[str], cwd: Path, **variables: str) -> subpr
 
 
 def assert_one_sentence(process: subprocess.CompletedProcess, *words: str) -> None:
-    """Exit code 6, nothing on stdout, no traceback, and one error, in which `words` occur."""
+    """Assert exit code 6, no stdout, no traceback, and one error with all `words`."""
     errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
     assert process.returncode == 6, process.stderr
     assert process.stdout == ""
@@ -167,7 +167,7 @@ class TestWheels:
 class TestStamp:
     @pytest.fixture
     def stamp(self, bootstrap, checkout, monkeypatch) -> Path:
-        """That of a whole set-up, for a card that wants CUDA 12.6, of the default build: the other was out of reach."""
+        """Return the stamp of a full set-up of the default build for a GPU that needs CUDA 12.6, then unreachable."""
         (checkout / ".venv").mkdir()
         stamp = {"root": bootstrap.ROOT, "wanted": "cu126", "installed": "default"}
         Path(bootstrap.STAMP).write_text(json.dumps(stamp))
@@ -192,7 +192,7 @@ class TestStamp:
         assert bootstrap.read_stamp() is None
         assert not bootstrap.is_ready(set(), "default")
         stamp.unlink()
-        assert bootstrap.is_ready(set(), "default")  # made by hand
+        assert bootstrap.is_ready(set(), "default")  # created by hand
 
     @pytest.mark.parametrize(("error", "is_marked"), [("NothingChanged", False), ("SetupError", True), (None, False)])
     def test_the_mark_stands_until_it_is_done_or_as_before(self, bootstrap, stamp, monkeypatch, error, is_marked):
@@ -233,7 +233,7 @@ class TestWhatCannotBeDone:
         assert_one_sentence(process, "check the network", "PIP_INDEX_URL")
         again = run(bare_python(), arguments, checkout, **network | {"PIP_RETRIES": "1"})
         assert_one_sentence(again, "The package index could not be reached")
-        assert "Creating the environment" not in again.stderr  # what was done before is kept
+        assert "Creating the environment" not in again.stderr  # the existing environment is kept
 
     def test_no_ensurepip(self, bootstrap, checkout, monkeypatch):
         (checkout / ".venv").mkdir()
@@ -284,7 +284,7 @@ class TestWhatCannotBeDone:
 
     def test_hands_over_to_the_newest_python_on_the_path(self, bootstrap, tmp_path, monkeypatch):
         programs = tmp_path / "programs"
-        put_program(programs, "python3.14", "echo 'python3.14: command not found'; exit 127")  # a version manager's
+        put_program(programs, "python3.14", "echo 'python3.14: command not found'; exit 127")  # of a version manager
         put_program(programs, "python3.13", "echo 3 13 0 /opt/without/ensurepip/python3.13")
         put_program(programs, "python3.12", "echo 3 12 1 /opt/python 3.12/bin/python3.12")
         put_program(programs, "python3.11", "echo 3 11 1 /usr/bin/python3.11")
@@ -294,7 +294,7 @@ class TestWhatCannotBeDone:
     def test_the_syntax_is_that_of_old_pythons(self):
         text = (ROOT / "training_scripts" / "bootstrap.py").read_text()
         tree = ast.parse(text, feature_version=(3, 6))
-        for node in ast.walk(tree):  # and of 2.7, as far as a tree can tell
+        for node in ast.walk(tree):  # also checks the syntax of Python 2.7, as far as the tree shows it
             assert not isinstance(node, (ast.JoinedStr, ast.AnnAssign, ast.Nonlocal, ast.Starred)) or (
                 isinstance(node, ast.Starred) and isinstance(node.ctx, ast.Load)
             )
@@ -379,10 +379,10 @@ class TestRerun:
         assert environment == {name: "max_split_size_mb:64"}
 
     def test_gives_a_name_to_a_user_of_a_container_who_has_none(self, bootstrap, monkeypatch):
-        """torch._dynamo asks getpass for it as it is imported, as for a memory plan."""
+        """torch._dynamo calls getpass during its import, as for a memory plan."""
         named, nameless = {"USER": "anita"}, {}
         bootstrap.set_process_defaults(nameless)
-        assert "LOGNAME" not in nameless  # whoever runs this has a name
+        assert "LOGNAME" not in nameless  # the user of this test has a name
         monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
         for environment in (named, nameless):
             bootstrap.set_process_defaults(environment)
@@ -417,7 +417,7 @@ def test_large_pages_are_asked_for_beside_a_users_own_settings(bootstrap, before
 
 
 class TestMalloc:
-    # Blocks of mixed sizes, kept apart by small ones; malloc has seen one of 30 MiB freed, as in every training.
+    # Blocks of mixed sizes, separated by small ones; malloc has freed one of 30 MiB before, as in every training run.
     PROGRAM = (
         "import os, sys; sys.path.insert(0, 'training_scripts'); import bootstrap\n"
         "status = lambda: int(open('/proc/self/status').read().split('VmRSS:')[1].split()[0])\n"
@@ -431,7 +431,7 @@ class TestMalloc:
     )
 
     def said_by(self, program: str, mode: str, variables: dict[str, str]) -> str:
-        """What the program prints, on glibc's own settings beside these."""
+        """Return the output of the program with glibc's default settings and these variables."""
         if not os.path.exists("/proc/self/status") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""):
             pytest.skip("no glibc on Linux here")
         plain = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
@@ -443,7 +443,7 @@ class TestMalloc:
         return done.stdout
 
     def grown(self, mode: str, **variables: str) -> tuple[str, int, int]:
-        """What the setting answered; resident KiB with the blocks, and when they are freed."""
+        """Return the answer of the setting, and resident KiB with the blocks and after they are freed."""
         answer, full, freed = self.said_by(self.PROGRAM, mode, variables).split()
         return answer, int(full), int(freed)
 
@@ -467,7 +467,7 @@ class TestMalloc:
     def test_a_users_own_setting_stays(self, variables):
         assert self.grown("set", **variables, MALLOC_ARENA_MAX="2")[0] == "False"
 
-    # KiB of the process's first heap, while another thread holds 40 blocks of 1 MiB.
+    # Size in KiB of the first heap of the process while another thread has 40 blocks of 1 MiB.
     OF_A_THREAD = (
         "import os, sys, threading; sys.path.insert(0, 'training_scripts'); import bootstrap\n"
         "sys.argv[1] == 'set' and bootstrap.set_malloc_options(os.environ)\n"
@@ -515,7 +515,7 @@ class TestMalloc:
 
 class TestScripts:
     def test_benchmarks_answer_help_and_usage_errors_without_waiting_for_torch(self):
-        """As tests/faults/test_streams.py has it of the scripts, here of all but the main parts."""
+        """Complements tests/faults/test_streams.py: runs the module code of benchmarks without their main part."""
         paths = [str(path) for path in SCRIPTS if path.parent.name == "benchmarks"]
         heads = (
             "import pathlib, runpy, sys; from tests.faults.beginnings import without_torch; without_torch()\n"
@@ -548,7 +548,7 @@ class TestGPUArchitecture:
         ("name", "capability", "architectures"),
         [
             ("Tesla T4", (7, 5), CUDA_13),
-            ("NVIDIA GeForce RTX 4090", (8, 9), CUDA_13),  # runs what was built for 8.0 and 8.6
+            ("NVIDIA GeForce RTX 4090", (8, 9), CUDA_13),  # runs builds for 8.0 and 8.6
             ("NVIDIA H100", (9, 0), CUDA_13),
             ("NVIDIA GB10", (12, 1), CUDA_13),
             ("a card to come", (13, 0), CUDA_13),  # compiles the PTX

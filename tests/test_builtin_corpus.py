@@ -1,4 +1,4 @@
-"""The built-in corpus is what it says: its counts, its splits, its voice, its bytes."""
+"""The built-in corpus has the documented counts, splits, voice and bytes."""
 
 import hashlib
 import os
@@ -106,7 +106,7 @@ def test_a_size_that_cannot_be_had_is_a_usage_error():
 def test_the_marathi_voice_reads_vowel_signs_and_kok_names_them(plan, synthesizer):
     words = sorted(words_of(plan.train + plan.test))[::6]
     assert [word for word in words if reads_signs_by_name(word, synthesizer.phonemes(word, "mr"))] == []
-    # The negative control: a voice that says "aakaar" where it should say a long a.
+    # Negative control: a voice that reads the vowel sign as "aakaar" instead of a long a.
     signed = ("म्हाका", "शाळेंत", "कितें", "हांव", "जाय")
     assert all(reads_signs_by_name(word, synthesizer.phonemes(word, "kok")) for word in signed)
     for text in (sentence.text for sentence in plan.test[::10]):
@@ -169,7 +169,7 @@ def test_a_whole_corpus_is_left_alone_and_any_other_is_made_anew_with_the_same_b
 
 
 def kill_once_it_speaks(build: Callable[[], object], directory: Path) -> None:
-    """Puts a corpus at the directory in another process, and kills it when some of its audio is there."""
+    """Build a corpus at the directory in another process, and kill it once some audio exists."""
     process = warm_parent().start(Job(DEV_NULL, (), DEV_NULL, before=build))
     try:
         while not list(directory.parent.glob(f".{directory.name}.partial/audio/*.flac")):

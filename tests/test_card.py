@@ -1,4 +1,4 @@
-"""Who else is on the card, asked of a driver that is played here, down to one that tells nothing."""
+"""Other processes on the GPU, from a simulated driver, down to one that reports nothing."""
 
 import os
 from dataclasses import dataclass, field
@@ -17,12 +17,12 @@ UUID, ADDRESS = "5b2f6a1c-0000-1111-2222-333344445555", "00000000:01:00.0"
 
 
 class DriverError(Exception):
-    """As pynvml.NVMLError."""
+    """Replacement of pynvml.NVMLError."""
 
 
 @dataclass
 class Driver:
-    """As the module pynvml, with one card; the functions named in `broken` raise, by default as NVML does."""
+    """Replacement of the module pynvml with one GPU; functions named in `broken` raise, by default as NVML does."""
 
     compute: tuple[tuple[int, int | None], ...] = ()
     graphics: tuple[tuple[int, int | None], ...] = ()
@@ -170,7 +170,7 @@ def test_the_real_package_without_a_driver_is_none():
 
 @pytest.fixture
 def card_of_torch(monkeypatch):
-    """A card as PyTorch knows it."""
+    """Simulate the GPU properties that PyTorch reports."""
     known = SimpleNamespace(name="GTX", total_memory=4 * GIB, uuid=UUID, pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: known)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB, 4 * GIB))
@@ -203,7 +203,7 @@ def test_every_run_begins_with_it(corpus: Corpus, tmp_path, monkeypatch):
 def test_the_context_is_what_this_process_holds_beside_its_tensors(card_of_torch, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB // 4)
-    here = torch.device("cpu")  # where the product is made; the card is played
+    here = torch.device("cpu")  # device of the product; the GPU is simulated
     assert gpu.measure_context(here, Driver(compute=((os.getpid(), GIB),))) == GIB - GIB // 4
     assert gpu.measure_context(here, Driver(compute=((os.getpid() + 1, GIB),))) is None
     assert gpu.measure_context(here, Driver(broken=("nvmlInit",))) is None

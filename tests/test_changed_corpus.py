@@ -108,7 +108,7 @@ def test_the_length_is_the_steps_made_and_the_steps_to_come(way, spoken, tmp_pat
     """Two epochs of 4 steps are finished and two of 6 remain; an epoch has each utterance once."""
     train_until(build(tmp_path, write_rows(spoken, range(20))), 8)
     manifest = write_rows(spoken, range(30))
-    for stop in (9, 13, 100):  # stopped twice more
+    for stop in (9, 13, 100):  # interrupted twice
         train_until(build(tmp_path, manifest, "--continue_schedule", way), stop)
     log = read_log(tmp_path)
     assert [record["step"] for record in log] == list(range(1, 21))

@@ -32,7 +32,7 @@ WRONG = [-1, True, 0.0, 1.5, "1", "left", [0], {}, float("nan")]
 
 
 def two_signals(number: int = 0, rate: int = RATE) -> np.ndarray:
-    """(S, 2) float32: two different tones with noise, exact in 16 bits; another pair for each number."""
+    """Return two different tones with noise (S, 2), float32, exact in 16 bits; another pair for each number."""
     generator = np.random.default_rng(number)
     time = np.arange(round(SECONDS * rate)) / rate
     tones = np.stack([np.sin(2 * np.pi * pitch * time) for pitch in (200 + number, 700 + number)], axis=1)
@@ -62,7 +62,7 @@ def parsed(**fields: object) -> Utterance:
 
 @pytest.fixture
 def three_rows(tmp_path: Path) -> tuple[Manifest, np.ndarray]:
-    """A manifest of one stereo recording: its channel 0, its channel 1, and both; with its samples (S, 2)."""
+    """Return a manifest with channel 0, channel 1 and the mean of one stereo recording, and its samples (S, 2)."""
     samples = write_stereo(tmp_path / "call.wav")
     rows = [row("call.wav", 1, channel=0), row("call.wav", 2, channel=1), row("call.wav", 3)]
     return read_manifest(write_rows(tmp_path / "train.jsonl", rows)), samples
@@ -151,7 +151,7 @@ def test_noise_of_a_channel_is_that_channel(tmp_path: Path) -> None:
     assert np.array_equal(load_audio(sound.span(0, sound.frames)).numpy(), samples[:, 1])
 
 
-# Rows that are refused
+# Rejected rows
 
 
 @pytest.mark.parametrize("name", ["channel", "channel_selector"])
@@ -240,7 +240,7 @@ def test_transcripts_are_paired_by_channel(tmp_path: Path) -> None:
 
 
 def prepared(tmp_path: Path) -> dict[str, int | None]:
-    """The channel of each text in the manifests that were written."""
+    """Return the channel of each text in the written manifests."""
     paths = [path for path in (tmp_path / "out").glob("*.jsonl") if path.name != "rejected.jsonl"]
     found = [read_manifest(path, (str(tmp_path),)) for path in paths]
     return {utterance.text: utterance.channel for manifest in found for utterance in manifest}
@@ -296,7 +296,7 @@ def write_kaldi_segments(folder: Path) -> tuple[str, ...]:
 
 
 def write_kaldi_recordings(folder: Path, labels: tuple[str, str]) -> tuple[str, ...]:
-    """Two recordings for each file, one for each channel, and one without a label."""
+    """Write two recordings per file, one for each channel, and one without a label."""
     names = [(f"rec{call}{side}", call, place) for call in CALLS for place, side in enumerate(("a", "b", "m"))]
     write_table(folder / "wav.scp", (), [(name, f"{call}.wav") for name, call, _ in names], " ")
     write_table(folder / "text", (), [(name, sentence(3 * call + place)) for name, call, place in names], " ")
@@ -347,7 +347,7 @@ def test_a_letter_of_kaldi_is_only_a_label_where_the_file_has_one_channel(tmp_pa
         (tmp_path / "corpus").mkdir(exist_ok=True)
         soundfile.write(tmp_path / "corpus" / f"{call}.wav", two_signals(call)[:, 0], RATE)
     flags = write_kaldi_recordings(tmp_path / "corpus", ("A", "B"))
-    for name in ("text", "wav.scp"):  # of each file the recording of its channel B
+    for name in ("text", "wav.scp"):  # keep only channel B of each file
         rows = (tmp_path / "corpus" / name).read_text(encoding="utf-8").splitlines()
         (tmp_path / "corpus" / name).write_text("\n".join(rows[1::3]) + "\n", encoding="utf-8")
     well(prepare(tmp_path, *flags, "--valid_share", "0", "--test_share", "0"))
@@ -434,7 +434,7 @@ def inspect(manifest: Path) -> dict[str, object]:
 
 
 def counts_of(report: dict[str, object]) -> list[int]:
-    """Utterances whose audio occurs before, rows that occur before, and recordings that cannot be read."""
+    """Return the numbers of repeated audio, repeated rows and unreadable recordings."""
     part = report["health"]["parts"][0]
     found = (part["repeated_audio"], part["repeated_rows"], part["sound"]["unreadable"])
     return [listed["count"] for listed in found]
@@ -449,7 +449,7 @@ def test_inspect_calls_two_channels_of_a_file_no_duplicate(tmp_path: Path) -> No
 
 
 def write_dialogue(folder: Path, calls: int) -> Path:
-    """Stereo recordings of two speakers, a row for each; row 1 names a channel that its file lacks."""
+    """Write stereo recordings of two speakers, a row for each; row 1 names a missing channel."""
     rows = []
     for call in range(calls):
         sides = [speak(sentence(number).split()) for number in (2 * call, 2 * call + 1)]

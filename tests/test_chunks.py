@@ -1,4 +1,4 @@
-"""What is long in chunks of any size: the losses and gradients of one piece, to 1e-9 in float64, and less memory."""
+"""Long operations in chunks of any size give the losses and gradients of one piece (1e-9, float64) with less memory."""
 
 import dataclasses
 
@@ -93,7 +93,7 @@ def test_subsampled_in_chunks_no_frame_is_lost_at_any_length(frames, chunk_frame
 
 
 def test_a_minute_is_run_in_one_piece(monkeypatch):
-    """Up to CHUNK_FRAMES nothing is recomputed that was not recomputed before."""
+    """Up to CHUNK_FRAMES, no chunk is recomputed."""
     for module in ("konkanivani.model.encoder", "konkanivani.model.losses", "konkanivani.model.kernels.ctc"):
         monkeypatch.setattr(f"{module}.run_recomputed", None)
     parts = double_parts()
@@ -129,7 +129,7 @@ MODELS = {"ours": SMALL, "by distance": dataclasses.replace(SMALL, attention_pos
 @pytest.mark.parametrize("minutes", [(1, 5, 10), *further(((1, 10, 20),))])
 @pytest.mark.parametrize("mode, model", crossed(["always", "never"], MODELS))
 def test_the_traced_peak_grows_linearly(mode, model, minutes):
-    """Above the state, from the first of these lengths to the second and on to the third, at 15 tokens a second."""
+    """Compare the growth above the state between the three lengths, at 15 tokens per second."""
     config = TrainConfig(model=MODELS[model])
     tracer = build_tracer(config, architecture_of(config, 1000), cpu_costs())
     one, second, twice = (

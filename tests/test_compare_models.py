@@ -1,4 +1,4 @@
-"""compare_models.py: each model is trained once, one after another; what becomes of one that fails or is stopped."""
+"""compare_models.py trains each model once, in order, and handles failed and stopped models."""
 
 import dataclasses
 import json
@@ -25,19 +25,19 @@ SMALL = ("--device", "cpu", "--num_workers", "0", "--max_steps", "2", "--test_de
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Utterances of a word each, within a window of a second."""
+    """Return utterances of one word each, within a window of a second."""
     folder = tmp_path_factory.mktemp("short") / "tones"
     return write_corpus(folder, {"train": 8, "test": 2}, lengths=range(1, 2))
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two folders of Whisper models of which the second has no sound weights."""
+    """Return two folders of Whisper models, the second with damaged weights."""
     root, shape = tmp_path_factory.mktemp("models"), {"seconds": 1, "layers": (1, 1), "positions": 64}
     paths = tuple(write_model(root / name, ("en", "mr"), **shape) for name in ("sound", "broken"))
     weights = paths[1] / "model.safetensors"
     data = bytearray(weights.read_bytes())
-    data[-400:] = b"\xff" * 400  # no numbers; its list of tensors is as it was
+    data[-400:] = b"\xff" * 400  # NaN; its list of tensors is unchanged
     weights.write_bytes(data)
     return paths
 
@@ -48,7 +48,7 @@ def flags_of(corpus: Corpus, folder: Path) -> tuple[str, ...]:
 
 
 def compare(*flags: str) -> subprocess.CompletedProcess[str]:
-    """Runs it to its end, the trainers in forks."""
+    """Run the comparison to its end, with the trainers in forks."""
     return warm_parent().run(ROOT / SCRIPT, *flags, before=fork_scripts)
 
 
@@ -76,7 +76,7 @@ def test_each_model_has_its_row_and_one_that_fails_its_reason(short, folders, tm
     assert [line.split()[0] for line in table] == ["model", "broken", "sound", "minimal"]
     assert "failed: " in table[1] and len({len(line) for line in (table[0], *table[2:])}) == 1
 
-    # The same again, without one of them: who has been trained is not trained again, who failed is tried again.
+    # Run again without one of them: trained models are not trained again, failed ones are retried.
     log = tmp_path / "c" / "sound" / "logs" / "default" / "log.jsonl"
     before = log.stat().st_mtime_ns
     again = compare("--pretrained", sound, broken, *flags_of(short, tmp_path / "c"), "--language", "mr")
@@ -92,7 +92,7 @@ def read_log_of(place: Path) -> list[dict]:
 
 
 def test_a_stopped_comparison_has_saved_and_goes_on(corpus, tmp_path):
-    """The signal reaches the comparison alone, as a `kill` does; its trainer is an interpreter of its own."""
+    """The signal reaches only the comparison, as from `kill`; its trainer is a separate interpreter."""
     folder = tmp_path / "c"
     flags = ("--presets", "minimal", *flags_of(corpus, folder), *TINY_MODEL[:-2])
     endless = [flag if flag != "2" or flags[place - 1] != "--max_steps" else "4000" for place, flag in enumerate(flags)]
@@ -109,13 +109,13 @@ def test_a_stopped_comparison_has_saved_and_goes_on(corpus, tmp_path):
     steps, kept = read_log_of(folder / "minimal"), read_kept(folder / "minimal")
     assert kept is not None and kept.outcome is None and not (folder / "comparison.json").exists()
 
-    # Under other conditions it is refused before anything is trained; under the same ones it goes on.
+    # Different conditions are refused before any training; equal ones resume.
     refused = compare(*flags)
     assert refused.returncode == 2 and "different --max_steps" in refused.stderr
     write_kept(folder / "minimal", dataclasses.replace(kept, conditions={**kept.conditions, "--max_steps": "2"}))
     gone_on = well(compare(*flags))
     assert f"step {len(steps)}" in gone_on.stderr and "starting a new run" not in gone_on.stderr
-    made = read_log_of(folder / "minimal")  # what was made before the stop is not made again
+    made = read_log_of(folder / "minimal")  # steps from before the stop are not repeated
     assert made[: len(steps)] == steps and len(made) == max(2, len(steps)) and read_kept(folder / "minimal").is_finished
 
 
@@ -139,7 +139,7 @@ def test_flags_go_to_the_models_that_they_concern(tmp_path):
     theirs, ours = choose(*said, pretrained=(folder,), presets=("minimal",))
     assert theirs == ("--pretrained", folder, "--language", "mr", "--audio_roots", "x", "y", "--lora_rank", "2")
     assert ours == ("--preset", "minimal", "--vocab-size=40", "--audio_roots", "x", "y")
-    # Idle ones are the trainer's to tell.
+    # The trainer reports unused flags.
     assert choose(*said, presets=("minimal",)) == [("--preset", "minimal", *said)]
     for candidate in choose_candidates((folder,), (), flags_in(said)):
         with pytest.raises(UsageError, match="--vocab_size would change it"):

@@ -36,7 +36,7 @@ ROUNDED = {None: EXACT, "bf16": 3e-2, "fp16": 5e-3}
 
 
 class HalvedFeatures(torch.nn.Module):
-    """A front end whose features are rounded to fp16."""
+    """Front end that rounds its features to fp16."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def configured(kind: str, precision: str | None) -> tuple[TrainConfig, Architect
 
 
 def parts_of(kind: str, precision: str | None, monkeypatch: pytest.MonkeyPatch) -> StepParts:
-    """Step parts in float64, or in fp32 under autocast; with fp16 features and a loss scaler if it is fp16."""
+    """Return step parts in float64, or in fp32 under autocast; fp16 has fp16 features and a loss scaler."""
     if precision is not None:
         monkeypatch.setattr(build_step, "choose_precision", lambda config, device: AUTOCAST[precision])
     config, architecture = configured(kind, precision)
@@ -84,7 +84,7 @@ def spoken(parts: StepParts) -> list[Example]:
 
 
 def with_constant_rows(normal: list[Example]) -> list[Example]:
-    """The utterances with a row of each level between them, shorter and longer than they are."""
+    """Return the utterances alternating with constant rows, some shorter and some longer."""
     lengths = (8_000, 32_000, 31_999)
     rows = [
         Example(name, torch.full((length,), level, dtype=normal[0].waveform.dtype), [5, 6], None)
@@ -99,7 +99,7 @@ def together(speech: list[Example]) -> GlobalBatch:
 
 @torch.no_grad()
 def outputs(parts: StepParts, global_batch: GlobalBatch) -> dict[str, list[torch.Tensor]]:
-    """Features, encoded frames and decoded tokens of each utterance, without padding."""
+    """Return the features, encoded frames and decoded tokens of each utterance, without padding."""
     found = {}
     (batch,) = global_batch.micro_batches
     parts.model.eval()
@@ -144,7 +144,7 @@ def test_steps_over_constant_rows_have_finite_losses_and_gradients(kind, precisi
     assert all(math.isfinite(report.gradient_norm) for report in applied)
     assert applied == reports[-len(applied) :] and applied[-1].loss < applied[0].loss
     assert all(weight.isfinite().all() for weight in parts.model.parameters())
-    # Doubling the rows costs one halving of the scale at most; a row of extreme values would cost more.
+    # Doubling the rows halves the scale at most once; a row of extreme values would halve it more often.
     without = parts_of(kind, precision, monkeypatch)
     assert reports[-1].scale >= 0.5 * steps(without, together(spoken(without)))[-1].scale
 

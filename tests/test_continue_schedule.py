@@ -53,7 +53,7 @@ def kept(rate: Formula, steps: int) -> list[float]:
 
 
 def stretched(rate: Formula, steps: int) -> list[float]:
-    """Return the rates after `FIRST` steps if the longer schedule takes over at once."""
+    """Return the rates after `FIRST` steps if the longer schedule applies at once."""
     return [rate(step, steps) for step in range(FIRST, steps)]
 
 
@@ -127,7 +127,7 @@ def test_stopped_again_and_again_a_longer_run_has_the_rates_of_one_that_is_not(w
     expected = [rate(step, FIRST) for step in range(FIRST)] + WAYS[way](rate, LONGER)
     assert logged_rates(folder) == pytest.approx(expected, rel=1e-9)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Learning rate:")]
-    assert len(said) in (1, 2) and len(set(said)) == 1  # the first of them has saved no step of its own
+    assert len(said) in (1, 2) and len(set(said)) == 1  # the first of them saved no step
     assert f"{expected[FIRST - 1]:.2e} at step 12, {expected[FIRST]:.2e} next" in said[0]
     assert said[0].endswith(f"(--continue_schedule {way}).")
 
@@ -192,7 +192,7 @@ def test_more_epochs_are_reported_like_more_steps(corpus, tmp_path, capsys):
     assert told in capsys.readouterr().out
     build(corpus, tmp_path, "--epochs", "2")
     build(corpus, tmp_path, "--epochs", "1")
-    assert "Learning rate:" not in capsys.readouterr().out  # the negative control: nothing is left to train
+    assert "Learning rate:" not in capsys.readouterr().out  # negative control: no steps are left
 
 
 def test_rates_of_layers_that_are_frozen_at_first_are_reported(corpus, base, tmp_path, capsys):
@@ -210,7 +210,7 @@ def test_rates_of_layers_that_are_frozen_at_first_are_reported(corpus, base, tmp
     lower = f"(layers below the head: {before * 2 / 3:.2e}, then {after * 0.3:.2e})"
     assert f"{before:.2e} at step 4, {after:.2e} next {lower}" in capsys.readouterr().out
     run = build_run(begin_run([*flags, *longer, "warm"]))
-    assert run.step.rates.delayed_warmup_factor(schedule, tuning, 4) == 1  # goes on as it was planned: no jump
+    assert run.step.rates.delayed_warmup_factor(schedule, tuning, 4) == 1  # as planned: no jump
 
 
 def run_rate(step: int, steps: int) -> float:

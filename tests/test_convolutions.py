@@ -1,4 +1,4 @@
-"""The convolutions as a CPU takes them, against PyTorch's own modules, in float64."""
+"""The convolutions in their CPU form, against PyTorch's own modules, in float64."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ BOUND = 1e-12
 
 
 def gradients(output: torch.Tensor, of: list[torch.Tensor]) -> list[torch.Tensor]:
-    """By a sum in which every number of the output counts differently."""
+    """Return the gradients of a sum in which every output element has another weight."""
     counts = torch.arange(output.numel(), dtype=output.dtype).view_as(output).cos()
     return list(torch.autograd.grad((output * counts).sum(), of))
 
@@ -56,7 +56,7 @@ def test_of_one_place_it_is_conv2d_and_with_its_channels_changed_about_it_is_not
 
 
 def test_subsampling_in_half_precision_is_rounded_once():
-    """Its convolutions are those of full precision."""
+    """Its convolutions are computed in full precision."""
     torch.manual_seed(0)
     subsampling, features = Subsampling(80, 8, 16), torch.randn(2, 60, 80)
     full = subsampling(features)

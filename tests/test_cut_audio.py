@@ -1,4 +1,4 @@
-"""A file that ends before its header says is told from one that is whole, and MP3 is the same in blocks and at once."""
+"""A file that ends before its header's length is detected, and MP3 decodes equally in blocks and as a whole."""
 
 import io
 import struct
@@ -14,7 +14,7 @@ from tests.test_audio_file import RATE, tones
 
 
 def write_cut(path: Path, file_format: str, share: float = 0.5, **fields: str) -> Path:
-    """Ten seconds of a rising tone, the file cut to this share of its bytes."""
+    """Write ten seconds of a rising tone, truncated to this share of the bytes."""
     content = io.BytesIO()
     soundfile.write(content, tones(10.0), RATE, format=file_format, **fields)
     path.write_bytes(content.getvalue()[: round(share * len(content.getvalue()))])
@@ -44,13 +44,13 @@ def test_what_a_stream_leaves_in_its_header_is_no_cut(claimed, tmp_path):
         try:
             header = read_header(AudioSource(str(path)))
         except UnusableAudio:
-            assert claimed == 0  # libsndfile takes it at its word
+            assert claimed == 0  # libsndfile trusts the header
             return
         assert header.missing == 0 and sum(map(len, read_blocks(AudioSource(str(path)), 1.0))) == header.frames
 
 
 def write_mp3(path: Path, rate: int) -> int:
-    """Twenty seconds of bursts and noise at a rate that changes with them; a frame's bits lie in those before it."""
+    """Write 20 s of bursts and noise as variable-rate MP3; the bits of a frame can be in earlier frames."""
     time = np.arange(20 * rate) / rate
     bursts = 0.4 * np.sin(2 * np.pi * (200 + 150 * time) * time) * (np.arange(len(time)) // 3000 % 3 > 0)
     noise = 0.05 * np.random.default_rng(0).standard_normal(len(time))

@@ -78,7 +78,7 @@ def test_a_plan_is_pure_in_seed_and_epoch_and_differs_between_them():
     assert plans == again[::-1]
     assert all(one != other for i, one in enumerate(plans) for other in plans[:i])
     global_batches = [{frozenset(global_batch) for global_batch in plan} for plan in plans]
-    assert len(global_batches[0] & global_batches[1]) <= 2  # other utterances meet, not only another order
+    assert len(global_batches[0] & global_batches[1]) <= 2  # other utterances meet, not only in another order
 
 
 def test_utterances_of_like_length_share_a_window():
@@ -122,7 +122,7 @@ def test_a_subset_is_reproducible_sorted_and_of_the_size_asked_for():
     assert set(choose_subset(200, 10, 7)) <= set(choose_subset(200, 20, 7))
 
 
-# Windows and batches
+# Global batches and micro-batches
 
 
 def speeches(lengths: list[int]) -> list[Example]:
@@ -171,7 +171,7 @@ def stream(
 
 
 def first(global_batches: Iterator[tuple[GlobalBatch, Cursor]], count: int) -> list[tuple[GlobalBatch, Cursor]]:
-    """The first windows; the stream is closed behind them."""
+    """Return the first global batches and close the stream."""
     taken = list(islice(global_batches, count))
     global_batches.close()
     return taken
@@ -189,7 +189,7 @@ def is_same(one: GlobalBatch, other: GlobalBatch) -> bool:
 
 
 def test_any_cursor_gives_the_tail_of_the_whole_bit_for_bit_whatever_the_workers(speech):
-    whole = first(stream(speech, 0), 17)  # 7 windows an epoch
+    whole = first(stream(speech, 0), 17)  # 7 global batches per epoch
     assert [cursor for _, cursor in whole][5:8] == [Cursor(0, 6), Cursor(1, 0), Cursor(1, 1)]
     for workers, skipped in ((0, 3), (0, 7), (2, 0), (2, 10)):
         cursor = whole[skipped - 1][1] if skipped else Cursor(0, 0)
@@ -200,7 +200,7 @@ def test_any_cursor_gives_the_tail_of_the_whole_bit_for_bit_whatever_the_workers
 
 
 def shared_mappings() -> int:
-    """How many pieces of memory this process shares with its workers."""
+    """Return the number of memory mappings shared with the workers."""
     return Path("/proc/self/maps").read_text(encoding="ascii").count("/torch_")
 
 
@@ -213,7 +213,8 @@ def test_a_window_comes_in_one_piece_of_shared_memory(speech):
     assert all(len(global_batch.micro_batches) == 2 for global_batch in held)
     assert mappings[2] - mappings[1] == mappings[1] - mappings[0] == 1
     apart = [tensor.clone().share_memory_() for tensor in held[0].micro_batches[0].tensors()]
-    assert shared_mappings() - before - mappings[2] == len(apart) == 4  # each by itself: what is counted can be more
+    # One mapping per tensor: the count can be larger.
+    assert shared_mappings() - before - mappings[2] == len(apart) == 4
     global_batches.close()
 
 
@@ -292,7 +293,7 @@ def test_a_changed_rate_is_torchaudios(rates, samples):
         return changed.shape == reference.shape and torch.allclose(changed, reference, atol=1e-6, rtol=0)
 
     assert is_torchaudios(waveform)
-    assert not is_torchaudios(torch.cat([waveform[:-1], waveform[-1:] + 0.1]))  # a negative control
+    assert not is_torchaudios(torch.cat([waveform[:-1], waveform[-1:] + 0.1]))  # negative control
 
 
 def test_a_faster_speed_is_a_higher_pitch():

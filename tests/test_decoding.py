@@ -20,17 +20,17 @@ from konkanivani.decoding.prefix_beam import prefix_beam_search
 from konkanivani.decoding.prefix_scorer import CTCPrefixScorer, PrefixState
 
 BOUND = 1e-9
-EVERY_PREFIX = 400  # more than there are of 5 frames and 3 tokens
+EVERY_PREFIX = 400  # exceeds the number of prefixes of 5 frames and 3 tokens
 Probabilities = dict[tuple[int, ...], float]
 
 
 def problem(seed: int, frames: Lengths, vocabulary: int, impossible: float = 0.0) -> torch.Tensor:
-    """Log probabilities (B, T', V) in float64, NaN in the padding; a share of them -inf."""
+    """Return log probabilities (B, T', V) in float64, NaN in the padding; a share of them is -inf."""
     generator = torch.Generator().manual_seed(seed)
     shape = len(frames), max(frames), vocabulary
     logits = 2 * torch.randn(shape, generator=generator, dtype=torch.float64)
     logits.masked_fill_(torch.rand(shape, generator=generator) < impossible, -math.inf)
-    logits[:, :, int(torch.randint(vocabulary, (), generator=generator))].clamp_(min=-1)  # something is possible
+    logits[:, :, int(torch.randint(vocabulary, (), generator=generator))].clamp_(min=-1)  # one token is always possible
     log_probabilities = logits.log_softmax(dim=-1)
     for row, length in enumerate(frames):
         log_probabilities[row, length:] = math.nan
@@ -38,7 +38,7 @@ def problem(seed: int, frames: Lengths, vocabulary: int, impossible: float = 0.0
 
 
 def all_sequences(log_probabilities: torch.Tensor) -> Probabilities:
-    """The probability of each token sequence under (T', V): the sum over all V ** T' alignments that spell it."""
+    """Return the probability of each token sequence for (T', V): the sum over all V ** T' alignments that spell it."""
     rows = log_probabilities.exp().tolist()
     terms: dict[tuple[int, ...], list[float]] = {}
     for alignment in itertools.product(range(log_probabilities.shape[1]), repeat=len(rows)):
@@ -56,12 +56,12 @@ def log(probability: float) -> float:
 
 
 def is_close(one: float, other: float) -> bool:
-    """Equal to 1e-9, relative where large; two infinities are equal, a NaN equals nothing."""
+    """Return whether the values agree to 1e-9, relative if large; two infinities are equal, a NaN equals nothing."""
     return one == other or math.isclose(one, other, rel_tol=BOUND, abs_tol=BOUND)
 
 
 def is_exact(hypotheses: tuple[Hypothesis, ...], sequences: Probabilities) -> bool:
-    """Whether they are all possible sequences with their probabilities, likeliest first."""
+    """Return whether the hypotheses are all possible sequences with their probabilities, likeliest first."""
     expected = sorted((probability for probability in sequences.values() if probability > 0), reverse=True)
     return len(hypotheses) == len({hypothesis.tokens for hypothesis in hypotheses}) == len(expected) and all(
         is_close(hypothesis.log_probability, math.log(probability))
@@ -71,7 +71,7 @@ def is_exact(hypotheses: tuple[Hypothesis, ...], sequences: Probabilities) -> bo
 
 
 def state_of(scorer: CTCPrefixScorer, tokens: tuple[int, ...]) -> PrefixState:
-    """The state of one hypothesis for the first utterance alone."""
+    """Return the state of one hypothesis for the first utterance alone."""
     state = scorer.initial()
     for token in tokens:
         state = scorer.select(state, torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[token]]))
@@ -79,7 +79,7 @@ def state_of(scorer: CTCPrefixScorer, tokens: tuple[int, ...]) -> PrefixState:
 
 
 def has_exact_scores(log_probabilities: torch.Tensor, longest: int) -> bool:
-    """Whether the scores after every hypothesis of up to `longest` tokens are sums of all sequences (T', V)."""
+    """Return whether the scores after each hypothesis of up to `longest` tokens are sums over all sequences (T', V)."""
     vocabulary = log_probabilities.shape[1]
     sequences = all_sequences(log_probabilities)
     scorer = CTCPrefixScorer(log_probabilities[None], (len(log_probabilities),))
@@ -98,7 +98,7 @@ SHAPES = [(1, 2), (2, 3), (3, 4), (4, 3), (5, 2), (5, 4)]
 
 
 def test_over_many_frames_a_wider_beam_comes_nearer_the_truth_from_below():
-    """CTC's loss is the truth here, of noise: the hardest case, where a great many alignments count."""
+    """The CTC loss is the exact value, for noise: the hardest case, with many relevant alignments."""
     lengths = (60, 45)
     log_probabilities = problem(6, lengths, 7)
     missed = []
@@ -127,7 +127,7 @@ def test_the_beam_is_right_where_the_best_path_is_wrong():
 
 
 def certain(path: list[int], vocabulary: int = 3) -> torch.Tensor:
-    """Log probabilities (1, T', V) of one possible alignment."""
+    """Return log probabilities (1, T', V) of one possible alignment."""
     return F.one_hot(torch.tensor([path]), vocabulary).double().log()
 
 
@@ -143,7 +143,7 @@ def test_repeated_tokens_need_a_blank_between(path, tokens):
 
 
 def test_equals_come_in_the_order_of_token_ids():
-    """All alignments are as likely as each other, so whole groups of sequences are."""
+    """All alignments are equally likely, so whole groups of sequences are."""
     uniform = torch.full((1, 4, 4), 0.25, dtype=torch.float64).log()
     (hypotheses,) = prefix_beam_search(uniform, (4,), EVERY_PREFIX, best=EVERY_PREFIX)
     keys = [(-round(hypothesis.log_probability, 6), hypothesis.tokens) for hypothesis in hypotheses]
@@ -155,7 +155,7 @@ def test_equals_come_in_the_order_of_token_ids():
 @pytest.mark.parametrize("beam", [1, 4, 7])
 def test_a_batch_is_one_by_one(lengths, beam):
     log_probabilities = problem(1, lengths, 6, impossible=0.1)
-    log_probabilities[0, :, 3:5] = log_probabilities[0, :, 2:3]  # equals, too
+    log_probabilities[0, :, 3:5] = log_probabilities[0, :, 2:3]  # includes ties
     together = prefix_beam_search(log_probabilities, lengths, beam, beam)
     for row, length in enumerate(lengths):
         alone = prefix_beam_search(log_probabilities[row : row + 1, :length], (length,), beam, beam)
@@ -165,7 +165,7 @@ def test_a_batch_is_one_by_one(lengths, beam):
 
 
 def test_a_batch_of_nothing_but_ties_is_one_by_one():
-    """Two levels of probability: sums that are equal on paper, but rounded differently at other places of a batch."""
+    """Two probability levels: equal sums are rounded differently at other positions of a batch."""
     for seed in range(15):
         generator = torch.Generator().manual_seed(seed)
         lengths = tuple(torch.randint(1, 25, (4,), generator=generator).tolist())
@@ -211,7 +211,7 @@ def test_lengths_that_do_not_fit_are_an_error(lengths):
 @pytest.mark.parametrize("impossible", [0.0, 0.4])
 @pytest.mark.parametrize("frames, vocabulary", SHAPES)
 def test_prefix_scores_are_sums_of_all_sequences(frames, vocabulary, impossible):
-    """Hypotheses of more tokens than frames included: they, and what they begin, are impossible."""
+    """Hypotheses longer than the frames are included: they, and their extensions, are impossible."""
     for seed in range(2):
         log_probabilities = problem(seed, (frames,), vocabulary, impossible)
         assert has_exact_scores(log_probabilities[0], longest=min(frames + 1, 4))
@@ -229,7 +229,7 @@ def test_an_end_score_is_minus_the_ctc_loss():
 
 
 def test_begun_is_ended_or_begun_with_one_more():
-    """P(begins with g) = P(is g) + the sum over c of P(begins with g c), over more frames than are scored at once."""
+    """P(prefix g) = P(is g) + the sum over c of P(prefix g c), over more frames than are scored at once."""
     frames = 3 * prefix_scorer.FRAMES_AT_ONCE + 5
     scorer = CTCPrefixScorer(problem(3, (frames,), 6), (frames,))
     state, begun = scorer.initial(), torch.zeros(())
@@ -274,7 +274,7 @@ def test_any_small_problem_is_exact(data):
     value = st.one_of(st.just(-math.inf), st.integers(-30_000, 0).map(lambda number: number / 1000))
     count = len(lengths) * max(lengths) * vocabulary
     values = data.draw(st.lists(value, min_size=count, max_size=count))
-    # Not normalised: neither decoder needs the probabilities of a frame to add up to one.
+    # Not normalised: neither decoder needs frame probabilities that sum to one.
     log_probabilities = torch.tensor(values, dtype=torch.float64).view(len(lengths), max(lengths), vocabulary)
     everything = prefix_beam_search(log_probabilities, lengths, EVERY_PREFIX, best=EVERY_PREFIX)
     beam = data.draw(st.integers(1, 6))
@@ -290,12 +290,12 @@ def test_any_small_problem_is_exact(data):
 
 
 def any_may_follow(token, last, in_blank, in_any):
-    """The mistake of forgetting that a repeated token needs a blank."""
+    """Simulate a decoder that omits the blank between repeated tokens."""
     return in_any + torch.zeros_like(token + last)
 
 
 def no_parents(beam, longest):
-    """The mistake of counting a prefix twice, once as it was and once grown from a shorter one."""
+    """Simulate a decoder that counts a prefix twice: unchanged, and grown from a shorter one."""
     return torch.zeros_like(beam.lengths), torch.zeros_like(beam.lengths, dtype=torch.bool)
 
 
@@ -310,7 +310,7 @@ def test_a_wrong_merge_would_be_seen(part, mistake, monkeypatch):
 
 
 def test_a_wrong_prefix_score_would_be_seen(monkeypatch):
-    """Negative control: so are forward variables that let a token repeat the last one without a blank."""
+    """Negative control: forward variables that let a token repeat without a blank are detected."""
     log_probabilities = problem(0, (4,), 3)[0]
     assert has_exact_scores(log_probabilities, longest=2)
     right = CTCPrefixScorer.select

@@ -1,4 +1,4 @@
-"""What several ranks agree on, remember and plan, without a process for each (those are in faults and invariants)."""
+"""Agreement, history and plans of several ranks, without processes (faults and invariants have those)."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ def test_ranks_are_dealt_every_window_whole_and_the_cursor_is_that_of_one():
 
     def planned(topology: Topology) -> list[list[tuple[int, int]]]:
         stream = GlobalBatchStream(None, planner, same_size(2), loader, Rejections(None, most=0.0), topology)
-        keys = stream.planned(Cursor(0, 5))  # the ragged window and an epoch's end are among them
+        keys = stream.planned(Cursor(0, 5))  # includes the ragged global batch and the end of an epoch
         return [next(keys) for _ in range(9)]
 
     ranks = [planned(Topology(rank=rank, world_size=3)) for rank in range(3)]
@@ -70,7 +70,7 @@ def test_the_largest_share_is_near_the_mean():
 
 
 class Work:
-    """Work that runs out of memory for micro-batches of more than `fits` utterances, and counts."""
+    """Work that runs out of memory for micro-batches of more than `fits` utterances, and records its calls."""
 
     def __init__(self, fits: int) -> None:
         self.fits, self.sizes, self.undone = fits, [], 0
@@ -87,7 +87,7 @@ class Work:
         self.undone += 1
 
     def among(self, others: list[Outcome]) -> tuple[str | None, int, list[int], int]:
-        """The result and the retries of this rank beside another one, the sizes tried, and what was taken back."""
+        """Return the result and retries of this rank with another one, the tried sizes, and the undone attempts."""
         attempts = OomRetry(cut_of(4), OomHistory(0), self.undo, agreeing(others))
         for attempt in attempts:
             self.try_it(attempt)
@@ -95,7 +95,7 @@ class Work:
 
 
 def agreeing(others: list[Outcome]):
-    """What all ranks agree on where another one says these, one after the other."""
+    """Return an agreement function with one other rank, which reports these outcomes in order."""
     said = iter(others)
     return lambda mine: max(mine, next(said))
 
@@ -162,12 +162,12 @@ def test_a_second_signal_does_not_end_a_rank_that_saves(monkeypatch):
         interruption._handle(signal.SIGTERM, None)
         interruption._handle(signal.SIGTERM, None)
         assert interruption.is_requested()
-    assert ended == [143]  # only the process that trains alone
+    assert ended == [143]  # only in single-process training
 
 
 @pytest.mark.parametrize(("rank", "code"), [({"RANK": "1"}, 0), ({}, -signal.SIGABRT)])
 def test_a_rank_ends_before_what_python_frees_at_an_exit_can_abort(rank, code):
-    """Without a rank's place the same process aborts: the negative control."""
+    """Negative control: without the rank variable, the same process aborts."""
     script = (
         "import atexit, os; from konkanivani.base.command_line import end_script; "
         "atexit.register(os.abort); print('told', end=''); end_script(0)"

@@ -1,4 +1,4 @@
-"""A corpus without a part for validation gets one out of its training part; what a run on it is called."""
+"""A corpus without a validation split gets one from its training split; and the names of its run."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ def texts(directory: Path, split: str, output: str = "out") -> list[str]:
 
 
 def split_in_two(table: Table) -> None:  # noqa: F811
-    """Nine utterances of s0, s1 and s2 to train on, three of s3 to test on."""
+    """Split nine utterances of s0, s1 and s2 for training, three of s3 for testing."""
     for number, row in enumerate(table.rows):
         row[2:] = [f"s{number // 3}", "train" if number < 9 else "test"]
 
@@ -105,7 +105,7 @@ def test_where_nothing_can_be_drawn_the_hint_names_the_flags_that_do_it(table): 
     assert len(table.utterances("train")) == 6
 
 
-# What is printed
+# Output
 
 
 def test_speakers_with_digests_for_names_are_told_by_eight_digits_and_written_whole(table):  # noqa: F811

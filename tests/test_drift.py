@@ -1,4 +1,4 @@
-"""The benchmark of many steps counts every tensor, and says so where they grow."""
+"""The benchmark of many steps counts every tensor, and reports growth."""
 
 import dataclasses
 import gc
@@ -28,7 +28,7 @@ def small_parts() -> StepParts:
 
 
 class KeptGlobalBatches:
-    """Windows of which the first tensor is never let go: a leak."""
+    """Global batches whose first tensor is never released: a leak."""
 
     def __init__(self) -> None:
         self.kept: list[torch.Tensor] = []

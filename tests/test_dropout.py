@@ -1,4 +1,4 @@
-"""Our dropout against what dropout is: the share, the scale, the gradient, and independence of neighbours."""
+"""The project's dropout against the definition: share, scale, gradient, and independence of neighbours."""
 
 import pytest
 import torch

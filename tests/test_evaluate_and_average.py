@@ -1,4 +1,4 @@
-"""Scoring a checkpoint from the command line, and the mean of several checkpoints, on a tiny run of two epochs."""
+"""Scoring a checkpoint from the command line, and averaging several, on a tiny run of two epochs."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ COUNTS = ("word_errors", "words", "character_errors", "characters")
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished run's checkpoints, the manifest it was scored on, and the summary that it printed."""
+    """Checkpoints of a finished run, the manifest of its score, and its printed summary."""
 
     checkpoints: Path
     manifest: str
@@ -48,7 +48,7 @@ def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Trained
         *(*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--test_manifest", str(manifest)),
         *("--epochs", "2", "--num_workers", "0", "--learning_rate", "0.003", "--warmup_steps", "2"),
     )
-    assert done.returncode == 0 and str(directory) in done.stdout.splitlines()[-1], done.stderr  # in its own letters
+    assert done.returncode == 0 and str(directory) in done.stdout.splitlines()[-1], done.stderr  # unescaped
     return Trained(directory / "checkpoints", str(manifest), json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -116,7 +116,7 @@ def test_what_was_written_scores_the_same_without_the_checkpoint_and_against_it(
     assert compared["comparison"]["difference"] > 0 and compared["normalize"] == "spell"
     said = page.read_text(encoding="utf-8")
     assert "checkpoint_best.pt, step" in said and "prefix" in said and "Compared" in said
-    assert compared["hypotheses"] == scored["hypotheses"].replace("marked", "marked.prefix")  # beside the greedy ones
+    assert compared["hypotheses"] == scored["hypotheses"].replace("marked", "marked.prefix")  # next to the greedy ones
 
 
 BUNDLE = str(ROOT / "tests" / "nemo" / "parakeet.safetensors")

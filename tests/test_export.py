@@ -1,4 +1,4 @@
-"""Exports against the model that they came from, and against what a damaged or hostile file may hold."""
+"""Exports compared with their model, and with the content of damaged or hostile files."""
 
 import base64
 import dataclasses
@@ -48,7 +48,7 @@ TEXTS = [f"{first} {second}" for first in WORDS for second in WORDS]
 
 
 def speech_model_of_shape(shape: ModelConfig, seed: int = 0) -> SpeechModel:
-    """A model that learnt nothing, whose best path goes through many tokens all the same."""
+    """Return an untrained model whose best path has many tokens."""
     tokenizer = train_tokenizer(TEXTS, "char", 100)
     torch.manual_seed(seed)
     architecture = HybridArchitecture(shape, FeatureConfig(), tokenizer.size)
@@ -73,7 +73,7 @@ def speech_model() -> SpeechModel:
 
 @dataclass(frozen=True)
 class Run:
-    """A folder with a checkpoint, and what exporting it printed."""
+    """Folder with a checkpoint, and the output of its export."""
 
     directory: Path
     checkpoint: Path
@@ -83,7 +83,7 @@ class Run:
 @pytest.fixture(scope="module")
 def exported(speech_model: SpeechModel, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory = tmp_path_factory.mktemp("exported")
-    checkpoint = directory / "checkpoint_averaged.pt"  # of a model's weights alone
+    checkpoint = directory / "checkpoint_averaged.pt"  # weights only
     write_checkpoint(checkpoint, as_checkpoint(speech_model))
     files = ("--bundle", "m.safetensors", "--onnx", "m.onnx", "--int8", "m.int8.onnx")
     words = "--checkpoint", str(checkpoint), *files, "--manifest", corpus.manifest("test")
@@ -103,7 +103,7 @@ def onnx_model(exported: Run) -> OnnxModel:
 
 
 def spoken(seconds: float, seed: int = 0) -> torch.Tensor:
-    """(S,) of words with a little noise, then silence up to so many seconds."""
+    """Return words (S,) with a little noise, then silence up to `seconds`."""
     generator = np.random.default_rng(seed)
     samples = round(seconds * 16_000)
     words = speak([WORDS[i] for i in generator.integers(len(WORDS), size=1 + int(seconds))])[:samples]
@@ -113,7 +113,7 @@ def spoken(seconds: float, seed: int = 0) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def path(speech_model: SpeechModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sound bundle."""
+    """Write a sound bundle."""
     path = tmp_path_factory.mktemp("bundle") / "model.safetensors"
     path.write_bytes(bundle_bytes(speech_model))
     return path
@@ -217,7 +217,7 @@ class TestBundle:
 
 
 def forged(path: Path, description: dict, tensors: dict[str, torch.Tensor]) -> Path:
-    """A bundle of these contents whose checksum is right."""
+    """Write a bundle of this content with a correct checksum."""
     entry = description | {"sha256": Contents(description, tensors).checksum}
     path.write_bytes(safetensors.torch.save(tensors, {"konkanivani": json.dumps(entry)}))
     return path
@@ -329,7 +329,7 @@ def test_a_bundle_is_heard_without_the_trainer(path, tmp_path, torch_alone):
 
 class TestFeatures:
     def by_definition(self, waveform: np.ndarray, symmetric_window: bool = False) -> np.ndarray:
-        """Features (T, F) in float64, from what FEATURES says and the definitions of its words."""
+        """Return features (T, F) in float64, computed from FEATURES by the definitions of its terms."""
         size, width = FEATURES["fft_samples"], FEATURES["window_samples"]
         window = np.zeros(size)
         before, period = (size - width) // 2, width - symmetric_window
@@ -357,7 +357,7 @@ class TestFeatures:
 
     @pytest.mark.parametrize("seconds", [0.3, 0.5, 2.5, 6.01])
     def test_by_matrices_they_are_the_same(self, seconds):
-        """But in bins 50 dB below the loudest, where the FFT of single precision is the one that errs."""
+        """Bins 50 dB below the loudest are excluded: the single-precision FFT is inaccurate there."""
         log_mel, waveform = LogMel(FeatureConfig()), spoken(seconds)
         wanted, lengths = log_mel(waveform[None], (len(waveform),))
         found = MatrixLogMel(log_mel)(waveform[None], torch.tensor(lengths))
@@ -394,7 +394,7 @@ def test_token_texts_joined_are_the_tokenizers_text(kind):
 
 class TestOnnx:
     def wanted(self, speech_model: SpeechModel, waveform: torch.Tensor) -> torch.Tensor:
-        """The model's log probabilities (T', V) of one waveform (S,) by itself."""
+        """Return the log probabilities (T', V) of one waveform (S,) alone."""
         with torch.no_grad():
             encoded, _ = speech_model.encode(waveform[None], (len(waveform),))
             return speech_model.model.ctc_head(encoded).log_softmax(dim=-1)[0]

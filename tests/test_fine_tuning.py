@@ -1,4 +1,4 @@
-"""What is trained of a model that begins with weights: layers, the head at first, rates, beside rounded weights."""
+"""Fine-tuning: trained layers, an initially trained head, learning rates, and rounded weights."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ from tests.starts import begin_run, parse_flags
 CPU = torch.device("cpu")
 STEADY = "--epochs 20 --schedule inverse_sqrt --warmup_steps 1 --num_workers 0 --device cpu".split()
 SMALL = ("--batch_size", "4", "--gradient_accumulation_steps", "1")
-TWO_STEPS = ("--batch_size", "13", "--gradient_accumulation_steps", "1")  # are an epoch
+TWO_STEPS = ("--batch_size", "13", "--gradient_accumulation_steps", "1")  # two steps per epoch
 HALF = ("--frozen_dtype", "half")
 HEADS = {name for head in ("ctc_head", "decoder.output") for name in (f"{head}.weight", f"{head}.bias")}
 WIDE = ModelConfig(d_model=96, encoder_layers=4, decoder_layers=1, subsampling_channels=8)
@@ -47,7 +47,7 @@ def weights_of(folder: Path) -> Weights:
 
 
 def tuned(corpus: Corpus, base: Path, folder: Path, steps: int, *flags: str) -> Weights:
-    """What so many steps make of the base's weights."""
+    """Train the base for `steps` steps and return the weights."""
     begun = ("--train_manifest", corpus.manifest("train"), *run_folders(folder), *STEADY, *SMALL, *flags)
     train(build_run(begin_run([*begun, "--init_from", str(base), "--max_steps", str(steps)])))
     return weights_of(folder)
@@ -125,7 +125,7 @@ def test_the_encoder_has_its_own_rate_and_what_begins_later_a_warm_up_of_its_own
 
 
 def step_parts(tuning: TuningConfig, **memory: object) -> StepParts:
-    """Those of a model whose blocks take more than its front end."""
+    """Return step parts of a model whose blocks take more memory than its front end."""
     config = tuned_config(tuning, **memory)
     torch.manual_seed(0)
     return build_step_parts(config, architecture_of(config, 20), CPU, 100)
@@ -224,7 +224,7 @@ def test_beside_rounded_weights_low_rank_products_merge_and_every_script_takes_t
 
 
 def texted_corpus(directory: Path, texts: list[str], lengths: range = range(1, 7)) -> Corpus:
-    """A corpus whose transcripts are these, in turn."""
+    """Write a corpus with these transcripts in turn."""
     written = write_corpus(directory, {"train": 12, "valid": 3}, lengths=lengths)
     for split in ("train", "valid"):
         path = Path(written.manifest(split))
@@ -268,7 +268,7 @@ def test_the_same_recordings_transcribed_in_other_letters_are_not_gone_on_with(b
     flags = ("--resume", str(tmp_path / LAST), "--log_dir", str(tmp_path), "--train_manifest")
     with pytest.raises(DataError, match="Start a new run with --init_from and --new_tokenizer"):
         build_run(begin_run([*flags, str(latin)]))
-    build_run(begin_run([*flags, corpus.manifest("train")]))  # the negative control
+    build_run(begin_run([*flags, corpus.manifest("train")]))  # negative control
 
 
 def test_a_new_tokenizer_has_a_head_that_begins_with_zeros_and_a_rare_blank(base, corpus, tmp_path, capsys):
@@ -311,7 +311,7 @@ def test_shape_and_tokens_are_the_checkpoints_unless_flags_say_otherwise(base, c
 
 def test_the_planner_plans_the_checkpoints_shape(base, corpus, tmp_path):
     flags, asked = ("--init_from", str(base), "--train_layers", "1"), ("--memory_budget", "310MiB", "--json")
-    named = (f"--checkpoint={base}", *flags[2:], *HALF)  # as other scripts call it
+    named = (f"--checkpoint={base}", *flags[2:], *HALF)  # flag name in other scripts
     planned = json.loads(run_script("training_scripts/plan_memory.py", *named, *asked).stdout)
     begun = (*corpus.flags(), *run_folders(tmp_path), "--fresh", *flags)
     steps = [build_run(begin_run([*begun, *more])).step for more in ((), HALF)]
@@ -398,4 +398,4 @@ def test_the_same_command_with_resume_auto_begins_and_goes_on_but_not_with_anoth
     for newest in ("auto", path):
         with pytest.raises(CheckpointError, match="--init_from is other.pt here and .*in the checkpoint"):
             begin_run([*run_folders(tmp_path / "twice"), "--resume", newest, "--init_from", "other.pt"])
-    assert begin_run(["--resume", path]).resumed.step == 2  # what it began with need not be said again
+    assert begin_run(["--resume", path]).resumed.step == 2  # --init_from need not be repeated

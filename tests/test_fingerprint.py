@@ -1,4 +1,4 @@
-"""A corpus is known again where it was moved, lengthened or cut down, and no other is taken for it."""
+"""A corpus is recognised after it is moved, extended or shortened, and never confused with another."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ MANY = 3000
 
 
 def fingerprint(path: Path, numbers: range, seed: int = 0) -> Fingerprint:
-    """Of a manifest of rows numbered so, which are the same for the same seed; they share one file."""
+    """Return the fingerprint of a manifest with these row numbers, determined by the seed; all rows share one file."""
     path.mkdir(parents=True, exist_ok=True)
     seconds = np.random.default_rng(seed).uniform(1, 9, 4 * MANY).round(2)
     rows = [
@@ -56,7 +56,7 @@ def test_blocks_and_an_index_that_is_kept_give_the_same_sketch(tmp_path, monkeyp
     concurrent_micro_batches = fingerprint(tmp_path, range(MANY))
     monkeypatch.setattr(index, "SMALL_BYTES", 0)
     monkeypatch.setattr(index, "BLOCK_BYTES", 20_000)
-    for _ in range(2):  # the first time it is written, the second time read
+    for _ in range(2):  # written the first time, read the second time
         assert make_fingerprint(read_manifest(tmp_path / "train.jsonl")) == concurrent_micro_batches
     assert len(concurrent_micro_batches.sketch) == 1000
 

@@ -101,7 +101,7 @@ def test_the_line_counts_characters_and_transcripts() -> None:
 
 
 def write_recordings(folder: Path, texts: list[str]) -> list[dict[str, object]]:
-    """A recording for each text; returns the rows of their manifest."""
+    """Write a recording for each text and return the rows of the manifest."""
     folder.mkdir(exist_ok=True)
     rows = []
     for number, text in enumerate(texts):
@@ -127,7 +127,7 @@ def test_the_index_keeps_the_counts(small_bytes: int, tmp_path: Path, monkeypatc
     monkeypatch.setattr("konkanivani.data.index.SMALL_BYTES", small_bytes)
     monkeypatch.setattr("konkanivani.data.index.BLOCK_BYTES", 200)  # several blocks
     manifest = write_manifest_of(tmp_path / "corpus", TEXTS)
-    for _ in range(2):  # made, then read if it is kept
+    for _ in range(2):  # created, then read if it is stored
         assert open_index(manifest).format_characters.sentence() == LINE
     assert (tmp_path / "corpus" / "train.jsonl.index").exists() == (small_bytes == 0)
 
@@ -157,7 +157,7 @@ def test_prepare_data_removes_what_no_text_keeps_and_says_so_once(texts: list[st
     assert json.loads((output / "report.json").read_text(encoding="utf-8"))["removed_characters"] == line
     written = (output / "train.jsonl").read_text(encoding="utf-8").splitlines()
     expected = ["".join(c for c in text if c not in "\u200e\ufeff") for text in texts]
-    assert [json.loads(row)["text"] for row in written] == expected  # joiners stay: Whisper writes them
+    assert [json.loads(row)["text"] for row in written] == expected  # joiners stay: Whisper emits them
 
 
 def test_inspection_calls_a_mapped_joiner_mapped() -> None:

@@ -1,4 +1,4 @@
-"""A faithful miniature of every corpus format, prepared and trained on from the command line."""
+"""A faithful miniature of every corpus format, prepared and trained from the command line."""
 
 import csv
 import io
@@ -22,7 +22,7 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Targets:
-    """An utterance that a miniature holds; `split` empty: its corpus gives none; `offset` None: a whole file."""
+    """Utterance of a miniature; `split` empty: not given by the corpus; `offset` None: a whole file."""
 
     text: str
     seconds: float
@@ -32,12 +32,12 @@ class Targets:
 
 
 def sentence(number: int) -> str:
-    """Three words; another sentence for each number below 100."""
+    """Return three words, a different sentence for each number below 100."""
     return " ".join(WORDS[i % 10] for i in (number, number // 10, 3 * number + 1))
 
 
 def write_sentence(path: Path, number: int, rate: int = 16_000) -> Targets:
-    """Writes a sentence as an audio file of the suffix's kind."""
+    """Write a sentence as audio in the format of the suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     samples = speak(sentence(number).split())
     if rate != 16_000:
@@ -74,7 +74,7 @@ def common_voice(folder: Path) -> list[Targets]:
     for number in range(12):
         name, split = f"common_voice_kok_{4_000_000 + number}.mp3", split_of(number)
         spoken = write_sentence(language / "clips" / name, number, 32_000)
-        # Quotation marks are literal, and need not come in pairs.
+        # Quotation marks are literal, and may be unbalanced.
         text = f'"{spoken.text}' if number == 0 else spoken.text
         speaker = f"{split}{number % 2}"
         found.append(replace(spoken, text=text, speaker=speaker, split=split))
@@ -193,10 +193,10 @@ def nemo_tarred(folder: Path) -> list[Targets]:
                         spoken = replace(spoken, text="घर", seconds=0.4, offset=0.5)
                     rows.append((json.dumps(row),))
                     found.append(spoken)
-        if split != "valid":  # a folder may come with the manifests of its shards alone
+        if split != "valid":  # a folder may have only the manifests of its shards
             write_table(folder / split / "tarred_audio_manifest.json", (), rows)
         (folder / split / "sharded_manifests").mkdir()
-        for shard in (0, 1):  # the same rows once more, as NeMo writes them
+        for shard in (0, 1):  # the same rows again, as NeMo writes them
             chosen = [row for row in rows if json.loads(row[0])["shard_id"] == shard]
             write_table(folder / split / "sharded_manifests" / f"manifest_{shard}.json", (), chosen)
     return found
@@ -230,7 +230,7 @@ def indicvoices(folder: Path) -> list[Targets]:
             for number in numbers:
                 seconds = sentence_seconds(number)
                 text = f"{sentence(number)} [noise]"
-                begin = -0.01 if at == 0 else at  # as some do
+                begin = -0.01 if at == 0 else at  # as in some corpora
                 segments.append({"start": begin, "end": at + seconds, "text": text, "speaker_id": 0})
                 speaker = f"S42{split}{numbers[0]}"
                 found.append(Targets(sentence(number), seconds, speaker, split, at))
@@ -278,7 +278,7 @@ def huggingface_saved(folder: Path) -> list[Targets]:
         }
         text = datasets.Value("string")
         features = datasets.Features({"audio": datasets.Audio(), "sentence": text, "client_id": text})
-        # Not from_dict: encoding audio would take torchcodec.
+        # Not from_dict: encoding audio needs torchcodec.
         table = datasets.table.InMemoryTable(pyarrow.table(rows, schema=features.arrow_schema))
         splits[split] = datasets.Dataset(table, datasets.DatasetInfo(features=features))
         given = "valid" if split == "validation" else split
@@ -349,7 +349,7 @@ MINIATURES: dict[str, tuple[Callable[[Path], list[Targets]], tuple[str, ...]]] =
 
 @dataclass(frozen=True)
 class Prepared:
-    """A miniature and what the script made of it."""
+    """Miniature and the output of the script."""
 
     directory: Path
     spoken: list[Targets]
@@ -360,13 +360,13 @@ class Prepared:
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """The folder that the printed command names for --audio_roots, where it names one."""
+        """Return the folder in the printed --audio_roots, if any."""
         root = json.loads((self.directory / "prepared" / "report.json").read_text())["audio_root"]
         assert not root or f"--audio_roots {root}" in self.said
         return (root,) if root else ()
 
 
-# Whole files, spans of them, and bytes of a shard: what training reads is one of these, whatever the corpus was.
+# Whole files, spans of files, and bytes of a shard: training reads one of these for every corpus format.
 TRAINED = ("common_voice", "kaldi", "nemo tarred", "huggingface parquet")
 TRAININGS = [each for name in MINIATURES for each in ([name] if name in TRAINED else further(name))]
 

@@ -18,19 +18,19 @@ from konkanivani.decoding.prefix_beam import prefix_beam_search
 from tests.test_decoding import all_sequences, is_close, problem
 
 FRAMES, VOCABULARY = 3, 6
-EVERY_PREFIX = 160  # more than there are of 3 frames and 5 tokens
+EVERY_PREFIX = 160  # exceeds the number of prefixes of 3 frames and 5 tokens
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def model() -> LanguageModel:
-    """Trigrams of two tokens, one of them often after itself."""
+    """Return a trigram model of two tokens, one often repeated."""
     sentences = [[4, 4, 5], [4, 4], [4], [5, 4, 4], [4, 5, 4, 4, 4]]
     return build_language_model(estimate_ngrams(sentences, VOCABULARY, 3), VOCABULARY, CPU)
 
 
 def expected(log_probabilities: torch.Tensor, fusion: Fusion) -> list[Hypothesis]:
-    """Every possible transcript with its score, by the definition, best first."""
+    """Return every possible transcript with its score, by the definition, best first."""
     found = []
     for tokens, probability in all_sequences(log_probabilities).items():
         if probability > 0 and not {OUR_TOKENS.start, OUR_TOKENS.end} & set(tokens):
@@ -41,7 +41,7 @@ def expected(log_probabilities: torch.Tensor, fusion: Fusion) -> list[Hypothesis
 
 
 def is_exact(log_probabilities: torch.Tensor, fusion: Fusion) -> bool:
-    """Whether the search with a beam of every prefix finds just these, of frames (T', V)."""
+    """Return whether the search with a beam of every prefix finds exactly the expected hypotheses, for (T', V)."""
     frames = log_probabilities[None], (len(log_probabilities),)
     (found,) = prefix_beam_search(*frames, EVERY_PREFIX, best=EVERY_PREFIX, fusion=fusion)
     truth = expected(log_probabilities, fusion)
@@ -78,7 +78,7 @@ def of_the_beginning(self: Fusion, states: torch.Tensor) -> tuple[torch.Tensor, 
     ("Fusion", "following", of_the_beginning),
 ])  # fmt: skip
 def test_a_wrong_fusion_would_be_seen(model, kind, part, mistake, monkeypatch):
-    """Negative control: a language model that is not asked about the end, or forgets what was said."""
+    """Negative control: a language model that does not score the end, or forgets its history."""
     log_probabilities, fusion = problem(0, (FRAMES,), VOCABULARY)[0], Fusion(model, 0.7)
     assert is_exact(log_probabilities, fusion)
     monkeypatch.setattr(getattr(fusion_module, kind), part, mistake)
@@ -86,7 +86,7 @@ def test_a_wrong_fusion_would_be_seen(model, kind, part, mistake, monkeypatch):
 
 
 def test_a_language_model_decides_between_what_sounds_the_same(model):
-    """Twice a token, or another between: CTC cannot tell, the model has only ever heard one of them."""
+    """CTC cannot decide between a repeated token and another one in between; the model has seen only one of them."""
     probabilities = torch.full((1, 3, VOCABULARY), 1e-9, dtype=torch.float64)
     probabilities[0, [0, 2], 4] = 1.0
     probabilities[0, 1, [0, 5]] = 0.5

@@ -1,4 +1,4 @@
-"""The rules of a search forbid what transformers' logits processors forbid, and a prompt is what stands before."""
+"""The rules of a search forbid the same tokens as transformers' logits processors, and prompts precede hypotheses."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ SPECIAL = SpecialTokens(blank=None, unknown=None, start=21, end=END)
 
 
 class Given:
-    """A FullScorer of given scores (steps, B, K, V), a step after the other."""
+    """FullScorer of given scores (steps, B, K, V), one step after the other."""
 
     def __init__(self, scores: torch.Tensor) -> None:
         self._scores, self._step = scores, 0
@@ -43,7 +43,7 @@ class Given:
 
 
 def theirs(tokens: torch.Tensor, scores: torch.Tensor, rules: GenerationRules) -> torch.Tensor:
-    """Scores (N, V) after tokens (N, U) as transformers leaves them, its processors in the order of generate."""
+    """Return scores (N, V) after tokens (N, U) from transformers' processors, in the order of generate."""
     begin = len(PROMPT)
     said = torch.cat([torch.tensor(PROMPT).expand(len(tokens), -1), tokens], dim=1)
     scores = processors.SuppressTokensAtBeginLogitsProcessor(rules.suppressed_first, begin)(said, scores)
@@ -63,12 +63,12 @@ RULES = st.builds(GenerationRules, st.just(()), IDS, IDS, TIME_RULES)
 @settings(deadline=None, max_examples=80)
 @given(RULES, st.integers(0, 10**6), st.sampled_from([0.1, 1.0, 4.0]))
 def test_what_is_forbidden_is_what_transformers_forbids(rules, seed, spread):
-    """Ten steps of three utterances with two hypotheses each, any token chosen that is allowed and is not the end."""
+    """Ten steps of three utterances with two hypotheses each, with random allowed tokens except for the end."""
     generator = torch.Generator().manual_seed(seed)
     scores = spread * torch.randn(10, 3, 2, V, generator=generator)
     scorer, said = RuledScorer(Given(scores), rules, END), torch.empty(3, 2, 0, dtype=torch.int64)
     for step in range(10):
-        if step == 6:  # an utterance is done
+        if step == 6:  # an utterance has ended
             kept = torch.tensor([0, 2])
             scorer.keep(kept)
             said, scores = said[kept], scores[:, kept]
@@ -106,7 +106,7 @@ def test_a_prompt_is_what_stands_before_the_first_score():
         tokens = torch.tensor([[SPECIAL.start, 5, 6, 7]] * 2)
         whole = model.decoder.output(model.decoder(tokens, encoded, lengths, run_directly))[:, -1].double()
         assert torch.allclose(found, whole.log_softmax(-1)[:, None].expand_as(found), atol=1e-5)
-        assert not found.isinf().any()  # a vocabulary without a blank says by its rules what cannot follow
+        assert not found.isinf().any()  # without a blank, only the rules exclude tokens
         unlike = AttentionScorer(model, encoded, lengths, 2, SPECIAL, prompt=(5, 7, 6)).score()
         assert not torch.allclose(found, unlike, atol=1e-5)
 
@@ -131,7 +131,7 @@ def test_a_search_keeps_to_its_rules_and_ends_at_its_limit(beam):
             assert said == sorted(said) or rules.times is None
             assert FIRST_TIME <= tokens[0] <= FIRST_TIME + 2 or rules.times is None
     free = BeamDecode(beam, 0.0, 0.0, None, 0.0, SPECIAL)(model, encoded, lengths)
-    assert [len(tokens) for tokens in free] == [5, 5, 5]  # the negative control: as many tokens as frames
+    assert [len(tokens) for tokens in free] == [5, 5, 5]  # negative control: one token per frame
 
 
 def test_a_language_model_of_other_tokens_is_refused():

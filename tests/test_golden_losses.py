@@ -1,7 +1,7 @@
-"""A tiny run's losses, step by step, as they have always been: no speed-up may change them.
+"""Losses of a tiny run, step by step, against stored values: no optimization may change them.
 
-The losses in golden_losses.txt are those of float64 on a CPU without dropout, whose masks are the only thing that a
-faster way to draw them may change. Where the mathematics itself is changed on purpose, write them anew:
+golden_losses.txt has float64 losses on a CPU without dropout, since faster sampling may change the dropout masks. After
+an intended change of the mathematics, write the file again:
 
     .venv/bin/python -m tests.test_golden_losses
 """
@@ -25,7 +25,7 @@ RUNS = {
 
 
 def parts_of(run: str) -> StepParts:
-    """The run's step parts, freshly initialised."""
+    """Return the freshly initialised step parts of the run."""
     parts = double_parts(RUNS[run])
     loss = LossConfig(ctc_weight=0.3, intermediate_ctc_weight=0.3 if run == "intermediate_ctc" else 0.0)
     forward = dataclasses.replace(parts.forward, objective=parts.architecture.objective(loss))
@@ -33,14 +33,14 @@ def parts_of(run: str) -> StepParts:
 
 
 def losses(parts: StepParts) -> list[float]:
-    """The joint loss of each step, another window of six utterances each, the last in another cut."""
+    """Return the joint loss of each step on different global batches of six utterances, the last split differently."""
     cuts = [2] * (STEPS - 1) + [3]
     global_batches = (global_batch(speeches(6, seed=step), cut) for step, cut in enumerate(cuts))
     return [train_step(parts, one, step).loss for step, one in enumerate(global_batches)]
 
 
 def read_golden(run: str) -> list[float]:
-    """The run's losses in the file."""
+    """Return the stored losses of the run."""
     rows = (line.split() for line in GOLDEN.read_text().splitlines() if not line.startswith("#"))
     return [float(loss) for name, _, loss in rows if name == run]
 

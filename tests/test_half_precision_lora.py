@@ -72,7 +72,7 @@ def check_trained(run: Run, folder: Path, gradients: set[torch.dtype]) -> None:
 
 @pytest.fixture(params=AUTOCAST)
 def autocast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Autocast in this format on the CPU, with the loss scaler if it is fp16, as on a GPU."""
+    """Enable autocast in this format on the CPU, with the loss scaler for fp16, as on a GPU."""
     monkeypatch.setattr(build_step, "choose_precision", lambda config, device: AUTOCAST[request.param])
     return request.param
 

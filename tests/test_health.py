@@ -1,4 +1,4 @@
-"""The health report: every number against one computed by hand, every finding with a corpus that lacks it."""
+"""The health report: every number against a manual computation, every finding with a defective corpus."""
 
 import json
 import math
@@ -103,7 +103,7 @@ def test_an_axis_counts_in_whole_utterances_and_says_what_is_where(amounts, labe
     assert drawn.count('class="bar"') == sum(amount > 0 for amount in amounts)
 
 
-# Sound
+# Audio
 
 
 def utterance(path: Path, text: str = "एक", duration: float = 1.0, **more: object) -> Utterance:
@@ -253,8 +253,8 @@ def test_outliers_are_robust_scores_of_the_log_rate():
     spread_of_logs = math.log(1.25)
     assert scores[30] == pytest.approx(0.6745 * math.log(4) / spread_of_logs)
     assert scores[0] == pytest.approx(-0.6745) and scores[1] == 0 and scores[31] == 0
-    assert not robust_scores(rates[-12:]).any()  # too few to tell
-    assert np.abs(robust_scores(np.array([10.0] * 30 + [10.1]))).max() < 3.5  # a hair's breadth
+    assert not robust_scores(rates[-12:]).any()  # too few values
+    assert np.abs(robust_scores(np.array([10.0] * 30 + [10.1]))).max() < 3.5  # a negligible deviation
 
 
 def test_padding_is_that_of_the_real_micro_batches():
@@ -283,7 +283,7 @@ def test_decoded_recordings_are_evenly_spaced_and_chosen_by_the_seed():
 
 @dataclass(frozen=True)
 class LazyRows:
-    """Rows that are made when they are read, as a file of millions would be."""
+    """Rows that are created on access, as in a file of millions."""
 
     count: int
 
@@ -302,7 +302,7 @@ def test_a_long_manifest_stays_on_the_disk():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert health.parts[0].utterances == health.parts[0].sentences == 5_000 and health.parts[0].speakers.count == 9
-    assert peak / 5_000 < 250  # an Utterance alone is more; numpy's copies while judging are in it
+    assert peak / 5_000 < 250  # less than one Utterance; includes the temporary numpy copies
 
 
 # Findings
@@ -310,7 +310,7 @@ def test_a_long_manifest_stays_on_the_disk():
 
 @dataclass(frozen=True)
 class Row:
-    """What one row of a small corpus is made of; its audio is a buzz of its own pitch."""
+    """Content of one row in a small corpus; its audio is a buzz with its own pitch."""
 
     name: str
     text: str
@@ -322,7 +322,7 @@ class Row:
 
 
 def rows_of(split: str, speakers: str, count: int) -> list[Row]:
-    """A healthy list: three words of three letters each, in an order that no other row of either list has."""
+    """Return a healthy list of texts of three words of three letters, unique over both lists."""
     half = len(WORDS) // 2
     first, second = (WORDS[:half], WORDS[half:]) if split == "train" else (WORDS[half:], WORDS[:half])
     texts = (f"{first[n % half]} {second[n // half]} {second[n % half]}" for n in range(count))
@@ -343,7 +343,7 @@ def write_part(directory: Path, split: str, rows: list[Row]) -> str:
 
 @dataclass
 class Small:
-    """A corpus that a test may spoil before it is written and after."""
+    """Corpus that a test may damage before and after it is written."""
 
     directory: Path
     train: list[Row] = field(default_factory=lambda: rows_of("train", "abc", 40))
@@ -457,7 +457,7 @@ def test_files_that_are_missing_or_unreadable_end_training(small):
     missing = diagnose(paths, CONFIG, 0)
     assert "1 row is broken (2.5 %, more than --max_rejected 1%): row 4, train003.wav" in said(missing, "error")
     (small.directory / "train003.wav").write_bytes(b"no audio")
-    assert diagnose(paths, CONFIG, 0).verdict.can_be_trained  # none was decoded
+    assert diagnose(paths, CONFIG, 0).verdict.can_be_trained  # no file was decoded
     broken = diagnose(paths, CONFIG, 500)
     assert "1 of 40 sampled recordings cannot be read (row 4, train003.wav: it cannot be opened" in said(
         broken, "error"
@@ -584,7 +584,7 @@ def test_flags_that_cannot_work_are_refused_before_anything_is_read(flags, code)
 
 
 def hostile_corpus(directory: Path) -> tuple[str, ...]:
-    """Everything at once that a folder of recordings can hold against one."""
+    """Write a corpus with every kind of defect in a folder of recordings."""
     tone = 0.1 * np.sin(np.arange(RATE) / 10)
     soundfile.write(directory / "good.wav", tone, RATE)
     soundfile.write(directory / "nan.wav", np.full(RATE, np.nan), RATE, subtype="FLOAT")

@@ -1,4 +1,4 @@
-"""--help: the common flags of the trainer, all of them on request, 80 columns, examples as they stand in the script."""
+"""--help: common flags of the trainer, all flags on request, 80 columns, examples unchanged."""
 
 import ast
 import dataclasses
@@ -25,7 +25,7 @@ TRAINER = ROOT / "training_scripts/train_konkanivani_asr.py"
 
 
 def shown_help(script: Path, *words: str) -> str:
-    """Return what `--help` prints."""
+    """Return the output of `--help`."""
     command = [sys.executable, str(script), "--help", *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
@@ -33,7 +33,7 @@ def shown_help(script: Path, *words: str) -> str:
 
 
 def listed_flags(shown: str) -> list[str]:
-    """Return the names of the flags that a help lists, in its order."""
+    """Return the names of the flags in a help text, in order."""
     return [line.split()[0].removeprefix("--") for line in shown.splitlines() if line.startswith("  --")]
 
 

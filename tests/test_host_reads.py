@@ -1,4 +1,4 @@
-"""A step waits for its device once: where the norm and the losses are read, to know whether the update may happen."""
+"""A step synchronises with its device once: it reads the norm and the losses to decide about the update."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -16,12 +16,12 @@ from konkanivani.training.step import StepParts, train_step
 VOCABULARY = 1000
 BOTH_LOSSES = LossConfig()
 SHAPE = ModelConfig(d_model=48, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=16)
-# What the host cannot go on without on any device: a number, or a shape that depends on numbers.
+# Operations that the host must wait for on any device: a number, or a shape that depends on numbers.
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim", "item")
 
 
 class Reads(TorchDispatchMode):
-    """The operations that make the host wait for numbers."""
+    """Record of the operations that make the host wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,12 +61,12 @@ def test_the_host_reads_four_numbers_once_a_step_whatever_the_micro_batches(reco
     global_batch = build_global_batch(build_speech(4), 2)  # two utterances of different lengths: masks, padding
     with Reads() as mode:
         assert not train_step(parts, global_batch, 0).is_skipped
-    # Fused AdamW reads its step counts on a CPU, where they are numbers already.
+    # Fused AdamW reads its step counts on a CPU, which needs no synchronisation.
     assert reads == [4] and set(mode.found) <= {"_local_scalar_dense"} and len(mode.found) == updated(parts)
 
 
 def updated(parts: StepParts) -> int:
-    """How often the optimizer alone reads."""
+    """Return the number of reads by the optimizer alone."""
     with Reads() as mode:
         parts.optimizer.step()
     return len(mode.found)
@@ -83,10 +83,10 @@ def test_negative_control_a_read_in_the_loss_is_seen():
 
 @pytest.mark.card
 def test_on_a_card_nothing_else_waits():
-    """Beside CTC, for which PyTorch brings the lengths to the card and waits for them."""
+    """Excludes CTC, for which PyTorch copies the lengths to the GPU and waits."""
     parts, reads = step_on("cuda", MemoryConfig(mixed_precision=True), LossConfig(ctc_weight=0.0))
     global_batch = build_global_batch(build_speech(4), 2)
-    for step in range(8):  # kernels are chosen, the loss scale found
+    for step in range(8):  # selects kernels and adapts the loss scale
         train_step(parts, global_batch, step)
     reads.clear()
 
@@ -102,4 +102,4 @@ def test_on_a_card_nothing_else_waits():
         train_step(dataclasses.replace(parts, read=read), global_batch, 8)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert reads == [3]  # without CTC there is one number less
+    assert reads == [3]  # one number less without CTC

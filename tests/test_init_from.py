@@ -1,4 +1,4 @@
-"""--init_from: what is taken whole, what is cut and how, and what begins anew."""
+"""--init_from: weights copied, weights cut and how, and weights initialised randomly."""
 
 import dataclasses
 import shutil
@@ -35,7 +35,7 @@ def build(vocab_size: int = VOCABULARY, **changes: object) -> KonkaniVaniASR:
 
 
 def numbered() -> dict[str, torch.Tensor]:
-    """A large model's tensors, each element the number of its own place."""
+    """Return the tensors of a large model, with each element set to its index."""
     state = build().state_dict()
     return {name: torch.arange(w.numel(), dtype=torch.float64).view(w.shape) for name, w in state.items()}
 
@@ -90,8 +90,8 @@ def test_layers_are_taken_evenly_spaced_first_and_last_included():
 
 
 def test_query_key_and_value_of_each_head_give_a_part_of_their_own():
-    # 4 heads of width 8, cut to 4 heads of width 4. A head's components are rotated in pairs (j, j + 4), so the
-    # kept ones are 0, 2 and 4, 6: pairs stay pairs, and keep their frequencies.
+    # 4 heads of width 8, cut to 4 heads of width 4. A head's components are rotated in pairs (j, j + 4), so the kept
+    # ones are 0, 2 and 4, 6: pairs stay pairs, and keep their frequencies.
     head = [0, 2, 4, 6]
     rows = [part * 32 + h * 8 + component for part in range(3) for h in range(4) for component in head]
     weights = numbered()
@@ -128,16 +128,16 @@ def test_kept_components_keep_their_rotary_frequencies():
 def test_gate_kernel_and_mel_bands_are_cut_by_their_structure():
     state, transfer = cut(numbered(), d_model=16, convolution_kernel=3, subsampling_channels=4)
     gate = state["encoder.blocks.0.convolution.gate.bias"]
-    assert gate.tolist() == [*range(16), *range(32, 48)]  # the leading part of either half
+    assert gate.tolist() == [*range(16), *range(32, 48)]  # the leading part of each half
     kernel = state["encoder.blocks.0.convolution.depthwise.weight"]
-    assert kernel[1, 0].tolist() == [7 + 2, 7 + 3, 7 + 4]  # the taps around the frame itself, of 7
+    assert kernel[1, 0].tolist() == [7 + 2, 7 + 3, 7 + 4]  # the taps around the center frame, of 7
     bands = state["encoder.subsampling.output.weight"][0]
     assert bands.tolist() == list(range(4 * 19))  # 19 bands of each of the first 4 channels
     assert transfer.left_out == ()
 
 
 def test_a_cut_feedforward_computes_what_its_hidden_units_computed():
-    """Cut in the inner width alone, it is the large one with the other hidden units silenced."""
+    """Cutting only the inner width equals the large module with the other hidden units set to zero."""
     model, source = build(feedforward_dim=16), build(feedforward_dim=32)
     transfer_weights(model, source.state_dict(), LARGE, is_same_vocabulary=True)
     ours, theirs = model.encoder.blocks[0].first_feedforward, source.encoder.blocks[0].first_feedforward

@@ -1,4 +1,4 @@
-"""Where Kaldi's data folders have their audio: in the recipe's folder, far from wav.scp, or behind a command."""
+"""Audio locations in Kaldi data folders: in the recipe's folder, far from wav.scp, or piped from a command."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tests.test_prepare_data import prepare, rejected
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A recipe's folder egs/x/s5 with six recordings in downloads/, which data/train/wav.scp names from there."""
+    """Write a recipe folder egs/x/s5 with six recordings in downloads/, named relative to it by data/train/wav.scp."""
     folder = tmp_path / "egs" / "x" / "s5"
     for number in range(6):
         write_sentence(folder / "downloads" / f"rec{number}.flac", number)
@@ -34,7 +34,7 @@ def prepare_there(recipe: Path, *flags: str) -> subprocess.CompletedProcess[str]
 
 
 def prepared_audio(recipe: Path) -> set[str]:
-    """The recordings that the manifests name, relative to the recipe."""
+    """Return the recordings in the manifests, relative to the recipe."""
     names = set()
     for path in (recipe / "out").glob("*.jsonl"):
         rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())

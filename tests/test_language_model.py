@@ -1,4 +1,4 @@
-"""Language models of tokens: estimates and scores against plain definitions, an n-gram at a time; files; a script."""
+"""Token language models: estimation and scores against plain definitions, one n-gram at a time; files; a script."""
 
 import gzip
 import json
@@ -37,14 +37,14 @@ from tests.conftest import ROOT, WORDS, run_script, well
 SCRIPT = "training_scripts/train_language_model.py"
 CPU = torch.device("cpu")
 UNKNOWN, START, END = OUR_TOKENS.unknown, OUR_TOKENS.start, OUR_TOKENS.end
-VOCABULARY = 8  # of the models made here: four special tokens and four pieces
+VOCABULARY = 8  # size in these tests: four special tokens and four pieces
 PIECES = range(4, VOCABULARY)
 Gram = tuple[int, ...]
 Model = dict[Gram, tuple[float, float]]  # log probability and log weight
 
 
 def ngrams_of(model: Model) -> list[Ngrams]:
-    """The model as arrays, in the order in which it is written down."""
+    """Return the model as arrays, in file order."""
     orders = []
     for order in range(1, max(map(len, model)) + 1):
         rows = [(gram, *values) for gram, values in model.items() if len(gram) == order]
@@ -60,14 +60,14 @@ def model_of(orders: Sequence[Ngrams]) -> Model:
 
 
 def log_probability(model: Model, history: Gram, token: int) -> float:
-    """The definition of a back-off model, word for word."""
+    """Return the probability by the definition of a back-off model, word for word."""
     if (*history, token) in model:
         return model[(*history, token)][0]
     return model.get(history, (0.0, 0.0))[1] + log_probability(model, history[1:], token) if history else -math.inf
 
 
 def expected_scores(model: Model, tokens: Gram) -> list[float]:
-    """What follows the start and these tokens: what the model does not know is its unknown token."""
+    """Return the scores of all tokens after the start and these tokens; unknown ones count as the unknown token."""
     order = max(map(len, model))
 
     def known(token: int) -> int:
@@ -80,7 +80,7 @@ def expected_scores(model: Model, tokens: Gram) -> list[float]:
 
 
 def states_along(model: LanguageModel, tokens: Sequence[int]) -> list[torch.Tensor]:
-    """The state at first, and that after each of the tokens."""
+    """Return the initial state and the state after each token."""
     states = [model.initial(1)]
     for token in tokens:
         states.append(model.advance(states[-1], torch.tensor([token])))
@@ -92,7 +92,7 @@ def state_after(model: LanguageModel, tokens: Gram) -> torch.Tensor:
 
 
 def is_close(one: Sequence[float], other: Sequence[float], bound: float = 1e-12) -> bool:
-    """Equal to the bound; two infinities are equal, a NaN equals nothing."""
+    """Return whether the values agree to the bound; two infinities are equal, a NaN equals nothing."""
     return len(one) == len(other) and all(
         a == b or math.isclose(a, b, rel_tol=bound, abs_tol=bound) for a, b in zip(one, other, strict=True)
     )
@@ -100,7 +100,7 @@ def is_close(one: Sequence[float], other: Sequence[float], bound: float = 1e-12)
 
 @st.composite
 def models(draw: st.DrawFn) -> Model:
-    """Any back-off model: lower orders may lack what higher ones have, weights may be above one."""
+    """Draw any back-off model: lower orders may lack n-grams of higher ones, weights may exceed one."""
     words = [START, END, *draw(st.lists(st.sampled_from([UNKNOWN, *PIECES]), unique=True, min_size=1))]
     grams = draw(st.lists(st.lists(st.sampled_from(words), min_size=2, max_size=4).map(tuple), unique=True))
     logarithm = st.integers(-9000, 0).map(lambda number: number / 1000)
@@ -200,7 +200,7 @@ class KneserNey:
         return found if all(0 < found[k] < k for k in (1, 2, 3)) else [0, *USUAL_DISCOUNTS]
 
     def probability(self, history: Gram, token: int) -> float:
-        """P(token | history), the history not longer than the order allows."""
+        """Return P(token | history), for a history no longer than the order allows."""
         counts, discounts = self.followed[history], self.discounts[len(history) + 1]
         shorter = self.probability(history[1:], token) if history else 1 / (VOCABULARY - 2)
         if not counts:
@@ -215,14 +215,14 @@ texts = st.lists(st.lists(st.sampled_from([UNKNOWN, *PIECES]), max_size=7), min_
 
 
 def contexts_of(sentences: Sequence[Sequence[int]], order: int) -> set[Gram]:
-    """Every context that occurs, and some that do not."""
+    """Return every context that occurs, and some that do not."""
     framed = [(START, *tokens) for tokens in sentences]
     seen = {tuple(t[a:b]) for t in framed for a in range(len(t)) for b in range(a, min(a + order - 1, len(t)) + 1)}
     return seen | {(4,), (7, 7), (6, 5, 4), (START, 7)}
 
 
 def is_kneser_ney(sentences: Sequence[Sequence[int]], order: int) -> bool:
-    """Whether the estimated model is the definition's, in every context."""
+    """Return whether the estimated model equals the definition in every context."""
     truth = KneserNey(sentences, order)
     model = model_of(estimate_ngrams(sentences, VOCABULARY, order))
     for context in contexts_of(sentences, order):
@@ -240,7 +240,7 @@ def test_an_estimate_is_kneser_neys_definition(sentences, order):
 
 
 def zipf(count: int, seed: int = 0) -> list[list[int]]:
-    """Sentences of tokens some of which are far more frequent than others."""
+    """Return sentences with very different token frequencies."""
     generator = np.random.default_rng(seed)
     lengths = generator.integers(1, 9, size=count)
     return [[int(t) for t in generator.choice(PIECES, size=n, p=(0.6, 0.25, 0.1, 0.05))] for n in lengths]
@@ -264,7 +264,7 @@ def test_a_wrong_estimate_would_be_seen(part, mistake, monkeypatch):
 
 
 def walked(model: LanguageModel, sentences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The scores in all states that the sentences pass through."""
+    """Return the scores in all states along the sentences."""
     return model.score(torch.cat([state for tokens in sentences for state in states_along(model, tokens)]))
 
 
@@ -320,7 +320,7 @@ def test_what_is_written_is_read(orders, tokenizer, tmp_path, name):
 
 
 def test_a_file_as_others_write_it_is_read(tokenizer, tmp_path):
-    """Blank lines and comments, spaces for tabs, weights left out, n-grams in any order, Windows line ends."""
+    """Blank lines and comments, spaces for tabs, missing weights, n-grams in any order, Windows line ends."""
     piece = tokenizer.piece(4)
     rows = ["# made by hand", "", "\\data\\", "ngram  1=4", "ngram 2 = 2", "", "\\1-grams:", f"-0.5 {piece} -0.25"]
     rows += ["-1 <unk>", "-99\t<s>\t-0.5", "", "-0.5\t</s>", "\\2-grams:", f"-0.125 {piece} </s>", f"-1 <s> {piece}"]
@@ -393,7 +393,7 @@ BROKEN = {
 
 
 def refusal(content: bytes, tokenizer: Tokenizer, path: Path) -> str:
-    """What is said of a file that is no language model for the tokenizer."""
+    """Return the error message for a file that is not a language model for the tokenizer."""
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
         read_language_model(path, tokenizer, CPU)
@@ -470,7 +470,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(orders, tokenizer, tmp_pat
 
 @pytest.fixture(scope="module")
 def folder(tokenizer, tmp_path_factory) -> Path:
-    """A checkpoint's file (the weights are not asked for), and text in a file and in a manifest."""
+    """Return a folder with a checkpoint without weights, and text in a file and in a manifest."""
     directory = tmp_path_factory.mktemp("script")
     config = replace(TrainConfig(), text=TextConfig(tokenizer_type="char", digits="spell"))
     checkpoint = Checkpoint(config_to_text(config), tokenizer.model, tokenizer.size, 0, 0, {})
@@ -486,7 +486,7 @@ def folder(tokenizer, tmp_path_factory) -> Path:
 
 
 def train(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Runs the script in the folder; nothing half-written may be left there."""
+    """Run the script in the folder, and check that it leaves no partial file."""
     done = run_script(SCRIPT, "--checkpoint", "checkpoint_best.pt", *flags, cwd=folder)
     assert "Traceback" not in done.stdout + done.stderr
     assert list(folder.glob("*.partial")) == []
@@ -497,7 +497,7 @@ def test_the_script_writes_a_model_and_measures_it(folder, tokenizer):
     flags = ("--text", "text.txt", "--manifest", "rows.jsonl", "--order", "3", "--output", "lm.arpa")
     done = well(train(folder, *flags, "--held_out", "few.txt"))
     model = read_language_model(folder / "lm.arpa", tokenizer, CPU)
-    # As the checkpoint's own transcripts, digits are spelt.
+    # Digits are spelt as in the transcripts of the checkpoint.
     texts = [f"{one} {other}" for one in WORDS for other in WORDS] + ["एक घर", "पांच घर"]
     again = model_of(estimate_ngrams([tokenizer.encode(text) for text in texts], tokenizer.size, 3))
     written = model_of(read_arpa(folder / "lm.arpa", tokenizer))
@@ -529,7 +529,7 @@ def test_the_script_writes_a_model_and_measures_it(folder, tokenizer):
     (("--text", "text.txt", "--output", "x.arpa", "--checkpoint", "text.txt"), 4, "text.txt is damaged or not a"),
 ])  # fmt: skip
 def test_the_script_refuses_in_a_sentence(folder, flags, code, said, monkeypatch):
-    """In this process, as the script itself calls it."""
+    """Runs in this process, as the script itself calls the function."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(ROOT / "training_scripts"))
     script = runpy.run_path(str(ROOT / SCRIPT))

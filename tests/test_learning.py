@@ -1,4 +1,4 @@
-"""A run that does not learn says so, with what helps, once its third has passed; one that learns says nothing."""
+"""A run that does not learn reports it, with advice, after a third of its steps; one that learns does not."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ def test_a_run_that_learns_says_nothing():
     assert failures(HEALTHY) == []
     assert failures(dataclasses.replace(HEALTHY, cer=math.nan, blank_share=math.nan)) == []
     early = EpochLearning(300, 400, 1000, loss=0.5, first_loss=3.0, clipped_share=1.0)
-    assert failures(early) == []  # as of every run's first steps
+    assert failures(early) == []  # as in the first steps of every run
 
 
 @pytest.mark.parametrize(

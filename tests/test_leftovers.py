@@ -1,4 +1,4 @@
-"""No process outlives its test, and a test run that was started with nohup is like any other."""
+"""No process outlives its test, and a test run under nohup is like any other."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def test_what_a_test_leaves_behind_is_ended_and_nothing_else():
         assert left >= {one.pid for one in began} and len(descendants(began[2].pid)) == 1
         end_leftovers(left - {began[0].pid})
         assert [one.wait() for one in began[1:]] == [-signal.SIGKILL] * 2
-        assert began[2].stdout.read() == b""  # nobody holds its other end
+        assert began[2].stdout.read() == b""  # no process holds the other end
         assert began[0].poll() is None
     finally:
         for one in began:

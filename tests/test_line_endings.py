@@ -1,4 +1,4 @@
-"""Files that git or an editor has saved again with CRLF or a byte order mark: loaded as before, or refused with why."""
+"""Files that git or an editor saved with CRLF or a byte order mark: loaded as before, or refused with the cause."""
 
 import gzip
 import json
@@ -34,7 +34,7 @@ Change = Callable[[bytes], bytes]
 
 
 def with_crlf(content: bytes) -> bytes:
-    """As git writes a file that it takes for text, where line endings are to be CRLF."""
+    """Convert the line endings to CRLF, as git does for a text file."""
     return content.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
 
 
@@ -143,7 +143,7 @@ def test_a_folder_of_transformers_parakeet(change: Change, tmp_path: Path) -> No
     texts = [path for path in folder.iterdir() if path.suffix in (".json", ".txt")]
     assert {"config.json", "tokenizer.json"} <= {path.name for path in texts}
     for path in texts:
-        if change(path.read_bytes()) != path.read_bytes():  # one line alone has no line ending
+        if change(path.read_bytes()) != path.read_bytes():  # a single line has no line ending
             save_again(path, change)
     after = import_nemo(folder, None, tmp_path)
     assert after.checkpoint.tokenizer == before.checkpoint.tokenizer
@@ -215,7 +215,7 @@ def test_a_file_that_is_cut_is_not_said_to_be_converted(name: str, tmp_path: Pat
 
 
 def test_a_bundle_of_which_one_line_feed_was_converted_fails_its_checksum(tmp_path: Path) -> None:
-    """The length is kept, so that only the checksum sees it; a single change is not called a conversion."""
+    """The length stays the same, so only the checksum detects it; one change is not reported as a conversion."""
     path = write_bundle(tmp_path)
     content = path.read_bytes()
     place = content.rindex(b"\n")
@@ -226,7 +226,7 @@ def test_a_bundle_of_which_one_line_feed_was_converted_fails_its_checksum(tmp_pa
 
 def test_the_hint_needs_a_binary_file(tmp_path: Path) -> None:
     cases = {
-        b"a\r\n" * 20: False,  # a text of Windows in place of a model
+        b"a\r\n" * 20: False,  # a Windows text file instead of a model
         MARK + b"text": False,
         b"\0" + b"a\r\n" * 20: True,
         b"\0" + b"a\r\n" * 20 + b"\n": False,
@@ -244,7 +244,7 @@ def test_the_hint_needs_a_binary_file(tmp_path: Path) -> None:
 
 
 def test_git_leaves_the_bytes_of_models_as_they_are(tmp_path: Path) -> None:
-    """With .gitattributes of this repository, a checkout with CRLF changes no model, and without it does."""
+    """With this repository's .gitattributes, a checkout with CRLF keeps models unchanged; without it, it does not."""
     if shutil.which("git") is None or not (ROOT / ".gitattributes").is_file():
         pytest.skip("needs git and the repository's .gitattributes")
     content = b"text without a NUL\n" * 10

@@ -1,4 +1,4 @@
-"""The linear layer that keeps less, and the rotation in place, against the formulas that autograd differentiates."""
+"""The memory-saving linear layer and the in-place rotation, against the formulas differentiated by autograd."""
 
 import weakref
 
@@ -58,7 +58,7 @@ def test_in_autocast_the_product_is_in_half_precision_and_the_gradients_in_the_p
 
 
 def kept_bytes(function, x, linear, norm, activation) -> int:
-    """Bytes kept for the backward pass beside x and the parameters."""
+    """Return the bytes kept for the backward pass in addition to x and the parameters."""
     known = {tensor.untyped_storage()._cdata for tensor in [x, *linear.parameters(), *norm.parameters()]}
     kept = {}
 
@@ -92,7 +92,7 @@ def test_what_was_kept_is_gone_when_its_own_backward_is_done():
 
 
 def turned(vectors: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Vectors (B, T, H, E): components j and j + E / 2 as complex numbers times e^(i angle)."""
+    """Rotate vectors (B, T, H, E): components j and j + E / 2 as complex numbers times e^(i angle)."""
     pairs = torch.complex(*vectors.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)[:, None, :]
     return torch.cat([pairs.real, pairs.imag], dim=-1)
 

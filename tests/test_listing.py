@@ -1,4 +1,4 @@
-"""What a system keeps in a folder for itself is no part of a corpus, and is not transcribed, unless it is named."""
+"""System files in a folder are not part of a corpus and are not transcribed, unless they are named."""
 
 import json
 import shutil
@@ -13,11 +13,12 @@ from tests.conftest import well
 from tests.test_formats import MINIATURES, add_member, sentence, sound_bytes, write_sentence
 from tests.test_prepare_data import prepare, rejected
 
-FORK = b"\0\5\26\7\0\2\0\0Mac OS X        \xff\xfe" + bytes(120)  # as a Mac writes it where it cannot keep attributes
+# As written by a Mac on file systems without attributes.
+FORK = b"\0\5\26\7\0\2\0\0Mac OS X        \xff\xfe" + bytes(120)
 
 
 def haunt(folder: Path) -> None:
-    """Puts beside every file what a Mac, a Windows and a Linux leave there, and a second corpus in the bin."""
+    """Add the files that macOS, Windows and Linux leave next to every file, and a second corpus in the trash."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     for path in files:
         (path.parent / f"._{path.name}").write_bytes(FORK)

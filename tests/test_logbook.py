@@ -1,4 +1,4 @@
-"""The logbook: every number comes back, each step is there once, and no failing disk stops training."""
+"""The logbook: exact numbers, each step once, and no end of training on disk errors."""
 
 import io
 import json
@@ -44,7 +44,7 @@ LOSSES = {"2 loss/all", "2 loss/attention", "2 loss/ctc"}
 
 
 def a_step(step: int, loss: float | None = 0.1) -> StepRecord:
-    """A step whose numbers no short decimal holds."""
+    """Return a step whose numbers have no short decimal form."""
     return StepRecord(
         step=step,
         epoch=1,
@@ -108,7 +108,10 @@ def steps_of(accumulator: EventAccumulator, tag: str) -> list[int]:
 
 
 def shown_tensors(directory: Path, tag: str) -> list:
-    """As TensorBoard's server reads them: unlike the plain EventAccumulator, it purges text too at a restart."""
+    """Return the tensors as TensorBoard's server reads them.
+
+    Unlike EventAccumulator, it also purges text at a restart.
+    """
     accumulator = PluginEventAccumulator(str(directory), {"tensors": 0})
     accumulator.Reload()
     return accumulator.Tensors(tag)
@@ -125,7 +128,7 @@ def warnings_heard() -> list[str]:
 def test_every_number_of_a_step_and_a_validation_comes_back_from_jsonl_exactly(tmp_path):
     log_all(tmp_path, a_step(1), a_validation(1))
     step, validation = lines_of(tmp_path)
-    # Through JSON once more, since JSON knows lists only; the floats are compared bit for bit all the same.
+    # Normalise through JSON, which has lists only; the floats are still compared bit for bit.
     assert step == {"kind": "step"} | json.loads(json.dumps(asdict(a_step(1))))
     assert validation == {"kind": "validation"} | json.loads(json.dumps(asdict(a_validation(1))))
     assert step["attention_loss"].hex() == math.pi.hex()
@@ -142,7 +145,7 @@ def test_every_tagged_number_comes_back_from_tensorboard(tmp_path):
         assert drawn[curve] == {tag: pytest.approx(number, rel=1e-6) for tag, number in expected}
     assert drawn[VALIDATION].keys() == {"1 error rates/CER", "1 error rates/WER"} | LOSSES
     assert drawn[PLANNED] == {"4 memory/forward_mib": 5.5} and drawn[RESERVED] == {"4 memory/forward_mib": 2.5}
-    assert drawn[INITIAL] == {"1 error rates/WER": 0.5, "1 error rates/CER": 0.25}  # beside validation's
+    assert drawn[INITIAL] == {"1 error rates/WER": 0.5, "1 error rates/CER": 0.25}  # next to the validation values
     training = drawn[""]
     assert LOSSES < training.keys() and training["4 memory/backward_mib"] == 7.5
     assert [training[f"8 allocator/{name}"] for name in ("fragmentation_forward_mib", "retries_forward")] == [1.0, 3]
@@ -151,7 +154,7 @@ def test_every_tagged_number_comes_back_from_tensorboard(tmp_path):
 
 
 def test_the_first_charts_are_error_rates_then_losses_and_a_cpu_has_none_that_stays_empty(tmp_path):
-    """As TensorBoard sorts its groups, of which it opens the first two."""
+    """TensorBoard sorts its groups and opens the first two."""
     phases = [PhaseMemory(phase, None, None, 7.5, 8.5) for phase in ("data", "forward", "backward", "update", "log")]
     on_a_cpu = replace(a_step(1), cache_clearings=None, cache_clearing_seconds=None, memory=tuple(phases))
     log_all(tmp_path, on_a_cpu, a_validation(1))
@@ -177,7 +180,7 @@ def test_a_number_that_is_not_finite_is_null_in_jsonl_and_itself_in_tensorboard(
 
 
 def test_each_record_is_on_disk_when_log_returns(tmp_path):
-    """A process killed right after log() leaves everything, so nothing may wait for close()."""
+    """A process killed right after log() keeps every record, so nothing may wait for close()."""
     program = (
         "import os\n"
         "from tests.test_logbook import a_step, Logbook\n"
@@ -209,7 +212,7 @@ def test_lines_past_the_resumed_step_and_torn_lines_are_cut(tmp_path):
 
 
 def test_a_validation_that_no_checkpoint_knows_of_is_made_and_logged_anew(tmp_path):
-    """A process that was killed between logging its third epoch's validation and saving it."""
+    """The process was killed after it logged the validation of its third epoch and before it saved."""
     log_all(tmp_path, a_step(6), replace(a_validation(6), epoch=2), a_validation(6))
     log_all(tmp_path, a_validation(6), resumed=Resumed(step=6, epochs_finished=2))
     assert [(line["kind"], line["epoch"]) for line in lines_of(tmp_path)][1:] == [("validation", 2), ("validation", 3)]
@@ -236,7 +239,7 @@ def test_resumed_step_zero_begins_a_fresh_log(tmp_path):
 
 
 def test_each_step_is_in_the_curves_once_after_kills_and_resumes(tmp_path):
-    """Three processes within the same second, the second one back to an older checkpoint."""
+    """Three processes within the same second, the second one resumed from an older checkpoint."""
     for resumed, last in ((0, 9), (6, 12), (4, 10)):
         logbook = Logbook(tmp_path, resumed=Resumed(step=resumed, epochs_finished=3))  # never closed: killed
         for step in range(resumed + 1, last + 1):
@@ -283,12 +286,12 @@ def test_a_folder_that_is_a_file_costs_one_warning_a_sink(tmp_path, warnings_hea
     with Logbook(folder, warn=warnings_heard.append) as logbook:
         for step in range(1, 6):
             all_kinds(logbook, step)
-        assert len([text for text in warnings_heard if "log.jsonl" in text]) <= 2  # making it, then reading it
+        assert len([text for text in warnings_heard if "log.jsonl" in text]) <= 2  # creating the file, then reading it
         assert len([text for text in warnings_heard if "TensorBoard" in text]) <= 2
         before = len(warnings_heard)
         all_kinds(logbook, 6)
         assert len(warnings_heard) == before
-        folder.unlink()  # the way is free again
+        folder.unlink()  # the path is usable again
         all_kinds(logbook, 7)
     assert [line["step"] for line in lines_of(folder)] == [7, 7]
     assert steps_of(events_of(folder), "2 loss/all") == [7]
@@ -365,13 +368,13 @@ def test_a_full_disk_leaves_only_whole_records_and_is_used_again_when_free(small
         for step in range(2, 200):
             logbook.log(a_step(step))
         assert 1 <= len(warnings_heard) <= 2 and all("No space left" in text for text in warnings_heard)
-        in_full = [line["step"] for line in lines_of(small_disk)]  # raises at a torn line
+        in_full = [line["step"] for line in lines_of(small_disk)]  # raises an error at a torn line
         assert in_full == list(range(1, len(in_full) + 1)) and len(in_full) < 199
         ballast.unlink()
         logbook.log(a_step(200))
         logbook.flush()
     assert lines_of(small_disk)[-1]["step"] == 200
-    curve = steps_of(events_of(small_disk), "2 loss/all")  # a torn event would end it here
+    curve = steps_of(events_of(small_disk), "2 loss/all")  # a torn event would end the curve here
     assert curve[0] == 1 and curve[-1] == 200 and len(curve) == len(set(curve))
 
 
@@ -384,7 +387,7 @@ def test_a_read_only_disk_stops_nothing_and_a_late_cut_is_made_up_for(small_disk
         assert len(warnings_heard) == 2 and all("Read-only" in text for text in warnings_heard)
         subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
         logbook.log(a_step(4))
-    # Step 3 of the first process must not come back, though the second one's was lost.
+    # Step 3 of the first process must not return, although step 3 of the second was lost.
     assert [line["step"] for line in lines_of(small_disk)] == [1, 2, 4]
     assert steps_of(events_of(small_disk), "2 loss/all") == [1, 2, 4]
 
@@ -418,7 +421,7 @@ def test_what_is_no_record_is_refused(tmp_path):
         logbook.log({"loss": 1.0})
 
 
-# What people see
+# Presentation
 
 
 def test_a_validation_is_a_line_and_five_pairs_on_the_console(tmp_path, capsys):
@@ -457,7 +460,7 @@ def test_any_pair_of_texts_is_a_row(reference, hypothesis):
 
 def test_the_picture_shows_a_certain_token_bright_where_it_is_and_dark_elsewhere():
     posteriors = torch.zeros(50, 30)
-    posteriors[:, 4] = 1.0  # blank: most mass
+    posteriors[:, 4] = 1.0  # blank: most of the probability
     posteriors[20:30, 4], posteriors[20:30, 17] = 0.0, 1.0
     picture = draw_utterance(torch.randn(200, 80), posteriors, seconds=2.0)
     assert picture.dtype == torch.uint8

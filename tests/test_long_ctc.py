@@ -21,7 +21,7 @@ ONE_PIECE = 10**6
 
 
 def problem(seed: int, frames: Lengths, token_lengths: Lengths) -> tuple[torch.Tensor, torch.nn.Linear, torch.Tensor]:
-    """Hidden states (B, T', D), a head that makes steep logits of them, tokens (B, U)."""
+    """Return hidden states (B, T', D), a head with steep logits, and tokens (B, U)."""
     generator = torch.Generator().manual_seed(seed)
     head = torch.nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
     with torch.no_grad():
@@ -40,7 +40,7 @@ def differentiated(
     token_lengths: Lengths,
     chunk_frames: int,
 ) -> list[torch.Tensor]:
-    """The loss, and its gradients by the hidden states and by the head."""
+    """Return the loss and its gradients for the hidden states and the head."""
     encoded = encoded.clone().requires_grad_()
     head.zero_grad()
     loss = ctc_loss_sum(encoded, head, frames, tokens, token_lengths, chunk_frames)
@@ -93,7 +93,7 @@ def test_one_frame_too_few_is_an_infinite_loss_as_with_pytorchs_kernel():
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[Lengths, list[list[int]]]:
-    """Frames and tokens of one to four utterances, each with at least the frames that it needs."""
+    """Draw frames and tokens of one to four utterances, each with enough frames for CTC."""
     tokens = draw(st.lists(st.lists(st.integers(1, VOCABULARY - 1), max_size=8), min_size=1, max_size=4))
     spare = st.integers(0, 20)
     return tuple(max(1, ctc_frames_needed(row) + draw(spare)) for row in tokens), tokens
@@ -128,7 +128,7 @@ def test_negative_control_lengths_of_the_longest_are_another_gradient():
 
 
 def test_what_does_not_add_up_in_float32_does_here():
-    """4,000 frames of logits in float32: the gradient against that of PyTorch's kernel in float64."""
+    """For 4,000 frames of float32 logits, compare the gradient with PyTorch's float64 kernel."""
     frames, token_lengths = (4000,), (500,)
     encoded, head, tokens = problem(5, frames, token_lengths)
     exact = differentiated(encoded, head, frames, tokens, token_lengths, ONE_PIECE)
@@ -144,7 +144,7 @@ def test_under_autocast_the_head_is_in_half_precision_and_the_rest_is_not():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         one_piece, chunked = differentiated(*arguments, ONE_PIECE), differentiated(*arguments, 0)
     assert chunked[0].dtype == torch.float32
-    # The same logits, so only the last bits of the forward variables and of sums in half precision differ.
+    # Equal logits, so only the last bits of the forward variables and of half-precision sums differ.
     assert relative_difference(one_piece[0], chunked[0]) < 1e-5
     assert largest_difference(one_piece, chunked) < 0.01
 
@@ -180,7 +180,7 @@ def test_it_is_a_proper_operator():
 
 
 def test_the_memory_kept_between_chunks_grows_slower_than_the_forward_variables():
-    """What autograd keeps after the forward pass, in bytes, at twice the frames and twice the tokens."""
+    """Compare the bytes saved by autograd in the forward pass for different numbers of frames and tokens."""
     kept = []
     for size in (400, 1600):
         encoded, head, tokens = problem(8, (size,), (size // 2,))
@@ -193,11 +193,11 @@ def test_the_memory_kept_between_chunks_grows_slower_than_the_forward_variables(
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             long_ctc_losses(encoded.requires_grad_(), head, (size,), tokens, (size // 2,))
         kept.append(sum(saved.values()))
-    assert kept[1] < 9 * kept[0]  # 4 times the frames: 8 = 4 ** 1.5, where the kernel's grow by 16
+    assert kept[1] < 9 * kept[0]  # 4 times the frames: 8 = 4 ** 1.5, whereas the kernel's memory grows by 16
 
 
 def test_ctc_loss_of_the_kernel_is_the_references():
-    """What all of the above is compared with is PyTorch's own loss."""
+    """The reference of all comparisons above is PyTorch's own loss."""
     encoded, head, tokens = problem(9, (30, 21), (7, 5))
     log_probabilities = F.log_softmax(head(encoded), dim=-1).transpose(0, 1)
     expected = F.ctc_loss(log_probabilities, tokens, torch.tensor((30, 21)), torch.tensor((7, 5)), reduction="sum")

@@ -19,7 +19,7 @@ TINY = (*TINY_MODEL, "--tokenizer_type", "char", "--num_workers", "0", "--max_st
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, object]]]:
-    """A folder with nine recordings of speech and one of noise, and their rows; the last one has the long text."""
+    """Write nine recordings of speech and one of noise, whose row has the long text; return folder and rows."""
     folder = tmp_path_factory.mktemp("long")
     found = []
     for number in range(9):
@@ -48,7 +48,7 @@ def ctc_weight(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def run(manifest: str, ctc_weight: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose --max_tokens would let the text pass, with CTC and without."""
+    """Train a run whose --max_tokens accepts the text, with or without CTC."""
     folder = tmp_path_factory.mktemp("run")
     flags = ("--ctc_weight", ctc_weight, "--max_tokens", "100000")
     manifests = ("--train_manifest", manifest, "--valid_manifest", manifest)
@@ -105,7 +105,7 @@ def test_preparation_leaves_it_out_with_the_reason(rows, tmp_path: Path) -> None
 
 
 def test_a_text_of_the_fastest_speech_passes() -> None:
-    """The bound without CTC is one of absurd texts only, and CTC has its own bound."""
+    """Without CTC, the bound only excludes absurd texts; CTC has its own bound."""
     limits = Limits(0.1, 20.0, 10**9, 1.0, is_aligned=False)
     for seconds in (0.2, 2.0, 20.0):
         most = int(SPARE_TOKENS + MAX_TOKEN_RATE * seconds)

@@ -1,4 +1,4 @@
-"""The index of a manifest, the token counts beside it, and what is chosen by them: the same as reading every row."""
+"""The manifest index, the stored token counts, and the selection by them equal a full read of every row."""
 
 import json
 import os
@@ -24,7 +24,7 @@ WORDS = ("एक", "दोन", "तीन", "चार", "पांच", "स�
 
 @pytest.fixture
 def kept_beside(monkeypatch):
-    """Every manifest counts as large, and a block is a few rows."""
+    """Treat every manifest as large, with blocks of a few rows."""
     monkeypatch.setattr(index, "SMALL_BYTES", 0)
     monkeypatch.setattr(index, "BLOCK_BYTES", 700)
     monkeypatch.setattr(token_counts, "FEW_ROWS", 0)
@@ -32,7 +32,7 @@ def kept_beside(monkeypatch):
 
 
 def write_rows(folder: Path, rows: int = 40) -> Path:
-    """A manifest whose rows 5 and 12 are broken, with blank lines and Windows line ends between."""
+    """Write a manifest whose rows 5 and 12 are broken, with blank lines and Windows line ends."""
     generator = np.random.default_rng(0)
     lines = []
     for row in range(1, rows + 1):
@@ -61,7 +61,7 @@ def as_rows(manifest: Manifest) -> list[tuple[int, float, str]]:
 
 def test_rows_come_from_the_index_as_from_reading_the_file(kept_beside, tmp_path):
     path = write_rows(tmp_path)
-    for manifest in (read_manifest(path), read_manifest(path)):  # made, then opened
+    for manifest in (read_manifest(path), read_manifest(path)):  # created, then opened
         assert as_rows(manifest) == plainly_read(path) and len(manifest) == 38
         assert [manifest[place].row for place in (0, 4, 37, -1)] == [1, 6, 42, 42]
         assert manifest.durations.tolist() == [duration for _, duration, _ in plainly_read(path)]
@@ -98,7 +98,7 @@ def test_an_index_is_not_made_twice_and_a_damaged_one_is_made_again(kept_beside,
     path = write_rows(tmp_path)
     before = as_rows(read_manifest(path))
     with monkeypatch.context() as patched:
-        patched.setattr(index, "_scan", None)  # would be called
+        patched.setattr(index, "_scan", None)  # a new scan would call it
         assert as_rows(read_manifest(path)) == before
     for name in ("index.json", "starts", "broken.jsonl"):
         (tmp_path / "train.jsonl.index" / name).unlink()
@@ -147,7 +147,7 @@ def test_tokens_are_counted_as_encoding_each_row_does_once_for_each_tokenizer(
         counts = count_tokens(manifest, tokenizer, "keep")
         assert counts.tokens.tolist() == [len(tokens) for tokens in encoded]
         assert counts.frames_needed.tolist() == [ctc_frames_needed(tokens) for tokens in encoded]
-        monkeypatch.setattr(token_counts, "_count", None)  # would be called
+        monkeypatch.setattr(token_counts, "_count", None)  # a new count would call it
     with pytest.raises(TypeError):
         count_tokens(manifest, train_tokenizer([*WORDS, "शून्य"], "char", 100), "keep")
     with pytest.raises(TypeError):

@@ -1,4 +1,4 @@
-"""What phones and messengers write is read, in a process that can take nothing along; what is not read is named."""
+"""Recordings of phones and messengers are read in a sandboxed process; unreadable ones are named."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ def read_samples(path: Path, **place: float) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A rising tone as twenty kinds of files hold it."""
+    """Write a rising tone in twenty kinds of files."""
     folder = tmp_path_factory.mktemp("phones")
     for kind in KINDS:
         write_media(folder / f"{kind.name}{kind.suffix}", rising_tone(SECONDS, RATE), RATE, kind)
@@ -52,7 +52,7 @@ def voice(folder: Path) -> Path:
 
 
 def likeness(heard: np.ndarray, wanted: np.ndarray) -> float:
-    """The correlation where they lie best on each other, a tenth of a second apart at most."""
+    """Return the largest correlation for a shift of at most 0.1 s."""
     middle = heard[RATE // 5 : len(wanted) - RATE // 5].astype(np.float64)
     middle -= middle.mean()
     shifts = np.arange(RATE // 10, 3 * RATE // 10, 2)
@@ -76,7 +76,7 @@ def test_a_file_is_read_whole_by_blocks_and_by_spans_to_the_same_samples(kind, f
     for start, seconds in ((0.0, 1.0), (0.9, 0.5), (2.5, 0.4)):
         span = read_samples(path, start=start, seconds=seconds)
         assert len(span) == round(seconds * kind.rate)
-        if path.suffix != ".ogg":  # libsndfile goes there at once, and begins as from nothing
+        if path.suffix != ".ogg":  # libsndfile seeks there directly, and starts without history
             assert np.array_equal(span, whole[round(start * kind.rate) :][: len(span)])
     assert likeness(load_audio(AudioSource(str(path))).numpy(), rising_tone(SECONDS, RATE)) > 0.9
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_made_here_is_read_too(name):
     assert read_header(AudioSource(str(ENCODED / name))).rate == (16_000 if name == "amr_wb.awb" else 32_000)
     tone = rising_tone(1.0, RATE)
     begin = max(range(0, 4000, 8), key=lambda at: abs(np.dot(heard[at : at + 16_000], tone)))
-    assert likeness(heard[begin:], tone) > 0.9  # the encoder's delay stands before it
+    assert likeness(heard[begin:], tone) > 0.9  # the delay of the encoder precedes it
 
 
 def test_negative_control_likeness_tells_another_sound():
@@ -159,7 +159,8 @@ def test_the_process_may_open_no_file_write_none_and_grow_little(voice):
     assert (found["Max open files"], found["Max file size"], found["Max core file size"]) == ("5", "0", "0")
     assert int(found["Max address space"]) < 2**30 and int(found["Max cpu time"]) < 200
     inside = Path(f"/proc/{READERS._idle[-1].process.pid}/fd").iterdir()
-    assert {path.name for path in inside} == {"0", "1", "2", "3"}  # the file is closed; the 5th may be the next one's
+    # The file is closed; a fifth descriptor is left for the next one.
+    assert {path.name for path in inside} == {"0", "1", "2", "3"}
 
 
 HANGS = "while True: pass"
@@ -174,7 +175,10 @@ SPOILT = {
 
 @contextlib.contextmanager
 def spoilt_program(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str) -> Iterator[None]:
-    """The process does this where it should open a file, and has a second of a processor for it or, to hang, less."""
+    """Make the reader process run this line instead of opening a file.
+
+    Its CPU limit is one second or, for a hang, less.
+    """
     seconds = 0 if line == HANGS else 1
     program = media_process.PROGRAM.read_text(encoding="utf-8").replace("MAX_SECONDS = 60", f"MAX_SECONDS = {seconds}")
     begin = "    def __init__(self, window: FileSlice) -> None:\n"
@@ -196,10 +200,10 @@ def test_whatever_becomes_of_ffmpeg_is_a_reason(name, voice, monkeypatch, tmp_pa
     line, said = SPOILT[name]
     with spoilt_program(monkeypatch, tmp_path, line):
         reads = (read_samples, lambda path: list(read_blocks(AudioSource(str(path)), 1.0)))
-        for read in reads[: 1 if line == HANGS else 2]:  # it takes two seconds of a processor
+        for read in reads[: 1 if line == HANGS else 2]:  # each takes two CPU seconds
             with pytest.raises(UnusableAudio, match=said):
                 read(voice)
-    assert len(read_samples(voice))  # the next file is read as ever
+    assert len(read_samples(voice))  # the next file is read normally
 
 
 def test_a_process_that_is_killed_while_it_reads_is_replaced_and_the_samples_are_the_same(voice):
@@ -264,7 +268,7 @@ def test_a_cut_voice_message_is_read_as_far_as_it_goes_and_says_so(voice, folder
         content = (folder / whole).read_bytes()
         (tmp_path / name).write_bytes(content[: len(content) // 2])
     with pytest.raises(UnusableAudio, match="cannot be opened as audio"):
-        read_samples(tmp_path / "lost.m4a")  # its table of contents was at its end
+        read_samples(tmp_path / "lost.m4a")  # its index was at the end
     header = read_header(AudioSource(str(tmp_path / "voice.webm")))
     assert 1.0 < header.seconds < 2.0 and header.seconds + header.missing == pytest.approx(SECONDS, abs=0.1)
     with pytest.warns(ShortAudio, match="shorter than its header states"):

@@ -1,4 +1,4 @@
-"""Corpora of what phones write: prepared, nothing lost without a word, and trained on to the same losses."""
+"""Corpora of phone recordings: prepared, every loss reported, and trained to the same losses."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from tests.test_cut_audio import write_cut
 
 @pytest.fixture(scope="module")
 def phones(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of twenty-three recordings with their transcripts, no two of a kind."""
+    """Return a folder of 23 recordings with their transcripts, each of another kind."""
     folder = tmp_path_factory.mktemp("phones") / "corpus"
     folder.mkdir()
     for number, kind in enumerate(KINDS):
@@ -82,12 +82,12 @@ def test_what_is_not_read_is_named_and_one_recording_is_taken_once(phones, tmp_p
     }
     assert "5.0 s shorter than its header states" in found["cut.wav"][1]
     assert sum(split.utterances for split in report.splits) == 23
-    with pytest.raises(DataError, match=r"14\.8% of the rows"):  # the one that is there twice does no damage
+    with pytest.raises(DataError, match=r"14\.8% of the rows"):  # the duplicate is not an error
         prepare(source, tmp_path / "strict", most="10%")
 
 
 def as_alac(corpus: Corpus, directory: Path) -> Corpus:
-    """The corpus with each FLAC as an M4A of the same samples and name, which random numbers are drawn by."""
+    """Convert each FLAC to an M4A with the same samples and name, since random numbers depend on the name."""
     (directory / "audio").mkdir(parents=True)
     for split in ("train", "valid", "test"):
         rows = [json.loads(line) for line in Path(corpus.manifest(split)).read_text(encoding="utf-8").splitlines()]

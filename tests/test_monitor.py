@@ -1,4 +1,4 @@
-"""Peaks per phase, on this CPU and on a card whose allocator is played here; what clearing costs; the last table."""
+"""Peaks per phase on the CPU and with a simulated CUDA allocator, the cost of clearing, and the final table."""
 
 import json
 import os
@@ -25,7 +25,7 @@ LARGE = 200 * MIB
 
 @pytest.fixture
 def resettable():
-    """Skips where the system's peak cannot be begun anew."""
+    """Skip the test if the system cannot reset its peak."""
     block = bytearray(LARGE)
     before = system_peak_mib()
     del block
@@ -35,7 +35,7 @@ def resettable():
 
 
 def phases_of_two_blocks() -> MemoryMonitor:
-    """A monitor after a phase that held a large block for a while, and one that held nothing."""
+    """Return a monitor after a phase with a large temporary block, and one without."""
     monitor = MemoryMonitor(torch.device("cpu"), 0)
     monitor.end_phase("start")
     block = bytearray(LARGE)
@@ -53,7 +53,7 @@ def test_on_a_cpu_each_phase_has_a_peak_of_its_own(resettable):
 
 
 def test_where_the_peak_cannot_begin_anew_it_only_grows(monkeypatch):
-    """The negative control, and what an old kernel gives."""
+    """The negative control, and the result on an old kernel."""
     monkeypatch.setattr(monitor_module, "reset_peak_resident", lambda: None)
     monitor = phases_of_two_blocks()
     peaks = {phase.phase: phase.peak_mib for phase in monitor.report()}
@@ -80,7 +80,7 @@ def test_what_is_reported_begins_anew_and_what_is_of_the_run_stays():
 
 
 class Allocator:
-    """CUDA's caching allocator as torch.cuda shows it; what a test sets is in MiB."""
+    """Simulated caching allocator of torch.cuda; tests set values in MiB."""
 
     def __init__(self) -> None:
         self.allocated = self.peak = self.reserved = self.retries = self.resets = 0
@@ -171,7 +171,7 @@ def test_nothing_is_cleared_or_waited_for_on_a_cpu_or_without_an_interval(alloca
 
 
 def run_with(monitor: MemoryMonitor, splits: int = 0) -> SimpleNamespace:
-    """As much of a run as the table and the summary ask for."""
+    """Return the parts of a run that the table and the summary use."""
     progress = SimpleNamespace(audio_seconds_per_second=lambda: 1.0, waiting_share=lambda: 0.0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1, bias=False).requires_grad_(False))
     step = SimpleNamespace(forward=SimpleNamespace(monitor=monitor), model=model)

@@ -1,4 +1,4 @@
-"""Noise, rooms and loudness: at the ratio asked for, pure in (seed, epoch, utterance), read no further than needed."""
+"""Noise, reverberation and gain: exact ratio, pure in (seed, epoch, utterance), minimal reads."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ def write_rows(path: Path, rows: list[dict]) -> str:
 
 @pytest.fixture(scope="module")
 def noises(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Noise and impulse responses at several rates; noise.jsonl and rooms.jsonl."""
+    """Write noise and impulse responses at several rates; noise.jsonl and rooms.jsonl."""
     directory = tmp_path_factory.mktemp("noises")
     random = np.random.default_rng(5)
     long, short = (0.2 * random.standard_normal(length).clip(-4, 4) for length in (44_100 * 6, 8_000 // 3))
@@ -69,7 +69,7 @@ def noises(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def everything(noises: Path) -> NoiseReverb:
-    """Noise, room and gain for most utterances."""
+    """Return noise, reverberation and gain for most utterances."""
     rooms, noise = (str(noises / f"{kind}.jsonl") for kind in ("rooms", "noise"))
     shares = {"rir_prob": 0.7, "noise_prob": 0.8, "gain": 6.0}
     return read_noise_reverb(AugmentConfig(rir_manifest=rooms, noise_manifest=noise, **shares), seed=3)
@@ -112,7 +112,7 @@ def test_short_noise_goes_round_from_anywhere(tmp_path):
 
 
 def decoded_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that grows by the frames of every read."""
+    """Return a list that records the number of frames of every read."""
     frames, read = [], soundfile.SoundFile.read
 
     def recorded(self: soundfile.SoundFile, count: int = -1, *arguments: object, **options: object) -> np.ndarray:
@@ -131,9 +131,9 @@ def test_only_the_excerpt_of_long_noise_is_decoded_and_it_is_that_of_the_file(no
     assert len({float(excerpt[0]) for excerpt in excerpts}) == 5
     frames = decoded_frames(monkeypatch)
     sound = read_sounds(str(noises / "noise.jsonl"))[0]
-    assert frames == []  # of headers nothing is decoded
+    assert frames == []  # headers are read without decoding
     load_excerpt(sound, RATE, generator())
-    assert frames == [44_100]  # of 6 s one, in the file's own rate
+    assert frames == [44_100]  # 1 of 6 s, at the file's own rate
 
 
 def test_a_row_with_an_offset_gives_nothing_from_outside_its_span(tmp_path):
@@ -154,7 +154,7 @@ def test_noise_inside_a_shard(tmp_path):
     assert load_excerpt(sound, 1000, generator()).tolist() == [0.5] * 1000
 
 
-# Rooms and gain
+# Reverberation and gain
 
 
 @pytest.mark.parametrize("delay", [0, 1, 37, 4_000])
@@ -171,7 +171,7 @@ def test_a_room_keeps_length_timing_and_energy_and_brings_echoes():
     click = torch.zeros(RATE)
     click[5_000] = 1.0
     response = torch.zeros(3_000)
-    response[200], response[100], response[1_200] = 0.8, 0.1, 0.4  # the direct path, what came before it, an echo
+    response[200], response[100], response[1_200] = 0.8, 0.1, 0.4  # the direct path, an earlier sample, an echo
     heard = reverberate(click, response)
     assert len(heard) == RATE and int(heard.abs().argmax()) == 5_000
     assert float(heard.square().sum()) == pytest.approx(1.0, rel=1e-5)
@@ -194,9 +194,9 @@ def test_gain_is_in_dB_and_clips_at_full_scale():
 
 
 def test_the_same_seed_epoch_and_utterance_are_the_same_bits_and_any_other_is_another(everything):
-    speech = speech_of(6.0)  # long enough for sums to be shared among threads, were they
+    speech = speech_of(6.0)  # long enough for threaded sums, if there were any
     here = [everything(speech, epoch, f"u{number}") for epoch in range(3) for number in range(4)]
-    torch.manual_seed(99)  # the default generator has no say
+    torch.manual_seed(99)  # the default generator is not used
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1 if threads > 1 else 2)
@@ -219,7 +219,7 @@ def test_each_kind_by_itself_is_another_for_another_seed_epoch_or_utterance(kind
     def heard(seed: int, epoch: int, name: str) -> bytes:
         return NoiseReverb(seed, **alone[kind])(speech, epoch, name).numpy().tobytes()
 
-    # Twenty draws find each of the room's three channels.
+    # Twenty draws cover each of the three channels of the response.
     for others in zip(*([(n, 0, "u"), (0, n, "u"), (0, 0, f"{n}")] for n in range(20)), strict=True):
         found = [heard(*other) for other in others]
         assert found == [heard(*other) for other in others]
@@ -252,13 +252,13 @@ def test_ratios_are_drawn_from_the_whole_range(everything, monkeypatch):
 
 @pytest.fixture(scope="module")
 def speech(corpus: Corpus, everything: NoiseReverb) -> TrainDataset:
-    utterances = list(read_manifest(corpus.manifest("train")))[:14]  # 4 windows an epoch
+    utterances = list(read_manifest(corpus.manifest("train")))[:14]  # 4 global batches per epoch
     tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
     return TrainDataset(utterances, tokenizer, (0.9, 1.0, 1.1), 3, noise_reverb=everything)
 
 
 def global_batches(speech: TrainDataset, workers: int, cursor: Cursor, count: int) -> list[list[bytes]]:
-    """The bytes of the waveforms of so many windows from the cursor on."""
+    """Return the bytes of the waveforms of `count` global batches from the cursor."""
     planner = EpochPlanner(np.array([u.duration for u in speech.utterances]), 4, seed=3)
     loader = LoaderConfig(workers, 60.0, pin_memory=False)
     stream = GlobalBatchStream(speech, planner, same_size(2), loader, Rejections(None, most=0.0))
@@ -315,7 +315,7 @@ def test_a_resumed_run_can_leave_its_noise_behind():
         parse_flags(["--resume", "auto", "--rir_prob", "0.2"], stored)
 
 
-# What is refused
+# Refused settings
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from tests.test_host_reads import Reads
 from tests.tracers import ONLY_TENSORS, VOCAB_SIZE, tracer_of
 
 SMALLER = ["adamw8bit", "adafactor"]
-WIDE = dataclasses.replace(MODEL, d_model=32)  # of which some matrices have 4096 numbers
+WIDE = dataclasses.replace(MODEL, d_model=32)  # some matrices have 4096 elements
 CPU = torch.device("cpu")
 RATE, DECAY = 1e-2, 0.1
 
@@ -71,13 +71,13 @@ def differing(one: StepParts, other: StepParts) -> list[str]:
 
 
 def network(seed: int = 0) -> torch.nn.Sequential:
-    """A matrix of several slices with an odd number of numbers, vectors, kernels."""
+    """Return a network with a matrix of several slices and an odd size, vectors, and kernels."""
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(91, 67), torch.nn.LayerNorm(67), torch.nn.Conv1d(67, 67, 3, groups=67))
 
 
 def updated(build, steps: int = 5) -> torch.nn.Sequential:
-    """The network after updates by gradients that are the same for all, of very different sizes."""
+    """Return the network after updates by fixed gradients of very different sizes."""
     net = network()
     optimizer, generator = build(net), torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -95,7 +95,7 @@ def ours(kind: str):
 
 
 def distance(one: torch.nn.Module, other: torch.nn.Module) -> float:
-    """The largest relative difference of two networks' parameters."""
+    """Return the largest relative difference between the parameters of two networks."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max(relative_difference(mine.double(), theirs.double()) for mine, theirs in pairs)
 
@@ -111,7 +111,7 @@ def test_the_shares_are_the_papers(is_signed):
 
 
 def there_and_back(numbers: torch.Tensor, is_signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers (blocks, 256) out of 8 bits again, and their codes."""
+    """Return numbers (blocks, 256) after quantization to 8 bits and back, and their codes."""
     book, room, again = Codebook(is_signed, numbers), torch.empty(numbers.shape), torch.empty_like(numbers)
     codes, largest = torch.empty(numbers.shape, dtype=torch.uint8), torch.empty(len(numbers))
     book.quantize(numbers, codes, largest, room)
@@ -133,14 +133,14 @@ def test_each_number_becomes_the_nearest_share_of_its_blocks_largest(is_signed):
     largest = np.abs(exact).max(1, keepdims=True)
     nearest = np.abs((exact / largest)[..., None] - shares).argmin(-1)
     if not is_signed:
-        nearest = np.maximum(nearest, 1)  # nothing above 0 becomes 0
+        nearest = np.maximum(nearest, 1)  # positive numbers are never rounded to 0
     assert (codes.numpy() == nearest).mean() > 0.98 and np.abs(codes.numpy().astype(int) - nearest).max() <= 1
-    # Half of the step that it lies in, and what is left of its mantissa.
+    # Half of the quantization step, plus the truncated mantissa.
     place = np.searchsorted(shares, exact / largest).clip(1, 255)
     bound = (shares[place] - shares[place - 1]) * (0.5 if is_signed else np.where(place == 1, 1, 0.5))
     error = np.abs(again.double().numpy() - exact) / largest
     assert (error <= bound + np.abs(exact / largest) / 1024 + 1e-7).all()
-    others, _ = there_and_back(numbers, not is_signed)  # the negative control
+    others, _ = there_and_back(numbers, not is_signed)  # negative control
     assert (np.abs(others.double().numpy() - exact) / largest > 1.5 * bound + 1e-3).any()
 
 
@@ -150,11 +150,11 @@ def test_zeros_stay_zeros_and_what_is_above_never_becomes_zero():
     again, _ = there_and_back(numbers, is_signed=False)
     assert torch.equal(again == 0, numbers == 0)
     signed, _ = there_and_back(numbers, is_signed=True)
-    assert torch.equal(signed[:2] == 0, numbers[:2] == 0) and signed[2, 1] == 0  # the negative control
+    assert torch.equal(signed[:2] == 0, numbers[:2] == 0) and signed[2, 1] == 0  # negative control
 
 
 def adamw8bit_by_hand(net: torch.nn.Sequential):
-    """Rounded moments, and the formula of AdamW in float64."""
+    """Return a step function with rounded moments and the AdamW formula in float64."""
     moments = {parameter: [torch.zeros_like(parameter) for _ in range(2)] for parameter in net.parameters()}
     steps = []
 
@@ -187,11 +187,11 @@ def test_an_update_with_moments_of_8_bits_is_adamw_on_rounded_moments():
     small = [name for name, parameter in whole.named_parameters() if parameter.numel() < adamw8bit.SMALLEST]
     assert len(small) == 5
     assert all(torch.equal(whole.get_parameter(name), net.get_parameter(name)) for name in small)
-    assert 1e-4 < distance(whole, net) < 1e-1  # the negative control: they are rounded
+    assert 1e-4 < distance(whole, net) < 1e-1  # negative control: the moments are rounded
 
 
 def test_the_first_update_is_adamws(monkeypatch):
-    """Its moments are rounded only behind it."""
+    """The moments are rounded only after the update."""
     assert distance(updated(ours("adamw"), 1), updated(ours("adamw8bit"), 1)) == 0
 
 
@@ -202,7 +202,7 @@ def test_slices_of_8_bits_change_nothing(monkeypatch):
 
 
 def adafactor_by_hand(net: torch.nn.Sequential):
-    """The paper's algorithm in float64, each tensor as a matrix of rows."""
+    """Return a step function of the paper's algorithm in float64, with each tensor as a matrix of rows."""
     means, steps = {parameter: (0.0, 0.0) for parameter in net.parameters()}, []
 
     @torch.no_grad()
@@ -224,7 +224,7 @@ def adafactor_by_hand(net: torch.nn.Sequential):
 
 
 def groups_of(net: torch.nn.Sequential) -> list[dict]:
-    """Its parameters as others take them: decay is on matrices only."""
+    """Return the parameter groups for other optimizers: weight decay on matrices only."""
     return [
         {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": DECAY},
         {"params": [p for p in net.parameters() if p.dim() == 1], "weight_decay": 0.0},
@@ -237,18 +237,18 @@ def adafactor_of_transformers(net: torch.nn.Sequential):
 
 
 def adafactor_of_torch(net: torch.nn.Sequential):
-    """Its steps are in proportion to the weights, or to 1 where they are smaller, as here."""
+    """Its steps are scaled by the size of the weights, at least 1; here the weights are smaller."""
     return torch.optim.Adafactor(groups_of(net), lr=RATE, eps=(1e-8, 1.0))
 
 
 @pytest.mark.parametrize("build", [adafactor_by_hand, adafactor_of_transformers, adafactor_of_torch])
 def test_adafactor_is_the_papers(build):
     mine, theirs = updated(ours("adafactor")), updated(build)
-    # A kernel the others factor by its last two axes; of a norm, what torch's steps are in proportion to is above 1.
+    # The others factor a kernel by its last two axes; torch scales the step of a norm by a factor above 1.
     same = {adafactor_by_hand: 3, adafactor_of_transformers: 2, adafactor_of_torch: 1}[build]
     mine, theirs = mine[:same], theirs[:same]
     assert distance(theirs, mine) < 1e-6
-    assert distance(theirs, updated(ours("adamw"))[: len(theirs)]) > 1e-2  # the negative control
+    assert distance(theirs, updated(ours("adamw"))[: len(theirs)]) > 1e-2  # negative control
 
 
 def test_slices_of_adafactor_change_nothing(monkeypatch):
@@ -258,7 +258,7 @@ def test_slices_of_adafactor_change_nothing(monkeypatch):
 
 
 def test_an_update_of_adafactor_is_clipped():
-    """Once gradients grow a hundredfold, each update is at most of the learning rate's size."""
+    """After gradients grow a hundredfold, the size of each update stays at the learning rate."""
     net = torch.nn.Linear(20, 30, bias=False)
     optimizer = build_optimizer(net, OptimizerConfig(learning_rate=RATE, weight_decay=0.0, optimizer="adafactor"))
     for size in (1e-3, 1e-3, 1e-3, 1e-1):
@@ -268,7 +268,7 @@ def test_an_update_of_adafactor_is_clipped():
 
 
 def grown_by_an_update(optimizer: Optimizer, net: torch.nn.Module) -> int:
-    """Bytes that an update takes beside what was there."""
+    """Return the additional bytes at the peak of an update."""
     live = LiveBytes()
     live.count([*net.parameters(), *(parameter.grad for parameter in net.parameters()), *optimizer.tensors])
     before = live.live
@@ -284,7 +284,7 @@ def test_an_update_allocates_nothing_not_even_the_first(kind):
         parameter.grad = torch.ones_like(parameter)
     optimizer = ours(kind)(net)
     assert [grown_by_an_update(optimizer, net) for _ in range(2)] == [0, 0]
-    monitored = transformers.Adafactor(net.parameters(), lr=RATE, relative_step=False)  # the negative control
+    monitored = transformers.Adafactor(net.parameters(), lr=RATE, relative_step=False)  # negative control
     monitored.tensors = []
     assert grown_by_an_update(monitored, net) > 4 * 67 * 91
 
@@ -311,7 +311,7 @@ def test_a_planned_peak_bounds_the_measured_one(kind, policy):
     planned = tracer_of(config).trace_global_batch(global_batch_of(0), recompute).bytes
     assert 0.999 * measured <= planned <= 1.02 * measured
     others = tracer_of(config_of("adamw", model)).trace_global_batch(global_batch_of(0), recompute).bytes
-    assert others > 1.02 * measured  # the negative control
+    assert others > 1.02 * measured  # negative control
 
 
 @pytest.mark.parametrize("kind", SMALLER)
@@ -322,7 +322,7 @@ def test_a_checkpoint_takes_what_was_said(kind, tmp_path):
     write_checkpoint(tmp_path / "one.pt", Checkpoint(config_to_text(config), b"tokens", VOCAB_SIZE, 1, 7, states))
     size = (tmp_path / "one.pt").stat().st_size
     assert size <= checkpoint_bytes(parts.architecture, config.optimizer) < size + 1.5 * 2**20
-    assert checkpoint_bytes(parts.architecture) > 1.3 * size  # the negative control: that of AdamW
+    assert checkpoint_bytes(parts.architecture) > 1.3 * size  # negative control: the size for AdamW
 
 
 @pytest.mark.parametrize("kind", SMALLER)
@@ -356,7 +356,7 @@ def test_resumed_from_a_file_it_goes_on_bit_for_bit(kind, tmp_path):
         return trained(kind, range(2, 3), parts)
 
     assert not differing(undisturbed, resumed("model", "optimizer"))
-    assert differing(undisturbed, resumed("model"))  # the negative control
+    assert differing(undisturbed, resumed("model"))  # negative control
 
 
 @pytest.mark.parametrize(("kind", "failing"), [("adamw8bit", failing_forward), ("adafactor", failing_backward)])
@@ -373,7 +373,7 @@ def test_a_step_that_runs_out_of_memory_and_is_split_is_the_same_step(kind, fail
         return max(relative_difference(theirs, mine) for theirs, mine in pairs if mine.is_floating_point())
 
     assert furthest(parts) < 1e-9
-    assert furthest(other) > 1e-3  # the negative control
+    assert furthest(other) > 1e-3  # negative control
 
 
 @pytest.mark.parametrize("kind", SMALLER)
@@ -414,7 +414,7 @@ def test_sharded_over_ranks_is_adamw_alone():
     with pytest.raises(UsageError, match="--shard always supports only AdamW"):
         parse_flags(["--optimizer", "adamw8bit", "--shard", "always"])
     assert parse_flags(["--shard", "always"]).memory.shard == "always"
-    for kind in KINDS:  # auto: not even where a rank cannot hold it
+    for kind in KINDS:  # auto: never, even if one rank cannot store the state
         config = config_of(kind)
         is_sharded = needs_sharding(config, architecture_of(config, VOCAB_SIZE), ONLY_TENSORS, budget=1)
         assert is_sharded == (kind == "adamw")

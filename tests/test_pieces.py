@@ -1,4 +1,4 @@
-"""A recording as a stream: resampled as the whole would be, cut so that no speech is lost and memory stays flat."""
+"""A recording as a stream: same resampling as the whole, no speech lost at cuts, constant memory."""
 
 import itertools
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def zeros(seconds: float) -> torch.Tensor:
 
 
 def syllables(seconds: float, seed: int = 0, rate: float = 5.0) -> torch.Tensor:
-    """What has the loud and the quiet of speech, `rate` times a second, and no pause."""
+    """Return noise with the loudness pattern of speech, `rate` syllables per second, and no pause."""
     time = torch.arange(round(seconds * SAMPLE_RATE)) / SAMPLE_RATE
     return noise(seconds, seed=seed) * (0.003 + torch.sin(rate * torch.pi * time).square())
 
@@ -42,7 +42,7 @@ def test_a_stream_is_resampled_as_the_whole_is(rate):
         streamed = torch.cat(list(resample_blocks(whole.split(sizes), rate)))
         assert len(streamed) == len(expected)
         assert (streamed - expected).abs().max() < 1e-6
-    # Negative control: blocks that know nothing of each other.
+    # Negative control: independent blocks.
     apart = torch.cat([torchaudio.functional.resample(block.double(), rate, SAMPLE_RATE) for block in whole.split(800)])
     assert (apart[: len(expected)] - expected[: len(apart)]).abs().max() > 1e-2
 
@@ -140,7 +140,7 @@ def test_speech_without_pause_is_cut_with_an_overlap_that_hides_the_cut(block):
     for piece in pieces:
         first = round(piece.start * SAMPLE_RATE)
         assert torch.equal(piece.waveform, waveform[first : first + len(piece.waveform)])
-    # The cuts are where it is quietest: between two syllables, whose beginnings are 0.4 s apart.
+    # Cuts are at the quietest points: between syllables, which start 0.4 s apart.
     assert all(abs(piece.core_end * 2.5 - round(piece.core_end * 2.5)) < 0.1 for piece in pieces[:-1])
 
 

@@ -1,4 +1,4 @@
-"""The comparison of plan and measure measures each cell for itself, and says what is outside its bars."""
+"""The comparison of plan and measurement measures each cell separately, and reports cells outside the bounds."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ def test_a_cell_is_planned_and_measured():
     state = 16 * 3_649_296  # weights, gradients and two moments in fp32
     assert state < cell["live"] < cell["resident_growth"] < GIB
     assert 0 < cell["waiting"] < 2**18  # one waveform of 2 s and its tokens
-    # Two micro-batches side by side: how much of their peaks meets is the machine's affair.
+    # Two concurrent micro-batches: the overlap of their peaks depends on the machine.
     assert cell["planned"]["tensors"] == pytest.approx(cell["live"], rel=0.1)
     assert set(cell["outside"]) <= {"live"} and found["outside"] == len(cell["outside"])
 
@@ -50,7 +50,7 @@ def test_a_window_is_what_its_case_says():
     assert [batch.sample_lengths for batch in several.micro_batches] == [(32_000, 32_000, 28_800)] * 2
     assert all(batch.augment_seeds is not None for batch in (*one.micro_batches, *several.micro_batches))
     storages = {batch.waveforms.untyped_storage().data_ptr() for batch in one.micro_batches}
-    assert len(storages) == 8  # as the loader hands them out
+    assert len(storages) == 8  # as the loader returns them
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The plan's answers: each fits, more does not; and the plan from the command line."""
+"""The answers of the planner: each fits, more does not; and the plan from the command line."""
 
 import dataclasses
 import json
@@ -101,7 +101,7 @@ def test_a_card_rounds_and_takes_workspaces_and_a_context():
 
 
 def test_half_precision_on_a_card_takes_less_than_full_and_more_than_on_a_cpu():
-    """Layer norms are in fp32 there; attention's backward pass adds up in fp32."""
+    """Layer norms are in fp32 there; the backward pass of attention accumulates in fp32."""
     costs, load = cuda_costs("T4", (7, 5)), BatchShape(2, 10.0, 100)
     model = PRESETS["minimal"]
     full, half = traces(model, costs).peak(load, NEVER), traces(model, costs, half=True).peak(load, NEVER)
@@ -158,8 +158,8 @@ def test_cards_are_known_by_the_names_that_people_write():
         ("A4000", "RTX A4000"),
         ("GeForce RTX 3050 Laptop GPU", "RTX 3050 Laptop"),
         ("RTX 3050 6GB Laptop", "RTX 3050 Laptop 6GB"),
-        ("rtx 4050", "RTX 4050 Laptop"),  # there is no other
-        ("GeForce GTX 1650 Mobile", "GTX 1650"),  # it is like the other
+        ("rtx 4050", "RTX 4050 Laptop"),  # the only variant
+        ("GeForce GTX 1650 Mobile", "GTX 1650"),  # equal to the desktop version
         ("Quadro RTX 5000 with Max-Q Design", "Quadro RTX 5000"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("RTX 4070 Ti SUPER", "RTX 4070 Ti Super"),
@@ -241,8 +241,8 @@ def test_a_card_by_name_is_its_own_budget():
 
 
 def print_answers():
-    """What a process plans whose threads are at work."""
-    torch.randn(600, 600) @ torch.randn(600, 600)  # from here on OpenMP has threads that a fork does not take along
+    """Print the plans of a process with running threads."""
+    torch.randn(600, 600) @ torch.randn(600, 600)  # starts OpenMP threads, which a fork does not inherit
     config = TrainConfig(model=TINY, text=TextConfig(vocab_size=40))
     report = plan_budget(config, cpu_costs(), parse_budget("312MiB"))
     print([answer.gradient_checkpointing for answer in report.answers])
@@ -251,7 +251,7 @@ def print_answers():
 
 @pytest.fixture(scope="module")
 def printed() -> list[str]:
-    """From where no backward pass has run: PyTorch forbids one in a fork of where one has."""
+    """Return the output of a process without a previous backward pass: PyTorch forbids one in a fork after it."""
     program = "from tests import test_planner\ntest_planner.print_answers()"
     return well(warm_parent().run_program(program)).stdout.splitlines()
 

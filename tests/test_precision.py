@@ -1,4 +1,4 @@
-"""A backward pass that a program calls inside of autocast is the one that it calls outside, bit for bit."""
+"""A backward pass inside autocast equals one outside, bit for bit."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ WAYS = {"whole": (run_directly, 1000), "recomputed in chunks": (run_recomputed, 
 
 
 def gradients(half_forward: bool, half_backward: bool, way: str, utterances: int) -> dict[str, torch.Tensor]:
-    """Those of every parameter by both losses, either pass inside of autocast or not."""
+    """Return the gradients of every parameter for both losses, with either pass inside autocast or not."""
     torch.manual_seed(0)
     model, frames = KonkaniVaniASR(MODEL, 40, 80), (120, 104)[:utterances]
     features, tokens = torch.randn(utterances, 120, 80), torch.randint(4, 40, (utterances, 15))
@@ -33,7 +33,7 @@ def gradients(half_forward: bool, half_backward: bool, way: str, utterances: int
 
 
 def unlike(half_forward: bool, way: str, utterances: int) -> list[str]:
-    """The parameters whose gradient another one is inside of autocast."""
+    """Return the parameters whose gradient differs inside autocast."""
     outside, inside = (gradients(half_forward, half, way, utterances) for half in (False, True))
     return [name for name in outside if not torch.equal(outside[name], inside[name])]
 

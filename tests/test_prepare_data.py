@@ -1,4 +1,4 @@
-"""What prepare_data.py leaves out and says so, what it refuses, how it splits, and which leaks it finds."""
+"""prepare_data.py: rejected utterances, refused input, splits, and detected leaks."""
 
 import csv
 import json
@@ -44,7 +44,7 @@ COLUMNS = ("audio", "text", "speaker", "split")
 
 @dataclass(frozen=True)
 class Table:
-    """A corpus of twelve WAVs and a CSV with these rows (audio, text, speaker, split), which tests spoil."""
+    """Corpus of twelve WAVs and a CSV with these rows (audio, text, speaker, split) for a test to damage."""
 
     directory: Path
     rows: list[list[str]]
@@ -95,7 +95,7 @@ def table(tmp_path: Path, twelve: Path) -> Table:
     return Table(tmp_path, [[f"{number}.wav", sentence(number), f"s{number % 4}", ""] for number in range(12)])
 
 
-# What is left out
+# Rejected utterances
 
 ALL = ("--max_rejected", "100%")
 
@@ -258,7 +258,7 @@ def test_a_tar_with_members_of_all_kinds_gives_what_can_be_used(tmp_path):
     (tmp_path / "corpus").mkdir()
     with tarfile.open(tmp_path / "corpus" / "train-0.tar", "w") as tar:
         for name, content in (
-            ("../../evil.flac", sound_bytes(0)),  # only a name here
+            ("../../evil.flac", sound_bytes(0)),  # used only as a name here
             ("../../evil.txt", sentence(0).encode()),
             ("mute.flac", sound_bytes(1)),
             ("empty.wav", b""),
@@ -281,7 +281,7 @@ def test_a_tar_with_members_of_all_kinds_gives_what_can_be_used(tmp_path):
 
 
 def _damage(path: Path, generator: random.Random) -> None:
-    """Flips, cuts, doubles or adds bytes somewhere in a file."""
+    """Flip, cut, double or insert bytes somewhere in a file."""
     content = bytearray(path.read_bytes())
     place = generator.randrange(len(content))
     added = (b"\0", b'"', b"\t", b"\n", b"|", b"../", b"\xff", b"{", b"null", b"NaN", b"1e999", b"\\ud800", b"9" * 5000)
@@ -323,7 +323,7 @@ def test_a_corpus_damaged_anywhere_is_prepared_or_refused_in_one_line(name, tmp_
     assert 0 < refused <= 15
 
 
-# What is refused
+# Refused input
 
 
 def test_compressed_and_broken_tars_end_with_3(tmp_path):
@@ -409,7 +409,7 @@ def test_a_full_disk_ends_with_6_and_leaves_what_was_there(table):
     assert table.prepare().returncode == 0
     before = {path.name: path.read_bytes() for path in table.output.iterdir()}
     words = ("--format", "csv", "--source", "corpus", "--output", "out", "--table", "all.csv", "--force")
-    small = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (512, 512))  # no file may grow beyond it
+    small = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (512, 512))  # limits the file size
     done = warm_parent().run(ROOT / SCRIPT, *words, cwd=table.directory, before=small)
     assert done.returncode == 6 and "Free disk space there" in done.stderr and "Traceback" not in done.stderr, (
         done.stderr
@@ -418,7 +418,7 @@ def test_a_full_disk_ends_with_6_and_leaves_what_was_there(table):
 
 
 def die_at(event: str) -> None:
-    """At the first opening of a file in the folder that is being written, or the first rename of one (PEP 578)."""
+    """Kill the process at the first open or rename of a file in the partial output folder (PEP 578)."""
     sys.addaudithook(
         lambda what, where: what == event and ".partial" in str(where[0]) and os.kill(os.getpid(), signal.SIGKILL)
     )
@@ -521,7 +521,7 @@ def test_what_is_in_two_splits_is_counted_and_shown(table):
     shutil.copy(table.corpus / "0.wav", table.corpus / "8.wav")  # the same bytes under another name
     same_size = bytearray((table.corpus / "1.wav").read_bytes())
     same_size[-2] ^= 1
-    (table.corpus / "9.wav").write_bytes(same_size)  # as many bytes, and other ones
+    (table.corpus / "9.wav").write_bytes(same_size)  # equal size, different bytes
     table.rows[10][2] = "s3"
     table.rows[11][1] = f" {table.rows[4][1]}! "
     done = table.prepare("--force")

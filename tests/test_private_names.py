@@ -1,6 +1,6 @@
-"""Every private or undocumented name of PyTorch's that the package uses: what the next release takes away is red here.
+"""All private or undocumented PyTorch names used by the package, so that their removal in a release fails here.
 
-What is computed with them is held against a plain way elsewhere: test_linear.py, test_product.py, test_convolutions.py,
+Their results are compared with a plain computation elsewhere: test_linear.py, test_product.py, test_convolutions.py,
 test_shapes.py, tests/invariants/test_padding_is_invisible.py.
 """
 
@@ -54,7 +54,7 @@ NAMES = {
 
 
 def found(name: str) -> object:
-    """What a dotted name stands for."""
+    """Return the object with a dotted name."""
     module, rest = name, []
     while True:
         try:
@@ -80,7 +80,7 @@ def test_a_name_is_there(name):
 
 
 def private_names_in(source: str) -> set[str]:
-    """Operators, and names of torch with a part that begins with one underscore, as a source imports or spells them."""
+    """Return the operators, and torch names with a part that starts with one underscore, in imports and attributes."""
     names = set(re.findall(r"torch\.ops\.((?:aten|mkldnn)\.\w+)", source))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
@@ -98,7 +98,7 @@ def test_no_other_is_used():
     used = {name.removeprefix("torch.ops.").removesuffix(".default") for name in used}
     parts = {name for name in used if any(other.startswith(f"{name}.") for other in used)}
     assert used - parts <= OPERATORS.keys() | NAMES
-    assert private_names_in("import torch\nx = torch._C._spoken(1)\n") - NAMES  # the negative control
+    assert private_names_in("import torch\nx = torch._C._spoken(1)\n") - NAMES  # negative control
 
 
 def test_without_onednns_products_they_are_pytorchs(monkeypatch):
@@ -111,7 +111,7 @@ def test_without_onednns_products_they_are_pytorchs(monkeypatch):
 
 
 class Watched:
-    """Runs blocks, and remembers how their frames lay."""
+    """Runner of blocks that records the layout of their frames."""
 
     def __init__(self) -> None:
         self.layouts: list[SequenceLayout] = []
@@ -136,7 +136,7 @@ def test_without_attention_of_spans_a_batch_is_padded(monkeypatch):
 
 
 def test_attention_of_spans_is_attention_of_each_alone():
-    """The kernel against the plain way, with its gradients."""
+    """The kernel and its gradients equal the plain computation."""
     torch.manual_seed(0)
     attention, norm = SelfAttention(12, heads=3, causal=False).double(), torch.nn.LayerNorm(12).double()
     x, tables = torch.randn(1, 12, 12, dtype=torch.float64, requires_grad=True), RotaryPositions(4)
@@ -153,4 +153,4 @@ def test_attention_of_spans_is_attention_of_each_alone():
     ):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
     whole = attention(x, norm, SequenceLayout(tables(12, x)))
-    assert (whole - together).abs().max() > 1e-3  # the negative control
+    assert (whole - together).abs().max() > 1e-3  # negative control

@@ -1,4 +1,4 @@
-"""Matrix products through oneDNN against the same in double precision, and when they are taken that way."""
+"""Matrix products through oneDNN against double precision, and the conditions for their use."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_all_three_products_of_a_layer(rows, inputs, outputs):
         with torch.backends.mkldnn.flags(enabled=False):
             assert ways_through_onednn(function, *tensors) == 0
             assert relative_error(function(*tensors), expected) < 1e-6
-        # Negative control: one number of a factor that is another shows.
+        # Negative control: one changed element of a factor is detected.
         changed = tensors[0].clone()
         changed[0, 0] += 0.1
         assert relative_error(function(changed, *tensors[1:]), expected) > 1e-5

@@ -1,4 +1,4 @@
-"""Recovery beside its invariant: batches in halves, remembered sizes, and what a whole run makes of both."""
+"""Out-of-memory recovery in addition to its invariant: halved batches, remembered sizes, and a whole run."""
 
 import dataclasses
 from pathlib import Path
@@ -31,7 +31,7 @@ def batch_of(seconds: list[float]) -> Batch:
 
 
 def cut_of(seconds: list[float]) -> MicroBatchPlan:
-    """The batch as it is, nothing recomputed."""
+    """Return the batch unsplit, with nothing recomputed."""
     return MicroBatchPlan((batch_of(seconds),), recomputes_all=False)
 
 
@@ -87,7 +87,7 @@ def test_what_did_not_fit_recomputed_is_run_in_small_chunks_from_then_on():
     splits = OomHistory(conditions=0)
     assert splits.remember(cut_of([20.0])) and not splits.remember(cut_of([20.0]))
     assert splits.fit_to_memory(cut_of([20.0])).chunk_frames == CHUNK_FRAMES
-    # Several at once that do not fit say nothing of one alone.
+    # A failure of several utterances implies nothing about one alone.
     assert splits.remember(dataclasses.replace(cut_of([8.0] * 3), recomputes_all=True))
     assert not splits.fit_to_memory(cut_of([8.0])).recomputes_all
 
@@ -142,7 +142,7 @@ def failing(run: Run, when: When) -> Run:
 
 
 def test_a_run_with_splits_has_the_cursor_the_counts_and_the_steps_of_one_without(tmp_path, capsys):
-    corpus = write_corpus(tmp_path / "corpus", {"train": 10, "valid": 3})  # three steps an epoch, the last one ragged
+    corpus = write_corpus(tmp_path / "corpus", {"train": 10, "valid": 3})  # three steps per epoch, the last one ragged
     train(built(corpus, tmp_path / "whole", "--max_steps", "4"))
     train(failing(built(corpus, tmp_path / "split", "--max_steps", "4"), above(2)))
     whole, split = read_log(tmp_path / "whole"), read_log(tmp_path / "split")
@@ -156,7 +156,7 @@ def test_a_run_with_splits_has_the_cursor_the_counts_and_the_steps_of_one_withou
     counted = [state["progress"]["splits"] for state in states]
     assert counted == [0, sum(record["splits"] for record in split)]
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Out of memory at 4 x")]
-    # One line for each retried step and for the one validation, which remembers for itself.
+    # One line per retried step, and for the validation, which has its own memory of sizes.
     assert sum(record["splits"] for record in split) <= len(told) <= len(states[1]["splits"]) + 3
 
     resumed = failing(built(corpus, tmp_path / "split", "--resume", "auto", "--max_steps", "6"), above(2))

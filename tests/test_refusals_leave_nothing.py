@@ -1,4 +1,4 @@
-"""A command that refuses its input leaves no file and no folder, but for a list that its message names."""
+"""A command that refuses its input leaves no file and no folder, except for a list that its message names."""
 
 import json
 import shutil
@@ -56,12 +56,12 @@ def test_prepare_data_keeps_the_list_that_its_message_names_and_nothing_else(tmp
     assert len((output / "rejected.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 
 
-# Every other refusal
+# All other refusals
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Files to name on command lines, sound ones and others, in `folder`."""
+    """Sound and broken input files in `folder`, for command lines."""
 
     folder: Path
 
@@ -71,7 +71,7 @@ class Inputs:
 
 @pytest.fixture
 def inputs(base: Path, tmp_path: Path) -> Inputs:
-    """A small corpus, a checkpoint, and for each kind of file a broken one."""
+    """Write a small corpus, a checkpoint, and a broken file of each kind."""
     folder = write_table(tmp_path / "in", 4, "एक")
     shutil.copy(base, folder / "good.pt")
     other = folder / "checkpoint_other.pt"
@@ -111,7 +111,7 @@ def preparation(source: str, *flags: str, table: str = "all.csv", output: str = 
 
 
 def named(*words: str) -> Arguments:
-    """Words of a command line: `<NAME>` is an input, `>NAME` an output."""
+    """Return a command line in which `<NAME>` is an input and `>NAME` an output."""
 
     def arguments(inputs: Inputs, out: str) -> tuple[str, ...]:
         filled = []
@@ -269,7 +269,7 @@ REFUSALS: dict[str, tuple[str, Arguments, int]] = {
 
 
 def listing(folder: Path) -> dict[str, bytes | None]:
-    """Every file and folder below, files with their contents."""
+    """Return every file and folder below `folder`, files with their content."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))

@@ -1,4 +1,4 @@
-"""Which flags a resumed run may change, which it takes from its checkpoint, and what a used folder asks for."""
+"""Flags that a resumed run may change or takes from its checkpoint, and the choices for a used folder."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ STEPS = 3
 
 
 def base_flags(corpus: Corpus, directory: Path) -> tuple[str, ...]:
-    """Those of the run of `three_steps`, to be gone on with."""
+    """Return the flags that resume the run of `three_steps`."""
     return (*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--num_workers", "0", "--max_steps", str(STEPS))
 
 
@@ -58,7 +58,7 @@ def test_a_flag_that_was_renamed_is_understood_on_command_lines_and_in_checkpoin
         config = parse_flags([*noise, f"--{new}", str(value)])
         for words in ([f"--{old}", f"{value}"], [f"--{old}={value}"], [f"--{old.replace('_', '-')}", f"{value}"]):
             assert parse_flags([*noise, *words]) == config
-            if not hasattr(stored.features, new):  # another front end would not be the checkpoint's
+            if not hasattr(stored.features, new):  # another front end would contradict the checkpoint
                 assert parse_flags(["--resume", "auto", *words], stored) == parse_flags(
                     ["--resume", "auto", f"--{new}", str(value)], stored
                 )
@@ -74,7 +74,7 @@ def test_flags_that_are_not_given_take_the_checkpoints_value_before_preset_and_d
     resumed = parse_flags(["--resume", "auto", "--dropout", "0.3"], stored)
     assert resumed.model == dataclasses.replace(PRESETS["minimal"], dropout=0.3)
     assert (resumed.optimizer.learning_rate, resumed.data.train_manifest) == (0.5, "a")
-    assert resumed.run.init_from == "x"  # what a run began with stays known
+    assert resumed.run.init_from == "x"  # the initial checkpoint of a run stays known
     same = parse_flags(["--resume", "auto", "--preset", "minimal", "--d_model", "64"], stored)
     assert (same.model.d_model, same.model.encoder_layers) == (64, 6)
     assert parse_flags([]).model == PRESETS["original"]

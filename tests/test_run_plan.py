@@ -1,4 +1,4 @@
-"""A run under a memory budget: its plan, its rehearsal, what a resume takes over, and what does not fit."""
+"""A run under a memory budget: plan, rehearsal, resume, and out-of-budget errors."""
 
 import dataclasses
 import shutil
@@ -126,7 +126,7 @@ def test_a_smaller_budget_cuts_smaller_and_then_recomputes(corpus, tmp_path):
         planned = {phase["phase"]: phase["planned_mib"] for phase in step["memory"]}
         assert planned["forward"] > 0 and planned["backward"] > 0
     losses = [read_log(tmp_path / name)[0]["loss"] for name in ("roomy", "tight")]
-    assert losses[0] == pytest.approx(losses[1], rel=0.05)  # dropout draws other masks for other micro-batches
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)  # dropout uses other masks for other micro-batches
 
 
 def test_a_resumed_run_reuses_its_plan_and_replan_makes_a_new_one(corpus, tmp_path, monkeypatch, capsys):
@@ -156,7 +156,7 @@ def test_a_resumed_run_reuses_its_plan_and_replan_makes_a_new_one(corpus, tmp_pa
 @pytest.mark.parametrize(
     ("flag", "value", "matters"),
     [
-        ("intermediate_ctc_weight", "0.3", True),  # 326 for 315 MiB, and forgotten once
+        ("intermediate_ctc_weight", "0.3", True),  # 326 instead of 315 MiB; a past bug ignored it
         ("validation_batch_seconds", "40", True),
         ("ctc_weight", "0.5", True),
         ("mixed_precision", None, True),

@@ -1,4 +1,4 @@
-"""Scoring: what was changed, how sure the rates are, and every way in which two files of text can be unlike."""
+"""Scoring: edits, confidence intervals, and all mismatches between two text files."""
 
 import ctypes
 import itertools
@@ -42,11 +42,11 @@ SCRIPT = "training_scripts/evaluate_konkanivani_asr.py"
 WORDS = ("एक", "दोन", "तीन", "घर", "आनी")
 SENTENCES = st.lists(st.sampled_from(WORDS), max_size=7).map(" ".join)
 
-# What was changed
+# Edits
 
 
 def fewest_edits(reference: list[str], hypothesis: list[str]) -> int:
-    """Levenshtein's distance by its recurrence."""
+    """Return the Levenshtein distance from its recurrence."""
     row = list(range(len(hypothesis) + 1))
     for number, said in enumerate(reference, start=1):
         above, row = row, [number]
@@ -104,11 +104,11 @@ def test_words_stand_beside_what_was_heard_for_them():
     assert counted.confusions("deletion", 5) == () and len(counted.of(np.arange(1)).confusions("substitution", 5)) == 1
 
 
-# How sure it is
+# Confidence intervals
 
 
 def binomial_quantile(count: int, share: float, quantile: float) -> int:
-    """The smallest number of successes whose cumulated probability reaches the quantile."""
+    """Return the smallest number of successes whose cumulative probability reaches the quantile."""
     cumulated = 0.0
     for successes in range(count + 1):
         cumulated += math.comb(count, successes) * share**successes * (1 - share) ** (count - successes)
@@ -124,7 +124,7 @@ def rate_interval(sums: np.ndarray, blocks: np.ndarray) -> tuple[float, float]:
 
 
 def test_intervals_are_the_binomials_where_that_is_known():
-    """Of 200 utterances of one word 50 are wrong: a resample's sum is binomial; so with 40 speakers, 10 all wrong."""
+    """With 50 of 200 one-word utterances wrong, a resample's sum is binomial; so with 40 speakers, 10 all wrong."""
     wrong = np.arange(200) % 4 == 0
     sums = np.stack([wrong, np.ones(200)], axis=1).astype(np.int64)
     low, high = rate_interval(sums, np.arange(200))
@@ -135,7 +135,7 @@ def test_intervals_are_the_binomials_where_that_is_known():
     expected_by_speaker = [binomial_quantile(40, 0.25, quantile) / 40 for quantile in (0.025, 0.975)]
     assert rate_interval(sums, by_speaker) == pytest.approx(expected_by_speaker, abs=0.0251)
     assert expected_by_speaker[1] - expected_by_speaker[0] > 1.8 * (expected[1] - expected[0])
-    # Negative control: the same errors, drawn by utterance, look far surer than they are.
+    # Negative control: the same errors, resampled by utterance, give a much narrower interval.
     low, high = rate_interval(sums, np.arange(200))
     assert (low, high) != pytest.approx(expected_by_speaker, abs=0.0251)
 
@@ -256,7 +256,7 @@ def test_columns_of_the_alignment_stand_below_each_other_where_marks_have_no_wid
     assert [word.strip() for word in words[0]][-1] == "***" and [word.strip() for word in words[1]][4] == "***"
     signs = {match.start(): match.group() for match in re.finditer(r"\S", lines[start + 2])}
     assert signs == {starts[0][2]: "S", starts[0][3]: "S", starts[0][4]: "D", starts[0][7]: "I"}
-    # Negative control: counted as characters, the columns are elsewhere.
+    # Negative control: with columns counted in characters, the words are not aligned.
     assert list(itertools.accumulate(map(len, words[0]))) != list(itertools.accumulate(map(len, words[1])))
 
 
@@ -475,7 +475,7 @@ def test_the_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch
     ],
 )
 def test_flags_that_cannot_work_are_refused(tmp_path, monkeypatch, capsys, flags, exit_code, said):
-    """In this process: the script's own functions, without the second that each start takes."""
+    """Call the script's functions in this process, which saves the second of each start."""
     one, other = files(tmp_path, "a\n", "a\n")
     monkeypatch.syspath_prepend(str(ROOT / "training_scripts"))
     script = runpy.run_path(str(ROOT / SCRIPT), run_name="script")

@@ -1,4 +1,4 @@
-"""A corpus of any sentences: nothing twice, nothing in two splits, what is left out named by line and reason."""
+"""A corpus of arbitrary sentences: no duplicates, no leaks between splits, rejections by line and reason."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ STUDENTS = (
     "हांव घरा वतां",
     "",
     "Hello world, he Konkani Latin lipint",
-    "हांव घरा वतां।",  # the first again, once normalised
+    "हांव घरा वतां।",  # equal to the first after normalisation
     "!!! ... ---",
     "\N{DEVANAGARI VOWEL SIGN II}",
     LONG,
@@ -41,14 +41,14 @@ STUDENTS = (
 
 @pytest.fixture
 def students(tmp_path: Path, synthesizer: SpeechSynthesizer) -> str:
-    """A file as a student may write it: byte order mark, Windows line ends, all sorts of lines."""
+    """Write a student's file: byte order mark, Windows line ends, various lines."""
     path = tmp_path / "students.txt"
     path.write_bytes(("\ufeff" + "\r\n".join(STUDENTS) + "\r\n").encode())
     return str(path)
 
 
 def write_sentences(path: Path, count: int = 12) -> str:
-    """A file of so many different sentences of the built-in corpus."""
+    """Write a file of `count` different sentences of the built-in corpus."""
     sentences = plan_corpus(SplitSizes(train=90, valid=3, test=9)).train[:count]
     path.write_text("".join(f"{sentence.text}\n" for sentence in sentences), encoding="utf-8")
     return str(path)
@@ -83,7 +83,7 @@ def test_splits_are_a_partition_with_voices_of_their_own(count):
     for name, voices in SPLITS:
         assert {sentence.style.voice for sentence in getattr(plan, name)} <= set(voices)
     assert plan == plan_splits(sentences, None, None)
-    if count == 750:  # from all places of the file
+    if count == 750:  # from the whole file
         places = [sentences.index(sentence.text) for sentence in plan.test]
         assert min(places) < 20 and max(places) > 730
 
@@ -117,12 +117,12 @@ def test_a_file_that_is_not_there_is_a_data_error(tmp_path):
             read_sentences([str(path)])
 
 
-# Speaking
+# Speech synthesis
 
 
 def test_speech_of_more_than_30_s_is_stopped_and_refused(synthesizer):
     style = SpeakingStyle("mr", 130)
-    for text in (LONG, LONG * 500):  # the second would be hours
+    for text in (LONG, LONG * 500):  # the second one would last hours
         with pytest.raises(UnspeakableError, match="longer than 30 s") as caught:
             synthesizer.speak(text, style)
         assert caught.value.text == text and len(str(caught.value)) < 200

@@ -1,4 +1,4 @@
-"""A step traced on our tensors without data is the one traced on PyTorch's, byte for byte; and none of it is real."""
+"""A step traced on the project's shape tensors equals one traced on PyTorch's fake tensors, byte for byte."""
 
 import functools
 
@@ -18,11 +18,11 @@ from tests.conftest import further
 
 MODEL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=8)
 FEW = BatchShape(3, 4.0, 20)
-LOADS = (BatchShape(1, 20.0, 90), NEVER), (FEW, ALWAYS), (BatchShape(1, 61.0, 240), NEVER)  # the last is in chunks
+LOADS = (BatchShape(1, 20.0, 90), NEVER), (FEW, ALWAYS), (BatchShape(1, 61.0, 240), NEVER)  # the last one is in chunks
 
 
 class Fakes(FakeTensorMode):
-    """PyTorch's, told what CTC's kernels make: it takes their shapes for unknown without the lengths' tensors."""
+    """PyTorch's fake tensors with the shapes of CTC kernels, which are unknown to it without the length tensors."""
 
     def dispatch(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._ctc_loss.default:
@@ -34,7 +34,7 @@ class Fakes(FakeTensorMode):
 
 
 def traced(mode: type, half: bool, is_card: bool, monkeypatch: pytest.MonkeyPatch) -> list[Peak | int]:
-    """The peaks of every load, validation's last, on tensors of this mode."""
+    """Return the peaks of every batch shape, validation last, on tensors of this mode."""
     monkeypatch.setattr(tracer, "Shapes", mode)
     config = TrainConfig(model=MODEL, memory=MemoryConfig(mixed_precision=half))
     built = build_tracer(config, architecture_of(config, 40), cuda_costs("T4", (7, 5)) if is_card else cpu_costs())
@@ -43,7 +43,7 @@ def traced(mode: type, half: bool, is_card: bool, monkeypatch: pytest.MonkeyPatc
 
 @functools.cache
 def untouched(half: bool, is_card: bool) -> list[Peak | int]:
-    """The peaks on our tensors, which the negative controls are held against too."""
+    """Return the peaks on the project's tensors, also the reference of the negative controls."""
     with pytest.MonkeyPatch.context() as patch:
         return traced(Shapes, half, is_card, patch)
 

@@ -1,4 +1,4 @@
-"""The shell script's own part: what it hands to the trainer or to torchrun, with another program in Python's place."""
+"""The shell script alone: its arguments for the trainer or torchrun, tested with a replacement of Python."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ SCRIPT = "run_training_memory_optimized.sh"
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the script, a python3 whose bootstrap names the other program, and that program."""
+    """Write a folder with the script, a python3 whose bootstrap names the replacement, and the replacement."""
     shutil.copy(ROOT / SCRIPT, tmp_path)
     told = 'echo "$PET_SIGNALS_TO_HANDLE $*"\nprintf "%s\\n" "$@" > told.txt'
     named = f'if [ "$1" = training_scripts/bootstrap.py ]; then echo "{tmp_path}/python"; fi'
@@ -30,7 +30,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def started(checkout: Path, *flags: str, hang_up: signal.Handlers, **settings: str) -> str:
     command = [str(checkout / SCRIPT), "--train_manifest", "t.jsonl", "--device", "cpu", *flags]
     environment = {name: value for name, value in os.environ.items() if name != "PET_SIGNALS_TO_HANDLE"} | settings
-    before = signal.signal(signal.SIGHUP, hang_up)  # a child keeps what is ignored, as of nohup
+    before = signal.signal(signal.SIGHUP, hang_up)  # a child inherits ignored signals, as from nohup
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True)
     finally:
@@ -39,7 +39,7 @@ def started(checkout: Path, *flags: str, hang_up: signal.Handlers, **settings: s
 
 
 def test_under_nohup_torchrun_leaves_the_hang_up_signal_ignored(checkout):
-    """Seen with torchrun itself: else it takes up SIGHUP again, and ends its ranks when the terminal closes."""
+    """Observed with torchrun: otherwise it handles SIGHUP again, and ends its ranks when the terminal closes."""
     said = started(checkout, "--nproc_per_node", "2", hang_up=signal.SIG_IGN)
     assert said.startswith("SIGTERM,SIGINT,SIGQUIT -m torch.distributed.run --nproc_per_node 2 --standalone")
 
@@ -52,7 +52,7 @@ def test_elsewhere_it_takes_what_signals_it_takes(checkout):
 
 
 def told_to_the_trainer(checkout: Path, *arguments: str) -> list[str]:
-    """What the script tells the trainer, a word a line."""
+    """Return the arguments of the trainer, one per line."""
     subprocess.run([str(checkout / SCRIPT), *arguments], check=True, capture_output=True, timeout=PATIENCE)
     return (checkout / "told.txt").read_text(encoding="utf-8").splitlines()
 

@@ -1,4 +1,4 @@
-"""The optimizer step's parts: preallocated optimizer state, skipped and interrupted steps, loss scaling, schedule."""
+"""Optimizer step: preallocated optimizer state, skipped and interrupted steps, loss scaling, schedule."""
 
 import dataclasses
 import gc
@@ -85,7 +85,7 @@ print("torch._dynamo" in sys.modules, "triton" in sys.modules)
     ("before", "loaded"), [("", "False False"), ("import torch\ntorch.optim.AdamW([torch.ones(1)])", "True")]
 )
 def test_a_step_does_not_load_pytorchs_compiler(before, loaded, torch_alone):
-    """It takes a hundred megabytes; the negative control is what torch's own class of optimizer does."""
+    """It takes 100 MB; the negative control imports torch's own optimizer class."""
     ended = torch_alone.run_program(TRAIN.format(before=before))
     assert ended.stdout.strip().startswith(loaded), ended.stdout + ended.stderr
 
@@ -134,14 +134,14 @@ def test_the_garbage_collector_leaves_out_what_was_there_before_training_and_onl
     def is_walked(thing: list) -> bool:
         return any(thing is each for each in gc.get_objects())
 
-    gc.unfreeze()  # of what pytest's own process leaves out
+    gc.unfreeze()  # undo the freeze of the pytest process
     with pytest.raises(NumericsError), freeze_gc():
         since = []
         assert is_walked(since) and not is_walked(before)
         raise NumericsError("The gradients are not finite.")
     assert is_walked(before)
     gc.freeze()
-    with freeze_gc():  # who calls has left out what there was: it stays so
+    with freeze_gc():  # objects frozen by the caller stay frozen
         pass
     assert not is_walked(before)
 
@@ -199,18 +199,18 @@ def test_a_cache_cannot_exist_in_training():
 
 
 def with_intermediate(parts: StepParts, weight: float) -> StepParts:
-    """The same parts with a share of the CTC loss asked of the middle block."""
+    """Return step parts with a share of the CTC loss on the middle block."""
     objective = dataclasses.replace(parts.forward.objective, intermediate_ctc=weight)
     return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, objective=objective))
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.3, 0.9])
 def test_intermediate_ctc_is_what_the_paper_says(weight):
-    """(1 - w) CTC of the last block + w CTC of the middle one, both under the encoder's norm and the one head."""
+    """(1 - w) CTC of the last block + w CTC of the middle one, both with the encoder's norm and the one head."""
     parts = with_intermediate(double_parts(), weight)
     (batch,) = global_batch(speeches(3), 3).micro_batches
     model, made = parts.model.train(), []
-    model.encoder.packs = False  # so that the block's own output is one row an utterance
+    model.encoder.packs = False  # keeps one row per utterance in the output of the block
     model.encoder.blocks[0].register_forward_hook(lambda *hooked: made.append(hooked[2]))
     output, sums = parts.forward(batch)
     expected = 0.0

@@ -1,4 +1,4 @@
-"""The benchmarks of a step and of long audio measure what they say, on the batch on which others were measured."""
+"""The step and long-audio benchmarks measure the stated values, on the batch of earlier measurements."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ SMALL = ("--preset", "minimal", "--batch", "2", "--accum", "2", "--steps", "1")
 
 
 def run_benchmark(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the benchmark on one thread: two that share a core with anything else wait for each other all the time."""
+    """Run the benchmark on one thread: two threads on a shared core wait for each other all the time."""
     return run_script("benchmarks/step.py", *arguments, cwd=cwd, threads=1)
 
 
@@ -61,7 +61,7 @@ def test_of_long_utterances_each_length_is_measured_for_itself():
     assert not short["is_skipped"] and not long["is_skipped"] and long["loss"] > 0
     state = 16 * long["params"] / 2**20
     assert 0 < long["peak_above_state_mib"] < long["rss_growth_mib"]
-    # A live peak that the process never had would be a fault of the count.
+    # Live bytes above the process memory would be a counting error.
     assert long["peak_above_state_mib"] + state < long["rss_growth_mib"] < 1024
 
 
@@ -71,7 +71,7 @@ CANNOT_WORK = {
     "plan_accuracy": ("--seconds 0.5", "--seconds 1e9", "--presets", "--precisions fp8"),
     "drift": ("--steps 1", "--shortest 0", "--longest 0.7", "--batch_size 0", "--distinct 0"),
 }
-SAID = {"--batch": "divide --batch", "--acum": "--accum"}  # where it is not the flag
+SAID = {"--batch": "divide --batch", "--acum": "--accum"}  # expected text, if it is not the flag
 
 
 @pytest.mark.parametrize("script, given", [(script, given) for script in CANNOT_WORK for given in CANNOT_WORK[script]])
@@ -100,7 +100,7 @@ def test_the_window_holds_the_whole_batch():
 
 
 def function_of(source: str, name: str) -> ModuleType:
-    """A module that holds one function of a source text; the rest of the text is never run."""
+    """Return a module with one function of a source text, without running the rest."""
     tree = ast.parse(source)
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     module = ModuleType(name)
@@ -133,7 +133,7 @@ def test_live_bytes_of_a_case_counted_by_hand():
         assert live.live == 8400
         del first  # - 4000
         assert live.live == 4400
-        del second  # the view still holds it
+        del second  # a view still references it
         assert live.live == 4400
         third = torch.zeros(250, dtype=torch.float64)  # + 2000
         assert live.live == 6400

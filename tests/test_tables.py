@@ -1,4 +1,4 @@
-"""Tables as spreadsheets and pandas write them: UTF-16, `sep=;`, heads in any case, cells over several lines."""
+"""Tables as written by spreadsheets and pandas: UTF-16, `sep=;`, headers in any case, multi-line cells."""
 
 import csv
 import io
@@ -116,7 +116,7 @@ def test_an_id_of_ljspeech_may_be_a_path(tmp_path):
     for number, name in enumerate(names):
         folder = tmp_path / "corpus" / ("" if "/" in name else "wavs")
         write_sentence(folder / f"{name.removesuffix('.wav')}.wav", number)
-    write_sentence(tmp_path / "corpus" / "wavs" / "wavs" / "a5.wav", 50)  # ids are first of all names in wavs/
+    write_sentence(tmp_path / "corpus" / "wavs" / "wavs" / "a5.wav", 50)  # ids first refer to names in wavs/
     write_table(tmp_path / "corpus" / "metadata.csv", (), [(n, sentence(i)) for i, n in enumerate(names)], "|")
     done = prepare(tmp_path, "ljspeech")
     assert done.returncode == 0 and rejected(tmp_path) == [], done.stderr
@@ -128,11 +128,11 @@ def test_an_id_of_ljspeech_may_be_a_path(tmp_path):
     assert "corpus/wavs/b1.wav" in rejected(tmp_path)[2]["reason"]
 
 
-# Rows that a line end has torn apart
+# Rows split by a line break
 
 
 def write_common_voice(folder: Path, rows: list[tuple[object, ...]]) -> None:
-    """Common Voice with these rows as train.tsv, as pandas writes them: quoted where that must be."""
+    """Write Common Voice with these rows as train.tsv, quoted where necessary, as pandas does."""
     for number in range(6):
         write_sentence(folder / "clips" / f"{number}.mp3", number, 32_000)
     with open(folder / "train.tsv", "w", encoding="utf-8", newline="") as file:
@@ -160,7 +160,7 @@ def test_a_sentence_over_several_lines_is_read_as_pandas_wrote_it(tmp_path):
 
 def test_a_row_of_which_it_cannot_be_told_where_it_ends_is_left_out_with_both_rows_named(tmp_path):
     rows = cv_rows()
-    rows[2] = (*rows[2][:3], '"' + str(rows[2][3]))  # ends early: is the row behind it a part of it?
+    rows[2] = (*rows[2][:3], '"' + str(rows[2][3]))  # ends early: does the following row belong to it?
     rows[3] = (*rows[3][:3], str(rows[3][3]) + '"', *rows[3][4:])
     write_common_voice(tmp_path / "corpus", [])
     write_table(tmp_path / "corpus" / "train.tsv", CV_HEAD, rows)
@@ -174,7 +174,7 @@ def test_marks_that_do_not_come_in_pairs_stay_characters(tmp_path):
     write_common_voice(tmp_path / "corpus", [])
     spoilt = {"t0": '"एक', "t1": 'दोन"', "t2": '"तीन" म्हणून', "t3": '"', "t4": '""', "t5": '"चार'}
     rows = cv_rows(**{name: f"{text} {number}" for number, (name, text) in enumerate(spoilt.items())})
-    rows[5] = rows[5][:4]  # a short row that opens one which nothing closes
+    rows[5] = rows[5][:4]  # a short row opens a quotation that never closes
     write_table(tmp_path / "corpus" / "train.tsv", CV_HEAD, rows)
     done = prepare(tmp_path, "common_voice", *SPLIT_FLAGS)
     assert done.returncode == 0 and rejected(tmp_path) == [], done.stderr
@@ -190,7 +190,7 @@ def as_records(lines: list[str]) -> list[Record]:
 
 
 def words(cells: tuple[str, ...]) -> list[list[str]]:
-    """The cells without marks, of which a cell that is not torn keeps those that quote it."""
+    """Return the words of the cells without quotation marks, which a cell that is not split keeps."""
     return [cell.replace('"', "").split() for cell in cells]
 
 

@@ -1,4 +1,4 @@
-"""Normalisation as a table of cases, and tokenizers that give back what they were given."""
+"""Normalisation as a table of cases, and tokenizers that reproduce their input."""
 
 import unicodedata
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_normalisation(text, expected):
         ("क१ख", "क१ख", "क एक ख"),
         ("0123456789", "0123456789", " ".join(DIGIT_WORDS)),
         ("٣", "٣", "तीन"),  # Arabic-Indic
-        ("½", "½", "½"),  # a number, but no digit
+        ("½", "½", "½"),  # a number, but not a digit
     ],
 )
 def test_digits_are_kept_or_spelt_one_by_one(text, kept, spelt):
@@ -100,7 +100,7 @@ def test_a_round_trip_gives_the_text_back(tokenizer):
         assert min(tokens) > OUR_TOKENS.end
         assert tokenizer.decode([OUR_TOKENS.start, *tokens, OUR_TOKENS.blank, OUR_TOKENS.end]) == text
     assert tokenizer.size <= 40
-    assert OUR_TOKENS.unknown in tokenizer.encode("xyz")  # the negative control: what is not in the text is unknown
+    assert OUR_TOKENS.unknown in tokenizer.encode("xyz")  # negative control: unseen characters are unknown
 
 
 @settings(max_examples=100, deadline=None)

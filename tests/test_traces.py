@@ -1,4 +1,4 @@
-"""What a run has traced the next one need not: the same plan without a trace, and never a plan from what is damaged."""
+"""Stored traces give the same plan without a new trace; damaged ones are never used."""
 
 import dataclasses
 import os
@@ -28,7 +28,7 @@ SMALL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_he
 
 
 class CountingTracer:
-    """In the place of a tracer: other numbers for other loads, and how often it was asked."""
+    """Replacement for a tracer that counts its calls and returns a different peak per batch shape."""
 
     asked = 0
 
@@ -46,7 +46,7 @@ def traces_of(tracer: CountingTracer) -> Traces:
 
 
 def filled(tracer: CountingTracer) -> Traces:
-    """With three traces, one of them asked for twice, once as "always" and once as all blocks."""
+    """Return three traces, one requested twice, as "always" and as all blocks."""
     traces = traces_of(tracer)
     for policy in (NEVER, ALWAYS, run_plan.RecomputePolicy.first(BLOCKS)):
         traces.peak(LOAD, policy)
@@ -95,7 +95,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, place):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Utterances of two words each, so that few loads are asked about."""
+    """Return utterances of two words each, so that few batch shapes are traced."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "tones", {"train": 8, "valid": 2}, lengths=range(2, 3))
 
 
@@ -136,7 +136,7 @@ def test_a_second_question_to_the_planner_is_answered_without_a_trace(tmp_path, 
 
     monkeypatch.setattr(tracing, "build_tracer", no_tracing)
     assert (answer(request), peak_of_validation(request)) == first
-    with pytest.raises(AssertionError, match="it traces"):  # the negative control
+    with pytest.raises(AssertionError, match="it traces"):  # negative control
         answer(dataclasses.replace(request, budget=311 * MIB))
 
 

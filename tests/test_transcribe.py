@@ -1,4 +1,4 @@
-"""Recordings to text: the recogniser, the script, its formats, and what cannot be transcribed."""
+"""Transcription: the recogniser, the script, its formats, and recordings that cannot be transcribed."""
 
 import dataclasses
 import itertools
@@ -38,7 +38,7 @@ WORDS = ("एक", "दोन", "तीन", "उदक", "घर", "शाळ�
 
 @dataclass(frozen=True)
 class Trained:
-    """A tiny model that has learnt the tones of which tests/conftest.py makes words, and some recordings."""
+    """Tiny model trained on the tones of tests/conftest.py, and some recordings."""
 
     checkpoint: Path
     recognizer: Recognizer
@@ -81,7 +81,7 @@ def test_the_tiny_model_has_learnt_its_words(trained):
 
 
 def with_pauses(spoken: list[np.ndarray]) -> np.ndarray:
-    """The utterances, each after three quarters of a second in which only the noise goes on."""
+    """Return the utterances, each after 0.75 s of noise."""
     pause = 0.005 * np.random.default_rng(1).standard_normal(12_000).astype(np.float32)
     return np.concatenate([part for audio in spoken for part in (pause, audio)])
 
@@ -92,7 +92,7 @@ def test_a_long_recording_is_heard_as_its_utterances_are_one_by_one(trained):
     transcript = trained.recognizer.transcribe(with_pauses(spoken))
     assert len(transcript.segments) == len(spoken) and all(alone)
     heard = [segment.text for segment in transcript.segments]
-    # The pauses take part in normalising the features, so a doubtful letter may be another: on one processor 6 of 109.
+    # The pauses affect the feature normalisation, so an uncertain letter may change: 6 of 109 on one processor.
     assert error_rates(alone, heard).cer < 0.1
     ends = np.cumsum([0.75 + len(audio) / 16_000 for audio in spoken])
     for segment, audio, end in zip(transcript.segments, spoken, ends, strict=True):
@@ -107,7 +107,7 @@ def test_speech_without_pause_is_joined_from_overlapping_pieces(trained):
     whole = dataclasses.replace(trained.recognizer, segmentation=build_segmentation(60.0, 0.4)).transcribe(recording)
     pieces = dataclasses.replace(trained.recognizer, segmentation=build_segmentation(3.0, 0.4)).transcribe(recording)
     assert len(whole.segments) == 1 and len(pieces.segments) > 3
-    # Negative control: pieces of two seconds that know nothing of each other.
+    # Negative control: independent pieces of two seconds.
     apart = [trained.recognizer.transcribe(part).text for part in np.array_split(recording, len(recording) // 32_000)]
     joined, broken = (error_rates([whole.text], [text]).wer for text in (pieces.text, " ".join(apart)))
     assert joined <= 0.1 and joined < broken
@@ -142,7 +142,7 @@ def test_a_bundle_hears_what_its_checkpoint_hears(trained, tmp_path):
 def test_every_decoding_gives_timed_words(trained, decode):
     recognizer = load_recognizer(trained.checkpoint, decode=decode, beam=2, device="cpu")
     transcript = recognizer.transcribe(tones(WORDS[:4]))
-    assert transcript.text or decode == "attention"  # which has learnt little in so few steps
+    assert transcript.text or decode == "attention"  # attention has learnt little in these few steps
     assert all(0 <= word.start < word.end <= 5 for word in transcript.words)
 
 
@@ -157,7 +157,7 @@ def test_segments_come_before_the_recording_has_ended(trained):
     recording = torch.cat([words, gap]).repeat(80)
     first = next(trained.recognizer.segments(recording))
     assert first.words[0].start < 1
-    recording[-5:] = float("nan")  # it is read when its turn comes
+    recording[-5:] = float("nan")  # it is read later
     assert next(trained.recognizer.segments(recording)).text == first.text
 
 
@@ -182,7 +182,7 @@ print("torch._dynamo" in sys.modules)
 
 
 def test_hearing_does_not_load_pytorchs_compiler(trained, torch_alone):
-    """It takes a hundred megabytes; the negative control is a layer that fills what has no values."""
+    """It takes 100 MB; the negative control is a layer that fills uninitialized tensors."""
     ended = torch_alone.run_program(HEAR.format(path=str(trained.checkpoint)))
     assert ended.stdout.split() == ["False", "True"], ended.stdout + ended.stderr
 
@@ -249,7 +249,7 @@ def test_a_word_longer_than_a_line_has_a_line_of_its_own():
 
 @pytest.fixture(scope="module")
 def folder(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Recordings good and bad, in a folder with a folder within, and links and pipes that lead nowhere."""
+    """Return a nested folder of good and bad recordings, with broken links and pipes."""
     directory = tmp_path_factory.mktemp("recordings")
     (directory / "inside").mkdir()
     soundfile.write(directory / "good.wav", tones(WORDS[:4]), 16_000)
@@ -273,7 +273,7 @@ def test_one_bad_file_does_not_stop_the_others(trained, folder, tmp_path):
     assert written == {"good.srt", "inside/good.srt", "silence.srt"}
     assert (tmp_path / "out" / "silence.srt").read_text() == ""
     assert (tmp_path / "out" / "good.srt").read_text(encoding="utf-8").startswith("1\n00:00:00,")
-    told = ((1, "good.srt"), (2, "inside/good.srt"), (5, "silence.srt"))  # of the six, each when it is done
+    told = ((1, "good.srt"), (2, "inside/good.srt"), (5, "silence.srt"))  # of six, each when done
     assert re.findall("(.*) of 6: (.*)", done.stderr) == [(str(n), f"{tmp_path}/out/{name}") for n, name in told]
 
 
@@ -284,13 +284,13 @@ def test_what_somebody_has_corrected_is_replaced_only_if_asked(trained, folder, 
     said = good.read_bytes()
     good.write_text("corrected")
     silence.unlink()
-    refused = run_script(TRANSCRIBE, *map(str, flags), "--checkpoint", "absent.pt")  # before anything is loaded
+    refused = run_script(TRANSCRIBE, *map(str, flags), "--checkpoint", "absent.pt")  # refused before any loading
     assert refused.returncode == 2 and f"{good} already exists, one of 1. Use --existing keep" in refused.stderr
     kept = well(transcribe(trained, *flags, "--existing", "keep"))
     assert f"1 of 2: {good} already exists\n2 of 2: {silence}\n" == kept.stderr and silence.exists()
     assert good.read_text() == "corrected"
     well(transcribe(trained, *flags, "--existing", "replace"))
-    assert good.read_bytes() == said  # the negative control
+    assert good.read_bytes() == said  # negative control
 
 
 def test_what_is_printed_is_what_the_recogniser_says(trained, folder):
@@ -308,7 +308,7 @@ def test_what_is_printed_is_what_the_recogniser_says(trained, folder):
 
 @pytest.fixture(scope="module")
 def phone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One recording in five kinds, two files that are named like sound and hold none, and one that was cut."""
+    """Return one recording in five formats, two audio file names without audio, and a truncated file."""
     pytest.importorskip("av", reason="the extra `media` is not installed: pip install av")
     from tests.media_files import KINDS, write_media
 
@@ -421,7 +421,7 @@ def test_folders_are_searched_in_order_and_links_are_not_followed(folder, tmp_pa
 
 
 def test_a_recording_is_loaded_as_in_training(trained):
-    """What the recogniser hears of an utterance is what training heard, so scores carry over."""
+    """The recogniser and training load the same input, so that scores transfer."""
     path = sorted(trained.recordings.glob("test_*.flac"))[3]
     waveform = load_audio(AudioSource(str(path)))
     encoded, lengths = trained.recognizer.speech_model.encode(waveform[None], (len(waveform),))

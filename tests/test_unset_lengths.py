@@ -172,7 +172,7 @@ def test_limits_hold_while_a_stream_is_read(tmp_path, monkeypatch):
 
 def test_an_mp3_without_length_header_is_read_to_its_end(tmp_path):
     samples = recording()[:, 0].repeat(10)
-    samples[: len(samples) // 2] = 0.0  # the first frames have a low bit rate, from which the length was estimated
+    samples[: len(samples) // 2] = 0.0  # the first frames have a low bit rate, and the length was estimated from them
     content = encode("MP3", samples, "MPEG_LAYER_III", bitrate_mode="VARIABLE")
     (tmp_path / "said.mp3").write_bytes(content)
     said, _ = read_samples(AudioSource(str(tmp_path / "said.mp3")))
@@ -181,7 +181,8 @@ def test_an_mp3_without_length_header_is_read_to_its_end(tmp_path):
     (tmp_path / "unsaid.mp3").write_bytes(content)
     source = AudioSource(str(tmp_path / "unsaid.mp3"))
     frames = read_header(source).frames
-    assert abs(frames - len(said)) <= 3 * 1152  # the encoder's delay and padding stay, and the header is a frame
+    # The delay and padding of the encoder are kept, and the header is a frame.
+    assert abs(frames - len(said)) <= 3 * 1152
     unsaid, _ = read_samples(source)
     assert len(unsaid) == frames == sum(map(len, read_blocks(source, 0.5)))
     assert np.abs(unsaid[: len(said) // 3]).max() < 0.01

@@ -1,4 +1,4 @@
-"""A script in a fork of the warm parent says and does what it does in an interpreter of its own."""
+"""A script in a fork of the warm parent has the same output and effects as in a new interpreter."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def test_a_fork_is_like_an_interpreter_of_its_own_and_leaves_nothing_to_the_next
     assert warm.returncode == again.returncode == cold.returncode
     assert warm.stdout == again.stdout == cold.stdout
     ends = [[done.stderr.splitlines()[0], done.stderr.splitlines()[-1]] for done in (warm, again, cold)]
-    assert ends[0] == ends[1] == ends[2] or name == "killed"  # the interpreter tells where it was
+    assert ends[0] == ends[1] == ends[2] or name == "killed"  # the interpreter reports its location
 
 
 def test_what_is_read_too_early_for_a_fork_is_given_to_an_interpreter(tmp_path, monkeypatch):
@@ -77,7 +77,7 @@ TWO = (
 )
 def test_quick_leaves_out_what_starts_a_process_and_full_adds_to_it(flags, said, tmp_path, monkeypatch):
     (tmp_path / "test_two.py").write_text(TWO)
-    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # that one has none yet where it begins
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # a new process has none at its start
     plain = ("-q", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path))
     done = warm_parent().run_program("import pytest, sys; pytest.main(sys.argv[1:])", *plain, *flags, cwd=ROOT)
     assert said in done.stdout

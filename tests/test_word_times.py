@@ -1,4 +1,4 @@
-"""The truth about word times: when espeak-ng begins each word, and how recognised words are compared with it."""
+"""Reference word times: the start of each word in espeak-ng, and the comparison with recognised words."""
 
 import dataclasses
 import re
@@ -33,7 +33,7 @@ def test_every_word_of_a_sentence_has_its_time_in_the_speech(synthesizer, senten
 
 
 def test_a_word_begins_where_the_speech_before_it_ends(synthesizer):
-    """An independent truth: with a comma espeak-ng is silent between two words, and the samples show where."""
+    """Independent reference: with a comma, espeak-ng pauses between two words, visible in the samples."""
     style = SpeakingStyle("mr+m3", 130)
     spoken = synthesizer.words("घर, शाळा", style)
     samples = np.frombuffer(synthesizer.speak("घर, शाळा", style), dtype=np.int16).astype(float)
@@ -57,7 +57,7 @@ def test_a_corpus_of_other_speech_has_no_truth(synthesizer, sentences, tmp_path)
 
 
 def test_only_words_that_were_recognised_as_spoken_are_compared():
-    text = "एक दोन तीन घर"  # तीन is to the synthesiser a part of दोन
+    text = "एक दोन तीन घर"  # the synthesiser treats तीन as part of दोन
     words = [Word(t, k, k + 1, None) for k, t in enumerate(("एक", "तीन", "दोन", "तीन", "घर"))]
     spoken = SpokenWords((SpokenWord(0, 0.0), SpokenWord(3, 0.5), SpokenWord(11, 1.0)), end=1.5)
     found = matches(tuple(words), text, spoken)

@@ -1,4 +1,4 @@
-"""What audio workers have made comes in order, whatever becomes of those that make what follows."""
+"""Batches from audio workers arrive in order, whatever happens to the workers of later ones."""
 
 import multiprocessing
 import os
@@ -21,7 +21,7 @@ LOADER = LoaderConfig(workers=2, timeout=PATIENCE, pin_memory=False)
 
 
 class SlowThenDeadly(Dataset):
-    """Item 0 takes its time; who makes item 1 dies at once, so long as `lives` is not used up."""
+    """Dataset in which item 0 is slow, and a worker that reads item 1 dies while `lives` are left."""
 
     def __init__(self, lives: int) -> None:
         self.being_read = torch.full((LOADER.workers,), -1)
@@ -62,7 +62,7 @@ def test_all_come_once_and_in_order_where_workers_die_and_come_back(lives, capsy
 
 
 def _hand_over(pipe: Connection, errors: Path, begins_as_worker: bool) -> None:
-    """A process that has something to hand over, as a worker has its batches."""
+    """Send file descriptors from a process, as a worker sends its batches."""
     sys.stderr = errors.open("w", buffering=1)
     if begins_as_worker:
         _begin_worker(0)
@@ -79,8 +79,8 @@ def test_a_worker_keeps_silent_where_the_trainer_goes_while_it_is_handed_a_batch
     hands_over.start()
     (address, _), (_, key) = ours.recv()
     authkey = multiprocessing.current_process().authkey
-    Client(address, authkey=authkey).close()  # and goes
-    with Client(address, authkey=authkey) as taken:  # is served when the one before has been
+    Client(address, authkey=authkey).close()  # connects and leaves
+    with Client(address, authkey=authkey) as taken:  # is served after the previous connection
         taken.send((key, os.getpid()))
         os.close(recv_handle(taken))
     ours.send("done")

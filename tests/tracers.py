@@ -1,4 +1,4 @@
-"""What counts operations; tracers and their traces, one for each model and device, shared by a process's tests."""
+"""Operation counters, and tracers and traces shared by the tests of a process, one per model and device."""
 
 import functools
 from collections import Counter
@@ -17,7 +17,7 @@ ONLY_TENSORS = DeviceCosts("a device", is_cuda=False, rounding=1, workspace=0, c
 
 
 class Calls(TorchDispatchMode):
-    """How often each operation is run."""
+    """Counts of the executed operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,12 +30,12 @@ class Calls(TorchDispatchMode):
 
 @functools.cache
 def tracer_of(config: TrainConfig, costs: DeviceCosts = ONLY_TENSORS) -> StepTracer:
-    """The tracer, built when it is first asked for."""
+    """Return the tracer of a model and device, built on first use."""
     return build_tracer(config, architecture_of(config, VOCAB_SIZE), costs)
 
 
 @functools.cache
 def traces_of(config: TrainConfig, costs: DeviceCosts = ONLY_TENSORS) -> Traces:
-    """What it says: each load is traced once."""
+    """Return the traces of a model and device; each batch shape is traced once."""
     tracer = tracer_of(config, costs)
     return Traces(lambda: tracer, tracer.blocks, costs, architecture_of(config, VOCAB_SIZE).framing.encoder_hop)

@@ -1,10 +1,10 @@
-"""Scripts run in forks of a process that has imported what they import, and has done nothing.
+"""Scripts run in forks of a process that has done nothing except their imports.
 
-Importing takes three to six seconds of a script's run, and what most tests run it on takes one. The parent has one
-thread, and has made no tensor and no generator: what a fork begins with is what a new interpreter has when its imports
-are done. The fork runs the script as `__main__`, with its own command line, environment, folder and streams, and ends
-as an interpreter ends, but for the second that freeing every object takes. What is read before that, as an allocator
-reads the environment, needs an interpreter of its own, and gets one (tests/conftest.py: run_script).
+Imports take three to six seconds of a script's run; most tests need one second for the rest. The parent has one thread
+and has created no tensor and no generator, so that a fork starts in the state of a new interpreter after its imports.
+The fork runs the script as `__main__` with its own command line, environment, folder and streams. It exits like an
+interpreter, without the second that freeing every object takes. Environment variables that are read before the imports
+end, such as an allocator's, need a new interpreter, and get one (tests/conftest.py: run_script).
 """
 
 import atexit
@@ -41,15 +41,15 @@ IMPORTED = (
     *("numpy.random", "PIL.GifImagePlugin", "PIL.PngImagePlugin", "html", "safetensors.torch"),
     *("multiprocessing.popen_fork", "multiprocessing.synchronize"),
     *("torch.utils.tensorboard.summary", "tensorboard.summary.writer.record_writer"),
-    *("torch.utils.serialization", "torch._dynamo"),  # the second one is what a trace imports
+    *("torch.utils.serialization", "torch._dynamo"),  # _dynamo is imported by a trace
     *("konkanivani.recipe.train", "konkanivani.recipe.dry_run", "konkanivani.recipe.evaluation_model"),
     *("konkanivani.data.preparation.prepare", "konkanivani.data.synthetic.builtin_corpus"),
     *("konkanivani.inference.recognizer", "konkanivani.inference.transcribe"),
     *("konkanivani.evaluation.reports.health_page", "konkanivani.evaluation.reports.score_page"),
 )
-# What is read as an interpreter or a library starts: another value than the parent's cannot be given to a fork.
+# Variables that are read when an interpreter or a library starts: a fork cannot change the values of its parent.
 EARLY = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "ONEDNN_", "PYTORCH_", "LC_", "LANG")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: tests may share their cores
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # set before torch is imported: tests may share their cores
 BEGINNING = dict(os.environ)
 Before = Callable[[], None] | None
 SERVE = "import sys; from tests.warm import serve; serve(int(sys.argv[1]), sys.argv[2:])"
@@ -57,9 +57,9 @@ SERVE = "import sys; from tests.warm import serve; serve(int(sys.argv[1]), sys.a
 
 @dataclass(frozen=True)
 class Job:
-    """A script to be run, whose streams are files; `errors` None means `output` too.
+    """Script to run, with files as its streams; `errors` None sends stderr to `output`.
 
-    `before` is called in the fork, and may change what the script finds.
+    `before` is called in the fork, and may change the environment of the script.
     """
 
     script: Path
@@ -73,12 +73,12 @@ class Job:
     before: Before = None
 
     def run(self) -> None:
-        """Runs it in this process, a fork."""
+        """Run the script in this process, a fork."""
         import numpy
 
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test that is broken off leaves no run behind
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # an interrupted test leaves no process
         self._open_streams()
         os.environ.clear()
         os.environ.update(self.environment, OMP_NUM_THREADS=str(self.threads))
@@ -102,7 +102,7 @@ class Job:
         for number, opened in enumerate((os.open(self.stdin, os.O_RDONLY), output, errors)):
             os.dup2(opened, number)
             os.close(opened)
-        is_direct = sys.stdout.write_through  # by PYTHONUNBUFFERED
+        is_direct = sys.stdout.write_through  # set by PYTHONUNBUFFERED
         written = open(1, "wb", buffering=0 if is_direct else -1, closefd=False)
         sys.stdin = sys.__stdin__ = open(0, closefd=False)
         sys.stdout = sys.__stdout__ = io.TextIOWrapper(written, write_through=is_direct)
@@ -110,14 +110,14 @@ class Job:
 
 
 class Fork:
-    """A script that runs or has run, and leads a process group; as subprocess.Popen where it has the same names."""
+    """Running or finished script that leads a process group, with the interface of subprocess.Popen."""
 
     def __init__(self, pid: int, parent: "WarmParent") -> None:
         self.pid, self.returncode, self._parent = pid, None, parent
         self._ended = os.pidfd_open(pid)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, a signal's number below 0; a TimeoutExpired where it has not ended within so many seconds."""
+        """Return the exit code, negative for a signal; raise TimeoutExpired after `timeout` seconds."""
         if self.returncode is None:
             if not select.select([self._ended], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("a fork", timeout)
@@ -126,20 +126,20 @@ class Fork:
         return self.returncode
 
     def poll(self) -> int | None:
-        """The same, or None where it still goes on."""
+        """Return the exit code, or None while the script runs."""
         try:
             return self.wait(0)
         except subprocess.TimeoutExpired:
             return None
 
     def kill(self) -> None:
-        """Sends SIGKILL to it, not to what it has started."""
+        """Send SIGKILL to the script, not to its children."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
 
 class ForkedScript:
-    """In the place of subprocess.Popen for a script of this repository: a fork of this process, its output in pipes."""
+    """Replacement of subprocess.Popen for scripts of this repository: a fork of this process with piped output."""
 
     def __init__(self, command: Sequence[str], **_others: object) -> None:
         reading, writing = zip(os.pipe(), os.pipe(), strict=True)
@@ -156,30 +156,30 @@ class ForkedScript:
 
 
 def fork_scripts() -> None:
-    """Has the scripts that this process starts be forks of it: `before` of a job whose own processes are not tested."""
+    """Replace subprocess.Popen by forks: `before` of a job whose child processes are not under test."""
     subprocess.Popen = ForkedScript
 
 
 class WarmParent:
-    """The process that forks, started here once it has imported this; it ends when this process does."""
+    """Process that imports the modules and then forks on request; it ends with this process."""
 
     def __init__(self, imported: Sequence[str] = IMPORTED) -> None:
         self._requests, theirs = multiprocessing.Pipe()
-        # A second thread of NumPy's would not survive a fork.
+        # A second NumPy thread does not survive a fork.
         environment = BEGINNING | {"OMP_NUM_THREADS": str(THREADS), "OPENBLAS_NUM_THREADS": "1"}
         command, passed = [sys.executable, "-c", SERVE, str(theirs.fileno()), *imported], [theirs.fileno()]
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=passed)
         theirs.close()
 
     def start(self, job: Job) -> Fork:
-        """Begins it."""
+        """Start a job."""
         assert can_fork(job.environment)
         return Fork(self.ask(job), self)
 
     def run(
         self, script: Path, *arguments: str, cwd: Path = ROOT, stdin: Path = DEV_NULL, before: Before = None
     ) -> subprocess.CompletedProcess[str]:
-        """Runs it to its end."""
+        """Run a script to its end."""
         with tempfile.TemporaryDirectory() as folder:
             said = Path(folder, "output"), Path(folder, "errors")
             fork = self.start(Job(script, arguments, *said, cwd, stdin=stdin, before=before))
@@ -190,67 +190,67 @@ class WarmParent:
             return subprocess.CompletedProcess((script, *arguments), code, *(each.read_text("utf-8") for each in said))
 
     def run_program(self, source: str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-        """Runs the lines of a program to its end."""
+        """Run the source of a program to its end."""
         with tempfile.TemporaryDirectory() as folder:
             script = Path(folder, "program.py")
             script.write_text(source, encoding="utf-8")
             return self.run(script, *arguments, cwd=cwd)
 
     def close(self) -> None:
-        """Ends it, and with it what still goes on."""
+        """Stop the parent process and every fork that still runs."""
         self._requests.close()
         self._process.wait(PATIENCE)
 
     def ask(self, request: Job | int) -> int:
-        """The process id of a job, or the exit code of the process of this id, which has ended."""
+        """Return the process id of a started job, or the exit code of a finished process."""
         self._requests.send(request)
         return self._requests.recv()
 
 
 @functools.cache
 def warm_parent() -> WarmParent:
-    """This process's one."""
+    """Return the parent process of this process, started on first use."""
     return WarmParent()
 
 
 def can_fork(environment: Mapping[str, str]) -> bool:
-    """Whether a fork can be given this environment."""
+    """Return whether a fork can use this environment."""
     return _early(environment) == _early(BEGINNING)
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
-    """What is heeded before a script's first line, with what the head of each script sets where it is not set."""
+    """Return the variables that are read before the first line of a script, with the defaults that each script sets."""
     environment = dict(environment)
-    set_process_defaults(environment)  # a benchmark that a test imports has set it in this process too
+    set_process_defaults(environment)  # an imported benchmark has also set them in this process
     return {name: value for name, value in environment.items() if name.startswith(EARLY) and name != "OMP_NUM_THREADS"}
 
 
 def serve(descriptor: int, imported: Sequence[str]) -> NoReturn:
-    """Answers requests until there are none."""
+    """Serve requests until the connection closes."""
     sys.path.insert(1, str(ROOT / "training_scripts"))
     import bootstrap
 
-    bootstrap.rerun_under_venv()  # as at the head of each script: PyTorch and glibc are told something there
+    bootstrap.rerun_under_venv()  # as at the start of each script: sets options of PyTorch and glibc
     del sys.modules["bootstrap"]
     for name in imported:
         importlib.import_module(name)
     if flags := sys.modules.get("konkanivani.base.flags"):
-        flags.parse_args([])  # what tyro imports, and finds out of types and docstrings, takes a quarter of a short run
+        flags.parse_args([])  # the imports and type analysis of tyro take a quarter of a short run
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for finalizer in weakref.finalize._registry:
-        finalizer.atexit = False  # at each fork's end PyTorch would take its operators out one by one
-    gc.freeze()  # else the first collection in each fork copies all that is shared
+        finalizer.atexit = False  # PyTorch would unregister its operators one by one at the end of each fork
+    gc.freeze()  # otherwise the first collection in each fork copies all shared pages
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack a thread"
     requests = Connection(descriptor)
     while True:
         try:
             request = requests.recv()
         except EOFError:
-            os._exit(0)  # what still runs ends with this process
+            os._exit(0)  # running forks end with this process
         if isinstance(request, int):
             requests.send(os.waitstatus_to_exitcode(os.waitpid(request, 0)[1]))
         elif pid := os.fork():
-            with contextlib.suppress(OSError):  # the fork may have done so, and ended
+            with contextlib.suppress(OSError):  # the fork may have called it already, and exited
                 os.setpgid(pid, pid)
             requests.send(pid)
         else:
@@ -259,7 +259,7 @@ def serve(descriptor: int, imported: Sequence[str]) -> NoReturn:
 
 
 def _live(job: Job) -> NoReturn:
-    """What an interpreter does with a script and after it."""
+    """Run a script and exit as an interpreter does."""
     code = 0
     try:
         job.run()

@@ -1,4 +1,4 @@
-"""What a process finds as it begins to run a script. PyTorch is not imported here."""
+"""The state of a process when it starts to run a script. PyTorch is not imported here."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def close_streams(*numbers: int) -> None:
-    """Leaves this process as an interpreter begins where a shell has closed stdin (0), stdout (1) or stderr (2)."""
+    """Close stdin (0), stdout (1) or stderr (2), and set `sys` as an interpreter does for streams closed by a shell."""
     for number in numbers:
         os.close(number)
         for prefix in ("", "__"):
@@ -14,12 +14,12 @@ def close_streams(*numbers: int) -> None:
 
 
 def print_at_once() -> None:
-    """What is printed is in its file with each line."""
+    """Flush stdout after each line."""
     sys.stdout.reconfigure(line_buffering=True)
 
 
 def break_import(module: str, error: BaseException) -> None:
-    """The error comes where the module is imported."""
+    """Raise the error when the module is imported."""
 
     def hear(event: str, arguments: tuple) -> None:
         if event == "import" and arguments[0] == module:
@@ -29,7 +29,7 @@ def break_import(module: str, error: BaseException) -> None:
 
 
 def without_torch(closed: Sequence[int] = (), error: BaseException | None = None) -> None:
-    """What imports PyTorch ends in a traceback; streams are closed, and an error comes amid a script's imports."""
+    """Fail on an import of PyTorch, close streams, and raise an error during the imports of a script."""
     close_streams(*closed)
     break_import("torch", AssertionError("PyTorch is imported."))
     if error:

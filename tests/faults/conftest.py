@@ -1,4 +1,4 @@
-"""One set of undisturbed runs and one run to damage, for all tests of this folder."""
+"""Fixtures shared by the fault tests: undisturbed runs, and one run to damage."""
 
 from pathlib import Path
 
@@ -10,11 +10,11 @@ from tests.faults.small_run import train_small_run
 
 @pytest.fixture(scope="session")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> ResumeBench:
-    """Corpora and undisturbed runs, each made once."""
+    """Return the corpora and undisturbed runs, each created once."""
     return ResumeBench(tmp_path_factory.mktemp("bench"))
 
 
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that has trained for two epochs and been saved seven times."""
+    """Return the folder of a run of two epochs and seven saves."""
     return train_small_run(tmp_path_factory.mktemp("small"))

@@ -1,4 +1,4 @@
-"""Checkpoints that were sound and are not any more: cut short, or with a bit flipped; and what is made of them."""
+"""Sound checkpoints that are truncated or have a flipped bit, and the result of resuming from them."""
 
 import contextlib
 import io
@@ -18,21 +18,21 @@ from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
 
 @dataclass(frozen=True)
 class Damage:
-    """What a file has become, and in words how."""
+    """Damaged content of a file and the name of the damage."""
 
     name: str
     content: bytes
 
 
 def truncations(whole: bytes) -> Iterator[Damage]:
-    """The file cut to nothing, one byte, half, all but a ten-thousandth, all but a byte."""
+    """Yield the file cut to nothing, one byte, half, 99.99 %, and all but a byte."""
     sizes = {"0 bytes": 0, "1 byte": 1, "50 %": len(whole) // 2, "99.99 %": int(0.9999 * len(whole))}
     for name, size in {**sizes, "all but a byte": len(whole) - 1}.items():
         yield Damage(f"cut to {name}", whole[:size])
 
 
 def flips(whole: bytes, count: int, seed: int) -> Iterator[Damage]:
-    """The file with one bit flipped, at so many places of it, evenly drawn and never the same."""
+    """Yield the file with one flipped bit, at `count` distinct positions, uniformly drawn."""
     draw = random.Random(seed)
     for place in draw.sample(range(8 * len(whole)), count):
         yield flip(whole, place)
@@ -45,12 +45,12 @@ def flip(whole: bytes, place: int) -> Damage:
 
 
 def same(one: Checkpoint, other: Checkpoint) -> bool:
-    """Whether two checkpoints hold the same, every tensor bit for bit."""
+    """Return whether two checkpoints are equal, every tensor bit for bit."""
     return _plain(vars(one)) == _plain(vars(other))
 
 
 def _plain(value: object) -> object:
-    """The value with tensors as their bytes, which are equal where NaN is not."""
+    """Return the value with tensors as their bytes: NaN is not equal to itself, its bytes are."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
@@ -59,10 +59,10 @@ def _plain(value: object) -> object:
 
 
 def resume_from(folder: Path, damage: Damage, last: Checkpoint, before: Checkpoint) -> str:
-    """What becomes of a resume in a copy of a run's folder whose newest checkpoint is damaged, in a word.
+    """Return the result of a resume in a copy of a run's folder whose newest checkpoint is damaged.
 
-    `detected`: it was moved aside by name and the newest of the others, `before`, is used; `harmless`: it is loaded,
-    and is what was saved. Anything else is a sentence.
+    `detected`: the file was renamed and the newest of the others, `before`, was used; `harmless`: it was loaded and
+    equals the saved one. Anything else is a sentence.
     """
     (folder / LAST).write_bytes(damage.content)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -79,7 +79,7 @@ def resume_from(folder: Path, damage: Damage, last: Checkpoint, before: Checkpoi
 
 
 def try_damages(checkpoints: Path, damages: Iterator[Damage], work: Path) -> Counter[str]:
-    """How often each came of it, over all the damages to a run's newest checkpoint."""
+    """Count the results over all damages to a run's newest checkpoint."""
     shutil.copytree(checkpoints, work)
     others = [read_checkpoint(path) for path in work.glob("checkpoint_*.pt") if path.name != LAST]
     last, before = read_checkpoint(work / LAST), max(others, key=lambda other: other.step)
@@ -87,11 +87,11 @@ def try_damages(checkpoints: Path, damages: Iterator[Damage], work: Path) -> Cou
 
 
 def refuses_where_all_are_bad(checkpoints: Path, content: bytes, work: Path) -> bool:
-    """Whether a folder whose checkpoints are all damaged is refused, twice, every file still there under some name."""
+    """Return whether a folder of damaged checkpoints is refused twice, with every file kept under some name."""
     shutil.copytree(checkpoints, work)
     names = [path.name for path in work.glob("checkpoint_*.pt")]
     for name in names:
-        (work / name).unlink()  # some are one file under two names
+        (work / name).unlink()  # some are hard links to one file
         (work / name).write_bytes(content)
     for _ in range(2):
         try:

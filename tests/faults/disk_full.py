@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or refuse an operation in the middle of a run, and folders that are taken."""
+"""Full or read-only disks, failing operations in the middle of a run, and folders in use by another trainer."""
 
 import contextlib
 import errno
@@ -15,18 +15,18 @@ from tests.faults.faulty_runs import Ended, Fault, end_of, run_faulty, start_fau
 from tests.faults.resuming import ResumeBench, Settings, last_checkpoint, run_differences
 
 SETTINGS = Settings()
-# Windows 4 to 6: the save at step 4 fails, that at step 6 comes when there is room again.
+# Global batches 4 to 6: the save at step 4 fails, the one at step 6 has disk space again.
 FIRST, LAST_WINDOW = 4, 6
-DISK_BYTES = 2**26  # more than a run asks for when it begins; what is too much then is taken later
+DISK_BYTES = 2**26  # enough for the disk check at startup; the ballast takes the space later
 SHARES = (0.0, 0.0001, 0.01, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 0.9999)
-# Making the partial file, writing it, giving the old one its second name, giving the new one its own. A link that is
-# refused is made a copy of, and the folder's own fsync may be impossible: these two are no failures.
+# Create the partial file, write it, link the old checkpoint to its second name, rename the new one. A refused link
+# falls back to a copy, and fsync on the folder may be impossible: these two are not failures.
 OPERATIONS = [("open", 1), ("fsync", 1), ("replace", 1), ("replace", 2)]
 
 
 @dataclass(frozen=True)
 class FullDisk:
-    """A checkpoint folder in which one save fails: `fault` of the folder and the bytes that a checkpoint has."""
+    """Checkpoint folder in which one save fails: `fault` for a folder and a checkpoint size in bytes."""
 
     name: str
     is_mounted: bool
@@ -36,7 +36,7 @@ class FullDisk:
     def faults(self, folder: Path, size: int) -> list[Fault]:
         free = int(self.share * size)
         if self.operation:
-            # The saves at steps 2 and 4 have as many calls each; the first has no `previous` to make.
+            # The saves at steps 2 and 4 have equally many calls each; the first has no `previous` to create.
             name, number = self.operation
             return [("disk_error_at_save", name, number, 2)]
         if self.name == "read-only":
@@ -56,7 +56,7 @@ FULL_DISKS = [
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[None]:
-    """A disk of its own at `folder`; a PermissionError where this process may not mount one."""
+    """Mount a small disk at `folder`; raise PermissionError if this process may not mount one."""
     folder.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     if subprocess.run(command, capture_output=True).returncode:
@@ -74,7 +74,7 @@ def run_on(bench: ResumeBench, directory: Path, case: FullDisk, more: Sequence[F
 
 
 def full_disk_findings(bench: ResumeBench, case: FullDisk, directory: Path) -> list[str]:
-    """What is not as it should be where one save fails: the old checkpoint stays, is gone on from, and training too."""
+    """Return the errors around one failed save: the old checkpoint must stay and resume, and training must continue."""
     found = []
     for name in ("killed", "alone"):
         run = directory / name
@@ -85,7 +85,7 @@ def full_disk_findings(bench: ResumeBench, case: FullDisk, directory: Path) -> l
 
 
 def _while_full(bench: ResumeBench, case: FullDisk, run: Path) -> list[str]:
-    """Killed right after the save that failed: what lies there then, and what comes of it."""
+    """Kill the run right after the failed save, then check the files and resume."""
     killed = run_on(bench, run, case, [("kill", "after the save of a window", FIRST)])
     if killed.code != -9:
         return [f"it ended with {killed.code} before it was killed: {killed.output[-600:]}"]
@@ -102,10 +102,10 @@ def _while_full(bench: ResumeBench, case: FullDisk, run: Path) -> list[str]:
 
 
 def _until_the_end(bench: ResumeBench, case: FullDisk, run: Path) -> list[str]:
-    """Left alone: one warning, training goes on, the next save is made."""
+    """Let the run finish: expect one warning, continued training and a successful next save."""
     ended = run_on(bench, run, case, [])
     warnings = ended.output.count("Training continues; the previous checkpoint is kept")
-    # What it says goes to a file too, and that may not grow beyond the smallest sizes either.
+    # The output file is also limited, so at the smallest sizes the warning may be missing.
     is_heard = case.share > 0.01 or not case.name.startswith("no file beyond")
     if ended.code or warnings > 1 or warnings < is_heard or "Traceback" in ended.output:
         return [f"it ended with {ended.code} after {warnings} warnings: {ended.output[-600:]}"]
@@ -113,13 +113,13 @@ def _until_the_end(bench: ResumeBench, case: FullDisk, run: Path) -> list[str]:
 
 
 def _without_lost_records(case: FullDisk, differences: list[str]) -> list[str]:
-    """Where no file may grow, the log may not either; its missing records were told and are no difference."""
+    """Ignore missing log records if no file may grow: the run reports them."""
     is_log_full = case.name.startswith("no file beyond")
     return [difference for difference in differences if not (is_log_full and "the log has" in difference)]
 
 
 def three_failures_findings(bench: ResumeBench, share: float, directory: Path) -> list[str]:
-    """What is not as it should be where three saves in a row fail: an end with 6, and the old checkpoint as it was."""
+    """Return the errors if three saves in a row fail: exit code 6 and an unchanged old checkpoint."""
     size = int(share * (bench.undisturbed(SETTINGS) / "checkpoints" / LAST).stat().st_size)
     ended = run_faulty(bench.flags(SETTINGS, directory, 0), directory / "output.txt", [("file_limit", size, FIRST, 99)])
     warnings = ended.output.count("Training continues; the previous checkpoint is kept")
@@ -131,7 +131,7 @@ def three_failures_findings(bench: ResumeBench, share: float, directory: Path) -
 
 
 def full_log_findings(bench: ResumeBench, directory: Path) -> list[str]:
-    """What is not as it should be where the disk of the logs is full for a while: only records may be missing."""
+    """Return the errors if the disk of the logs is full for a while: only records may be missing."""
     with small_disk(directory / "runs", DISK_BYTES):
         faults = [("ballast", str(directory / "runs"), 0, FIRST, 9)]
         ended = run_faulty(bench.flags(SETTINGS, directory, 0), directory / "output.txt", faults)
@@ -144,7 +144,7 @@ def full_log_findings(bench: ResumeBench, directory: Path) -> list[str]:
 
 
 def two_trainers_findings(bench: ResumeBench, directory: Path) -> list[str]:
-    """What is not as it should be where a second trainer is started in a folder: refused by the first one's number."""
+    """Return the errors if a second trainer starts in a folder: it must name the process id of the first."""
     flags, first_output = bench.flags(SETTINGS, directory, 0), directory / "first.txt"
     lock = directory / "checkpoints" / ".lock"
     run = start_faulty(flags, first_output)

@@ -1,4 +1,4 @@
-"""Runs of the real script that something goes wrong in: forks, with faults that are put in place in each alone."""
+"""Runs of the real script with injected faults: forks, each with its own faults."""
 
 import subprocess
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ from tests.warm import ROOT, Fork, Job, warm_parent
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that has ended: its exit code (a signal's number below 0) and what it has said, both streams in one."""
+    """Finished run: exit code (negative for a signal) and output, both streams in one."""
 
     code: int
     output: str
 
 
 def start_faulty(flags: Sequence[str], output: Path, faults: Sequence[Fault] = ()) -> Fork:
-    """A run that has begun, of one thread; what it says goes to the file `output`."""
+    """Start a run with one thread, whose output goes to the file `output`."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.unlink(missing_ok=True)
     return warm_parent().start(Job(ROOT / TRAINER, flags, output, threads=1, before=partial(inject, faults)))
 
 
 def end_of(run: Fork | subprocess.Popen, output: Path, seconds: float = PATIENCE) -> Ended:
-    """How the run has ended; a TimeoutError, and the run killed, where it has not within so many seconds."""
+    """Wait for a run and return its end; kill it and raise TimeoutError after `seconds`."""
     try:
         code = run.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
 """A process that kills itself at a chosen instant of a save. The trainer has no hook for it and needs none.
 
-Python tells audit hooks beforehand of every name that is made, changed or taken away; writing and fsync are wrapped.
-A kill after one of these operations is a kill before the next: nothing else happens in between.
+Python calls audit hooks before it creates, changes or removes a name; writing and fsync are wrapped. A kill after one
+of these operations equals a kill before the next: nothing else happens in between.
 """
 
 import builtins
@@ -21,17 +21,17 @@ PARTIAL = LAST + ".partial"
 HALF = "after half of the bytes"
 BEST_NAME = re.escape(BEST)
 EPOCH = r"checkpoint_epoch_\d+\.pt"
-# Which argument of an audited operation is the name that it makes, changes or takes away.
+# Index of the argument that is the created, changed or removed name, by audited operation.
 NAME_ARGUMENT = {"open": 0, "os.link": 1, "os.rename": 1, "os.remove": 0}
 
 
 @dataclass(frozen=True)
 class Point:
-    """The instant before an operation on a file of the checkpoint folder; `name` is an expression, "" the folder.
+    """Instant before an operation on a file of the checkpoint folder; `name` is a regular expression, "" the folder.
 
-    A write ends after `share` of the bytes that checkpoint_last.pt has; `occurrence` counts within one save.
-    `is_published`: whether the save's checkpoint_last.pt is in its place by then. `has_epoch`: whether its epoch
-    checkpoint is, in a save at the end of an epoch.
+    A write ends after `share` of the bytes of checkpoint_last.pt; `occurrence` counts within one save. `is_published`:
+    whether checkpoint_last.pt is already renamed. `has_epoch`: whether the epoch checkpoint exists, in a save at the
+    end of an epoch.
     """
 
     label: str
@@ -44,7 +44,7 @@ class Point:
 
 
 def _second_name(what: str, name: str, has_epoch: bool) -> tuple[Point, Point, Point]:
-    """The three instants at which a file is given a second name."""
+    """Return the three instants of giving a file a second name."""
     operations = (
         (f"{what}: before what a kill left of its link is removed", "os.remove", rf"{name}\.partial"),
         (f"{what}: before the link", "os.link", rf"{name}\.partial"),
@@ -70,13 +70,13 @@ POINTS = (
     Point("between two old epochs' removals", "os.remove", EPOCH, occurrence=2, is_published=True),
 )
 
-# The first kill leaves the file under its working name and as an epoch; a trainer that writes over it tears the epoch.
+# The first kill leaves the file under its working name and as an epoch; overwriting it would tear the epoch.
 WORSE_IN_A_ROW = tuple(point for point in POINTS if point.label in ("best: before the link", HALF))[::-1]
 
 
 @dataclass
 class Fuse:
-    """Kills its process at `point`, once that has been passed `skip` times."""
+    """Kills its process at `point`, after `skip` passes."""
 
     point: Point
     skip: int
@@ -85,7 +85,7 @@ class Fuse:
     in_this_save: int = 0
 
     def lay(self, folder: Path) -> None:
-        """Watches what this process does in the checkpoint folder from now on."""
+        """Watch the operations of this process in the checkpoint folder from now on."""
         self.folder = os.path.realpath(folder)
         sys.addaudithook(self._hear)
         sync = os.fsync
@@ -126,7 +126,7 @@ class Fuse:
 
 
 class _EndingFile(io.BufferedWriter):
-    """A file whose writer dies when `most` bytes are written."""
+    """File whose writer dies after `most` bytes."""
 
     def __init__(self, raw: io.RawIOBase, most: int) -> None:
         super().__init__(raw)
@@ -143,6 +143,6 @@ class _EndingFile(io.BufferedWriter):
 
 
 def die() -> NoReturn:
-    """Ends this process as the kernel does when memory runs out, or a scheduler whose patience is over."""
+    """End this process with SIGKILL, as the kernel does when memory runs out, or a scheduler after its grace period."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("SIGKILL cannot be survived")

@@ -1,6 +1,6 @@
-"""Input that has been changed at random, and what becomes of it; hypothesis draws the changes and makes failures small.
+"""Randomly changed input and its handling; hypothesis draws the changes and shrinks failures.
 
-Every example is handled in a process of its own that is watched: watching.py.
+Every example is handled in a watched process: watching.py.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ EDGES = (0, 1, -1, 127, 128, 255, 256, 32767, 65535, 65536, 2**31 - 1, 2**31, 2*
 
 @dataclass
 class Tally:
-    """What became of the examples of one kind; `slowest` and `largest` are over all of them."""
+    """Outcomes of the examples of one kind; `slowest` and `largest` are maxima over all of them."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Tally:
     largest: float = 0.0
 
     def take(self, verdict: Verdict, example: object) -> None:
-        """Counts one; an AssertionError where it is at fault, for hypothesis to make it smaller."""
+        """Count an example; raise AssertionError if it is at fault, so that hypothesis shrinks it."""
         self.slowest, self.largest = max(self.slowest, verdict.seconds), max(self.largest, verdict.growth_mib)
         if verdict.fault is not None:
             self.faults.append(f"{example!r:.300}: {verdict.fault}")
@@ -60,7 +60,7 @@ class Tally:
 
 
 def fuzz(kind: Kind, count: int, seed_: int, folder: Path, run: Path) -> Tally:
-    """`count` changed inputs of a kind, handled in `folder`; `run` is the folder of a small run that was trained."""
+    """Handle `count` changed inputs of a kind in `folder`; `run` is the folder of a small trained run."""
     folder.mkdir(parents=True, exist_ok=True)
     tally, fuzzer = Tally(), FUZZERS[kind](folder, run)
 
@@ -83,14 +83,14 @@ def fuzz(kind: Kind, count: int, seed_: int, folder: Path, run: Path) -> Tally:
         finally:
             shutil.rmtree(inside, ignore_errors=True)
 
-    with contextlib.suppress(AssertionError, Flaky):  # it is in the tally
+    with contextlib.suppress(AssertionError, Flaky):  # the failure is in the tally
         handle()
     return tally
 
 
 @dataclass(frozen=True)
 class Fuzzer:
-    """Where examples come from, and what is done with one in a folder of its own, in so many seconds."""
+    """Source of examples and their handler, which gets a separate folder and a time limit in seconds."""
 
     examples: st.SearchStrategy
     handle: Callable[[object, Path], object]
@@ -102,13 +102,13 @@ NUMBERS = st.one_of(st.sampled_from(EDGES), st.integers(-(2**63), 2**64 - 1))
 
 
 def changes_within(reach: int) -> st.SearchStrategy[list[Change]]:
-    """One to six changes in the first `reach` bytes."""
+    """Return a strategy for one to six changes in the first `reach` bytes."""
     kinds = st.sampled_from(["flip", "byte", "16", "32", "64", "61", "insert", "delete", "cut", "repeat"])
     return st.lists(st.tuples(kinds, st.integers(0, reach), NUMBERS), min_size=1, max_size=6)
 
 
 def changed(content: bytes, changes: list[Change]) -> bytes:
-    """The bytes with the changes, one after the other: `61` is a number of 32 bits, highest byte first."""
+    """Apply the changes in order; `61` is a 32-bit big-endian number."""
     widths = {"byte": "<B", "16": "<H", "32": "<L", "61": ">L", "64": "<Q"}
     for kind, place, value in changes:
         place %= len(content) + 1
@@ -217,9 +217,9 @@ def _manifests(folder: Path, run: Path) -> Fuzzer:
         path = inside / "train.jsonl"
         line = line_of(example)
         path.write_bytes(json.dumps(GOOD).encode() + b"\n" + line + b"\n")
-        index.SMALL_BYTES = 0 if example[4] else index.SMALL_BYTES  # in a process of its own
+        index.SMALL_BYTES = 0 if example[4] else index.SMALL_BYTES  # runs in a child process
         manifest, errors = read_manifest(path), []
-        assert len(manifest) + len(manifest.broken) >= 1 + bool(line.strip())  # a blank line is no row
+        assert len(manifest) + len(manifest.broken) >= 1 + bool(line.strip())  # a blank line is not a row
         for utterance in [*manifest, *manifest]:
             try:
                 load_audio(utterance.source)
@@ -267,7 +267,7 @@ def _checkpoints(folder: Path, run: Path) -> Fuzzer:
     def handle(example: tuple[str, list], inside: Path) -> None:
         path = inside / LAST
         path.write_bytes(content_of(*example))
-        os.chdir(inside)  # of a process of its own
+        os.chdir(inside)  # runs in a child process
         begin_run(["--resume", str(path), "--device", "cpu"])
         load_recognizer(path, device="cpu")
 
@@ -275,7 +275,7 @@ def _checkpoints(folder: Path, run: Path) -> Fuzzer:
 
 
 def _zipped(sound: Sound, other: dict[str, bytes]) -> bytes:
-    """The checkpoint's zip with other records, its sums right, so that they are read."""
+    """Return the zip of the checkpoint with other records and correct CRCs, so that they are read."""
     written = io.BytesIO()
     with zipfile.ZipFile(written, "w") as archive:
         for name, content in {**sound.records, **other}.items():

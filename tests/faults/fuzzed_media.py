@@ -1,4 +1,4 @@
-"""Containers of sound and film, changed at random, each read in a process that is watched from outside."""
+"""Randomly changed audio and video containers, each read in a process that is watched from outside."""
 
 import os
 from pathlib import Path
@@ -13,15 +13,15 @@ from tests.faults.fuzz import Change, Fuzzer, changed, changes_within
 from tests.faults.watching import CONTAINER_SECONDS
 from tests.media_files import ENCODED, KINDS, rising_tone, write_media
 
-MAX_READER_SECONDS = 5.0  # of a processor
-MAX_READER_MIB = 250.0  # resident, 40 of which it has at its start
+MAX_READER_SECONDS = 5.0  # CPU seconds
+MAX_READER_MIB = 250.0  # resident, 40 MiB of it at startup
 SWAPPED_BYTES = (16, 64, 512, 4096)
 
 FuzzCase = tuple[int, int, int, list[Change]]
 
 
 def build_fuzzer(folder: Path) -> Fuzzer:
-    """A file of twenty-three kinds, perhaps with the beginning of another, changed at its beginning or anywhere."""
+    """Return a fuzzer of files of 23 kinds, some with the header of another, changed at the start or anywhere."""
     files = _files(folder)
     which = st.integers(0, len(files) - 1)
     changes = st.one_of(changes_within(128), changes_within(2048), changes_within(max(len(file) for _, file in files)))
@@ -42,7 +42,8 @@ def build_fuzzer(folder: Path) -> Fuzzer:
         for reader in READERS._all:
             _check_reader(reader.process.pid)
         for error in errors[:1]:
-            assert "crashed the decoder" not in error.reason, error.reason  # it is a reason, but one to know of
+            # A crash is reported as a reason, but is a finding.
+            assert "crashed the decoder" not in error.reason, error.reason
             raise error
 
     return Fuzzer(examples, handle, CONTAINER_SECONDS)
@@ -57,7 +58,7 @@ def _files(folder: Path) -> list[tuple[str, bytes]]:
 
 
 def _check_reader(pid: int) -> None:
-    """What the process that decodes has taken so far."""
+    """Check the CPU time and memory of the decoding process."""
     with open(f"/proc/{pid}/stat", encoding="ascii") as file:
         fields = file.read().rpartition(")")[2].split()
     spent = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

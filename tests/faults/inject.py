@@ -1,7 +1,7 @@
-"""What goes wrong in a run, put in place before it begins. Nothing of it is in the product.
+"""Faults that are injected into a run before it starts. The product has no hooks for them.
 
-Every function takes strings and numbers, since they come from another process, and changes what the loop, the step or
-the loader calls.
+Every function takes strings and numbers, since they come from another process, and changes the functions that the loop,
+the step or the loader calls.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ from tests.invariants.failing import ERRORS
 Around = Callable[[Callable], Callable]
 
 
-Fault = tuple  # the name of a function of this file and its arguments: strings and numbers
+Fault = tuple  # name of a function of this file and its arguments: strings and numbers
 
 
 def inject(faults: Sequence[Fault]) -> None:
@@ -43,13 +43,13 @@ def inject(faults: Sequence[Fault]) -> None:
 
 
 def wrap(place: object, name: str, around: Around) -> None:
-    """Replaces what `place` calls `name` by what `around` makes of it."""
+    """Replace `place.name` by the result of `around` on the original."""
     original = getattr(place, name)
     setattr(place, name, functools.wraps(original)(around(original)))
 
 
 def before(place: object, name: str, number: int, act: Callable[[], object], is_after: bool = False) -> None:
-    """Acts before the call of this number, from 1."""
+    """Call `act` before the call with this number, counted from 1."""
     calls = []
 
     def count() -> None:
@@ -72,16 +72,16 @@ def before(place: object, name: str, number: int, act: Callable[[], object], is_
 
 
 after = functools.partial(before, is_after=True)
-"""Acts after the call of this number that has come to its end."""
+"""Call `act` after the call with this number has returned."""
 
 
 def die(number: int = signal.SIGKILL) -> None:
-    """Ends this process by the signal."""
+    """End this process with the signal."""
     os.kill(os.getpid(), number)
 
 
 KILLED_AT = {
-    # Not every window is due; this is where its save would be.
+    # Not every global batch has a save; this is the point of a save.
     "after the save of a window": (after, loop.PeriodicSaver, "save_if_due"),
     "before the save of a window": (after, loop, "log_step"),
     "in a step": (after, step, "forward_and_backward"),
@@ -96,18 +96,18 @@ KILLED_AT = {
 
 
 def kill(place: str, number: int) -> None:
-    """Kills the process with -9 at the `number`-th visit of a place."""
+    """Kill the process with -9 at the `number`-th visit of a place."""
     when, owner, name = KILLED_AT[place]
     when(owner, name, number, die)
 
 
 def terminate(number: int) -> None:
-    """Asks the process to stop in the `number`-th micro-batch."""
+    """Send SIGTERM to this process in the `number`-th micro-batch."""
     before(step, "forward_and_backward", number, lambda: die(signal.SIGTERM))
 
 
 def out_of_memory(above: int, seconds: float) -> None:
-    """No more than `above` utterances of at least so many seconds fit."""
+    """Raise an out-of-memory error for more than `above` utterances, the longest of at least `seconds` seconds."""
 
     def around(original: Callable) -> Callable:
         def forward_and_backward(parts, batch, counts):
@@ -122,7 +122,7 @@ def out_of_memory(above: int, seconds: float) -> None:
 
 
 def not_finite(what: str, value: str, utterance: str, after: int = 0) -> None:
-    """The loss or the gradient of each micro-batch with the utterance is `value`, or of all but the first `after`."""
+    """Set the loss or gradient to `value` in micro-batches with the utterance, or in all after the first `after`."""
     passed = []
 
     def around(original: Callable) -> Callable:
@@ -142,24 +142,24 @@ def not_finite(what: str, value: str, utterance: str, after: int = 0) -> None:
 
 
 def half_precision(scale: float) -> None:
-    """--mixed_precision is fp16 with a loss scale that begins at `scale`, as on a card."""
+    """Run --mixed_precision in fp16 with an initial loss scale of `scale`, as on a GPU."""
     assembly.choose_precision = lambda memory, _device: torch.float16 if memory.mixed_precision else None
     torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=scale)
 
 
 def other_draws(number: int) -> None:
-    """One optimizer step draws its dropout from another seed: what a comparison must see."""
+    """Draw the dropout of one optimizer step from another seed, which a comparison must detect."""
     wrap(gradient, "seed_step", lambda original: lambda seed, at, rank: original(seed + (at == number), at, rank))
 
 
 def double_precision() -> None:
-    """All is computed in float64, so that sums in another order are the same to fifteen digits."""
+    """Compute in float64, so that sums in another order agree to fifteen digits."""
     torch.set_default_dtype(torch.float64)
     wrap(speech, "load_audio", lambda original: lambda source: original(source).double())
 
 
 def hashed_steps(path: str) -> None:
-    """Writes for each window whether it was skipped, and the hashes of all that a step may change before and after."""
+    """Write for each global batch whether it was skipped, and hashes of the state before and after the step."""
 
     def state_hash(parts) -> str:
         digest = hashlib.sha256()
@@ -183,7 +183,7 @@ def hashed_steps(path: str) -> None:
 
 
 def spoilt_state(what: str, value: str, number: int) -> None:
-    """After the `number`-th window, one weight or moment is `value`, as an update that overflows would leave it."""
+    """Set one weight or moment to `value` after the `number`-th global batch, as an overflowing update would."""
 
     def around(original: Callable) -> Callable:
         windows = []
@@ -203,7 +203,7 @@ def spoilt_state(what: str, value: str, number: int) -> None:
 
 
 def label(utterance: str, token: int) -> None:
-    """The utterance's first token is another number."""
+    """Change the first token of the utterance."""
 
     def around(original: Callable) -> Callable:
         def getitem(self, key):
@@ -218,7 +218,7 @@ def label(utterance: str, token: int) -> None:
 
 
 def file_limit(size: int, first: int, last: int) -> None:
-    """No file may grow beyond `size` bytes from the end of the `first`-th window to the end of the `last`-th."""
+    """Limit files to `size` bytes from the end of the `first`-th global batch to the end of the `last`-th."""
 
     def limit(to: int) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -229,7 +229,7 @@ def file_limit(size: int, first: int, last: int) -> None:
 
 
 def ballast(folder: str, free: int, first: int, last: int) -> None:
-    """A file leaves only `free` bytes of the disk from the end of the `first`-th window to the end of the `last`-th."""
+    """Leave only `free` bytes on the disk from the end of the `first`-th global batch to the end of the `last`-th."""
     path = Path(folder) / "ballast"
 
     def fill() -> None:
@@ -241,7 +241,7 @@ def ballast(folder: str, free: int, first: int, last: int) -> None:
 
 
 def disk_error_at_save(name: str, number: int, save: int) -> None:
-    """In the save of number `save`, the `number`-th call of open, fsync, link or replace finds no space."""
+    """Raise a no-space error in the `number`-th call of open, fsync, link or replace in save number `save`."""
     saves = []
 
     def around(original: Callable) -> Callable:
@@ -267,14 +267,14 @@ def disk_error_at_save(name: str, number: int, save: int) -> None:
 
 
 def read_only(folder: str, first: int, last: int) -> None:
-    """The folder is read-only from the end of the `first`-th window to the end of the `last`-th."""
+    """Make the folder read-only from the end of the `first`-th global batch to the end of the `last`-th."""
     _give_up_privileges()
     after(loop, "train_step", first, lambda: os.chmod(folder, 0o555))
     after(loop, "train_step", last, lambda: os.chmod(folder, 0o755))
 
 
 def _give_up_privileges() -> None:
-    """Has a folder's mode count for root too (capset(2), all effective capabilities dropped, the others kept)."""
+    """Drop all effective capabilities (capset(2)) and keep the others, so that a folder's mode applies to root too."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     kept = (ctypes.c_uint32 * 6)()
     libc = ctypes.CDLL(None)
@@ -285,7 +285,7 @@ def _give_up_privileges() -> None:
 
 
 def small_shared_memory(kilobytes: int) -> None:
-    """Workers have so much shared memory; in a mount namespace of this process."""
+    """Limit the shared memory of workers to `kilobytes`, in a mount namespace of this process."""
     new_mounts = 0x20000
     if ctypes.CDLL(None).unshare(new_mounts):
         raise OSError("no mount namespace")
@@ -294,14 +294,14 @@ def small_shared_memory(kilobytes: int) -> None:
 
 
 def pipes_pass_for_files() -> None:
-    """What stands in place of a file is found out only when it is opened, as where it is put there in between."""
+    """Make the check for a regular file succeed, so that a pipe is noticed only when it is opened."""
     audio_source.stat = SimpleNamespace(S_ISREG=lambda _mode: True)
 
 
 def worker(signal_number: int, utterance: str, mark: str) -> None:
-    """A worker that reads the utterance gets the signal of that number.
+    """Send a signal to the worker that reads the utterance.
 
-    With a `mark`, a file, only the first that finds no such file is: the fault does not come back.
+    With a `mark`, a file, only the first read without the file is hit, and creates it: the fault does not recur.
     """
 
     def around(original: Callable) -> Callable:
@@ -318,10 +318,10 @@ def worker(signal_number: int, utterance: str, mark: str) -> None:
 
 
 def forget(module: str, name: str) -> None:
-    """What this name in the module stands for is not done."""
+    """Replace a function of the module by one that does nothing."""
     setattr(importlib.import_module(module), name, lambda *_: None)
 
 
 def unowned_logs() -> None:
-    """A log folder belongs to whoever has its name, and is not locked."""
+    """Open a log folder by name, without a lock."""
     start.take_log_folder = lambda run, _: LogFolder(run, None)

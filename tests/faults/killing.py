@@ -1,4 +1,4 @@
-"""SIGKILL again and again to one training run, and what must be true after each and at the end."""
+"""Repeated SIGKILL to one training run, and the checks after each kill and at the end."""
 
 import itertools
 import random
@@ -14,13 +14,13 @@ from tests.faults.long_run import SCRIPT, Aftermath, LongRun
 from tests.faults.resuming import run_differences
 
 KEPT_EPOCHS = 3
-FEWER_EPOCHS = ("--keep_checkpoints", "2")  # so that a save has two to remove
-SAVE_STEPS = 2  # of the runs that are killed at random
+FEWER_EPOCHS = ("--keep_checkpoints", "2")  # a save then has two to remove
+SAVE_STEPS = 2  # for the runs killed at random instants
 
 
 @dataclass(frozen=True)
 class Death:
-    """One kill: where, what lay there afterwards, and sentences on what should not have been so."""
+    """One kill: its place, the files after it, and sentences on errors."""
 
     where: str
     aftermath: Aftermath
@@ -28,25 +28,25 @@ class Death:
 
 
 def small_run(corpus: Corpus, directory: Path, *more: str) -> LongRun:
-    """A run of the smallest model that can be ended after any number of steps: its schedule does not know the end."""
+    """Return a run of the smallest model that can end after any step: its schedule does not depend on the length."""
     flags = ("--encoder_layers", "1", "--batch_size", "4", "--gradient_accumulation_steps", "2", "--epochs", "1000")
     steady = ("--schedule", "inverse_sqrt", "--warmup_steps", "2", "--keep_checkpoints", str(KEPT_EPOCHS))
     return LongRun(directory, (*TINY_MODEL, "--train_manifest", corpus.manifest("train"), *flags, *steady, *more))
 
 
 def run_to_be_killed_at_points(corpus: Corpus, directory: Path) -> LongRun:
-    """Saves after every step; without validation every epoch is the best, so that all names are given at each end."""
+    """Return a run that saves after every step; without validation every epoch is the best and gets all names."""
     return small_run(corpus, directory, "--save_steps", "1", "--num_workers", "0")
 
 
 def run_to_be_killed_at_random(corpus: Corpus, directory: Path) -> LongRun:
-    """Saves after every second step, validates after each epoch, reads its audio in two workers."""
+    """Return a run that saves every second step, validates after each epoch, and reads audio in two workers."""
     more = ("--save_steps", str(SAVE_STEPS), "--valid_manifest", corpus.manifest("valid"), "--num_workers", "2")
     return small_run(corpus, directory, *more)
 
 
 def kill_at(run: LongRun, point: Point, skip: int) -> Death:
-    """One life, ended at this point of a save, passed `skip` times before; 0 times where only epochs have it."""
+    """Run until this point of a save, passed `skip` times before (0 if only epochs have the point), and kill."""
     fuse = Fuse(point, 0 if point.name.startswith((EPOCH, BEST_NAME)) else skip)
     code = run.begin(*(FEWER_EPOCHS if point.occurrence == 2 else ()), trap=fuse).end()
     found = run.aftermath()
@@ -60,9 +60,9 @@ def kill_at(run: LongRun, point: Point, skip: int) -> Death:
 
 
 def kill_at_random(run: LongRun, draw: random.Random, starts_anew: bool = False) -> Death:
-    """One life, ended at any instant: a quarter of them while they start, the others while they train.
+    """Run until a random instant and kill: a quarter of the kills during startup, the others during training.
 
-    `starts_anew`: by the script's own command line, with all its imports.
+    `starts_anew`: start a new interpreter with all its imports.
     """
     before = run.logged_step()
     life = run.begin_script(SCRIPT) if starts_anew else run.begin()
@@ -80,7 +80,7 @@ def kill_at_random(run: LongRun, draw: random.Random, starts_anew: bool = False)
 
 
 def complaints_of(found: Aftermath, code: int | None, most_lost: int) -> list[str]:
-    """What a kill has done that it should not have, in sentences."""
+    """Return the errors after a kill as sentences."""
     complaints = []
     if code != -9:
         complaints.append("it hung" if code is None else f"it ended by itself with {code}")
@@ -92,13 +92,13 @@ def complaints_of(found: Aftermath, code: int | None, most_lost: int) -> list[st
 
 
 def what_differs(run: LongRun, undisturbed: LongRun) -> list[str]:
-    """Ends the run three steps on, trains another without a kill to the same step: every difference, in sentences."""
+    """Continue the run for three steps, train another without kills to the same step, and return the differences."""
     steps = run.logged_step() + 3
     for each in (run, undisturbed):
         code = each.begin("--max_steps", str(steps)).end()
         if code != 0:
             return [f"{each.directory.name} ended with {code}: {each.output.read_text(encoding='utf-8')[-2000:]}"]
-    # The one run was planned for another length than the other, which its inverse square root does not depend on.
+    # The two runs were planned for different lengths, which the inverse square root schedule does not depend on.
     differences = run_differences(undisturbed.directory, run.directory)
     found = [difference for difference in differences if not difference.startswith("schedule/")]
     logged = [record["step"] for record in read_log(run.directory)]
@@ -108,7 +108,7 @@ def what_differs(run: LongRun, undisturbed: LongRun) -> list[str]:
 
 
 def left_behind(run: LongRun) -> list[str]:
-    """What a finished run should not have left, in sentences."""
+    """Return sentences on files that a finished run should have removed."""
     paths = [path for path in run.directory.rglob("*") if path.suffix in (".partial", ".damaged", ".tmp")]
     found = [f"{path.name} was left behind" for path in paths]
     epochs = len(list(run.checkpoints.glob("checkpoint_epoch_*.pt")))
@@ -118,7 +118,9 @@ def left_behind(run: LongRun) -> list[str]:
 
 
 def kill_at_points(run: LongRun, count: int, points: Sequence[Point] = (*POINTS, *WORSE_IN_A_ROW)) -> list[Death]:
-    """So many lives, through all points again and again: the first two end in the first save, the second with half a
-    file and no checkpoint."""
+    """Kill the run `count` times, cycling through all points.
+
+    The first two kills hit the first save; after the second, half a file and no checkpoint exist.
+    """
     points = itertools.islice(itertools.cycle(points), count)
     return [kill_at(run, point, skip=number % 3 if number > 1 else 0) for number, point in enumerate(points)]

@@ -1,6 +1,6 @@
-"""A training run in as many lives as it is ended: each a process that runs the real script and goes on with the run.
+"""A training run in several processes: each runs the real script, resumes the run, and is ended by a test.
 
-Most lives are forks (tests/warm.py), which saves each of them four seconds.
+Most processes are forks (tests/warm.py), which saves four seconds each.
 """
 
 import os
@@ -24,20 +24,23 @@ from tests.warm import Fork, Job, warm_parent
 
 SCRIPT = ROOT / "training_scripts" / "train_konkanivani_asr.py"
 THREADS = 1
-LOG_TAIL = 1 << 16  # bytes of a log in which its last step is looked for
+LOG_TAIL = 1 << 16  # bytes at the end of a log that are searched for its last step
 
 
 class Trap(Protocol):
-    """Something that is going to happen to a life."""
+    """Fault that is prepared for a process."""
 
     def lay(self, checkpoints: Path) -> None:
-        """Prepares it, in the process that lives, before the script is run."""
+        """Prepare the fault in the training process, before the script runs."""
 
 
 @dataclass(frozen=True)
 class Aftermath:
-    """What a life has left behind: the last step in its log, that of the newest sound checkpoint (0: none), the names
-    of files that should be checkpoints and are none, and whether it ended while a checkpoint was being written."""
+    """State after a process ended.
+
+    Holds the last logged step, the step of the newest sound checkpoint (0: none), the names of invalid checkpoint
+    files, and whether a checkpoint was being written.
+    """
 
     logged: int
     saved: int
@@ -51,7 +54,7 @@ class Aftermath:
 
 @dataclass(frozen=True)
 class Life:
-    """A process that trains, and leads a process group of its own."""
+    """Training process that leads its own process group."""
 
     process: Fork | subprocess.Popen
 
@@ -66,7 +69,7 @@ class Life:
         self.process.kill()
 
     def end(self, seconds: float = PATIENCE) -> int | None:
-        """The exit code, negative for a signal; None where it still lives after so many seconds (it is killed then)."""
+        """Return the exit code (negative for a signal), or kill the process and return None after `seconds` seconds."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -74,7 +77,7 @@ class Life:
             return None
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Waits; an AssertionError where it ends before, or it does not come in time."""
+        """Wait for a condition; raise AssertionError if the process ends first or the condition takes too long."""
         deadline = time.monotonic() + PATIENCE
         while not is_so():
             assert self.is_alive(), f"it ended by itself, and {what} never came"
@@ -84,7 +87,7 @@ class Life:
 
 @dataclass(frozen=True)
 class LongRun:
-    """A training run in a folder of its own."""
+    """Training run in its own folder."""
 
     directory: Path
     flags: tuple[str, ...]
@@ -94,20 +97,20 @@ class LongRun:
         return self.directory / "checkpoints"
 
     def arguments(self, *more: str) -> list[str]:
-        """The command line that begins the run or goes on with it."""
+        """Return the command line that starts or resumes the run."""
         return [*self.flags, *run_folders(self.directory), "--resume", "auto", *more]
 
     def begin(self, *more: str, trap: Trap | None = None) -> Life:
-        """A life forked from the process that has imported torch, into the trap if one is given."""
+        """Start a process forked from the one that has imported torch, with the trap if given."""
         self.directory.mkdir(parents=True, exist_ok=True)
         before = partial(trap.lay, self.checkpoints) if trap else None
         job = Job(SCRIPT, self.arguments(*more), self.output, threads=THREADS, before=before)
         return Life(warm_parent().start(job))
 
     def begin_script(self, script: Path, *more: str) -> Life:
-        """A life that begins as a person's does, in an interpreter of its own.
+        """Start a process as a user does, in a new interpreter.
 
-        The shell script finds a python3 that names this environment's: a test has no business in setting one up.
+        The shell script finds a python3 that names the interpreter of this environment, so that it sets up none.
         """
         python = self.directory / "bin" / "python3"
         python.parent.mkdir(parents=True, exist_ok=True)
@@ -119,16 +122,16 @@ class LongRun:
 
     @property
     def output(self) -> Path:
-        """What all its lives have printed."""
+        """Return the file with the output of all processes."""
         return self.directory / "output.txt"
 
     def tracebacks(self) -> list[str]:
-        """A sentence on the first one that was printed, if any was."""
+        """Return a sentence on the first printed traceback, if any."""
         _, traceback, rest = self.output.read_text(encoding="utf-8").partition("Traceback")
         return [f"a traceback was printed: {traceback}{rest[:3000]}"] if traceback else []
 
     def logged_step(self) -> int:
-        """The last step in the log; 0 where there is none."""
+        """Return the last step in the log, or 0."""
         log = self.directory / "runs" / "default" / "log.jsonl"
         if not log.exists():
             return 0
@@ -138,7 +141,7 @@ class LongRun:
         return int(found[-1]) if found else 0
 
     def aftermath(self) -> Aftermath:
-        """What lies there now. Reads what a resuming run would read, and changes nothing where all is sound."""
+        """Return the present state. Reads the files that a resumed run reads, and changes nothing if all are sound."""
         unsound, sound = [], set()  # of several names of one file, the first is read
         for path in sorted(self.checkpoints.glob("checkpoint_*")):
             if path.name.endswith(".partial") or path.stat().st_ino in sound:
@@ -154,7 +157,7 @@ class LongRun:
 
 
 def members(group: int) -> list[int]:
-    """The processes of a group that live; one that has ended and that nobody has asked about does not count."""
+    """Return the living processes of a group, without zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -167,7 +170,7 @@ def members(group: int) -> list[int]:
 
 
 def is_dying(pid: int) -> bool:
-    """Whether it is gone, or SIGKILL has been sent to it and it has only to run once more to end."""
+    """Return whether the process is gone, or has a pending SIGKILL and ends when it is scheduled next."""
     try:
         pending = re.findall(r"^S(?:ig|hd)Pnd:\s+(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Audio workers that are killed, hang, or find no shared memory, in a run of the real script."""
+"""Audio workers that are killed, hang, or lack shared memory, in a run of the real script."""
 
 import os
 import signal
@@ -7,16 +7,16 @@ from pathlib import Path
 
 from tests.conftest import Corpus, read_log, write_corpus
 from tests.faults.faulty_runs import Fault, run_faulty
-from tests.faults.resuming import POISONED as LOST  # any utterance of the middle of an epoch
+from tests.faults.resuming import POISONED as LOST  # any utterance in the middle of an epoch
 from tests.faults.resuming import ResumeBench, Settings, last_checkpoint, run_differences
 
-TIMEOUT = 30.0  # seconds, of --loader_timeout: a slow machine needs some for the windows before the lost one
+TIMEOUT = 30.0  # seconds, for --loader_timeout: a slow machine needs part of it for the preceding global batches
 VALIDATED = "audio/valid_003.flac"
 
 
 @dataclass(frozen=True)
 class LostWorker:
-    """How a worker is lost. `comes_back`: once, and the run must end well; else always, and it must end with 6."""
+    """Way to lose a worker. `comes_back`: lost once, and the run must succeed; otherwise always, with exit code 6."""
 
     name: str
     signal_number: int
@@ -41,7 +41,7 @@ LOST_WORKERS = [
 
 
 def lost_worker_findings(bench: ResumeBench, case: LostWorker, directory: Path) -> list[str]:
-    """What is not as it should be where a worker is lost."""
+    """Return the errors after the loss of a worker."""
     directory.mkdir()
     mark = str(directory / "lost") if case.comes_back else ""
     fault = ("worker", int(case.signal_number), case.utterance, mark)
@@ -63,7 +63,7 @@ def lost_for_good_findings(
     corpus: Corpus | None = None,
     code: int = 6,
 ) -> list[str]:
-    """What is not as it should be: an end with `code`, in time and named; the steps before saved, exact."""
+    """Return the errors: the run must end with `code` in time and name the cause; earlier steps are saved exactly."""
     own = corpus.flags() if corpus else ()
     flags = (*bench.flags(Settings(), directory, workers), *own, "--loader_timeout", str(TIMEOUT))
     ended = run_faulty(flags, directory / "output.txt", faults)
@@ -78,9 +78,9 @@ def lost_for_good_findings(
 
 
 def pipe_findings(bench: ResumeBench, directory: Path) -> list[str]:
-    """What is not as it should be where an audio file turns into a pipe that nobody writes to.
+    """Return the errors if an audio file becomes a pipe without a writer.
 
-    It is opened without waiting, so that nothing hangs: the row is refused as any broken one is.
+    It is opened without blocking, so that nothing hangs: the row is rejected like any broken one.
     """
     directory.mkdir()
     corpus = write_corpus(directory / "tones", {"train": 26, "valid": 5, "test": 5})
@@ -92,7 +92,7 @@ def pipe_findings(bench: ResumeBench, directory: Path) -> list[str]:
 
 
 def shared_memory_findings(bench: ResumeBench, directory: Path, kilobytes: int) -> list[str]:
-    """What is not as it should be where /dev/shm holds so little that a window does not fit."""
+    """Return the errors if /dev/shm is too small for a global batch."""
     directory.mkdir()
     flags = (*bench.flags(Settings(), directory, 2), "--loader_timeout", str(TIMEOUT))
     ended = run_faulty(flags, directory / "output.txt", [("small_shared_memory", kilobytes)])

@@ -1,4 +1,4 @@
-"""Numbers that go wrong in a run: a batch, all batches from some time on, the state itself, labels."""
+"""Non-finite numbers in a run: in one batch, in all batches from some step on, in the state; and invalid labels."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from tests.faults.resuming import POISONED, STEPS, Precision, ResumeBench, Setti
 
 @dataclass(frozen=True)
 class OddBatch:
-    """One utterance whose micro-batch has a loss or gradient that is not finite; "audio": so loud that it has."""
+    """Utterance that makes a loss or gradient non-finite; "audio": through its loudness."""
 
     precision: Precision
     what: str
@@ -22,7 +22,7 @@ class OddBatch:
 
     @property
     def settings(self) -> Settings:
-        """Of the run, and of its twin in which nothing goes wrong where `what` is no audio."""
+        """Return the settings of the run and, unless `what` is audio, of its undisturbed reference."""
         return Settings("poisoned" if self.what == "audio" else "files", self.precision)
 
     def faults(self) -> list[Fault]:
@@ -41,7 +41,7 @@ ODD_BATCHES = [
 
 
 def odd_batch_findings(bench: ResumeBench, case: OddBatch, directory: Path) -> list[str]:
-    """What is not as it should be with an odd batch: skipped, nothing changed, told, and trained to the end."""
+    """Return the errors: an odd batch must be skipped, reported and change nothing, and the run must finish."""
     hashes = directory / "hashes.jsonl"
     flags = bench.flags(case.settings, directory, workers=0)
     faults = [*case.faults(), ("hashed_steps", str(hashes))]
@@ -77,7 +77,7 @@ def steps_of(records: list[dict]) -> list[int]:
 
 
 def are_finite(directory: Path) -> bool:
-    """Whether every tensor of every checkpoint of the run is finite."""
+    """Return whether every tensor of every checkpoint of the run is finite."""
     return all(
         not isinstance(tensor, torch.Tensor) or bool(tensor.isfinite().all())
         for path in (directory / "checkpoints").glob("*.pt")
@@ -88,7 +88,7 @@ def are_finite(directory: Path) -> bool:
 
 @dataclass(frozen=True)
 class BrokenRun:
-    """A run that goes wrong for good after some steps, and must end with 5 and a checkpoint to go on from."""
+    """Run that fails permanently after some steps; it must exit with 5 and leave a checkpoint to resume from."""
 
     name: str
     settings: Settings
@@ -96,7 +96,7 @@ class BrokenRun:
     more: tuple[str, ...] = ()
 
 
-# Windows are of two micro-batches, saved at each second step.
+# Global batches of two micro-batches; a save every second step.
 BROKEN_RUNS = [
     *(
         BrokenRun(
@@ -114,13 +114,13 @@ BROKEN_RUNS = [
 
 
 def broken_run_findings(bench: ResumeBench, case: BrokenRun, directory: Path) -> list[str]:
-    """What is not as it should be: ended with 5, the good checkpoint named and good, and still so after a restart."""
+    """Return the errors: the run must exit with 5 and name a good checkpoint, also after a restart."""
     flags = (*bench.flags(case.settings, directory, workers=0), "--epochs", "9")
     faults = case.settings.faults()
     found = []
-    for start in range(2):  # the second as a loop that restarts what has ended would
+    for start in range(2):  # the second pass restarts the run, as a supervising loop would
         again = ("--resume", "auto") if start else ()
-        # By its micro-batches the first one has begun well; the restarted one is broken from its first window on.
+        # The first process starts with good micro-batches; the restarted one fails from its first global batch on.
         fault = (*case.fault[:-1], 0) if start and case.fault[0] == "not_finite" else case.fault
         ended = run_faulty((*flags, *again), directory / f"output_{start}.txt", [*faults, fault])
         if ended.code != 5:
@@ -136,16 +136,16 @@ def broken_run_findings(bench: ResumeBench, case: BrokenRun, directory: Path) ->
 
 
 def named_checkpoint(ended: Ended) -> str | None:
-    """The checkpoint that the last words of a run name."""
+    """Return the checkpoint that the last message of a run names."""
     words = ended.output.partition("Resume from it with --resume ")[2].split()
     return words[0] if words else None
 
 
-BAD_LABELS = (0, -1, 30, 2**40)  # the blank, the padding of targets, the size of the vocabulary, any number
+BAD_LABELS = (0, -1, 30, 2**40)  # blank, padding of targets, vocabulary size, arbitrary number
 
 
 def bad_label_findings(bench: ResumeBench, token: int, workers: int, directory: Path) -> list[str]:
-    """What is not as it should be where an utterance has such a token: refused by name, the steps before saved."""
+    """Return the errors: an invalid token must be reported by utterance, with the previous steps saved."""
     flags = bench.flags(Settings(), directory, workers)
     ended = run_faulty(flags, directory / "output.txt", [("label", POISONED, token)])
     said = f"The transcript of {POISONED} has the token {token}"

@@ -1,4 +1,4 @@
-"""Runs that are killed and gone on with, held bit for bit against the undisturbed run of the same settings."""
+"""Killed and resumed runs, compared bit for bit with the undisturbed run of the same settings."""
 
 import functools
 import os
@@ -32,13 +32,13 @@ from tests.faults.faulty_runs import Ended, Fault, end_of, run_faulty
 from tests.patience import PATIENCE
 from tests.warm import Fork
 
-STEPS = 17  # 7 windows an epoch: two epochs and three windows of a third
+STEPS = 17  # 7 global batches per epoch: two epochs and three global batches of a third
 SCHEDULE = ("--epochs", "3", "--max_steps", str(STEPS), "--save_steps", "2")
 TWO_BY_TWO = ("--batch_size", "2", "--gradient_accumulation_steps", "2")
 ONE_BY_FOUR = ("--batch_size", "1", "--gradient_accumulation_steps", "4")
-HALF_SCALE = 2.0**24  # seven windows are skipped until it fits, and one a little later
-POISONED = "audio/train_014.flac"  # the name it has in the manifest; its samples square to infinity
-# What wall-clock time and memory decide; all else in the log is a number of the training.
+HALF_SCALE = 2.0**24  # seven global batches are skipped until the scale fits, and one a little later
+POISONED = "audio/train_014.flac"  # name in the manifest; the squares of its samples overflow to infinity
+# Measurements of time and memory; every other value in the log is determined by the training.
 MEASURED = (
     *("audio_seconds_per_second", "seconds", "waiting_seconds", "model_flops_utilisation", "gpu_utilisation"),
     *("memory", "cache_clearing_seconds", "rank_peaks_mib"),
@@ -46,14 +46,14 @@ MEASURED = (
 
 Source = Literal["files", "shards", "surrounded", "poisoned"]
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
-# What the cut of a window into micro-batches must not change by one bit; padding depends on it, dropout is drawn by it.
+# Values independent of the split into micro-batches, unlike padding and dropout.
 UNCUT = ("step", "epoch", "learning_rate", "tokens", "utterances", "skipped_steps")
 COUNTERS = ("step", "epoch", "window", "epochs_finished", "skipped_steps", "audio_seconds")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a disturbed run and its undisturbed twin share. `splits`: pairs above 1.5 s never fit in memory."""
+    """Settings shared by a disturbed run and its undisturbed reference. `splits`: pairs above 1.5 s exceed memory."""
 
     source: Source = "files"
     precision: Precision = "fp32"
@@ -71,7 +71,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class ResumeCase:
-    """A process for each stop and a last one that trains to the end; so many audio workers in each."""
+    """One process per stop and a last one that trains to the end, each with its number of audio workers."""
 
     name: str
     settings: Settings
@@ -104,7 +104,7 @@ WORKERS = ((0, 2), (2, 0), (1, 4), (4, 1), (2, 2), (0, 0), (1, 2), (4, 0), (0, 1
 
 
 def resume_cases() -> list[ResumeCase]:
-    """All of them; the audio workers go round."""
+    """Return all cases, cycling through the numbers of audio workers."""
     cases: list[ResumeCase] = []
 
     def add(name: str, settings: Settings, stops: tuple[Fault, ...]) -> None:
@@ -140,7 +140,10 @@ def resume_cases() -> list[ResumeCase]:
 
 
 def recut_cases() -> list[ResumeCase]:
-    """Gone on with in micro-batches of another size: other sums in fp32, so fp64 without dropout shows the weights."""
+    """Return cases that resume with another micro-batch size.
+
+    The fp32 sums differ, so the weights are compared in fp64 without dropout.
+    """
     cases = []
     exact = Settings(precision="fp64", more=("--dropout", "0"))
     for name in ("mid-epoch, after a save", "between two micro-batches", "twice in one epoch"):
@@ -151,7 +154,7 @@ def recut_cases() -> list[ResumeCase]:
 
 
 def control_cases() -> list[ResumeCase]:
-    """Cases that must differ from their twins: a seed is changed, all draws of the run or those of one step."""
+    """Return negative controls: cases with another seed, for the whole run or for one step."""
     stopped = KILLED_AFTER_SAVE
     return [
         ResumeCase("another --seed", Settings(), stopped, (0, 0), resumed_flags=("--seed", "4321")),
@@ -161,7 +164,7 @@ def control_cases() -> list[ResumeCase]:
 
 @dataclass
 class ResumeBench:
-    """Corpora, and the undisturbed runs, each done once."""
+    """Corpora and undisturbed runs, each created once."""
 
     folder: Path
     _undisturbed: dict[Settings, Path] = field(default_factory=dict)
@@ -176,7 +179,7 @@ class ResumeBench:
 
     @functools.cached_property
     def poisoned(self) -> Corpus:
-        """The same with one that is sound as a file and whose power no fp32 number holds."""
+        """Return the corpus with one utterance that is a sound file but whose power overflows fp32."""
         return poisoned_corpus(self.folder / "poisoned")
 
     @functools.cached_property
@@ -200,7 +203,7 @@ class ResumeBench:
         return self._undisturbed[settings]
 
     def disturbed(self, case: ResumeCase, directory: Path) -> list[str]:
-        """Runs the case; sentences on processes that ended otherwise than they should."""
+        """Run the case and return sentences on unexpected exit codes."""
         wrong = []
         for number, workers in enumerate(case.workers):
             stops, is_last = case.stops[number : number + 1], number == len(case.stops)
@@ -214,19 +217,19 @@ class ResumeBench:
         return wrong
 
     def differences(self, case: ResumeCase, directory: Path) -> list[str]:
-        """Runs the case in `directory`; all in which it differs from the undisturbed run of its settings."""
+        """Run the case in `directory` and return all differences from the undisturbed run of its settings."""
         undisturbed = self.undisturbed(case.settings)
         return self.disturbed(case, directory) + run_differences(undisturbed, directory)
 
     def gone_on_from(self, directory: Path) -> list[str]:
-        """What is not as it should be where the run of the usual settings in `directory` is gone on from."""
+        """Resume the run with default settings in `directory` and return the errors."""
         resumed = run_faulty((*self.flags(Settings(), directory, 0), "--resume", "auto"), directory / "resumed.txt")
         if resumed.code:
             return [f"it could not be gone on from: {resumed.output[-600:]}"]
         return run_differences(self.undisturbed(Settings()), directory)
 
     def whole_process_differences(self, killed_at: int, workers: tuple[int, int], directory: Path) -> list[str]:
-        """The same with two interpreters of their own, the first killed from outside once its log holds a step."""
+        """Return the differences with two new interpreters, the first killed from outside at a logged step."""
         undisturbed = self.undisturbed(Settings())
         output = directory / "output.txt"
         directory.mkdir()
@@ -240,7 +243,7 @@ class ResumeBench:
         return wrong + run_differences(undisturbed, directory)
 
     def recut_differences(self, case: ResumeCase, directory: Path) -> list[str]:
-        """The same where the window was cut otherwise: order and counters exactly, in fp64 the weights to 1e-9."""
+        """Return the differences with another micro-batch size: exact order and counters, weights to 1e-9 in fp64."""
         undisturbed = self.undisturbed(case.settings)
         found = self.disturbed(case, directory)
         logs = [read_log(run) for run in (undisturbed, directory)]
@@ -256,7 +259,7 @@ class ResumeBench:
 
 
 def _far_apart(one: Checkpoint, other: Checkpoint) -> list[str]:
-    """The weights and moments that are more than 1e-9 of their norm apart."""
+    """Return the weights and moments that differ by more than 1e-9 of their norm."""
     pairs = [
         (f"{part}/{name}", tensor, other.states[part][name])
         for part in ("model", "optimizer")
@@ -266,14 +269,14 @@ def _far_apart(one: Checkpoint, other: Checkpoint) -> list[str]:
 
 
 def _has_happened(settings: Settings, directory: Path) -> bool:
-    """Whether what the settings are about, and nothing else, has shown in the run's log."""
+    """Return whether the log shows exactly the skips and splits that the settings cause."""
     skips, splits = len(read_log(directory, "skip")), sum(record["splits"] for record in read_log(directory))
     is_skipped = settings.precision == "fp16" or settings.source == "poisoned"
     return bool(skips) == is_skipped and bool(splits) == settings.splits
 
 
 def signal_after(directory: Path, step: int, process: Fork | subprocess.Popen, number: signal.Signals) -> int:
-    """Sends a signal to a run of this directory once its log holds `step`; its exit code."""
+    """Send a signal to a run in this directory once its log has `step`; return its exit code."""
     log = directory / "runs" / "default" / "log.jsonl"
     deadline = time.monotonic() + PATIENCE
     while not (log.exists() and f'"step": {step},' in log.read_text(encoding="utf-8")):
@@ -289,7 +292,7 @@ def _wrong_end(ended: Ended, stops: Sequence[Fault]) -> list[str]:
 
 
 def run_differences(one: Path, other: Path) -> list[str]:
-    """What of two runs' logs, skipped windows and last checkpoints is not the same, bit for bit."""
+    """Return the differences between the logs, skipped global batches and last checkpoints of two runs, bit for bit."""
     found = []
     for kind in ("step", "skip", "validation"):
         logs = [
@@ -314,7 +317,7 @@ def last_checkpoint(directory: Path) -> Checkpoint:
 
 
 def checkpoint_differences(one: Checkpoint, other: Checkpoint) -> list[str]:
-    """Every tensor and number in which two checkpoints differ, by one bit or more."""
+    """Return every tensor and number that differs between two checkpoints by one bit or more."""
     found = [f"only one of them has the state {name}" for name in one.states.keys() ^ other.states.keys()]
     for part in one.states.keys() & other.states.keys():
         mine, theirs = one.states[part], other.states[part]
@@ -331,10 +334,10 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def poisoned_corpus(directory: Path) -> Corpus:
-    """A corpus like the others with one utterance whose samples are finite and whose power is not."""
+    """Write a corpus with one utterance of finite samples and infinite power."""
     corpus = write_corpus(directory, {"train": 26, "valid": 5})
     path = directory / POISONED
     samples, rate = soundfile.read(path, dtype="float32")
-    # FLAC holds no such numbers; libsndfile goes by the content, not by the name.
+    # FLAC cannot store such numbers; libsndfile detects the format from the content, not from the name.
     soundfile.write(path, samples * np.float32(1e30), rate, subtype="FLOAT", format="WAV")
     return corpus

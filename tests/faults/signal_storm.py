@@ -1,6 +1,6 @@
-"""Products by oneDNN while signals rain on the process: `python -m tests.faults.storm`, with --bare outside run_script.
+"""oneDNN products under a storm of signals: `python -m tests.faults.storm`, with --bare outside run_script.
 
-Ends when a thousand have been handled, with exit code 0, unless they broke the heap before.
+Ends with exit code 0 after a thousand handled signals, unless they corrupt the heap before.
 """
 
 import signal
@@ -17,7 +17,7 @@ ENOUGH = 1000  # signals
 
 
 def products_in_the_rain() -> str:
-    """How many products were made, of shapes that differ each time, until enough signals have come."""
+    """Return the number of products, of varying shapes, computed until enough signals were handled."""
     torch.manual_seed(0)
     handled: list[int] = []
     signal.signal(signal.SIGALRM, lambda number, _frame: handled.append(number))

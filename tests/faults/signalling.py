@@ -1,4 +1,4 @@
-"""Signals to a training run, a terminal that closes on it: how it ends, how soon, and what is left."""
+"""Signals to a training run and a closing terminal: exit code, time to exit, and remaining files and processes."""
 
 import contextlib
 import ctypes
@@ -31,27 +31,27 @@ Target = Literal["the process", "its group", "the shell script"]
 
 @dataclass(frozen=True)
 class Ending:
-    """One life that a signal has ended: seconds from the signal to its end, and what should not have been so."""
+    """Process ended by a signal: seconds from the signal to its end, and sentences on errors."""
 
     seconds: float
     complaints: tuple[str, ...]
 
 
 def run_to_be_signalled(corpus: Corpus, directory: Path, *more: str) -> LongRun:
-    """Saves by minutes only, so that what is saved at a signal is saved because of it; validates after each epoch."""
-    # The shell script's own defaults are others, and checkpoints tell.
+    """Return a run that saves by time only, so that a save at a signal is due to it; it validates every epoch."""
+    # The shell script has other defaults, which would show in the checkpoints.
     by_any_script = "--concurrent_micro_batches", "1", "--run_name", "default"
     return small_run(corpus, directory, "--valid_manifest", corpus.manifest("valid"), *by_any_script, *more)
 
 
 def run_to_be_rehearsed(corpus: Corpus, directory: Path) -> LongRun:
-    """Tries its costliest batches before the first epoch."""
+    """Return a run that rehearses its costliest batches before the first epoch."""
     planned = ("--batch_size", "auto", "--memory_budget", "3GiB", "--epochs", "1000")
     return LongRun(directory, (*TINY_MODEL, "--train_manifest", corpus.manifest("train"), *planned))
 
 
 def run_of_preset(corpus: Corpus, directory: Path, preset: str) -> LongRun:
-    """The first command's micro-batches, 2 of 4 utterances side by side, with a preset's model."""
+    """Return a run of a preset with the first command's micro-batches: 2 of 4 utterances, concurrently."""
     cut = ("--batch_size", "4", "--gradient_accumulation_steps", "2", "--concurrent_micro_batches", "2")
     flags = ("--preset", preset, "--device", "cpu", *cut)
     manifests = ("--train_manifest", corpus.manifest("train"), "--valid_manifest", corpus.manifest("valid"))
@@ -59,7 +59,7 @@ def run_of_preset(corpus: Corpus, directory: Path, preset: str) -> LongRun:
 
 
 def end_by_signal(run: LongRun, number: signal.Signals, target: Target, workers: int, delay: float) -> Ending:
-    """One life that is sent a signal so many seconds after its first step; nothing of it may be lost or stay behind."""
+    """Start a process and signal it `delay` seconds after its first step; nothing may be lost or remain."""
     life = begin(run, target, workers)
     time.sleep(delay)
     sent = time.monotonic()
@@ -68,7 +68,7 @@ def end_by_signal(run: LongRun, number: signal.Signals, target: Target, workers:
 
 
 def _told_to_stop(run: LongRun, life: Life, number: signal.Signals, sent: float, before: int | None = None) -> Ending:
-    """How a life ends that this signal was sent to: every step of it should be saved, or one from `before` on."""
+    """Wait for a signalled process: all its steps must be saved or, with `before`, the steps up to it."""
     code = life.end()
     seconds = time.monotonic() - sent
     found, complaints = run.aftermath(), []
@@ -80,18 +80,18 @@ def _told_to_stop(run: LongRun, life: Life, number: signal.Signals, sent: float,
 
 
 def end_by_two(run: LongRun, number: signal.Signals, workers: int, delay: float) -> Ending:
-    """One life that is sent a second signal `delay` seconds after the first; the seconds are counted from it on."""
+    """Start a process and send a second signal `delay` seconds after the first; time is measured from the second."""
     before = run.aftermath().saved
     life = begin(run, "its group", workers)
     send(life, number, "its group")
     time.sleep(delay)
     sent = time.monotonic()
     send(life, number, "its group")
-    return _told_to_stop(run, life, number, sent, before)  # a save may have fallen due before the first signal
+    return _told_to_stop(run, life, number, sent, before)  # a save may have been due before the first signal
 
 
 class IgnoredHangUps:
-    """As nohup leaves them to the program that it starts."""
+    """Ignored SIGHUP, as nohup leaves it to the program that it starts."""
 
     def lay(self, _checkpoints: Path) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -99,12 +99,12 @@ class IgnoredHangUps:
 
 @dataclass
 class HangingAudio:
-    """Has each audio worker hang after so many recordings, as one does that reads from a server which has gone."""
+    """Audio workers that hang after some recordings, like readers of a server that is down."""
 
     recordings: int
 
     def lay(self, _checkpoints: Path) -> None:
-        """Stands between the loader and the reading of audio."""
+        """Wrap the function that reads audio for the loader."""
         load = speech.load_audio
 
         def hang_after_some(source: AudioSource) -> torch.Tensor:
@@ -118,10 +118,10 @@ class HangingAudio:
 
 @dataclass
 class HangingCall:
-    """Has a call in the main thread never return from native code, which lets no signal handler run, after so many.
+    """Call that hangs in native code of the main thread after `calls` calls, so that no Python signal handler runs.
 
-    The gradient of the micro-batch, or what was heard of the batch, is there by then. Of a rehearsal only those calls
-    count that are made in it: a plan's trace makes some before.
+    The call has returned its result before: the gradient of the micro-batch, or the recognized batch. If
+    `is_rehearsed`, only calls within a rehearsal count: the trace of a plan makes some before.
     """
 
     function: Literal["konkanivani.training.step.forward_and_backward", "konkanivani.training.validation.recognize"]
@@ -129,7 +129,7 @@ class HangingCall:
     is_rehearsed: bool = False
 
     def lay(self, checkpoints: Path) -> None:
-        """Stands in the function's place."""
+        """Replace the function."""
         module, _, name = self.function.rpartition(".")
         module = importlib.import_module(module)
         function = getattr(module, name)
@@ -138,8 +138,8 @@ class HangingCall:
             result = function(*arguments, **named)
             self.calls -= not self.is_rehearsed or (checkpoints / "rehearsal.partial").exists()
             if self.calls < 0:
-                mutex = ctypes.create_string_buffer(256)  # all zero: one that is free
-                for _ in range(2):  # the second waits for the first; a signal does not break that off
+                mutex = ctypes.create_string_buffer(256)  # all zeros: an unlocked mutex
+                for _ in range(2):  # the second lock waits for the first; a signal does not interrupt it
                     ctypes.CDLL(None).pthread_mutex_lock(mutex)
             return result
 
@@ -147,7 +147,7 @@ class HangingCall:
 
 
 def end_while_a_call_hangs(run: LongRun, number: signal.Signals, trap: HangingCall) -> Ending:
-    """One life whose main thread is in native code when the signal comes, and stays there."""
+    """Start a process whose main thread is in native code when the signal arrives, and stays there."""
     before = run.logged_step()
     life = run.begin("--num_workers", "0", trap=trap)
     life.wait_until(lambda: run.logged_step() > before and not _has_moved(life), "the call that hangs")
@@ -157,7 +157,7 @@ def end_while_a_call_hangs(run: LongRun, number: signal.Signals, trap: HangingCa
 
 
 def end_while_a_rehearsal_hangs(run: LongRun, signals: int) -> list[str]:
-    """One life that is sent so many signals when its rehearsal hangs; what it has left in the checkpoints' folder."""
+    """Send signals to a process whose rehearsal hangs; return the remaining files of its checkpoint folder."""
     trap = HangingCall("konkanivani.training.step.forward_and_backward", 0, is_rehearsed=True)
     life = run.begin("--num_workers", "0", trap=trap)
     begun = run.checkpoints / "rehearsal.partial"
@@ -170,7 +170,7 @@ def end_while_a_rehearsal_hangs(run: LongRun, signals: int) -> list[str]:
 
 
 def _has_moved(life: Life) -> bool:
-    """Whether the process has used the processor in the last half of a second."""
+    """Return whether the process used the CPU in the last 0.5 s."""
     before = _ticks(life)
     time.sleep(0.5)
     return _ticks(life) != before
@@ -181,11 +181,11 @@ def _ticks(life: Life) -> list[str]:
 
 
 def end_while_workers_hang(run: LongRun, number: signal.Signals) -> Ending:
-    """One life that waits for workers that never answer when the signal comes, longer than we wait for its end."""
+    """Start a process and signal it while it waits for hanging workers, with a timeout longer than the test's."""
     patient = "--loader_timeout", str(2 * PATIENCE)
     life = begin(run, "the process", 2, *patient, trap=HangingAudio(recordings=12))
     logged = -1
-    while logged != (logged := run.logged_step()):  # what was loaded beforehand is trained on
+    while logged != (logged := run.logged_step()):  # train on the prefetched data
         time.sleep(1.0)
     sent = time.monotonic()
     send(life, number, "the process")
@@ -193,7 +193,7 @@ def end_while_workers_hang(run: LongRun, number: signal.Signals) -> Ending:
 
 
 def end_by_closing_its_terminal(run: LongRun, workers: int) -> Ending:
-    """One life whose terminal closes after its first step; the shell passes on what the kernel said already."""
+    """Start a process and close its terminal after its first step; the shell repeats the signal of the kernel."""
     run.directory.mkdir(parents=True, exist_ok=True)
     before, (terminal, its_end) = run.logged_step(), pty.openpty()
     life = Life(
@@ -214,7 +214,7 @@ def end_by_closing_its_terminal(run: LongRun, workers: int) -> Ending:
 
 
 def _is_read(terminal: int, output: Path) -> bool:
-    """Takes what has been written to the terminal, which would take no more some day, into the file; always true."""
+    """Copy the terminal output to the file, so that the terminal buffer does not fill up; always return true."""
     with open(output, "ab") as file:
         while select.select([terminal], [], [], 0)[0]:
             file.write(os.read(terminal, 1 << 16))
@@ -229,7 +229,7 @@ def begin(run: LongRun, target: Target, workers: int, *more: str, trap: Trap | N
 
 
 def send(life: Life, number: signal.Signals, target: Target) -> None:
-    """The signal to the process that was started, or to all of its group, as a terminal does."""
+    """Send the signal to the started process, or to its whole group, as a terminal does."""
     with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
         if target == "its group":
             os.killpg(life.pid, number)
@@ -238,9 +238,9 @@ def send(life: Life, number: signal.Signals, target: Target) -> None:
 
 
 def left_after(life: Life) -> list[int]:
-    """The processes of an ended life that are there 2 s later: left alone, PyTorch's workers take 5 s to notice.
+    """Return the processes that remain 2 s after the end: PyTorch workers on their own need 5 s to notice.
 
-    One that has been killed may take its time to end where others want the processors.
+    A killed process may need longer to end on a busy machine.
     """
     began = time.monotonic()
     while left := members(life.pid):

@@ -1,4 +1,4 @@
-"""A disk that takes seconds for each checkpoint, and gives no signal handler a chance meanwhile."""
+"""A disk that takes seconds for each checkpoint, during which no signal handler can run."""
 
 import ctypes
 import os

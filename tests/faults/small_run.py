@@ -1,4 +1,4 @@
-"""The smallest run that is one: two epochs of a corpus of tones, every step saved."""
+"""The smallest complete run: two epochs on a corpus of tones, with every step saved."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ SMALL_MODEL = (
 
 
 def train_small_run(folder: Path) -> Path:
-    """`folder`, with a corpus in it, and a run's checkpoints and logs: last, previous, best and two epochs."""
+    """Train in `folder` and return it: corpus, logs, and checkpoints last, previous, best and of two epochs."""
     corpus = write_corpus(folder / "corpus", {"train": 6, "valid": 2})
     flags = ("--batch_size", "2", "--gradient_accumulation_steps", "1", "--epochs", "2", "--save_steps", "1")
     arguments = [*SMALL_MODEL, *corpus.flags(), *flags, "--num_workers", "0", *run_folders(folder)]

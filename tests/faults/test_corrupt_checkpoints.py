@@ -1,4 +1,4 @@
-"""Files that lie: whatever bit of a checkpoint has changed, it is found or changes nothing; and one sound one stays."""
+"""Any changed bit of a checkpoint is detected or harmless, and one sound checkpoint is kept."""
 
 import shutil
 from pathlib import Path
@@ -33,12 +33,12 @@ def test_a_bit_flipped_anywhere_is_detected_or_harmless(folder, tmp_path):
 
 @pytest.mark.parametrize("bits", [1, *further(8)])
 def test_every_byte_of_the_list_of_records_flipped_is_detected_or_harmless(bits, tmp_path):
-    """It says what lies where and how, and among a run's weights a drawn bit seldom meets it."""
+    """The directory holds the offsets and formats; random flips in a run's weights seldom hit it."""
     saver = Checkpointer(tmp_path / "run", keep=2)
     for step in (1, 2):
         saver.save(small(step))
     content = (tmp_path / "run" / LAST).read_bytes()
-    ends = content.index(b"PK\x01\x02")  # the list of records, behind the last of them
+    ends = content.index(b"PK\x01\x02")  # directory of records at the end of the zip
     assert len(content) - ends < 2000
     places = (8 * byte + (byte + bit) % 8 for byte in range(ends, len(content)) for bit in range(bits))
     damages = (flip(content, place) for place in places)
@@ -62,7 +62,7 @@ def small(step: int) -> Checkpoint:
 
 
 def rot(path: Path) -> None:
-    """Flips a bit in the middle of the file, in a copy: a file of two names may be whole under the other."""
+    """Flip a bit in the middle of the file, in a copy: the same file may be sound under another name."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.unlink()
@@ -70,7 +70,7 @@ def rot(path: Path) -> None:
 
 
 def sound_steps(folder: Path) -> set[int]:
-    """The steps of all checkpoints in the folder that verify."""
+    """Return the steps of all sound checkpoints in the folder."""
     found = set()
     for path in folder.glob("*.pt"):
         try:
@@ -88,7 +88,7 @@ def of_three_epochs(folder: Path) -> Checkpointer:
 
 
 def rotting_disk(monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
-    """Of the checkpoints written from now on, those of these steps are not on the disk as they were written."""
+    """Corrupt the checkpoints of these steps on the disk after they are written."""
     write = checkpointer.write_checkpoint
 
     def write_and_rot(path: Path, written: Checkpoint) -> None:
@@ -149,7 +149,7 @@ def test_a_run_that_goes_on_from_an_old_epoch_keeps_it_until_there_is_a_newer_so
 
 
 def test_what_is_no_damage_moves_no_checkpoint_aside(tmp_path, monkeypatch):
-    """Too many open files, or a drive that has gone: another time it can be read."""
+    """Too many open files, or a disconnected drive: the file is readable later."""
     keeper = Checkpointer(tmp_path, keep=2)
     keeper.save(small(1))
 

@@ -1,4 +1,4 @@
-"""Disks without room; benchmarks/faults.py --parts room --full has all positions."""
+"""Full disks; benchmarks/faults.py --parts room --full has all positions."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ CASES = {case.name: case for case in FULL_DISKS}
 
 @pytest.fixture
 def mounts(tmp_path):
-    """Skips where no disk can be mounted."""
+    """Skip the test if no disk can be mounted."""
     try:
         with small_disk(tmp_path / "try", 2**16):
             pass
@@ -49,7 +49,7 @@ def a_checkpoint(step: int) -> Checkpoint:
 
 @pytest.mark.parametrize("name, number", [*OPERATIONS, ("replace", 3), ("replace", 4)])
 def test_each_operation_of_a_save_may_be_refused(name, number, tmp_path, monkeypatch):
-    """The save is an epoch's and the best, so that there are four names to give."""
+    """The save has the epoch and the best checkpoint, so four names are written."""
     keeper = Checkpointer(tmp_path, keep=2)
     keeper.save(a_checkpoint(2))
     before, calls = (tmp_path / LAST).read_bytes(), []

@@ -1,4 +1,4 @@
-"""A dry run says what the run would say, takes its real path, and leaves the disk as it was to the last byte."""
+"""A dry run prints the messages of the run, executes its real path, and leaves the disk unchanged to the last byte."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ def flags(corpus: Corpus, directory: Path, *more: str) -> list[str]:
 
 
 def files_of(directory: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file and folder with its inode and its bytes."""
+    """Return every file and folder with its inode and its bytes."""
     found = {}
     for path in sorted(directory.rglob("*")):
         content = path.read_bytes() if path.is_file() else b""
@@ -99,7 +99,7 @@ def test_it_takes_the_path_of_other_runs_too(more, few, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("batch", ["5", "10"])  # an epoch ends with every second window, or with every one
+@pytest.mark.parametrize("batch", ["5", "10"])  # an epoch ends with every second global batch, or with every one
 def test_saves_that_fall_due_on_the_way_change_nothing(batch, few, tmp_path):
     given = [*SMALL_MODEL, *few.flags(), *run_folders(tmp_path), "--num_workers", "0", "--batch_size", batch]
     given += ["--gradient_accumulation_steps", "1", "--save_steps", "1", "--epochs", "1", "--dry_run"]
@@ -186,7 +186,7 @@ def test_a_folder_in_which_another_process_trains_is_refused(few, tmp_path):
         os.waitpid(child, 0)
 
 
-# Stopping it
+# Stopping a dry run
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_signal_at_any_stage_ends_it_with_its_code_and_removes_everything(numb
         if name == stage:
             assert os.listdir(tmp_path)
             os.kill(os.getpid(), number)
-            time.sleep(30)  # the handler ends this
+            time.sleep(30)  # interrupted by the handler
 
     monkeypatch.setattr(dry.StageClock, "done", interrupted)
     handlers = [signal.getsignal(each) for each in stopping_signals()]
@@ -227,7 +227,7 @@ def test_ctrl_c_ends_the_script_with_130_and_its_workers_with_it(few, tmp_path, 
         os.killpg(child.pid, 0)
 
 
-# What it compares
+# Comparison of states
 
 
 def state(**changed: object) -> Checkpoint:
@@ -252,7 +252,7 @@ def test_two_states_are_equal_only_to_the_last_bit():
 
 
 def test_negative_control_a_resume_that_forgets_something_is_found(few, tmp_path, monkeypatch):
-    """The optimizer's moments are not loaded: weights are equal, the step after is not."""
+    """Without the optimizer's moments the weights are equal, but not the next step."""
     from konkanivani.training.optimizer import OptimizerState
 
     monkeypatch.setattr(OptimizerState, "load_state_dict", lambda self, state: None)

@@ -1,4 +1,4 @@
-"""Every error of ours says what to do."""
+"""Every error message of the project states a remedy."""
 
 import ast
 import re
@@ -9,9 +9,9 @@ import pytest
 from tests.conftest import ROOT
 
 OURS = {"UsageError", "DataError", "CheckpointError", "NumericsError", "ResourceError", "OtherVersionError"}
-# What makes an error of one of the system's: the places of what cannot be done and of the advice.
+# Functions that turn a system error into an error of the project: argument positions of the failed action and advice.
 EXPLAINED = {"explained": (1, 2), "_guarded": (0, 1)}
-# An imperative begins a sentence or a clause; usage errors may say what must be.
+# Verbs that start a sentence or a clause; usage errors may state a requirement.
 IMPERATIVES = (
     "average begin check choose convert copy decompress define delete download end exclude export fix free give "
     "install keep leave lower move name omit pass point put raise reinstall remove rename repair resample restore "
@@ -20,7 +20,7 @@ IMPERATIVES = (
 WHAT_TO_DO = re.compile(
     rf"(^|[.:;,)X]\s+|\bor |\band |\bthen )({'|'.join(IMPERATIVES)})\b|\bmust\b|\blie(s)? between\b", re.IGNORECASE
 )
-# Placeholders that hold the advice themselves: another error of ours, or a sentence made elsewhere.
+# Placeholders that contain the advice: another error of the project, or a sentence built elsewhere.
 ADVICE = {
     "advice",
     "FOREIGN",
@@ -36,7 +36,7 @@ ADVICE |= {"'; '.join(broken)", "'; '.join(problems)", "retry"}
 
 
 def spoken(node: ast.expr) -> str:
-    """The text of a message; what is filled in stands in braces."""
+    """Return the text of a message, with formatted values in braces."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -50,7 +50,7 @@ def spoken(node: ast.expr) -> str:
 
 
 def assigned(node: ast.expr, tree: ast.Module) -> ast.expr:
-    """What a name stands for by the last assignment before it; anything else itself."""
+    """Return the value of a name from its last assignment before the node, or the node itself."""
     found = node
     for line in sorted((line for line in ast.walk(tree) if isinstance(line, ast.Assign)), key=lambda a: a.lineno):
         targets = line.targets[0].elts if isinstance(line.targets[0], ast.Tuple) else line.targets
@@ -61,7 +61,7 @@ def assigned(node: ast.expr, tree: ast.Module) -> ast.expr:
 
 
 def messages(source: str) -> list[str]:
-    """The message of every error of ours that is made in the source, by itself or of what the system says."""
+    """Return the message of every error of the project in the source, raised directly or from a system error."""
     tree, found = ast.parse(source), []
     for call in ast.walk(tree):
         name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
@@ -74,7 +74,7 @@ def messages(source: str) -> list[str]:
 
 
 def complaint(message: str) -> str | None:
-    """What is wrong with a message, as far as its text shows it; None where nothing is."""
+    """Return the defect of a message that its text shows, or None."""
     filled = re.findall(r"\{([^{}]*)\}", message)
     if message.endswith("}") and filled and filled[-1] in ADVICE:
         return None

@@ -1,4 +1,4 @@
-"""Killed anywhere and gone on with, it is the same run; benchmarks/faults.py --parts resumes --full has all cases."""
+"""Killed anywhere and resumed, a run is the same; benchmarks/faults.py --parts resumes --full has all cases."""
 
 import dataclasses
 
@@ -48,7 +48,8 @@ def test_there_are_48_cases_of_every_kind_that_is_promised():
 def test_a_difference_of_one_bit_or_kind_is_seen(bench):
     one = last_checkpoint(bench.undisturbed(Settings(precision="fp16")))
     other = last_checkpoint(bench.undisturbed(Settings(precision="fp16")))
-    assert one.step == 3 * 7 - one.states["progress"]["skipped_steps"] < STEPS  # windows of three epochs, some skipped
+    # Global batches of three epochs, some skipped.
+    assert one.step == 3 * 7 - one.states["progress"]["skipped_steps"] < STEPS
     assert checkpoint_differences(one, other) == []
     name = next(iter(other.states["model"]))
     other.states["model"][name].view(-1)[5] += 1e-7

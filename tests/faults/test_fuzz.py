@@ -1,4 +1,4 @@
-"""Changed input ends with an error of ours or is taken: no hang, no growth, nothing written elsewhere."""
+"""Changed input is accepted or ends with an error of the project: no hang, no growth, no write elsewhere."""
 
 from pathlib import Path
 
@@ -36,4 +36,4 @@ def test_negative_control_an_error_that_is_not_ours_is_found(small_run, tmp_path
 
     monkeypatch.setitem(fuzz.FUZZERS, "flags", build)
     tally = fuzz.fuzz("flags", 20, 0, tmp_path / "work", small_run)
-    assert "50: " in tally.faults[-1] and "KeyError" in tally.faults[-1] and tally.outcomes["fault"]  # made small
+    assert "50: " in tally.faults[-1] and "KeyError" in tally.faults[-1] and tally.outcomes["fault"]  # shrunk

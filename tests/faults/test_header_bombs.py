@@ -1,4 +1,4 @@
-"""A header that claims what its file does not hold, or more than any header holds, costs a sentence and no more."""
+"""A header that claims more than its file contains, or more than any header does, costs only an error message."""
 
 import io
 import json
@@ -24,14 +24,14 @@ def header(name: str = "a.wav", size: int = 0, kind: bytes = tarfile.REGTYPE) ->
 
 
 def summed(block: bytearray) -> bytes:
-    """The block with the checksum that it needs after a change."""
+    """Return the block with the correct checksum after a change."""
     block[148:156] = b" " * 8
     block[148:156] = b"%06o\0 " % sum(block)
     return bytes(block)
 
 
 def sized(block: bytearray, size: int) -> bytes:
-    """The block with a size in base 256, which may be negative."""
+    """Return the block with a size in base 256, which may be negative."""
     block[124:136] = (b"\xff" if size < 0 else b"\x80") + (size % 2**88).to_bytes(11, "big")
     return summed(block)
 
@@ -45,7 +45,7 @@ def pax(data: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
 
 
 def record(key: str, value: str) -> bytes:
-    """A PAX record, its length first."""
+    """Return a PAX record, its length first."""
     rest = f" {key}={value}\n"
     length = next(n for n in range(len(rest), len(rest) + 12) if len(f"{n}{rest}".encode()) == n)
     return f"{length}{rest}".encode()
@@ -53,9 +53,9 @@ def record(key: str, value: str) -> bytes:
 
 END = bytes(2 * BLOCK)
 PLAIN = bytes(header(size=4)) + padded(b"RIFF")
-SPARSE_BYTES = 3 * 2**30  # of a file with holes: nothing on the disk, all of it in memory where it is read
+SPARSE_BYTES = 3 * 2**30  # size of a sparse file: no disk space, but all of it in memory when read
 
-BOMBS: dict[str, tuple[bytes, int]] = {  # what the file begins with, and how long it is
+BOMBS: dict[str, tuple[bytes, int]] = {  # start of the file, and its size
     "a PAX header of 2^60 bytes": (sized(header("x", 0, tarfile.XHDTYPE), 2**60) + PLAIN + END, 0),
     "a PAX header of 3 GiB that are there": (
         sized(header("x", 0, tarfile.XHDTYPE), SPARSE_BYTES - 4096) + PLAIN,
@@ -92,7 +92,7 @@ BOMBS: dict[str, tuple[bytes, int]] = {  # what the file begins with, and how lo
     "a size that is no number": (summed(header()[:124] + b"99999999999\0" + header()[136:]) + PLAIN + END, 0),
 }
 
-OVERLOOKED = ("a PAX size below zero",)  # taken by Ubuntu's Python 3.12.3, in a millisecond
+OVERLOOKED = ("a PAX size below zero",)  # accepted by Ubuntu's Python 3.12.3, in a millisecond
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -111,7 +111,7 @@ def test_a_tar_is_refused_in_a_sentence(name, tmp_path):
 
 
 def test_headers_for_all_that_pile_up_cost_no_more_each(tmp_path):
-    """Their records count for all that follow; tarfile copies them into each."""
+    """Global records apply to all later members; tarfile copies them into each."""
     rounds = 600
     globals_ = (
         pax(b"".join(record(f"k{n}.{m}", "v") for m in range(400)), tarfile.XGLTYPE) + PLAIN for n in range(rounds)
@@ -157,7 +157,7 @@ def bundle(head: bytes, claimed: int | None = None) -> bytes:
 
 
 def entries(thousands: int, value: bytes) -> bytes:
-    """Entries of as many names, each of them with this value."""
+    """Return entries with distinct names, each with this value."""
     thousand = b",".join(b'"####%03d":%s' % (number, value) for number in range(1000))
     return b",".join(thousand.replace(b"####", b"%04d" % number) for number in range(thousands))
 

@@ -1,4 +1,4 @@
-"""Invariants 1 and 8 on the real script: killed again and again, the run is the one that nobody killed."""
+"""Invariants 1 and 8 on the real script: after repeated kills, the run equals one without kills."""
 
 import os
 import random
@@ -16,15 +16,15 @@ from tests.faults.long_run import LongRun
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Corpus:
-    """A corpus of three steps: most points come once in an epoch."""
+    """Return a corpus of three steps per epoch: most points occur once per epoch."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "tones", {"train": 18, "valid": 3}, lengths=range(1, 3))
 
 
 @pytest.fixture(scope="module")
 def killed(corpus, tmp_path_factory, request) -> LongRun:
-    """A run that was killed once at every point of a save, and twice in a row where that could be worse than once.
+    """Return a run that was killed at every point of a save, and twice in a row at the critical ones.
 
-    Without --full at some of those that are other bytes of a write, or another name given to the file.
+    Without --full, skips points that only differ in the byte position of a write or in the name given to the file.
     """
     points = [*POINTS, *WORSE_IN_A_ROW]
     alike = ("after 1 %", "after 99 %", "previous: ", "best: before what", "best: after")
@@ -55,7 +55,7 @@ def test_negative_control_a_torn_or_lost_checkpoint_is_complained_of(killed, is_
     assert complaints_of(run.aftermath(), -9, most_lost=1) == []
     if is_torn:
         os.truncate(run.checkpoints / LAST, (run.checkpoints / LAST).stat().st_size // 2)
-    else:  # as a trainer would that published the first of these epochs alone
+    else:  # the state of a trainer that published only the first of these epochs
         for later in sorted(run.checkpoints.glob("checkpoint_*"), key=lambda path: path.stat().st_mtime)[1:]:
             later.unlink()
     assert said in "".join(complaints_of(run.aftermath(), -9, most_lost=1))

@@ -31,7 +31,7 @@ from tests.patience import PATIENCE
 from tests.starts import begin_run
 from tests.warm import Fork, Job, warm_parent
 
-STEPS = 10  # 4 an epoch
+STEPS = 10  # 4 per epoch
 MODEL = (*TINY_MODEL, "--encoder_layers", "1", "--decoder_layers", "0", "--ctc_weight", "1", "--num_workers", "0")
 CUT = ("--batch_size", "8", "--gradient_accumulation_steps", "1", "--epochs", "4", "--save_steps", "3")
 EPOCH = "checkpoint_epoch_2.pt"
@@ -66,13 +66,13 @@ def undisturbed(corpus: Corpus, stopped: Path, tmp_path_factory: pytest.TempPath
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file of its own: in a copy from a cloud drive no two names are one file."""
+    """Write a separate file: in a copy from a cloud drive no two names are one file."""
     path.unlink()
     path.write_bytes(content)
 
 
 def dangle(folder: Path) -> None:
-    """Make the name a link to a file that is not there."""
+    """Make the name a link to a missing file."""
     (folder / LAST).unlink()
     (folder / LAST).symlink_to("checkpoint_epoch_3.pt")
 
@@ -165,7 +165,7 @@ def test_a_checkpoint_is_read_for_its_step_without_its_tensors(stopped):
 
 
 def begin_slow_write(run: LongRun, seconds: float) -> Life:
-    """Start the run and wait until it writes its second checkpoint, which takes so long."""
+    """Start the run and wait until it writes its second checkpoint, for `seconds` seconds."""
     life = run.begin(trap=SlowDisk(seconds))
     life.wait_until(lambda: slow_writes(run.checkpoints) > 0, "a slow write")
     return life

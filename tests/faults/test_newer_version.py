@@ -1,4 +1,4 @@
-"""A checkpoint of a newer version is refused with a sentence wherever it is given, and stays where it lies."""
+"""A checkpoint of a newer version is refused with a sentence by every command, and is not moved."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.starts import begin_run
 
 CONFORMER, ZIPFORMER = "--encoder_type 'conformer'", "--encoder_type 'zipformer'"
 ZEROS = torch.zeros(3)
-# What is new in a checkpoint, and what is said of it.
+# New features of a checkpoint, and the resulting message.
 CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
     "format": (lambda r: r.update(format=r["format"] + 1, weights_by_expert=r.pop("states")), "another, newer version"),
     "flag": (lambda r: r.update(config=r["config"] + "--mixture_of_experts 8\n"), "--mixture_of_experts"),
@@ -49,7 +49,7 @@ USES: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture
 def newer(small_run: Path, tmp_path: Path, monkeypatch) -> Callable[[Callable[[dict], None]], Path]:
-    """A folder with the checkpoint of a run, as a newer version would have written it."""
+    """Return a function that writes the checkpoint of a run to a folder as a newer version would."""
 
     def made(change: Callable[[dict], None]) -> Path:
         monkeypatch.chdir(small_run)
@@ -64,7 +64,7 @@ def newer(small_run: Path, tmp_path: Path, monkeypatch) -> Callable[[Callable[[d
     return made
 
 
-# Weights alone are read by those that need no more: a newer state beside them is none of theirs.
+# Commands that need only the weights ignore a newer state.
 REFUSED = [
     *((change, "resume") for change in CHANGES),
     *((change, use) for change in ("format", "flag", "choice") for use in ("resume auto", "begin from", "recognise")),

@@ -1,7 +1,7 @@
-"""A command typed twice, on another corpus, in a copied folder or from an older checkpoint loses nothing saved.
+"""Repeating a command, on another corpus, in a copied folder or from an older checkpoint, loses no saved data.
 
-Checkpoints are told by their hashes and logs by their lines: what was there before is there afterwards, under its own
-name or in a folder that has been named. Each negative control is the trainer with that promise taken out.
+Checkpoints are identified by hash and logs by line: everything must remain under its name or in a folder that a message
+named. Each negative control disables one protection of the trainer.
 """
 
 import hashlib
@@ -32,18 +32,18 @@ CUT = ("--batch_size", "2", "--gradient_accumulation_steps", "1", "--num_workers
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a folder holds of training: every checkpoint's hash, and every log's lines."""
+    """Training data of a folder: the hash of every checkpoint, and the lines of every log."""
 
     checkpoints: Counter[str]
     lines: Counter[str]
 
     def lost(self, later: "Holdings") -> int:
-        """How many checkpoints and lines of these are nowhere any more."""
+        """Count the checkpoints and lines that are missing later."""
         return sum((self.checkpoints - later.checkpoints).values()) + sum((self.lines - later.lines).values())
 
 
 def holdings(folder: Path) -> Holdings:
-    """What lies in and under the folder; a checkpoint of two names counts once."""
+    """Return the training data below the folder; a checkpoint with two names counts once."""
     files = {path.stat().st_ino: path for path in folder.rglob("checkpoint_*.pt")}.values()
     hashes = (hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
     logs = (line for path in folder.rglob("log.jsonl") for line in path.read_text(encoding="utf-8").splitlines())
@@ -57,7 +57,7 @@ def steps_logged(log: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class Desk:
-    """Where a person types commands: checkpoints in `ck`, logs in `runs`."""
+    """Working folder of a user: checkpoints in `ck`, logs in `runs`."""
 
     folder: Path
 
@@ -77,7 +77,7 @@ class Desk:
 
 @pytest.fixture(scope="module")
 def english(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Another corpus, of other letters, whose files have the names of the first one's."""
+    """Return a corpus of other letters whose files have the names of the first corpus."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("tests.conftest.WORDS", OTHER_WORDS)
         return write_corpus(tmp_path_factory.mktemp("english") / "tones", {"train": 6, "valid": 2}, seed=3)
@@ -90,7 +90,7 @@ def konkani(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 @pytest.fixture(scope="module")
 def trained(konkani: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A desk with a run of four epochs in ck/mine and runs/mine."""
+    """Return a working folder with a run of four epochs in ck/mine and runs/mine."""
     desk = Desk(tmp_path_factory.mktemp("trained"))
     assert desk.train(konkani, "mine", "mine", "--epochs", "4").code == 0
     return desk.folder
@@ -98,7 +98,7 @@ def trained(konkani: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def desk(trained: Path, tmp_path: Path) -> Desk:
-    """A copy of it, links between checkpoints kept."""
+    """Copy the trained folder, links between checkpoints included."""
     subprocess.run(["cp", "-a", str(trained), str(tmp_path / "desk")], check=True)
     return Desk(tmp_path / "desk")
 
@@ -121,7 +121,7 @@ def test_on_purpose_it_is_refused_where_the_tokenizer_lacks_its_letters_and_goes
     ended = desk.train(same_letters, "mine", "mine", "--resume", "auto", "--new_corpus", "--epochs", "5")
     assert ended.code == 0 and "Resuming with a different corpus" in ended.output, ended.output
     again = desk.train(same_letters, "mine", "mine", "--resume", "auto", "--epochs", "5")
-    assert again.code == 0, again.output  # it is the run's own now
+    assert again.code == 0, again.output  # the corpus now belongs to the run
 
 
 def test_a_corpus_that_has_grown_moved_or_been_corrected_is_the_same_one(desk, konkani, tmp_path):
@@ -264,7 +264,7 @@ def test_a_corpus_is_no_old_log_to_be_moved_aside(desk, konkani):
 
 
 def begin_long_run(desk: Desk, corpus: Corpus) -> Fork:
-    """A run that goes on until it is stopped; it has logged a step."""
+    """Start a run that continues until it is stopped, and wait for its first logged step."""
     process = start_faulty(desk.flags(corpus, "long", "long", "--epochs", "5000"), desk.folder / "long.txt")
     deadline, log = time.monotonic() + PATIENCE, desk.folder / "runs" / "long" / "log.jsonl"
     while not (log.exists() and log.stat().st_size):
@@ -274,7 +274,10 @@ def begin_long_run(desk: Desk, corpus: Corpus) -> Fork:
 
 
 def log_of_two_at_once(desk: Desk, corpus: Corpus, *faults: Fault) -> tuple[int, Ended, list[int]]:
-    """A second run of a running one's name, in another folder: the first one, how the second ended, the first's log."""
+    """Start a second run with the name of a running one in another folder.
+
+    Returns the process id of the first run, the end of the second, and the logged steps of the first.
+    """
     run = begin_long_run(desk, corpus)
     try:
         second = desk.train(corpus, "elsewhere", "long", "--max_steps", "2", faults=faults)

@@ -1,4 +1,4 @@
-"""Numbers that go wrong; benchmarks/faults.py --parts numbers --full has all cases."""
+"""Non-finite numbers; benchmarks/faults.py --parts numbers --full has all cases."""
 
 import math
 
@@ -54,7 +54,7 @@ def test_a_rate_or_a_norm_that_is_no_positive_number_is_refused(flag, value):
 
 
 def state(step: int, value: float = 1.0, moment: float = 1e38) -> Checkpoint:
-    """A state whose numbers are as large as fp32 allows: their squares, or their sum, are not finite."""
+    """Return a state of numbers at the fp32 limit: their squares, or their sum, are not finite."""
     states = {
         "model": {"weight": torch.tensor([value, 3e38, 3e38]), "count": torch.tensor(2**60)},
         "optimizer": {"weight/exp_avg": torch.full((4,), moment, dtype=torch.bfloat16)},
@@ -103,7 +103,7 @@ def test_a_skipped_window_is_in_the_log_once_and_on_the_console_at_the_first_of_
     said = capsys.readouterr().out
     assert said.strip() == describe_skip(a_skip(1))
     assert "Step 8 is skipped: its loss is nan" in said and "u7 and 2 others" in said
-    # Gone on with from a checkpoint of step 7 that was saved after the second of them.
+    # Resumed from a checkpoint of step 7 that was saved after the second skip.
     Logbook(tmp_path / "runs" / "default", resumed=Resumed(step=7, skipped_steps=2)).close()
     assert [record["skipped_steps"] for record in read_log(tmp_path, "skip")] == [1, 2]
     assert read_log(tmp_path, "skip")[0]["loss"] is None and len(read_log(tmp_path, "skip")[0]["utterances"]) == 10

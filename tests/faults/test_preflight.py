@@ -1,4 +1,4 @@
-"""A start looks at flags, paths, disk, data and plan in this order, and tells all that is wrong with one at once."""
+"""The start checks flags, paths, disk, data and plan in this order, and reports all errors of one stage at once."""
 
 import dataclasses
 import json
@@ -89,7 +89,7 @@ def test_every_path_that_cannot_be_used_is_told_on_a_line_of_its_own(tmp_path):
     ]
     assert len(lines) == len(told)
     assert all(part in line for line, parts in zip(lines, told, strict=True) for part in parts), lines
-    assert sorted(os.listdir(tmp_path)) == ["file", "folder", "pipe"]  # nothing was made on the way
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder", "pipe"]  # the refused start created no files
 
 
 def test_a_start_that_is_refused_for_its_paths_makes_no_folder(corpus, tmp_path):
@@ -126,7 +126,7 @@ def test_a_folder_of_the_checkout_that_may_not_be_written_is_named_in_full(corpu
 
 
 def test_a_lock_that_another_has_made_is_named(tmp_path):
-    (tmp_path / ".lock").mkdir()  # what root too cannot write
+    (tmp_path / ".lock").mkdir()  # even root cannot write to it
     with pytest.raises(ResourceError, match=r"\.lock\)\. Choose another --checkpoint_dir, or get write permission"):
         RunLock(tmp_path)
 
@@ -141,7 +141,7 @@ def test_so_many_problems_are_told_and_the_others_counted():
         problems.raise_all()
     lines = str(caught.value).splitlines()
     assert len(lines) == MAX_REPORTED + 1 and lines[-1] == "and 5 more errors of this kind."
-    with pytest.raises(ZeroDivisionError), problems.collect():  # what is not ours is no problem of a stage
+    with pytest.raises(ZeroDivisionError), problems.collect():  # other exceptions are not collected
         raise ZeroDivisionError
 
 
@@ -179,7 +179,7 @@ def test_the_disk_must_hold_every_checkpoint_that_there_will_be_at_once(tmp_path
     assert room.needed == 9 * checkpoint_bytes(architecture_of(config, 1000)) + 20 * 2**20
     undecided = dataclasses.replace(config, run=dataclasses.replace(run, epochs="auto"))
     (undecided_room,) = check_disk(undecided, architecture_of(config, 1000))
-    assert undecided_room.needed == room.needed + 40 * 2**20  # as for the most that there may be
+    assert undecided_room.needed == room.needed + 40 * 2**20  # the upper bound is required
     monkeypatch.setattr(disk, "free_disk", lambda folder: room.needed)
     check_disk(config, architecture_of(config, 1000))
     monkeypatch.setattr(disk, "free_disk", lambda folder: room.needed - 1)
@@ -231,7 +231,7 @@ def test_a_resumed_run_needs_no_room_for_what_it_will_replace(tmp_path):
     os.utime(folder / "checkpoint_previous.pt", ns=(0, 0))
     older = dataclasses.replace(run, resume=str(folder / "checkpoint_previous.pt"))
     (back,) = check_disk(dataclasses.replace(config, run=older), architecture_of(config, 1000))
-    assert before.needed - back.needed == 300  # what is newer is kept, in a folder beside
+    assert before.needed - back.needed == 300  # newer checkpoints are kept in a separate folder
 
 
 def test_a_disk_that_is_too_full_ends_with_6_before_any_data_is_read(corpus, tmp_path, monkeypatch):
@@ -299,7 +299,7 @@ def test_negative_control_the_same_manifests_unspoilt_start(tmp_path):
 
 
 def test_every_stage_is_refused_before_the_next_one_costs_anything(corpus, tmp_path, monkeypatch):
-    """Each stage is broken alone with all behind it made to fail: what comes is its own refusal."""
+    """One stage is broken at a time, with all later ones set to fail: the reported error is its own."""
     wrong = [
         ("flags", ("--epochs", "0"), UsageError),
         ("paths", ("--valid_manifest", "none.jsonl"), DataError),
@@ -322,7 +322,7 @@ def test_every_stage_is_refused_before_the_next_one_costs_anything(corpus, tmp_p
                 patch.setattr(disk, "free_disk", lambda folder: 0)
             started = time.process_time()
             refusal(kind, *corpus.flags(), *run_folders(tmp_path / stage), *flags)
-            assert time.process_time() - started < 60  # in the first minute
+            assert time.process_time() - started < 60  # within the first minute
 
 
 def test_the_test_part_of_a_resumed_run_is_looked_at_before_it_trains(corpus, tmp_path):
@@ -345,5 +345,5 @@ def test_a_refused_start_leaves_nothing_but_what_is_to_be_looked_at(corpus, tmp_
     flags += ("--train_manifest", str(cut))
     refused, listed = run_trainer(*flags), tmp_path / "new" / "one" / "runs" / "default" / "rejected.jsonl"
     assert refused.returncode == 3 and f"(listed in {listed})" in refused.stderr
-    assert len(listed.read_text(encoding="utf-8").splitlines()) == 27  # its audio lies elsewhere
-    assert run_trainer(*too_small, "--fresh").returncode == 6 and listed.stat().st_size  # an earlier list stays
+    assert len(listed.read_text(encoding="utf-8").splitlines()) == 27  # the audio is in another folder
+    assert run_trainer(*too_small, "--fresh").returncode == 6 and listed.stat().st_size  # an earlier list is kept

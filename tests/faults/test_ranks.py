@@ -1,4 +1,4 @@
-"""Several ranks of the real script: killed, out of memory, started with other flags, or too many."""
+"""Several ranks of the real script: killed, out of memory, with different flags, or too many."""
 
 import os
 import random
@@ -38,7 +38,7 @@ TWO = Topology(rank=0, world_size=2, local_rank=0, local_world_size=2)
 @pytest.mark.parametrize("is_cold", [False, *further(True)], ids=["forks", "by its command line"])
 def test_a_killed_rank_costs_nothing_where_torchrun_may_start_again(is_cold, corpus, tmp_path):
     killed = RankRun(corpus, tmp_path / "killed", steps=8, is_cold=is_cold)
-    assert len(kill_ranks(killed, 1, random.Random(2))) == 1  # while it trains
+    assert len(kill_ranks(killed, 1, random.Random(2))) == 1  # during training
     said = (tmp_path / "killed" / "output.txt").read_text(encoding="utf-8")
     assert said.count("not responding") == 1
     assert what_differs(killed, train_undisturbed(RankRun(corpus, tmp_path / "undisturbed", steps=8))) == []
@@ -63,7 +63,7 @@ def test_ranks_that_share_and_then_one_process_make_the_run_of_one(tmp_path):
 
 
 def corpus_with_a_broken_recording(directory: Path) -> Corpus:
-    """A corpus of three steps with a training recording that turns out broken only when it is read to its end."""
+    """Write a corpus of three steps with a training recording that is broken after its first half."""
     corpus = write_corpus(directory, {"train": 12, "valid": 3, "test": 3})
     path = directory / "audio" / "train_005.flac"
     data = bytearray(path.read_bytes())
@@ -77,7 +77,7 @@ def test_dealt_weights_begin_again_in_smaller_pieces_after_an_out_of_memory(corp
     flags = (*run.flags(), "--batch_size", "4")
     said = run_ranks(tmp_path / "output.txt", 2, *flags, restarts=2, before=hold_two_seconds)
     sizes = re.findall(r"Out of memory at (.*) \(the test's memory is full\) with weights sharded over the ranks", said)
-    assert len(sizes) > 1 and len(sizes) == len(set(sizes)), sizes  # for each size anew, each time once
+    assert len(sizes) > 1 and len(sizes) == len(set(sizes)), sizes  # each size is reported once
     assert [record["step"] for record in read_log(tmp_path)] == [1]
     assert (tmp_path / "checkpoints" / "did_not_fit_1.json").is_file()
     assert 'Traceback (most recent call last):\n  File "/tmp' not in said
@@ -85,14 +85,14 @@ def test_dealt_weights_begin_again_in_smaller_pieces_after_an_out_of_memory(corp
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank of another machine's runs: the sources it has, the folder it is in, its flags."""
+    """Sources, folder and flags of a rank on another machine."""
 
     sources: Path
     folder: Path
     flags: tuple[str, ...]
 
     def start(self, environment: dict[str, str], errors: Path) -> Fork | subprocess.Popen:
-        """Starts it; other sources need an interpreter that has imported nothing."""
+        """Start the rank; other sources need a new interpreter without imports."""
         if self.sources == ROOT:
             nothing = Path(os.devnull)
             return warm_parent().start(
@@ -104,7 +104,7 @@ class Place:
             return subprocess.Popen(command, cwd=self.folder, env=environment | own, stderr=file)
 
 
-ELSEWHERE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each rank is its machine's only one
+ELSEWHERE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # one rank per machine
 TRAIN = (
     "import sys; from konkanivani.base.command_line import end_script, run_script; "
     "from konkanivani.base.flags import parse_args; from konkanivani.recipe.train import train_and_report; "
@@ -113,7 +113,7 @@ TRAIN = (
 
 
 def what_ranks_say(places: Sequence[Place]) -> str:
-    """What the ranks in these places write on stderr, who are all refused."""
+    """Return stderr of ranks in these places, which must all be refused."""
     with tempfile.TemporaryDirectory() as folder:
         errors = [Path(folder, str(rank)) for rank in range(len(places))]
         each = zip(places, environments_of(len(places)), errors, strict=True)
@@ -125,7 +125,7 @@ def what_ranks_say(places: Sequence[Place]) -> str:
 
 
 def places_of(what: str, corpus: Corpus, folder: Path) -> list[Place]:
-    """Two places that have other flags, other code or other data."""
+    """Return two places with different flags, code or data."""
     there, sources = folder / "there", ROOT
     shutil.copytree(corpus.directory, there)
     flags = (*TINY_MODEL, "--train_manifest", "train.jsonl", "--valid_manifest", "valid.jsonl", *run_folders(folder))

@@ -1,4 +1,4 @@
-"""A signal saves at the next micro-batch boundary, a second one ends at once; no worker is left behind."""
+"""A signal saves at the next micro-batch boundary, a second one ends at once; no worker remains."""
 
 import os
 import random
@@ -39,7 +39,7 @@ from tests.warm import warm_parent
 
 @pytest.fixture(scope="module")
 def run(corpus, tmp_path_factory) -> LongRun:
-    """One run that all these signals end in turn."""
+    """Return one run that all these signals end in turn."""
     return run_to_be_signalled(corpus, tmp_path_factory.mktemp("signals") / "signalled")
 
 
@@ -178,7 +178,10 @@ def test_a_signal_within_a_product_overwrites_nothing():
 
 
 def is_onednn_clobbering_its_stack() -> bool:
-    """Whether this PyTorch's oneDNN multiplies with the stack register in its heap: up to 3.11.1, by AVX."""
+    """Return whether oneDNN's products point the stack register into the heap: up to 3.11.1, with AVX.
+
+    A signal handler then overwrites the heap.
+    """
     found = re.search(r"MKL-DNN v([0-9.]+)", torch.__config__.show())
     version = tuple(map(int, found[1].split("."))) if found else (99,)
     return version < (3, 11, 2) and torch.backends.cpu.get_cpu_capability().startswith("AVX")

@@ -1,4 +1,4 @@
-"""How scripts begin: --help and bad usage without torch, closed streams as with /dev/null, as a module too."""
+"""Start of scripts: --help and usage errors without torch, closed streams as /dev/null, also as a module."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ SCRIPTS = sorted(path for path in (ROOT / "training_scripts").glob("[a-z]*.py") 
 
 
 def run_closed(closed: str, *command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """The command with these streams closed by a shell."""
+    """Run the command with these streams closed by a shell."""
     shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(shell, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
@@ -31,7 +31,7 @@ def run_closed(closed: str, *command: str, cwd: Path = ROOT) -> subprocess.Compl
 
 @pytest.fixture(scope="module")
 def light() -> Iterator[WarmParent]:
-    """A process that has imported what the scripts import for their flags, and nothing that is heavy."""
+    """Yield a process that has imported the flag parsing modules of the scripts, and no heavy ones."""
     parent = WarmParent(("numpy", "tyro", "tyro._backends._tyro_backend"))
     yield parent
     parent.close()
@@ -40,7 +40,7 @@ def light() -> Iterator[WarmParent]:
 def begin(
     light: WarmParent, script: Path, *arguments: str, closed: tuple[int, ...] = (), error: BaseException | None = None
 ) -> tuple[int, str, str]:
-    """The exit code of a fork that cannot import torch, and what it says on its two streams."""
+    """Return the exit code, stdout and stderr of a fork that cannot import torch."""
     done = light.run(script, *arguments, before=partial(without_torch, closed, error))
     return done.returncode, done.stdout, done.stderr
 
@@ -50,7 +50,7 @@ def test_help_and_bad_usage_end_at_once_without_torch(script, light):
     code, shown, errors = begin(light, script, "--help")
     assert (code, errors) == (0, "") and shown.startswith("usage:")
     assert f"training_scripts/{script.name}" in shown  # the exact command
-    if script.name in ("inspect_data.py", "plan_memory.py"):  # its own flags, and where the trainer's are
+    if script.name in ("inspect_data.py", "plan_memory.py"):  # has its own flags and refers to the trainer's
         assert "train_konkanivani_asr.py --help" in shown and "--json" in shown and "--learning_rate" not in shown
     for code in EXIT_CODES if script.name == "train_konkanivani_asr.py" else ():
         assert code in " ".join(shown.split()), code
@@ -130,7 +130,7 @@ def test_a_run_without_streams_is_trained_and_saved(corpus, tmp_path):
     assert warm_parent().start(job).wait(PATIENCE) == 0
     assert read_checkpoint(tmp_path / "checkpoints" / LAST).step == 2
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    assert not any(b"utterances a step" in file for file in files)  # what the trainer prints at the start
+    assert not any(b"utterances a step" in file for file in files)  # first line of the trainer
 
 
 @pytest.mark.parametrize("script", ["run_training_memory_optimized.sh", "run_tests.sh"])

@@ -1,4 +1,4 @@
-"""What comes from a stranger runs no code, opens nothing outside of its folder, and takes no memory to refuse."""
+"""Untrusted input runs no code, opens no file outside its folder, and is refused without large memory."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ def sound(small_run: Path, tmp_path_factory: pytest.TempPathFactory):
     return read_sound(path)
 
 
-# Others do the same in another way.
+# Variants of other cases, run only with --full.
 ALIKE = ("calls eval", "calls exec", "calls open", "calls by protocol 4", "calls through a new object")
 ALIKE += ("a stride of 2^60", "a size below zero", "a storage of 2^60", "half a character", "a compressed pickle")
 ALIKE += ("a state that is a list", "a vocabulary of 2^40", "a model 2^60 wide", "a million layers", "logs above")
@@ -61,7 +61,7 @@ def test_there_are_enough_of_them():
 
 
 def test_a_sound_checkpoint_is_taken_wherever_it_lies(sound, tmp_path, monkeypatch):
-    """Negative control: it is not that all are refused."""
+    """Negative control: a sound checkpoint is accepted."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(sound.path, tmp_path / LAST)
     verdict = watch(lambda: use_everywhere(tmp_path / LAST), tmp_path)
@@ -93,14 +93,14 @@ def tone(path: Path) -> Path:
 
 @pytest.fixture
 def downloaded(tmp_path: Path) -> Path:
-    """A folder with a recording in it, beside another one with a recording that is nobody else's business."""
+    """Return a folder with a recording, next to a private one that must not be read."""
     tone(tmp_path / "private" / "diary.wav")
     tone(tmp_path / "downloaded" / "good.wav")
     return tmp_path / "downloaded"
 
 
 def linked(name: str, to: str, inside: str = "") -> Callable[[Path], str]:
-    """A link in the folder, and the name of what lies behind it."""
+    """Return a change that creates a link in the folder and returns a name that resolves through it."""
     return lambda folder: (folder / name).symlink_to(folder.parent / to) or name + inside
 
 
@@ -163,7 +163,7 @@ def test_an_absolute_path_to_a_file_without_audio_is_refused_as_audio(audio, dow
 
 
 def test_the_named_root_allows_it(downloaded):
-    """Negative control: where the user names the folder, the very same rows are read, and the target is opened."""
+    """Negative control: if the user names the folder, the same rows are read and the targets opened."""
     audio = [OUTSIDE[name](downloaded) for name in ("above", "a link", "a linked folder")]
     audio.append(str(downloaded.parent / "private" / "diary.wav"))
     manifest = downloaded / "train.jsonl"
@@ -212,7 +212,7 @@ def test_an_index_that_came_with_a_manifest_is_never_believed(downloaded, monkey
     manifest.write_text(json.dumps({"audio_filepath": "good.wav", "duration": 1.0, "text": "एक"}) + "\n")
     assert [u.text for u in read_manifest(manifest)] == ["एक"]
     copy = downloaded.parent / "copy"
-    subprocess.run(["cp", "-a", downloaded, copy], check=True)  # times and all, as an archive unpacks
+    subprocess.run(["cp", "-a", downloaded, copy], check=True)  # keep the times, as unpacking an archive does
     (copy / "train.jsonl.index" / "durations").write_bytes(struct.pack("<d", float("nan")))
     (copy / "train.jsonl.index" / "sizes").write_bytes(struct.pack("<i", 2**31 - 1))
     assert [(u.text, u.duration) for u in read_manifest(copy / "train.jsonl")] == [("एक", 1.0)]
@@ -299,7 +299,7 @@ def test_code_that_runs_what_it_reads_is_no_style_of_ours(tmp_path):
 
 
 def test_what_is_let_through_loads_weights_only_but_in_the_controls():
-    """In what users run, one line asks ruff to look away: the reader of checkpoints."""
+    """In user-facing code, only the checkpoint reader disables a ruff rule."""
     found = []
     for path in [*ROOT.glob("konkanivani/**/*.py"), *ROOT.glob("*_scripts/*.py")]:
         found += [(path.name, line) for line in path.read_text(encoding="utf-8").splitlines() if "noqa: S" in line]

@@ -1,6 +1,6 @@
-"""Ranks of the real script: forks with a rank's environment, or under torchrun, where they are killed and come back.
+"""Ranks of the real script: forks with a rank's environment, or under torchrun, with kills and restarts.
 
-As a script it is torchrun's agent, which forks its ranks: nobody waits for what they import.
+Run as a script, it is the agent of torchrun, which forks its ranks to save their imports.
 """
 
 import ctypes
@@ -36,7 +36,10 @@ Agent = Fork | subprocess.Popen
 def run_ranks(
     output: Path, world_size: int, *arguments: str, restarts: int = 0, before: Callable[[], None] | None = None
 ) -> str:
-    """What so many forks say that train together, one thread each, begun again as torchrun would; in the end, well."""
+    """Train with one fork per rank, one thread each, restart them as torchrun would, and return their output.
+
+    The last attempt must succeed.
+    """
     for restart in range(restarts + 1):
         told = {"TORCHELASTIC_RESTART_COUNT": str(restart), "TORCHELASTIC_MAX_RESTARTS": str(restarts)}
         jobs = [
@@ -53,7 +56,7 @@ def run_ranks(
 
 
 def hold_two_seconds() -> None:
-    """Gives rank 1 a memory that holds 2.5 s of audio, any one utterance; other ranks hold as much as they get."""
+    """Limit rank 1 to 2.5 s of audio in memory, enough for any one utterance; other ranks are unlimited."""
     computed = FrontEnd.forward
 
     def forward(front_end, waveforms, sample_lengths, augment_seeds):
@@ -66,7 +69,7 @@ def hold_two_seconds() -> None:
 
 
 def end_all(agent: Agent) -> None:
-    """Ends torchrun and its ranks, where any still live."""
+    """Kill torchrun and its ranks, if any are alive."""
     ranks = ranks_of(agent)
     if agent.poll() is None:
         agent.kill()
@@ -76,14 +79,14 @@ def end_all(agent: Agent) -> None:
 
 
 def ranks_of(agent: Agent) -> dict[int, int]:
-    """The process ids of torchrun's ranks that live, by local rank."""
+    """Return the process ids of torchrun's living ranks, by local rank."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             names = (folder / "environ").read_bytes().split(b"\0") if parent == agent.pid else []
             names += [(folder / "comm").read_bytes()] if parent == agent.pid else []
-        except (OSError, IndexError):  # it has just ended
+        except (OSError, IndexError):  # it just ended
             continue
         found |= {int(name.partition(b"=")[2]): int(folder.name) for name in names if name.startswith(b"LOCAL_RANK=")}
     return found
@@ -91,9 +94,9 @@ def ranks_of(agent: Agent) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class RankRun:
-    """A run of two ranks that saves every second step; `sharded`: the weights are sharded over them.
+    """Run of two ranks that saves every second step; `sharded`: the weights are sharded over the ranks.
 
-    `is_cold`: torchrun itself starts it, by its command line.
+    `is_cold`: started by the command line of torchrun.
     """
 
     corpus: Corpus
@@ -133,7 +136,7 @@ def train_undisturbed(run: RankRun) -> RankRun:
 
 
 def kill_ranks(run: RankRun, kills: int, draw: random.Random) -> list[str]:
-    """Kills so many ranks of the run, one after the other, at random instants; where each was, in words."""
+    """Kill `kills` ranks of the run one after the other at random instants; return the place of each kill in words."""
     process, where = run.start(restarts=kills), []
     try:
         for number in range(kills):
@@ -177,7 +180,7 @@ def _wait_for_the_end_of(pids: set[int], process: Agent) -> None:
 
 
 def what_differs(run: RankRun, undisturbed: RankRun) -> list[str]:
-    """Every difference of weights, optimizer, counters and logged losses, in sentences."""
+    """Return every difference between weights, optimizers, counters and logged losses, as sentences."""
     found = run_differences(undisturbed.directory, run.directory)
     if [record["step"] for record in read_log(run.directory)] != list(range(1, run.steps + 1)):
         found.append("the log does not hold each step once")
@@ -185,10 +188,11 @@ def what_differs(run: RankRun, undisturbed: RankRun) -> list[str]:
 
 
 def train_as_rank(arguments: list[str]) -> None:
-    """A fork of the agent, which runs the script and has a name that tells its rank."""
+    """Run the script in a fork of the agent, and name the process after its rank."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, f"LOCAL_RANK={os.environ['LOCAL_RANK']}".encode())
     sys.argv, sys.path[0] = [str(ROOT / TRAINER), *arguments], str(ROOT / "training_scripts")
-    told = SimpleNamespace(**vars(os) | {"_exit": sys.exit})  # the agent asks a function for what it returns
+    # The agent expects a return value, so `os._exit` must not end the process.
+    told = SimpleNamespace(**vars(os) | {"_exit": sys.exit})
     with patch("konkanivani.base.command_line.os", told):
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
@@ -198,7 +202,7 @@ def train_as_rank(arguments: list[str]) -> None:
 
 
 def main(restarts: str, *arguments: str) -> None:
-    """What torchrun does, the ranks forked."""
+    """Run the agent of torchrun with forked ranks."""
     rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": str(os.getpid())}
     agent = LaunchConfig(1, 1, 2, max_restarts=int(restarts), start_method="fork", **rendezvous)
     elastic_launch(agent, train_as_rank)(list(arguments))

@@ -1,4 +1,4 @@
-"""Checkpoints as an enemy would make them, from a sound one, each with the error that is due to it."""
+"""Malicious checkpoints, made from a sound one, each with its expected error."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZIP_STORED
 
 import torch
-import torch._dynamo  # it makes a folder of its own when it is first loaded, as a model's shape on `meta` does
+import torch._dynamo  # creates a folder when it is first loaded, as building a model on `meta` does
 
 from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints
 from konkanivani.inference.recognizer import load_recognizer
@@ -25,7 +25,7 @@ ROOT_OF_ZIP = "archive"
 
 @dataclass(frozen=True)
 class Sound:
-    """A sound checkpoint's records, by their names in its zip."""
+    """Records of a sound checkpoint, by their names in the zip."""
 
     path: Path
     records: Mapping[str, bytes]
@@ -39,20 +39,20 @@ class Sound:
 
 
 def read_sound(path: Path) -> Sound:
-    """The records of a checkpoint."""
+    """Read the records of a checkpoint."""
     with zipfile.ZipFile(path) as archive:
         return Sound(path, {name.partition("/")[2]: archive.read(name) for name in archive.namelist()})
 
 
 def write_records(path: Path, records: Mapping[str, bytes], compression: int = ZIP_STORED) -> None:
-    """A zip of these records, with the right sums."""
+    """Write a zip of these records with correct CRCs."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, content in records.items():
             archive.writestr(f"{ROOT_OF_ZIP}/{name}", content)
 
 
 def use_everywhere(path: Path) -> None:
-    """Whatever a person may do with a checkpoint that they were given, except to train with it."""
+    """Use a foreign checkpoint in every way except for training; raise the first error."""
     errors = []
     uses = (
         lambda path: build_run(begin_run(["--resume", str(path), "--device", "cpu"])),
@@ -65,7 +65,7 @@ def use_everywhere(path: Path) -> None:
             use(path)
         except Exception as error:
             errors.append(error)
-    # What was not due is what counts, then the first.
+    # Errors without an exit code are unexpected, so they come first.
     for error in sorted(errors, key=lambda error: hasattr(error, "exit_code")):
         raise error
 
@@ -78,7 +78,7 @@ def _begin_from(path: Path) -> None:
 
 
 class Calls:
-    """Unpickled, it calls the function."""
+    """Object that calls the function when it is unpickled."""
 
     def __init__(self, function: Callable, *arguments: object) -> None:
         self.function, self.arguments = function, arguments
@@ -88,11 +88,11 @@ class Calls:
 
 
 def calling(function: Callable, *arguments: object, protocol: int = 2) -> Callable[[Sound, Path], None]:
-    """A checkpoint whose pickle calls the function while it is read, then says what the sound one's says."""
+    """Write a checkpoint whose pickle calls the function during the load, then yields the sound content."""
 
     def write(sound: Sound, path: Path) -> None:
         call = pickle.dumps(Calls(function, *arguments), protocol)
-        # Its result is dropped ("0" for "."), so that what follows is as it should be.
+        # The result is dropped ("0" instead of "."), so that the rest of the pickle stays valid.
         pickled = call[:2] + call[2:].removesuffix(b".") + b"0" + sound.pickled[2:]
         write_records(path, {**sound.records, "data.pkl": pickled})
 
@@ -104,7 +104,7 @@ def pickled(content: bytes) -> Callable[[Sound, Path], None]:
 
 
 def with_part(instructions: bytes) -> Callable[[Sound, Path], None]:
-    """A checkpoint that has one more field, made by these instructions of a pickle, and a record of one byte for it."""
+    """Write a checkpoint with one more field, built by these pickle instructions, and a record of one byte for it."""
 
     def write(sound: Sound, path: Path) -> None:
         more = b"X\x04\x00\x00\x00more" + instructions + b"s."
@@ -115,7 +115,7 @@ def with_part(instructions: bytes) -> Callable[[Sound, Path], None]:
 
 
 def changed(**fields: object) -> Callable[[Sound, Path], None]:
-    """A checkpoint of torch's own making with other fields."""
+    """Write a valid torch checkpoint with other fields."""
     return lambda sound, path: torch.save(sound.content() | fields, path)
 
 
@@ -137,20 +137,20 @@ def states_changed(change: Callable[[dict], None]) -> Callable[[Sound, Path], No
 
 
 def _number(value: int) -> bytes:
-    """The instruction that puts a whole number on the stack."""
+    """Return the pickle instruction that pushes an integer."""
     data = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
     return b"\x8a" + bytes([len(data)]) + data
 
 
 def _tensor(size: int, stride: int, claimed: int = 1) -> bytes:
-    """The instructions that make a tensor over the storage of record 9999 that claims so many elements."""
+    """Return pickle instructions for a tensor over the storage of record 9999, which claims `claimed` elements."""
     storage = b"(X\x07\x00\x00\x00storagectorch\nByteStorage\nX\x04\x00\x00\x009999X\x03\x00\x00\x00cpu"
     shape = _number(size) + b"\x85" + _number(stride) + b"\x85"
     rest = b"\x89ccollections\nOrderedDict\n)R"
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + _number(claimed) + b"tQK\x00" + shape + rest + b"tR"
 
 
-# A list of two of the same list of two of the same list, and so on.
+# A list of two references to a list of two references, and so on: exponential size.
 LAUGHS = b"]" + b"".join(b"q%c0](h%ch%ce" % (level, level, level) for level in range(100, 160))
 
 
@@ -161,12 +161,12 @@ def _duplicate(sound: Sound, path: Path) -> None:
 
 
 def with_records(make: Callable[[], dict[str, bytes]], compression: int = ZIP_STORED) -> Callable[[Sound, Path], None]:
-    """A checkpoint with these records beside its own, or in their place."""
+    """Write a checkpoint with these records added or replaced."""
     return lambda sound, path: write_records(path, {**sound.records, **make()}, compression)
 
 
 def _claims_more_records(sound: Sound, path: Path) -> None:
-    """The zip's end says that 2^60 bytes of directory precede it."""
+    """Claim 2^60 bytes of directory in the end record of the zip."""
     write_records(path, sound.records)
     end = bytearray(path.read_bytes())
     directory = len(end) - 22
@@ -226,7 +226,7 @@ HOSTILE: dict[str, Callable[[Sound, Path], None]] = {
     "a record twice": _duplicate,
     "a record outside": with_records(lambda: {"../../exploded": b""}),
     "a record of a script": with_records(lambda: {"constants.pkl": b"."}),
-    "a compressed bomb": with_records(lambda: {"data/0": bytes(2**28)}, ZIP_DEFLATED),  # a thousand times as much
+    "a compressed bomb": with_records(lambda: {"data/0": bytes(2**28)}, ZIP_DEFLATED),  # a thousand times as large
     "a compressed pickle": with_records(lambda: {"data.pkl": b"\x80\x02" + b"]0" * 2**25 + b"]."}, ZIP_DEFLATED),
     "50,000 records": with_records(lambda: {f"data/{number}": b"" for number in range(10_000, 60_000)}),
     "2^60 bytes of directory": _claims_more_records,
@@ -259,11 +259,11 @@ HOSTILE: dict[str, Callable[[Sound, Path], None]] = {
 
 
 def exploding(path: Path) -> bool:
-    """Whether the file does what it threatens when all is believed: the negative control of all the others."""
+    """Return whether an unsafe load of the file runs its code: the negative control of all other tests."""
     marker, here = path.parent / "exploded", os.getcwd()
     os.chdir(path.parent)
     try:
-        with warnings.catch_warnings(), contextlib.suppress(Exception):  # what comes after the call does not matter
+        with warnings.catch_warnings(), contextlib.suppress(Exception):  # errors after the call do not matter
             warnings.simplefilter("ignore")
             torch.load(path, weights_only=False)  # noqa: TID251
     finally:

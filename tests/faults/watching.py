@@ -1,4 +1,4 @@
-"""Input that may be hostile, handled in a process of its own that is watched: time, memory, files, other programs."""
+"""Handling of possibly hostile input in a child process with limits on time, memory, files and other programs."""
 
 import gc
 import json
@@ -17,12 +17,12 @@ import torch
 from konkanivani.base.errors import KonkaniVaniError
 from konkanivani.data.audio.media_process import PROGRAM
 
-MAX_SECONDS = 5.0  # of a processor, or of waiting for anything but one
-CONTAINER_SECONDS = 30.0  # of sound and film: a process of its own is started, perhaps on a busy machine
-BUSY_FACTOR = 120  # so much longer may it take where many others want the processors
+MAX_SECONDS = 5.0  # CPU seconds, or seconds of waiting for anything but the CPU
+CONTAINER_SECONDS = 30.0  # audio and video: starts another process, perhaps on a busy machine
+BUSY_FACTOR = 120  # factor on the wall-clock limit for a busy machine
 MAX_GROWTH_MIB = 200.0
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# What an audit hook hears of other programs and machines, and of files that change without being opened.
+# Audit events for other programs, other machines, and files changed without being opened.
 RUNNING = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn", "ctypes.dlopen")
 REACHING = ("socket.connect", "socket.bind", "socket.getaddrinfo", "urllib.Request")
 CHANGING = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
@@ -30,11 +30,10 @@ CHANGING = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.sym
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an input was handled: `outcome` is `taken`, the class of our own error, or what should not have happened.
+    """Result of handling an input: `outcome` is `taken`, the class of the project's error, or the fault.
 
-    `opened` are the paths that were opened, `touched` those outside of the folder allowed that were changed, and
-    programs that were started. `seconds` are without those in which others had the processor. `growth_mib` is the most
-    that the process grew by.
+    `opened` are the opened paths, `touched` the changed paths outside the allowed folder and the started programs.
+    `seconds` excludes time in which other processes had the CPU. `growth_mib` is the peak growth of the process.
     """
 
     outcome: str
@@ -47,7 +46,7 @@ class Verdict:
 
     @property
     def fault(self) -> str | None:
-        """What is wrong with it; None where nothing is."""
+        """Return the fault, or None."""
         if self.outcome == "fault":
             return self.message
         if self.touched:
@@ -60,9 +59,7 @@ class Verdict:
 
 
 def watch(handle: Callable[[], object], folder: Path, seconds: float = MAX_SECONDS) -> Verdict:
-    """What becomes of `handle()` in a fork of this process, which may write to `folder` only and is killed after
-    `seconds`.
-    """
+    """Run `handle()` in a fork that may write to `folder` only, kill it after `seconds`, and return its verdict."""
     reading, writing = os.pipe()
     started = time.monotonic()
     child = os.fork()
@@ -70,7 +67,7 @@ def watch(handle: Callable[[], object], folder: Path, seconds: float = MAX_SECON
         try:
             os.close(reading)
             for alarm in (signal.SIGALRM, signal.SIGPROF):
-                signal.signal(alarm, signal.SIG_DFL)  # ends it even where C code hangs
+                signal.signal(alarm, signal.SIG_DFL)  # the default action ends the process even if C code hangs
             signal.setitimer(signal.ITIMER_PROF, seconds)
             signal.setitimer(signal.ITIMER_REAL, BUSY_FACTOR * seconds)
             verdict = _handled(handle, os.path.realpath(folder))
@@ -112,9 +109,9 @@ def _handled(handle: Callable[[], object], folder: str) -> Verdict:
     for stream in (0, 1, 2):
         os.dup2(silence, stream)
     sys.dont_write_bytecode = True
-    torch.set_num_threads(1)  # the others stayed with the parent
-    gc.freeze()  # else a collection would go through, and so copy, all that the parent holds
-    Path("/proc/self/clear_refs").write_text("5")  # the most memory is counted anew from now on
+    torch.set_num_threads(1)  # the other threads stayed in the parent
+    gc.freeze()  # otherwise a collection would visit, and copy, every object of the parent
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak memory
     before, started, starved = _mib("VmRSS"), time.monotonic(), _starved()
     sys.addaudithook(hear)
     outcome, message = "taken", ""
@@ -124,7 +121,7 @@ def _handled(handle: Callable[[], object], folder: str) -> Verdict:
         outcome, message = type(error).__name__, str(error)
     except SystemExit as error:
         outcome, message = ("UsageError", "") if error.code == 2 else ("fault", f"it ended with {error.code}")
-    except BaseException:  # anything at all is what is looked for
+    except BaseException:  # any other exception is a finding
         outcome, message = "fault", traceback.format_exc()[-1500:]
     is_heard = False
     seconds, growth = time.monotonic() - started - (_starved() - starved), _mib("VmHWM") - before
@@ -132,7 +129,7 @@ def _handled(handle: Callable[[], object], folder: str) -> Verdict:
 
 
 def _is_reader(event: str, arguments: tuple) -> bool:
-    """Whether that starts the process that decodes with FFmpeg, which is shut in by itself."""
+    """Return whether the event starts the FFmpeg decoding process, which has its own sandbox."""
     return event == "subprocess.Popen" and list(arguments[1][:3]) == [sys.executable, "-I", str(PROGRAM)]
 
 
@@ -141,7 +138,7 @@ def _is_allowed(path: str, folder: str) -> bool:
 
 
 def _starved() -> float:
-    """Seconds for which this process could have run, and others did."""
+    """Return the seconds for which this process was runnable while others ran."""
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 

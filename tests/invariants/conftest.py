@@ -10,7 +10,7 @@ from konkanivani.model.encoder import Encoder
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """As on a processor of two cores, whatever runs the tests."""
+    """Use two threads, as on a processor with two cores."""
     torch.set_num_threads(2)
     yield
     found = torch.get_num_threads()
@@ -20,6 +20,6 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture(params=[True, False], ids=["packed", "padded"])
 def is_packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """As a CPU runs a batch, and as a card does."""
+    """Run a batch packed, as on a CPU, and padded, as on a GPU."""
     monkeypatch.setattr(Encoder, "packs", request.param)
     return request.param

@@ -1,4 +1,4 @@
-"""Parts of a step that run out of memory when a test wants them to."""
+"""Step parts that run out of memory on request."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +19,7 @@ ERRORS = {
     "cudnn": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
 }
 
-# (number of the micro-batch since the beginning, its utterances) -> whether it fails
+# (number of micro-batches before, utterances in this one) -> whether it fails
 When = Callable[[int, int], bool]
 
 
@@ -28,13 +28,13 @@ def once_at(number: int) -> When:
 
 
 def above(size: int) -> When:
-    """Fails whenever a micro-batch holds more than `size` utterances."""
+    """Fail whenever a micro-batch has more than `size` utterances."""
     return lambda _calls, held: held > size
 
 
 @dataclass
 class FailingFrontEnd:
-    """A front end that raises `error` in the forward pass."""
+    """Front end that raises `error` in the forward pass."""
 
     front_end: Callable
     when: When
@@ -50,7 +50,7 @@ class FailingFrontEnd:
 
 @dataclass
 class FailingBackward:
-    """A block runner that raises `error` in the backward pass of a block, when those after it have gradients."""
+    """Block runner that raises `error` in the backward pass of a block, when the later blocks have gradients."""
 
     blocks: int
     when: When
@@ -72,9 +72,9 @@ class FailingBackward:
 
 @dataclass(frozen=True)
 class FailingPiece:
-    """A module's forward hook that raises `error` on pieces of more than `frames` frames, here or in the backward pass.
+    """Forward hook that raises `error` on pieces of more than `frames` frames, in the forward or backward pass.
 
-    `axis` is that of the frames in the module's output.
+    `axis` is the frame axis of the module's output.
     """
 
     frames: int
@@ -95,7 +95,7 @@ class FailingPiece:
 
 
 def failing_pieces(parts: StepParts, where: str, frames: int, error: BaseException) -> StepParts:
-    """The step with a model that fails on more than so many encoder frames or tokens at once; `where` as below."""
+    """Return a step that fails on more than `frames` encoder frames or tokens at once; `where` is a key below."""
     modules = {
         "subsampling": (parts.model.encoder.subsampling.output, 1),
         "ctc": (parts.model.ctc_head, 1),
@@ -113,6 +113,6 @@ def failing_forward(parts: StepParts, when: When, error: BaseException) -> StepP
 
 
 def failing_backward(parts: StepParts, when: When, error: BaseException, place: int = 0) -> StepParts:
-    """The step with a block whose backward pass fails, the first one if not another."""
+    """Return a step with a block whose backward pass fails, by default the first one."""
     runner = FailingBackward(len(parts.model.blocks), when, error, place)
     return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=lambda _seconds: runner))

@@ -1,4 +1,4 @@
-"""A small model, its step parts and batches of random speech, in float64 without dropout, for the invariants."""
+"""A small model, its step parts and batches of random audio for the invariants, in float64 without dropout."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ MODEL = ModelConfig(
     subsampling_channels=4,
     dropout=0.0,
 )
-# The parts that NeMo's Conformers have in the place of ours, and its front end.
+# The options of NeMo's Conformers that differ from the project's model, and the front end of NeMo.
 OTHER_PARTS = dataclasses.replace(
     MODEL,
     attention_positions="relative",
@@ -63,7 +63,7 @@ KINDS = {
 
 
 def features_of(model: ModelConfig) -> FeatureConfig:
-    """What the model hears: with NeMo's parts NeMo's features, at the edges of the audio in both of its ways."""
+    """Return the features of a model: for NeMo's parts, NeMo's features in both kinds of edge padding."""
     if model.subsampling == "valid":
         return FeatureConfig()
     return dataclasses.replace(OTHER_FEATURES, frame_padding="zeros" if model.biases else "reflected")
@@ -79,7 +79,7 @@ def double_parts(
     optimizer: OptimizerConfig = ADAMW,
     device: torch.device = CPU,
 ) -> StepParts:
-    """Step parts in float64, on the CPU unless said, micro-batches one after another; SpecAugment as in training."""
+    """Return step parts in float64, by default on the CPU, with consecutive micro-batches and SpecAugment."""
     one_after_another = DataConfig(concurrent_micro_batches=1)
     memory = MemoryConfig(gradient_checkpointing=recompute)
     features = features_of(model)
@@ -94,7 +94,7 @@ def double_parts(
 
 
 def speeches(count: int, seed: int = 0, augmented: bool = True) -> list[Example]:
-    """Utterances of 0.4 to 2 s of noise in float64 with 1 to 5 tokens."""
+    """Return utterances of 0.4 to 2 s of noise in float64 with 1 to 5 tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -112,7 +112,7 @@ def speeches(count: int, seed: int = 0, augmented: bool = True) -> list[Example]
 
 
 def long_speeches() -> list[Example]:
-    """Four utterances of 4.4 to 5.6 s with 60 to 140 tokens: three sides of a small chunk."""
+    """Return four utterances of 4.4 to 5.6 s with 60 to 140 tokens, about three small chunks."""
     generator = torch.Generator().manual_seed(1)
     return [
         Example(
@@ -126,12 +126,12 @@ def long_speeches() -> list[Example]:
 
 
 def global_batch(spoken: list[Example], batch_size: int) -> GlobalBatch:
-    """These utterances as one window in micro-batches of `batch_size`."""
+    """Return these utterances as one global batch in micro-batches of `batch_size`."""
     return split_into_micro_batches(spoken, same_size(batch_size), OUR_TOKENS)
 
 
 def weights_after(parts: StepParts, steps: int = 3, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """The weights, the optimizer's moments, the last loss and norm after steps of other utterances each; on the CPU."""
+    """Return the weights, the moments, the last loss and norm after steps on different utterances, on the CPU."""
     for step in range(steps):
         spoken = [dataclasses.replace(s, waveform=s.waveform.to(dtype)) for s in speeches(4, seed=step)]
         report = train_step(parts, global_batch(spoken, 2), step)
@@ -143,7 +143,7 @@ def weights_after(parts: StepParts, steps: int = 3, dtype: torch.dtype = torch.f
 
 
 def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The norm of the difference over the norm of `one`."""
+    """Return the norm of the difference divided by the norm of `one`."""
     return float(((one - other).norm() / one.norm().clamp_min(1e-300)).detach())
 
 
@@ -152,7 +152,7 @@ def with_dropout(model: ModelConfig, dropout: float) -> ModelConfig:
 
 
 def measured_peak(parts: StepParts, global_batch: GlobalBatch) -> int:
-    """Live bytes at the peak of a second step, with weights, gradients, optimizer state and the largest micro-batch."""
+    """Return the peak of live bytes in a second step: weights, gradients, optimizer state and largest micro-batch."""
     train_step(parts, global_batch, 0)
     live = LiveBytes()
     live.count(parts.state_tensors())

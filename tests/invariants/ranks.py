@@ -1,6 +1,6 @@
-"""Windows trained on by several processes as a run's ranks do, and what becomes of the weights.
+"""Global batches trained by several processes, as the ranks of a run do, and the resulting weights.
 
-Run with OUTCOME.pt CASES.json it is one rank of those that `train_in_ranks` starts, each of which trains many cases.
+Run with OUTCOME.pt CASES.json, it is one of the ranks that `train_in_ranks` starts; each rank trains many cases.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from tests.warm import Job, warm_parent
 
 @dataclass(frozen=True)
 class Case:
-    """A run of so many steps: cut into micro-batches of `batch_size`, its weights sharded over the ranks or not.
+    """Training run of `steps` steps in micro-batches of `batch_size`, its weights sharded over the ranks or not.
 
     `recompute` as --gradient_checkpointing. `out_of_memory_rank` runs out of memory in its third micro-batch.
     `own_divisor` is the negative control: each rank divides its losses by its own tokens. `kind` is one of KINDS.
@@ -48,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Trained:
-    """The weights and the losses of a case, and how often its steps were begun again."""
+    """Weights and losses of a case, and the number of its retries."""
 
     weights: dict[str, torch.Tensor]
     losses: list[float]
@@ -56,12 +56,12 @@ class Trained:
 
 
 def utterances_of(step: int) -> int:
-    """How many utterances the step's window has: eight, every fifth time five, once only one, whatever the ranks."""
+    """Return the utterances of a step: eight, five in every fifth step, one in the third step."""
     return 1 if step == 2 else 5 if step % 5 == 4 else 8
 
 
 def share_of(step: int, case: Case, topology: Topology) -> GlobalBatch:
-    """The rank's share of the step's window, with the counts of the whole."""
+    """Return the share of a rank in the global batch of a step, with the counts of the whole."""
     spoken = speeches(utterances_of(step), seed=step)
     whole = global_batch(spoken, case.batch_size)
     own = partition(np.array([speech.seconds for speech in spoken]), topology.world_size)[topology.rank]
@@ -79,7 +79,7 @@ def parts_of(case: Case, topology: Topology) -> StepParts:
 
 
 def train_case(case: Case, topology: Topology = ALONE) -> Trained:
-    """Trains the case as one rank of the topology; the weights are whole on the first one."""
+    """Train the case as one rank; the first rank returns the whole weights."""
     parts = parts_of(case, topology)
     reports = [train_step(parts, share_of(step, case, topology), step) for step in range(case.steps)]
     weights = FullState(parts.model, topology).state_dict()
@@ -87,7 +87,7 @@ def train_case(case: Case, topology: Topology = ALONE) -> Trained:
 
 
 def environments_of(world_size: int) -> list[dict[str, str]]:
-    """The environment of each of so many ranks on this machine, as torchrun would set it."""
+    """Return the environment of each rank on this machine, as torchrun sets it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -97,7 +97,7 @@ def environments_of(world_size: int) -> list[dict[str, str]]:
 
 
 def train_in_ranks(cases: Sequence[Case], world_size: int, folder: Path) -> list[Trained]:
-    """Trains all cases in so many processes, one after the other."""
+    """Train all cases in order in `world_size` processes."""
     outcome, listed = folder / "outcome.pt", folder / "cases.json"
     listed.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
     words, said = (str(outcome), str(listed)), folder / "said.txt"
@@ -111,7 +111,7 @@ def train_in_ranks(cases: Sequence[Case], world_size: int, folder: Path) -> list
 
 
 def main(outcome: str, listed: str) -> None:
-    """One rank: trains the cases; the first one saves what they came to."""
+    """Run one rank: train the cases; the first rank saves the results."""
     torch.set_num_threads(1)
     cases = [Case(**case) for case in json.loads(Path(listed).read_text())]
     topology = read_topology()

@@ -1,8 +1,8 @@
-"""Real training steps with less memory than they take, so that halves of a micro-batch are needed; prints JSON.
+"""Real training steps with too little memory, so that a micro-batch is halved; prints JSON.
 
-Runs a step undisturbed, then with a share of what that has taken, and compares the two. Each runs in a fork, so that
-both begin with the same memory. Once without recomputing: memory runs out in the forward pass; once with every block
-recomputed: it runs out in the backward pass.
+Runs an unlimited step, then one with a share of its memory, and compares the two. Each runs in a fork, so that both
+start with the same memory. Without recomputation, memory runs out in the forward pass; with every block recomputed, it
+runs out in the backward pass.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch._dynamo  # recomputing loads it: not within a step whose memory is measured
+import torch._dynamo  # recomputation loads it: it must not happen within a measured step
 
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB
@@ -25,9 +25,10 @@ from konkanivani.training.step import StepParts, train_step
 from tests.invariants.parts import MODEL, double_parts, global_batch, relative_difference, speeches
 
 SAMPLES = 5 * 16_000
-# How much of what is enough each may have. With nothing recomputed activations pile up to the forward pass's end, where
-# the backward pass is about to need as much: well below that, it is the forward pass that fails. With every block
-# recomputed the backward pass takes the most: from 0.7 of that to just below all of it, the forward pass fits.
+# Memory of the limited step as a share of the sufficient amount. Without recomputation, activations grow until the end
+# of the forward pass, after which the backward pass needs about the same again: well below that, the forward pass
+# fails. With every block recomputed the backward pass has the peak: from 0.7 of it to just below all of it, the forward
+# pass fits.
 SHARES = {"never": 0.75, "always": 0.86}
 SHAPES = {
     "never": dataclasses.replace(MODEL, d_model=64, encoder_layers=16),
@@ -37,7 +38,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step came to: the memory it took, its retries, whether one was in the backward pass, loss and weights."""
+    """Result of a step: memory growth, retries, whether one failed in the backward pass, loss and weights."""
 
     growth: int
     splits: int
@@ -47,7 +48,7 @@ class Outcome:
 
 
 class PhaseNames(MemoryMonitor):
-    """Notes which phases ended."""
+    """Memory monitor that records the order in which phases end."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), 0)
@@ -57,17 +58,17 @@ class PhaseNames(MemoryMonitor):
         self.ended.append(phase)
 
     def has_failed_in_backward(self) -> bool:
-        """Whether a forward pass was not followed by the end of its backward pass."""
+        """Return whether a forward pass was not followed by the end of its backward pass."""
         return ("forward", "forward") in zip(self.ended, self.ended[1:], strict=False)
 
 
 def memory_bytes(name: str) -> int:
-    """What the system says of this process."""
+    """Return an entry of /proc/self/status in bytes."""
     return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) * 1024
 
 
 def step_within(growth: float, parts: StepParts, cut: GlobalBatch, path: Path) -> Outcome | None:
-    """The step in a fork whose data may grow by `growth` bytes; None where it did not end."""
+    """Run the step in a fork whose data may grow by `growth` bytes; return None if the fork fails."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -89,7 +90,7 @@ def step_within(growth: float, parts: StepParts, cut: GlobalBatch, path: Path) -
 
 
 def compare(recompute: str, cut: GlobalBatch, folder: str) -> dict[str, float | bool]:
-    """Both steps with these blocks recomputed."""
+    """Compare both steps with this recomputation mode."""
     parts = double_parts(SHAPES[recompute], recompute)
     parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, monitor=PhaseNames()))
     undisturbed = step_within(math.inf, parts, cut, Path(folder) / "undisturbed.pt")
@@ -108,14 +109,14 @@ def compare(recompute: str, cut: GlobalBatch, folder: str) -> dict[str, float | 
 
 def main() -> None:
     """Compares and prints."""
-    torch.set_num_threads(1)  # a fork has but one
+    torch.set_num_threads(1)  # Run all comparisons and print them as JSON.
     cut = global_batch(long_speeches(), 4)
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps({recompute: compare(recompute, cut, folder) for recompute in SHARES}))
 
 
 def long_speeches() -> list:
-    """Four utterances of 5 s."""
+    """Return four utterances of 5 s."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(4, SAMPLES, generator=generator, dtype=torch.float64)
     return [dataclasses.replace(speech, waveform=waveform) for speech, waveform in zip(speeches(4), noise, strict=True)]

@@ -1,7 +1,7 @@
 """Invariant: a step on a GPU equals the step on a CPU, to 1e-7 after three steps in float64, for every setting.
 
-Of our own recogniser, with NeMo's parts and Whisper; where weights lie on the host, come ahead or in half precision;
-and where the card's memory truly runs out. Sums of a card's atomic additions have no order: equal bits are not asked.
+The settings are the project's model, NeMo's parts and Whisper; weights offloaded to host memory, prefetched or in half
+precision; and a real out-of-memory error. Atomic additions on a GPU have no fixed order, so equality is not bitwise.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ def test_in_chunks(kind: str) -> None:
 
 
 def single_parts(kind: str, device: torch.device, place: str = "card", half: bool = False) -> StepParts:
-    """A step in fp32 or, on a card, fp16 with a loss scale that does not overflow at first."""
+    """Return step parts in fp32 or, on a GPU, fp16 with a loss scale that does not overflow at first."""
     memory = MemoryConfig(mixed_precision=half, gradient_checkpointing="always")
     config = TrainConfig(model=KINDS[kind], features=features_of(KINDS[kind]), memory=memory)
     layout = StateLayout(placement=PLACES[place])
@@ -87,13 +87,14 @@ def test_in_half_precision_it_is_near_and_weights_may_lie_anywhere(kind: str, pl
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_asked_of_cudnn(kind: str) -> None:
-    """It makes a plan for each new length, in nine times a step's own time."""
+    """Check that cuDNN is unused: it plans for each new length, which takes nine times the time of the step."""
     parts = single_parts(kind, CARD, half=True)
     with torch.profiler.profile() as seen:
         weights_after(parts, steps=1, dtype=torch.float32)
     names = {event.key for event in seen.key_averages()}
     assert "aten::convolution_backward" in names
-    assert not [name for name in names if "cudnn" in name.lower() and "_use_cudnn" not in name]  # which only asks
+    # Only checks whether cuDNN is enabled.
+    assert not [name for name in names if "cudnn" in name.lower() and "_use_cudnn" not in name]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -123,7 +124,7 @@ def test_it_hears_the_same() -> None:
 
 
 def step_within(limit: float | None) -> tuple[dict[str, torch.Tensor], int, int]:
-    """The weights after one step that may take so many bytes of the card, how often it was split, and its peak."""
+    """Return the weights after one step within `limit` bytes of GPU memory, the number of splits and the peak."""
     spoken = [dataclasses.replace(speech, waveform=speech.waveform.repeat(12)) for speech in speeches(8)]
     parts = double_parts(dataclasses.replace(MODEL, d_model=64, subsampling_channels=32), device=CARD)
     torch.cuda.empty_cache()
@@ -145,7 +146,7 @@ def test_a_step_whose_memory_truly_runs_out_is_the_same_step() -> None:
 
 
 def test_a_step_of_other_weights_is_seen() -> None:
-    """The control."""
+    """Negative control: detect a step with other weights."""
     parts = double_parts(device=CARD)
     with torch.no_grad():
         next(parts.model.parameters()).mul_(1 + 1e-5)

@@ -1,4 +1,4 @@
-"""Invariant 8: killed at any instant of a save, truncated or bit-flipped, the newest sound checkpoint is found."""
+"""Invariant 8: after a kill at any instant of a save, a truncation or a bit flip, the newest sound one is found."""
 
 import dataclasses
 import multiprocessing
@@ -27,13 +27,13 @@ def checkpoint(step: int) -> Checkpoint:
 
 
 def is_sound(found: Checkpoint) -> bool:
-    """Whether the file's parts are all of one save."""
+    """Return whether all parts of the checkpoint were written by one save."""
     state = found.states["model"]
     return state["step"] == found.step and bool((state["weight"] == found.step).all())
 
 
 def save_thrice(folder: Path, prepare: Callable[[Path], None]) -> int | None:
-    """Saves two steps, and a third in a process of its own, prepared for its end; that one's exit code."""
+    """Save two steps, then a third in a child process prepared to fail; return the exit code of the child."""
     for step in (1, 2):
         Checkpointer(folder, keep=2, step_of_last=step - 1).save(checkpoint(step), epoch=step, is_best=True)
 
@@ -48,7 +48,7 @@ def save_thrice(folder: Path, prepare: Callable[[Path], None]) -> int | None:
 
 
 def check_sound(folder: Path, step: int, name: str = "checkpoint_last.pt") -> None:
-    """The last save is of this step and has this name, and under no name lies half of one."""
+    """Assert that the newest sound checkpoint has this step and name, and that every `*.pt` file is complete."""
     path, found = Checkpointer(folder, keep=2).read_newest_sound()
     assert (path.name, found.step) == (name, step)
     assert all(is_sound(read_checkpoint(path)) for path in folder.glob("*.pt"))
@@ -80,7 +80,7 @@ def test_killed_between_the_names_of_a_save_the_next_one_leaves_nothing_beside(t
         Checkpointer(tmp_path, keep=2).save(checkpoint(step))
     last, previous = tmp_path / "checkpoint_last.pt", tmp_path / "checkpoint_previous.pt"
     previous.unlink()
-    previous.hardlink_to(last)  # as a kill before the last rename leaves them
+    previous.hardlink_to(last)  # the state after a kill before the last rename
     Checkpointer(tmp_path, keep=2, step_of_last=2).save(checkpoint(3))
     assert sorted(tmp_path.iterdir()) == [last, previous]
     assert [read_checkpoint(path).step for path in (last, previous)] == [3, 2]
@@ -120,7 +120,7 @@ def test_a_flipped_bit_is_noticed_or_harmless(tmp_path):
 
 
 def test_negative_control_torch_load_alone_takes_a_flipped_bit(tmp_path):
-    """Were the CRCs not verified, the flip in the middle of the weights would be trained on."""
+    """Without the CRC check, training would use the flipped bit in the middle of the weights."""
     path = tmp_path / "checkpoint_last.pt"
     Checkpointer(tmp_path, keep=2).save(checkpoint(5))
     flipped = bytearray(path.read_bytes())
@@ -149,7 +149,7 @@ def test_a_signal_in_the_middle_of_a_write_is_no_full_disk(tmp_path, monkeypatch
         try:
             raise KeyboardInterrupt
         finally:
-            raise RuntimeError("unexpected pos 64 vs 0")  # what torch's writer says on its way out
+            raise RuntimeError("unexpected pos 64 vs 0")  # raised by the torch writer while it closes the archive
 
     monkeypatch.setattr("konkanivani.training.checkpoint.checkpoint.torch.save", interrupted)
     with pytest.raises(KeyboardInterrupt):

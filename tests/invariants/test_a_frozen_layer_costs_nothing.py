@@ -1,6 +1,6 @@
-"""Invariant 12: what is frozen stays as it is, and the step of what is not is the same as if nothing were frozen.
+"""Invariant 12: frozen weights do not change, and the trained ones get the step that they get without freezing.
 
-No gradient is made for a frozen weight: the products of a step are counted.
+No gradient is computed for a frozen weight: the test counts the matrix products of a step.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ SPOKEN = speeches(4)
 
 
 def parts_with(trained: str = "", concurrent_micro_batches: int = 1, recompute: str = "never") -> StepParts:
-    """Step parts of which only what begins with this name is trained."""
+    """Return step parts that train only the parameters whose names start with `trained`."""
     parts = double_parts(recompute=recompute)
     for name, parameter in parts.model.named_parameters():
         parameter.requires_grad_(name.startswith(trained))
@@ -31,7 +31,7 @@ def parts_with(trained: str = "", concurrent_micro_batches: int = 1, recompute: 
 
 
 def gradients(parts: StepParts) -> dict[str, torch.Tensor]:
-    """Of one window in two micro-batches, by the parameters' names."""
+    """Return the gradients of a global batch in two micro-batches, by parameter name."""
     cut = global_batch(SPOKEN, 2)
     parts.model.train()
     for batch in cut.micro_batches:
@@ -66,7 +66,7 @@ def test_steps_leave_what_is_frozen_as_it_is(layer, concurrent_micro_batches, tw
 
 
 def weight_products(parts: StepParts, monkeypatch: pytest.MonkeyPatch) -> Counter[torch.Size]:
-    """The gradients of weights that linear layers make in a window, by their shapes."""
+    """Count the weight gradients that the linear layers compute in a global batch, by shape."""
     made, product = Counter(), products.weight_gradient
 
     def counted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -85,5 +85,5 @@ def test_no_product_is_made_for_a_frozen_weight(layer, monkeypatch):
     parts = parts_with(layer)
     matrices = Counter(p.shape for p in trained_parameters(parts.model) if p.dim() == 2)
     made = weight_products(parts, monkeypatch)
-    assert made == Counter({shape: 2 * count for shape, count in matrices.items()})  # a window of two micro-batches
-    assert weight_products(parts_with(), monkeypatch).total() > 3 * made.total()  # the negative control
+    assert made == Counter({shape: 2 * count for shape, count in matrices.items()})  # two micro-batches
+    assert weight_products(parts_with(), monkeypatch).total() > 3 * made.total()  # negative control

@@ -1,4 +1,4 @@
-"""Invariant 6: a planned peak bounds the measured one, closely: a CPU's live bytes, and what CUDA's allocator gave."""
+"""Invariant 6: a planned peak is a close bound on the measured one: live bytes on a CPU, allocated bytes on CUDA."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ def parts_of(config: TrainConfig, policy: RecomputePolicy, device: torch.device 
 
 
 def global_batch_of(lengths: tuple[float, ...], batch_size: int) -> GlobalBatch:
-    """Utterances of these seconds, ten tokens each."""
+    """Return a global batch of utterances of these lengths in seconds, ten tokens each."""
     spoken = [
         Example(str(number), torch.randn(round(16_000 * seconds)), list(range(4, 14)), augment_seed=None)
         for number, seconds in enumerate(lengths)
@@ -67,7 +67,7 @@ def test_a_planned_size_bounds_every_batch_of_that_size(lengths, policy):
 
 @pytest.mark.parametrize("policy", ["always", "never", *further("some")])
 def test_side_by_side_the_plan_bounds_what_both_take_and_that_of_one_does_not(policy, two_threads):
-    """Their peaks need not fall together, so the bound is not as close."""
+    """Use a looser bound: the peaks of concurrent micro-batches need not coincide."""
     config = config_of(MODELS["minimal"], half=False)
     parts = parts_of(config, POLICIES[policy])
     parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, concurrent_micro_batches=2))

@@ -1,4 +1,4 @@
-"""Invariant 5: a step that runs out of memory and is retried in smaller pieces is the same step; to 1e-9 in float64."""
+"""Invariant 5: a step that runs out of memory and is retried in smaller pieces is the same step (1e-9, float64)."""
 
 import dataclasses
 import functools
@@ -50,7 +50,7 @@ def parts_of(model: ModelConfig = MODEL, recompute: str = "never") -> StepParts:
 
 
 def state_of(parts: StepParts) -> dict[str, torch.Tensor]:
-    """Weights and, as the optimizer's first moments after one step, gradients."""
+    """Return the weights and the optimizer moments; after one step, the first moments stand for the gradients."""
     return {**dict(parts.model.named_parameters()), **OptimizerState(parts.model, parts.optimizer).state_dict()}
 
 
@@ -61,7 +61,7 @@ def largest_difference(one: StepParts, other: StepParts) -> float:
 
 @functools.cache
 def undisturbed_step(batch_size: int, is_long: bool) -> tuple[StepParts, StepReport]:
-    """The step without any failure."""
+    """Return the step without any failure."""
     parts = parts_of()
     report = train_step(parts, global_batch(LONG if is_long else SPOKEN, batch_size), step=3)
     assert report.splits == 0
@@ -69,7 +69,7 @@ def undisturbed_step(batch_size: int, is_long: bool) -> tuple[StepParts, StepRep
 
 
 def assert_same_step(parts: StepParts, report: StepReport, batch_size: int, is_long: bool = False) -> None:
-    """That these weights and this report are those of the step without any failure."""
+    """Assert that the weights and the report equal those from a step without any failure."""
     undisturbed, expected = undisturbed_step(batch_size, is_long)
     assert not report.is_skipped
     for name in ("loss", "ctc_loss", "attention_loss", "gradient_norm", "learning_rate", "scale"):
@@ -120,7 +120,7 @@ def test_twice_in_one_step_from_four_to_two_to_one(where):
     report = train_step(parts, global_batch(SPOKEN, 4), step=3)
     assert report.splits == 2
     assert_same_step(parts, report, 4)
-    # What did not fit is known: the next step begins with what did.
+    # The failed size is remembered: the next step starts with the size that fitted.
     again = train_step(parts, global_batch(SPOKEN, 4), step=4)
     assert again.splits == 0
 
@@ -204,7 +204,7 @@ def test_another_error_passes_through_untouched(where):
 
 
 def tensors_alive_at_the_retry(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many blocks' outputs are alive each time that memory is released, after a failure in the last block."""
+    """Count the living block outputs at each release of memory, after a failure in the last block."""
     parts, outputs, alive = parts_of(), [], []
 
     def run_block(block, *inputs):
@@ -242,7 +242,7 @@ def test_with_dropout_the_same_counts_and_another_draw():
     split = train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert (split.splits, split.is_skipped, split.learning_rate) == (1, False, whole.learning_rate)
     assert split.loss == pytest.approx(whole.loss, rel=0.2) and split.loss != whole.loss
-    # Seeded anew, the retry is what the step cut so from the beginning would have been.
+    # The retry is seeded again, so it equals a step with the smaller micro-batches from the start.
     assert train_step(parts_of(model), global_batch(SPOKEN, 1), step=3).loss == pytest.approx(split.loss, rel=BOUND)
 
 
@@ -261,14 +261,14 @@ def test_negative_control_the_pieces_own_counts_are_another_gradient():
 
 
 class NumberTokenizer:
-    """Hypotheses as their ids."""
+    """Tokenizer that decodes a hypothesis into its token ids."""
 
     def decode(self, tokens: list[int]) -> str:
         return " ".join(map(str, tokens))
 
 
 def evaluated(parts: StepParts, spoken: Sequence[Example] = tuple(speeches(7, augmented=False))) -> Evaluation:
-    parts.model.ctc_head.bias.data[0] -= 3.0  # untrained it says nothing else than blanks
+    parts.model.ctc_head.bias.data[0] -= 3.0  # an untrained model decodes only blanks otherwise
     spoken = sorted(spoken, key=lambda speech: -len(speech.waveform))
     batches = []
     for some in filter(None, (spoken[:5], spoken[5:])):
@@ -318,8 +318,8 @@ def test_another_error_in_validation_passes_through():
 
 @pytest.fixture(scope="module")
 def short_of_memory() -> tuple[dict[str, dict], str]:
-    """What came of steps whose data segment may not grow far enough for the whole micro-batch, and what was said."""
-    # Blocks of this size and more are mapped one by one, so that freeing one gives its memory back.
+    """Return the results and the output of steps whose data segment is too small for a whole micro-batch."""
+    # glibc maps blocks of at least this size one by one, so that freeing one returns its memory to the system.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-m", "tests.invariants.short_of_memory"]
     done = well(subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE))

@@ -1,4 +1,4 @@
-"""Invariant 4: with every block recomputed: same loss, gradients and buffers, bit for bit, dropout included."""
+"""Invariant 4: recomputing every block gives the same loss, gradients and buffers, bit for bit, with dropout."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("addmm", "baddbmm
 
 
 def trained(parts: StepParts) -> tuple[list[torch.Tensor], int]:
-    """Losses, gradients and buffers after a window, and the matrix products that it took."""
+    """Return the losses, gradients and buffers after a global batch, and its number of matrix products."""
     cut = global_batch(speeches(4), 2)
     seed_step(parts.seed, 5)
     parts.model.train()
@@ -38,8 +38,8 @@ def test_bit_for_bit_with_dropout_and_really_recomputed(kind):
 
 
 def test_a_recomputed_block_is_computed_once_more_and_no_more(monkeypatch):
-    """Forward, twice as much backward, and forward again; the subsampling is a block."""
-    monkeypatch.setattr(Encoder, "packs", False)  # else there is one attention and one convolution an utterance
+    """Count products: forward, two per forward product in backward, forward again. Subsampling is a block."""
+    monkeypatch.setattr(Encoder, "packs", False)  # packing runs attention and convolution once per utterance
     per_global_batch, dropping = 2, with_dropout(MODEL, 0.3)
     products = [trained(double_parts(dropping, mode))[1] for mode in ("never", "always")]
     in_blocks = per_global_batch * (4 + 9 * MODEL.encoder_layers + 7 * MODEL.decoder_layers)

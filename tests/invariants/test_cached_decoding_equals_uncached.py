@@ -1,6 +1,6 @@
 """Invariant 7: cached decoding == uncached; beam 1 == greedy; a wide beam == brute force; a batch == one by one.
 
-And the model is left as it was: a step after a validation by beam search is the step without it.
+Decoding also leaves the model unchanged: a step after a validation by beam search equals the step without it.
 """
 
 import functools
@@ -36,11 +36,11 @@ from tests.invariants.parts import (
 
 LENGTHS = (19, 31, 12)
 ARCHITECTURE = architecture_of(TrainConfig(model=MODEL), VOCAB_SIZE)
-TINY_VOCABULARY = 6  # the unknown token and two of its own can be said
+TINY_VOCABULARY = 6  # the unknown token and two ordinary ones can be decoded
 
 
 class NumberTokenizer:
-    """Token ids as text."""
+    """Tokenizer that decodes token ids into their numbers."""
 
     special, rules = OUR_TOKENS, FREE
 
@@ -49,7 +49,7 @@ class NumberTokenizer:
 
 
 def sharp_model(vocab_size: int = VOCAB_SIZE, seed: int = 0, end: float = 0.0) -> KonkaniVaniASR:
-    """A random model in float64 that prefers some tokens clearly; `end` is added to the end token's logit."""
+    """Return a random float64 model with clear preferences; `end` is added to the logit of the end token."""
     model = double_parts(vocab_size=vocab_size).forward.model.eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -61,18 +61,18 @@ def sharp_model(vocab_size: int = VOCAB_SIZE, seed: int = 0, end: float = 0.0) -
 
 
 def random_encoded(lengths: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Encoded frames (B, T', D), with noise for padding."""
+    """Return encoded frames (B, T', D), with noise as padding."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(len(lengths), max(lengths), MODEL.d_model, generator=generator, dtype=torch.float64)
 
 
 def decode_of(decode: str, beam: int = 10) -> Decode:
-    """The decoder of this name, without a language model, which alone would need a tokenizer."""
+    """Return the named decoder without a language model, the only part that needs a tokenizer."""
     return build_decode(DecodingConfig(decode, beam), ARCHITECTURE, NumberTokenizer(), torch.device("cpu"))
 
 
 def decoded_step_by_step(model: KonkaniVaniASR, tokens: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
-    """Hypotheses (B, K, U) through the cache, one token at a time: (B, K, U, D)."""
+    """Decode hypotheses (B, K, U) one token at a time through the cache into (B, K, U, D)."""
     with torch.no_grad():
         cache = model.decoder.begin(encoded, LENGTHS, tokens.shape[1])
         return torch.stack([model.decoder.step(tokens[:, :, u], cache) for u in range(tokens.shape[2])], dim=2)
@@ -102,7 +102,10 @@ def test_negative_control_a_cache_that_stays_in_place_is_noticed(monkeypatch):
 
 
 def followed_difference(model: KonkaniVaniASR, encoded: torch.Tensor) -> float:
-    """Between cached and uncached where hypotheses branch and change places, and the first utterance ends early."""
+    """Return the largest difference from uncached decoding while hypotheses branch and reorder.
+
+    The first utterance ends early.
+    """
     generator = torch.Generator().manual_seed(3)
     places = torch.tensor([0, 1, 2])
     tokens = torch.full((3, 4, 1), OUR_TOKENS.start)
@@ -127,7 +130,7 @@ def followed_difference(model: KonkaniVaniASR, encoded: torch.Tensor) -> float:
 
 
 def greedy_without_cache(model: KonkaniVaniASR, encoded: torch.Tensor, length: int) -> list[int]:
-    """The likeliest token again and again, until it is the end token or there are as many as frames."""
+    """Return the likeliest token at each step, up to the end token or one token per frame."""
     tokens = [OUR_TOKENS.start]
     while len(tokens) <= length:
         with torch.no_grad():
@@ -153,7 +156,7 @@ def test_attention_beam_of_one_is_greedy(end):
 
 
 def attention_log_probability(model: KonkaniVaniASR, encoded: torch.Tensor, tokens: tuple[int, ...]) -> float:
-    """Of the tokens and the end after them, without a cache."""
+    """Return the log-probability of the tokens and the end token, computed without a cache."""
     said = torch.tensor([[OUR_TOKENS.start, *tokens]])
     with torch.no_grad():
         decoded = model.decoder(said, encoded[None], (len(encoded),), run_directly)
@@ -162,7 +165,7 @@ def attention_log_probability(model: KonkaniVaniASR, encoded: torch.Tensor, toke
 
 
 def ctc_log_probability(model: KonkaniVaniASR, encoded: torch.Tensor, tokens: tuple[int, ...]) -> float:
-    """Of the tokens by torch's own CTC."""
+    """Return the CTC log-probability of the tokens, computed with `torch.nn.functional.ctc_loss`."""
     with torch.no_grad():
         frames = model.ctc_head(encoded).float().log_softmax(dim=-1).double()[:, None]
     if not tokens:
@@ -172,7 +175,7 @@ def ctc_log_probability(model: KonkaniVaniASR, encoded: torch.Tensor, tokens: tu
 
 
 class Bigrams:
-    """A language model of which a context is the last token."""
+    """Bigram language model: the context is the last token."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         scores = torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(seed))
@@ -194,7 +197,7 @@ class Bigrams:
 
 @functools.cache
 def tiny(seed: int) -> tuple[KonkaniVaniASR, torch.Tensor, dict[tuple[int, ...], tuple[float, float]]]:
-    """A model of few tokens, four frames, and what attention and CTC give all that can be said in them."""
+    """Return a model, four frames, and the attention and CTC scores of every possible token sequence."""
     given = sharp_model(TINY_VOCABULARY, seed, end=-2.0), random_encoded((4,), seed)[0]
     words = [1, *range(4, TINY_VOCABULARY)]
     said = (tokens for count in range(5) for tokens in itertools.product(words, repeat=count))
@@ -208,7 +211,8 @@ def test_a_wide_beam_is_brute_force(ctc_weight, length_bonus, language_model_wei
     for seed in range(2):
         (model, encoded, everything), bigrams, scored = tiny(seed), Bigrams(seed, TINY_VOCABULARY), []
         for tokens, (attention, ctc) in everything.items():
-            total = (1 - ctc_weight) * attention + (ctc_weight * ctc if ctc_weight else 0.0)  # which may be infinite
+            # Avoid 0 * inf: the CTC score may be -inf.
+            total = (1 - ctc_weight) * attention + (ctc_weight * ctc if ctc_weight else 0.0)
             total += language_model_weight * bigrams.log_probability(tokens) + length_bonus * len(tokens)
             scored.append((total, tokens))
         expected = sorted(scored, reverse=True)[:5]
@@ -217,7 +221,7 @@ def test_a_wide_beam_is_brute_force(ctc_weight, length_bonus, language_model_wei
         (found,) = decode.search(model, encoded[None], (4,), best=5)
         assert [hypothesis.tokens for hypothesis in found] == [tokens for _, tokens in expected]
         for hypothesis, (total, _) in zip(found, expected, strict=True):
-            assert hypothesis.log_probability == pytest.approx(total, abs=1e-5)  # CTC's frames are fp32
+            assert hypothesis.log_probability == pytest.approx(total, abs=1e-5)  # CTC log-probabilities are fp32
 
 
 @pytest.mark.parametrize("ctc_weight", [0.0, 0.3])
@@ -254,7 +258,7 @@ def test_a_model_of_nan_says_nothing_and_ends():
 
 
 def test_what_cannot_get_better_is_not_gone_on_with():
-    """The search asks for as many tokens as the best hypothesis has, and one more to see that it has ended."""
+    """Count the scored tokens: the length of the best hypothesis plus one that detects the end."""
 
     class Counting(AttentionScorer):
         asked = 0
@@ -270,7 +274,7 @@ def test_what_cannot_get_better_is_not_gone_on_with():
 
 
 def validate(parts: StepParts, decode: str) -> None:
-    """A validation in the middle of an epoch."""
+    """Run a validation in the middle of an epoch."""
     spoken = speeches(3, seed=9, augmented=False)
     (batch,) = global_batch(spoken, 3).micro_batches
     utterances = [Utterance(s.utterance_id, 1.0, "4 5", "", row) for row, s in enumerate(spoken)]
@@ -281,7 +285,7 @@ def validate(parts: StepParts, decode: str) -> None:
 
 @functools.cache
 def weights_after(decode: str | None, disturb=lambda parts: None) -> list[torch.Tensor]:
-    """The weights after two steps, with a validation by beam search between them."""
+    """Return the weights after two steps, with a validation by beam search between them."""
     parts = double_parts(with_dropout(MODEL, 0.2))
     train_step(parts, global_batch(speeches(4), 2), 0)
     if decode:

@@ -1,6 +1,6 @@
 """Invariant 10: the commands of the README and the pages run on a miniature corpus, and their statements are true.
 
-The two at the README's top are run by `.ci/run` and by `benchmarks/first_run.sh`.
+The first two commands of the README are run by `.ci/run` and `benchmarks/first_run.sh`.
 """
 
 import contextlib
@@ -30,28 +30,29 @@ from tests.whisper.small_model import write_model
 README, TRAINING, CONTRIBUTING = ROOT / "README.md", ROOT / "docs" / "training.md", ROOT / "CONTRIBUTING.md"
 PAGES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "experiments.md")
 MAX_WORDS, PICTURES, MAX_PICTURE_BYTES = 900, 4, 150 * 1024
-SHORT = "--memory_budget", "520MiB"  # a plan's search ends where this is full, the card's context among it
-FIRST_STEPS = 2  # of the first training command: as many epochs, a checkpoint each
+SHORT = "--memory_budget", "520MiB"  # limit of the plan search, the CUDA context included
+FIRST_STEPS = 2  # epochs of the first training command, which saves a checkpoint in each
 SETUP = "./run_training_memory_optimized.sh"
 TOP = (SETUP, "./run_tests.sh")
-# What has tests of its own, names no corpus, or plans the largest preset, which takes minutes.
+# Commands with tests of their own, without a corpus, or that plan the largest preset (minutes) are excluded.
 COMPARISON, PLANNER = "training_scripts/compare_models.py", "training_scripts/plan_memory.py"
-SHAPE = (*TINY_MODEL[:2], "--encoder_layers", "1", *TINY_MODEL[4:])  # ONNX traces every layer, a second each
+# The ONNX export traces every layer in about a second.
+SHAPE = (*TINY_MODEL[:2], "--encoder_layers", "1", *TINY_MODEL[4:])
 ELSEWHERE = ("benchmarks/", "--source egs/x", "--source FOLDER", "plan_memory.py --memory_budget", "--world 8")
 IN_PACKAGE = ("konkanivani/base/config.py", "konkanivani/data/preparation/prepare.py")
 FLAGS_IN = (*IN_PACKAGE, "training_scripts/*.py", "benchmarks/*.py")
 OTHERS = "logdir host standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_id rdzv_endpoint local_addr"
-OTHERS += " nodes ntasks gpus signal discount_fallback help encoder_"  # none of our flags; one cut off
-UNLISTED = {"README.md", "LICENSE", "CONTRIBUTING.md", "pyproject.toml"}  # what every project has
+OTHERS += " nodes ntasks gpus signal discount_fallback help encoder_"  # flags of other programs, and one truncated flag
+UNLISTED = {"README.md", "LICENSE", "CONTRIBUTING.md", "pyproject.toml"}  # files that every project has
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The page's fenced blocks in a language."""
+    """Return the fenced code blocks of a language."""
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def commands(page: Path, begins: str = "") -> list[str]:
-    """Every shell command that begins so and runs here, continuation lines joined."""
+    """Return the shell commands with this prefix that run here, continuation lines joined."""
     lines = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
     found = [re.sub(r"\s+", " ", line).strip() for line in lines if line.strip()]
     return [line for line in found if line.startswith(begins) and not any(part in line for part in ELSEWHERE)]
@@ -59,47 +60,48 @@ def commands(page: Path, begins: str = "") -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that the pages have a reader own, after the first training command of docs/training.md."""
+    """Return a folder with a reader's files, after the first training command of docs/training.md."""
     folder = tmp_path_factory.mktemp("readme")
     corpus = write_corpus(folder / "corpus", {"train": 8, "valid": 2, "test": 2}, lengths=range(2, 4))
     (folder / "recordings").mkdir()
     for path in sorted((corpus.directory / "audio").glob("test_*.flac"))[:2]:
         shutil.copy(path, folder / "recordings")
     common_voice(folder)
-    shutil.copy(next(folder.glob("cv-corpus-*/kok/clips/*.mp3")), folder / "speech.wav")  # its bytes say what it is
+    # The format is detected from the content.
+    shutil.copy(next(folder.glob("cv-corpus-*/kok/clips/*.mp3")), folder / "speech.wav")
     for name in ("sentences.txt", "said.txt", "heard.txt"):
         (folder / name).write_text("एक दोन तीन\nउदक घर\n", encoding="utf-8")
     write_surroundings(folder / "noise")
     for name in ("whisper-small", "whisper-tiny"):
-        write_model(folder / name, layers=(1, 1), positions=64)  # untrained, it says as much as it may
+        write_model(folder / name, layers=(1, 1), positions=64)  # untrained: it decodes the maximum number of tokens
     changed(in_three_languages, folder / "indicconformer_kok.nemo")
     run(commands(TRAINING)[0], folder, FIRST_STEPS)
     return folder
 
 
 def in_three_languages(parts: NemoParts) -> None:
-    """With one block of the encoder's two, as SHAPE."""
+    """Add languages, and keep one of the two encoder blocks, as in SHAPE."""
     in_languages({"hi": 40, "kok": 50, "mr": 44})(parts)
     parts.config["encoder"]["n_layers"] = 1
     parts.tensors = {name: parts.tensors[name] for name in parts.tensors if "encoder.layers.1." not in name}
 
 
 def run(command: str, folder: Path, max_steps: int = 1) -> str:
-    """Runs it on a CPU, few steps of it; what it printed."""
+    """Run the command on a CPU for a few steps and return its output."""
     script, *words = [TRAINER, *shlex.split(command)[1:]] if command.startswith(SETUP) else shlex.split(command)[1:]
     words = ["cpu" if word == "cuda" else word for word in words]
     if script in (TRAINER, COMPARISON):
         words += ["--max_steps", str(max_steps), "--num_workers", "0"]
     words += SHORT if script == PLANNER else ()
     if script in (TRAINER, PLANNER) and not {"--resume", "--pretrained", "--checkpoint"} & set(words):
-        words += SHAPE if script == TRAINER else SHAPE[:-2]  # the device is the plan's card
+        words += SHAPE if script == TRAINER else SHAPE[:-2]  # the planner plans for a GPU: no --device cpu
     done = warm_parent().run(ROOT / script, *words, cwd=folder, before=fork_scripts)
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, f"{command}\n{done}"
     if script == TRAINER:
         summary = json.loads(done.stdout.splitlines()[-1])
         assert summary["steps"] == max_steps
         kinds = [f"test_cer_{kind}_patterns{by}" for kind in ("seen", "unseen") for by in ("", "_joint")]
-        ours = {*summary, *kinds}  # of the built-in corpus
+        ours = {*summary, *kinds}  # keys of the built-in corpus included
         assert set(json.loads(blocks(README, "json")[0])) == ours or "--pretrained" in words
     return done.stdout
 
@@ -111,7 +113,7 @@ def test_it_is_short_and_begins_with_the_two_commands():
 
 
 def test_its_other_commands_run(folder):
-    """In their order, as a reader types them: own recordings, training, use."""
+    """Run the README commands in order: own recordings, training, use."""
     prepare, train, transcribe, plan = [c for c in commands(README) if c not in TOP and not c.startswith(".venv/")]
     assert run(prepare, folder).splitlines()[-1].replace(f"{folder}/", "") == train
     for command in (train, transcribe, plan):
@@ -123,7 +125,7 @@ def test_its_other_commands_run(folder):
 
 @pytest.mark.parametrize("page", [page.stem for page in PAGES if commands(page, "python3 ")])
 def test_a_pages_commands_run(folder, page):
-    """In their order, each after the training run with which docs/training.md begins."""
+    """Run the commands of a page in order after the first training run of docs/training.md."""
     listed = commands(ROOT / "docs" / f"{page}.md", "python3 ")
     for number, command in enumerate(listed[page == "training" :], start=FIRST_STEPS + 1):
         run(command, folder, number if "--resume" in command else 1)

@@ -1,4 +1,4 @@
-"""A model without a decoder, or without CTC, is the model with both whose other loss weighs nothing."""
+"""A model without a decoder, or without CTC, equals the model with both whose other loss has weight zero."""
 
 import dataclasses
 import json
@@ -38,7 +38,8 @@ def configured(decoder_layers: int, ctc_weight: float) -> TrainConfig:
         data=DataConfig(concurrent_micro_batches=1),
         loss=LossConfig(ctc_weight=ctc_weight),
         augment=AugmentConfig(),
-        optimizer=OptimizerConfig(max_grad_norm=1e9),  # a norm over more tensors may differ in its last bit
+        # No clipping: a norm over more tensors may differ in its last bit.
+        optimizer=OptimizerConfig(max_grad_norm=1e9),
     )
 
 
@@ -61,7 +62,7 @@ def test_its_gradient_is_that_of_both_heads_where_the_other_loss_weighs_nothing(
     found, wanted = gradients_of(one), gradients_of(both)
     assert set(found) < set(wanted) and len(one.forward.objective.terms) == 1
     assert all(torch.equal(found[name], wanted[name]) for name in found)
-    # Negative control: with both losses the gradient is another one.
+    # Negative control: the gradient differs with both losses.
     other = parts_of(2, 0.5)
     other.model.load_state_dict(both.model.state_dict())
     assert not torch.equal(gradients_of(other)["encoder.norm.weight"], found["encoder.norm.weight"])

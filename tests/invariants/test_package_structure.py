@@ -135,7 +135,7 @@ def test_the_architecture_page_names_existing_files():
     assert len(named) > 30 and [path for path in named if not path.exists()] == []
     assert [
         path for path in paths_of(page.replace("manifest.py", "manifesto.py")) if not path.exists()
-    ]  # the negative control
+    ]  # negative control
     packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert all(f" {package} " in page for package in packages) and len(packages) == 9
 

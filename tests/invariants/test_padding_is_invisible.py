@@ -1,4 +1,4 @@
-"""Invariant 3: an utterance's output is the same alone and in any batch, from the waveform on; to 1e-9 in float64."""
+"""Invariant 3: the output of an utterance is the same alone and in any batch, from the waveform on (1e-9, float64)."""
 
 import dataclasses
 from contextlib import closing
@@ -30,12 +30,12 @@ pytestmark = pytest.mark.usefixtures("is_packed")
 
 
 def outputs(parts: StepParts, spoken: list, batch_size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """CTC and attention logits of each utterance's valid positions."""
+    """Return the CTC and attention logits of the valid positions of each utterance."""
     return batch_outputs(parts, global_batch(spoken, batch_size))
 
 
 def batch_outputs(parts: StepParts, spoken: GlobalBatch) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The same of a window that is cut already."""
+    """Return these logits for a global batch that is already split into micro-batches."""
     found = {}
     with torch.no_grad():
         for batch in spoken.micro_batches:
@@ -48,7 +48,7 @@ def batch_outputs(parts: StepParts, spoken: GlobalBatch) -> dict[str, tuple[torc
 
 
 def parts_of(kind: str) -> StepParts:
-    """Step parts in which a convolution makes something of nothing, as one's bias does."""
+    """Return step parts whose subsampling bias makes a convolution non-zero on zero input."""
     parts = double_parts(KINDS[kind])
     for stage in getattr(parts.model.encoder.subsampling, "stages", ()):
         torch.nn.init.constant_(stage[-1].bias, 0.5)
@@ -87,7 +87,7 @@ def test_from_shards_in_noise_an_utterance_is_the_same_in_any_micro_batch(corpus
 
 
 def surrounded_speech(corpus: Corpus, directory: Path) -> TrainDataset:
-    """The corpus from shards, in noise and rooms."""
+    """Return the corpus from shards, with noise and room impulse responses."""
     shards, more = write_shards(corpus, directory / "shards"), write_surroundings(directory / "sounds")
     utterances = list(read_manifest(shards.manifest("train")))
     tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
@@ -96,7 +96,7 @@ def surrounded_speech(corpus: Corpus, directory: Path) -> TrainDataset:
 
 
 def epoch_of(speech: TrainDataset, size: int, workers: int) -> list[GlobalBatch]:
-    """An epoch's windows, cut into micro-batches of so many utterances."""
+    """Return the global batches of an epoch in micro-batches of `size` utterances."""
     planner = EpochPlanner(np.array([u.duration for u in speech.utterances]), 4, seed=3)
     loader = LoaderConfig(workers, 60.0, pin_memory=False)
     stream = GlobalBatchStream(speech, planner, same_size(size), loader, Rejections(None, most=0.0))

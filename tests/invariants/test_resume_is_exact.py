@@ -22,7 +22,7 @@ from tests.conftest import (
 )
 from tests.faults.resuming import checkpoint_differences, last_checkpoint, signal_after
 
-STEPS = 10  # 4 windows an epoch, the last one of two utterances: two epochs and two windows of a third
+STEPS = 10  # an epoch has 4 global batches, the last of 2 utterances: two epochs and two global batches of a third
 LOGGED = ("step", "epoch", "loss", "ctc_loss", "attention_loss", "learning_rate", "gradient_norm", "padding_share")
 
 
@@ -49,8 +49,8 @@ def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def test_a_killed_run_resumes_bit_for_bit_with_another_worker_count(corpus, undisturbed, tmp_path):
-    # In the second epoch, once with workers and once without, so that both orders are seen.
-    # What goes on is an interpreter of its own, with other hashes of strings; all other runs are forks of one.
+    # Kill in the second epoch and change the worker count, so that both data paths are resumed. The resumed run is a
+    # new interpreter with other string hashes; all other runs are forks of one process.
     killed = start_script(TRAINER, *flags(corpus, tmp_path, 2), output=tmp_path / "output.txt")
     assert signal_after(tmp_path, 5, killed, signal.SIGKILL) == -signal.SIGKILL
     resumed = well(run_trainer(*flags(corpus, tmp_path, 0, "--resume", "auto"), is_cold=True))
@@ -65,7 +65,7 @@ def test_a_killed_run_resumes_bit_for_bit_with_another_worker_count(corpus, undi
 
 @pytest.mark.parametrize("kind", ["adamw8bit", "adafactor"])
 def test_an_optimizer_of_smaller_state_resumes_as_exactly(kind, corpus, undisturbed, tmp_path):
-    """The undisturbed run of six steps, and one that is killed in them."""
+    """Compare an uninterrupted run of six steps with one that is killed and resumed."""
     asked = ("--optimizer", kind, "--max_steps", "6")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     well(run_trainer(*flags(corpus, whole, 0, *asked)))
@@ -74,12 +74,12 @@ def test_an_optimizer_of_smaller_state_resumes_as_exactly(kind, corpus, undistur
     well(run_trainer(*flags(corpus, killed, 1, "--resume", "auto"), "--max_steps", "6"))
     assert losses(killed) == losses(whole)
     assert checkpoint_differences(last_checkpoint(killed), last_checkpoint(whole)) == []
-    assert losses(whole)[1:] != losses(undisturbed)[1:6]  # the negative control: it is another run
+    assert losses(whole)[1:] != losses(undisturbed)[1:6]  # negative control: the runs differ
 
 
 @pytest.fixture(scope="module")
 def surrounded(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Corpus, tuple[str, ...], Path]:
-    """The corpus in shards, the flags of noise and rooms, and a run on both without a worker."""
+    """Return the corpus in shards, the flags for noise and rooms, and a run on both without workers."""
     directory = tmp_path_factory.mktemp("surrounded")
     shards = write_shards(corpus, directory / "shards")
     more = write_surroundings(directory / "sounds")

@@ -1,6 +1,6 @@
-"""Invariant 11: micro-batches side by side on a CPU take the step that they take one after another, bit for bit.
+"""Invariant 11: concurrent micro-batches on a CPU give the step that consecutive ones give, bit for bit.
 
-In fp32 with dropout, operators on one thread each both times, whatever micro-batch is the first to be done.
+In fp32 with dropout, one thread per operator in both cases, whichever micro-batch finishes first.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from tests.patience import PATIENCE
 
 BOUND = 1e-9
 CPU = torch.device("cpu")
-SPOKEN = speeches(5)  # in micro-batches of one: five, which two threads cannot share evenly
+SPOKEN = speeches(5)  # five micro-batches of one utterance: an uneven split over two threads
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -57,14 +57,14 @@ def parts_of(
 
 
 def global_batch_of(batch_size: int = 1) -> GlobalBatch:
-    """The utterances in fp32, in the order in which two side by side take them."""
+    """Return the utterances in fp32, in the order in which two concurrent threads take them."""
     spoken = [dataclasses.replace(speech, waveform=speech.waveform.float()) for speech in SPOKEN]
     cut = global_batch(spoken, batch_size)
     return dataclasses.replace(cut, micro_batches=order_for_concurrency(cut.micro_batches, 2))
 
 
 def trained(parts: StepParts, threads: int = 2, steps: int = 3) -> dict[str, torch.Tensor]:
-    """Losses, weights and the optimizer's state after some steps."""
+    """Return the losses, weights and optimizer state after some steps."""
     torch.set_num_threads(threads)
     reports = [train_step(parts, global_batch_of(), number) for number in range(steps)]
     torch.set_num_threads(2)
@@ -82,7 +82,7 @@ def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 
 def held_up(monkeypatch: pytest.MonkeyPatch, number: int, seconds: float = 0.5) -> None:
-    """That micro-batch begins late."""
+    """Delay the start of a micro-batch."""
     late, forward_and_backward = global_batch_of().micro_batches[number].utterance_ids, step.forward_and_backward
 
     def held(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
@@ -141,7 +141,7 @@ def test_a_head_that_has_no_share_of_the_loss():
 
 
 def test_parameters_that_only_some_pieces_use():
-    """Each piece adds to its own parameter and to the one that all share."""
+    """Add gradients from each piece to its own parameter and to a shared one."""
     weights = [torch.nn.Parameter(torch.ones(())) for _ in range(4)]
 
     def work(piece: tuple[int, float]) -> float:
@@ -239,7 +239,7 @@ def test_interrupted_nothing_is_left(looks):
 
 
 def held_before_backward(parts: StepParts, concurrent_micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The most live bytes, the threads' included, when so many micro-batches have been through the forward pass."""
+    """Return the peak of live bytes, threads included, once all concurrent micro-batches finished the forward pass."""
     live, total, held = LiveBytes(), Objective.total, []
     met = threading.Barrier(concurrent_micro_batches, action=lambda: held.append(live.live))
 

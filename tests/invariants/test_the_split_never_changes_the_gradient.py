@@ -1,4 +1,4 @@
-"""Invariant 2: one window as 8x1 == 4x2 == 1x8, a ragged last window included; to 1e-9 in float64."""
+"""Invariant 2: a global batch as 8x1 == 4x2 == 1x8, a ragged last one included; to 1e-9 in float64."""
 
 import pytest
 import torch

@@ -10,7 +10,7 @@ from tests.invariants.parts import relative_difference
 from tests.invariants.ranks import Case, Trained, train_case, train_in_ranks
 
 BOUND = 1e-9
-STEPS = 5  # the third window has one utterance for two ranks, the fifth is ragged
+STEPS = 5  # the third global batch has one utterance for two ranks, the fifth is ragged
 CASES = {
     "one micro-batch": Case(STEPS, batch_size=8),
     "accumulated": Case(STEPS, batch_size=2),

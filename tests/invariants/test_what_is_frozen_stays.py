@@ -1,4 +1,4 @@
-"""--freeze and --lora_rank: what is frozen stays bit for bit, the rest learns, and a merged model is the same."""
+"""--freeze and --lora_rank: frozen weights stay bit for bit, the rest learns, and a merged model is equivalent."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_it_is_trained_stopped_and_resumed_and_the_frozen_weights_are_the_base_s
     learnt = {name for name in after if name not in kept}
     assert learnt and not any(torch.equal(after[name], before[name]) for name in learnt & set(before))
     moments = read_checkpoint(whole / "checkpoints" / LAST).states["optimizer"]
-    assert {name.rpartition("/")[0] for name in moments} == learnt  # a frozen weight has none
+    assert {name.rpartition("/")[0] for name in moments} == learnt  # frozen weights have no optimizer state
 
 
 def test_low_rank_products_begin_as_nothing_and_merge_into_what_another_model_begins_with(base, corpus, tmp_path):
@@ -72,7 +72,7 @@ def test_low_rank_products_begin_as_nothing_and_merge_into_what_another_model_be
     with torch.no_grad():
         wanted, found = adapted.ctc_logits(features, lengths)[0], merged.ctc_logits(features, lengths)[0]
         assert (wanted - found).abs().max() < 1e-5
-        # Negative control: what was learnt is more than rounding.
+        # Negative control: the learnt change exceeds rounding.
         assert (wanted - plain.ctc_logits(features, lengths)[0]).abs().max() > 1e-3
     run = build_run(begin_run([*flags, *run_folders(tmp_path / "next"), "--init_from", str(checkpoint)]))
     assert all(torch.equal(weight, merged.state_dict()[name]) for name, weight in run.step.model.state_dict().items())

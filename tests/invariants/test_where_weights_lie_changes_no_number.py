@@ -1,7 +1,7 @@
-"""Invariant: weights on the GPU, in half precision or on the host give the same weights after some steps.
+"""Invariant: weights on the GPU, in half precision or in host memory give the same weights after some steps.
 
-Of our own recogniser and of Whisper, all weights trained, the encoder frozen, low-rank products; several micro-batches
-a step, every block recomputed or none that need not be, dropout drawn, memory that runs out within a step.
+For the project's model and Whisper, with all weights trained, a frozen encoder or LoRA; several micro-batches per step,
+every block recomputed or only the required ones, dropout, and an out-of-memory error within a step.
 """
 
 import dataclasses
@@ -45,29 +45,29 @@ OURS = ("conformer", "other parts")
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    """The names of what is not equal, bit for bit."""
+    """Return the names of the tensors that are not bit for bit equal."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-STEPS = 2  # so that what is brought ahead of an update must be brought again
+STEPS = 2  # the second step needs another prefetch after the update
 
 
 @functools.cache
 def on_card(
     build: Callable[..., StepParts], *given: str, dtype: torch.dtype = torch.float64
 ) -> dict[str, torch.Tensor]:
-    """What steps with all weights on the card come to, with which all other places are compared."""
+    """Return the reference: the weights after some steps with all weights on the GPU."""
     return weights_after(build(ON_CARD, *given), STEPS, dtype)
 
 
 def ours(placement: Placement, recompute: str = "never", kind: str = "conformer", dropout: float = 0.1) -> StepParts:
-    """Our own recogniser in float64."""
+    """Return step parts of the project's model in float64."""
     return double_parts(with_dropout(KINDS[kind], dropout), recompute, placement=placement)
 
 
 def ours_in_half(placement: Placement, kind: str) -> StepParts:
-    """Our own recogniser of which the products are in half precision."""
+    """Return step parts of the project's model with products in half precision."""
     memory = MemoryConfig(mixed_precision=True, amp_dtype="bf16", gradient_checkpointing="always")
     config = TrainConfig(model=KINDS[kind], features=features_of(KINDS[kind]), memory=memory)
     architecture, layout = architecture_of(config, 40), StateLayout(placement=placement)
@@ -76,18 +76,18 @@ def ours_in_half(placement: Placement, kind: str) -> StepParts:
 
 
 def ours_in_chunks(placement: Placement, kind: str) -> StepParts:
-    """Our own recogniser with every block recomputed, and what is long in chunks of 13 frames."""
+    """Return step parts with every block recomputed and long operations in chunks of 13 frames."""
     parts = ours(placement, "always", kind)
     return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=13))
 
 
 def whisper(placement: Placement, mode: str) -> StepParts:
-    """A small Whisper in float64."""
+    """Return step parts of a small Whisper in float64."""
     return whisper_parts(mode, placement=placement)
 
 
 def whisper_in_half(placement: Placement, mode: str) -> StepParts:
-    """A small Whisper of which the products are in half precision."""
+    """Return step parts of a small Whisper with products in half precision."""
     return whisper_parts(mode, whisper_config("always", half=True), torch.float32, placement=placement)
 
 
@@ -115,13 +115,13 @@ def test_our_own_in_half_precision(place: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", OURS)
 def test_in_chunks(kind: str) -> None:
-    """What is recomputed within a block that is recomputed finds the weights that were brought for it."""
+    """Nested recomputation finds the weights that were fetched for the outer block."""
     assert not differing(on_card(ours_in_chunks, kind), weights_after(ours_in_chunks(ALL, kind), STEPS))
 
 
 @pytest.mark.parametrize("kind", OURS)
 def test_a_long_utterance_is_planned_with_its_weights_on_the_host(kind: str) -> None:
-    """The card's place and the host's are two to a trace: what it multiplies by must all be on the card."""
+    """Tracing uses two devices, for GPU and host: every multiplied tensor must be on the GPU one."""
     config = TrainConfig(model=KINDS[kind], features=features_of(KINDS[kind]))
     tracer = build_tracer(config, architecture_of(config, 40), cuda_costs("a card", (7, 5)), ALL)
     peak = tracer.trace(BatchShape(1, 130.0, 300), RecomputePolicy("always"))
@@ -136,33 +136,33 @@ def test_memory_that_runs_out_on_the_way() -> None:
 
 
 def test_halves_that_are_never_refreshed_are_seen() -> None:
-    """The control: what is multiplied by stays as it was at first."""
+    """Negative control: the half-precision copies stay at their initial values."""
     parts = whisper_in_half(HALVED, "full")
     parts.forward.weights.refresh = lambda: None
     assert differing(on_card(whisper_in_half, "full", dtype=torch.float32), weights_after(parts, STEPS, torch.float32))
 
 
 def test_gradients_that_do_not_come_home_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: fetched weights that autograd knows nothing of."""
+    """Negative control: fetched weights are unknown to autograd."""
     monkeypatch.setattr(placements.OffloadedWeights, "_in_place_of", lambda self, master, copy: copy)
     assert differing(on_card(ours, "never", "conformer"), weights_after(ours(ALL), STEPS))
 
 
 def test_what_came_ahead_and_is_never_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a block that was brought before an update, and is worked with after it."""
+    """Negative control: a block prefetched before an update is used after it."""
     monkeypatch.setattr(WeightPrefetcher, "forget", lambda self: None)
     monkeypatch.setattr(WeightPrefetcher, "get", bring_once)
     assert differing(on_card(ours, "never", "conformer"), weights_after(ours(AHEAD), STEPS))
 
 
 def bring_once(self: WeightPrefetcher, number: int) -> dict[str, torch.Tensor]:
-    """What was brought first, again."""
+    """Return the copy that was fetched first."""
     kept = self.__dict__.setdefault("kept", {})
     return kept.setdefault(number, self._start(number).weights)
 
 
 def test_no_update_is_lost_where_halves_cannot_hold_it() -> None:
-    """Updates a hundred times smaller than half precision's steps add up in the masters."""
+    """Updates a hundred times below the half-precision resolution accumulate in the master weights."""
     parts = whisper_parts("full", whisper_config("always"), torch.float32, placement=HALVED)
     parts = dataclasses.replace(parts, schedule=dataclasses.replace(parts.schedule, learning_rate=2e-7))
     weight = parts.model.encoder.blocks[0].self_attention.query.weight
@@ -171,11 +171,12 @@ def test_no_update_is_lost_where_halves_cannot_hold_it() -> None:
     weights_after(parts, steps=10, dtype=torch.float32)
     moved = (weight.detach() - 1).abs()
     assert 1e-6 < float(moved.mean()) < 4e-6
-    assert weight.detach().to(torch.bfloat16).eq(1).all()  # the control: the halves alone would have stayed
+    # Negative control: the half-precision weights alone would not change.
+    assert weight.detach().to(torch.bfloat16).eq(1).all()
 
 
 def greedy(decode_with: list[torch.Tensor]) -> Decode:
-    """Two tokens by the decoder, whose logits are noted."""
+    """Return a decoder of two tokens that records its logits."""
 
     def decode(model: torch.nn.Module, encoded: torch.Tensor, lengths: tuple[int, ...]) -> list[list[int]]:
         cache = model.decoder.begin(encoded, lengths, beam=1)

@@ -1,4 +1,4 @@
-"""NeMo's own tiny files and what it heard with them (benchmarks/import_parity.py makes them anew), and changed ones."""
+"""Tiny files written by NeMo, its results on them (benchmarks/import_parity.py recreates both), and changed files."""
 
 import copy
 import functools
@@ -23,14 +23,14 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class NemoParts:
-    """What a .nemo file holds, to be changed: its configuration, its tensors, its other members by their names."""
+    """Content of a .nemo file that a test can change: configuration, tensors, and other members by name."""
 
     config: Settings
     tensors: Tensors
     others: dict[str, bytes]
 
     def members(self) -> dict[str, bytes]:
-        """The bytes of each member."""
+        """Return the bytes of each member."""
         weights = io.BytesIO()
         torch.save(self.tensors, weights)
         return {
@@ -40,12 +40,12 @@ class NemoParts:
         }
 
     def write(self, path: Path) -> Path:
-        """The file, as NeMo would save it."""
+        """Write the file in the format of NeMo."""
         return write_members(path, self.members())
 
 
 def read_parts(name: str = "striding", folder: Path = FOLDER) -> NemoParts:
-    """Those of one of NeMo's files."""
+    """Return a copy of the content of a file written by NeMo."""
     return copy.deepcopy(_read_parts(name, folder))
 
 
@@ -58,7 +58,7 @@ def _read_parts(name: str, folder: Path) -> NemoParts:
 
 
 def write_members(path: Path, members: Mapping[str, bytes | tarfile.TarInfo], is_packed: bool = False) -> Path:
-    """A tar of these members; of one given by its header there are no bytes."""
+    """Write a tar file of these members; a member given by its header has no bytes."""
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as archive:
         for name, content in members.items():
@@ -71,14 +71,14 @@ def write_members(path: Path, members: Mapping[str, bytes | tarfile.TarInfo], is
 
 
 def changed(change: Callable[[NemoParts], object], path: Path, name: str = "striding", folder: Path = FOLDER) -> Path:
-    """One of NeMo's files, changed."""
+    """Write a changed version of a file written by NeMo."""
     parts = read_parts(name, folder)
     change(parts)
     return parts.write(path)
 
 
 def pieces(words: list[str], size: int, **settings: object) -> bytes:
-    """A SentencePiece model as NeMo's scripts train it: `<unk>` first and no other special token."""
+    """Return a SentencePiece model as trained by NeMo's scripts: `<unk>` first and no other special token."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([f"{first} {second}" for first in words for second in words]),
@@ -92,9 +92,9 @@ def pieces(words: list[str], size: int, **settings: object) -> bytes:
 
 
 def in_languages(sizes: Mapping[str, int]) -> Callable[[NemoParts], None]:
-    """Makes of a file one as AI4Bharat's fork saves it: a tokenizer and rows of the CTC head for each language.
+    """Return a change to the format of AI4Bharat's fork: a tokenizer and rows of the CTC head per language.
 
-    The joint's list of languages is in another order than the tokenizers, as the published files may have it.
+    The language list of the joint has another order than the tokenizers, as the published files may have it.
     """
 
     def change(parts: NemoParts) -> None:

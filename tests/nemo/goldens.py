@@ -1,4 +1,4 @@
-"""What an imported model hears beside golden tensors of NeMo's (benchmarks/import_parity.py makes them anew).
+"""Results of an imported model compared with golden tensors of NeMo (benchmarks/import_parity.py recreates them).
 
 B batch, T feature frames, T' encoder frames, V tokens.
 """
@@ -24,7 +24,7 @@ Change = Callable[[NemoParts], None]
 
 @dataclass(frozen=True)
 class Heard:
-    """What a model makes of an utterance: features (T, F), encoded (T', D), log probabilities (T', V), its text."""
+    """Model results for an utterance: features (T, F), encoded (T', D), log probabilities (T', V), tokens and text."""
 
     features: torch.Tensor
     encoded: torch.Tensor
@@ -42,7 +42,7 @@ def golden(name: str, folder: Path = FOLDER) -> Golden:
 
 
 def sound(folder: Path = FOLDER) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Two utterances of odd lengths (2, S), the second one shorter."""
+    """Return two utterances of odd lengths (2, S), the second one shorter."""
     found = golden("sound", folder)
     return found["sound"].float() / 2**15, tuple(found["samples"].tolist())
 
@@ -60,7 +60,7 @@ def hear(model: SpeechModel, waveforms: torch.Tensor, lengths: tuple[int, ...]) 
 
 
 def distances(heard: Heard, wanted: Golden, row: int) -> dict[str, float]:
-    """How far each is from what NeMo has; infinitely where another number of frames is heard."""
+    """Return the largest difference of each tensor from NeMo's, or infinity if the numbers of frames differ."""
     found = {"encoded": heard.encoded, "log_probabilities": in_their_order(heard.log_probabilities)}
     if "features" in wanted:
         found["features"] = heard.features
@@ -74,7 +74,7 @@ def distances(heard: Heard, wanted: Golden, row: int) -> dict[str, float]:
 
 
 def in_their_order(log_probabilities: torch.Tensor) -> torch.Tensor:
-    """(T', V): `<unk>` and the pieces first, the blank last; start and end are never said, and not there."""
+    """Return (T', V) in NeMo's order: `<unk>`, the pieces, the blank; start and end, never decoded, are absent."""
     assert float(log_probabilities[:, 2:4].max()) < -1000
     return torch.cat([log_probabilities[:, 1:2], log_probabilities[:, 4:], log_probabilities[:, :1]], dim=1)
 
@@ -84,7 +84,7 @@ def texts(wanted: Golden) -> list[str]:
 
 
 def of_version(version: str) -> Change:
-    """Makes of a file one that this version has saved."""
+    """Return a change that sets the NeMo version of the file."""
 
     def change(parts: NemoParts) -> None:
         parts.config["nemo_version"] = version
@@ -93,10 +93,10 @@ def of_version(version: str) -> Change:
 
 
 def distances_of(folder: Path, name: str) -> tuple[dict[str, float], bool]:
-    """The largest distance of each part for a folder's file, and whether the greedy texts are NeMo's.
+    """Return the largest difference of each tensor for a file, and whether the greedy texts equal NeMo's.
 
-    "older" is its first file with the front end of NeMo 1.23, a batch of one: there the edges of an utterance depend on
-    its batch.
+    "older" is the first file with the front end of NeMo 1.23 and a batch of one: in that version, the edges of an
+    utterance depend on its batch.
     """
     path, rows = folder / f"{name}.nemo", [(golden(name, folder), row) for row in (0, 1)] if name != "older" else []
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a .nemo file ends its import with one sentence; nothing is run, written or unpacked."""
+"""A bad .nemo file ends its import with one sentence; nothing is run, written or unpacked."""
 
 import gzip
 import io
@@ -28,7 +28,7 @@ def parts(change: Callable[[NemoParts], object], name: str = "striding") -> Writ
 
 
 def setting(section: str, key: str, value: object) -> Write:
-    """A setting of the configuration."""
+    """Return a change of one setting in the configuration."""
 
     def change(found: NemoParts) -> None:
         (found.config if section == "" else found.config[section])[key] = value
@@ -41,7 +41,7 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Write:
 
 
 def members(change: Callable[[dict[str, bytes]], object], is_packed: bool = False) -> Write:
-    """A change of the tar's members."""
+    """Return a change of the members of the tar file."""
 
     def write(path: Path) -> None:
         found = read_parts().members()
@@ -52,7 +52,7 @@ def members(change: Callable[[dict[str, bytes]], object], is_packed: bool = Fals
 
 
 def with_header(name: str, kind: bytes, size: int = 0, **fields: object) -> Write:
-    """A member more, of this kind, that claims to be so large."""
+    """Return a change that adds a member of this kind with this claimed size."""
     header = tarfile.TarInfo(name)
     header.type, header.size = kind, size
     for field, value in fields.items():
@@ -61,12 +61,12 @@ def with_header(name: str, kind: bytes, size: int = 0, **fields: object) -> Writ
 
 
 def configured(change: Callable[[bytes], bytes]) -> Write:
-    """A change of the configuration's text."""
+    """Return a change of the text of the configuration."""
     return members(lambda found: found.update({f"./{CONFIG}": change(found[f"./{CONFIG}"])}))
 
 
 def weighted(make: Callable[[bytes], bytes]) -> Write:
-    """A change of the weights' bytes."""
+    """Return a change of the bytes of the weights."""
     return members(lambda found: found.update({f"./{WEIGHTS}": make(found[f"./{WEIGHTS}"])}))
 
 
@@ -77,7 +77,7 @@ def saved(value: object, **settings: object) -> bytes:
 
 
 def compressed(weights: bytes) -> bytes:
-    """The same records, deflated, one of them a gigabyte of zeros."""
+    """Return the records compressed, one of them a gigabyte of zeros."""
     data = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(weights)) as old, zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as new:
         for name in old.namelist():
@@ -86,14 +86,14 @@ def compressed(weights: bytes) -> bytes:
 
 
 def bombed(path: Path) -> None:
-    """A member of a gigabyte in a megabyte."""
+    """Write a member of a gigabyte compressed into a megabyte."""
     header = tarfile.TarInfo(f"./{WEIGHTS}")
     header.size = 2**30
     path.write_bytes(gzip.compress(header.tobuf()) + 256 * gzip.compress(bytes(2**22)))
 
 
 def noted(path: Path) -> None:
-    """A note before a member that gives it another name."""
+    """Write a PAX header that renames the following member."""
     header = tarfile.TarInfo("./x")
     header.pax_headers = {"path": "../x", "size": "7"}
     write_members(path, {"./x": header} | read_parts().members())
@@ -226,12 +226,12 @@ def test_a_file_that_is_cut_anywhere_is_refused(is_packed, tmp_path):
         verdict = watch(lambda: run_import(path), tmp_path)
         assert verdict.outcome == "CheckpointError", (part, verdict)
         assert re.search("is truncated|is damaged", verdict.message), verdict.message
-    path.write_bytes(whole)  # the negative control
+    path.write_bytes(whole)  # negative control
     assert watch(lambda: run_import(path), tmp_path).outcome == "taken"
 
 
 def test_what_the_script_says_and_leaves(tmp_path):
-    """One sentence and an exit code of each kind; a sound file's checkpoint stays as it was."""
+    """Each kind of error gives one sentence and its exit code; an existing checkpoint stays unchanged."""
     sound, out = FOLDER / "striding.nemo", tmp_path / "out.pt"
     bad = tmp_path / "bad.nemo"
     FILES["vggnet"][0](bad)
@@ -253,7 +253,7 @@ def test_what_the_script_says_and_leaves(tmp_path):
         (line,) = done.stderr.splitlines()
         assert re.search(said, line) and not done.stdout
         assert out.read_bytes() == before and sorted(p.name for p in tmp_path.iterdir()) == ["bad.nemo", "out.pt"]
-    done = run_script(SCRIPT, str(FOLDER / "parakeet.nemo"), str(out), "--force")  # the negative control
+    done = run_script(SCRIPT, str(FOLDER / "parakeet.nemo"), str(out), "--force")  # negative control
     assert done.returncode == 0 and out.read_bytes() != before, done.stderr
 
 

@@ -1,4 +1,4 @@
-"""A model of ours that went through a .nemo file hears and says what it did."""
+"""A project model that is exported to .nemo and imported again gives the same output."""
 
 import dataclasses
 from pathlib import Path
@@ -26,10 +26,10 @@ OTHER += "--smallest_power 1e-10 --mel_bins 64"
 
 
 def trained(folder: Path, corpus: Corpus, *shape: str) -> Path:
-    """The checkpoint that a few steps make of a tiny model."""
+    """Return the checkpoint of a tiny model after a few steps."""
     flags = [*TINY_MODEL, *shape, *corpus.flags(), *run_folders(folder), "--num_workers", "0", "--max_steps", "2"]
     run = build_run(begin_run([*flags, "--learning_rate", "3e-4"]))
-    run.step.model.ctc_head.bias.data[0] -= 3.0  # else after a few steps it says nothing else than blanks
+    run.step.model.ctc_head.bias.data[0] -= 3.0  # a model with few steps decodes only blanks otherwise
     train(run)
     return folder / "checkpoints" / LAST
 
@@ -44,9 +44,9 @@ def test_it_comes_back_as_it_was(more, corpus, tmp_path, monkeypatch):
         assert after.text == before.text and after.tokens
         torch.testing.assert_close(after.log_probabilities, before.log_probabilities, rtol=0, atol=NEAR)
     norm = read_parts("first", tmp_path).tensors["encoder.layers.0.conv.batch_norm.bias"]
-    assert bool(norm.any()) == bool(more)  # where no convolution has a bias, the norm has it
+    assert bool(norm.any()) == bool(more)  # without convolution biases, the norm has the bias
 
-    model = dict(ours.states["model"])  # negative control: another model's probabilities are others
+    model = dict(ours.states["model"])  # negative control: another model gives other probabilities
     model["encoder.blocks.1.attention.content_bias"] = model["encoder.blocks.1.attention.content_bias"] + 0.1
     write_nemo(tmp_path / "other.nemo", dataclasses.replace(ours, states={"model": model}))
     other = heard(import_nemo(tmp_path / "other.nemo", None, tmp_path).checkpoint)[0]

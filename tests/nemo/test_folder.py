@@ -1,4 +1,4 @@
-"""A folder of transformers' Parakeet is imported like NeMo's file, and held against transformers itself, live."""
+"""A folder of transformers' Parakeet is imported like NeMo's file, and compared with transformers itself."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ PIECES = 60
 
 
 def model_of(has_biases: bool) -> "transformers.ParakeetForCTC":
-    """A random one, with statistics, norms and biases that are not where they begin."""
+    """Return a random model with statistics, norms and biases away from their initial values."""
     encoder = {
         **{"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 2},
         **{"conv_kernel_size": 9, "subsampling_conv_channels": 8, "num_mel_bins": 80, "scale_input": has_biases},
@@ -44,7 +44,7 @@ def model_of(has_biases: bool) -> "transformers.ParakeetForCTC":
 
 
 def save(model: "transformers.ParakeetForCTC", folder: Path) -> Path:
-    """The model with a tokenizer that transformers makes of a SentencePiece model, as its own converter does."""
+    """Save the model with a tokenizer that transformers converts from a SentencePiece model."""
     from transformers.convert_slow_tokenizer import ParakeetConverter
 
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Of a file of several languages, as AI4Bharat saves them, one language's rows of the CTC head are taken by name."""
+"""From a multilingual file, as AI4Bharat saves it, one language's rows of the CTC head are selected by name."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from konkanivani.inference.speech_model import build_speech_model
 from tests.nemo.files import NemoParts, changed, in_languages, pieces, read_parts
 from tests.nemo.goldens import NEAR, golden, in_their_order, sound
 
-SIZES = {"hi": 40, "kok": 50, "mr": 44}  # of other sizes, so that no row fits by chance
+SIZES = {"hi": 40, "kok": 50, "mr": 44}  # distinct sizes, so that no row fits by chance
 HEAD = "ctc_decoder.decoder_layers.0"
 
 
@@ -29,7 +29,7 @@ def parts() -> NemoParts:
 
 
 def rows_of(parts: NemoParts, language: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the fork's mask leaves of the head: the language's rows and the blank's, (V + 1, D) and (V + 1,)."""
+    """Return the rows of the head that the fork's mask selects, language and blank: (V + 1, D) and (V + 1,)."""
     mask = torch.zeros(sum(SIZES.values()) + 1, dtype=torch.bool)
     before = sum(size for name, size in SIZES.items() if list(SIZES).index(name) < list(SIZES).index(language))
     mask[before : before + SIZES[language]] = mask[-1] = True
@@ -54,7 +54,7 @@ def test_the_softmax_is_over_the_languages_own_pieces(language, path, parts):
 
 
 def test_the_encoder_is_the_files(path):
-    """Whatever the head: it is NeMo's, with the features of the version that saved the file."""
+    """The encoder is NeMo's for every head, with the features of the version that saved the file."""
     model = build_speech_model(import_nemo(path, "kok", path.parent).checkpoint, torch.device("cpu"))
     waveforms, lengths = sound()
     encoded, encoded_lengths = model.encode(waveforms, lengths)
@@ -126,7 +126,7 @@ def test_what_contradicts_itself_is_refused(change, said, tmp_path):
 
 
 def test_a_tokenizer_with_a_start_and_an_end_of_its_own_keeps_their_rows(tmp_path):
-    """Ids of the published kind are (0, none, none, none); of this one nothing is added but the blank."""
+    """Published tokenizers have the special ids (0, none, none, none); this one needs only the blank added."""
 
     def change(parts: NemoParts) -> None:
         file = parts.config["tokenizer"]["model_path"].removeprefix("nemo:")

@@ -1,4 +1,4 @@
-"""Imported files hear and say what NeMo does with them: golden tensors of its 3.0, and of the features of its 1.23.
+"""Imported files give NeMo's output: golden tensors of NeMo 3.0, and of the features of 1.23.
 
 B batch, T feature frames, T' encoder frames, V tokens.
 """
@@ -30,7 +30,7 @@ def test_features_encoder_probabilities_and_text_are_nemos(name):
     found, has_texts = distances_of(FOLDER, name)
     assert ("features" in found) == (name != "separable") and min(map(len, texts(golden(name)))) > 5
     if name == "parakeet":
-        # The lowest of 128 bands are narrow: NeMo's own fp32 is 3e-5 from float64 there, as another processor's FFT is.
+        # The lowest of 128 bands are narrow: NeMo's fp32, like another processor's FFT, is 3e-5 from float64 there.
         assert found.pop("features") <= 10 * NEAR
     assert max(found.values()) <= NEAR and has_texts
 
@@ -67,7 +67,7 @@ def test_the_version_says_what_is_beyond_the_edges(version, edges, tmp_path):
 
 
 def test_a_batch_norm_of_other_statistics_is_another_model(tmp_path):
-    """Negative control: the parity above sees the statistics."""
+    """Negative control: the parity tests detect other statistics."""
 
     def change(parts: NemoParts) -> None:
         parts.tensors["encoder.layers.1.conv.batch_norm.running_mean"] += 0.01

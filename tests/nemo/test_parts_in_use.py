@@ -1,4 +1,4 @@
-"""A model of NeMo's parts as any other: trained and resumed, bundled, exported, heard, its frames counted."""
+"""A model with NeMo's parts is trained, resumed, bundled, exported, transcribed with and planned like any other."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ FLAGS = (
     *("--mel_scale", "slaney", "--std_ddof", "sample"),
 )
 PARTS = dataclasses.replace(OTHER_PARTS, d_model=32, subsampling_channels=8)
-SHAPES = {  # by 4, as AI4Bharat's Conformers, and by 8, as FastConformers
+SHAPES = {  # by 4, as in AI4Bharat's Conformers, and by 8, as in FastConformers
     "striding": (PARTS, OTHER_FEATURES),
     "separable": (
         dataclasses.replace(PARTS, subsampling="separable", biases=True),
@@ -47,7 +47,7 @@ SHAPES = {  # by 4, as AI4Bharat's Conformers, and by 8, as FastConformers
 
 
 def speech_model_of(shape: ModelConfig, features: FeatureConfig) -> SpeechModel:
-    """A model that learnt nothing, whose best path goes through many tokens all the same."""
+    """Return an untrained model whose best path has many tokens."""
     tokenizer = speech_model_of_shape(SHAPE).tokenizer
     torch.manual_seed(4)
     architecture = HybridArchitecture(shape, features, tokenizer.size)
@@ -89,7 +89,7 @@ def test_bundles_hold_the_settings_and_are_built_from_them(kind, tmp_path):
     assert (found.architecture.model, found.architecture.features) == SHAPES[kind]
     check_bundle(found, wanted, tmp_path / "a")
     assert bundle_bytes(found) == (tmp_path / "a").read_bytes()
-    hear = (found.front_end, FrontEnd(FeatureConfig(), AugmentConfig()))  # the second: the negative control
+    hear = (found.front_end, FrontEnd(FeatureConfig(), AugmentConfig()))  # the second is the negative control
     lengths = [front_end(spoken(1.0)[None], (16_000,), None)[1] for front_end in hear]
     assert lengths == [(wanted.architecture.framing.feature_length(16_000),), (97,)] and lengths[0] != lengths[1]
 
@@ -133,7 +133,7 @@ def test_onnx_files_say_what_the_model_says(kind, tmp_path):
 
 
 def test_ctc_needs_as_many_frames_as_the_subsampling_leaves():
-    """A second is 25 frames of 40 ms, and 13 of 80 ms, whose last one reaches beyond it."""
+    """A second is 25 frames of 40 ms, and 13 of 80 ms, and the last of these extends beyond it."""
     shapes = [TrainConfig(model=shape, features=features) for shape, features in SHAPES.values()]
     augment = AugmentConfig(speed_perturbation=(1.0,))
     by_4, by_8 = (training_limits(dataclasses.replace(config, augment=augment)) for config in shapes)
@@ -145,7 +145,7 @@ def test_ctc_needs_as_many_frames_as_the_subsampling_leaves():
 
 @pytest.mark.parametrize(("run_block", "times"), [(run_directly, 1), (run_recomputed, 2)])
 def test_a_minute_s_attention_by_distance_is_computed_as_often_as_its_block(run_block, times, monkeypatch):
-    """Longer speech, which goes through it in chunks, once more."""
+    """Longer speech is computed in chunks, which adds one recomputation."""
     softmax, calls = torch.Tensor.softmax, []
     monkeypatch.setattr(torch.Tensor, "softmax", lambda scores, dim: (calls.append(dim), softmax(scores, dim))[1])
     attention, norm = random_attention()

@@ -1,4 +1,4 @@
-"""What was imported is used as any other checkpoint: scored, heard with, written for elsewhere, trained on."""
+"""An imported checkpoint can be scored, transcribed with, exported and trained like any other."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint of each file."""
+    """Return a folder with a checkpoint of each file."""
     folder = tmp_path_factory.mktemp("imported")
     for name in FILES:
         done = run_script("training_scripts/import_asr.py", str(FOLDER / f"{name}.nemo"), str(folder / f"{name}.pt"))
@@ -58,7 +58,7 @@ def test_it_is_scored_and_heard_with_alike(name, imported, corpus, tmp_path):
     checkpoint, heard = str(imported / f"{name}.pt"), tmp_path / "heard.jsonl"
     words = ("--checkpoint", checkpoint, "--manifest", corpus.manifest("test"), "--output", str(heard), "--json")
     report = json.loads(run("evaluate_konkanivani_asr", *words, "--device", "cpu"))
-    assert report["wer"] > 0.5  # it has learnt nothing
+    assert report["wer"] > 0.5  # the model is untrained
     rows = [json.loads(line) for line in heard.read_text(encoding="utf-8").splitlines()]
     recognizer = load_recognizer(checkpoint, device="cpu")
     said = [recognizer.transcribe(corpus.directory / "audio" / f"test_{n:03d}.flac").text for n in range(len(rows))]
@@ -83,7 +83,7 @@ def test_a_bundle_says_the_same_and_where_it_comes_from(name, imported, tmp_path
 
 
 def test_an_onnx_file_says_the_same(imported, tmp_path):
-    model = build_speech_model(read_checkpoint(imported / "parakeet.pt"), CPU)  # the other kind: test_parts_in_use.py
+    model = build_speech_model(read_checkpoint(imported / "parakeet.pt"), CPU)  # other kind: test_parts_in_use.py
     (tmp_path / "a.onnx").write_bytes(build_onnx(model))
     again = read_onnx(tmp_path / "a.onnx")
     assert again.recognize(*sound()) == [heard.text for heard in hear(model, *sound())]
@@ -103,7 +103,7 @@ def test_a_prefix_beam_with_a_language_model_takes_its_tokens(imported, corpus, 
 
 
 def test_long_audio_goes_in_pieces(imported):
-    """Three minutes, of which no piece is longer than what the model may hear at once."""
+    """Three minutes are split into pieces within the limit of the model."""
     recognizer = load_recognizer(imported / "parakeet.pt", device="cpu")
     waveforms, lengths = sound()
     words = recognizer.transcribe(np.tile(waveforms[0, : lengths[0]].numpy(), 180)).words
@@ -125,7 +125,7 @@ def test_a_run_that_begins_with_it_takes_all_of_it_and_keeps_where_it_comes_from
     assert trained.step == 4 and trained.tokenizer == initial.tokenizer
     averaged = average_checkpoints([NamedCheckpoint("a", trained)])
     assert read_provenance(trained) == read_provenance(averaged) == read_provenance(initial)
-    # What the file's head does not have is never said, whatever is learnt.
+    # Tokens that the head of the file lacks are never predicted, whatever is learnt.
     before, bias = (checkpoint.states["model"]["ctc_head.bias"] for checkpoint in (initial, trained))
     assert torch.equal(bias[2:4], torch.full((2,), -1e4)) and not torch.equal(bias[4:], before[4:])
 

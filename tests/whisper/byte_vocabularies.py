@@ -1,4 +1,4 @@
-"""Byte-pair vocabularies to test with: small ones made here, and a real one made of a file of ranked byte strings."""
+"""Byte-pair vocabularies for tests: small generated ones, and a real one from a file of ranked byte strings."""
 
 import base64
 import itertools
@@ -37,7 +37,7 @@ HOSTILE = (
 
 
 def write_files(folder: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]], added: dict[str, int]) -> Path:
-    """The three files of a vocabulary, in a new folder."""
+    """Write the three files of a vocabulary to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
     lines = ["#version: 0.2", *(" ".join(merge) for merge in merges)]
@@ -47,13 +47,13 @@ def write_files(folder: Path, vocabulary: dict[str, int], merges: list[tuple[str
 
 
 def named_after(vocabulary: dict[str, int], languages: tuple[str, ...]) -> dict[str, int]:
-    """The start, languages, tasks and times, behind a vocabulary of which the end is the last one."""
+    """Return the ids of start, languages, tasks and times, which follow a vocabulary that ends with the end token."""
     names = (START, *(f"<|{language}|>" for language in languages), *TASKS, *TIMES)
     return {name: len(vocabulary) + place for place, name in enumerate(names)}
 
 
 def merges_of(strings: list[bytes]) -> list[tuple[bytes, bytes]]:
-    """What each string of more than one byte is merged of: two strings before it, as merging by rank leaves them."""
+    """Split each string of several bytes into its last merge: two earlier strings, as merging by rank leaves them."""
     ranks = {string: rank for rank, string in enumerate(strings)}
     found = []
     for string in strings:
@@ -68,12 +68,12 @@ def merges_of(strings: list[bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def written(string: bytes) -> str:
-    """A byte string as vocabulary files write it."""
+    """Return a byte string in the encoding of vocabulary files."""
     return "".join(byte_characters()[byte] for byte in string)
 
 
 def real_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Ids and merges that follow from the ranked byte strings of `RANKS`, and the end of a text behind them."""
+    """Return the ids and merges derived from the ranked byte strings of `RANKS`, with the end token last."""
     strings = [base64.b64decode(line.split()[0]) for line in RANKS.read_bytes().splitlines()]
     vocabulary = {written(string): token for token, string in enumerate(strings)}
     merges = [(written(left), written(right)) for left, right in merges_of(strings)]
@@ -81,7 +81,7 @@ def real_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def small_vocabulary(pairs: list[tuple[int, int]]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The 256 bytes, and of each pair of places among what is there so far one token more; the end last."""
+    """Return the 256 bytes and one new token per pair of earlier tokens, with the end token last."""
     tokens, merges = list(byte_characters()), []
     for left, right in pairs:
         merge = tokens[left % len(tokens)], tokens[right % len(tokens)]
@@ -92,7 +92,7 @@ def small_vocabulary(pairs: list[tuple[int, int]]) -> tuple[dict[str, int], list
 
 
 def vocabulary_of_text(text: str, size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The 256 bytes, then the pair of neighbours that the text has most often, again and again; the end last."""
+    """Return the 256 bytes and the most frequent pairs of the text, merged repeatedly, with the end token last."""
     words = [[written(bytes([byte])) for byte in (" " + word).encode()] for word in text.split()]
     tokens, merges = list(byte_characters()), []
     while len(tokens) < size:

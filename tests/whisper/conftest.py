@@ -1,4 +1,4 @@
-"""Folders of random Whisper models, written once a session."""
+"""Fixtures: folders of random Whisper models, written once per session."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ __all__ = ["two_threads", "whisper_folders"]
 
 @pytest.fixture(scope="session")
 def whisper_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder of each kind of model, by its name; nobody writes into them."""
+    """Return a read-only folder for each kind of model, by name."""
     from tests.whisper.folders import KINDS, write_folder
 
     root = tmp_path_factory.mktemp("whisper")

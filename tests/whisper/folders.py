@@ -1,4 +1,4 @@
-"""Random Whisper models in folders as transformers writes them, with windows of a second: no weights are downloaded."""
+"""Random Whisper models in folders as written by transformers, with windows of one second: nothing is downloaded."""
 
 import json
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ FRAMES = 50 * SECONDS
 
 @dataclass(frozen=True)
 class Kind:
-    """What tells the published models apart, in small."""
+    """Small version of a published model's distinctive properties."""
 
     mel_bins: int = 80
     layers: tuple[int, int] = (2, 2)
@@ -32,7 +32,7 @@ class Kind:
 
     @property
     def special(self) -> SpecialTokens:
-        """Without a blank; the start token, which cannot follow either, stands for it."""
+        """Return the special tokens: without a blank, the start token, which cannot be decoded either, replaces it."""
         start = self.end + 1
         return SpecialTokens(blank=start, unknown=start, start=start, end=self.end)
 
@@ -46,7 +46,7 @@ KINDS = {
 
 
 def reference(kind: Kind, seed: int = 0, width: int = 32, positions: int = 64) -> torch.nn.Module:
-    """A random model of transformers whose every weight matters, in evaluation mode."""
+    """Return a random transformers model in evaluation mode, in which every weight affects the output."""
     config = transformers.WhisperConfig(
         vocab_size=kind.vocab_size,
         num_mel_bins=kind.mel_bins,
@@ -77,7 +77,7 @@ def reference(kind: Kind, seed: int = 0, width: int = 32, positions: int = 64) -
 
 
 def ours_of(model: torch.nn.Module, kind: Kind) -> Whisper:
-    """The same network in ours, with the same weights, in evaluation mode."""
+    """Return the project's version of the network with the same weights, in evaluation mode."""
     config = model.config
     shape = WhisperShape(
         config.d_model,
@@ -95,7 +95,7 @@ def ours_of(model: torch.nn.Module, kind: Kind) -> Whisper:
 
 
 def write_folder(kind: Kind, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """A folder of such a model with the files that programs read, of which some are words only here."""
+    """Write the folder of a random model with the files that programs read; some have only placeholder text."""
     reference(kind, seed).to(dtype).save_pretrained(path, max_shard_size=kind.largest_file)
     transformers.WhisperFeatureExtractor(feature_size=kind.mel_bins, chunk_length=SECONDS).save_pretrained(path)
     generation = json.loads((path / "generation_config.json").read_text())
@@ -107,7 +107,7 @@ def write_folder(kind: Kind, path: Path, seed: int = 0, dtype: torch.dtype = tor
 
 
 def read_reference(path: Path) -> torch.nn.Module:
-    """The folder's model by transformers, in evaluation mode and fp32; a failed assertion where a key does not fit."""
+    """Load the folder's model with transformers in evaluation mode and fp32; assert that every key fits."""
     model, told = transformers.WhisperForConditionalGeneration.from_pretrained(
         path, output_loading_info=True, dtype=torch.float32
     )
@@ -116,12 +116,12 @@ def read_reference(path: Path) -> torch.nn.Module:
 
 
 def random_features(kind: Kind, count: int = 2, seed: int = 0) -> torch.Tensor:
-    """Features (B, T, F) of whole windows."""
+    """Return features (B, T, F) of whole windows."""
     return torch.randn(count, 2 * FRAMES, kind.mel_bins, generator=torch.Generator().manual_seed(seed))
 
 
 def spoken(kind: Kind, *lengths: int, seed: int = 0) -> Batch:
-    """A batch of utterances with so many tokens each, waveforms of a second at most."""
+    """Return a batch of utterances with these numbers of tokens, and waveforms of at most a second."""
     generator = torch.Generator().manual_seed(seed)
     return collate(
         [
@@ -138,5 +138,5 @@ def spoken(kind: Kind, *lengths: int, seed: int = 0) -> Batch:
 
 
 def labels_of(targets: torch.Tensor) -> torch.Tensor:
-    """Targets as transformers marks those that are none."""
+    """Return the targets with padding marked as in transformers (-100)."""
     return targets.masked_fill(targets < 0, -100)

@@ -1,4 +1,4 @@
-"""Small Whisper models in each way of training, with the tokens of the other invariants and up to 2 s of audio."""
+"""Small Whisper models in each training mode, with the tokens of the other invariants and up to 2 s of audio."""
 
 import json
 from pathlib import Path
@@ -45,10 +45,10 @@ SPOKEN = speeches(4)
 
 
 class LearntWhisper(WhisperArchitecture):
-    """Its low-rank products are no zeros, as if some steps had been taken: else half of their gradients would be."""
+    """Architecture with non-zero LoRA products, as after some steps: otherwise half of their gradients are zero."""
 
     def build(self) -> Whisper:
-        """The network."""
+        """Build the network."""
         model = super().build()
         for name, parameter in model.named_parameters():
             if name.endswith("low_rank.up"):
@@ -57,14 +57,14 @@ class LearntWhisper(WhisperArchitecture):
 
 
 def is_trained(name: str, mode: str) -> bool:
-    """Whether this tensor is to be trained."""
+    """Return whether this tensor is trained."""
     return "low_rank" in name or not name.startswith(FROZEN[mode])
 
 
 def whisper_config(
     recompute: str = "never", rate: float = 1e-3, concurrent_micro_batches: int = 1, half: bool = False
 ) -> TrainConfig:
-    """Settings of a step; SpecAugment as in training."""
+    """Return the settings of a step, with SpecAugment as in training."""
     return TrainConfig(
         data=DataConfig(concurrent_micro_batches=concurrent_micro_batches),
         loss=LossConfig(ctc_weight=0.0),
@@ -83,7 +83,7 @@ def whisper_parts(
     placement: Placement = ON_CARD,
     device: torch.device = CPU,
 ) -> StepParts:
-    """Step parts, on the CPU unless said."""
+    """Return step parts, by default on the CPU."""
     torch.set_default_dtype(dtype)
     try:
         architecture = LearntWhisper(SHAPE, MODES[mode])
@@ -94,7 +94,7 @@ def whisper_parts(
 
 
 def gradients(parts: StepParts, cut: GlobalBatch | None = None) -> dict[str, torch.Tensor]:
-    """Of one window, the four utterances in two micro-batches if none is given."""
+    """Return the gradients of a global batch, by default four utterances in two micro-batches."""
     cut = cut or global_batch(SPOKEN, 2)
     parts.model.train()
     parts.model.zero_grad()
@@ -104,12 +104,12 @@ def gradients(parts: StepParts, cut: GlobalBatch | None = None) -> dict[str, tor
 
 
 def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Bit for bit, by the same names."""
+    """Return whether the names are equal, and the tensors bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def write_small_folder(path: Path, seconds: int = 2, seed: int = 0) -> Path:
-    """A folder of a random model with tokens of the tests' words, written by nobody's library but safetensors."""
+    """Write the folder of a random model with tokens of the test words, with no library except safetensors."""
     vocabulary, merges = vocabulary_of_text(" ".join(WORDS), 300)
     added = named_after(vocabulary, ("hi", "mr"))
     write_files(path, vocabulary, merges, added)

@@ -1,4 +1,4 @@
-"""A small random Whisper model in a folder, with all files that a run begins with, written without transformers."""
+"""A small random Whisper model in a folder, with all files that a run needs, written without transformers."""
 
 import json
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ def write_model(
     real: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """The folder, with a window of so many seconds; without languages a model that knows English alone.
+    """Write a model with a window of `seconds`; without languages it is an English-only model.
 
-    `real`: with Whisper's own vocabulary in place of one of the words. `dtype`: the number format of the file.
+    `real`: use Whisper's own vocabulary instead of one from `words`. `dtype`: the number format of the file.
     """
     found = real_vocabulary() if real else vocabulary_of_text(" ".join(words), 300)
     inner = inner or 2 * width

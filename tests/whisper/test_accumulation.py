@@ -1,4 +1,4 @@
-"""The script that compares ways to cut a step: ours are one, and the Trainer's is the same where nothing is cut."""
+"""Comparison of step splits: the project's are equal, and equal to the Trainer's without a split."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ runpy.run_path(sys.argv.pop(), run_name="__main__")
 
 
 def test_ours_is_the_same_however_it_is_cut_and_the_trainers_where_it_is_not():
-    """What the Trainer makes of the others is its own affair, and may be mended."""
+    """The other results of the Trainer are not checked: they may be fixed."""
     done = run_script(SCRIPT, "--json")
     assert done.returncode == 0 and done.stderr == ""
     found = json.loads(done.stdout)

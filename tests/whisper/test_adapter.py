@@ -1,4 +1,4 @@
-"""Low-rank products in PEFT's format: its model, ours with products and ours merged are one."""
+"""LoRA in PEFT's format: its model, the project's model and the merged model give the same output."""
 
 import json
 from dataclasses import replace
@@ -35,7 +35,7 @@ def base(whisper_folders: dict[str, Path]) -> WhisperFolder:
 
 
 def tuned(base: WhisperFolder, tuning: TuningConfig, seed: int | None = None) -> Whisper:
-    """The base with products beside its layers: as they begin, or none of them zero."""
+    """Return the base with LoRA products, at their initial values or all non-zero."""
     model = WhisperArchitecture(base.shape, tuning).build()
     found = model.load_state_dict(base.weights(), strict=False)
     assert not found.unexpected_keys and all("low_rank" in name for name in found.missing_keys)
@@ -59,7 +59,7 @@ def their_logits(model: torch.nn.Module, dtype: torch.dtype = torch.float64) -> 
 
 
 def adapted(base: WhisperFolder, out: Path) -> torch.nn.Module:
-    """The base as transformers reads it, in float64, with what is written as PEFT reads it."""
+    """Return the base as read by transformers in float64, with the written adapter as read by PEFT."""
     return peft.PeftModel.from_pretrained(read_reference(base.path).double(), out).eval()
 
 
@@ -77,7 +77,7 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     ],
 )
 @pytest.mark.parametrize("alpha", [0.0, 5.0])
-@pytest.mark.filterwarnings("error::UserWarning")  # PEFT's, of a tensor that is missing or too many
+@pytest.mark.filterwarnings("error::UserWarning")  # PEFT's warning about a missing or unexpected tensor
 def test_with_products_merged_and_by_peft_the_logits_are_the_same(targets, theirs, alpha, base, tmp_path):
     tuning = replace(TUNING, lora_targets=targets, lora_alpha=alpha)
     model = tuned(base, tuning, seed=1)
@@ -90,7 +90,7 @@ def test_with_products_merged_and_by_peft_the_logits_are_the_same(targets, their
     ours, by_peft = our_logits(model), their_logits(adapted(base, tmp_path / "adapter"))
     assert distance(ours, by_peft) < 1e-12
     assert distance(ours, their_logits(read_reference(tmp_path / "merged"))) < 1e-5  # its weights are rounded to fp32
-    assert distance(ours, their_logits(read_reference(base.path))) > 0.01  # the negative control: without products
+    assert distance(ours, their_logits(read_reference(base.path))) > 0.01  # negative control: without products
 
 
 def test_peft_merges_into_our_merged_weights(base, tmp_path):
@@ -146,7 +146,7 @@ def test_before_its_first_step_a_model_with_products_is_its_base_bit_for_bit(bas
         assert torch.equal(our_logits(model, dtype), our_logits(plain, dtype))
         with torch.no_grad():
             assert torch.equal(our_logits(model, dtype), our_logits(plain, dtype))
-    model.decoder.blocks[1].feedforward.contract.low_rank.up.data[0, 0] = 1e-3  # the negative control
+    model.decoder.blocks[1].feedforward.contract.low_rank.up.data[0, 0] = 1e-3  # negative control
     assert not torch.equal(our_logits(model), our_logits(plain))
 
 

@@ -1,4 +1,4 @@
-"""Times of words by attention: what is looked at is transformers', the path is the cheapest, words are found."""
+"""Word times from attention: attention weights equal transformers', the path is the cheapest, words are found."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ generation = pytest.importorskip(
 
 
 def cost_of(costs: np.ndarray, first: list[int]) -> float:
-    """Of a way that takes every column, and goes down into a row where that begins, or one before."""
+    """Return the cost of a path through every column that enters each row at its start or one column before."""
     rows, columns = costs.shape
     ends = [*first[1:], columns]
     total = 0.0
@@ -85,7 +85,7 @@ def test_what_heads_look_at_is_transformers(whisper_folders):
 
 
 class Looking(torch.nn.Module):
-    """In a decoder's place: each input looks at given frames, and each label is likely by a half."""
+    """Replacement of a decoder: each input attends to given frames, and each label has probability 0.5."""
 
     def __init__(self, frames: list[int], count: int, size: int) -> None:
         super().__init__()
@@ -140,4 +140,4 @@ def test_a_folder_is_not_asked_for_times_that_it_may_have_forgotten(tmp_path):
     folder = read_pretrained(write_model(tmp_path / "small"))
     found = build_pretrained_model(folder, PretrainedConfig(language="mr"), torch.device("cpu"))
     assert found.tokenizer.has_times and with_word_times(found) is found
-    assert with_word_times(replace(found, knows_times=True)).tokenizer.rules.times is not None  # the negative control
+    assert with_word_times(replace(found, knows_times=True)).tokenizer.rules.times is not None  # negative control

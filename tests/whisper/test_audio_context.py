@@ -1,4 +1,4 @@
-"""Whisper that hears speech alone: padding is invisible, memory follows the speech, and a folder says that it does."""
+"""Whisper on speech without padding: padding is invisible, memory follows the speech, the folder records it."""
 
 import dataclasses
 import json
@@ -63,7 +63,7 @@ def parts_of(
 
 
 def outputs(parts: StepParts, spoken: list[Example], size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Encoded frames and logits of each utterance's valid positions."""
+    """Return the encoded frames and logits of the valid positions of each utterance."""
     found = {}
     with torch.no_grad():
         for batch in global_batch(size, spoken).micro_batches:
@@ -76,7 +76,7 @@ def outputs(parts: StepParts, spoken: list[Example], size: int) -> dict[str, tup
 
 
 def apart(one: dict, other: dict) -> float:
-    """The largest relative difference of what two ways make of the same utterances."""
+    """Return the largest relative difference between two outputs of the same utterances."""
     assert one.keys() == other.keys()
     pairs = [pair for name in one for pair in zip(one[name], other[name], strict=True)]
     assert all(mine.shape == theirs.shape for mine, theirs in pairs)
@@ -108,7 +108,8 @@ def test_how_a_window_is_cut_never_changes_the_gradient(recompute):
         cut = gradients(parts, global_batch(size, speeches(5)))
         assert max(relative_difference(whole[name], cut[name]) for name in whole) < BOUND
     other = gradients(parts_of(ARCHITECTURE), global_batch(5, speeches(5)))
-    assert max(relative_difference(whole[name], other[name]) for name in whole) > 1e-3  # windows are something else
+    # Negative control: padded windows give other gradients.
+    assert max(relative_difference(whole[name], other[name]) for name in whole) > 1e-3
 
 
 def test_greedy_search_says_the_same_alone_and_in_a_batch():
@@ -157,7 +158,7 @@ def test_features_of_speech_are_the_first_of_its_window_and_a_window_makes_no_ma
     window_model, model = ARCHITECTURE.build(), SPEECH.build()
     model.load_state_dict(window_model.state_dict())
     (plain, _), (same, _) = (each.encoder(whole, (100, 100), run_directly) for each in (window_model, model))
-    assert torch.equal(plain, same)  # a whole window is one, and no mask was asked for
+    assert torch.equal(plain, same)  # a whole window needs no mask
     with pytest.raises(TypeError):
         model.encoder(speech, frames, run_directly)
     with pytest.raises(ValueError, match="57 frames do not match the window of 100"):
@@ -195,7 +196,7 @@ def test_products_of_a_step_are_what_the_formulas_say():
     dense = tuple(layer for layer in layers if layer.is_dense and "convolution" not in layer.name)
     log_mel = SPEECH.build_front_end(AugmentConfig()).log_mel
     heard = sum(log_mel(torch.zeros(1, count), (count,))[0].shape[2] for count in samples)
-    (head,) = (layer.flop for layer in layers if layer.name == "decoder's output")  # which the loss makes once more
+    (head,) = (layer.flop for layer in layers if layer.name == "decoder's output")  # computed once more by the loss
     assert counted == step_flop(dense, False) + head + 2 * heard * SHAPE.mel_bins * 201
     assert step_flop(layers, False) < step_flop(ARCHITECTURE.forward_layers(samples, 20), False)
 

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a --pretrained run ends it with one sentence, its exit code, and nothing made."""
+"""A bad --pretrained run ends with one sentence and its exit code, and creates nothing."""
 
 import json
 import os
@@ -31,7 +31,7 @@ Change = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Models:
-    """Folders of models, a corpus, and a checkpoint of each kind of run; nobody writes into them."""
+    """Read-only folders of models, a corpus, and a checkpoint of each kind of run."""
 
     root: Path
     corpus: Corpus
@@ -43,7 +43,7 @@ class Models:
         return str(self.root / kind / "checkpoints" / "checkpoint_last.pt")
 
     def fill(self, words: tuple[str, ...], out: Path) -> list[str]:
-        """A command line's words, those in braces filled in."""
+        """Return the words of a command line with the placeholders in braces replaced."""
         places = {name: self.folder(name) for name in ("base", "wide", "other", "english", "no_translate")}
         places |= {kind: self.checkpoint(kind) for kind in (*KINDS, "ours")}
         return [word.format(out=out, **places) for word in words]
@@ -55,7 +55,7 @@ def models(tmp_path_factory) -> Models:
     found = Models(root, write_corpus(root / "corpus", {"train": 6, "valid": 2}, lengths=range(1, 3)))
     others = {"wide": {"width": 32}, "other": {"seed": 1}, "english": {"languages": ()}}
     for name, changes in ({"base": {}, "no_translate": {}} | others).items():
-        write_model(root / name, positions=64, **changes)  # of which an untrained one says as many tokens as there are
+        write_model(root / name, positions=64, **changes)  # an untrained model decodes the maximum number of tokens
     added = root / "no_translate" / "added_tokens.json"
     added.write_text(added.read_text().replace("<|translate|>", "<|nothing|>"))
     for kind, flags in KINDS.items():
@@ -66,12 +66,12 @@ def models(tmp_path_factory) -> Models:
 
 
 def check_refusal(done, code: int, said: str) -> None:
-    """One sentence on stderr, and what to do in it."""
+    """Check that stderr is one sentence with a remedy."""
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line]
     assert re.search(said, line), line
-    assert complaint(re.sub(r"^/\S+", "X", line)) is None, line  # it may begin with a path
+    assert complaint(re.sub(r"^/\S+", "X", line)) is None, line  # it may start with a path
 
 
 def train(models: Models, out: Path, *flags: str):
@@ -80,12 +80,12 @@ def train(models: Models, out: Path, *flags: str):
 
 
 def settings(name: str, **changes: object) -> Change:
-    """Changes a JSON file."""
+    """Return a change to a JSON file."""
     return lambda at: (at / name).write_text(json.dumps(json.loads((at / name).read_text()) | changes))
 
 
 def written(name: str, data: str | None) -> Change:
-    """Gives a file these contents, or takes it away."""
+    """Return a change that writes this content to a file, or removes the file."""
     return lambda at: (at / name).unlink() if data is None else (at / name).write_text(data)
 
 
@@ -94,7 +94,7 @@ def damaged(change: Callable[[bytes], bytes]) -> Change:
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
-    """Changes the dictionary of tensors."""
+    """Return a change to the dictionary of tensors."""
 
     def on_disk(at: Path) -> None:
         found = safetensors.torch.load((at / WEIGHTS).read_bytes())
@@ -147,7 +147,7 @@ FOLDERS: dict[str, tuple[Change, int, str]] = {
 }
 
 
-# The others are tried without a process too: tests/whisper/test_folder.py, test_byte_pairs.py.
+# The other cases run without a process: tests/whisper/test_folder.py, test_byte_pairs.py.
 TRIED = ("no folder", "no config", "cut", "NaN", "a token more", "broken vocabulary", "a time that is none")
 
 
@@ -162,7 +162,7 @@ def test_a_bad_folder_is_refused_before_anything_is_made(case, models, tmp_path)
 
 
 def test_a_folder_without_generation_config_trains(models, tmp_path):
-    """The negative control of the table above: what is not needed may be absent."""
+    """Negative control of the table above: optional files may be absent."""
     shutil.copytree(models.folder(), tmp_path / "folder")
     written(GENERATION, None)(tmp_path / "folder")
     done = train(models, tmp_path / "out", "--pretrained", str(tmp_path / "folder"), *LANGUAGE)
@@ -217,7 +217,7 @@ def test_a_task_that_is_none_is_refused(models, tmp_path):
 
 
 def resume(models: Models, out: Path, kind: str, *flags: str):
-    """Goes on with a copy of the run."""
+    """Resume a copy of the run."""
     if not out.exists():
         shutil.copytree(models.root / kind, out)
     return train(models, out, "--resume", "auto", "--max_steps", "2", *models.fill(flags, out))
@@ -247,7 +247,7 @@ def test_another_language_contradicts_the_checkpoint(models, tmp_path):
 
 
 def without_folder(out: Path) -> None:
-    """A copy of a run whose base is said to lie elsewhere."""
+    """Change the path of the base model in a copied run to a missing folder."""
     tamper(out / "checkpoints/checkpoint_last.pt", lambda saved: saved.update(config=moved(saved["config"], out)))
 
 
@@ -356,7 +356,7 @@ PLANS: dict[str, tuple[tuple[str, ...], Change, int, str]] = {
 @pytest.mark.parametrize("case", PLANS)
 def test_a_plan_that_cannot_be_is_refused_before_anything_is_traced(case, models, tmp_path):
     flags, change, code, said = PLANS[case]
-    shutil.copy(Path(models.folder()) / CONFIG, tmp_path)  # of a folder a plan needs no more
+    shutil.copy(Path(models.folder()) / CONFIG, tmp_path)  # a plan needs no other file
     change(tmp_path)
     asked = ("--gpu", "GTX 980", "--pretrained", str(tmp_path), *flags)
     check_refusal(run_script("training_scripts/plan_memory.py", *asked), code, said)
@@ -371,7 +371,7 @@ def test_what_the_model_cannot_hear_or_say_is_left_out_with_row_and_reason(model
     corpus = write_corpus(tmp_path / "corpus", {"train": 8}, lengths=range(1, 3))
     path = Path(corpus.manifest("train"))
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    for row, seconds in ((1, 3.01), (3, 2.8)):  # a window of 3 s holds 2.7 s at speed 0.9
+    for row, seconds in ((1, 3.01), (3, 2.8)):  # a window of 3 s fits 2.7 s at speed 0.9
         name = f"audio/long_{row}.flac"
         soundfile.write(corpus.directory / name, np.zeros(round(16_000 * seconds)), 16_000)
         rows[row] = {"audio_filepath": name, "duration": seconds, "text": "एक"}
@@ -379,7 +379,7 @@ def test_what_the_model_cannot_hear_or_say_is_left_out_with_row_and_reason(model
     path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     flags = models.fill(("--train_manifest", str(path), "--speed_perturbation", "0.9", "1.0", *B), tmp_path)
     done = run_trainer(*SHORT[:-6], *run_folders(tmp_path), *flags, "--epochs", "1", "--num_workers", "0")
-    assert done.returncode == 0, done.stderr  # a whole epoch: the model refuses what would reach it
+    assert done.returncode == 0, done.stderr  # a whole epoch: the model rejects longer input
     listed = [json.loads(line) for line in (tmp_path / "runs/default/rejected.jsonl").read_text().splitlines()]
     assert [found["row"] for found in listed] == [2, 4, 6]
     for found, said in zip(listed, ("model's window at speed 0.9, 2.7 s",) * 2 + ("the decoder's 63",), strict=True):

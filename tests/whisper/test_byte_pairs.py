@@ -1,4 +1,4 @@
-"""Byte-level byte pairs give the tokens that transformers and tokenizers give, and damaged files one sentence."""
+"""Byte-level byte pairs give the tokens of transformers and tokenizers, and damaged files one error sentence."""
 
 import copy
 import json
@@ -33,10 +33,10 @@ from tests.whisper.byte_vocabularies import (
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
-# What Unicode has not assigned yet may be a letter to the one library and not to the other.
+# The two libraries may classify characters unassigned in Unicode differently.
 CHARACTERS = st.characters(exclude_categories=("Cs", "Cn"))
 TEXTS = st.text(st.one_of(st.sampled_from(" \n\t'sab1२.कि\u0301\u00a0\u1680🙂"), CHARACTERS), max_size=40)
-# Pairs that texts have: of the bytes of a few characters, and of what is made of them.
+# Pairs from texts: the bytes of a few characters, and merged tokens.
 PLACES = st.sampled_from(
     sorted({byte_characters().index(c) for c in "Ġ'sab1"} | set("किण".encode()) | {*range(256, 290)})
 )
@@ -80,7 +80,7 @@ def test_pieces_are_the_peers(text):
 
 
 def test_every_character_is_of_the_peers_class():
-    """Each assigned one behind a letter and behind a number: alone it is in its own piece, or in theirs."""
+    """Test each assigned character after a letter and after a number: separate piece or joined, as in the peer."""
     peer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     assigned = [chr(code) for code in range(0x30000) if is_assigned(chr(code))]
     text = "".join(f"a{character}1{character} " for character in assigned)
@@ -128,7 +128,7 @@ def test_every_line_and_the_hostile_ones_give_the_tokens_of_transformers(kind, r
     for text in [*WORDS, *HOSTILE, *lines]:
         tokens = ours.encode(text)
         assert ours.decode(tokens) == text
-        if "<|" not in text:  # there a name is its token, here it is text
+        if "<|" not in text:  # the peer encodes names as their tokens, this project as text
             assert tokens == peer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -227,7 +227,7 @@ def refusal(folder: Path) -> str:
 @pytest.mark.parametrize("said", DAMAGED)
 def test_damaged_files_get_one_sentence(said, tmp_path):
     folder = write_files(tmp_path / "files", VALID, VALID_MERGES, {})
-    read_byte_pairs(folder)  # it is the damage alone that is refused
+    read_byte_pairs(folder)  # only the damage is refused
     for name, content in DAMAGED[said].items():
         if content is None:
             (folder / name).unlink()

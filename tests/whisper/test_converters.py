@@ -1,4 +1,4 @@
-"""faster-whisper's converter takes an exported folder, and what it has made hears what the model here hears."""
+"""faster-whisper's converter accepts an exported folder, and the converted model gives the same tokens."""
 
 import shutil
 
@@ -18,7 +18,7 @@ ctranslate2 = pytest.importorskip(
 )
 pytest.importorskip("transformers", reason="transformers, which the converter reads with, is not installed")
 
-# So that what is heard matters, and a token is not followed by itself.
+# Makes the input matter, and prevents repeated tokens.
 FACTORS = {"decoder.positions": 20.0, "decoder.embedding.weight": 8.0}
 FACTORS |= {f"decoder.blocks.0.cross_attention.{part}.weight": 40.0 for part in ("query", "key", "value", "output")}
 
@@ -52,6 +52,6 @@ def test_what_ctranslate2_makes_of_an_exported_folder_says_the_same(tmp_path):
         suppress_tokens=[],
     )
     said = [one.sequences_ids[0] for one in found]
-    # How many tokens it says at most is its own affair.
+    # The length limit of the converted model may differ.
     assert said == [mine[: len(theirs)] for mine, theirs in zip(ours, said, strict=True)]
     assert len({tuple(tokens) for tokens in said}) > 1 and all(len(set(tokens)) > 3 for tokens in said)

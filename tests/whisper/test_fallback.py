@@ -1,7 +1,7 @@
-"""What is decoded well stays as it is; loops and guesses are drawn anew, and silence is left empty.
+"""Good hypotheses are kept, loops and guesses are sampled again, and silence gives an empty text.
 
-Utterances are made of the decoder's own weights: where all encoded frames are one vector, attention over them gives one
-vector too, whatever is asked, and frames can be solved for that make any direction the likeliest.
+Utterances are computed from the decoder weights: if all encoded frames are one vector, attention over them is that
+vector for every query, so one can solve for frames that make any direction the likeliest.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from tests.whisper.vocabularies import POSITIONS, kind_of, read_vocabulary, writ
 processors = pytest.importorskip("transformers.generation.logits_process")
 whisper = pytest.importorskip("transformers.models.whisper.generation_whisper").WhisperGenerationMixin
 SAID = 97, 98  # two letters
-FAR = 600.0  # so long is a direction that what the other blocks add turns it by little
+FAR = 600.0  # large enough for the other blocks to rotate the direction only slightly
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> PromptedVocabulary:
 
 @pytest.fixture(scope="module")
 def model(vocabulary: PromptedVocabulary) -> Whisper:
-    """A random one that is surer of itself, and hardly ever says times."""
+    """Return a random model with more confident predictions that rarely predicts times."""
     found = ours_of(reference(kind_of(vocabulary)), kind_of(vocabulary))
     with torch.no_grad():
         found.decoder.norm.weight.mul_(1.5)
@@ -50,7 +50,7 @@ def model(vocabulary: PromptedVocabulary) -> Whisper:
 
 @torch.no_grad()
 def frames(model: Whisper, direction: torch.Tensor) -> torch.Tensor:
-    """Encoded frames (T', D), all alike, that lead the decoder into a direction (D,)."""
+    """Return equal encoded frames (T', D) that lead the decoder into a direction (D,)."""
     attentions = [block.cross_attention for block in model.decoder.blocks]
     gain = sum(attention.output.weight @ attention.value.weight for attention in attentions)
     added = sum(attention.output(attention.value.bias) for attention in attentions)
@@ -59,7 +59,7 @@ def frames(model: Whisper, direction: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def utterances(model: Whisper, vocabulary: PromptedVocabulary) -> dict[str, torch.Tensor]:
-    """Encoded frames (T', D) of good utterances, of loops, of what is hardly heard and of silence."""
+    """Return encoded frames (T', D) of good utterances, loops, barely audible speech and silence."""
     weight = model.decoder.embedding.weight.detach()
     units = weight / weight.norm(dim=1, keepdim=True)
     end, one, other = (units[token] for token in (vocabulary.special.end, *SAID))
@@ -70,7 +70,7 @@ def utterances(model: Whisper, vocabulary: PromptedVocabulary) -> dict[str, torc
     directions = {
         "good": end + 0.96 * one,
         "other": end + 0.96 * other,
-        "unsure": end + 0.8 * one,  # good as the rules leave no end at first, not by all probabilities
+        "unsure": end + 0.8 * one,  # good because the rules exclude an early end; not by all probabilities
         "loop": other + 0.9 * one,
         "sure loop": other,
         "guess": flat,
@@ -95,7 +95,7 @@ def decoded(decode, model: Whisper, *utterances: torch.Tensor) -> list[list[int]
 
 
 class Begun:
-    """How many utterances were given to a decoder, each time."""
+    """Record of the number of utterances at each start of a decoder."""
 
     def __init__(self, model: Whisper, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes, begin = [], model.decoder.begin
@@ -109,8 +109,8 @@ def test_what_is_good_is_as_it_was_and_costs_nothing(model, vocabulary, utteranc
     first = decoded(decode.inner, model, *good)
     assert decoded(decode, model, *good) == first and begun.sizes == [3, 3]
     assert decoded(decode, model, utterances["unsure"]) == decoded(decode.inner, model, utterances["unsure"])
-    assert begun.sizes[2:] == [1, 1, 1, 1]  # its tokens are said once more, and it is listened to for silence
-    strict = dataclasses.replace(decode, min_log_probability=0.1)  # the negative control: nothing is good
+    assert begun.sizes[2:] == [1, 1, 1, 1]  # its tokens are scored again, and it is checked for silence
+    strict = dataclasses.replace(decode, min_log_probability=0.1)  # negative control: every hypothesis is rejected
     assert decoded(strict, model, *good) and begun.sizes[6:] == [3] * (3 + len(decode.temperatures))
 
 
@@ -124,12 +124,12 @@ def test_only_what_repeats_itself_is_drawn_anew(model, vocabulary, utterances, b
     assert [one == other for one, other in zip(found, first, strict=True)] == [True, False, True, True]
     assert begun.sizes[0] == 4 and set(begun.sizes[1:]) == {1} and 3 <= len(begun.sizes[1:]) <= 7
     assert decoded(dataclasses.replace(decode, seed=1), model, *given)[1] != found[1]
-    lenient = dataclasses.replace(decode, max_compression=100.0, min_log_probability=-100.0)  # the negative control
+    lenient = dataclasses.replace(decode, max_compression=100.0, min_log_probability=-100.0)  # negative control
     assert decoded(lenient, model, *given) == first
 
 
 def test_the_first_good_one_is_taken_else_the_last(model, vocabulary, utterances, monkeypatch):
-    # Loops would be cut (test_trailing_silence.py), and here the hypotheses that were drawn are compared.
+    # The test compares sampled hypotheses, so loops must not be cut (test_trailing_silence.py).
     monkeypatch.setattr(generation, "without_final_loop", lambda tokens, vocabulary: tokens)
     decode, loop = fallback(vocabulary, temperatures=(0.2, 0.6, 1.0)), utterances["loop"]
     tried = [
@@ -153,20 +153,20 @@ def test_the_first_good_one_is_taken_else_the_last(model, vocabulary, utterances
 def test_alone_and_in_any_batch_the_same_is_found(model, vocabulary, utterances, beam):
     decode = fallback(vocabulary, beam, temperatures=(0.4, 1.0))
     alone = {name: decoded(decode, model, frames)[0] for name, frames in utterances.items()}
-    # "unsure" gives the tokens of "good"; of "sure loop", the loop being cut, the one token of "other" is left.
+    # "unsure" gives the tokens of "good"; the loop of "sure loop" is cut down to the token of "other".
     assert alone["silence"] == [] and len(set(map(tuple, alone.values()))) == len(alone) - 2
     for order in (list(alone)[::-1], ["loop", "good", "loop"], ["guess", "sure loop", "loop"]):
         found = decoded(decode, model, *(utterances[name] for name in order))
         assert found == [alone[name] for name in order]
     other = decoded(dataclasses.replace(decode, seed=1), model, utterances["loop"])
-    assert other != [alone["loop"]]  # the negative control
+    assert other != [alone["loop"]]  # negative control
 
 
 def test_silence_has_no_tokens(model, vocabulary, utterances, monkeypatch):
     decode, silence = fallback(vocabulary), utterances["silence"]
     first = decoded(decode.inner, model, silence, utterances["good"])
     assert first[0] and decoded(decode, model, silence, utterances["good"]) == [[], first[1]]
-    for change in ({"max_no_speech": 1.0}, {"min_log_probability": -100.0}):  # both must hold
+    for change in ({"max_no_speech": 1.0}, {"min_log_probability": -100.0}):  # both conditions are required
         assert decoded(dataclasses.replace(decode, **change), model, silence)[0]
     monkeypatch.setattr(vocabulary, "no_speech", None)
     assert decoded(decode, model, silence)[0]
@@ -180,7 +180,7 @@ def test_a_broken_utterance_has_no_tokens_and_harms_no_other(model, vocabulary, 
 
 
 def test_the_compression_ratio_is_transformers(vocabulary):
-    """Theirs is of the bytes of ids, ours of the text, as in the code of the paper: the function is the same."""
+    """Theirs compresses ids, the paper's code and this project the text: the function is the same."""
     generator = torch.Generator().manual_seed(0)
     for size, tokens in itertools.product(
         (300, 70_000), (torch.randint(200, (n,), generator=generator) for n in (1, 9, 300))
@@ -194,7 +194,7 @@ def test_the_compression_ratio_is_transformers(vocabulary):
 
 
 def greedily(model: torch.nn.Module, encoded: torch.Tensor, vocabulary: PromptedVocabulary):
-    """Tokens (B, U) with their end and scores (B, U, V) by transformers, with its processors for the same rules."""
+    """Return tokens (B, U) with the end, and scores (B, U, V), from transformers with processors for the same rules."""
     rules, end = vocabulary.rules, vocabulary.special.end
     start = torch.tensor([[vocabulary.special.start, *rules.prompt]] * len(encoded))
     begin = start.shape[1]
@@ -222,7 +222,7 @@ def test_the_mean_log_probability_is_transformers(vocabulary, says_times):
     for seed in range(4):
         peer = reference(kind_of(vocabulary), seed)
         with torch.no_grad():
-            peer.model.decoder.embed_tokens.weight[end] *= 2.5  # so that some end
+            peer.model.decoder.embed_tokens.weight[end] *= 2.5  # makes some hypotheses end
         ours = ours_of(peer, kind_of(vocabulary))
         encoded = torch.randn(3, FRAMES, 32, generator=torch.Generator().manual_seed(seed))
         tokens, scores = greedily(peer, encoded, vocabulary)
@@ -235,15 +235,16 @@ def test_the_mean_log_probability_is_transformers(vocabulary, says_times):
             length = len(found[row].tokens)
             is_ended, said = length < limits[row], tokens[row, : length + 1]
             assert said.tolist()[:length] == found[row].tokens
-            for temperature in (1.0, 0.4):  # theirs are given divided by it
+            for temperature in (1.0, 0.4):  # theirs are divided by the temperature
                 of_row = list(scores[row] / temperature)
                 expected = whisper._retrieve_avg_logprobs(of_row[: len(said)], said, temperature).item()
-                # Without an end theirs is the mean over fewer; the paper's code counts it, and so do we.
+                # Without an end, theirs is the mean over fewer tokens; the paper's code counts the end, like this
+                # project.
                 expected *= 1 if is_ended else length / (length + 1)
                 assert found[row].mean_log_probability == pytest.approx(expected, abs=1e-5)
             compared += is_ended
             plain = search.search(ours, encoded[row : row + 1], (FRAMES,), best=1)[0][0]
-            # The negative control: with the probability of what is forbidden it is another.
+            # Negative control: forbidden tokens change the normalisation.
             assert plain.log_probability / (length + 1) < found[row].mean_log_probability - 1e-3
     assert compared > 3
 
@@ -264,7 +265,7 @@ def test_tokens_are_drawn_with_the_probabilities_of_their_temperature(model, voc
         common = likely > 0.02
         assert common.sum() >= 2
         assert ((counts / draws - likely).abs() < 4 * deviation + 1e-3)[common].all()
-        unlike = (scores / others).softmax(dim=0)  # the negative control
+        unlike = (scores / others).softmax(dim=0)  # negative control
         assert not ((counts / draws - unlike).abs() < 4 * deviation + 1e-3)[common].all()
 
 
@@ -286,4 +287,4 @@ def test_decoding_again_takes_no_more_memory(vocabulary):
     for bad in range(1, 4):
         threshold = sum(likely[bad - 1 : bad + 1]) / 2 if bad < 3 else 0.0
         assert peak(dataclasses.replace(decode, min_log_probability=threshold)) <= most
-    assert peak(decode.inner, 2) < 0.9 * most  # the negative control
+    assert peak(decode.inner, 2) < 0.9 * most  # negative control

@@ -1,4 +1,4 @@
-"""Folders of Whisper models are read whole or refused in a sentence, and written as they were but for what changed."""
+"""Whisper model folders are read completely or refused in a sentence, and rewritten with only the changes."""
 
 import json
 import shutil
@@ -120,7 +120,7 @@ def test_what_cannot_be_written_leaves_nothing(whisper_folders, tmp_path, monkey
 
 
 def settings(name: str, **changes: object) -> Callable[[Path], None]:
-    """Changes a JSON file; a value of ... takes the setting away."""
+    """Return a change to a JSON file; a value of ... removes the setting."""
 
     def change(folder: Path) -> None:
         found = json.loads((folder / name).read_text()) | changes
@@ -130,7 +130,7 @@ def settings(name: str, **changes: object) -> Callable[[Path], None]:
 
 
 def written(name: str, data: str | bytes | None) -> Callable[[Path], None]:
-    """Gives a file these contents, or takes it away."""
+    """Return a change that writes this content to a file, or removes the file."""
 
     def change(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
@@ -141,7 +141,7 @@ def written(name: str, data: str | bytes | None) -> Callable[[Path], None]:
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    """Changes the dictionary of tensors."""
+    """Return a change to the dictionary of tensors."""
 
     def on_disk(folder: Path) -> None:
         found = safetensors.torch.load_file(folder / WEIGHTS)
@@ -156,7 +156,7 @@ def bytes_of_weights(change: Callable[[bytes], bytes]) -> Callable[[Path], None]
 
 
 def indexed(file: object) -> Callable[[Path], None]:
-    """An index of which a tensor lies in `file`."""
+    """Return a change to an index that places one tensor in `file`."""
 
     def change(folder: Path) -> None:
         names = safetensors.torch.load_file(folder / WEIGHTS).keys()
@@ -173,7 +173,7 @@ def pickled(folder: Path) -> None:
 
 
 def halved(folder: Path) -> None:
-    """One tensor of the index lies in a file that does not hold it."""
+    """Place one tensor of the index in a file that does not contain it."""
     indexed("other.safetensors")(folder)
     safetensors.torch.save_file({"something": torch.zeros(1)}, folder / "other.safetensors")
 
@@ -278,7 +278,7 @@ def test_a_bad_folder_is_refused_in_a_sentence(case, whisper_folders, tmp_path):
 
 
 def test_a_good_folder_is_not_refused(whisper_folders, tmp_path):
-    """The negative control: what the table changes is all that is wrong; what is not needed may be absent."""
+    """Negative control: only the changes of the table are errors; optional files may be absent."""
     folder = tmp_path / "folder"
     shutil.copytree(whisper_folders["tiny"], folder)
     tensors(lambda found: found.update({"proj_out.weight": found[EMBEDDING].clone()}))(folder)

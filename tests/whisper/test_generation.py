@@ -1,6 +1,6 @@
-"""The ids that a search finds are those of transformers' generate, with its language, task, rules and times.
+"""Decoded ids equal the ids of transformers' generate, with its language, task, rules and times.
 
-Models are random and made to end at different places; both compute in float64, for in fp32 two tokens may be as likely.
+Models are random and end at different positions. Both sides compute in float64: in fp32, two tokens may tie.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ Rows = list[list[int]]
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A random model of transformers, the same in ours, its vocabulary, and features (B, T, F) that both hear."""
+    """Random transformers model, the same model in this project, its vocabulary, and input features (B, T, F)."""
 
     theirs: torch.nn.Module
     ours: Whisper
@@ -67,11 +67,11 @@ class Case:
 
     @functools.cached_property
     def expected(self) -> dict[bool, Rows]:
-        """What generate finds with and without times."""
+        """Return the ids from generate with and without times."""
         return {with_times: generated(self, with_times) for with_times in (False, True)}
 
     def searched(self, decode: Decode) -> Rows:
-        """The ids that a search of ours finds."""
+        """Return the ids from a search of this project."""
         return decode(self.ours, *self.encoded)
 
     def ruled(self, rules: GenerationRules, beam: int = 1) -> Rows:
@@ -79,9 +79,9 @@ class Case:
 
 
 def generated(case: Case, with_times: bool, features: torch.Tensor | None = None, beam: int = 1) -> Rows:
-    """The ids behind the prompt that transformers' generate finds in one window, up to the end; `beam` 1: greedily.
+    """Return the ids after the prompt from generate in one window, up to the end; `beam` 1 is greedy search.
 
-    Without `force_unique_generate_call` it would hear what is behind the last time once more, in another window.
+    Without `force_unique_generate_call`, it would decode the audio after the last time again, in another window.
     """
     rules, end = case.speaking(with_times).rules, case.vocabulary.special.end
     said = {name: value for name, value in vars(case.prompt).items() if value is not None}
@@ -101,13 +101,13 @@ def generated(case: Case, with_times: bool, features: torch.Tensor | None = None
 
 
 def lively(kind: Kind, pairs: BytePairs, seed: int) -> torch.nn.Module:
-    """A random model that says varying tokens: positions matter, the end is likely somewhere, times less and less."""
+    """Return a random model with varying tokens: positions matter, the end is likely somewhere, times rarer by seed."""
     model, generator = reference(kind, seed, positions=POSITIONS).double(), torch.Generator().manual_seed(seed)
     embedding, norm = model.model.decoder.embed_tokens.weight, model.model.decoder.layer_norm
     direction = torch.nn.functional.normalize(torch.randn(len(norm.bias), generator=generator).double(), dim=0)
     with torch.no_grad():
         model.model.decoder.embed_positions.weight.mul_(5)
-        norm.bias.add_(10 * direction)  # what an embedding has of it is added to the token's logits
+        norm.bias.add_(10 * direction)  # its product with an embedding is added to the logit of the token
         embedding.sub_((embedding @ direction)[:, None] * direction)
         embedding[pairs.names[FIRST_TIME] :] -= 0.5 * seed / MODELS * direction
         embedding[kind.end] *= 2.5 + 2.5 * (5 * seed % MODELS) / MODELS
@@ -115,7 +115,7 @@ def lively(kind: Kind, pairs: BytePairs, seed: int) -> torch.nn.Module:
 
 
 def case_of(name: str, pairs: BytePairs, seed: int) -> Case:
-    """A case whose two sides read one generation_config.json, as published models have it."""
+    """Return a case in which both sides read one generation_config.json, as in published models."""
     kind = dataclasses.replace(KINDS[name], vocab_size=pairs.size, end=pairs.names[END])
     is_english, prompt = name == "en", Prompt(None, None) if name == "en" else Prompt(*PROMPTS[seed % len(PROMPTS)])
     model = lively(kind, pairs, seed)
@@ -128,7 +128,7 @@ def case_of(name: str, pairs: BytePairs, seed: int) -> Case:
     if not is_english:
         settings.lang_to_id = {f"<|{code}|>": pairs.names[f"<|{code}|>"] for code in by_tokens.languages}
         settings.task_to_id = {task: pairs.names[f"<|{task}|>"] for task in TASKS}
-    settings.max_initial_timestamp_index, settings.max_length = 50, 448  # of which there are positions for fewer
+    settings.max_initial_timestamp_index, settings.max_length = 50, 448  # the positions limit the length further
     settings.suppress_tokens, settings.begin_suppress_tokens = [*by_tokens.unspoken], [*by_tokens.unspoken_first]
     vocabulary = read(json.loads(settings.to_json_string()))
     return Case(model, ours_of(model, kind), vocabulary, prompt, random_features(kind, INPUTS, seed).double())
@@ -136,7 +136,7 @@ def case_of(name: str, pairs: BytePairs, seed: int) -> Case:
 
 @pytest.fixture(scope="module", params=["tiny", "v3", "en", *further("turbo")])
 def cases(request, tmp_path_factory) -> list[Case]:
-    """Eight models of a kind, with a small vocabulary that has as many languages as the kind's own."""
+    """Return eight models of a kind, with a small vocabulary but the number of languages of the published kind."""
     languages = tuple(whisper.LANGUAGES)[: 100 if request.param in ("v3", "turbo") else 99]
     found = vocabulary_of_text(" ".join(WORDS), 300)
     folder = write_files(tmp_path_factory.mktemp("pairs") / "files", *found, named_after(found[0], languages))
@@ -146,7 +146,7 @@ def cases(request, tmp_path_factory) -> list[Case]:
 
 @pytest.mark.parametrize("with_times", [False, True])
 def test_greedy_ids_are_those_of_generate(cases, with_times):
-    """A beam of one is the same search, asked for by other settings."""
+    """A beam of one is the same search with other settings."""
     said = []
     for case in cases:
         vocabulary = case.speaking(with_times)
@@ -163,11 +163,11 @@ def test_greedy_ids_are_those_of_generate(cases, with_times):
 
 @pytest.mark.parametrize("with_times", [True, *further(False)])
 def test_a_beam_of_three_finds_what_generate_finds_where_both_end(cases, with_times):
-    """With `length_penalty` 0 a score is the sum of its tokens' and the end's, as ours.
+    """With `length_penalty` 0, a score is the sum over the tokens and the end, as in this project.
 
-    Left out is what reaches the limit: there generate takes a hypothesis as it is, and ours adds how likely its end is.
-    After a step in which a hypothesis ends, generate goes on with three others and ours with two. Of 749 inputs of
-    other models that ended this decided none.
+    Hypotheses at the length limit are excluded: generate takes them as they are, and this project adds the
+    log-probability of the end. After a step in which a hypothesis ends, generate keeps three others and this project
+    two. In 749 inputs of other models that ended, this never made a difference.
     """
     compared, unlike_greedy = 0, 0
     for case in cases:
@@ -181,7 +181,7 @@ def test_a_beam_of_three_finds_what_generate_finds_where_both_end(cases, with_ti
 
 
 def test_ids_of_a_waveform_are_those_of_generate(cases):
-    """Each side makes its own features."""
+    """Each side computes its own features."""
     generator = torch.Generator().manual_seed(0)
     for case in cases[:1]:
         waves = [torch.randn(length, generator=generator) for length in (16_000, 9_000)]

@@ -24,7 +24,7 @@ WEIGHTS = "model.safetensors"
 
 
 def write_base(folder: Path, formats: tuple[torch.dtype, ...]) -> Path:
-    """A small model whose tensors have these number formats in turn."""
+    """Write a small model whose tensors have these number formats in turn."""
     write_model(folder)
     tensors = safetensors.torch.load_file(folder / WEIGHTS)
     cast = {name: tensor.to(formats[i % len(formats)]) for i, (name, tensor) in enumerate(sorted(tensors.items()))}
@@ -33,7 +33,7 @@ def write_base(folder: Path, formats: tuple[torch.dtype, ...]) -> Path:
 
 
 def trained(base: Path) -> tuple[TunedWhisper, dict[str, torch.Tensor]]:
-    """The model after a small change of every weight, and its weights by their names in the file."""
+    """Return the model after a small change of every weight, and its weights by their names in the file."""
     folder = read_pretrained_whisper(base).folder
     generator = torch.Generator().manual_seed(1)
     weights = {name: t + 0.01 * torch.randn(t.shape, generator=generator) for name, t in folder.weights().items()}

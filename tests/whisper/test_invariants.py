@@ -36,13 +36,13 @@ from tests.whisper.parts import MODES, SHAPE, SPOKEN, are_equal, gradients, is_t
 BOUND = 1e-9
 RECOMPUTED = ["never", "always"]
 RAGGED = speeches(5)
-BLOCKS_BELOW = {"full": 0, "LoRA": 1, "one block": 2, "encoder": 3}  # that have nothing to learn
+BLOCKS_BELOW = {"full": 0, "LoRA": 1, "one block": 2, "encoder": 3}  # number of blocks without trained parameters below
 FAILING = {"the first": once_at(0), "the second": once_at(1), "every pair": above(1)}
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def state_of(parts: StepParts) -> dict[str, torch.Tensor]:
-    """Weights, and what the optimizer keeps."""
+    """Return the weights and the optimizer state."""
     weights = {name: parameter.detach().clone() for name, parameter in parts.model.named_parameters()}
     return weights | OptimizerState(parts.model, parts.optimizer).state_dict()
 
@@ -84,7 +84,7 @@ def test_recomputed_blocks_give_the_same_gradient_bit_for_bit(mode, first):
             found.append(gradients(tried))
         flop.append(counter.get_total_flops())
     assert are_equal(*found)
-    # Below all that is trained nothing is kept, so nothing is to be computed again.
+    # Below the trained blocks nothing is kept, so nothing is recomputed.
     assert (flop[1] > flop[0]) == (policy(1.0).count > BLOCKS_BELOW[mode])
 
 
@@ -101,7 +101,7 @@ def test_what_attention_gave_is_kept_where_a_block_is_recomputed(mode, monkeypat
     never, always = calls("never"), calls("always")
     assert never[0] == always[0] > 0 and never[1] < always[1]
     monkeypatch.setattr(recompute, "ATTENTION", [])
-    assert calls("always")[0] > never[0]  # the negative control
+    assert calls("always")[0] > never[0]  # negative control
 
 
 @functools.cache
@@ -113,7 +113,7 @@ def undisturbed_step(mode: str) -> tuple[StepReport, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(("mode", "where", "when"), crossed(MODES, ("forward", "backward"), FAILING))
 def test_a_step_split_for_want_of_memory_is_the_same_step(mode, where, when):
     parts, (undisturbed, whole), when = whisper_parts(mode), undisturbed_step(mode), FAILING[when]
-    half_way = SHAPE.encoder_layers + 1  # the decoder's first block: the second one's gradient is there
+    half_way = SHAPE.encoder_layers + 1  # first block of the decoder: the second one has its gradient
     failing = (
         failing_forward(parts, when, ERRORS["cpu"])
         if where == "forward"
@@ -135,18 +135,18 @@ def test_negative_control_what_the_failed_attempt_added_up_is_another_step(mode,
 
 
 def global_batch_of_five() -> GlobalBatch:
-    """In fp32, five micro-batches of one, which two threads cannot share evenly, in the order in which they take it."""
+    """Return five fp32 micro-batches of one, an uneven split over two threads, in concurrent order."""
     cut = global_batch([dataclasses.replace(one, waveform=one.waveform.float()) for one in RAGGED], 1)
     return dataclasses.replace(cut, micro_batches=order_for_concurrency(cut.micro_batches, 2))
 
 
 def trained(mode: str, concurrent_micro_batches: int, recompute: str = "never") -> dict[str, torch.Tensor]:
-    """Weights, optimizer and losses after two steps."""
+    """Return the weights, optimizer state and losses after two steps."""
     torch.set_num_threads(2)
     parts = whisper_parts(
         mode, whisper_config(recompute, concurrent_micro_batches=concurrent_micro_batches), torch.float32
     )
-    torch.set_num_threads(concurrent_micro_batches)  # so that every product is one thread's
+    torch.set_num_threads(concurrent_micro_batches)  # one thread per product
     reports = [train_step(parts, global_batch_of_five(), number) for number in range(2)]
     assert parts.forward.concurrent_micro_batches == concurrent_micro_batches and all(
         isinstance(report, StepReport) for report in reports
@@ -155,7 +155,7 @@ def trained(mode: str, concurrent_micro_batches: int, recompute: str = "never") 
 
 
 def held_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """The first micro-batch begins late."""
+    """Delay the start of the first micro-batch."""
     (late, *_), forward_and_backward = global_batch_of_five().micro_batches, step.forward_and_backward
 
     def held(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
@@ -214,18 +214,18 @@ def test_low_rank_products_begin_as_nothing_and_merged_they_are_the_same_model()
     merged = plain.build()
     merged.load_state_dict(weights)
     assert relative_difference(logits(tuned), logits(merged)) < 1e-6
-    assert relative_difference(logits(tuned), logits(base)) > 1e-3  # the negative control
+    assert relative_difference(logits(tuned), logits(base)) > 1e-3  # negative control
 
 
 class Numbers:
-    """Hypotheses as their ids."""
+    """Tokenizer that decodes a hypothesis into its token ids."""
 
     def decode(self, tokens: list[int]) -> str:
         return " ".join(map(str, tokens))
 
 
 def validated(parts: StepParts) -> RecognizedPortion:
-    """Each utterance's likeliest tokens, as many as there is room for, on the decoder's cache."""
+    """Return each utterance's likeliest tokens from cached decoding, up to the maximum length."""
     rules = GenerationRules(prompt=(4, 5), suppressed=(OUR_TOKENS.end,), most_tokens=SHAPE.target_positions - 3)
     batches = [
         (batch, [Utterance(n, n, 1.0, "") for n in batch.utterance_ids])
@@ -243,4 +243,4 @@ def test_generation_between_two_gradients_changes_neither(mode, recompute):
         assert are_equal(gradients(parts), alone)
     assert said[0] == said[1] and max(len(one.hypothesis.split()) for one in said[0].scored) > FIRST_ROOM
     train_step(parts, global_batch(SPOKEN, 2), 0)
-    assert validated(parts) != said[0] and not are_equal(gradients(parts), alone)  # the negative control
+    assert validated(parts) != said[0] and not are_equal(gradients(parts), alone)  # negative control

@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Base:
-    """A folder and its tensors by file."""
+    """Folder and its tensors by file."""
 
     path: Path
     files: dict[str, Tensors]

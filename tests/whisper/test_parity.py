@@ -1,4 +1,4 @@
-"""Features, logits, losses, gradients and greedy ids of random Whisper models are those of transformers."""
+"""Features, logits, losses, gradients and greedy ids of random Whisper models equal those from transformers."""
 
 import functools
 
@@ -36,7 +36,7 @@ LENGTHS = (9, 3, 1)
 
 
 def gradients_of(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    """By the names of the parameters that are trained."""
+    """Return the gradients of the trained parameters by name."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
@@ -50,13 +50,13 @@ def our_loss(model: Whisper, features: torch.Tensor, kind: Kind, runner: BlockRu
 
 
 def far_apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest relative difference of two tensors of the same name."""
+    """Return the largest relative difference between tensors of the same name."""
     assert one.keys() == other.keys() and one
     return max(float((one[name] - other[name]).norm() / one[name].norm()) for name in one)
 
 
 def theirs(waveform: torch.Tensor, mel_bins: int, seconds: int) -> torch.Tensor:
-    """Features (T, F) by transformers."""
+    """Return features (T, F) from transformers."""
     extract = transformers.WhisperFeatureExtractor(feature_size=mel_bins, chunk_length=seconds)
     found = extract(waveform.numpy(), sampling_rate=16_000)["input_features"]
     return torch.from_numpy(np.array(found))[0].T
@@ -70,7 +70,7 @@ def test_features_are_transformers(mel_bins, seconds, loudness):
     lengths = (1, 399, 5_001, window - 161, window - 1, window)
     waves = [loudness * torch.randn(n, generator=generator) * torch.linspace(0, 9, n).sin() for n in lengths]
     expected = torch.stack([theirs(wave, mel_bins, seconds) for wave in waves])
-    padded = torch.nn.utils.rnn.pad_sequence(waves, batch_first=True, padding_value=0.3)  # no row sees another's end
+    padded = torch.nn.utils.rnn.pad_sequence(waves, batch_first=True, padding_value=0.3)  # padding does not matter
     together, frames = front_end(padded, lengths, None)
     assert frames == (100 * seconds,) * 6 and float((together - expected).abs().max()) <= 2e-5
     for wave, row in zip(waves[:3], together, strict=False):
@@ -94,7 +94,7 @@ def test_negative_control_the_batchs_maximum_and_another_scale_are_seen():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_of_a_folder_are_transformers(name, whisper_folders):
-    """Bit for bit where both have their products from the same library."""
+    """The logits are equal bit for bit if both compute their products with the same library."""
     kind, tokens = KINDS[name], spoken(KINDS[name], *LENGTHS).decoder_tokens
     model, features = read_whisper_folder(whisper_folders[name]).build().eval(), random_features(kind, 3)
     other = read_reference(whisper_folders[name])
@@ -147,7 +147,7 @@ def test_negative_control_another_network_is_seen(change, monkeypatch):
                     module.eps = 1e-6
         elif change == "tanh":
             monkeypatch.setattr(blocks.F, "gelu", functools.partial(F.gelu, approximate="tanh"))
-        elif change == "bias of keys":  # softmax does not see one, but values are no keys
+        elif change == "bias of keys":  # softmax is invariant to a bias of the keys, but not of the values
             ours.encoder.blocks[0].self_attention.value.bias.zero_()
         else:
             ours.encoder.positions.copy_(ours.encoder.positions.flip(0))
@@ -161,7 +161,7 @@ def test_fixed_positions_are_transformers():
 
 
 def greedy_by_transformers(model: torch.nn.Module, features: torch.Tensor, kind: Kind, most: int) -> list[list[int]]:
-    """The likeliest token again and again, without Whisper's rules for what may follow."""
+    """Return the likeliest token at each step, without Whisper's rules on allowed tokens."""
     start = torch.full((len(features), 1), kind.special.start)
     settings = transformers.GenerationConfig(
         max_new_tokens=most, do_sample=False, eos_token_id=kind.end, pad_token_id=kind.end, use_cache=True
@@ -179,8 +179,9 @@ def test_greedy_ids_are_transformers(name):
     for seed in range(5):
         model = reference(kind, seed)
         with torch.no_grad():
-            model.model.decoder.embed_tokens.weight[kind.end] *= 2.5  # so that some end
-            model.model.decoder.embed_tokens.weight[kind.special.start] *= 0.1  # ours forbids what theirs could say
+            model.model.decoder.embed_tokens.weight[kind.end] *= 2.5  # makes some hypotheses end
+            # The project forbids this token, transformers does not.
+            model.model.decoder.embed_tokens.weight[kind.special.start] *= 0.1
         features = random_features(kind, 3, seed)
         ours = ours_of(model, kind)
         with torch.no_grad():

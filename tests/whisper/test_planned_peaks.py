@@ -25,7 +25,7 @@ from tests.invariants.parts import measured_peak
 from tests.tracers import ONLY_TENSORS
 from tests.whisper.parts import CPU, MODES, whisper_config
 
-# So wide and deep that more is kept for the backward pass than the front end takes.
+# Wide and deep enough for the saved activations to exceed the front end's peak.
 SHAPE = WhisperShape(64, 4, 4, 2, 256, 80, 200, source_positions=100, target_positions=44)
 POLICIES = {"never": RecomputePolicy("never"), "some": RecomputePolicy.first(3), "always": RecomputePolicy("always")}
 LOAD = BatchShape(3, 2.0, 20)
@@ -48,14 +48,14 @@ def parts_of(mode: str, policy: str, half: bool = False, shape: WhisperShape = S
 
 
 def global_batch_of(*lengths: float, batch_size: int) -> GlobalBatch:
-    """Utterances of so many seconds with twenty tokens each."""
+    """Return a global batch of utterances of these lengths in seconds, twenty tokens each."""
     spoken = [Example(str(n), torch.randn(round(16_000 * each)), [9] * 20, None) for n, each in enumerate(lengths)]
     return split_into_micro_batches(spoken, same_size(batch_size), OUR_TOKENS)
 
 
 @pytest.mark.parametrize(("mode", "policy", "half"), crossed(MODES, POLICIES, (False, True)))
 def test_a_step_takes_what_is_planned_for_its_size(mode, policy, half):
-    """However much of the window is speech."""
+    """The share of speech in the window does not matter."""
     measured = measured_peak(parts_of(mode, policy, half), global_batch_of(2.0, 2.0, 1.9, 1.0, 0.5, 2.0, batch_size=3))
     planned = traced(mode, policy, half=half).bytes
     assert 0.999 * measured <= planned <= 1.02 * measured
@@ -106,7 +106,7 @@ VALIDATED += further(*((mode, False, "a cache that takes most") for mode in ("en
 
 
 def validated(parts: StepParts, seconds: float) -> int:
-    """The most live bytes as three utterances are recognised in as many tokens as the decoder takes."""
+    """Return the peak of live bytes while three utterances are recognised up to the maximum length."""
     prompt = (4, 5, 6, 7)
     most = parts.architecture.most_tokens - len(prompt)
     rules = GenerationRules(prompt, suppressed=(OUR_TOKENS.end,), most_tokens=most)
@@ -126,6 +126,6 @@ def test_validation_takes_no_more_than_is_planned(mode, half, shape):
     measured = validated(parts_of(mode, "never", half, dimensions), dimensions.window_seconds)
     tracer = tracer_of(mode, half, dimensions)
     planned = tracer.trace_validation(BatchShape(3, dimensions.window_seconds, 20))
-    # What search keeps of its own, some numbers a hypothesis, is the host's: no device holds it.
+    # The state of the search itself, some numbers per hypothesis, is in host memory.
     assert 0.997 * measured <= planned <= 1.1 * measured
-    assert tracer.trace_validation(BatchShape(2, dimensions.window_seconds, 20)) < measured  # the negative control
+    assert tracer.trace_validation(BatchShape(2, dimensions.window_seconds, 20)) < measured  # negative control

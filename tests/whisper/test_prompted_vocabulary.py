@@ -1,4 +1,4 @@
-"""Labels, prompts and what is never said are those of transformers' tokenizer, whichever ids a model's files give."""
+"""Labels, prompts and suppressed tokens equal those from transformers' tokenizer, for any ids in the model files."""
 
 import copy
 import dataclasses
@@ -28,7 +28,7 @@ whisper = pytest.importorskip("transformers.models.whisper.tokenization_whisper"
 configuration = pytest.importorskip("transformers.models.whisper.configuration_whisper")
 
 LANGUAGES = tuple(whisper.LANGUAGES)
-KINDS = {"99": LANGUAGES[:-1], "100": LANGUAGES}  # the second as of large-v3: what is behind has ids one higher
+KINDS = {"99": LANGUAGES[:-1], "100": LANGUAGES}  # the second as in large-v3: later ids are one higher
 TEXT = f"{WORDS[0]} {WORDS[4]}, {WORDS[5]}!"
 
 
@@ -38,7 +38,7 @@ def small(folder: Path, languages: tuple[str, ...]) -> Path:
 
 @pytest.fixture(scope="module", params=["99", "100", "real", "saved"])
 def folder(request, tmp_path_factory) -> Path:
-    """Small vocabularies of either number of languages, the real one, and one as transformers writes it."""
+    """Return small vocabularies with both numbers of languages, the real one, and one written by transformers."""
     place = tmp_path_factory.mktemp(request.param) / "files"
     if request.param == "real":
         if not RANKS.exists():
@@ -64,7 +64,7 @@ def peer(folder):
 
 
 def read(of: Path | BytePairs, language: str | None = "mr", task: str | None = "transcribe", **changes):
-    """The vocabulary of a folder, or of what was read of it, with this prompt."""
+    """Return the vocabulary of a folder, or of its parsed byte pairs, with this prompt."""
     pairs = read_byte_pairs(of) if isinstance(of, Path) else of
     tokens = ModelTokens(changes.get("size", pairs.size), 448, changes.get("en", False), changes.get("said", {}))
     return PromptedVocabulary(pairs, Prompt(language, task), tokens)
@@ -77,7 +77,7 @@ def test_labels_and_prompts_are_those_of_transformers(pairs, peer, language, tas
     assert [ours.special.start, *ours.prefix] == peer.prefix_tokens
     assert [ours.special.start, *ours.encode(TEXT), ours.special.end] == peer(TEXT)["input_ids"]
     assert (ours.special.end, ours.size) == (peer.eos_token_id, len(peer))
-    # `bos_token_id` is the end's: what begins is the start of a transcript.
+    # `bos_token_id` equals the end token; a transcript starts with the start token.
     assert peer.bos_token_id == ours.special.end != ours.special.start
     peer.set_prefix_tokens(predict_timestamps=True)
     assert [ours.special.start, *ours.prefix_with_times] == peer.prefix_tokens
@@ -93,7 +93,7 @@ def test_a_batch_feeds_the_prompt_and_asks_for_it(pairs):
     check_tokens(speech, ours.size, ours.special)
     batch = collate([speech], ours.special)
     text = pairs.encode(said)
-    assert text[0] == 0  # where another vocabulary has its blank
+    assert text[0] == 0  # another vocabulary has its blank at this id
     assert batch.decoder_tokens[0].tolist() == [ours.special.start, *ours.prefix, *text]
     assert batch.targets[0].tolist() == [*ours.prefix, *text, ours.special.end]
     assert batch.decoder_tokens[0].tolist().count(ours.special.start) == 1
@@ -113,7 +113,7 @@ def test_what_is_kept_makes_an_equal_one(pairs):
     for other in (vocabulary_of(ours.model), copy.copy(ours)):
         assert (other.model, other.prefix, other.special) == (ours.model, ours.prefix, ours.special)
         assert other.encode(TEXT) == ours.encode(TEXT)
-    assert read(pairs, "mr").model != ours.model  # counts of labels are kept by it
+    assert read(pairs, "mr").model != ours.model  # label counts are stored per model
 
 
 def test_a_language_that_is_not_there_is_told_with_those_that_are(tmp_path):
@@ -151,7 +151,7 @@ def test_a_model_of_more_or_fewer_tokens_than_its_files(tmp_path):
         read(folder)
     named = {name: token for name, token in named_after(found[0], ("mr",)).items() if "." not in name}
     write_files(folder, *found, named)
-    older, plain = read(folder, size=len(found[0]) + len(named) + 1501), read(folder)  # times are not named in it
+    older, plain = read(folder, size=len(found[0]) + len(named) + 1501), read(folder)  # it does not name the times
     assert older.seconds_of(older.size - 1) == 30.0 and older.piece(older.size - 1) == f"<|{older.size - 1}|>"
     assert older.decode([*older.encode(TEXT), older.size - 1]) == TEXT
     with pytest.raises(UsageError, match="no timestamp tokens"):

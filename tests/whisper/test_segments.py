@@ -1,4 +1,4 @@
-"""Segments are those of transformers' tokenizer, and words get their times from them, within the piece's own audio."""
+"""Segments equal those from transformers' tokenizer; words get their times from them, within the audio of the piece."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def vocabulary(folder: Path) -> PromptedVocabulary:
 
 @pytest.fixture(scope="module")
 def peer(folder: Path):
-    """Transformers' tokenizer, told which tokens are special, as the published files tell it."""
+    """Return transformers' tokenizer with the special tokens of the published files."""
     names = json.loads((folder / "added_tokens.json").read_text())
     special = [name for name in names if name not in TIMES]
     return transformers.WhisperTokenizer.from_pretrained(str(folder), additional_special_tokens=special)
@@ -51,7 +51,7 @@ def closed(segments: list[TimedSegment], vocabulary: PromptedVocabulary) -> list
 
 
 def theirs(tokens: list[int], peer) -> list[tuple[str, float, float]]:
-    """Of what has its end: an open segment at the end is not in their list."""
+    """Return the closed segments: their list omits an open last one."""
     return [
         (found["text"].strip(), *found["timestamp"]) for found in peer.decode(tokens, output_offsets=True)["offsets"]
     ]
@@ -88,7 +88,7 @@ def test_negative_control_another_time_is_seen(vocabulary, peer):
 def test_segments_of_what_a_search_finds_are_those_of_transformers(vocabulary, peer):
     named = range(
         vocabulary.special.start, vocabulary.no_times
-    )  # a language is text to the rules, and no trained one's
+    )  # the rules treat a language as text, and no trained model predicts one
     rules = dataclasses.replace(vocabulary.rules, suppressed=(*vocabulary.rules.suppressed, *named))
     search = BeamDecode(1, 0.0, 0.0, None, 0.0, vocabulary.special, rules)
     compared = 0
@@ -120,7 +120,7 @@ def test_times_stay_within_the_audio_and_in_order(vocabulary):
 
 
 def heard(vocabulary: PromptedVocabulary, tokens: list[int], seconds: float):
-    """The words of a recording of noise when the decoder finds these tokens, whatever it hears."""
+    """Return the words for a recording of noise if the decoder always returns these tokens."""
     shape = WhisperShape(8, 1, 1, 1, 8, 80, vocabulary.size, 50 * SECONDS, 64)
     architecture = WhisperArchitecture(shape)
     model, front_end = architecture.build().eval(), architecture.build_front_end(AugmentConfig())
@@ -144,5 +144,6 @@ def test_words_stay_in_their_segments_and_in_the_audio_not_the_window(vocabulary
     untimed = heard(vocabulary, [*word[" a"], *word[" b"]], seconds)
     assert [each.text for each in untimed] == ["a", "b"]
     assert 0 == untimed[0].start <= untimed[0].end == untimed[1].start <= untimed[1].end <= seconds
-    late = [time(0.1), *word[" a"], time(0.9), time(0.9), *word[" b"], time(1.0)]  # behind the audio
-    assert [each.text for each in heard(vocabulary, late, 0.4)] == ["a"]  # what is said behind it is in no piece's core
+    late = [time(0.1), *word[" a"], time(0.9), time(0.9), *word[" b"], time(1.0)]  # after the end of the audio
+    # Words after the audio are outside the core of every piece.
+    assert [each.text for each in heard(vocabulary, late, 0.4)] == ["a"]

@@ -1,4 +1,4 @@
-"""The benchmark beside transformers takes the same step on both sides, and refuses what it cannot measure."""
+"""The benchmark against transformers takes the same step on both sides, and refuses unsupported options."""
 
 import json
 

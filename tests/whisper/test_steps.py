@@ -1,4 +1,4 @@
-"""Optimizer steps of a Whisper model are those of AdamW written by hand on transformers' model."""
+"""Optimizer steps of a Whisper model equal a manual AdamW on transformers' model."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from konkanivani.training.step import StepParts, train_step
 from tests.whisper.folders import KINDS, labels_of, ours_of, reference, spoken
 
 KIND = dataclasses.replace(KINDS["tiny"], vocab_size=300, end=280)
-STEPS, WARMUP, PEAK, DECAY, LARGEST_NORM = 20, 4, 3e-4, 0.1, 3.3  # a norm that some windows are above
+STEPS, WARMUP, PEAK, DECAY, LARGEST_NORM = 20, 4, 3e-4, 0.1, 3.3  # some gradients exceed the norm
 LABELS = (9, 3, 1, 14)
 SCHEDULE = OptimizerConfig(
     learning_rate=PEAK, warmup_steps=WARMUP, weight_decay=DECAY, max_grad_norm=LARGEST_NORM, schedule="cosine"
@@ -26,7 +26,7 @@ SCHEDULE = OptimizerConfig(
 
 @dataclasses.dataclass
 class ByHand:
-    """transformers' model, AdamW with weight decay on matrices only, and clipping."""
+    """transformers' model with AdamW, weight decay on matrices only, and clipping."""
 
     model: torch.nn.Module
     largest_norm: float = LARGEST_NORM
@@ -40,13 +40,13 @@ class ByHand:
         self.optimizer = torch.optim.AdamW(groups, lr=PEAK, betas=(0.9, 0.98), eps=1e-8)
 
     def loss(self, parts: StepParts, batch: Batch) -> torch.Tensor:
-        """The mean over the batch's labels, of features as ours hears them."""
+        """Return the mean loss over the labels of a batch, on the project's features."""
         features, _ = parts.forward.front_end(batch.waveforms, batch.sample_lengths, None)
         given = {"decoder_input_ids": batch.decoder_tokens, "labels": labels_of(batch.targets)}
         return self.model(features.transpose(1, 2), **given).loss
 
     def step(self, loss: torch.Tensor, number: int) -> float:
-        """One update; the norm of the gradient."""
+        """Update the weights and return the gradient norm."""
         self.optimizer.zero_grad()
         loss.backward()
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -62,7 +62,7 @@ class ByHand:
 
 
 def both() -> tuple[StepParts, ByHand]:
-    """The same random model in ours and in transformers."""
+    """Return the same random model in the project and in transformers."""
     model = reference(KIND)
     config = TrainConfig(loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0), optimizer=SCHEDULE)
     ours = ours_of(model, KIND)
@@ -72,7 +72,7 @@ def both() -> tuple[StepParts, ByHand]:
 
 
 def global_batches() -> Iterator[tuple[Batch, tuple[Batch, ...]]]:
-    """Each window's utterances together, and cut into one micro-batch, two or three."""
+    """Yield the utterances of each global batch together, and split into one, two or three micro-batches."""
     for number in range(STEPS):
         batch = spoken(KIND, *LABELS, seed=number % 4)
         first, second = split_batch(batch)
@@ -84,14 +84,14 @@ def global_batch_of(micro_batches: tuple[Batch, ...]) -> GlobalBatch:
 
 
 def far_apart(parts: StepParts, by_hand: ByHand) -> float:
-    """The largest relative difference of two weights of the same name."""
+    """Return the largest relative difference between weights of the same name."""
     theirs = by_hand.model.state_dict()
     pairs = [(theirs[name_in_file(name)], weight) for name, weight in parts.model.state_dict().items()]
     return max(float((one - other).norm() / one.norm()) for one, other in pairs)
 
 
 def test_twenty_steps_are_those_of_the_same_adamw_on_transformers_model():
-    """However a window is cut on our side, it is whole on the other."""
+    """The reference uses whole global batches, however they are split here."""
     parts, by_hand = both()
     losses, norms = [], []
     for number, (batch, micro_batches) in enumerate(global_batches()):

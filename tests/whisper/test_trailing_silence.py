@@ -1,4 +1,4 @@
-"""Silence after speech: the model does not get it, and a decoder that repeats itself there does not do so endlessly.
+"""Silence after speech is removed before the model, and a decoder that repeats itself there is stopped.
 
 Fine-tuned Whisper models repeat their last sentence over the silence between the last word and the end of a recording
 (sk3llo/whisper_ggml#29, whisper.cpp#1507); the same audio without the silence is decoded correctly.
@@ -26,7 +26,7 @@ from tests.whisper.vocabularies import read_vocabulary, write_vocabulary
 POSITIONS = 200
 SILENCES = (1, 5, 25)  # seconds
 SAID = list(WORDS[:4])
-SURE = 30.0  # margin of the scripted token's logit over the others: no temperature up to 1 draws another
+SURE = 30.0  # margin of the scripted token's logit: sampling at temperatures up to 1 never selects another token
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> PromptedVocabulary:
 
 
 class Position:
-    """A decoder's cache that counts tokens: the scripted decoder depends on nothing else."""
+    """Decoder cache that only counts tokens, the only state of the scripted decoder."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -48,7 +48,7 @@ class Position:
 
 
 class ScriptedDecoder(Decoder):
-    """A decoder that gives the tokens of a script with certainty, then repeats `loop` without end."""
+    """Decoder that predicts the tokens of a script with certainty, then repeats `loop` endlessly."""
 
     def __init__(self, shape: WhisperShape, prompt: int, script: list[int], loop: list[int]) -> None:
         super().__init__(shape)
@@ -75,7 +75,7 @@ def text_tokens(vocabulary: PromptedVocabulary, text: str) -> list[int]:
 
 
 def scripted(vocabulary: PromptedVocabulary, script: list[int], loop: list[int]) -> Recognizer:
-    """A recognizer as `load_recognizer` builds it, with a random encoder and a scripted decoder."""
+    """Return a recognizer as built by `load_recognizer`, with a random encoder and a scripted decoder."""
     tokens = dataclasses.replace(vocabulary._tokens, positions=POSITIONS)
     vocabulary = PromptedVocabulary(vocabulary._pairs, vocabulary._prompt, tokens, vocabulary._says_times)
     architecture = WhisperArchitecture(WhisperShape(8, 1, 1, 1, 8, 80, vocabulary.size, 1500, POSITIONS))
@@ -91,7 +91,7 @@ def speech() -> torch.Tensor:
 
 
 def followed_by(silence: str, seconds: int) -> torch.Tensor:
-    """Speech followed by silence, over digital zeros, 16-bit dither, the noise of a quiet room or a hum of 50 Hz."""
+    """Return speech followed by silence, with digital zeros, 16-bit dither, room noise or a hum of 50 Hz."""
     recording = torch.cat([speech(), torch.zeros(seconds * SAMPLE_RATE)])
     noise = torch.randn(len(recording), generator=torch.Generator().manual_seed(0))
     hum = torch.sin(2 * torch.pi * 50 * torch.arange(len(recording)) / SAMPLE_RATE)
@@ -126,7 +126,7 @@ def test_digital_silence_is_the_windows_padding(vocabulary, seconds):
     alone, _ = front_end(said[None], (len(said),), None)
     followed = followed_by("zeros", seconds)
     assert torch.equal(front_end(followed[None], (len(followed),), None)[0], alone)
-    followed[-1] = 0.1  # the negative control
+    followed[-1] = 0.1  # negative control
     assert not torch.equal(front_end(followed[None], (len(followed),), None)[0], alone)
 
 
@@ -140,9 +140,9 @@ def test_an_endless_repetition_is_cut_and_the_words_before_it_stay(vocabulary, l
     recognizer = scripted(vocabulary, said, repeated)
     waveform = followed_by("zeros", seconds).numpy()
     found = [word.text for word in recognizer.transcribe(waveform).words]
-    # Of a loop over the whole text a second copy can stay: its first token includes a space and differs.
+    # A second copy of a loop over the whole text can remain: its first token includes a space and differs.
     assert found[: len(SAID)] == SAID and len(found) <= len(SAID) + len(LOOPS[loop])
-    # The negative control: the search alone repeats up to the last position of the decoder.
+    # Negative control: the search alone repeats up to the last position of the decoder.
     inner = dataclasses.replace(recognizer, decode=recognizer.decode.inner)
     assert len(inner.transcribe(waveform).words) > 4 * len(SAID)
 
@@ -160,7 +160,7 @@ def test_with_times_a_repetition_is_cut_too(vocabulary):
 
 
 def test_a_repetition_that_ends_by_itself_stays(vocabulary):
-    """A chant may be true; only a repetition that never ends is certain to be a loop."""
+    """A chant may be genuine; only an endless repetition is certainly a loop."""
     chant = text_tokens(vocabulary, " ".join([*SAID, *[SAID[3]] * 40]))
     recognizer = scripted(vocabulary, chant, [vocabulary.special.end])
     found = [word.text for word in recognizer.transcribe(speech().numpy()).words]

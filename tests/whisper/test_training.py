@@ -1,4 +1,4 @@
-"""Whisper in the step that trains every recogniser: nothing of it is Whisper's own. No transformers is needed here."""
+"""Whisper in the training step of every recogniser, which has no code for Whisper. Needs no transformers."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ SPECIAL = SpecialTokens(blank=51, unknown=51, start=51, end=50)
 
 
 class FreeTokens:
-    """A vocabulary without rules."""
+    """Vocabulary without rules."""
 
     special, rules = SPECIAL, FREE
 
@@ -61,7 +61,7 @@ def parts_of(dtype: torch.dtype = torch.float64, recompute: str = "never", rate:
 
 
 def speeches(count: int = 4, dtype: torch.dtype = torch.float64, augmented: bool = True) -> list[Example]:
-    """Utterances of 0.4 to 1 s with 1 to 20 tokens."""
+    """Return utterances of 0.4 to 1 s with 1 to 20 tokens."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(6_400, 16_001, (count,), generator=generator).tolist()
     return [
@@ -153,15 +153,16 @@ def test_products_of_a_step_are_what_the_formulas_say(recompute):
     counted = sum(flop for kind, flop in counts.items() if kind in MATRIX_PRODUCTS)
     layers = ARCHITECTURE.forward_layers(tuple(len(one.waveform) for one in spoken), 20)
     dense = tuple(layer for layer in layers if layer.is_dense and "convolution" not in layer.name)
-    log_mel = ARCHITECTURE.build_front_end(AugmentConfig()).log_mel  # of the speech alone
+    log_mel = ARCHITECTURE.build_front_end(AugmentConfig()).log_mel  # without the padding
     heard = sum(log_mel(one.waveform[None], (len(one.waveform),))[0].shape[2] for one in spoken)
     bands = 2 * heard * SHAPE.mel_bins * 201
     expected = step_flop(dense, recompute == "always")
     (head,) = (layer.flop for layer in layers if layer.name == "decoder's output")
-    again = head if recompute == "never" else 0  # the head's product is made once more whatever the policy
+    # Without recomputation of blocks, the loss still computes the product of the head twice.
+    again = head if recompute == "never" else 0
     assert counted == expected + bands + again
     wider = WhisperArchitecture(dataclasses.replace(SHAPE, d_model=40)).forward_layers((16_000,) * 3, 20)
-    assert step_flop(wider, False) > 1.2 * step_flop(layers, False)  # the negative control
+    assert step_flop(wider, False) > 1.2 * step_flop(layers, False)  # negative control
 
 
 def test_convolutions_are_what_pytorch_counts():

@@ -1,4 +1,4 @@
-"""The loss by slices of the vocabulary is PyTorch's, with its gradients, in a fraction of the memory."""
+"""The loss by vocabulary slices equals PyTorch's, with its gradients, in a fraction of the memory."""
 
 import pytest
 import torch
@@ -20,7 +20,10 @@ def columns(request, monkeypatch) -> int:
 
 
 def given(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Decoded (2, 7, 8), a head, targets of which the second row's end is padding; first and last token are there."""
+    """Return decoder states (2, 7, 8), a head, and targets.
+
+    The second row ends in padding; the first and the last token of the vocabulary occur.
+    """
     generator = torch.Generator().manual_seed(0)
     decoded = torch.randn(2, 7, 8, generator=generator, dtype=dtype).requires_grad_()
     weight = torch.randn(VOCABULARY, 8, generator=generator, dtype=dtype).requires_grad_()
@@ -52,7 +55,7 @@ def test_loss_and_gradients_are_pytorchs(smoothing, columns):
     assert apart(found, expected) < 1e-14 and all(apart(ours, theirs) < 1e-13 for ours, theirs in gradients)
     with torch.no_grad():
         assert torch.equal(vocabulary_loss_sum(decoded, weight, targets, smoothing), found)
-        weight[VOCABULARY - 1] += 0.01  # the negative control
+        weight[VOCABULARY - 1] += 0.01  # negative control
         assert apart(vocabulary_loss_sum(decoded, weight, targets, smoothing), expected) > 1e-5
 
 
@@ -91,7 +94,7 @@ def test_logits_are_never_there_all_at_once():
 def test_an_embedding_that_is_the_head_too_has_the_sum_of_both_gradients():
     generator = torch.Generator().manual_seed(0)
     embedding = TiedEmbedding(VOCABULARY, 8).double()
-    tokens = torch.tensor([[5, 5, 299, 0]])  # one of them twice
+    tokens = torch.tensor([[5, 5, 299, 0]])  # one token occurs twice
     factors = torch.randn(1, 4, 8, generator=generator, dtype=torch.float64)
     head_factors = torch.randn(VOCABULARY, 8, generator=generator, dtype=torch.float64)
     vectors, head = embedding.with_head(tokens)
@@ -107,7 +110,7 @@ def test_an_embedding_that_is_the_head_too_has_the_sum_of_both_gradients():
 
 
 def test_a_token_that_is_said_often_has_the_same_gradient_each_time():
-    """As PyTorch's index_put_ on several threads of a CPU has not: a resumed run would be another one."""
+    """PyTorch's index_put_ on several CPU threads is not deterministic, so a resumed run would differ."""
     torch.manual_seed(0)
     embedding, tokens = TiedEmbedding(2000, 384), torch.randint(50, (1, 445))
     by_vectors, by_head = torch.randn(1, 445, 384), torch.randn(2000, 384)
@@ -123,7 +126,7 @@ def test_a_token_that_is_said_often_has_the_same_gradient_each_time():
 
 
 def tied_loss(embedding: TiedEmbedding, number: int) -> torch.Tensor:
-    """What micro-batch `number` loses, in float32, 40 labels some of which are said often."""
+    """Return the loss of micro-batch `number` in float32, with 40 labels and frequent repetitions."""
     generator = torch.Generator().manual_seed(number)
     tokens, targets = (torch.randint(30, (2, 20), generator=generator) for _ in range(2))
     vectors, head = embedding.with_head(tokens)
@@ -136,7 +139,7 @@ def test_the_gradients_of_several_micro_batches_are_autograds_sum_bit_for_bit_wi
     embedding, peaks = TiedEmbedding(VOCABULARY, 64), []
     first, *others = (torch.autograd.grad(tied_loss(embedding, number), embedding.weight)[0] for number in range(3))
     expected = first + others[0] + others[1]
-    for hook in (None, lambda gradient: gradient):  # which is to see each micro-batch's gradient by itself
+    for hook in (None, lambda gradient: gradient):  # a hook sees each micro-batch's gradient separately
         embedding.weight.grad, live = None, LiveBytes()
         held = embedding.weight.register_hook(hook) if hook else None
         with live:
@@ -146,5 +149,5 @@ def test_the_gradients_of_several_micro_batches_are_autograds_sum_bit_for_bit_wi
         peaks.append(live.peak / embedding.weight.nbytes)
         if held:
             held.remove()
-    assert not torch.equal(expected, first + (others[0] + others[1]))  # the negative control: another order
+    assert not torch.equal(expected, first + (others[0] + others[1]))  # negative control: another order
     assert peaks[0] < peaks[1] - 0.8, peaks

@@ -1,4 +1,4 @@
-"""A small vocabulary with Whisper's named tokens, and the kind of model that has so many."""
+"""A small vocabulary with Whisper's named tokens, and the kind of model with that vocabulary size."""
 
 from pathlib import Path
 
@@ -8,21 +8,21 @@ from tests.conftest import WORDS
 from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
 from tests.whisper.folders import Kind
 
-POSITIONS = 40  # of the decoder; tests/whisper/folders.py has more, and what is found is shorter
+POSITIONS = 40  # of the decoder; tests/whisper/folders.py has more, and the hypotheses are shorter
 
 
 def write_vocabulary(folder: Path) -> Path:
-    """The files of a vocabulary of 300 byte strings, three languages and all times."""
+    """Write the files of a vocabulary of 300 byte strings, three languages and all times."""
     found = vocabulary_of_text(" ".join(WORDS), 300)
     return write_files(folder, *found, named_after(found[0], ("en", "hi", "mr")))
 
 
 def read_vocabulary(folder: Path) -> PromptedVocabulary:
-    """As for a model that is told to transcribe Marathi."""
+    """Read the vocabulary with a prompt to transcribe Marathi."""
     pairs = read_byte_pairs(folder)
     return PromptedVocabulary(pairs, Prompt("mr", "transcribe"), ModelTokens(pairs.size, POSITIONS, False, {}))
 
 
 def kind_of(vocabulary: PromptedVocabulary) -> Kind:
-    """A model of so many tokens."""
+    """Return a model kind of this vocabulary size."""
     return Kind(vocab_size=vocabulary.size, end=vocabulary.special.end)
