@@ -40,6 +40,7 @@ class OrderedAccumulation:
         """Install the hooks that order gradients of backward passes in threads inside of `turn`."""
         hooks = []
         for index, parameter in enumerate(self._parameters):
+            # The tensor hook runs before the gradient is added to `.grad`, the post-accumulate hook after it.
             hooks.append(parameter.register_hook(functools.partial(self._wait, index)))
             hooks.append(parameter.register_post_accumulate_grad_hook(functools.partial(self._advance, index)))
         try:
@@ -51,8 +52,10 @@ class OrderedAccumulation:
     @contextlib.contextmanager
     def turn(self, number: int) -> Iterator[None]:
         """Bind this thread to micro-batch `number`; at the end, release the turns of parameters without a gradient."""
+        # Thread-local: hooks run in the thread that called backward(), since all tensors are on the CPU.
         self._mine.number = number
         yield
+        # Parameters without a gradient in this micro-batch run no hook, so their turn is released here.
         for index in range(len(self._parameters)):
             if self._next[index] <= number:
                 self._wait(index)
@@ -66,6 +69,7 @@ class OrderedAccumulation:
 
     def _wait(self, index: int, _gradient: torch.Tensor | None = None) -> None:
         number = self._mine.number
+        # Checked without the lock first: only this thread can advance a turn that is its own.
         if self._next[index] != number or self._is_abandoned:
             with self._passed:
                 self._passed.wait_for(lambda: self._is_abandoned or self._next[index] == number)
@@ -95,6 +99,7 @@ def map_ordered(
     turns, modes = OrderedAccumulation(parameters), _get_current_dispatch_mode_stack()
 
     def run(number: int, item: Item) -> Result:
+        # Dispatch modes are thread-local.
         with _inherit_modes(modes), turns.turn(number), within(number):
             return work(item)
 
@@ -104,6 +109,7 @@ def map_ordered(
             for result in results:
                 yield result.result()
         finally:
+            # Before shutdown: a thread that waits for its turn would otherwise never end.
             turns.abandon()
             threads.shutdown(wait=False, cancel_futures=True)
 

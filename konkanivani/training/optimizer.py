@@ -90,6 +90,7 @@ class AdamW(Optimizer):
 
     def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """Return both moments, in the memory format of the parameter."""
+        # The fused kernel expects the strides of the parameter.
         moments = {kind: torch.zeros_like(parameter, memory_format=torch.preserve_format) for kind in MOMENTS}
         return super().new_state(parameter) | moments
 
@@ -131,12 +132,12 @@ def parameter_groups(model: torch.nn.Module, config: OptimizerConfig, tuning: Tu
         if parameter.requires_grad:
             factor = tuning.encoder_factor if name.startswith("encoder.") else 1.0
             is_later = bool(tuning.freeze_steps) and parameter in later
+            # Biases and norm weights, which have one dimension, get no weight decay.
             groups.setdefault((factor, is_later, parameter.dim() < 2), []).append(parameter)
     rate, decay = peak_rate(config), config.weight_decay
     return [
         {"params": found, "lr": rate, "weight_decay": 0.0 if is_flat else decay, "factor": factor, "later": is_later}
-        # Reversed key: (is_flat, is_later, factor), a fixed order that checkpoints do not depend on (OptimizerState
-        # uses names).
+        # Sorted by (is_flat, is_later, factor).
         for (factor, is_later, is_flat), found in sorted(groups.items(), key=lambda pair: pair[0][::-1])
     ]
 
@@ -199,6 +200,7 @@ class RateSchedule:
         done = step - self.ramp_first + 1
         if not 1 <= done <= self.ramp_steps:
             return learning_rate(config, step, self.planned_steps)
+        # The ramp ends at the rate that the schedule has in its last step, so the transition is continuous.
         target = learning_rate(config, self.ramp_first + self.ramp_steps - 1, self.planned_steps)
         return self.ramp_rate + (target - self.ramp_rate) * done / self.ramp_steps
 
@@ -243,6 +245,7 @@ def change_length(
         run_steps=run_steps,
         planned_steps=run_steps,
         ramp_first=step,
+        # A ramp longer than the rest of the run would never reach the schedule.
         ramp_steps=min(resolve_warmup(config, run_steps), run_steps - step),
         ramp_rate=old.rate(old_config, step - 1),
     )
@@ -259,6 +262,7 @@ class OptimizerState:
         self._tensors = {
             f"{name}/{kind}": tensor
             for name, parameter in model.named_parameters()
+            # Frozen parameters have no state.
             if parameter in optimizer.state
             for kind, tensor in optimizer.state[parameter].items()
         }
@@ -274,6 +278,7 @@ class OptimizerState:
                 "The checkpoint's optimizer state belongs to another model. Use --init_from to load only its weights."
             )
         for name, tensor in self._tensors.items():
+            # pop() frees the stored tensor after its copy.
             stored = state.pop(name)
             if not isinstance(stored, torch.Tensor) or stored.shape != tensor.shape:
                 raise CheckpointError(

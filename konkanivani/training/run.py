@@ -77,6 +77,7 @@ class Run:
             vocab_size=self.tokenizer.size,
             step=self.state.step,
             plan_digest=self.plan_digest,
+            # The state_dicts may be collectives; `stateful` has the same order on all ranks.
             states={name: part.state_dict() for name, part in self.stateful.items()}
             | {"corpus": self.corpus.state_dict(), "schedule": self.step.rates.state_dict()}
             | ({"plan": self.plan.state_dict()} if self.plan else {}),

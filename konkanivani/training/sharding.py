@@ -26,6 +26,7 @@ def shard_model(model: KonkaniVaniASR, topology: Topology, device: torch.device)
     ends.
     """
     mesh = init_device_mesh(device.type, (topology.world_size,))
+    # Blocks first: the call on the whole model then only takes the parameters that are left.
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -67,6 +68,7 @@ def full_weights(model: torch.nn.Module) -> Iterator[None]:
     for part in _shards(model):
         part.set_reshard_after_forward(False, recurse=False)
         with raise_rank_lost():
+            # set_reshard_after_forward(False) keeps the weights gathered after each forward pass of the block.
             part.unshard()
     try:
         yield
@@ -100,6 +102,7 @@ class FullState:
             return value
         with raise_rank_lost():
             whole = value.full_tensor()
+        # full_tensor() is a collective, so all ranks call it and all but the first drop the result at once.
         return whole.cpu() if self._topology.is_first else whole.new_empty(0, device="cpu")
 
 

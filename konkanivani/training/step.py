@@ -67,6 +67,7 @@ class ForwardPass:
 
     def plan(self, micro_batches: tuple[Batch, ...]) -> MicroBatchPlan:
         """Return the plan that runs these micro-batches; a single one is halved if two are to run in parallel."""
+        # A micro-batch of one utterance cannot be halved and runs alone.
         if self.concurrent_micro_batches > 1 and len(micro_batches) == 1 and micro_batches[0].size > 1:
             micro_batches = split_batch(micro_batches[0])
         concurrent_micro_batches = max(1, min(self.concurrent_micro_batches, len(micro_batches)))
@@ -162,6 +163,7 @@ class StepParts:
     def state_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that stay allocated between steps: weights, buffers and optimizer state."""
         front_end = self.forward.front_end
+        # A FeatureExtractor may be a plain function.
         buffers = list(front_end.buffers()) if isinstance(front_end, torch.nn.Module) else []
         copies = self.forward.weights.copies if self.forward.weights else []
         return [*self.model.parameters(), *self.model.buffers(), *copies, *buffers, *self.optimizer.tensors]
@@ -170,6 +172,8 @@ class StepParts:
     def stage(self, step: int) -> Iterator[None]:
         """Disable gradients of all parameters but the heads' while `step` is less than --freeze_steps."""
         is_early = step < (self.architecture.tuning.freeze_steps or 0)
+        # non_head_parameters() only returns parameters with requires_grad, so those frozen for the whole run stay
+        # frozen.
         later = non_head_parameters(self.model) if is_early else []
         try:
             for parameter in later:
@@ -241,6 +245,7 @@ def train_step(
     Everything but the update runs inside of `interruptible`, because no weight has changed until then. A ResourceError
     names an utterance that does not fit in memory even alone.
     """
+    # The update runs outside of the block: a signal must not end the process while weights are half updated.
     with interruptible(), parts.stage(step):
         gradient = parts.compute_gradient(GradientTask(parts, global_batch, step, forward_and_backward, is_interrupted))
     return None if gradient is None else update(parts, gradient, loss_counts(global_batch), step)
@@ -265,10 +270,12 @@ def update(parts: StepParts, gradient: StepGradient, counts: LossCounts, step: i
     rate = parts.rates.rate(parts.schedule, step)
     if gradient.is_finite:
         begun = parts.rates.delayed_warmup_factor(parts.schedule, parts.architecture.tuning, step)
+        # Before the step, since the rates of the groups are not part of the checkpoint.
         set_learning_rate(parts.optimizer, rate, begun)
         parts.optimizer.step()
+    # Also frees the gradient of a skipped update.
     parts.optimizer.zero_grad()
-    # GradScaler.step() is not used: the norm has been checked above. update() reads what unscale_() found.
+    # GradScaler.step() is not used: the norm has been checked above. update() uses the overflow flag set by unscale_().
     parts.scaler.update()
     parts.forward.monitor.end_phase("update")
     losses = parts.forward.objective.losses(gradient.loss_sums, counts)

@@ -114,6 +114,7 @@ def recognize_all(
     A batch that does not fit in memory is split. A ResourceError names an utterance that does not fit even alone.
     """
     forward.model.eval()
+    # The optimizer has updated the weights since the last refresh.
     forward.refresh_weights()
     oom_history = OomHistory(conditions=0)  # not training's: without gradients much larger batches fit
     terms, tokens, scored = len(forward.objective.terms), 0, []
@@ -132,6 +133,7 @@ def recognize_all(
         frames += sum(piece.frames for piece in pieces)
         tokens += sum(batch.token_lengths)
         hypotheses = [hypothesis for piece in pieces for hypothesis in piece.hypotheses]
+        # strict=True: a decoder that drops an utterance would shift all later hypotheses.
         scored += [ScoredUtterance(u, tokenizer.decode(h)) for u, h in zip(utterances, hypotheses, strict=True)]
         forward.monitor.end_phase("validation")
     return RecognizedPortion(tuple(totals.tolist()), int(blanks), frames, tokens, tuple(scored))
@@ -186,6 +188,7 @@ class EvaluationSet:
         portions = gather(self.topology, portion)
         if None in portions:
             raise interrupted or Interrupted("Another rank was stopped by a signal.", signal.SIGTERM)
+        # Each rank has seen only its own portion's rejections.
         for found in gather(self.topology, self.rejections.news()):
             self.rejections.add(found)
         return join_portions(portions, forward.objective, time.perf_counter() - started)

@@ -54,6 +54,7 @@ class Checkpointer:
             # A partial file left by a kill may be a hard link to an epoch or the best checkpoint: never overwrite it.
             partial.unlink(missing_ok=True)
             write_checkpoint(partial, checkpoint)
+            # Read back from the disk: a failing disk or a network folder may lose data without an error.
             if not is_whole(partial):
                 partial.unlink(missing_ok=True)
                 raise ResourceError(
@@ -70,7 +71,9 @@ class Checkpointer:
             # Last, so that a kill before this line leaves `last` at the old checkpoint.
             os.replace(partial, last)
             self._step_of_last = checkpoint.step
+            # The renames are durable only after the directory itself is synced.
             _sync_directory(self.directory)
+            # Old epochs are deleted only after the new checkpoint has its name.
             for path in epochs_in(self.directory)[self.keep :]:
                 path.unlink(missing_ok=True)
         except OSError as error:
@@ -102,6 +105,7 @@ class Checkpointer:
                 if path.name != LAST and not is_damaged:
                     say(self._late_write(path, found.step))
                 return path, found
+            # Not damaged: renaming it would hide a valid checkpoint from the version that wrote it.
             except OtherVersionError:
                 raise
             except CheckpointError as error:
@@ -126,6 +130,7 @@ class Checkpointer:
         Names are not sufficient: after a crash a name may refer to an older file again.
         """
         candidates = self._candidates()
+        # read_step() reads only the pickle, not the tensors.
         steps = {path: read_step(path) for path in candidates}
         newest = max((step for step in steps.values() if step is not None), default=0)
         unread = {LAST: newest, PREVIOUS: newest}
@@ -163,6 +168,7 @@ class Checkpointer:
         # One pass over each tensor, and one read per device.
         if all(torch.stack(found).isfinite().all() for found in bounds.values()):
             return
+        # Only after a failure: one read per tensor, to name the tensors in the message.
         spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         good = self.newest_before(checkpoint.step)
         known = f"The last good checkpoint is {good}" if good else "No checkpoint was saved before"
@@ -180,6 +186,7 @@ class Checkpointer:
         own, steps, newer = resumed.stat(), {}, {}
         for path in self._candidates():
             entry = path.stat()
+            # Modification times only exclude files; the step in a file decides.
             is_older = resumed.name == LAST and entry.st_mtime_ns <= own.st_mtime_ns
             if os.path.samestat(entry, own) or is_older:
                 continue

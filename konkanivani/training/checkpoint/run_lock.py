@@ -68,6 +68,7 @@ def given_up_if_refused(*locks: RunLock | None) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 if lock.made and os.listdir(lock.path.parent) == [LOCK_NAME]:
                     lock.path.unlink()
+                    # From the innermost folder outwards, the order of `Path.parents`.
                     for place in lock.made:
                         place.rmdir()
         raise
@@ -78,6 +79,7 @@ def check_nobody_works(directory: str | Path, use: FolderUse = TRAINING) -> None
     path = Path(directory) / LOCK_NAME
     if not os.path.exists(path):
         return
+    # Opened for writing, because lockf needs it for an exclusive lock. Closing the file releases the lock.
     with _explained(directory, use), open(path, "r+", encoding="utf-8", errors="surrogateescape") as file:
         _lock(file, directory, use)
 

@@ -42,6 +42,7 @@ class JsonLinesSink:
         if kind is None:
             return
         self.open()
+        # allow_nan=False: Python's NaN and Infinity are not JSON, and other readers refuse them.
         line = json.dumps({"kind": kind} | _finite(asdict(record)), ensure_ascii=False, allow_nan=False)
         atomic_append(self._path, line.encode() + b"\n")
 
@@ -49,7 +50,9 @@ class JsonLinesSink:
         sync_file(self._path)
 
     def _cut(self) -> None:
+        # Line by line into a new file: constant memory, and a kill leaves the old log intact.
         with atomic_replace(self._path) as beside, open(self._path, "rb") as old, open(beside, "wb") as new:
+            # A last line without a newline may still be a complete record.
             new.writelines(line.rstrip(b"\n") + b"\n" for line in old if self._is_kept(line))
 
     def _is_kept(self, line: bytes) -> bool:
@@ -65,6 +68,7 @@ class JsonLinesSink:
                 case "validation" if record["epoch"] > self._resumed.epochs_finished:
                     return False
             return isinstance(record["step"], int) and record["step"] <= self._resumed.step
+        # Valid JSON that is not a record, e.g. a number, a list, or deep nesting, is dropped too.
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return False
 

@@ -89,6 +89,7 @@ class Logbook:
         for name, lost in self._lost.items():
             if lost:
                 self._tell(f"{name}: {lost} records were lost, see the warning above")
+                # Reported once, also if close() is called twice.
                 self._lost[name] = 0
 
     def __enter__(self) -> "Logbook":
@@ -103,6 +104,7 @@ class Logbook:
             action()
             return True
         except Exception as error:
+            # The errno distinguishes, e.g., a full disk from a missing folder.
             cause = (sink.name, type(error), getattr(error, "errno", None))
             if cause not in self._warned:
                 self._warned.add(cause)

@@ -88,6 +88,7 @@ class EventFile:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+        # The header is written together with the first event.
         atomic_append(self.path, _framed([event]) if values else b"", self._header)
 
     @cached_property
@@ -133,12 +134,14 @@ def hypotheses_table(pairs: tuple[HypothesisPair, ...]) -> str:
 
 
 def _plain(text: str) -> str:
+    # Numeric character references are markup neither in markdown nor in HTML.
     marks = {mark: f"&#{ord(mark)};" for mark in "&<>|*_`[]\\"} | {"\n": " ", "\r": " "}
     return text.translate(str.maketrans(marks))
 
 
 def tagged_numbers(record: StepRecord | ValidationRecord | RehearsalRecord, curve: str) -> Iterator[tuple[str, float]]:
     """Yield (tag, number) for each field that TensorBoard draws into this curve and that has a value."""
+    # A step has one PhaseMemory per phase, a validation at most one.
     memory = record.memory if isinstance(record.memory, tuple) else (record.memory,)
     for part in (record, *(phase for phase in memory if phase is not None and phase.phase in DRAWN_PHASES)):
         for entry in fields(part):
@@ -182,6 +185,7 @@ def _hypotheses(record: ValidationRecord) -> "list[Summary.Value]":
 def _picture_and_sound(record: SpectrogramRecord) -> "list[Summary.Value]":
     from torch.utils.tensorboard import summary
 
+    # Full scale is [-1, 1]; NaN would make the conversion to integers undefined.
     waveform = record.waveform.detach().float().cpu().nan_to_num(0).clamp(-1, 1)
     picture = draw_utterance(record.features, record.posteriors, len(waveform) / SAMPLE_RATE)
     values = [*summary.image(f"7 picture/{record.utterance_id}", picture, dataformats="HWC").value]
