@@ -89,6 +89,7 @@ def compare(flags: Flags) -> str:
         flags.utterances, flags.shortest, flags.longest, flags.width, flags.dropout, flags.device, flags.mixed_precision
     )
     folder = Path(flags.folder).expanduser()
+    # Micro-batches run concurrently on a CPU only.
     concurrent_micro_batches = flags.concurrent_micro_batches if flags.device == "cpu" else (1,)
     limits = [(int(limit[1]), int(limit[2])) for limit in limits]
     entries = entries_of(flags.contestants, flags.cuts, limits, concurrent_micro_batches)

@@ -71,6 +71,7 @@ def older_features(python: Path, scratch: Path) -> Path:
 
 def run(command: list[str]) -> None:
     """Run a command of the other environment; print its output only on failure."""
+    # Offline, so that NeMo does not look for models or tokenizers on the Hugging Face hub.
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     if done.returncode:
         last = (done.stderr.strip() or "no output").splitlines()[-1]

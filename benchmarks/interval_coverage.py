@@ -51,6 +51,7 @@ def measure_coverage(flags: Flags) -> str:
     lines = ["spread  speakers  by utterance  by speaker"]
     for spread in flags.spreads:
         for speakers in flags.speakers:
+            # The same seed in each cell, so that cells differ by their parameters only.
             shares = coverage(np.random.default_rng(1), flags, speakers, spread)
             lines.append(f"{spread:6.2f}  {speakers:8}  {shares[0]:11.1%}  {shares[1]:9.1%}")
             print(lines[-1], file=sys.stderr, flush=True)

@@ -123,6 +123,7 @@ def watch(words: list[str], kill_after: Path | None = None) -> Ended:
     if kill_after is not None:
         while process.poll() is None and not kill_after.exists():
             time.sleep(0.2)
+        # The file is published by rename, so it is complete; the kill then hits the following step.
         time.sleep(3)
         process.send_signal(signal.SIGKILL)
     said = process.communicate()[0]
@@ -136,6 +137,7 @@ def sums_of(path: Path) -> list[tuple[str, int, int]]:
     """Return record name, size and CRC of each tensor in a checkpoint."""
     with zipfile.ZipFile(path) as archive:
         records = [(info.filename.partition("/")[2], info.file_size, info.CRC) for info in archive.infolist()]
+    # The pickle is left out: its counters are no tensors.
     return [record for record in records if record[0].startswith("data/")]
 
 
@@ -154,6 +156,7 @@ def measure(flags: Flags) -> str:
     watch(command(flags, folder, "killed"), kill_after=folder / "killed" / "checkpoint_last.pt")
     gone_on = watch(command(flags, folder, "killed"))
     again = sums_of(folder / "killed" / "checkpoint_last.pt")
+    # Equal checkpoints of two steps would make the comparison below meaningless.
     if len(last) < 10 or last == sums_of(folder / "killed" / "checkpoint_previous.pt"):
         raise DataError(
             "The checkpoints of the first and the last step are the same: nothing was trained. Run it by hand."

@@ -80,6 +80,7 @@ def measure(flags: Flags) -> str:
     sets = [sources.make(name, folder / "sets") for name in flags.sets or sources.names()]
     if flags.minutes:
         sets = [cut_training(made, minutes) for made, minutes in product(sets, flags.minutes)]
+    # The plot is drawn with the other toolkit's environment, which has the plotting library.
     needs_peer = PEER in flags.learners or flags.plot
     python = peer_python(environment, PACKAGES) if needs_peer else Path(sys.executable)
     threads = max(1, (os.cpu_count() or 1) // flags.side_by_side)

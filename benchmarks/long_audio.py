@@ -52,6 +52,7 @@ def measure_lengths(flags: Flags) -> str:
         raise UsageError(f"--seconds must be one or more lengths from {MIN_SECONDS:g} to {MAX_SECONDS:g}.")
     if not 0 < flags.tokens_per_second <= 15:
         raise UsageError("--tokens_per_second must be above 0 and at most 15.")
+    # VmHWM never decreases, so each duration needs its own process.
     steps = [measure_in_child(flags, seconds) for seconds in flags.seconds] if len(flags.seconds) > 1 else [own(flags)]
     ratio = round(steps[-1]["peak_above_state_mib"] / steps[0]["peak_above_state_mib"], 2)
     if flags.json:

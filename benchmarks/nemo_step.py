@@ -64,6 +64,7 @@ def one_step(side: subprocess.Popen, is_counted: bool) -> dict[str, float]:
     time.sleep(REST)
     side.stdin.write("count\n" if is_counted else "step\n")
     side.stdin.flush()
+    # Lines of other output, such as logs of the libraries, are skipped.
     for line in side.stdout:
         if line.startswith("{"):
             return json.loads(line)
@@ -80,6 +81,7 @@ def compare(flags: Flags) -> str:
     for side in sides.values():
         side.kill()
     seconds = {name: statistics.median(step["seconds"] for step in steps[COUNTED:]) for name, steps in found.items()}
+    # The second step, since the first one runs without optimizer state.
     peaks = {name: steps[COUNTED - 1]["peak_mib"] for name, steps in found.items()}
     lines = [f"{name:6}{seconds[name]:8.2f} s{peaks[name]:8.0f} MiB" for name in sides]
     ratio = f"ours / NeMo: time {seconds['ours'] / seconds['NeMo']:.2f}, peak {peaks['ours'] / peaks['NeMo']:.2f}"

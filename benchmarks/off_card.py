@@ -40,6 +40,7 @@ def transformers_peak(size: str) -> int:
     from konkanivani.memory.live_bytes import LiveBytes
     from konkanivani.recipe.planning.table import SIZES
 
+    # The CUDA allocator rounds each allocation up to a multiple of 512 bytes.
     live = LiveBytes(rounding=512)
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         model = transformers.WhisperForConditionalGeneration(config_of(SIZES[size])).train()
@@ -49,6 +50,8 @@ def transformers_peak(size: str) -> int:
         features = torch.zeros(1, SIZES[size].mel_bins, 3000)
         labels = torch.zeros(1, 448, dtype=torch.long)
         for _ in range(2):
+            # Only the second step counts: in the first one AdamW has not allocated its moments before the backward
+            # pass.
             live.restart_peak()
             for _ in range(2):
                 model(input_features=features, labels=labels).loss.backward()

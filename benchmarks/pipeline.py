@@ -76,6 +76,7 @@ def take_turns(flags: Flags, whole: TurnTaker, bare: TurnTaker) -> list[Pair]:
     whole.advance(flags.skipped)
     bare.advance(flags.skipped)
     for number in range(flags.steps // flags.turn):
+        # Alternating order cancels a drift of the machine's speed.
         order = (whole, bare) if number % 2 == 0 else (bare, whole)
         taken = {process: process.advance(flags.turn) for process in order}
         said = f"turn {number + 1}: {taken[bare].seconds / taken[whole].seconds:.0%}"

@@ -98,6 +98,7 @@ def measure_on_cuda(case: Case) -> CudaCell:
 
 def in_child(measure: Callable[[Case], Result], case: Case) -> Result:
     """Return measure(case), called in a new process; raise ResourceError if that process is killed."""
+    # spawn: a forked child would start with the parent's resident memory.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(measure, case).result()

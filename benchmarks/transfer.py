@@ -134,6 +134,7 @@ def learn(flags: Flags, made: Path, place: Path, begun: str, epochs: int) -> Lea
 
     ended = place / "summary.json"
     if not ended.is_file():
+        # The summary is written last, so a folder without it belongs to an interrupted run.
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         parts = ("train", "valid", "test")
@@ -147,6 +148,7 @@ def learn(flags: Flags, made: Path, place: Path, begun: str, epochs: int) -> Lea
         ended.write_text(run(command).splitlines()[-1], encoding="utf-8")
     log = (place / "runs" / "default" / "log.jsonl").read_text(encoding="utf-8").splitlines()
     found = [record for record in map(json.loads, log) if record["kind"] == "validation"]
+    # The validation before the first step has epoch 0.
     epochs = [record for record in found if record["epoch"]]
     return Learnt(
         steps=tuple(record["step"] for record in epochs),

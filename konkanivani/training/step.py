@@ -172,8 +172,7 @@ class StepParts:
     def stage(self, step: int) -> Iterator[None]:
         """Disable gradients of all parameters but the heads' while `step` is less than --freeze_steps."""
         is_early = step < (self.architecture.tuning.freeze_steps or 0)
-        # non_head_parameters() only returns parameters with requires_grad, so those frozen for the whole run stay
-        # frozen.
+        # Only trainable parameters, so those that are frozen for the whole run stay frozen.
         later = non_head_parameters(self.model) if is_early else []
         try:
             for parameter in later:

@@ -66,7 +66,7 @@ def rates_over(scored: list[ScoredUtterance]) -> ErrorRates:
 
 @dataclass(frozen=True)
 class RecognizedBatch:
-    """Results of one batch, on the device.
+    """Results of one batch; `loss_sums` and `blanks` are on the device.
 
     Args:
         loss_sums: summed losses (terms,).
@@ -114,14 +114,14 @@ def recognize_all(
     A batch that does not fit in memory is split. A ResourceError names an utterance that does not fit even alone.
     """
     forward.model.eval()
-    # The optimizer has updated the weights since the last refresh.
+    # The copies of offloaded weights are older than the optimizer's last update.
     forward.refresh_weights()
     oom_history = OomHistory(conditions=0)  # not training's: without gradients much larger batches fit
     terms, tokens, scored = len(forward.objective.terms), 0, []
     totals = torch.zeros(terms, dtype=torch.float64, device=forward.device)
     blanks, frames = torch.zeros((), dtype=torch.int64, device=forward.device), 0
     for batch, utterances in batches:
-        # Without gradients no activations are stored, so recomputation would not save memory.
+        # Without gradients no activations are stored: recomputes_all=True skips that stage of the OOM retries.
         cut = MicroBatchPlan((batch,), recomputes_all=True, chunk_frames=forward.chunk_frames)
         for attempt in (attempts := OomRetry(cut, oom_history)):
             with attempt:
@@ -183,8 +183,7 @@ class EvaluationSet:
             if self.topology.is_single_process:
                 raise
             interrupted = error
-        # An interrupted rank takes part with None: leaving before the collective would make the other ranks wait
-        # forever.
+        # An interrupted rank takes part with None, or the other ranks would wait forever.
         portions = gather(self.topology, portion)
         if None in portions:
             raise interrupted or Interrupted("Another rank was stopped by a signal.", signal.SIGTERM)

@@ -105,9 +105,8 @@ class Checkpointer:
                 if path.name != LAST and not is_damaged:
                     say(self._late_write(path, found.step))
                 return path, found
-            # Not damaged: renaming it would hide a valid checkpoint from the version that wrote it.
             except OtherVersionError:
-                raise
+                raise  # not damaged: renaming would hide it from the version that wrote it
             except CheckpointError as error:
                 damaged += 1
                 is_damaged = True

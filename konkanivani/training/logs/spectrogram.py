@@ -25,7 +25,7 @@ def draw_utterance(features: Tensor, posteriors: Tensor | None, seconds: float) 
         posteriors: (T', V) probabilities; None without CTC.
         seconds: duration of both.
     """
-    # At least one pixel per encoder frame: a peak of a posterior is often one frame wide and must stay visible.
+    # 900 pixels, but at least one per encoder frame: a posterior's peak is often one frame wide and must stay visible.
     width = max(WIDTH, 0 if posteriors is None else posteriors.shape[0])
     spectrogram = _stretch(_contrast(features.detach().float().cpu()).T.flip(0), BIN_HEIGHT, width)
     if posteriors is None:

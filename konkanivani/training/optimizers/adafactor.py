@@ -84,9 +84,9 @@ class Adafactor(Optimizer):
             workspace.squares.add_(torch.dot(change, change, out=workspace.more_squares))
         workspace.squares.div_(parameter.numel()).sqrt_().div_(LARGEST_UPDATE).clamp_(min=1)
 
-        # The updates are computed a second time: storing them would need a copy of the tensor.
         weights.mul_(1 - group["lr"] * group["weight_decay"])
         row.div_(workspace.squares)
+        # The updates are computed a second time: storing them would need a copy of the tensor.
         for part, factor, weight in zip(slices, row.split(per_slice), weights.split(per_slice), strict=True):
             change = torch.mul(part, column, out=place_of(part, workspace)).mul_(factor[:, None])
             weight.add_(change, alpha=-group["lr"])

@@ -31,7 +31,7 @@ class Codebook:
         if not is_signed:
             # Positive values never round to code 0 in an unsigned codebook: Adam divides by the second moment.
             bounds[0] = 0
-        # Arithmetic shift: negative int32 patterns are the negative floats.
+        # Upper 18 bits of all floats; negative int32 patterns are the floats with the sign bit set.
         patterns = torch.arange(-KEPT, KEPT, dtype=torch.int32, device=like.device) << DROPPED_BITS
         middles = (patterns + (1 << (DROPPED_BITS - 1))).view(torch.float32)
         # Pattern 0 contains exact zeros, so it maps to level 0 and not to the middle of its interval.
@@ -49,6 +49,8 @@ class Codebook:
         """
         torch.amax(workspace.copy_(numbers).abs_(), 1, out=largest)
         shares = workspace.copy_(numbers).div_(largest[:, None])
+        # In place on the bits of the workspace. An arithmetic shift keeps the sign, so patterns range from -KEPT to
+        # KEPT - 1.
         patterns = shares.view(torch.int32).bitwise_right_shift_(DROPPED_BITS).add_(KEPT)
         # index_select with `out` allocates nothing, unlike indexing.
         torch.index_select(self.nearest, 0, patterns.view(-1), out=codes.view(-1))
