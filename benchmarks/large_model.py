@@ -49,7 +49,7 @@ class Flags:
     """Flags of this script."""
 
     folder: str
-    """Folder for all files; those of an earlier run are replaced."""
+    """Folder for all files; files of an earlier run are replaced."""
     size: Literal["tiny", "base", "small", "medium", "large-v3"] = "medium"
     """Shape of the model."""
     device: Literal["cpu", "cuda"] = "cpu"

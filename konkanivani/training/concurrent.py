@@ -91,7 +91,7 @@ def map_ordered(
 ) -> Iterator[Result]:
     """Yield work(item) for each item in order, with `count` items in parallel, one per thread.
 
-    Item number n (from 0) is processed inside of within(n). The result is bitwise equal to that of sequential
+    Item number n (from 0) is processed inside of within(n). The result is bitwise equal to sequential
     processing with the same number of threads per item, because each parameter's gradients are added in the order of
     the items. An error ends all threads.
     """

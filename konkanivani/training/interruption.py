@@ -68,7 +68,7 @@ class Interruption:
         """Mark work that has no effect before its end, so that a signal may end the process during it.
 
         After PATIENCE, `stop` is called in another thread while the main thread stays blocked at the end of the block.
-        Errors of `stop` are reported like those of a script.
+        Errors of `stop` are reported like errors of a script.
         """
         self._stop = stop
         self._is_whole.release()

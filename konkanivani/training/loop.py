@@ -85,7 +85,7 @@ def save_and_exit_from_signal_thread(saver: "PeriodicSaver", error: Interrupted)
 
 
 def score_beginning(run: Run, interruptible: Callable[[], AbstractContextManager[None]]) -> None:
-    """Validate the initial weights of a run before its first step, to measure later what fine-tuning loses or gains.
+    """Validate the initial weights of a run before its first step, as a reference for fine-tuning.
 
     Does nothing for random weights, without a validation set, or in a resumed run.
     """

@@ -69,7 +69,7 @@ def rehearse(run: Run) -> tuple[Rehearsal, ...]:
 
 
 def costliest_global_batches(run: Run) -> list[tuple[str, GlobalBatch]]:
-    """Return the longest utterances, those with the most tokens, and those of the bucket with the highest planned peak.
+    """Return the longest utterances, the ones with the most tokens, and the bucket with the highest planned peak.
 
     Each global batch contains its micro-batch twice, because the second pass runs while gradients exist, like most
     passes.

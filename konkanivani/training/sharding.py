@@ -2,7 +2,7 @@
 
 Each rank keeps its part of every tensor. The weights of a block are gathered when it runs, forward and backward, and
 freed afterwards; its gradient is reduced and sharded at once (Zhao et al., 2023). Therefore the ranks run in lockstep:
-each makes as many passes over a global batch as the rank with the most micro-batches.
+each makes the same number of passes over a global batch as the rank with the most micro-batches.
 """
 
 import contextlib

@@ -157,7 +157,7 @@ def describe_validation(record: ValidationRecord) -> str:
 
 
 def describe_skip(record: SkipRecord) -> str:
-    """Return what was skipped, why, and where to find the utterances."""
+    """Return a message on a skipped step: cause, utterances, and the log that lists all of them."""
     named, others = record.utterances[:UTTERANCES_ON_CONSOLE], len(record.utterances) - UTTERANCES_ON_CONSOLE
     utterances = ", ".join(named) + (f" and {others} others" if others > 0 else "")
     return (

@@ -22,7 +22,7 @@ def dynamic_shares(is_signed: bool) -> list[float]:
 class Codebook:
     """Quantization levels on a device, with a table from the upper bits of a float32 to the nearest level's code.
 
-    A search takes forty times as long.
+    A search takes 40 times the time.
     """
 
     def __init__(self, is_signed: bool, like: torch.Tensor) -> None:
