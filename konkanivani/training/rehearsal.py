@@ -69,10 +69,10 @@ def rehearse(run: Run) -> tuple[Rehearsal, ...]:
 
 
 def costliest_global_batches(run: Run) -> list[tuple[str, GlobalBatch]]:
-    """Return the longest utterances, the ones with the most tokens, and the bucket with the highest planned peak.
+    """Return the most expensive global batches, each with its name.
 
-    Each global batch contains its micro-batch twice, because the second pass runs while gradients exist, like most
-    passes.
+    They contain the longest utterances, the ones with the most tokens, and the longest of the bucket with the highest
+    planned peak. Each has its micro-batch twice, because the second pass runs while gradients exist, like most passes.
     """
     speech = run.global_batches.speech
     # The lowest speed of speed perturbation makes the longest audio.
