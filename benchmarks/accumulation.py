@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What gradient accumulation does to the loss and the gradient of a Whisper model: transformers' Trainer, and this one.
+"""Compare the effect of gradient accumulation on loss and gradient of a Whisper model in transformers and this trainer.
 
     python3 benchmarks/accumulation.py
 
-The same four utterances of 4, 20, 4 and 20 labels are one optimizer step each time, in micro-batches of four, of two
-and of one, from the same small random weights, in fp32 on a CPU, at the learning rate 0. The loss and the gradient norm
-are what `Seq2SeqTrainer` logs, as it is installed, and what `train_step` reports. A mean over the labels of the step
-does not depend on how it is cut. The exit code is 0 either way: this is a measurement.
+Each optimizer step has the same four utterances with 4, 20, 4 and 20 labels, in micro-batches of four, of two or of
+one, from the same small random weights, in fp32 on a CPU, at learning rate 0. Reported are the loss and the gradient
+norm that the installed `Seq2SeqTrainer` logs, and the values of `train_step`. A mean over the labels of the step does
+not depend on the division into micro-batches. The exit code is 0 in any case, since this is a measurement.
 """
 
 import sys
@@ -30,18 +30,19 @@ NEEDED = ("transformers", "accelerate")
 
 @dataclass(frozen=True)
 class Flags:
-    """What is drawn, and how it is printed."""
+    """Flags of this script."""
 
     seed: int = 0
-    """Weights and utterances follow from it."""
+    """Seed of weights and utterances."""
     divided: bool = False
-    """Tell the Trainer that the model does not divide by the labels of the step (`accepts_loss_kwargs`)."""
+    """Set `accepts_loss_kwargs` so that the Trainer assumes a model that does not divide by the labels of the step."""
     json: bool = False
     """Print one line of JSON instead of a table."""
 
 
 def compare(flags: Flags) -> str:
-    """Measures; returns what is to be printed."""
+    """Return the report."""
+    # find_spec() does not import the packages, which takes seconds.
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Times one optimizer step of this trainer and of others in turn, in one run: seconds, peak memory, and their ratios.
+"""Time one optimizer step of this trainer and of other toolkits in turn: seconds, peak memory, and their ratios.
 
     python3 benchmarks/compare_peers.py --rounds 7
     python3 benchmarks/compare_peers.py --device cuda --mixed_precision --utterances 64 --markdown docs/performance.md
 
-The work: one effective batch of utterances of 3 to 12 s (features given, 62.6 s in all for 8), a Conformer of about
-25 M parameters (12 + 6 layers, width 256, vocabulary 1000), CTC and attention losses, backward pass, clipping, AdamW.
-Each contestant has a process of its own; a round is one step of each, one after another. The others are installed into
-an environment of their own. Peak is live tensor bytes counted at dispatch (CUDA: the allocator's), growth is VmHWM over
-the process before its model. A claim needs both.
+Workload: one global batch of utterances of 3 to 12 s (features given, 62.6 s in all for 8), a Conformer of about 25 M
+parameters (12 + 6 layers, width 256, vocabulary 1000), CTC and attention losses, backward pass, clipping, AdamW. Each
+toolkit runs in its own process; a round is one step of each, sequentially. The others are installed into a separate
+environment. Peak is the number of live tensor bytes counted at dispatch (CUDA: the allocator's); growth is VmHWM minus
+the resident memory of the process before its model. A claim needs both.
 """
 
 import sys
@@ -32,12 +32,12 @@ Toolkit = Literal["konkanivani", "speechbrain", "espnet"]
 
 @dataclass(frozen=True)
 class Flags:
-    """What is compared."""
+    """Flags of this script."""
 
     rounds: int = 5
-    """Steps of each contestant after a warm-up; the median counts."""
+    """Steps of each toolkit after a warm-up; the median counts."""
     utterances: int = 8
-    """Effective batch."""
+    """Utterances of the global batch."""
     shortest: float = 3.0
     """Seconds of the shortest utterance."""
     longest: float = 12.0
@@ -45,23 +45,24 @@ class Flags:
     width: int = 256
     """Width of every model."""
     cuts: tuple[int, ...] = (1, 2, 4, 8)
-    """Micro-batches into which the effective batch is cut: every toolkit in each of these ways."""
+    """Numbers of micro-batches to measure for every toolkit."""
     within: tuple[str, ...] = ()
-    """Ours within a limit too, by CUT:MIB (such as 2:619): as few blocks recomputed as that takes."""
+    """Also measure this trainer within a memory limit, as CUT:MIB (such as 2:619), with the fewest recomputed blocks
+    that fit."""
     concurrent_micro_batches: tuple[int, ...] = (1, 2)
-    """Ours with so many micro-batches side by side, each of these ways (on a card it is one after another)."""
+    """Numbers of concurrent micro-batches of this trainer to measure (CPU only)."""
     contestants: tuple[Toolkit, ...] = get_args(Toolkit)
-    """Toolkits that take part."""
+    """Toolkits to compare."""
     dropout: float = 0.1
-    """On the residual branches; the others drop attention probabilities too."""
+    """Dropout of the residual branches; the other toolkits also drop attention probabilities."""
     without_dropout: bool = True
-    """Everyone's time at dropout 0 as well, of its fastest cut."""
+    """Also time every toolkit's fastest number of micro-batches without dropout."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where."""
+    """Device to measure on."""
     mixed_precision: bool = False
     """fp16 with loss scaling on CUDA, bf16 on a CPU."""
     folder: str = "~/.cache/konkanivani/peers"
-    """Where the others' environment is made."""
+    """Folder for the environment of the other toolkits."""
     markdown: str | None = None
     """Write the tables to this file as well."""
     json: bool = False
@@ -69,7 +70,7 @@ class Flags:
 
 
 def compare(flags: Flags) -> str:
-    """Races, and returns what is to be printed."""
+    """Return the report."""
     if flags.rounds < 1 or any(cut < 1 or flags.utterances % cut for cut in flags.cuts) or not flags.cuts:
         raise UsageError("--rounds must be at least 1, and each of --cuts must divide --utterances.")
     if flags.width < 8 or flags.width % 8:
@@ -88,6 +89,7 @@ def compare(flags: Flags) -> str:
         flags.utterances, flags.shortest, flags.longest, flags.width, flags.dropout, flags.device, flags.mixed_precision
     )
     folder = Path(flags.folder).expanduser()
+    # Micro-batches run concurrently on a CPU only.
     concurrent_micro_batches = flags.concurrent_micro_batches if flags.device == "cpu" else (1,)
     limits = [(int(limit[1]), int(limit[2])) for limit in limits]
     entries = entries_of(flags.contestants, flags.cuts, limits, concurrent_micro_batches)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measures how many times faster than the speech itself a preset decodes, and what the decoder's cache saves.
+"""Measure the speed of each decoder of a preset in multiples of real time, and the gain of the decoder's cache.
 
     python3 benchmarks/decoding.py --preset original --json
 
-Noise of a fixed length goes through the front end, the encoder and each decoder of a model with random weights. Its end
-token is out of reach, so that every beam search runs for as many tokens as speech of that length has, no matter what
-the weights say; greedy CTC takes the same time whatever it finds.
+Noise of a fixed length passes through the front end, the encoder and each decoder of a model with random weights. The
+end token is disabled, so that every beam search runs for the number of tokens that speech of that length has,
+regardless of the weights; the time of greedy CTC does not depend on its result.
 """
 
 import sys
@@ -27,7 +27,7 @@ from konkanivani.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Flags:
-    """What is decoded."""
+    """Flags of this script."""
 
     preset: Literal["original", "optimized", "minimal"] = "original"
     """Model shape."""
@@ -36,23 +36,23 @@ class Flags:
     seconds: float = 6.0
     """Length of an utterance."""
     tokens_per_second: float = 5.0
-    """Tokens that are searched for in a second of it: about 5 of a subword vocabulary, 12 characters."""
+    """Tokens per second of speech: about 5 with a subword vocabulary, 12 with characters."""
     utterances: int = 1
-    """Utterances that are decoded together."""
+    """Utterances per batch."""
     beam: int = 10
     """Hypotheses kept."""
     tokens: int = 100
-    """Tokens of one hypothesis that is decoded with the cache and without."""
+    """Tokens of the hypothesis that is decoded with and without cache."""
     rounds: int = 3
-    """Every decoder in turn, so many times after a warm-up; the median counts."""
+    """Rounds after a warm-up, each running every decoder once; the median counts."""
     device: Literal["auto", "cuda", "cpu"] = "cpu"
-    """Where to measure."""
+    """Device to measure on."""
     json: bool = False
     """Print one line of JSON instead of sentences."""
 
 
 def measure(flags: Flags) -> str:
-    """Measures; returns what is to be printed."""
+    """Return the report."""
     sizes = flags.utterances, flags.beam, flags.tokens, flags.rounds, flags.seconds, flags.tokens_per_second
     if min(sizes) <= 0 or flags.vocab_size < 5:
         raise UsageError("Every number must be above 0, and --vocab_size at least 5.")

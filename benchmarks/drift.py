@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Trains for many steps on utterances of mixed lengths: does memory grow with time?
+"""Train for many steps on utterances of mixed durations and measure whether memory grows with time.
 
     python3 benchmarks/drift.py --steps 2000 --preset minimal
 
-The step is the product's own `train_step` behind its own front end, SpecAugment included, on noise made as it is
-needed. All tensors that are alive between two steps are counted, from the first step to the last, and must not grow by
-a byte; the resident memory may grow by 5 % from step 200 on. The exit code is 0 either way: this is a measurement.
+The step is the trainer's own `train_step` with its front end, including SpecAugment, on noise that is generated on
+demand. All tensors that are alive between two steps are counted, from the first step to the last, and must not grow by
+a byte; the resident memory may grow by 5 % from step 200 on. The exit code is 0 in any case, since this is a
+measurement.
 """
 
 import sys
@@ -31,7 +32,7 @@ MIN_SECONDS, MAX_SECONDS = 0.5, 60.0
 
 @dataclass(frozen=True)
 class Flags:
-    """What is measured."""
+    """Flags of this script."""
 
     steps: int = 2000
     """Optimizer steps."""
@@ -42,32 +43,33 @@ class Flags:
     gradient_accumulation_steps: int = 2
     """Micro-batches in one optimizer step."""
     shortest: float = 1.0
-    """Seconds of the shortest utterances."""
+    """Duration of the shortest utterances in seconds."""
     longest: float = 12.0
-    """Seconds of the longest utterances."""
+    """Duration of the longest utterances in seconds."""
     distinct: int | None = None
-    """So many windows, again and again: their lengths are no news then (None: each is another)."""
+    """Number of different global batches, which are then repeated (None: every one is different)."""
     gradient_checkpointing: Literal["always", "never"] = "never"
     """Recompute every block's activations in the backward pass."""
     mixed_precision: bool = False
     """Autocast: fp16 with loss scaling on CUDA, bf16 on a CPU."""
     device: Literal["auto", "cuda", "cpu"] = "cpu"
-    """Where to measure."""
+    """Device to measure on."""
     seed: int = 1234
-    """Everything random follows from it."""
+    """Seed of all random numbers."""
     json: bool = False
     """Print one line of JSON instead of a sentence."""
     model: ModelConfig = field(default_factory=ModelConfig)
 
 
 def read_drift_flags(arguments: list[str]) -> Flags:
-    """The command line; a preset's shape stands where a single flag does not override it."""
+    """Return the flags of the command line; single model flags override the preset's shape."""
     first = read_flags(Flags, arguments, Flags())
+    # Parsed twice: the first pass only finds the preset, which gives the defaults of the second.
     return read_flags(Flags, arguments, Flags(model=PRESETS[first.preset]))
 
 
 def measure_drift(flags: Flags) -> str:
-    """Measures; returns what is to be printed."""
+    """Return the report."""
     config = config_of(flags)
     from benchmarks.measuring.many_steps import measure
 
@@ -76,7 +78,7 @@ def measure_drift(flags: Flags) -> str:
 
 
 def config_of(flags: Flags) -> TrainConfig:
-    """The trainer's settings for these flags; a UsageError where they cannot work."""
+    """Return the trainer's settings for these flags; raise UsageError if they are invalid."""
     if flags.steps < 2:
         raise UsageError("--steps must be at least 2.")
     if flags.distinct is not None and flags.distinct < 1:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Kills, fills, truncates, flips and lies, and counts what was lost: the tables of docs/reliability.md.
+"""Inject faults (kills, full disks, truncated and flipped files) and count losses: the tables of docs/reliability.md.
 
     python3 benchmarks/faults.py                         a few tries of every kind
     python3 benchmarks/faults.py --parts kills --full    the counts of docs/reliability.md
 
-Every part trains the real script as a child process, or reads files as it does. The exit code is 1 where anything was
-lost, read wrongly, or ended otherwise than it should.
+Every part trains with the real script as a child process, or reads files the way it does. The exit code is 1 if
+anything is lost or read incorrectly, or a run ends in an unexpected way.
 """
 
 import sys
@@ -29,10 +29,10 @@ Part = Literal[
 
 @dataclass(frozen=True)
 class Flags(PartsFlags):
-    """What is tried."""
+    """Flags of this script."""
 
     parts: tuple[Part, ...] = tuple(part for part in get_args(Part) if part != "peers")
-    """Kinds of faults; peers (how others fare, in an environment of their own) only where it is named."""
+    """Kinds of faults; peers (other toolkits, in a separate environment) runs only if it is named."""
 
 
 if __name__ == "__main__":

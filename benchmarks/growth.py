@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""How time and memory of a step grow with the utterances' length, their number and the model's width, beside others'.
+"""Compare how time and memory of a step grow with utterance duration, batch size and model width in several toolkits.
 
     python3 benchmarks/growth.py --plot docs/growth.png
 
-One micro-batch of equal utterances a step. Each toolkit has a process of its own; steps in turn. A toolkit that runs
-out of memory has no figure there.
+Each step has one micro-batch of equal utterances. Each toolkit runs in its own process; their steps alternate. A
+toolkit that runs out of memory has no value there.
 """
 
 import sys
@@ -27,24 +27,24 @@ Toolkit = Literal["konkanivani", "speechbrain", "espnet"]
 
 @dataclass(frozen=True)
 class Flags:
-    """What is varied, one at a time."""
+    """Flags of this script; one quantity is varied at a time."""
 
     seconds: tuple[float, ...] = (1.0, 3.0, 10.0, 30.0, 60.0)
-    """Lengths of one utterance at width 256."""
+    """Durations of one utterance at width 256."""
     utterances: tuple[int, ...] = (1, 4, 16, 64)
     """Utterances of 3 s at once at width 256."""
     widths: tuple[int, ...] = (128, 256, 512)
     """Widths of the model, with 4 utterances of 6 s at once."""
     contestants: tuple[Toolkit, ...] = get_args(Toolkit)
-    """Toolkits that take part."""
+    """Toolkits to compare."""
     rounds: int = 3
     """Steps of each after a warm-up; the median counts."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where."""
+    """Device to measure on."""
     mixed_precision: bool = False
     """fp16 with loss scaling on CUDA, bf16 on a CPU."""
     folder: str = "~/.cache/konkanivani/peers"
-    """Where the others' environment is made."""
+    """Folder for the environment of the other toolkits."""
     plot: str | None = None
     """Draw the tables into this PNG file."""
     json: bool = False
@@ -52,7 +52,7 @@ class Flags:
 
 
 def measure(flags: Flags) -> str:
-    """Measures every case; what is to be printed."""
+    """Measure every case; return the report."""
     if flags.rounds < 1 or min((*flags.seconds, 0.5)) < 0.5 or min((*flags.utterances, *flags.widths, 1)) < 1:
         raise UsageError("--rounds, --utterances and --widths must be at least 1, --seconds at least 0.5.")
     from benchmarks.measuring.peers.contest import Terms

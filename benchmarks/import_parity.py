@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""How near an imported NeMo model is to NeMo itself: golden tensors are made anew by NeMo 3.0 and held against ours.
+"""Compare imported NeMo models with NeMo itself: NeMo 3.0 recreates the golden tensors, which are compared with ours.
 
     python3 benchmarks/import_parity.py --output tests/nemo
     python3 benchmarks/import_parity.py --large indic_random.nemo
 
-NeMo is installed into an environment of its own (300 MB), as is the front end's file of its 1.23. The models are tiny
-and random: x4 as IndicConformer, x8 as FastConformer, x8 with 128 bands and without biases as Parakeet. The second
+NeMo is installed into a separate environment (300 MB), with the front end's file of NeMo 1.23. The models are tiny and
+random: x4 like IndicConformer, x8 like FastConformer, x8 with 128 bands and without biases like Parakeet. The second
 command writes a file of the published IndicConformer's size with random weights, without NeMo, to time import_asr.py.
 """
 
@@ -33,20 +33,20 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Flags:
-    """Where to."""
+    """Flags of this script."""
 
     output: str | None = None
-    """Folder for NeMo's files and golden tensors (None: they are compared and thrown away)."""
+    """Folder for NeMo's files and golden tensors (None: compare and delete them)."""
     large: str | None = None
-    """Write a .nemo file of 523 MB of random weights here, and nothing else."""
+    """Only write a .nemo file of 523 MB of random weights to this path."""
     nemo: str | None = None
-    """A Python that has NeMo 3.0 (None: an environment under --folder, made where it is missing)."""
+    """Python interpreter with NeMo 3.0 (None: an environment in --folder, created if missing)."""
     folder: str = "~/.cache/konkanivani/peers"
-    """Where NeMo's environment is made."""
+    """Folder for the environment of NeMo."""
 
 
 def compare(flags: Flags) -> str:
-    """The largest distance of each tensor, a line a file."""
+    """Return the largest difference of each tensor, one line per file."""
     from benchmarks.measuring.nemo.large_file import write_large
     from benchmarks.measuring.peers.environment import peer_python
 
@@ -63,14 +63,15 @@ def compare(flags: Flags) -> str:
 
 
 def older_features(python: Path, scratch: Path) -> Path:
-    """The front end's file of NeMo 1.23, from its wheel."""
+    """Extract the front end's file of NeMo 1.23 from its wheel."""
     run([str(python), "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), OLDER])
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
         return Path(wheel.extract(OLDER_FEATURES, scratch))
 
 
 def run(command: list[str]) -> None:
-    """Runs a command of the other environment, its output kept unless it fails."""
+    """Run a command of the other environment; print its output only on failure."""
+    # Offline, so that NeMo does not look for models or tokenizers on the Hugging Face hub.
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     if done.returncode:
         last = (done.stderr.strip() or "no output").splitlines()[-1]
@@ -78,7 +79,7 @@ def run(command: list[str]) -> None:
 
 
 def measured(folder: Path) -> list[str]:
-    """How far ours is from each file's golden tensors."""
+    """Return the differences from the golden tensors, one line per file."""
     from tests.nemo.goldens import FILES, distances_of
 
     lines = []

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures what ways of storing an ONNX file's weights in eight bits change in what it hears.
+"""Compare ways to store the weights of an ONNX file in 8 bits by their effect on the recognized text.
 
 python3 benchmarks/int8.py --onnx konkani.onnx --manifest data/builtin/valid.jsonl
 """
@@ -23,20 +23,20 @@ from konkanivani.data.manifest import read_manifest
 
 @dataclass(frozen=True)
 class Flags:
-    """What is quantised, and the speech it is measured on."""
+    """Flags of this script."""
 
     onnx: str
     """ONNX file that export_asr.py --onnx wrote."""
     manifest: str
-    """JSONL manifest whose first utterances are heard."""
+    """JSONL manifest whose first utterances are recognized."""
     utterances: int = 70
-    """How many of them."""
+    """Number of utterances."""
     json: bool = False
     """Print one line of JSON instead of sentences."""
 
 
 def measure(flags: Flags) -> str:
-    """Measures; returns what is to be printed."""
+    """Return the report."""
     if flags.utterances < 1:
         raise UsageError("--utterances must be at least 1.")
     if not Path(flags.onnx).is_file():

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""How often a 95 % interval of the WER holds the true one, by what the bootstrap draws and how many speakers there are.
+"""Measure how often a 95 % interval of the WER contains the true WER, by resampling unit and number of speakers.
 
     python3 benchmarks/interval_coverage.py
 
-Speech is simulated: every speaker has an error rate of their own, beta-distributed about 20 % with the standard
-deviation `spread`, every utterance one about its speaker's, every word is wrong with the utterance's. The intervals are
-the product's own. A good one holds the 20 % in 95 of 100 trials.
+Speech is simulated: every speaker has an error rate with a beta distribution around 20 % and standard deviation
+`spread`, every utterance one around its speaker's, and every word is wrong with the probability of its utterance. The
+intervals are the evaluation's own bootstrap. A good interval contains 20 % in 95 of 100 trials.
 """
 
 import sys
@@ -25,15 +25,15 @@ from konkanivani.base.errors import UsageError
 from konkanivani.evaluation.bootstrap import percentiles, ratios, resample_sums
 
 TRUE_RATE = 0.2
-WITHIN_SPEAKER = 4.0  # an utterance's rate has the beta distribution of these many words in all
+WITHIN_SPEAKER = 4.0  # sum of the two parameters of an utterance's beta distribution
 
 
 @dataclass(frozen=True)
 class Flags:
-    """How much is simulated."""
+    """Flags of this script."""
 
     trials: int = 1000
-    """Test sets for each cell of the table."""
+    """Test sets per cell of the table."""
     utterances: int = 160
     """Utterances of a test set, of 3 to 12 words."""
     speakers: tuple[int, ...] = (2, 4, 6, 10, 20, 40)
@@ -43,7 +43,7 @@ class Flags:
 
 
 def measure_coverage(flags: Flags) -> str:
-    """The table, a line for each spread and number of speakers."""
+    """Return the table, one line per spread and number of speakers."""
     if flags.trials < 1 or not all(1 <= speakers <= flags.utterances for speakers in flags.speakers):
         raise UsageError("--trials must be at least 1, and --speakers between 1 and --utterances.")
     if not all(0 <= spread < 0.2 for spread in flags.spreads):
@@ -51,6 +51,7 @@ def measure_coverage(flags: Flags) -> str:
     lines = ["spread  speakers  by utterance  by speaker"]
     for spread in flags.spreads:
         for speakers in flags.speakers:
+            # The same seed in each cell, so that cells differ by their parameters only.
             shares = coverage(np.random.default_rng(1), flags, speakers, spread)
             lines.append(f"{spread:6.2f}  {speakers:8}  {shares[0]:11.1%}  {shares[1]:9.1%}")
             print(lines[-1], file=sys.stderr, flush=True)
@@ -58,7 +59,7 @@ def measure_coverage(flags: Flags) -> str:
 
 
 def coverage(generator: np.random.Generator, flags: Flags, speakers: int, spread: float) -> np.ndarray:
-    """(2,) the shares of trials whose interval holds the true rate: drawn by utterance, drawn by speaker."""
+    """Return the fractions (2,) of trials whose interval contains the true rate: resampled by utterance, by speaker."""
     of_speaker = np.arange(flags.utterances) % speakers
     held = np.zeros(2)
     for _ in range(flags.trials):
@@ -71,9 +72,10 @@ def coverage(generator: np.random.Generator, flags: Flags, speakers: int, spread
 
 
 def simulate(generator: np.random.Generator, of_speaker: np.ndarray, speakers: int, spread: float) -> np.ndarray:
-    """(utterances, 2): word errors and words."""
+    """Return word errors and words of each utterance, (utterances, 2)."""
     rates = np.full(speakers, TRUE_RATE)
     if spread:
+        # From the variance of a beta distribution with mean m and parameter sum s: m (1 - m) / (s + 1).
         strength = TRUE_RATE * (1 - TRUE_RATE) / spread**2 - 1
         rates = generator.beta(TRUE_RATE * strength, (1 - TRUE_RATE) * strength, size=speakers)
     rates = np.clip(rates, 1e-3, 1 - 1e-3)[of_speaker]

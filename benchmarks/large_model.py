@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Fine-tunes a random Whisper of a published size whole, its weights on the host; kills it, goes on, compares.
+"""Fine-tune a random Whisper of a published size with all weights in host memory, kill and resume it, and compare.
 
     python3 benchmarks/large_model.py --folder /tmp/large --size medium
 
-Writes a folder of random weights and recordings of 30 s with labels nearly as long as there may be, trains some steps
-of two utterances each by the training script, and again in another folder, killed (SIGKILL) soon after half of them and
-gone on from the checkpoint there. Printed: what was planned, the most that a process had resident (VmHWM),
-the seconds of a step, and of how many records of the last two checkpoints the CRC is the same. Takes four checkpoints'
-room at a time: 34 GiB for medium.
+Writes a folder of random weights and recordings of 30 s with labels of nearly the maximum length. Trains some steps of
+two utterances each with the training script, then again in another folder, where the run is killed (SIGKILL) shortly
+after half of the steps and resumed from its checkpoint. Prints the plan, the peak resident memory of a process (VmHWM),
+the seconds of a step, and the number of records with equal CRC in the final checkpoints of both runs. Needs disk space
+for four checkpoints: 34 GiB for medium.
 """
 
 import sys
@@ -46,18 +46,18 @@ LAYERS = {
 
 @dataclass(frozen=True)
 class Flags:
-    """What is trained, and where."""
+    """Flags of this script."""
 
     folder: str
-    """Folder for all of it; what is there of an earlier run is replaced."""
+    """Folder for all files; files of an earlier run are replaced."""
     size: Literal["tiny", "base", "small", "medium", "large-v3"] = "medium"
     """Shape of the model."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where it is trained."""
+    """Device of the training."""
     steps: int = 2
     """Steps of a run; half of them are saved before the kill."""
     weights: Literal["card", "half", "host"] = "host"
-    """Where its weights are."""
+    """Location of the weights."""
     seconds: float = 29.9
     """Length of an utterance."""
     characters: int = 330
@@ -65,23 +65,24 @@ class Flags:
     budget: str = "15GiB"
     """--memory_budget of the run."""
     mixed_precision: bool = False
-    """Products in half precision: fp16 on CUDA, bf16 on a CPU."""
+    """Matrix products in half precision: fp16 on CUDA, bf16 on a CPU."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended: what it said, and the resident memory of its largest phase in MiB."""
+    """Output of a process that has ended."""
 
     said: str
 
     @property
     def resident_mib(self) -> float:
-        """The run resets the system's own mark (VmHWM) at each phase, so it is its table that counts."""
+        """Resident memory of the largest phase, in MiB."""
+        # From the run's table: the run resets VmHWM at each phase, so the value of the system covers only the last one.
         return json.loads(self.said.splitlines()[-1])["peak_memory_mib"]
 
 
 def write_folder(path: Path, size: str) -> None:
-    """A folder of random weights with Whisper's vocabulary, as large as the published ones'."""
+    """Write a folder of random weights of a published size with Whisper's vocabulary."""
     from tests.whisper.byte_vocabularies import RANKS
     from tests.whisper.small_model import write_model
 
@@ -92,7 +93,7 @@ def write_folder(path: Path, size: str) -> None:
 
 
 def write_speech(path: Path, flags: Flags) -> Path:
-    """A manifest of two windows of noise, with texts of Konkani digits."""
+    """Write noise recordings for all steps with texts of Konkani digits; return their manifest."""
     path.mkdir(parents=True)
     generator, rows = np.random.default_rng(0), []
     for number in range(2 * flags.steps):
@@ -105,7 +106,7 @@ def write_speech(path: Path, flags: Flags) -> Path:
 
 
 def command(flags: Flags, folder: Path, run: str) -> list[str]:
-    """The training script's command line."""
+    """Return the command line of the training script."""
     words = [sys.executable, str(TRAINER), "--pretrained", str(folder / "base"), "--language", "mr"]
     words += ["--train_manifest", str(folder / "speech" / "train.jsonl"), "--weights", flags.weights]
     words += ["--batch_size", "1", "--gradient_accumulation_steps", "2", "--epochs", "1", "--rehearsal", "never"]
@@ -117,11 +118,12 @@ def command(flags: Flags, folder: Path, run: str) -> list[str]:
 
 
 def watch(words: list[str], kill_after: Path | None = None) -> Ended:
-    """Runs the command to its end, or kills it a while after a file is there."""
+    """Run the command to its end, or kill it 3 s after the file `kill_after` appears."""
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if kill_after is not None:
         while process.poll() is None and not kill_after.exists():
             time.sleep(0.2)
+        # The file is published by rename, so it is complete; the kill then hits the following step.
         time.sleep(3)
         process.send_signal(signal.SIGKILL)
     said = process.communicate()[0]
@@ -132,14 +134,15 @@ def watch(words: list[str], kill_after: Path | None = None) -> Ended:
 
 
 def sums_of(path: Path) -> list[tuple[str, int, int]]:
-    """Of each tensor in a checkpoint its record's name, size and CRC."""
+    """Return record name, size and CRC of each tensor in a checkpoint."""
     with zipfile.ZipFile(path) as archive:
         records = [(info.filename.partition("/")[2], info.file_size, info.CRC) for info in archive.infolist()]
+    # The pickle is left out: its counters are no tensors.
     return [record for record in records if record[0].startswith("data/")]
 
 
 def measure(flags: Flags) -> str:
-    """Trains, kills, goes on; the figures."""
+    """Train, kill and resume; return the report."""
     folder = Path(flags.folder).resolve()
     for name in ("base", "speech", "whole", "killed", "runs"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -153,6 +156,7 @@ def measure(flags: Flags) -> str:
     watch(command(flags, folder, "killed"), kill_after=folder / "killed" / "checkpoint_last.pt")
     gone_on = watch(command(flags, folder, "killed"))
     again = sums_of(folder / "killed" / "checkpoint_last.pt")
+    # Equal checkpoints of two steps would make the comparison below meaningless.
     if len(last) < 10 or last == sums_of(folder / "killed" / "checkpoint_previous.pt"):
         raise DataError(
             "The checkpoints of the first and the last step are the same: nothing was trained. Run it by hand."

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""How fast and how well it learns, beside a plain SpeechBrain Conformer, on several sets of speech.
+"""Compare the learning curves of this trainer and of a plain SpeechBrain Conformer on several data sets.
 
     python3 benchmarks/learning.py --voices ../shared/data/digits_en --sentences ../shared/data/konkani_text/*.txt \
         --folder /tmp/learning --plot docs/learning.png
 
-Sets: the real voices as they come, each person of theirs left out in turn (who is tested on; another is validated on),
-sentences spoken by espeak-ng's Marathi voices, the built-in corpus; `--minutes` cuts their training speech. Ours is
-trained by the training script with its defaults and --preset minimal; the other one is as wide and as deep. A run that
-is there is not trained again, so the command may be broken off, and given again with more sets or seeds.
+Data sets: the recorded voices with their own split; the same with each speaker left out in turn (for the test; another
+one for validation); sentences spoken by espeak-ng's Marathi voices; the built-in corpus. `--minutes` shortens their
+training speech. This trainer uses the training script's defaults and --preset minimal; the other model has the same
+width and depth. A finished run is not repeated, so the command may be interrupted, or repeated with more sets or seeds.
 """
 
 import sys
@@ -34,32 +34,32 @@ PEER = "speechbrain"
 
 @dataclass(frozen=True)
 class Flags:
-    """What is trained, on what."""
+    """Flags of this script."""
 
     voices: str
-    """Folder of real voices: train.jsonl, valid.jsonl, test.jsonl with speakers."""
+    """Folder of recorded voices: train.jsonl, valid.jsonl, test.jsonl with speakers."""
     sentences: tuple[str, ...]
-    """Files of sentences that espeak-ng speaks, one a line."""
+    """Files of sentences for espeak-ng, one per line."""
     folder: str
-    """Where sets and runs go."""
+    """Folder for data sets and runs."""
     sets: tuple[str, ...] = ()
-    """voices, sentences, builtin, without_NAME (none: all)."""
+    """voices, sentences, builtin, without_NAME (empty: all)."""
     learners: tuple[Literal["ours", "speechbrain"], ...] = ("ours", PEER)
-    """Who learns."""
+    """Toolkits to train."""
     seeds: tuple[int, ...] = (1, 2, 3)
-    """A run each."""
+    """Seeds; one run each."""
     epochs: int = 15
-    """Of every run."""
+    """Epochs of every run."""
     minutes: tuple[float, ...] = ()
-    """Minutes of training speech that are drawn from each set (none: all of it)."""
+    """Minutes of training speech to draw from each set (empty: all of it)."""
     flags: str = ""
-    """Flags of the training script beside the defaults, to try a difference: give another --folder for its runs."""
+    """Additional flags of the training script; use another --folder for these runs."""
     side_by_side: int = 1
-    """Runs at a time, each with its share of the cores."""
+    """Concurrent runs, each with its share of the cores."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where they learn."""
+    """Device of the training."""
     environment: str = "~/.cache/konkanivani/peers"
-    """Where the other's environment is made."""
+    """Folder for the environment of the other toolkit."""
     plot: str | None = None
     """Draw the curves into this PNG file."""
     json: bool = False
@@ -67,7 +67,7 @@ class Flags:
 
 
 def measure(flags: Flags) -> str:
-    """Trains what has not been trained yet; what is to be printed."""
+    """Train the missing runs; return the report."""
     if min(flags.epochs, flags.side_by_side, *flags.minutes, *map(bool, (flags.seeds, flags.learners))) <= 0:
         raise UsageError("--epochs, --side_by_side and --minutes must be above 0, --seeds and --learners not empty.")
     from benchmarks.measuring.learning.runs import Order, run_of
@@ -80,6 +80,7 @@ def measure(flags: Flags) -> str:
     sets = [sources.make(name, folder / "sets") for name in flags.sets or sources.names()]
     if flags.minutes:
         sets = [cut_training(made, minutes) for made, minutes in product(sets, flags.minutes)]
+    # The plot is drawn with the other toolkit's environment, which has the plotting library.
     needs_peer = PEER in flags.learners or flags.plot
     python = peer_python(environment, PACKAGES) if needs_peer else Path(sys.executable)
     threads = max(1, (os.cpu_count() or 1) // flags.side_by_side)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""How much audio one core reads, speed-perturbs and lays into batches, in seconds of audio a second.
+"""Measure how much audio one core reads, speed-perturbs and batches, in seconds of audio per second.
 
     python3 benchmarks/loader.py --manifest data/builtin/train.jsonl
 
-The product's own dataset and batches, on one thread, without a worker; the files are in the system's cache after the
-first round, which is not counted. Give a manifest of 16 kHz files to leave resampling out.
+Uses the trainer's dataset and batches on one thread, without a worker process. After the first round, which is not
+counted, the files are in the page cache. Use a manifest of 16 kHz files to exclude resampling.
 """
 
 import sys
@@ -25,12 +25,12 @@ from konkanivani.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Flags:
-    """What is read."""
+    """Flags of this script."""
 
     manifest: str
     """JSONL manifest."""
     utterances: int = 400
-    """How many of its first utterances."""
+    """Number of utterances, from the first one."""
     speed_perturbation: tuple[float, ...] = (0.9, 1.0, 1.1)
     """Playing speeds to choose from."""
     json: bool = False
@@ -38,7 +38,7 @@ class Flags:
 
 
 def measure_loader(flags: Flags) -> str:
-    """Measures; returns what is to be printed."""
+    """Return the report."""
     if flags.utterances < 1 or not all(0.5 <= speed <= 2 for speed in flags.speed_perturbation):
         raise UsageError("--utterances must be at least 1, and the speeds lie between 0.5 and 2.")
     from benchmarks.measuring.loading import measure

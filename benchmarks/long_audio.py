@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Measures the memory of one optimizer step on one utterance, for several lengths, each in a process of its own.
+"""Measure the memory of one optimizer step on one utterance for several durations, each in its own process.
 
     python3 benchmarks/long_audio.py --seconds 60 600 --tokens_per_second 4 --json
 
-The step is the product's own `train_step`, from a random waveform on, after a step on a short one. The live peak counts
-tensors, above what the model takes anyway (weights, gradients, optimizer); the growth is that of the resident memory
-from before the model is built to the process's largest (VmHWM). Attention's time grows with the square of the length:
-ten minutes take minutes.
+The step is the trainer's own `train_step` on a random waveform, after a step on a short one. The live peak counts
+tensors beyond weights, gradients and optimizer state. The growth is the peak of the resident memory (VmHWM) minus its
+value before the model is built. The time of attention grows with the square of the duration: a step on ten minutes of
+audio takes minutes.
 """
 
 import sys
@@ -32,12 +32,12 @@ MIN_SECONDS, MAX_SECONDS = 1.0, 7200.0
 
 @dataclass(frozen=True)
 class Flags:
-    """What is measured."""
+    """Flags of this script."""
 
     seconds: tuple[float, ...] = (60.0, 600.0)
-    """Lengths of the utterance."""
+    """Durations of the utterance."""
     tokens_per_second: float = 4.0
-    """Tokens of its transcript; at most 15, which is reading in characters."""
+    """Tokens of its transcript per second; at most 15, the rate of read speech in characters."""
     preset: Literal["original", "optimized", "minimal"] = "original"
     """Model shape."""
     gradient_checkpointing: Literal["always", "never"] = "always"
@@ -47,11 +47,12 @@ class Flags:
 
 
 def measure_lengths(flags: Flags) -> str:
-    """Measures; returns what is to be printed."""
+    """Return the report."""
     if not flags.seconds or not all(MIN_SECONDS <= seconds <= MAX_SECONDS for seconds in flags.seconds):
         raise UsageError(f"--seconds must be one or more lengths from {MIN_SECONDS:g} to {MAX_SECONDS:g}.")
     if not 0 < flags.tokens_per_second <= 15:
         raise UsageError("--tokens_per_second must be above 0 and at most 15.")
+    # VmHWM never decreases, so each duration needs its own process.
     steps = [measure_in_child(flags, seconds) for seconds in flags.seconds] if len(flags.seconds) > 1 else [own(flags)]
     ratio = round(steps[-1]["peak_above_state_mib"] / steps[0]["peak_above_state_mib"], 2)
     if flags.json:
@@ -65,7 +66,7 @@ def measure_lengths(flags: Flags) -> str:
 
 
 def own(flags: Flags) -> dict[str, float]:
-    """The one length of these flags, measured in this process."""
+    """Measure the only duration of these flags in this process."""
     from benchmarks.measuring.long_step import measure
 
     config = dataclasses.replace(
@@ -78,7 +79,7 @@ def own(flags: Flags) -> dict[str, float]:
 
 
 def measure_in_child(flags: Flags, seconds: float) -> dict[str, float]:
-    """This length, measured by this script in another process; a ResourceError where that one did not end well."""
+    """Measure this duration with this script in another process; raise ResourceError if it fails."""
     one = ("--seconds", str(seconds), "--tokens_per_second", str(flags.tokens_per_second), "--preset", flags.preset)
     command = [sys.executable, __file__, *one, "--gradient_checkpointing", flags.gradient_checkpointing, "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Transcribes a long file in a process of its own: how much memory it takes beside the model, and how many words break.
+"""Transcribe a long file in a separate process: memory beyond the model, speed, and word error rate.
 
     python3 benchmarks/long_file.py --checkpoint checkpoints/checkpoint_best.pt --minutes 60 --json
 
-The file is glued from a manifest's utterances with silence between them. The growth is that of the resident memory,
-from the process with its model to its largest ever (VmHWM). The speed is that of a machine that may do other things.
+The file is joined from the utterances of a manifest, with silence between them. The growth is the difference between
+the resident memory of the process with its model and its peak (VmHWM). The speed is measured without excluding other
+processes of the machine.
 """
 
 import sys
@@ -28,25 +29,25 @@ from konkanivani.base.errors import ResourceError, UsageError
 
 @dataclass(frozen=True)
 class Flags:
-    """What is measured."""
+    """Flags of this script."""
 
     checkpoint: str = "checkpoints/checkpoint_best.pt"
     """A checkpoint_*.pt file."""
     manifest: str = "data/builtin/test.jsonl"
-    """The utterances to glue, again and again."""
+    """Utterances to join, repeatedly."""
     minutes: float = 60.0
     """Length of the file."""
     gap: float = 0.5
     """Seconds of silence after each utterance."""
     file: str | None = None
-    """Transcribe this file and print how that went as JSON (None: glue one, and have another process do that)."""
+    """Transcribe this file and print the result as JSON (None: join one, and transcribe it in another process)."""
     json: bool = False
     """Print one line of JSON instead of a sentence."""
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
 
 
 def measure(flags: Flags) -> str:
-    """Measures; returns what is to be printed."""
+    """Return the report."""
     if not 0 < flags.minutes <= 600 or not 0 <= flags.gap <= 60:
         raise UsageError("--minutes must be above 0 and at most 600, --gap from 0 to 60.")
     from benchmarks.measuring.long_recording import transcribe, utterances_for, write_long_file
@@ -74,7 +75,7 @@ def measure(flags: Flags) -> str:
 
 
 def transcribe_in_child(flags: Flags, path: Path) -> dict[str, object]:
-    """What this script prints about the file in another process; a ResourceError where that did not end well."""
+    """Return the JSON that this script prints about the file in another process; raise ResourceError if it fails."""
     settings = dataclasses.asdict(flags.decoding) | {"checkpoint": flags.checkpoint, "file": str(path)}
     given = [part for name, value in settings.items() if value is not None for part in (f"--{name}", str(value))]
     done = subprocess.run([sys.executable, __file__, *given], stdout=subprocess.PIPE, text=True)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Tensors that a step of fine-tuning Whisper keeps on the card, ours beside transformers', without card or weights.
+"""Compare the GPU tensors of a Whisper fine-tuning step in this trainer and in transformers, without GPU or weights.
 
     python3 benchmarks/off_card.py --sizes medium large-v3
 
-Both steps are run on tensors that have shapes and no data, and the bytes of the storages that live are counted by the
-same counter: a step of two micro-batches, one utterance of 30 s with 448 labels each, every block recomputed, AdamW.
-transformers' in fp32 as its trainer has it (autocast keeps half weights beside them, which is more), ours with its
-products in half precision, as --weights card, half and host lay the weights. MiB, and how many times less.
+Both steps run on fake tensors without data, and the same counter adds up the bytes of live storages: a step of two
+micro-batches, each with one utterance of 30 s and 448 labels, all blocks recomputed, AdamW. transformers runs in fp32
+as in its Trainer (autocast would add half-precision weights, which needs more); this trainer runs its matrix products
+in half precision, with --weights card, half and host. Printed are MiB and the reduction factor.
 """
 
 import sys
@@ -24,14 +24,14 @@ from konkanivani.base.command_line import read_flags, run_script
 
 @dataclass(frozen=True)
 class Flags:
-    """Which models."""
+    """Flags of this script."""
 
     sizes: tuple[str, ...] = ("tiny", "base", "small", "medium", "turbo", "large-v3")
-    """By their names."""
+    """Names of the models."""
 
 
 def transformers_peak(size: str) -> int:
-    """Bytes at the peak of transformers' second step."""
+    """Return the peak bytes of transformers' second step."""
     import torch
     import transformers
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,6 +40,7 @@ def transformers_peak(size: str) -> int:
     from konkanivani.memory.live_bytes import LiveBytes
     from konkanivani.recipe.planning.table import SIZES
 
+    # The CUDA allocator rounds each allocation up to a multiple of 512 bytes.
     live = LiveBytes(rounding=512)
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         model = transformers.WhisperForConditionalGeneration(config_of(SIZES[size])).train()
@@ -49,6 +50,8 @@ def transformers_peak(size: str) -> int:
         features = torch.zeros(1, SIZES[size].mel_bins, 3000)
         labels = torch.zeros(1, 448, dtype=torch.long)
         for _ in range(2):
+            # Only the second step counts: in the first one AdamW has not allocated its moments before the backward
+            # pass.
             live.restart_peak()
             for _ in range(2):
                 model(input_features=features, labels=labels).loss.backward()
@@ -59,7 +62,7 @@ def transformers_peak(size: str) -> int:
 
 
 def our_peaks(size: str) -> list[int]:
-    """Bytes of our tensors on the card, the weights in each place."""
+    """Return the peak bytes of this trainer's tensors on the GPU for each location of the weights."""
     from konkanivani.base.auto_defaults import resolve
     from konkanivani.base.config import AUTO, LossConfig, MemoryConfig, TrainConfig
     from konkanivani.memory.activation_checkpointing import RecomputePolicy
@@ -74,13 +77,13 @@ def our_peaks(size: str) -> list[int]:
     shape, costs = SIZES[size], cuda_costs("a card", (8, 0))
     tracers = (build_tracer(config, WhisperArchitecture(shape), costs, place) for place in PLACES.values())
     peaks = [tracer.trace(BatchShape(1, 30.0, 447), RecomputePolicy("always")) for tracer in tracers]
-    # Tensors alone are compared: what a kernel of attention keeps to itself is no tensor of either.
+    # Only tensors are compared: the internal workspace of an attention kernel is a tensor on neither side.
     inside = costs.attention_workspace(1, shape.source_positions, shape.d_model, is_half=True)
     return [max(peak.forward, peak.backward - inside, peak.update) for peak in peaks]
 
 
 def table(flags: Flags) -> str:
-    """A line a size."""
+    """Print one line per model size."""
     print(f"{'':10}{'transformers':>14}{'card':>16}{'half':>16}{'host':>16}")
     for size in flags.sizes:
         theirs = transformers_peak(size)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Twenty kinds of files that phones, messengers and cameras write: prepared, trained on, and heard as from WAV.
+"""Compare twenty kinds of files of phones, messengers and cameras with WAV: preparation, training and recognition.
 
 python3 benchmarks/phone_files.py --folder /tmp/phone_files
 
-A tiny model learns made-up speech (a chord a letter) from a folder that holds eight utterances of each kind, and then
-hears one it does not know from each kind and from a WAV of the same samples.
+A tiny model is trained on synthetic speech (one chord per letter) from a folder with eight utterances of each kind.
+Then it recognizes an unseen utterance in each kind and in a WAV file of the same samples.
 """
 
 import sys
@@ -36,13 +36,13 @@ TRAINING = (
 
 
 def spoken(words: list[str], generator: np.random.Generator) -> np.ndarray:
-    """The words and a little noise."""
+    """Return the words as synthetic speech with a little noise."""
     audio = speak(words)
     return audio + 0.005 * generator.standard_normal(len(audio)).astype(np.float32)
 
 
 def write_folder(folder: Path, generator: np.random.Generator) -> None:
-    """A folder of utterances with their transcripts, as many of each kind."""
+    """Write a folder of utterances with their transcripts, the same number for each kind."""
     for number in range(PER_KIND * len(KINDS)):
         kind = KINDS[number % len(KINDS)]
         words = [WORDS[i] for i in generator.integers(len(WORDS), size=1 + number % 6)]
@@ -51,14 +51,14 @@ def write_folder(folder: Path, generator: np.random.Generator) -> None:
 
 
 def run(script: str, *arguments: str) -> None:
-    """Runs the script; ends this one where it fails."""
+    """Run the script; exit if it fails."""
     done = run_script(script, *arguments)
     if done.returncode:
         sys.exit(f"{script} ended with {done.returncode}: {done.stderr}")
 
 
 def compare(folder: Path, checkpoint: Path, generator: np.random.Generator) -> int:
-    """Prints a row for each kind; how many of them are heard otherwise than from WAV."""
+    """Print a row per kind; return the number of kinds that are recognized differently from WAV."""
     from konkanivani import load_recognizer
 
     recognizer, others = load_recognizer(checkpoint, device="cpu"), 0
@@ -80,7 +80,7 @@ def compare(folder: Path, checkpoint: Path, generator: np.random.Generator) -> i
 
 
 def main() -> None:
-    """Prepares, trains and compares."""
+    """Prepare the data, train and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="an empty or new folder")
     folder, generator = parser.parse_args().folder, np.random.default_rng(0)

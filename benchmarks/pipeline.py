@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What reading, logging, validating and saving cost: the whole training script beside its bare steps, in turn.
+"""Measure the cost of reading, logging, validating and saving: the training script against its bare steps, in turn.
 
     python3 benchmarks/pipeline.py --train_manifest data/builtin/train.jsonl --valid_manifest data/builtin/valid.jsonl
 
-Both train on the same windows: the script as anyone runs it, with its workers, log, TensorBoard and a save; the bare
-steps on windows that were read beforehand. Each stands still in the other's turns, of a few steps. The first steps of
-both are not counted, nor are turns in which the script validated or the host gave the cores to other machines. Then the
-script alone, and where its time went, by phase.
+Both train on the same global batches: the complete script, with workers, log, TensorBoard and one save; and the bare
+steps on global batches that were read in advance. They alternate in turns of a few steps; each is stopped during the
+other's turns. Not counted are the first steps of both, turns in which the script validated, and turns in which the host
+gave the cores to other machines. Afterwards the script runs alone and reports its time by phase.
 """
 
 import sys
@@ -32,28 +32,28 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Flags:
-    """What is run."""
+    """Flags of this script."""
 
     train_manifest: str
     """JSONL manifest to train on."""
     valid_manifest: str
-    """JSONL manifest that is validated on once."""
+    """JSONL manifest for the only validation."""
     training: str = (
         "--device cpu --preset minimal --batch_size 4 --gradient_accumulation_steps 2 --concurrent_micro_batches 2 "
         "--tokenizer_type char"
     )
     """Further flags of the training script."""
     steps: int = 400
-    """Steps that are counted."""
+    """Counted steps."""
     skipped: int = 20
-    """Steps before them that are not: kernels are made, the heap grows."""
+    """Uncounted steps at the start, while kernels are built and the heap grows."""
     turn: int = 8
-    """Steps of a turn."""
+    """Steps per turn."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The same steps taken by both, a turn each: `audio_seconds` of sound, and the seconds of wall time they took."""
+    """One turn of each side over the same steps: `audio_seconds` of audio, and the wall time of both in seconds."""
 
     audio_seconds: float
     whole: float
@@ -61,7 +61,7 @@ class Pair:
 
 
 def compare(flags: Flags) -> str:
-    """Runs both in turn, then the script alone; what is to be printed."""
+    """Run both in turn, then the script alone; return the report."""
     if min(flags.steps, flags.skipped, flags.turn) < 1:
         raise UsageError("--steps, --skipped and --turn must be at least 1.")
     with tempfile.TemporaryDirectory() as folder:
@@ -71,11 +71,12 @@ def compare(flags: Flags) -> str:
 
 
 def take_turns(flags: Flags, whole: TurnTaker, bare: TurnTaker) -> list[Pair]:
-    """A pair for each two turns, of which those count that are said above; who comes first changes."""
+    """Return the pairs of turns that count; the order within a pair alternates."""
     pairs = []
     whole.advance(flags.skipped)
     bare.advance(flags.skipped)
     for number in range(flags.steps // flags.turn):
+        # Alternating order cancels a drift of the machine's speed.
         order = (whole, bare) if number % 2 == 0 else (bare, whole)
         taken = {process: process.advance(flags.turn) for process in order}
         said = f"turn {number + 1}: {taken[bare].seconds / taken[whole].seconds:.0%}"
@@ -90,7 +91,8 @@ def take_turns(flags: Flags, whole: TurnTaker, bare: TurnTaker) -> list[Pair]:
 
 
 def run_alone(flags: Flags, folder: Path) -> str:
-    """Seconds until the script's first step, and its last table, which would count what it stood still."""
+    """Return the seconds until the script's first step, and its final table."""
+    # A run of its own, because the table of the alternating run includes the time in which it was stopped.
     with start_whole(flags, folder) as whole:
         to_first_step = whole.advance(1).seconds
         output = whole.end()
@@ -99,12 +101,12 @@ def run_alone(flags: Flags, folder: Path) -> str:
 
 
 def audio_seconds(turn: Turn) -> float:
-    """What the bare steps of a turn have heard, in seconds."""
+    """Return the seconds of audio in the bare steps of a turn."""
     return sum(record["audio_seconds"] for record in turn.records("step"))
 
 
 def describe(pairs: list[Pair], flags: Flags) -> str:
-    """Both speeds over all pairs, and how the pairs differ."""
+    """Return both speeds over all pairs, and the quartiles of their ratio."""
     if len(pairs) < 2:
         return "Too few turns could be counted. Give it more --steps, or a quieter machine."
     audio, whole, bare = (sum(values) for values in zip(*map(astuple, pairs), strict=True))
@@ -117,9 +119,9 @@ def describe(pairs: list[Pair], flags: Flags) -> str:
 
 
 def trainer_flags(flags: Flags, folder: Path) -> list[str]:
-    """The run's flags, whichever way its steps are taken; one save on the way."""
+    """Return the flags of both runs, with one save on the way."""
     folders = ("--checkpoint_dir", str(folder / "checkpoints"), "--log_dir", str(folder / "runs"))
-    # Two steps more than are looked at: the last save belongs to no turn.
+    # Two more steps than are measured, so that the final save is in no turn.
     counted = ("--max_steps", str(flags.skipped + flags.steps + 2))
     saves = ("--save_steps", str(flags.skipped + flags.steps // 2))
     manifests = ("--train_manifest", flags.train_manifest, "--valid_manifest", flags.valid_manifest)
@@ -127,13 +129,13 @@ def trainer_flags(flags: Flags, folder: Path) -> list[str]:
 
 
 def start_whole(flags: Flags, folder: Path) -> AbstractContextManager[TurnTaker]:
-    """The training script."""
+    """Start the training script."""
     script, log = ROOT / "training_scripts" / "train_konkanivani_asr.py", folder / "runs" / "default" / "log.jsonl"
     return taking_turns([str(script), *trainer_flags(flags, folder)], folder, log)
 
 
 def start_bare(flags: Flags, folder: Path) -> AbstractContextManager[TurnTaker]:
-    """The steps alone, with one more than is looked at."""
+    """Start the bare steps, with one more than is measured."""
     log, steps = folder / "steps.jsonl", flags.skipped + flags.steps + 1
     arguments = ["-m", "benchmarks.measuring.bare_steps", str(log), str(steps), *trainer_flags(flags, folder)]
     return taking_turns(arguments, folder, log)

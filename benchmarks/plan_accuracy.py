@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Compares the planned peak of a step with the measured one, over presets, lengths, precisions and recomputing.
+"""Compare the planned peak memory of a step with the measured one by preset, duration, precision and recomputation.
 
     python3 benchmarks/plan_accuracy.py --full
 
-Each plan and each measure has a process of its own. On a CPU the plan is held against the peak of live tensors (within
-2 %) and, with the workspaces in it, against the growth of the resident memory (at most 1.25 times the plan); on CUDA
-against what the allocator gave (never below it, and at most 1.10 times it and 32 MiB above). A step on 8 utterances of
-20 s, one at a time in full precision, has a limit of its own: 1.0, 0.7, 0.5 GiB by preset. What is outside is said; the
-exit code is 0 all the same, since this is a measurement.
+Each plan and each measurement runs in its own process. On a CPU the plan is compared with the peak of live tensors
+(within 2 %) and, including the workspaces, with the growth of the resident memory (at most 1.25 times the plan); on
+CUDA with the peak of the allocator (never below it, and at most 1.10 times it plus 32 MiB). A step on 8 utterances of
+20 s, one at a time in full precision, has its own limit: 1.0, 0.7, 0.5 GiB by preset. Values out of bounds are
+reported; the exit code is 0 in any case, since this is a measurement.
 """
 
 import sys
@@ -49,26 +49,26 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Flags:
-    """What is compared."""
+    """Flags of this script."""
 
     full: bool = False
-    """The whole grid: all presets, 5, 20 and 60 s, and once several utterances at a time."""
+    """The whole grid: all presets, 5, 20 and 60 s, and one case with several utterances at a time."""
     presets: tuple[Preset, ...] = ("minimal",)
     """Model shapes."""
     seconds: tuple[float, ...] = (5.0, 20.0)
-    """Lengths of an utterance."""
+    """Durations of an utterance."""
     recompute: tuple[Recompute, ...] = ("never", "always")
     """Keep every block's activations, or recompute them."""
     precisions: tuple[Precision, ...] = ("fp32", "half")
     """Full precision, and autocast: bf16 on a CPU, fp16 with loss scaling on CUDA."""
     device: Device = "cpu"
-    """Where to measure."""
+    """Device to measure on."""
     json: bool = False
     """Print one line of JSON, sizes in bytes, instead of a table in MiB."""
 
 
 def compare(flags: Flags) -> str:
-    """Plans and measures every cell; returns what is to be printed."""
+    """Plan and measure every cell; return the report."""
     if not flags.seconds or not all(MIN_SECONDS <= seconds <= MAX_SECONDS for seconds in flags.seconds):
         raise UsageError(f"--seconds must be one or more lengths from {MIN_SECONDS:g} to {MAX_SECONDS:g}.")
     if not (flags.presets and flags.recompute and flags.precisions):
@@ -86,18 +86,19 @@ def compare(flags: Flags) -> str:
 
 
 def measure_on_cpu(case: Case) -> CpuCell:
-    """The case planned and measured, in three processes."""
+    """Plan and measure the case, in three processes."""
     planned, (live, waiting) = in_child(planned_of, case), in_child(live_of, case)
     return CpuCell(case, planned, live, waiting, in_child(resident_of, case))
 
 
 def measure_on_cuda(case: Case) -> CudaCell:
-    """The case planned and measured, in two processes."""
+    """Plan and measure the case, in two processes."""
     return CudaCell(case, in_child(planned_of, case), *in_child(cuda_of, case))
 
 
 def in_child(measure: Callable[[Case], Result], case: Case) -> Result:
-    """What `measure` returns in a process that is begun for it; a ResourceError where that one was killed."""
+    """Return measure(case), called in a new process; raise ResourceError if that process is killed."""
+    # spawn: a forked child would start with the parent's resident memory.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(measure, case).result()
@@ -108,32 +109,32 @@ def in_child(measure: Callable[[Case], Result], case: Case) -> Result:
             ) from None
 
 
-# What a child runs. It imports torch, for which usage errors do not wait.
+# Functions of the child processes. They import torch, so that usage errors do not have to wait for it.
 
 
 def planned_of(case: Case) -> Planned:
-    """See planned_step.py."""
+    """Return `trace_plan` of planned_step.py."""
     from benchmarks.measuring.planned_step import trace_plan
 
     return trace_plan(case)
 
 
 def live_of(case: Case) -> tuple[int, int]:
-    """See planned_step.py."""
+    """Return `measure_live` of planned_step.py."""
     from benchmarks.measuring.planned_step import measure_live
 
     return measure_live(case)
 
 
 def resident_of(case: Case) -> int:
-    """See planned_step.py."""
+    """Return `measure_resident` of planned_step.py."""
     from benchmarks.measuring.planned_step import measure_resident
 
     return measure_resident(case)
 
 
 def cuda_of(case: Case) -> tuple[int, int, int]:
-    """See planned_step.py."""
+    """Return `measure_cuda` of planned_step.py."""
     from benchmarks.measuring.planned_step import measure_cuda
 
     return measure_cuda(case)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Opens a manifest of very many rows: how long, and in how much memory?
+"""Measure time and memory of opening a manifest with millions of rows.
 
     python3 benchmarks/scale.py --rows 6600000 --folder /tmp/rows
 
-The rows are generated once into the folder (about 350 bytes each), of 1 to 20 s, lognormal. Measured are the index and
-the token counts, each made once, and in a process of its own what every later start costs.
+The rows are generated once into the folder (about 350 bytes each), with lognormal durations of 1 to 20 s. Measured are
+the creation of the index and of the token counts, and, in a separate process, the cost of every later start.
 """
 
 import sys
@@ -25,10 +25,10 @@ from konkanivani.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Flags:
-    """How many rows, and where."""
+    """Flags of this script."""
 
     folder: str
-    """Folder to write the rows to, which stay there."""
+    """Folder for the rows, which are kept."""
     rows: int = 6_600_000
     """Rows of the manifest."""
     json: bool = False
@@ -36,7 +36,7 @@ class Flags:
 
 
 def measure_scale(flags: Flags) -> str:
-    """Measures; returns what is to be printed."""
+    """Return the report."""
     if flags.rows < 1:
         raise UsageError("--rows must be at least 1.")
     Path(flags.folder).mkdir(parents=True, exist_ok=True)

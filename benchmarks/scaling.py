@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What several processes make of a run: invariant 9 over its whole grid, ranks that are killed, speed; docs/scaling.md.
+"""Test and measure multi-process training: invariant 9 over its whole grid, killed ranks, and speed; docs/scaling.md.
 
     python3 benchmarks/scaling.py                         a few tries of everything, in minutes
     python3 benchmarks/scaling.py --parts invariant --full      the grid of docs/scaling.md; an hour for all parts
 
-The exit code is 1 where a result differs that should not, or a run ends otherwise than it should.
+The exit code is 1 if a result differs that should not, or a run ends in an unexpected way.
 """
 
 import sys
@@ -26,12 +26,12 @@ Part = Literal["invariant", "kills", "overhead", "speed", "traffic"]
 
 @dataclass(frozen=True)
 class Flags(PartsFlags):
-    """What is tried."""
+    """Flags of this script."""
 
     parts: tuple[Part, ...] = get_args(Part)
-    """law: worlds of 1, 2 and 4 against one process; kills: ranks killed under torchrun; overhead: of the distributed
-    path in a world of one; speed: 1, 2 and 4 processes on the same cores (alone on the machine); traffic: by a
-    model of the network."""
+    """invariant: 1, 2 and 4 ranks against one process; kills: ranks killed under torchrun; overhead: of the distributed
+    code with a single rank; speed: 1, 2 and 4 processes on the same cores (otherwise idle machine); traffic: by a model
+    of the network."""
 
 
 if __name__ == "__main__":

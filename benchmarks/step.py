@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measures one optimizer step on a fixed batch of features: seconds, audio seconds a second, peak memory.
+"""Measure one optimizer step on a fixed batch of features: seconds, audio seconds per second, peak memory.
 
     python3 benchmarks/step.py --preset original --batch 8 --accum 4 --json
 
-The batch is the one on which other trainers were measured (features of 3 to 12 s, 62.6 s in all for 8 utterances,
-vocabulary 1000), the step is the product's own `train_step`: both losses, clipping, the finite check, fused AdamW.
+Other trainers were measured on the same batch (features of 3 to 12 s, 62.6 s in all for 8 utterances, vocabulary 1000).
+The step is the trainer's own `train_step`: both losses, clipping, the check for finite values, fused AdamW.
 """
 
 import sys
@@ -28,26 +28,26 @@ from konkanivani.base.rules import check_config
 
 @dataclass(frozen=True)
 class Flags:
-    """What is measured."""
+    """Flags of this script."""
 
     preset: Literal["original", "optimized", "minimal"] = "original"
     """Model shape."""
     batch: int = 8
     """Utterances in the step."""
     accum: int = 4
-    """Micro-batches that the step is cut into; must divide --batch."""
+    """Micro-batches of the step; must divide --batch."""
     concurrent_micro_batches: int = 1
-    """Micro-batches side by side, on a CPU."""
+    """Concurrent micro-batches, on a CPU."""
     steps: int = 3
     """Timed steps, after a warm-up."""
     gradient_checkpointing: Literal["always", "never"] = "never"
     """Recompute every block's activations in the backward pass."""
     recomputed_blocks: int | None = None
-    """Recompute so many blocks, the first ones, in place of all or none: what the trainer's auto does."""
+    """Recompute only the first N blocks, like the trainer's auto (None: --gradient_checkpointing decides)."""
     dropout: float = 0.1
     """Dropout of the model."""
     device: Literal["auto", "cuda", "cpu"] = "cpu"
-    """Where to measure."""
+    """Device to measure on."""
     mixed_precision: bool = False
     """Autocast: fp16 with loss scaling on CUDA, bf16 on a CPU."""
     json: bool = False
@@ -55,7 +55,7 @@ class Flags:
 
 
 def measure_step(flags: Flags) -> str:
-    """Measures; returns what is to be printed."""
+    """Return the report."""
     config = config_of(flags)
     from benchmarks.measuring.fixed_step import measure
 
@@ -64,7 +64,7 @@ def measure_step(flags: Flags) -> str:
 
 
 def config_of(flags: Flags) -> TrainConfig:
-    """The trainer's settings for these flags; a UsageError where they cannot work."""
+    """Return the trainer's settings for these flags; raise UsageError if they are invalid."""
     if min(flags.batch, flags.accum, flags.steps) < 1 or flags.batch % flags.accum:
         raise UsageError("--batch, --accum and --steps must be at least 1, and --accum must divide --batch.")
     config = dataclasses.replace(

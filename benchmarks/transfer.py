@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""How much sooner a model learns that begins with what another one has learnt, with a new tokenizer and head.
+"""Measure how much faster a model learns if it is initialized from another model, with a new tokenizer and head.
 
     python3 benchmarks/transfer.py --voices ../shared/data/digits_en --folder /tmp/transfer
 
-A first model is trained on half of the people of the training part, or on --sentences that espeak-ng's Marathi voices
-speak; then the other half is learnt twice, from nothing and with `--init_from FIRST --new_tokenizer`, validated and
-tested on people whom no one has heard. All by the training script; a run that has ended is not trained again. With
---through_nemo the first model has a shape of NeMo's, is written as a .nemo file and imported, as others' are.
+A first model is trained on half of the speakers of the training part, or on --sentences spoken by espeak-ng's Marathi
+voices. Then the other half is trained twice, from random weights and with `--init_from FIRST --new_tokenizer`,
+validated and tested on speakers that no training part contains. All runs use the training script; a finished run is not
+repeated. With --through_nemo the first model has a shape of NeMo's, is written as a .nemo file, and is imported from
+it.
 """
 
 import sys
@@ -32,37 +33,37 @@ SCRATCH, TUNED = "from nothing", "with what the first has learnt"
 
 @dataclass(frozen=True)
 class Flags:
-    """What is learnt, and from what."""
+    """Flags of this script."""
 
     voices: str
-    """Folder of real voices: train.jsonl, valid.jsonl, test.jsonl with speakers."""
+    """Folder of recorded voices: train.jsonl, valid.jsonl, test.jsonl with speakers."""
     folder: str
-    """Where sets and runs go."""
+    """Folder for data sets and runs."""
     sentences: tuple[str, ...] = ()
-    """Files of sentences, spoken for the first model in the place of half of the voices."""
+    """Files of sentences, spoken as training data of the first model instead of half of the voices."""
     minutes: float = 10.0
     """Minutes of the second set's training speech."""
     first_minutes: float = 20.0
-    """Minutes of the first one's."""
+    """Minutes of the first set's training speech."""
     epochs: int = 25
-    """Of every run."""
+    """Epochs of every run."""
     tuned_epochs: int | None = None
-    """Of the run that begins with the first one's weights, where it is to end sooner, its rate at its least by then."""
+    """Epochs of the run that is initialized from the first model; its schedule ends there too (None: --epochs)."""
     validated: int = 60
-    """Utterances of the valid part that are validated on; twice as many of the test part are tested on."""
+    """Utterances of the valid part for validation; twice that number of the test part for the test."""
     shape: str = "--preset minimal --decoder_layers 0"
     """Shape of all models, as flags of the training script (--shape="--d_model 96")."""
     through_nemo: bool = False
-    """Import the first model from a .nemo file; all models then have the parts that NeMo's have."""
+    """Import the first model from a .nemo file; all models then have the same parts as NeMo's."""
     flags: str = ""
-    """Other flags of the training script for the run that begins with the first one's weights."""
+    """Other flags of the training script for the run that is initialized from the first model."""
     seed: int = 1
-    """Of every run."""
+    """Seed of every run."""
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """A run: steps and CER of each epoch's validation, the CER before the first step if it was measured, the test's."""
+    """Result of a run: steps and CER per validation, the CER before the first step if measured, and the test CER."""
 
     steps: tuple[int, ...]
     valid_cer: tuple[float, ...]
@@ -71,7 +72,7 @@ class Learnt:
 
 
 def measure(flags: Flags) -> str:
-    """Makes the sets and trains what has not been trained; the table."""
+    """Create the data sets, train the missing runs, and return the table."""
     if min(flags.minutes, flags.first_minutes, flags.epochs, flags.tuned_epochs or 1, flags.validated) <= 0:
         raise UsageError("--minutes, --first_minutes, --epochs, --tuned_epochs and --validated must be above 0.")
     folder = Path(flags.folder).resolve()
@@ -96,7 +97,7 @@ def measure(flags: Flags) -> str:
 
 
 def imported(weights: Path, place: Path) -> Path:
-    """The checkpoint that import_asr.py makes of these weights, written as a .nemo file in this folder."""
+    """Write the weights as a .nemo file in this folder; return the checkpoint that import_asr.py creates from it."""
     from benchmarks.measuring.learning.sets import SCRIPTS
     from benchmarks.measuring.nemo.exported import write_nemo
     from konkanivani.training.checkpoint.checkpoint import read_checkpoint
@@ -108,7 +109,7 @@ def imported(weights: Path, place: Path) -> Path:
 
 
 def make_sets(flags: Flags, folder: Path) -> tuple[Path, Path]:
-    """The folders of the first set and of the second."""
+    """Return the folders of the first and the second data set."""
     from benchmarks.measuring.learning.sets import Sources, cut_training, read_rows, speakers_of, write_rows
 
     voices, made = Path(flags.voices), []
@@ -128,11 +129,12 @@ def make_sets(flags: Flags, folder: Path) -> tuple[Path, Path]:
 
 
 def learn(flags: Flags, made: Path, place: Path, begun: str, epochs: int) -> Learnt:
-    """The run of this folder, trained where it has not ended before."""
+    """Return the result of the run in this folder; train it unless it has finished before."""
     from benchmarks.measuring.learning.sets import SCRIPTS, read_rows
 
     ended = place / "summary.json"
     if not ended.is_file():
+        # The summary is written last, so a folder without it belongs to an interrupted run.
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         parts = ("train", "valid", "test")
@@ -146,6 +148,7 @@ def learn(flags: Flags, made: Path, place: Path, begun: str, epochs: int) -> Lea
         ended.write_text(run(command).splitlines()[-1], encoding="utf-8")
     log = (place / "runs" / "default" / "log.jsonl").read_text(encoding="utf-8").splitlines()
     found = [record for record in map(json.loads, log) if record["kind"] == "validation"]
+    # The validation before the first step has epoch 0.
     epochs = [record for record in found if record["epoch"]]
     return Learnt(
         steps=tuple(record["step"] for record in epochs),
@@ -156,7 +159,7 @@ def learn(flags: Flags, made: Path, place: Path, begun: str, epochs: int) -> Lea
 
 
 def run(command: list[str]) -> str:
-    """What the command prints, itself told first; a DataError where it fails."""
+    """Print the command to stderr, run it and return its output; raise DataError if it fails."""
     print(shlex.join(command), file=sys.stderr, flush=True)
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -166,7 +169,7 @@ def run(command: list[str]) -> str:
 
 
 def table(runs: dict[str, Learnt]) -> str:
-    """CER by epoch, the test's, and how many of its steps the second run took to where the first one came."""
+    """Return CER by epoch, test CER, and the fraction of steps that the second run needs to reach the first one."""
     scratch, tuned = runs[SCRATCH], runs[TUNED]
     lines = [f"| valid CER after steps | {' | '.join(runs)} |", "|---|---|---|"]
     if tuned.initial_cer is not None:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Walks through a training run call by call: how far it is from the script to the loop, and from there to the gradient.
+"""Count the calls of a training run from the script to the loop, and from the loop to the gradient.
 
     python3 benchmarks/walk.py
 
-Trains a tiny model on noise for three steps and follows the project's own calls (sys.setprofile). Counted are the calls
-from the script's `main` to the loop, those from the loop's call of a step to `.backward()`, and the files that the
-third step runs through until its update, its micro-batches one after another or side by side.
+Trains a tiny model on noise for three steps and traces calls of the project's functions (sys.setprofile). Counted are
+the calls from the script's `main` to the loop, the calls from the loop's step to `.backward()`, and the files that the
+third step executes until its update, with sequential or concurrent micro-batches.
 """
 
 import sys
@@ -35,16 +35,16 @@ QUICK = "--epochs 1 --batch_size 2 --gradient_accumulation_steps 2 --num_workers
 
 @dataclass(frozen=True)
 class Flags:
-    """What is walked through."""
+    """Flags of this script."""
 
     concurrent_micro_batches: int = 1
-    """Micro-batches side by side."""
+    """Concurrent micro-batches."""
     json: bool = False
     """Print one line of JSON instead of a sentence."""
 
 
 def own_calls(frame: FrameType | None, above: str) -> list[str]:
-    """The project's own functions on the stack, from the frame up to the one named `above`, innermost first."""
+    """Return the project's functions on the stack, from the frame up to the one named `above`, outermost first."""
     names = []
     while frame is not None and frame.f_code.co_name != above:
         if frame.f_code.co_filename.startswith(OURS):
@@ -55,7 +55,7 @@ def own_calls(frame: FrameType | None, above: str) -> list[str]:
 
 @dataclass
 class Walk:
-    """What a profile function sees of the run, in all its threads."""
+    """Calls that the profile function has recorded, in all threads of the run."""
 
     to_loop: list[str] = field(default_factory=list)
     to_backward: list[str] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Walk:
     is_in_step: bool = False
 
     def see(self, frame: FrameType, event: str, _argument: object) -> None:
-        """Notes one call."""
+        """Record one call."""
         if event != "call":
             return
         name, file = frame.f_code.co_name, frame.f_code.co_filename
@@ -78,7 +78,7 @@ class Walk:
         elif name == "train_step":
             self.steps += 1
             self.is_in_step = self.steps == STEP
-        elif name == "set_learning_rate":  # the gradient is there
+        elif name == "set_learning_rate":  # called after the gradient is complete
             self.is_in_step = False
         if self.is_in_step:
             self.files.add(file)
@@ -86,7 +86,7 @@ class Walk:
 
 
 def write_corpus(folder: Path) -> Path:
-    """Recordings of noise and their manifest, three steps of them."""
+    """Write noise recordings for three steps and return their manifest."""
     import numpy as np
     import soundfile
 
@@ -101,7 +101,7 @@ def write_corpus(folder: Path) -> Path:
 
 
 def walk(flags: Flags) -> Walk:
-    """One run, followed."""
+    """Trace one run."""
     import train_konkanivani_asr
 
     seen = Walk()
@@ -110,6 +110,7 @@ def walk(flags: Flags) -> Walk:
         given = f"--train_manifest {write_corpus(folder)} --checkpoint_dir {folder}/checkpoints --log_dir {folder}/runs"
         given += f" --concurrent_micro_batches {flags.concurrent_micro_batches} {TINY} {QUICK}"
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            # threading.setprofile covers threads that start later, sys.setprofile this one.
             threading.setprofile(seen.see)
             sys.setprofile(seen.see)
             try:
@@ -121,7 +122,7 @@ def walk(flags: Flags) -> Walk:
 
 
 def report(flags: Flags) -> str:
-    """The walk for a person, or as JSON."""
+    """Return the counts as text or JSON."""
     seen = walk(flags)
     hops = {"script_to_loop": len(seen.to_loop) + 1, "step_to_backward": len(seen.to_backward)}
     counts = hops | {"files_in_a_step": len(seen.files), "functions_in_a_step": len(seen.functions)}

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What a small Whisper model learns from nothing, here and in a plain loop around transformers, on the same speech.
+"""Compare the training of a small random Whisper model by this trainer and by a plain loop around transformers.
 
     python3 benchmarks/whisper_learning.py --voices ../shared/data/digits_en --folder /tmp/whisper_learning
 
-Both begin with one folder of random weights and take as many steps of as many utterances, at the same rates by the
-same schedule, without SpecAugment; nothing chooses a checkpoint, the last weights are scored on other people's voices,
-greedily. Ours does it once more with --audio_context speech. Then it goes on from the folder that it exported, with its
-encoder frozen, and with low-rank products: at the trainer's own rates, for a third of the epochs. Seconds are those of
-the steps alone, and one run follows another. A run that is there is not trained again.
+Both start from one folder of random weights and take the same number of steps with the same batch size, learning rates
+and schedule, without SpecAugment. No checkpoint is selected: the final weights are scored on other speakers, with
+greedy decoding. This trainer runs a second time with --audio_context speech. Then it continues from the folder that it
+exported, once with a frozen encoder and once with low-rank products (LoRA), at the trainer's default learning rates,
+for a third of the epochs. Seconds are the steps' only; the runs are sequential. An existing run is not repeated.
 """
 
 import sys
@@ -29,28 +29,28 @@ from konkanivani.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Flags:
-    """What is trained, and how long."""
+    """Flags of this script."""
 
     voices: str
-    """Folder of real voices saying digits: train.jsonl, test.jsonl."""
+    """Folder of recorded voices saying digits: train.jsonl, test.jsonl."""
     folder: str
-    """Where the random weights and the runs go."""
+    """Folder for the random weights and the runs."""
     epochs: int = 30
-    """Of the runs from nothing."""
+    """Epochs of the runs from random weights."""
     width: int = 64
-    """Of the model; it has two blocks and one."""
+    """Width of the model; it has two blocks and one."""
     seconds: int = 6
-    """Of its window: longer utterances are left out of neither side, so none may be."""
+    """Input length of the model in seconds. No utterance may be longer, since neither side drops longer ones."""
     rate: float = 1e-3
-    """Peak learning rate from nothing."""
+    """Peak learning rate of the runs from random weights."""
     seeds: tuple[int, ...] = (1,)
-    """A pair of runs each: order of the utterances."""
+    """Seeds of the order of the utterances; one pair of runs per seed."""
     json: bool = False
     """Print one line of JSON instead of a table."""
 
 
 def measure(flags: Flags) -> str:
-    """Trains what has not been trained yet; what is to be printed."""
+    """Train the missing runs; return the report."""
     if min(flags.epochs, flags.width, flags.seconds, flags.rate, len(flags.seeds)) <= 0 or flags.width % 2:
         raise UsageError("--epochs, --width, --seconds and --rate must be above 0, --width even, --seeds not empty.")
     if importlib.util.find_spec("transformers") is None:

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Times one optimizer step of a Whisper model by this trainer and by transformers in turn: seconds, memory, ratios.
+"""Time one optimizer step of a Whisper model by this trainer and by transformers in turn: seconds, memory, ratios.
 
     python3 benchmarks/whisper_step.py --size base --rounds 5
     python3 benchmarks/whisper_step.py --device cuda --amp --size small
 
-The work: utterances of noise to features of a window of 30 s each (6 s of "digits"), cross entropy of all labels of
-the step, every block recomputed, clipping, AdamW. Each side has a process of its own; a round is one step of each, one
-after another. Both begin with the same random weights. Their losses must agree, but with --audio_context speech: then
-ours leaves out the silence behind an utterance, which transformers cannot. Peak is live tensor bytes counted at
-dispatch (CUDA: the allocator's), growth is VmHWM over the process before its model; what is above the state is the peak
-without weights, gradients and moments of what is trained, 16 bytes a parameter.
+Workload: noise utterances with features of Whisper's 30 s window (6 s with "digits"), cross entropy over all labels of
+the step, all blocks recomputed, clipping, AdamW. Each side runs in its own process; a round is one step of each,
+sequentially. Both start from the same random weights. Their losses must agree, except with --audio_context speech,
+where this trainer leaves out the silence after an utterance, which transformers cannot. Peak is the number of live
+tensor bytes counted at dispatch (CUDA: the allocator's); growth is VmHWM minus the resident memory of the process
+before its model; the figure above the state is the peak minus weights, gradients and moments of the trained parameters,
+16 bytes each.
 """
 
 import sys
@@ -31,13 +32,13 @@ from konkanivani.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Flags:
-    """What is compared."""
+    """Flags of this script."""
 
     size: Literal["tiny", "base", "small", "digits", "medium_blocks"] = "tiny"
-    """Shape of the model; its weights are random. "digits" is whisper_learning.py's, "medium_blocks" has four of the
-    encoder and one of the decoder of medium."""
+    """Shape of the model with random weights. "digits" is the one of whisper_learning.py; "medium_blocks" has four
+    encoder blocks and one decoder block of medium."""
     train: Literal["all", "decoder", "lora"] = "all"
-    """What of it is trained: everything, the decoder, or LoRA of rank 32 on queries and values."""
+    """Trained part: everything, the decoder, or LoRA of rank 32 on queries and values."""
     rounds: int = 5
     """Steps of each side after a warm-up; the median counts."""
     accum: int = 4
@@ -49,18 +50,18 @@ class Flags:
     longest: float = 28.0
     """Seconds of speech in the longest utterance."""
     tokens_per_second: float = 16.0
-    """Labels of a second of speech (Konkani in Whisper's tokens: 7.5 a word); at most 448 an utterance."""
+    """Labels per second of speech (Konkani in Whisper's tokens: 7.5 per word); at most 448 per utterance."""
     audio_context: Literal["window", "speech"] = "window"
-    """What ours has its encoder take: all of the window, as transformers does, or the speech alone."""
+    """Input of this trainer's encoder: the whole window, as in transformers, or the speech alone."""
     window_seconds: int | None = None
-    """Of the encoder's window; left out, 30, and 6 of "digits"."""
+    """Length of the encoder's window in seconds (default: 30, or 6 with "digits")."""
     at_once: tuple[int, ...] = (1, 2)
-    """Ours with so many micro-batches side by side, each of these ways (on a card it is one after another)."""
+    """Numbers of concurrent micro-batches of this trainer to measure (CPU only)."""
     weights: tuple[Literal["card", "half", "host", "ahead"], ...] = ("card",)
-    """Ours with its weights in each of these places: "ahead" is the host with the next block's on their way. Only what
-    lies on the card is taken side by side."""
+    """Locations of this trainer's weights to measure; "ahead" is the host with the next block prefetched. Micro-batches
+    run concurrently only with "card"."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where."""
+    """Device to measure on."""
     amp: bool = False
     """Autocast on both sides: fp16 with loss scaling on CUDA, bf16 on a CPU."""
     json: bool = False
@@ -68,7 +69,7 @@ class Flags:
 
 
 def compare_steps(flags: Flags) -> str:
-    """Races, and returns what is to be printed."""
+    """Return the report."""
     if min(flags.rounds, flags.accum, flags.batch, flags.window_seconds or 1, *flags.at_once) < 1 or not (
         flags.at_once and flags.weights
     ):

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Compares the times of recognised words with the synthesiser's own, on the built-in corpus's test part.
+"""Compare the times of recognized words with the synthesizer's own, on the test part of the built-in corpus.
 
     python3 benchmarks/word_times.py --checkpoint checkpoints/checkpoint_best.pt --utterances 100 --json
 
-Each sentence is spoken once more, which must give the corpus's samples, and espeak-ng says when it begins each word.
+Each sentence is synthesized again, which must reproduce the samples of the corpus, while espeak-ng reports the start of
+each word.
 """
 
 import sys
@@ -25,21 +26,21 @@ from konkanivani.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Flags:
-    """What is measured."""
+    """Flags of this script."""
 
     checkpoint: str = "checkpoints/checkpoint_best.pt"
     """A checkpoint_*.pt file."""
     manifest: str = "data/builtin/test.jsonl"
-    """The built-in corpus's test part."""
+    """Test part of the built-in corpus."""
     utterances: int = 100
-    """How many of them, from the first on."""
+    """Number of utterances, from the first one."""
     json: bool = False
     """Print one line of JSON instead of sentences."""
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
 
 
 def compare(flags: Flags) -> str:
-    """Measures; returns what is to be printed."""
+    """Return the report."""
     if flags.utterances < 1:
         raise UsageError("--utterances must be at least 1.")
     from benchmarks.measuring.spoken_words import measure

@@ -4,7 +4,7 @@
 
     load_recognizer("checkpoints/checkpoint_best.pt").transcribe("speech.wav").text
 
-Nothing is imported before it is asked for (PEP 562): `--help` and usage errors never wait for torch.
+Imports are lazy (PEP 562), so that `--help` and usage errors do not wait for torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""Three ways to the gradient of a window: of one process alone, summed over ranks, of weights that ranks share.
+"""Gradient of a global batch: in a single process, summed over ranks, or with sharded weights.
 
-Where memory runs out, all of it is done again in smaller micro-batches. Ranks agree that all have their portion of the
-gradient before they sum it: one that ran out of memory inside of a sum would leave the others waiting in it.
+If memory runs out, all micro-batches are computed again with smaller ones. Ranks agree that each has computed its part
+of the gradient before they sum it, because a rank that ran out of memory during the all-reduce would block the others.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from konkanivani.training.step import GradientTask, StepGradient, StepParts, los
 
 
 def local_gradient(task: GradientTask) -> StepGradient | None:
-    """The gradient of a process that trains alone; see ComputeGradient."""
+    """Return the gradient in a single process; see ComputeGradient."""
     parts = task.parts
     for attempt in (attempts := OomRetry(task.plan, parts.oom_history, partial(drop_gradient, parts))):
         with attempt:
@@ -36,7 +36,7 @@ def local_gradient(task: GradientTask) -> StepGradient | None:
 
 
 def summed_gradient(task: GradientTask) -> StepGradient | None:
-    """The sum of all ranks' gradients; each rank has all weights and some micro-batches; see ComputeGradient."""
+    """Return the sum of all ranks' gradients; each rank has all weights and some micro-batches; see ComputeGradient."""
     parts, topology = task.parts, task.parts.topology
     attempts: OomRetry[tuple[torch.Tensor, torch.Tensor]] = OomRetry(
         task.plan,
@@ -49,6 +49,7 @@ def summed_gradient(task: GradientTask) -> StepGradient | None:
             totals = accumulate(task, attempt.plan)
             attempt.result = None if totals is None else (totals, _bucket(parts, attempt.plan, totals))
     if attempts.retries:
+        # Any rank may get a micro-batch of that size next.
         for sizes in gather(topology, parts.oom_history.sizes()):
             parts.oom_history.learn(sizes)
     if attempts.result is None:
@@ -60,19 +61,20 @@ def summed_gradient(task: GradientTask) -> StepGradient | None:
 
 
 def _bucket(parts: StepParts, plan: MicroBatchPlan, totals: torch.Tensor) -> torch.Tensor:
-    """The room in which this rank's gradient will be summed: then it has all the memory that the step needs."""
+    """Return the buffer of the all-reduce, allocated first, so that this rank has all memory that the step needs."""
     if not plan.micro_batches:  # a rank without utterances
-        parts.scaler.scale(totals)  # only this makes the scale exist
+        parts.scaler.scale(totals)  # initializes the scale, which GradScaler creates lazily
         for parameter in trained_parameters(parts.model):
             parameter.grad = torch.zeros_like(parameter)
     return new_bucket([parameter.grad for parameter in trained_parameters(parts.model)])
 
 
 def sharded_gradient(task: GradientTask) -> StepGradient | None:
-    """The gradient of weights sharded over the ranks, which take each step to its end together; see ComputeGradient.
+    """Return the gradient of weights that are sharded over the ranks; see ComputeGradient.
 
-    A rank that runs out of memory would leave the others waiting in a collective, so all ranks end with
-    RestartAfterOom, and the size is recorded. A ResourceError names an utterance that does not fit even alone.
+    The ranks complete each step together: a rank that ran out of memory would block the others in a collective.
+    Therefore the size is recorded and all ranks end with RestartAfterOom. A ResourceError names an utterance that does
+    not fit even alone.
     """
     parts = task.parts
     plan = parts.oom_history.fit_to_memory(task.plan)
@@ -80,8 +82,8 @@ def sharded_gradient(task: GradientTask) -> StepGradient | None:
     with raise_rank_lost():
         with (attempt := OomAttempt(plan)):
             attempt.result = accumulate(dataclasses.replace(task, is_interrupted=lambda: False), plan)
-            # A pass too few would leave the others waiting for this rank's part of the weights.
-            for _ in range(passes - len(plan.micro_batches)):  # infinite counts make of any loss a zero
+            # Every rank makes the same number of passes: in each pass the others need this rank's shards.
+            for _ in range(passes - len(plan.micro_batches)):  # infinite counts make the loss 0
                 task.forward_and_backward(parts, dummy_batch(parts.model), LossCounts(math.inf, math.inf))
         totals = attempt.result_or_raise(parts.oom_history)
         sum_tensors(parts.topology, [totals], totals)
@@ -89,16 +91,16 @@ def sharded_gradient(task: GradientTask) -> StepGradient | None:
 
 
 def dummy_batch(model: KonkaniVaniASR) -> Batch:
-    """The smallest batch that the model takes: half a second of nothing, and one token."""
+    """Return the smallest batch that the model accepts: half a second of silence, and one token."""
     waveform = torch.zeros(SAMPLE_RATE // 2, dtype=next(model.parameters()).dtype)
     return collate([Example("silence", waveform, [1], None)], SpecialTokens(start=1, end=1))
 
 
 def accumulate(task: GradientTask, plan: MicroBatchPlan) -> torch.Tensor | None:
-    """The micro-batches' summed losses (terms,); their gradients, scaled, in the parameters' `.grad`.
+    """Run forward and backward of all micro-batches; return their summed losses (terms,), or None if interrupted.
 
-    The losses are divided by the counts of the whole window, so the gradient does not depend on how it is cut and
-    divided. None, and no gradient there, if interrupted.
+    The scaled gradients are in the parameters' `.grad`; there are none after an interruption. The losses are divided by
+    the counts of the whole global batch, so the gradient does not depend on its division into micro-batches and ranks.
     """
     parts = dataclasses.replace(task.parts, forward=task.parts.forward.with_plan(plan))
     seed_step(parts.seed, task.step, parts.topology.rank)
@@ -109,7 +111,7 @@ def accumulate(task: GradientTask, plan: MicroBatchPlan) -> torch.Tensor | None:
     totals = torch.zeros(terms, dtype=torch.float64, device=parts.forward.device)
 
     def masks(number: int) -> AbstractContextManager[None]:
-        # Elsewhere than on a CPU dropout draws from the device's own generator.
+        # Only on a CPU: elsewhere dropout draws from the generator of the device.
         return dropout_seed(derive_seed(seed, number)) if parts.forward.device.type == "cpu" else nullcontext()
 
     work = partial(task.forward_and_backward, parts, counts=loss_counts(task.global_batch))
@@ -135,7 +137,7 @@ def one_after_another(
     micro_batches: Sequence[Batch],
     within: Callable[[int], AbstractContextManager[None]],
 ) -> Iterator[LossSums]:
-    """What work(batch) returns for each micro-batch; that of each number, from 0, is worked on in within(number)."""
+    """Yield work(batch) for each micro-batch; micro-batch number n (from 0) is processed inside of within(n)."""
     for number, batch in enumerate(micro_batches):
         with within(number):
             sums = work(batch)
@@ -145,22 +147,24 @@ def one_after_another(
 def finish_gradient(
     parts: StepParts, totals: torch.Tensor, whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
 ) -> StepGradient:
-    """The gradient in the parameters' `.grad`, unscaled and clipped, of a window of these summed losses (terms,).
+    """Unscale and clip the gradient in the parameters' `.grad`; return it with the summed losses (terms,) of `totals`.
 
-    `whole` makes the norm of all ranks of that of this rank's part.
+    `whole` reduces the norm of this rank's shards to the norm over all ranks.
     """
     parts.scaler.unscale_(parts.optimizer)
     norm = whole(torch.nn.utils.clip_grad_norm_(trained_parameters(parts.model), parts.schedule.max_grad_norm))
     norm = norm.to(totals.device)
-    scale = parts.scaler.scale(torch.ones_like(norm))  # get_scale() would wait for the device once more
+    scale = parts.scaler.scale(torch.ones_like(norm))  # get_scale() would synchronize with the device once more
+    # One read for all numbers of the step.
     *sums, norm, scale = parts.read(torch.cat([totals, torch.stack([norm, scale]).double()]))
     return StepGradient(tuple(sums), norm, scale)
 
 
 def drop_gradient(parts: StepParts) -> None:
-    """Takes back a gradient that was not finished: a part of it would count twice."""
+    """Discard an incomplete gradient, which would otherwise be added to the next attempt's."""
     parts.optimizer.zero_grad()
     if parts.scaler.is_enabled():
-        # Set to what it is, the scale forgets that a gradient was unscaled; only scale() makes it exist.
+        # update() with the current scale resets the scaler's record of unscale_(). scale() must run once before it,
+        # because GradScaler creates the scale lazily.
         parts.scaler.scale(torch.zeros((), device=parts.forward.device))
         parts.scaler.update(parts.scaler.get_scale())

@@ -1,4 +1,4 @@
-"""The training loop: windows in, steps, validation, checkpoints and logs out, in the order in which they happen."""
+"""Training loop: global batches, steps, validation, checkpoints and logs, in the order in which they happen."""
 
 import gc
 import math
@@ -15,15 +15,15 @@ from konkanivani.training.saving import PeriodicSaver, save_on_error
 from konkanivani.training.step import StepReport, train_step
 
 MAX_SKIPS_IN_A_ROW = 25
-MIN_SCALE = 1e-5
+MIN_SCALE = 1e-5  # of the GradScaler
 
 
 def train(run: Run) -> None:
-    """Trains until `run.is_finished()`; what it has learned is in the newest checkpoint when it returns."""
+    """Train until `run.is_finished()`; on return the newest checkpoint has the final state."""
     state, saver, monitor = run.state, PeriodicSaver(run), run.step.forward.monitor
     monitor.end_phase("start")
     interruptible = partial(run.interruption.interruptible, partial(save_and_exit_from_signal_thread, saver))
-    # An error too must end the workers, and leave the progress bar's line.
+    # closing(): an error too must stop the loader's workers and finish the line of the progress bar.
     with (
         closing(run.progress),
         closing(run.global_batches.from_cursor(state.cursor, run.interruption.check)) as global_batches,
@@ -34,6 +34,7 @@ def train(run: Run) -> None:
             if state.has_epoch_to_finish:
                 with save_on_error(saver):
                     is_best = finish_epoch(run, interruptible)
+                # Outside of save_on_error: a failure of this save must not trigger another one.
                 saver.save(epoch=state.epoch, is_best=is_best)
             if run.is_finished():
                 break
@@ -45,6 +46,7 @@ def train(run: Run) -> None:
                 if report is None:
                     run.interruption.check()
                     raise Interrupted("Another rank was stopped by a signal.", signal.SIGTERM)
+            # Counters change only after the update, so an interruption before it repeats this global batch.
             state.advance(cursor, global_batch.audio_seconds, report.is_skipped, report.splits)
             if not report.is_skipped:
                 state.add_up(report.loss, report.gradient_norm > run.step.schedule.max_grad_norm)
@@ -57,12 +59,14 @@ def train(run: Run) -> None:
 
 @contextmanager
 def freeze_gc() -> Iterator[None]:
-    """The garbage collector leaves out what is there already.
+    """Exclude all existing objects from garbage collection.
 
-    Of a quarter of a million objects, most of them torch's modules, a walk through all takes 0.14 s, every sixteenth
-    step (docs/experiments.md). Where a caller has left something out already, what is left out stays its own affair.
+    A full collection over a quarter of a million objects, most of them torch's modules, takes 0.14 s, in every
+    sixteenth step (docs/experiments.md). If the caller has frozen objects already, this does nothing, and they stay
+    frozen.
     """
-    if not any(found is gc for found in gc.get_objects()):  # gc.get_freeze_count() walks through all of it
+    # get_objects() leaves out frozen objects, such as the gc module here. get_freeze_count() would iterate over all.
+    if not any(found is gc for found in gc.get_objects()):
         yield
         return
     gc.collect()
@@ -74,14 +78,17 @@ def freeze_gc() -> Iterator[None]:
 
 
 def save_and_exit_from_signal_thread(saver: "PeriodicSaver", error: Interrupted) -> None:
-    """Ends the run as of the last whole step, in another thread than the one that is amid the next."""
+    """Save the state of the last complete step and exit, in another thread than the one that computes the next step."""
     saver.run.progress.close()
     with save_on_error(saver):
         raise error
 
 
 def score_beginning(run: Run, interruptible: Callable[[], AbstractContextManager[None]]) -> None:
-    """Validates the weights that a run begins with, before its first step: what it loses of them is seen beside."""
+    """Validate the initial weights of a run before its first step, as a reference for fine-tuning.
+
+    Does nothing for random weights, without a validation set, or in a resumed run.
+    """
     state, begins = run.state, run.config.init_from or run.settings.pretrained.pretrained
     if run.validation is None or not begins or state.step or state.initial_cer < math.inf:
         return
@@ -93,9 +100,10 @@ def score_beginning(run: Run, interruptible: Callable[[], AbstractContextManager
 
 
 def finish_epoch(run: Run, interruptible: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
-    """Validates the epoch whose windows are all consumed; whether it is the best so far (by CER, else by loss)."""
+    """Validate the epoch just consumed; return whether it is the best so far (by CER, else by loss)."""
     if run.validation is None:
         tell_failures(run, run.state.learning(run.step.total_steps))
+        # Without validation every epoch counts as the best one.
         return run.state.finish_epoch(score=float(-run.state.epoch))
     with interruptible():
         evaluation = run.validation.evaluate(run.step.forward, run.decode, run.interruption.check)
@@ -104,19 +112,21 @@ def finish_epoch(run: Run, interruptible: Callable[[], AbstractContextManager[No
     log_validation(run, evaluation, learning)
     tell_failures(run, learning)
     run.progress.lap()  # validation is not training time
+    # The CER is NaN if no reference has a character.
     return run.state.finish_epoch(score if score == score else evaluation.losses.all)
 
 
 def tell_failures(run: Run, learning: EpochLearning) -> None:
-    """Warns on the screen where the run does not learn."""
+    """Print warnings if the run does not learn."""
     if run.topology.is_first:
         for failure in failures(learning):
             run.progress.tell(f"warning: {failure}")
 
 
 def check_numerics(run: Run, report: StepReport) -> None:
-    """Ends a run whose gradients are never finite any more."""
+    """Raise a NumericsError if the gradients have stopped being finite."""
     state, scaler = run.state, run.step.scaler
+    # Each overflow halves the loss scale, so a scale this small means that every recent gradient overflowed.
     has_no_scale = scaler.is_enabled() and report.scale < MIN_SCALE
     if state.consecutive_skips < MAX_SKIPS_IN_A_ROW and not has_no_scale:
         return

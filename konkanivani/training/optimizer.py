@@ -1,6 +1,6 @@
-"""AdamW and what every optimizer has, all allocated beforehand; the learning rate, a pure function of the step.
+"""AdamW, the base class of all optimizers, and the learning rate as a pure function of the step.
 
-The length of a run may change when it is resumed: `RateSchedule` has the rates of all its steps.
+All optimizer state is allocated in advance. `RateSchedule` covers runs whose length changes when they are resumed.
 """
 
 import dataclasses
@@ -19,41 +19,42 @@ from konkanivani.model.adapters import VOCAB_DEPENDENT_PREFIXES
 MAX_WARMUP_STEPS = 500
 MOMENTS = "exp_avg", "exp_avg_sq"
 BETAS, EPSILON = (0.9, 0.98), 1e-8
-Group = dict[str, Any]  # of parameters, laid out as torch's optimizers have it
+Group = dict[str, Any]  # parameter group in the layout of torch.optim
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step` (0-based) of `total_steps`.
+    """Return the learning rate of optimizer step `step` (0-based) of `total_steps`.
 
-    Linear warm-up to the peak over `warmup_steps` (at most a third of the run), then half a cosine down to a
-    hundredth of the peak at the last step, or peak x sqrt(warmup_steps / step) without an end.
+    Linear warm-up to the peak over `warmup_steps` (at most a third of the run), then a half cosine down to a hundredth
+    of the peak at the last step, or peak x sqrt(warmup_steps / step), which has no end.
     """
     warmup = resolve_warmup(config, total_steps)
     if step < warmup:
         return peak_rate(config) * (step + 1) / warmup
     if config.schedule == "inverse_sqrt":
         return peak_rate(config) * math.sqrt(warmup / (step + 1))
+    # Clamped: a run with a kept schedule may be longer than `total_steps`.
     progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
     return peak_rate(config) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def peak_rate(config: OptimizerConfig) -> float:
-    """The peak of the learning rate, whether or not an amount of speech has decided it."""
+    """Return the peak learning rate; the default if `auto` has not been resolved from the amount of speech."""
     return DEFAULT_RATE if config.learning_rate == AUTO else config.learning_rate
 
 
 def resolve_warmup(config: OptimizerConfig, total_steps: int) -> int:
-    """The steps of the warm-up: as asked for, but at most a third of the run; auto: a tenth of it, at most 500."""
+    """Return the warm-up steps: the flag, at most a third of the run; auto: a tenth of the run, at most 500."""
     if config.warmup_steps == AUTO:
         return max(1, min(MAX_WARMUP_STEPS, total_steps // 10))
     return max(1, min(config.warmup_steps, total_steps // 3))
 
 
 class Optimizer:
-    """What every optimizer has: groups of parameters, weight decay on matrices only, and state of its own for each.
+    """Base class: parameter groups, weight decay on matrices only, and state per parameter.
 
-    All of it is allocated already, and so is the room in which an update computes: one that allocates could run out of
-    memory half done; these cannot. `param_groups` and `state` are laid out as torch.optim's, as a GradScaler expects.
+    State and workspace are allocated in the constructor, because an update that allocates could run out of memory
+    halfway. `param_groups` and `state` have the layout of torch.optim, as GradScaler expects.
     """
 
     def __init__(self, groups: list[Group]) -> None:
@@ -62,44 +63,45 @@ class Optimizer:
         self.workspace: list[torch.Tensor] = []
 
     def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The parameter's state before the first update, of which `step` counts the updates."""
+        """Return the initial state of a parameter; `step` counts its updates."""
         return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
 
     def step(self) -> None:
-        """Updates every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         raise NotImplementedError
 
     def zero_grad(self) -> None:
-        """Frees every gradient."""
+        """Free all gradients."""
         for parameter in self.state:
             parameter.grad = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that lies in memory from step to step."""
+        """All tensors that stay allocated between steps."""
         return [tensor for state in self.state.values() for tensor in state.values()] + self.workspace
 
 
 class AdamW(Optimizer):
-    """AdamW (Loshchilov and Hutter, 2019) by PyTorch's fused kernel.
+    """AdamW (Loshchilov and Hutter, 2019) with PyTorch's fused kernel.
 
-    The kernel without torch.optim's own class, which loads PyTorch's compiler: a hundred megabytes and more than a
-    second, of which a run has no use.
+    Calls the kernel without the class of torch.optim, whose import loads PyTorch's compiler: more than 100 MB and more
+    than a second, unused in a run.
     """
 
     def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """Both moments, as the parameter is laid out."""
+        """Return both moments, in the memory format of the parameter."""
+        # The fused kernel expects the strides of the parameter.
         moments = {kind: torch.zeros_like(parameter, memory_format=torch.preserve_format) for kind in MOMENTS}
         return super().new_state(parameter) | moments
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             self.update(group, [parameter for parameter in group["params"] if parameter.grad is not None])
 
     def update(self, group: Group, parameters: list[torch.nn.Parameter]) -> None:
-        """Updates some of a group, whose moments are whole."""
+        """Update parameters of a group, whose moments are not quantized."""
         if not parameters:
             return
         states = [self.state[parameter] for parameter in parameters]
@@ -121,31 +123,36 @@ class AdamW(Optimizer):
 
 
 def parameter_groups(model: torch.nn.Module, config: OptimizerConfig, tuning: TuningConfig) -> list[Group]:
-    """The trained parameters of `model`, matrices with weight decay before others without, by what their rate is.
+    """Return the groups of trainable parameters of `model`: matrices with weight decay first, then the others without.
 
-    `factor` is what the schedule's rate is multiplied by; what is `later` stands still while the head is trained alone.
+    A group's `factor` multiplies the learning rate; its `later` is set if --freeze_steps keeps it frozen at first.
     """
     later, groups = set(non_head_parameters(model)), {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             factor = tuning.encoder_factor if name.startswith("encoder.") else 1.0
             is_later = bool(tuning.freeze_steps) and parameter in later
+            # Biases and norm weights, which have one dimension, get no weight decay.
             groups.setdefault((factor, is_later, parameter.dim() < 2), []).append(parameter)
     rate, decay = peak_rate(config), config.weight_decay
     return [
         {"params": found, "lr": rate, "weight_decay": 0.0 if is_flat else decay, "factor": factor, "later": is_later}
+        # Sorted by (is_flat, is_later, factor).
         for (factor, is_later, is_flat), found in sorted(groups.items(), key=lambda pair: pair[0][::-1])
     ]
 
 
 def non_head_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The trained parameters that are no head's: what --freeze_steps leaves as it is at first."""
+    """Return the trainable parameters outside of the heads, which --freeze_steps keeps frozen at first."""
     named = model.named_parameters()
     return [weight for name, weight in named if weight.requires_grad and not name.startswith(VOCAB_DEPENDENT_PREFIXES)]
 
 
 def delayed_warmup_factor(config: OptimizerConfig, tuning: TuningConfig, step: int, total_steps: int) -> float:
-    """What later parameters' rates are of what they will be: they warm up when they begin, as long as the others do."""
+    """Return the warm-up factor of parameter groups that stay frozen for the first `freeze_steps`.
+
+    They warm up over the same number of steps as the other groups, from the end of the freeze.
+    """
     first = tuning.freeze_steps or 0
     if not first:
         return 1.0
@@ -153,7 +160,7 @@ def delayed_warmup_factor(config: OptimizerConfig, tuning: TuningConfig, step: i
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float, begun: float = 1.0) -> None:
-    """Gives every parameter group its rate of the coming update; `begun` is the share of those that are later."""
+    """Set the learning rate of every parameter group; `begun` is the delayed warm-up factor of `later` groups."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["factor"] * (begun if group["later"] else 1.0)
 
@@ -193,6 +200,7 @@ class RateSchedule:
         done = step - self.ramp_first + 1
         if not 1 <= done <= self.ramp_steps:
             return learning_rate(config, step, self.planned_steps)
+        # The ramp ends at the rate that the schedule has in its last step, so the transition is continuous.
         target = learning_rate(config, self.ramp_first + self.ramp_steps - 1, self.planned_steps)
         return self.ramp_rate + (target - self.ramp_rate) * done / self.ramp_steps
 
@@ -210,6 +218,7 @@ def read_schedule(state: Mapping[str, object]) -> RateSchedule:
     kinds = {field.name: field.type for field in dataclasses.fields(RateSchedule)}
     for name, kind in kinds.items():
         value = state.get(name)
+        # type() is exact, because a bool is an int.
         if type(value) is not kind or not isinstance(value, int | float) or not 0 <= value < 2**63:
             raise CheckpointError(
                 f"The checkpoint's schedule of the learning rate has {name} {value!r:.40}. Use another checkpoint."
@@ -220,10 +229,11 @@ def read_schedule(state: Mapping[str, object]) -> RateSchedule:
 def change_length(
     old: RateSchedule, old_config: OptimizerConfig, config: OptimizerConfig, run_steps: int, step: int
 ) -> RateSchedule:
-    """Return the schedule of a run that has made `step` steps and now has `run_steps`, as --continue_schedule says.
+    """Return the schedule of a run that has made `step` steps and now has `run_steps`, by --continue_schedule.
 
-    keep: the old schedule to its end, then its final rate (inverse_sqrt has no end). stretch: the schedule of the new
-    length. warm: the same after a linear ramp from the latest rate, over the number of warm-up steps.
+    - keep: the old schedule to its end, then its final rate (inverse_sqrt has no end).
+    - stretch: the schedule of the new length.
+    - warm: the same after a linear ramp from the latest rate, over the number of warm-up steps.
     """
     if config.continue_schedule == "keep":
         return dataclasses.replace(old, run_steps=run_steps)
@@ -235,37 +245,40 @@ def change_length(
         run_steps=run_steps,
         planned_steps=run_steps,
         ramp_first=step,
+        # A ramp longer than the rest of the run would never reach the schedule.
         ramp_steps=min(resolve_warmup(config, run_steps), run_steps - step),
         ramp_rate=old.rate(old_config, step - 1),
     )
 
 
 class OptimizerState:
-    """The optimizer's moments and step counts under their parameters' names, for the checkpoint.
+    """Optimizer state by parameter name, as a `Stateful` part of a checkpoint.
 
-    Loading copies into the tensors that exist, so it allocates nothing and keeps the fused layout; each is taken out of
-    the state when it has been copied.
+    Loading copies into the existing tensors, so it allocates nothing and keeps the memory layout of the fused kernel.
+    Each tensor is removed from the loaded state after its copy.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
         self._tensors = {
             f"{name}/{kind}": tensor
             for name, parameter in model.named_parameters()
+            # Frozen parameters have no state.
             if parameter in optimizer.state
             for kind, tensor in optimizer.state[parameter].items()
         }
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The tensors themselves, by `parameter/moment`."""
+        """Return the tensors themselves, not copies, by `parameter/moment`."""
         return dict(self._tensors)
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Copies every tensor in; a CheckpointError where names or shapes are not this optimizer's."""
+        """Copy all tensors; raise a CheckpointError if names or shapes do not match this optimizer."""
         if state.keys() != self._tensors.keys():
             raise CheckpointError(
                 "The checkpoint's optimizer state belongs to another model. Use --init_from to load only its weights."
             )
         for name, tensor in self._tensors.items():
+            # pop() frees the stored tensor after its copy.
             stored = state.pop(name)
             if not isinstance(stored, torch.Tensor) or stored.shape != tensor.shape:
                 raise CheckpointError(

@@ -1,7 +1,7 @@
-"""The costliest batches of a run tried for real before its first epoch, and undone.
+"""Trial of a run's most expensive batches before its first epoch.
 
-What a plan can't know (a driver's own habits, another program, audio longer than its manifest says) shows in the first
-minute instead of in the third hour. Everything that a step changes is read back from a file, bit for bit.
+Effects that a memory plan cannot know (driver behaviour, other programs, audio longer than its manifest states) appear
+in the first minute instead of the third hour. All state that a step changes is restored from a file, bit for bit.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from konkanivani.training.run import Run
 from konkanivani.training.step import train_step
 
 SAVED = "rehearsal.partial"
-# The counters are not touched by a rehearsal, and sizes that did not fit are worth remembering.
+# Parts that are not restored: a rehearsal does not change the counters, and the OOM history stays useful.
 KEPT = ("progress", "splits")
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What was tried, so many utterances at once of so many seconds, and how often it ran out of memory."""
+    """One trial: its largest micro-batch (utterances, seconds of the longest) and its number of OOM retries."""
 
     name: str
     utterances: int
@@ -36,26 +36,30 @@ class Rehearsal:
     splits: int
 
     def sentence(self) -> str:
-        """The trial for a person."""
+        """Return a description for the user."""
         again = f", retried {count(self.splits, 'time')} with smaller micro-batches" if self.splits else ""
         return f"{self.name}: {self.utterances} x {self.seconds:.1f} s{again}"
 
 
 def rehearse(run: Run) -> tuple[Rehearsal, ...]:
-    """Trains on the costliest windows and validates the costliest batch, then puts everything back as it was.
+    """Train on the most expensive global batches, validate the most expensive batch, then restore all state.
 
-    A ResourceError names an utterance that does not fit even alone, a DataError one that cannot be read.
+    Raises:
+        ResourceError: an utterance does not fit in memory even alone.
+        DataError: an utterance cannot be read.
     """
     saved = run.checkpointer.directory / SAVED
     before = run.checkpoint()
     if run.topology.is_first:
         saved.parent.mkdir(parents=True, exist_ok=True)
         write_checkpoint(saved, before)
+    # Sharded state was gathered to the CPU of the first rank, and must not occupy memory during the trials.
     del before
     try:
         tried = [_try_global_batch(run, name, global_batch) for name, global_batch in costliest_global_batches(run)]
         if run.validation is not None:
             tried.append(_try_validation(run))
+        # From the file, because unsharded state consists of the tensors that the trials have modified in place.
         before = broadcast_from_rank0(run.topology, lambda: read_checkpoint(saved))
         load_states(before, {name: part for name, part in run.stateful.items() if name not in KEPT})
     finally:
@@ -65,11 +69,13 @@ def rehearse(run: Run) -> tuple[Rehearsal, ...]:
 
 
 def costliest_global_batches(run: Run) -> list[tuple[str, GlobalBatch]]:
-    """The longest utterances, those with the most tokens, and those of the bucket with the highest planned peak.
+    """Return the most expensive global batches, each with its name.
 
-    Each window holds its micro-batch twice: the second one finds the first one's gradients there, as most do.
+    They contain the longest utterances, the ones with the most tokens, and the longest of the bucket with the highest
+    planned peak. Each has its micro-batch twice, because the second pass runs while gradients exist, like most passes.
     """
     speech = run.global_batches.speech
+    # The lowest speed of speed perturbation makes the longest audio.
     slowest = dataclasses.replace(speech, speeds=(min(speech.speeds),))
     durations, tokens = speech.utterances.durations, speech.utterances.tokens.astype(np.int64)
     orders = [("the longest utterances", np.argsort(-durations, kind="stable"))]
@@ -91,7 +97,7 @@ def _ids(global_batch: GlobalBatch) -> list[tuple[str, ...]]:
 
 
 def _global_batch_of(run: Run, speech: TrainDataset, order: np.ndarray) -> GlobalBatch:
-    """The first utterances of the order, as many as go at once, as two micro-batches."""
+    """Return the first utterances of the order, up to one full micro-batch, as two identical micro-batches."""
     readable = _readable(run, speech, order)
     first = next(readable)
     most = min(largest_size(first.seconds, run.global_batches.limits), run.global_batches.planner.global_batch_size)
@@ -107,7 +113,7 @@ def _global_batch_of(run: Run, speech: TrainDataset, order: np.ndarray) -> Globa
 
 
 def _readable(run: Run, speech: TrainDataset, order: np.ndarray) -> Iterator[Example]:
-    """The order's utterances one by one; those that cannot be read are left out, as in training."""
+    """Yield the utterances of the order; unreadable ones are rejected, as in training."""
     for number in order:
         found = speech[0, int(number)]
         if isinstance(found, Rejection):
@@ -119,15 +125,17 @@ def _readable(run: Run, speech: TrainDataset, order: np.ndarray) -> Iterator[Exa
 def _try_global_batch(run: Run, name: str, global_batch: GlobalBatch) -> Rehearsal:
     run.interruption.check()
     with run.interruption.interruptible(run.interruption.stop_unsaved):  # all of it is undone
+        # After --freeze_steps all layers are trained, which takes the most memory.
         report = train_step(run.step, global_batch, max(run.state.step, run.step.architecture.tuning.freeze_steps or 0))
     largest = largest_batch(global_batch.micro_batches)
     return Rehearsal(name, largest.size, largest.longest_seconds, report.splits)
 
 
 def _try_validation(run: Run) -> Rehearsal:
-    """The batch of most padded audio: the first, since the longest utterances come first."""
+    """Validate the batch with the most padded audio."""
     speech, plan = run.validation.speech, run.validation.plan
     durations = speech.utterances.durations
+    # The first utterance of a batch is its longest.
     longest = max(plan, key=lambda batch: len(batch) * durations[batch[0]])
     one_batch = dataclasses.replace(run.validation, plan=[longest], topology=ALONE)  # each rank tries it
     with run.interruption.interruptible(run.interruption.stop_unsaved):

@@ -1,4 +1,4 @@
-"""What a run logs of each step and each validation."""
+"""Construction of the log records of steps and validations."""
 
 import math
 
@@ -21,7 +21,11 @@ from konkanivani.training.validation import Evaluation
 
 
 def log_step(run: Run, global_batch: GlobalBatch, report: StepReport) -> None:
-    """Logs one consumed window; a skipped one has no step of its own and shows up in the next one's count too."""
+    """Log one consumed global batch.
+
+    A skipped global batch has no step number of its own; it also appears in the count of the next step's record.
+    """
+    # Whole time since the last lap, so waiting for data and saving are included.
     seconds, monitor = run.progress.lap(), run.step.forward.monitor
     run.progress.show(report, global_batch.audio_seconds, seconds, monitor.overall_peak_mib())
     run.watch.look(monitor.overall_peak_mib())
@@ -57,7 +61,7 @@ def log_step(run: Run, global_batch: GlobalBatch, report: StepReport) -> None:
 
 
 def skip_record(run: Run, global_batch: GlobalBatch, report: StepReport) -> SkipRecord:
-    """What is known of a window whose loss or gradient is not finite."""
+    """Return the record of a global batch whose loss or gradient is not finite."""
     if not math.isfinite(report.loss):
         reason = f"its loss is {report.loss}"
     elif run.step.scaler.is_enabled():
@@ -77,12 +81,14 @@ def skip_record(run: Run, global_batch: GlobalBatch, report: StepReport) -> Skip
         gradient_norm=report.gradient_norm,
         scale=report.scale,
         reason=reason,
+        # A collective; all ranks skip the same global batch, since they share its loss and norm.
         utterances=tuple(name for share in gather(run.topology, global_batch.utterance_ids) for name in share),
     )
 
 
 def log_validation(run: Run, evaluation: Evaluation, learning: EpochLearning) -> None:
-    """Logs the rates, five fixed utterances, and the first of them as a picture and as sound."""
+    """Log error rates, five utterances with hypotheses, and the spectrogram and audio of the first of them."""
+    # Sorted by id, so that every validation shows the same utterances.
     shown = sorted(evaluation.scored, key=lambda scored: scored.utterance.id)[:5]
     memory = [phase for phase in run.step.forward.monitor.report() if phase.phase == "validation"]
     record = ValidationRecord(
@@ -104,13 +110,13 @@ def log_validation(run: Run, evaluation: Evaluation, learning: EpochLearning) ->
         rank_peaks_mib=run.rank_peaks_mib(),
     )
     run.logbook.log(record)
-    if run.state.step:  # sharded weights must have run whole before a part of them does, on each rank
+    if run.state.step:  # FSDP2: the whole model must run once on each rank before the CTC part alone may run
         log_spectrogram(run, shown[0].utterance.id)
 
 
 @torch.no_grad()
 def log_spectrogram(run: Run, utterance_id: str) -> None:
-    """Logs one validation utterance's sound, features and, where there is CTC, its posteriors."""
+    """Log the audio, the features and, with CTC, the posteriors of one validation utterance."""
     speech = run.validation.speech
     index = next(i for i, utterance in enumerate(speech.utterances) if utterance.id == utterance_id)
     waveform = speech[index].waveform

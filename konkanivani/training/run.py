@@ -1,4 +1,4 @@
-"""The parts of a run, built once by the recipe and never changed."""
+"""Container of a run's parts, which the recipe builds once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,9 +27,11 @@ from konkanivani.training.validation import EvaluationSet
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that the training loop works with; `state` is the only part of it that changes.
+    """Parts that the training loop works with; only `state` changes.
 
-    `settings` are what a checkpoint carries, `config` of them what says when the run ends.
+    Args:
+        config: part of `settings` that decides when the run ends and how often it saves.
+        settings: flags that are stored in the checkpoint.
     """
 
     config: RunConfig
@@ -54,30 +56,35 @@ class Run:
     topology: Topology = ALONE
 
     def rank_peaks_mib(self) -> tuple[float, ...]:
-        """The peak of memory of each rank so far; empty where one process trains alone."""
+        """Return each rank's peak memory so far, in MiB; empty in a single-process run."""
+        # A collective: all ranks call it, also if only the first one logs the result.
         peaks = gather(self.topology, self.step.forward.monitor.overall_peak_mib())
         return () if self.topology.is_single_process else tuple(peaks)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the state is sharded over the ranks, which then save it together."""
+        """Return whether the state is sharded over the ranks, which then save it together."""
         return is_sharded(self.step.model)
 
     def checkpoint(self) -> Checkpoint:
-        """The run's state as it is now. Where it is sharded all ranks call this, and the first has it."""
+        """Return the current state of the run as a checkpoint.
+
+        If the state is sharded, this is a collective: all ranks call it, and the first one receives the whole tensors.
+        """
         return Checkpoint(
             config=config_to_text(self.settings),
             tokenizer=self.tokenizer.model,
             vocab_size=self.tokenizer.size,
             step=self.state.step,
             plan_digest=self.plan_digest,
+            # The state_dicts may be collectives; `stateful` has the same order on all ranks.
             states={name: part.state_dict() for name, part in self.stateful.items()}
             | {"corpus": self.corpus.state_dict(), "schedule": self.step.rates.state_dict()}
             | ({"plan": self.plan.state_dict()} if self.plan else {}),
         )
 
     def is_finished(self) -> bool:
-        """Whether the epochs or steps asked for are done, or validation has stopped getting better."""
+        """Return whether the maximum of epochs or steps is reached, or validation has stopped improving."""
         limit, patience = self.config.max_steps, self.config.early_stop_epochs
         return (
             self.state.epoch >= self.config.epochs

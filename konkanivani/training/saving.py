@@ -1,4 +1,4 @@
-"""When a run saves: now and then, when something ends it, and in spite of a disk that is full for a while."""
+"""Saving of a run: periodically, before an error or a signal ends it, and despite a temporarily full disk."""
 
 import time
 from collections.abc import Iterator
@@ -14,18 +14,18 @@ MAX_FAILED_SAVES = 3
 
 @contextmanager
 def save_on_error(saver: "PeriodicSaver") -> Iterator[None]:
-    """Audio that cannot be read, memory that runs out and signals cost none of the steps before: those are saved."""
+    """Save the completed steps before unreadable audio, exhausted memory or a signal ends the run."""
     try:
         yield
     except (DataError, ResourceError):
-        if not saver.run.is_sharded:  # else the others are needed, who have ended or wait for this rank elsewhere
+        # A sharded save needs all ranks, but the others have ended or wait for this one in another collective.
+        if not saver.run.is_sharded:
             saver.save(is_final=True)
         raise
     except Interrupted as error:
         saver.save(is_final=True)
-        all_reduce_max(
-            saver.run.topology, 0
-        )  # no rank ends before the first one has saved: torchrun would then end that too
+        # No rank may end before the first one has saved: torchrun would then end that one too.
+        all_reduce_max(saver.run.topology, 0)
         step, number = saver.run.state.step, error.exit_code - 128
         raise Interrupted(
             f"Stopped by a signal at step {step}; resume from there with --resume auto.", number
@@ -33,7 +33,7 @@ def save_on_error(saver: "PeriodicSaver") -> Iterator[None]:
 
 
 class PeriodicSaver:
-    """Saves when the steps or minutes asked for have passed, and lives through a disk that is full for a while."""
+    """Saves after the configured number of steps or minutes, and tolerates a temporarily full disk."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -42,22 +42,22 @@ class PeriodicSaver:
         self._saved_state: dict[str, int | float] | None = None
 
     def save_if_due(self) -> None:
-        """Saves checkpoint_last.pt when --save_steps or --save_minutes have passed."""
+        """Save checkpoint_last.pt if --save_steps or --save_minutes have passed."""
         config, state = self.run.config, self.run.state
         by_steps = config.save_steps and state.step % config.save_steps == 0
         by_time = config.save_minutes and time.monotonic() - self._saved_at >= 60 * config.save_minutes
         is_due = bool(by_steps or by_time)
-        if self.run.is_sharded:  # all ranks save, so no clock may differ
+        if self.run.is_sharded:  # all ranks save together, but their clocks differ
             is_due = bool(all_reduce_max(self.run.topology, is_due))
-        # The end of an epoch is saved after its validation.
+        # The last step of an epoch is saved after the validation.
         if is_due and not state.has_epoch_to_finish:
             self.save()
 
     def save(self, epoch: int | None = None, is_best: bool = False, is_final: bool = False) -> None:
-        """Saves now, the first rank for all; a failure is a warning, three in a row or the final save's an error.
+        """Save now, on the first rank only; warn on failure, but raise at the third in a row or in the final save.
 
-        The final save is left out if the newest checkpoint already has this state: after a signal a second write of the
-        same state could take a slow disk longer than the scheduler waits before SIGKILL (torchrun: 30 s).
+        The final save is skipped if the newest checkpoint already has this state: after a signal, writing the same
+        state again on a slow disk could take longer than the scheduler waits before SIGKILL (torchrun: 30 s).
         """
         if is_final and self._is_saved():
             return
@@ -79,7 +79,7 @@ class PeriodicSaver:
             self.run.step.forward.monitor.end_phase("save")
 
     def _is_saved(self) -> bool:
-        """Return whether no step and no validation came after the last save; of sharded weights all ranks save."""
+        """Return whether no step and no validation came after the last save; always False for sharded weights."""
         if self._saved_state is None or self.run.is_sharded:
             return False
         return self._saved_state == self.run.state.state_dict()

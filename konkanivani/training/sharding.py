@@ -1,8 +1,8 @@
-"""A model whose weights, gradients and optimizer state are sharded over the ranks: FSDP2, one block after the other.
+"""Sharding of weights, gradients and optimizer state over the ranks with FSDP2, for models too large for one GPU.
 
-For a model that one card cannot hold. Each rank keeps its part of every tensor; a block's weights are gathered when it
-runs, forward and backward, and freed behind it, and its gradient is summed and sharded at once (Zhao et al., 2023). So
-the ranks run in step: each makes as many passes over a window as the one that has most micro-batches.
+Each rank keeps its part of every tensor. The weights of a block are gathered when it runs, forward and backward, and
+freed afterwards; its gradient is reduced and sharded at once (Zhao et al., 2023). Therefore the ranks run in lockstep:
+each makes the same number of passes over a global batch as the rank with the most micro-batches.
 """
 
 import contextlib
@@ -20,25 +20,28 @@ from konkanivani.training.checkpoint.checkpoint import Stateful
 
 
 def shard_model(model: KonkaniVaniASR, topology: Topology, device: torch.device) -> None:
-    """Shards the weights of a model on the CPU over the ranks' devices, in place, a block at a time.
+    """Shard the weights of a model on the CPU over the ranks' devices, in place, one FSDP unit per block.
 
-    What lies between the blocks (embedding, heads, norms) is gathered once a pass, and kept until its backward pass
-    ends. Gradients are summed, not averaged: the losses are divided by the counts of the whole window.
+    Layers outside of the blocks (embedding, heads, norms) are gathered once per pass and kept until its backward pass
+    ends.
     """
     mesh = init_device_mesh(device.type, (topology.world_size,))
+    # Blocks first: the call on the whole model then only takes the parameters that are left.
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     for part in _shards(model):
+        # Sum, not average: the losses are divided by the counts of the whole global batch.
         part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        part.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
 
 
 def bytes_per_rank(model: KonkaniVaniASR, world_size: int) -> int:
-    """Bytes that one of `world_size` ranks holds of sharded weights, gradients and moments in fp32, at most.
+    """Return an upper bound of the bytes per rank of sharded weights, gradients and moments in fp32.
 
-    Its part of all four; what lies between the blocks whole, and its gradient; and of the largest block six copies:
-    the weights of two, one gathered ahead, as they arrive and in place, a gradient, and that on its way to two sums.
+    The bound consists of this rank's part of all four tensors per weight; the weights and gradients outside of the
+    blocks, unsharded; and six copies of the largest block: the weights of two blocks (one is prefetched), each in the
+    buffer of the collective and unpacked, one gradient, and its copy on the way into two reductions.
     """
     blocks = [parameter_count(block) for block in model.blocks]
     everything = parameter_count(model)
@@ -47,7 +50,7 @@ def bytes_per_rank(model: KonkaniVaniASR, world_size: int) -> int:
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether the model's weights are sharded over the ranks."""
+    """Return whether the weights of the model are sharded over the ranks."""
     return isinstance(model, FSDPModule)
 
 
@@ -57,37 +60,40 @@ def _shards(model: torch.nn.Module) -> list[FSDPModule]:
 
 @contextlib.contextmanager
 def full_weights(model: torch.nn.Module) -> Iterator[None]:
-    """Within, every rank has all weights, and may run the model as often as it likes; without gradients only.
+    """Gather all weights on every rank for the duration of the block; only without gradients.
 
-    All ranks enter and leave together. It takes the memory of the whole weights; a model that is not sharded has them.
+    All ranks enter and leave together, but may run the model any number of times in between. Needs memory for the whole
+    weights. Does nothing for a model that is not sharded.
     """
     for part in _shards(model):
         part.set_reshard_after_forward(False, recurse=False)
         with raise_rank_lost():
+            # set_reshard_after_forward(False) keeps the weights gathered after each forward pass of the block.
             part.unshard()
     try:
         yield
     finally:
         for part in _shards(model):
             part.reshard()
+            # The root stays gathered between forward and backward, as fully_shard sets it by default.
             part.set_reshard_after_forward(part is not model, recurse=False)
 
 
 class FullState:
-    """A part whose tensors are sharded over the ranks, saved and loaded as those of a world of one are.
+    """Wrapper of a part with sharded tensors that saves and loads the state_dict of a single-process run.
 
-    Every rank calls both; only the first one is given the whole tensors, on the CPU.
+    All ranks call both methods; only the first rank receives the whole tensors, on the CPU.
     """
 
     def __init__(self, part: Stateful, topology: Topology) -> None:
         self._part, self._topology = part, topology
 
     def state_dict(self) -> dict[str, object]:
-        """The part's state, its tensors gathered one by one; on other ranks empty ones in their place."""
+        """Return the state with its tensors gathered one by one; ranks other than the first get empty tensors."""
         return {name: self._gathered(value) for name, value in self._part.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> object:
-        """Takes this rank's parts of the whole tensors, which every rank has."""
+        """Load this rank's shards of the whole tensors, which every rank passes."""
         own = self._part.state_dict()
         return self._part.load_state_dict({name: _shard_like(value, own.get(name)) for name, value in state.items()})
 
@@ -96,17 +102,19 @@ class FullState:
             return value
         with raise_rank_lost():
             whole = value.full_tensor()
+        # full_tensor() is a collective, so all ranks call it and all but the first drop the result at once.
         return whole.cpu() if self._topology.is_first else whole.new_empty(0, device="cpu")
 
 
 def _shard_like(value: object, like: object) -> object:
-    """This rank's part of a whole tensor, where `like` is sharded and of its shape."""
+    """Return this rank's shard of a whole tensor if `like` is sharded and has its shape, else `value`."""
     if not (isinstance(like, DTensor) and isinstance(value, torch.Tensor) and value.shape == like.shape):
         return value
     value = value.to(like.device, like.dtype)
+    # src_data_rank=None: every rank has the tensor, so no scatter is needed.
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that may be sharded over the ranks, all of which call this."""
+    """Return the whole of a tensor that may be sharded; a collective in that case."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""The only thing that changes while a run trains, beside weights, optimizer and scaler."""
+"""Counters of a run: the only state that changes during training besides weights, optimizer and scaler."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from konkanivani.base.errors import CheckpointError
 from konkanivani.data.batching import Cursor
 from konkanivani.training.logs.learning import EpochLearning
 
-# What older versions did not count.
+# Defaults of counters that are missing in the checkpoints of older versions.
 NOT_COUNTED = {"splits": 0, "epoch_steps": 0, "epoch_clipped": 0, "epoch_loss": 0.0, "first_loss": 0.0}
 STORED_NAMES = {"consumed": "window"}  # keys in checkpoints, which older versions read too
 NOT_COUNTED |= {"initial_wer": math.inf, "initial_cer": math.inf}
@@ -17,13 +17,20 @@ NOT_COUNTED |= {"initial_wer": math.inf, "initial_cer": math.inf}
 
 @dataclass
 class TrainState:
-    """Counters of a run; every field is a plain number, and all of them are in the checkpoint.
+    """Counters of a run.
 
-    `epoch` and `consumed` are the cursor, `consumed` the epoch's global batches so far; `epochs_finished` counts those
-    validated; `best_score` is the lowest validation score so far; `splits` counts how often a step ran out of memory
-    and was begun again in smaller pieces. Of the epoch so far: its steps, how many of their gradients were clipped,
-    their summed losses; `first_loss` is the mean loss of the first epoch's steps, 0 until it is finished. `initial_wer`
-    and `initial_cer` are validation's of the weights that the run began with, inf where it began with none.
+    Every field is a plain number, and all fields are stored in the checkpoint.
+
+    Args:
+        step: optimizer steps so far.
+        epoch, consumed: the cursor; `consumed` is the number of the epoch's global batches so far.
+        epochs_finished: epochs that have been validated.
+        best_score: lowest validation score so far.
+        splits: OOM retries of steps with smaller micro-batches.
+        epoch_steps, epoch_clipped, epoch_loss: of the current epoch, the steps so far, the number with a clipped
+            gradient, and their summed losses.
+        first_loss: mean loss over the steps of the first epoch; 0 until it is finished.
+        initial_wer, initial_cer: validation of the initial weights; inf if the run started from random weights.
     """
 
     step: int = 0
@@ -50,7 +57,7 @@ class TrainState:
 
     @property
     def has_epoch_to_finish(self) -> bool:
-        """Whether an epoch's global batches are all consumed and its validation is still to come."""
+        """Return whether all global batches of an epoch are consumed and its validation is pending."""
         return self.consumed == 0 and self.epoch > self.epochs_finished
 
     def advance(self, cursor: Cursor, audio_seconds: float, is_skipped: bool, splits: int) -> None:
@@ -71,13 +78,13 @@ class TrainState:
         self.epoch_steps, self.epoch_clipped, self.epoch_loss = 0, 0, 0.0
 
     def add_up(self, loss: float, is_clipped: bool) -> None:
-        """Counts what the update of the epoch's latest step was made of."""
+        """Add the loss and the clipping of the latest step to the epoch's counters."""
         self.epoch_steps += 1
         self.epoch_clipped += is_clipped
         self.epoch_loss += loss
 
     def learning(self, total_steps: int, cer: float = math.nan, blank_share: float | None = None) -> EpochLearning:
-        """What the epoch whose windows are all consumed has shown, with its validation's CER and share of blanks."""
+        """Return the statistics of the epoch just consumed, with the results of its validation."""
         steps = max(1, self.epoch_steps)
         return EpochLearning(
             first_step=self.step - self.epoch_steps,
@@ -91,8 +98,9 @@ class TrainState:
         )
 
     def finish_epoch(self, score: float) -> bool:
-        """Counts a validated epoch; whether its score is the best so far."""
+        """Count a validated epoch; return whether its score is the best so far."""
         self.epochs_finished = self.epoch
+        # 0.0 means unset, so only the first epoch sets it.
         self.first_loss = self.first_loss or self.epoch_loss / max(1, self.epoch_steps)
         self.begin_epoch()
         is_best = score < self.best_score
@@ -105,10 +113,11 @@ class TrainState:
         return {STORED_NAMES.get(name, name): value for name, value in dataclasses.asdict(self).items()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Takes every counter from `state`; a CheckpointError where one is missing or of another kind."""
+        """Read every counter from `state`; raise a CheckpointError if one is missing or has another type."""
         state = NOT_COUNTED | dict(state)
         for field in dataclasses.fields(self):
             value = state.get(STORED_NAMES.get(field.name, field.name))
+            # type() rather than isinstance, because a bool is an int.
             if type(value) is not field.type or (type(value) is int and not 0 <= value < 2**63):
                 raise CheckpointError(
                     f"The checkpoint has an invalid {field.name}: {value!r:.40}. Use another checkpoint."

@@ -1,8 +1,9 @@
-"""ONE optimizer step: window -> micro-batches -> forward -> backward -> gradient -> update; and what it works with.
+"""One optimizer step: global batch -> micro-batches -> forward -> backward -> gradient -> update.
 
-Evaluation shares its forward pass: waveforms in, hidden states and summed losses out.
+Evaluation shares the forward pass: waveforms in, hidden states and summed losses out.
 
-Where memory runs out before the update, all of it is done again in smaller micro-batches; the update needs none.
+If memory runs out before the update, all micro-batches are computed again with smaller ones. The update allocates
+nothing, so it needs no retry.
 """
 
 import dataclasses
@@ -31,11 +32,14 @@ from konkanivani.training.optimizer import Optimizer, RateSchedule, non_head_par
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """Model and front end on one device, in one precision; `amp_dtype` is None in full precision.
+    """Model and front end on one device, in one precision.
 
-    `recompute` selects recomputation by the length of a batch's longest utterance, in seconds. Sequences longer than
-    `chunk_frames` encoder frames or tokens are processed in chunks, with the same result. In training,
-    `concurrent_micro_batches` micro-batches run in parallel.
+    Args:
+        recompute: selects the recomputed blocks by the duration of a batch's longest utterance, in seconds.
+        amp_dtype: autocast dtype; None in full precision.
+        chunk_frames: longer sequences of encoder frames or tokens are processed in chunks of this length, with the same
+            result.
+        concurrent_micro_batches: micro-batches that training runs in parallel.
     """
 
     architecture: Architecture
@@ -47,12 +51,12 @@ class ForwardPass:
     amp_dtype: torch.dtype | None
     objective: Objective
     weights: OffloadedWeights | None = None
-    """Where they lie and how they are brought; None: on the device."""
+    """Offloaded weights and their prefetch; None if all weights are on the device."""
     chunk_frames: int = CHUNK_FRAMES
     concurrent_micro_batches: int = 1
 
     def __call__(self, batch: Batch) -> tuple[ASROutput, LossSums]:
-        """The model's output for a batch, and its summed losses, all on the device."""
+        """Return the output of the model for a batch and its summed losses, all on the device."""
         batch = batch.to(self.device)
         features, feature_lengths = self.front_end(batch.waveforms, batch.sample_lengths, batch.augment_seeds)
         with self.autocast():
@@ -62,7 +66,8 @@ class ForwardPass:
             return output, self.model.loss_sums(output, batch, self.objective, self.chunk_frames)
 
     def plan(self, micro_batches: tuple[Batch, ...]) -> MicroBatchPlan:
-        """These micro-batches run as this forward pass runs them; one alone is halved where two are to run."""
+        """Return the plan that runs these micro-batches; a single one is halved if two are to run in parallel."""
+        # A micro-batch of one utterance cannot be halved and runs alone.
         if self.concurrent_micro_batches > 1 and len(micro_batches) == 1 and micro_batches[0].size > 1:
             micro_batches = split_batch(micro_batches[0])
         concurrent_micro_batches = max(1, min(self.concurrent_micro_batches, len(micro_batches)))
@@ -72,36 +77,37 @@ class ForwardPass:
         )
 
     def with_plan(self, plan: MicroBatchPlan) -> "ForwardPass":
-        """The same forward pass with as much recomputed and in as small chunks as the cut says."""
+        """Return the same forward pass with the recomputation and the chunk length of the plan."""
         recompute = RecomputePolicy("always") if plan.recomputes_all else self.recompute
         return dataclasses.replace(self, recompute=recompute, chunk_frames=plan.chunk_frames)
 
     def refresh_weights(self) -> None:
-        """Takes over what the optimizer has made of them, before each window and before anything is recognised."""
+        """Update the copies of offloaded weights, before each global batch and each evaluation."""
         if self.weights:
             self.weights.refresh()
 
     def decoder_on_device(self) -> AbstractContextManager[None]:
-        """While it lasts, recognition waits for no weight that each token needs. Without gradients."""
+        """Return a context that keeps the whole decoder on the device while tokens are generated, without gradients."""
         return self.weights.at_hand(self.model) if self.weights else nullcontext()
 
     def autocast(self) -> AbstractContextManager:
-        """The precision in which the model runs.
-
-        Without autocast's cache of weights in half precision: a forward pass uses each weight once (a head's
-        once a chunk), and the cache would hold all of them until its end, two bytes a parameter, where recomputing
-        keeps nothing else.
-        """
+        """Return the autocast context of the model."""
+        # Without autocast's cache of half-precision weights: a forward pass uses each weight once (a head's once per
+        # chunk), but the cache would keep all of them until its end, 2 bytes per parameter, when recomputation keeps
+        # nothing else.
         enabled = self.amp_dtype is not None
         return torch.autocast(self.device.type, dtype=self.amp_dtype, enabled=enabled, cache_enabled=False)
 
 
 @dataclass(frozen=True)
 class StepGradient:
-    """The window's summed losses in nats, a term each, and its gradient's norm, which lies clipped in each `.grad`.
+    """Summed losses and gradient norm of a global batch; the gradient itself is in each parameter's `.grad`, clipped.
 
-    `scale` is what the losses were multiplied by for the backward pass, and the gradient divided by since; `splits`
-    counts how often the window ran out of memory and was begun again.
+    Args:
+        loss_sums: summed losses in nats, one per term of the objective.
+        norm: norm of the gradient before clipping.
+        scale: factor of the losses in the backward pass, by which the gradient has been divided.
+        splits: OOM retries of the global batch.
     """
 
     loss_sums: tuple[float, ...]
@@ -111,20 +117,21 @@ class StepGradient:
 
     @property
     def is_finite(self) -> bool:
-        """Whether it can be applied."""
+        """Return whether the gradient may be applied."""
         return math.isfinite(self.norm) and math.isfinite(sum(self.loss_sums))
 
 
 ComputeGradient = Callable[["GradientTask"], StepGradient | None]
-"""A way to the gradient of a window: of one process alone, summed over ranks, or of weights that ranks share.
+"""Computes the gradient of a global batch: in a single process, summed over ranks, or with sharded weights.
 
-It is in the parameters' `.grad`, unscaled and clipped; None, and none there, if interrupted.
+The gradient is stored in the parameters' `.grad`, unscaled and clipped. If interrupted, the result is None and no
+`.grad` is set.
 """
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """Everything that a step works with."""
+    """Objects that an optimizer step works with."""
 
     forward: ForwardPass
     optimizer: Optimizer
@@ -136,7 +143,7 @@ class StepParts:
     compute_gradient: ComputeGradient
     topology: Topology = ALONE
     read: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
-    """The step's only read from the device; a trace, whose tensors hold no numbers, puts zeros in its place."""
+    """The only read from the device in a step; a memory trace, whose tensors have no values, replaces it by zeros."""
 
     @property
     def total_steps(self) -> int:
@@ -145,25 +152,27 @@ class StepParts:
 
     @property
     def architecture(self) -> Architecture:
-        """Which recogniser is trained."""
+        """Architecture of the trained model."""
         return self.forward.architecture
 
     @property
     def model(self) -> KonkaniVaniASR:
-        """The model that is trained."""
+        """The trained model."""
         return self.forward.model
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """What stays in memory from step to step: weights, buffers, the front end's, the optimizer's state."""
+        """Return the tensors that stay allocated between steps: weights, buffers and optimizer state."""
         front_end = self.forward.front_end
+        # A FeatureExtractor may be a plain function.
         buffers = list(front_end.buffers()) if isinstance(front_end, torch.nn.Module) else []
         copies = self.forward.weights.copies if self.forward.weights else []
         return [*self.model.parameters(), *self.model.buffers(), *copies, *buffers, *self.optimizer.tensors]
 
     @contextmanager
     def stage(self, step: int) -> Iterator[None]:
-        """While it lasts, no gradient is made for what a step of this number is too early for (--freeze_steps)."""
+        """Disable gradients of all parameters but the heads' while `step` is less than --freeze_steps."""
         is_early = step < (self.architecture.tuning.freeze_steps or 0)
+        # Only trainable parameters, so those that are frozen for the whole run stay frozen.
         later = non_head_parameters(self.model) if is_early else []
         try:
             for parameter in later:
@@ -174,17 +183,17 @@ class StepParts:
                 parameter.requires_grad_(True)
 
     def recomputing(self, policy: RecomputePolicy) -> "StepParts":
-        """The same step under another policy of what is recomputed in the backward pass."""
+        """Return the same step with another recomputation policy."""
         return dataclasses.replace(self, forward=dataclasses.replace(self.forward, recompute=policy))
 
 
 ForwardAndBackward = Callable[[StepParts, Batch, LossCounts], LossSums]
-"""Adds one micro-batch's gradient, scaled, to the parameters' `.grad`; its summed losses."""
+"""Adds the scaled gradient of one micro-batch to the parameters' `.grad`; returns its summed losses."""
 
 
 @dataclass(frozen=True)
 class GradientTask:
-    """What a gradient is asked of: a window, for the optimizer step of this number."""
+    """Input of a gradient computation: the global batch of optimizer step `step`."""
 
     parts: StepParts
     global_batch: GlobalBatch
@@ -194,20 +203,23 @@ class GradientTask:
 
     @property
     def plan(self) -> MicroBatchPlan:
-        """The window's micro-batches as the forward pass runs them."""
+        """Plan of the global batch's micro-batches."""
         return self.parts.forward.plan(self.global_batch.micro_batches)
 
 
 def loss_counts(global_batch: GlobalBatch) -> LossCounts:
-    """What the losses of the window are divided by, however it is cut and divided."""
+    """Return the divisors of the losses, which depend on the global batch only, not on its micro-batches or ranks."""
     return LossCounts(global_batch.tokens, global_batch.utterances)
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step did; losses in nats a token over the window, None where there is none. A skipped one changed nothing.
+    """Result of a step; a skipped step has changed no weight.
 
-    `scale` is that of its backward pass; `splits` counts how often it ran out of memory and was begun again.
+    Args:
+        loss, ctc_loss, attention_loss: nats per token over the global batch; None for a loss that is not used.
+        scale: loss scale of the backward pass.
+        splits: OOM retries of the step with smaller micro-batches.
     """
 
     loss: float
@@ -227,37 +239,42 @@ def train_step(
     is_interrupted: Callable[[], bool] = lambda: False,
     interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StepReport | None:
-    """Updates the weights from one window, or, interrupted between two micro-batches, changes nothing and returns None.
+    """Update the weights from one global batch, or return None without a change if interrupted between micro-batches.
 
-    All but the update is done inside of `interruptible`: until then no weight has changed. A ResourceError names an
-    utterance that does not fit in memory even alone.
+    Everything but the update runs inside of `interruptible`, because no weight has changed until then. A ResourceError
+    names an utterance that does not fit in memory even alone.
     """
+    # The update runs outside of the block: a signal must not end the process while weights are half updated.
     with interruptible(), parts.stage(step):
         gradient = parts.compute_gradient(GradientTask(parts, global_batch, step, forward_and_backward, is_interrupted))
     return None if gradient is None else update(parts, gradient, loss_counts(global_batch), step)
 
 
 def forward_and_backward(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
-    """Adds one micro-batch's portion of the window's gradient, scaled, to the parameters' `.grad`.
-
-    The sums that it returns hold nothing of the graph, which would else live on through the next micro-batch; and the
-    output has no name here, which would hold what was encoded through the backward pass.
-    """
+    """Add the scaled contribution of one micro-batch to the parameters' `.grad`; return its summed losses."""
+    # The output gets no name here: a local variable would keep the encoder output alive through the backward pass.
     sums = parts.forward(batch)[1]
     parts.forward.monitor.end_phase("forward")
     parts.scaler.scale(parts.forward.objective.total(sums, counts)).backward()
     parts.forward.monitor.end_phase("backward")
+    # Detached: the graph would otherwise stay alive through the next micro-batch.
     return tuple(summed.detach() for summed in sums)
 
 
 def update(parts: StepParts, gradient: StepGradient, counts: LossCounts, step: int) -> StepReport:
-    """Applies the window's gradient if it is finite. Allocates nothing (see optimizer.py): never half done."""
+    """Apply the gradient of the global batch if it is finite.
+
+    Allocates nothing (see optimizer.py), so it cannot fail halfway.
+    """
     rate = parts.rates.rate(parts.schedule, step)
     if gradient.is_finite:
         begun = parts.rates.delayed_warmup_factor(parts.schedule, parts.architecture.tuning, step)
+        # Before the step, since the rates of the groups are not part of the checkpoint.
         set_learning_rate(parts.optimizer, rate, begun)
         parts.optimizer.step()
+    # Also frees the gradient of a skipped update.
     parts.optimizer.zero_grad()
+    # GradScaler.step() is not used: the norm has been checked above. update() uses the overflow flag set by unscale_().
     parts.scaler.update()
     parts.forward.monitor.end_phase("update")
     losses = parts.forward.objective.losses(gradient.loss_sums, counts)

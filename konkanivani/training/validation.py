@@ -1,4 +1,4 @@
-"""Loss, WER and CER over a set of utterances, under `no_grad`."""
+"""Evaluation of a set of utterances: loss, WER and CER, under `no_grad`."""
 
 import dataclasses
 import signal
@@ -32,7 +32,7 @@ from konkanivani.training.step import ForwardPass
 
 @dataclass(frozen=True)
 class ScoredUtterance:
-    """One utterance with its reference and its hypothesis, both as the model learns to write."""
+    """An utterance with its hypothesis; reference and hypothesis are in the form of the training targets."""
 
     utterance: Utterance
     hypothesis: str
@@ -40,9 +40,14 @@ class ScoredUtterance:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Losses in nats a token, error rates, and every utterance's hypothesis in the order of evaluation.
+    """Result of an evaluation.
 
-    `blank_share` is that of CTC's best paths: 1 where nothing is heard, None where there is no CTC.
+    Args:
+        losses: nats per token.
+        rates: WER and CER.
+        blank_share: fraction of blank frames on the CTC best paths; 1 if CTC outputs nothing, None without CTC.
+        scored: all utterances in the order of evaluation.
+        seconds: wall time.
     """
 
     losses: Losses
@@ -53,7 +58,7 @@ class Evaluation:
 
 
 def rates_over(scored: list[ScoredUtterance]) -> ErrorRates:
-    """The error rates over these utterances, case and punctuation aside."""
+    """Return WER and CER over the utterances, ignoring case and punctuation."""
     return error_rates(
         [normalize_text(s.utterance.text) for s in scored], [normalize_text(s.hypothesis) for s in scored]
     )
@@ -61,7 +66,14 @@ def rates_over(scored: list[ScoredUtterance]) -> ErrorRates:
 
 @dataclass(frozen=True)
 class RecognizedBatch:
-    """The summed losses (terms,) of a batch and its blanks of so many frames, on its device; each utterance's ids."""
+    """Results of one batch; `loss_sums` and `blanks` are on the device.
+
+    Args:
+        loss_sums: summed losses (terms,).
+        blanks: number of blank frames on the CTC best paths.
+        frames: number of encoder frames; 0 without CTC.
+        hypotheses: token ids of each utterance.
+    """
 
     loss_sums: torch.Tensor
     blanks: torch.Tensor
@@ -70,7 +82,7 @@ class RecognizedBatch:
 
 
 def recognize(forward: ForwardPass, batch: Batch, decode: Decode) -> RecognizedBatch:
-    """What the model, in the mode in which it is, makes of one batch."""
+    """Return the losses and hypotheses of one batch, in the current mode of the model."""
     output, sums = forward(batch)
     with forward.autocast():
         hypotheses = decode(forward.model, output.encoded, output.encoded_lengths)
@@ -78,12 +90,13 @@ def recognize(forward: ForwardPass, batch: Batch, decode: Decode) -> RecognizedB
         if forward.architecture.has_ctc:
             frames = sum(output.encoded_lengths)
             blanks = blank_frames(argmax_tokens(forward.model, output.encoded), output.encoded_lengths)
+    # In float64, because these sums are added over the whole set.
     return RecognizedBatch(torch.stack(sums).double(), blanks, frames, hypotheses)
 
 
 @dataclass(frozen=True)
 class RecognizedPortion:
-    """The results of some batches: summed losses, blanks of so many frames, tokens, every utterance in order."""
+    """Host-side results of several batches: summed losses, blank frames, frames, tokens and utterances in order."""
 
     loss_sums: tuple[float, ...]
     blanks: int
@@ -96,18 +109,19 @@ class RecognizedPortion:
 def recognize_all(
     forward: ForwardPass, batches: Iterable[tuple[Batch, list[Utterance]]], tokenizer: Vocabulary, decode: Decode
 ) -> RecognizedPortion:
-    """Recognises `batches`, each with its utterances in order; the weights stay as they are.
+    """Recognize `batches`, each with its utterances in the same order, without changing the weights.
 
-    A batch that does not fit in memory is cut smaller; a ResourceError names an utterance that does not fit even alone.
+    A batch that does not fit in memory is split. A ResourceError names an utterance that does not fit even alone.
     """
     forward.model.eval()
+    # The copies of offloaded weights are older than the optimizer's last update.
     forward.refresh_weights()
-    oom_history = OomHistory(conditions=0)  # not training's: without gradients far more fits
+    oom_history = OomHistory(conditions=0)  # not training's: without gradients much larger batches fit
     terms, tokens, scored = len(forward.objective.terms), 0, []
     totals = torch.zeros(terms, dtype=torch.float64, device=forward.device)
     blanks, frames = torch.zeros((), dtype=torch.int64, device=forward.device), 0
     for batch, utterances in batches:
-        # Nothing is kept, so there is nothing to recompute.
+        # Without gradients no activations are stored: recomputes_all=True skips that stage of the OOM retries.
         cut = MicroBatchPlan((batch,), recomputes_all=True, chunk_frames=forward.chunk_frames)
         for attempt in (attempts := OomRetry(cut, oom_history)):
             with attempt:
@@ -119,13 +133,14 @@ def recognize_all(
         frames += sum(piece.frames for piece in pieces)
         tokens += sum(batch.token_lengths)
         hypotheses = [hypothesis for piece in pieces for hypothesis in piece.hypotheses]
+        # strict=True: a decoder that drops an utterance would shift all later hypotheses.
         scored += [ScoredUtterance(u, tokenizer.decode(h)) for u, h in zip(utterances, hypotheses, strict=True)]
         forward.monitor.end_phase("validation")
     return RecognizedPortion(tuple(totals.tolist()), int(blanks), frames, tokens, tuple(scored))
 
 
 def join_portions(portions: Sequence[RecognizedPortion], objective: Objective, seconds: float) -> Evaluation:
-    """The evaluation of all portions: each utterance once, portion after portion."""
+    """Merge the portions of all ranks, in rank order, into one evaluation; each utterance occurs once."""
     scored = [utterance for portion in portions for utterance in portion.scored]
     counts = LossCounts(sum(portion.tokens for portion in portions), len(scored))
     sums = [sum(of_term) for of_term in zip(*(portion.loss_sums for portion in portions), strict=True)]
@@ -141,7 +156,10 @@ def join_portions(portions: Sequence[RecognizedPortion], objective: Objective, s
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Utterances to evaluate on, laid into batches; their texts are normalised."""
+    """Utterances to evaluate, with their plan of batches.
+
+    The reference texts are normalized.
+    """
 
     speech: EvalDataset
     plan: list[np.ndarray]
@@ -150,13 +168,13 @@ class EvaluationSet:
     topology: Topology = ALONE
 
     def within(self, batch_seconds: float) -> "EvaluationSet":
-        """The same set in batches of so much padded audio."""
+        """Return the same set in batches of at most `batch_seconds` of padded audio."""
         return dataclasses.replace(self, plan=plan_evaluation(self.speech.utterances.durations, batch_seconds))
 
     def evaluate(self, forward: ForwardPass, decode: Decode, check: Callable[[], None] = lambda: None) -> Evaluation:
-        """The model's losses and error rates over the set. `check` is called before each batch, and may raise.
+        """Return losses and error rates over the set; `check` is called before each batch and may raise.
 
-        Each rank recognises its portion of the batches, and has the result of them all.
+        Each rank recognizes a portion of the batches, and all ranks receive the result over all portions.
         """
         started, interrupted, portion = time.perf_counter(), None, None
         try:
@@ -165,15 +183,18 @@ class EvaluationSet:
             if self.topology.is_single_process:
                 raise
             interrupted = error
+        # An interrupted rank takes part with None, or the other ranks would wait forever.
         portions = gather(self.topology, portion)
         if None in portions:
             raise interrupted or Interrupted("Another rank was stopped by a signal.", signal.SIGTERM)
+        # Each rank has seen only its own portion's rejections.
         for found in gather(self.topology, self.rejections.news()):
             self.rejections.add(found)
         return join_portions(portions, forward.objective, time.perf_counter() - started)
 
     def _recognize_portion(self, forward: ForwardPass, decode: Decode, check: Callable[[], None]) -> RecognizedPortion:
         durations = self.speech.utterances.durations
+        # Padded audio: the rows of a batch times its longest duration.
         costs = np.array([len(batch) * durations[batch].max() for batch in self.plan])
         plan = [self.plan[number] for number in partition(costs, self.topology.world_size)[self.topology.rank]]
         loaded = load_batches(self.speech, plan, self.loader, self.rejections, check)

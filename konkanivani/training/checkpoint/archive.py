@@ -1,8 +1,9 @@
-"""The zip that torch.save writes, looked over before torch believes a word of it.
+"""Validation of torch.save archives before torch.load reads them.
 
-A checkpoint may come from a stranger. `weights_only` keeps its pickle from running code, and no more: torch inflates
-compressed records to any size that they claim, makes byte arrays of any length that a pickle asks for, and tensors of
-any size whose strides are 0. What torch.save never writes is refused here, at the cost of reading the file once.
+A checkpoint may come from an untrusted source. `weights_only` prevents its pickle from running code, but not more:
+torch inflates compressed records to any size that they declare, allocates byte arrays of any length that a pickle
+contains, and builds tensors of any size with strides of 0. Everything that torch.save never writes is refused here, at
+the cost of reading the file once.
 """
 
 import contextlib
@@ -16,24 +17,26 @@ from typing import BinaryIO
 
 import torch
 
-MAX_DIRECTORY_BYTES = 2**21  # of the zip's list of records: some 70 a tensor
-MAX_PICKLE_BYTES = 2**21  # of data.pkl: some 130 a tensor, of which the largest preset's checkpoint has 1,800
+MAX_DIRECTORY_BYTES = 2**21  # central directory of the zip: about 70 bytes per tensor
+MAX_PICKLE_BYTES = 2**21  # data.pkl: about 130 bytes per tensor; the largest preset's checkpoint has 1,800 tensors
 MAX_DEPTH = 16
 RECORD = re.compile(
     r"data\.pkl|data/\d+|version|byteorder|\.format_version|\.storage_alignment|\.data/serialization_id"
 )
-# All that the pickle names: tensors, over typed storages, and the hooks of each, of which there are none.
+# The only globals of the pickle: typed storages, the constructor of tensors, and their (empty) dict of hooks.
 GLOBAL = re.compile(r"torch [A-Z][A-Za-z0-9]*Storage|torch\._utils _rebuild_tensor_v2|collections OrderedDict")
 INTEGERS = frozenset({"BININT", "BININT1", "BININT2", "LONG1"})
 BUILDING = frozenset({"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD", "EXT1", "EXT2", "EXT4"})
-# A zip ends with these three, the first two where it may be larger than 4 GiB; in both ends its directory's size.
+# A zip ends with these three records; the first two exist only if it may exceed 4 GiB. The first and the last contain
+# the size of the central directory.
 END_64, LOCATOR_BYTES, END = struct.Struct("<40xQ8x"), 20, struct.Struct("<4s8xL6x")
 
 
 def load_archive(path: Path) -> object:
-    """What torch.save wrote to `path`, tensors on the CPU; nearly any exception where the file is not as it wrote it.
+    """Return the object that torch.save wrote to `path`, with tensors on the CPU.
 
-    A tree of dicts, lists and tuples, with plain numbers, strings and tensors that take no more memory than the file.
+    The object is a tree of dicts, lists and tuples with plain numbers, strings and tensors whose memory does not exceed
+    the size of the file. Nearly any exception is raised if the file is not as torch.save wrote it.
     """
     with open(path, "rb") as file:
         _check(file, BUILDING)
@@ -45,20 +48,23 @@ def load_archive(path: Path) -> object:
 
 
 def load_tensors(file: BinaryIO) -> dict[str, torch.Tensor]:
-    """The tensors by name that torch.save wrote of another program's module to `file`, on the CPU.
+    """Return the named tensors of a state_dict that another program saved to `file`, on the CPU.
 
-    Nearly any exception where the file is not as it wrote it. A parameter that is in two places has two names.
+    A parameter that is shared by two modules has two names. Nearly any exception is raised if the file is not as
+    torch.save wrote it.
     """
-    _check(file, BUILDING - {"BUILD"})  # of the notes that a module's state carries
+    _check(file, BUILDING - {"BUILD"})  # a module's state_dict has a `_metadata` attribute, which BUILD sets
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     record = _load(file)
     if not isinstance(record, dict):
         raise ValueError("it contains no named tensors")
+    # Not record.items(): BUILD may have set an attribute of that name. The plain dict also drops `_metadata`.
     found = dict(dict.items(record))
     if not all(type(name) is str and isinstance(value, torch.Tensor) for name, value in found.items()):
         raise ValueError("it contains other objects than named tensors")
     claimed = sum(_bytes_of(tensor, set(), 0) for tensor in found.values())
+    # Tied weights are stored once and counted twice. Contiguous tensors exclude strides of 0.
     if claimed > 2 * size or not all(tensor.is_contiguous() for tensor in found.values()):
         raise ValueError(f"its tensors need {claimed} bytes, more than the file has")
     return found
@@ -69,7 +75,7 @@ def _load(source: Path | BinaryIO) -> object:
 
 
 def _check(file: BinaryIO, forbidden: frozenset[str]) -> None:
-    """Reads the whole file once and refuses what torch.save never writes; `forbidden` are orders of its pickle."""
+    """Read the whole file once and refuse content that torch.save never writes; `forbidden` are pickle opcodes."""
     _check_end(file)
     with zipfile.ZipFile(file) as archive:
         _check_records(archive.infolist())
@@ -78,7 +84,7 @@ def _check(file: BinaryIO, forbidden: frozenset[str]) -> None:
 
 
 def first_number(path: Path, name: str) -> int:
-    """Return the first integer that follows the string `name` in the pickle of what torch.save wrote to `path`.
+    """Return the first integer that follows the string `name` in the pickle that torch.save wrote to `path`.
 
     Reads no tensor. Raises nearly any exception if the file is not as torch.save wrote it.
     """
@@ -96,9 +102,9 @@ def first_number(path: Path, name: str) -> int:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether every byte of what torch.save wrote to `path` is on the disk as it was written.
+    """Return whether every byte that torch.save wrote to `path` can be read back from the disk.
 
-    The disk is asked, not what the system still holds in memory of the file, where that lets itself be forgotten.
+    The page cache of the file is dropped first, if the system allows it, so that the disk itself is checked.
     """
     try:
         with open(path, "rb") as file:
@@ -114,7 +120,7 @@ def is_whole(path: Path) -> bool:
 
 
 def _check_end(file: BinaryIO) -> None:
-    """Refuses a list of records that alone would fill the memory."""
+    """Refuse a central directory that alone would exhaust the memory."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - LOCATOR_BYTES - END.size - END_64.size))
     tail = file.read()
@@ -128,15 +134,16 @@ def _check_end(file: BinaryIO) -> None:
 
 
 def _check_records(records: list[zipfile.ZipInfo]) -> None:
-    """Refuses a record that is compressed, is there twice, or has a name that torch.save does not give."""
+    """Refuse a record that is compressed, duplicated, or has a name that torch.save does not use."""
     folders, names = set(), set()
     for record in records:
+        # Not `filename`, which zipfile truncates at a NUL byte.
         folder, _, name = record.orig_filename.partition("/")
         if not RECORD.fullmatch(name) or name in names:
             raise ValueError(f"its record {record.orig_filename!r:.80} is not from torch.save, or is duplicated")
         if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
             raise ValueError(f"its record {name} is compressed")
-        if record.external_attr:  # one bit makes it a folder, and torch leaves its tensor as the memory was
+        if record.external_attr:  # one bit marks a folder, whose tensor torch would leave uninitialized
             raise ValueError(f"its record {name} has attributes, which torch.save never sets")
         if name == "data.pkl" and record.file_size > MAX_PICKLE_BYTES:
             raise ValueError(f"its data.pkl has more than {MAX_PICKLE_BYTES} bytes")
@@ -159,10 +166,10 @@ def _check_pickle(pickled: bytes, forbidden: frozenset[str]) -> None:
 
 
 def _bytes_of(value: object, seen: set[int], depth: int) -> int:
-    """What the tensors of a tree take when each has memory of its own; a ValueError where it is no tree of ours.
+    """Return the bytes of all tensors of a tree if none share memory; raise ValueError for other objects.
 
-    A container that hangs in two places is refused: thirty that each hold the next one twice are a billion to whoever
-    goes through them.
+    A container that is referenced twice is refused: thirty nested containers that each contain the next one twice would
+    be visited a billion times.
     """
     if isinstance(value, torch.Tensor):
         if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
@@ -172,7 +179,7 @@ def _bytes_of(value: object, seen: set[int], depth: int) -> int:
         return 0
     if type(value) not in (dict, list, tuple) or id(value) in seen or depth == 0:
         raise ValueError(f"it contains a {type(value).__name__}, or a repeated or too deeply nested object")
-    if value:  # there is one empty tuple
+    if value:  # the empty tuple is a singleton, so its id may repeat
         seen.add(id(value))
     if type(value) is dict and not all(type(name) is str for name in value):
         raise ValueError("it contains keys that are not strings")

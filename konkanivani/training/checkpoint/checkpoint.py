@@ -1,7 +1,8 @@
-"""Named stateful parts in one verified file.
+"""Checkpoint file: named stateful parts in one verified file.
 
-A checkpoint is torch's zip format and holds tensors, strings, bytes (as a uint8 tensor) and plain numbers only. Reading
-checks every record's CRC first, because torch.load does not, and refuses what torch.save never writes.
+A checkpoint has torch's zip format and contains tensors, strings, bytes (as a uint8 tensor) and plain numbers only.
+Reading checks the CRC of every record first, because torch.load does not, and refuses content that torch.save never
+writes.
 """
 
 import contextlib
@@ -19,16 +20,16 @@ from konkanivani.base.errors import CheckpointError, ResourceError
 from konkanivani.base.line_endings import conversion_hint
 from konkanivani.training.checkpoint.archive import first_number, load_archive
 
-FORMAT = 2  # 1: the norm now at a block's beginning stood at its end
-DAMAGE = (None, errno.EINVAL, errno.EIO)  # what reading a file can end with that does not hold what it says
+FORMAT = 2  # in format 1 the layer norm that is now at the input of a block was at its output
+DAMAGE = (None, errno.EINVAL, errno.EIO)  # errno of a read error that is caused by the content of the file
 
 
 class OtherVersionError(CheckpointError):
-    """A checkpoint of another version of this trainer: sound, as far as this one can tell."""
+    """A checkpoint of another version of this trainer, valid as far as this version can check."""
 
 
 class Stateful(Protocol):
-    """A part of the training run whose state is saved: torch's own protocol."""
+    """A part of the training run whose state is saved, with the state_dict protocol of torch."""
 
     def state_dict(self) -> Mapping[str, object]: ...
 
@@ -37,7 +38,13 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What one file holds. `states` maps a part's name to its state; `config` is `config_to_text`'s text."""
+    """Content of a checkpoint file.
+
+    Args:
+        config: text of `config_to_text`.
+        plan_digest: digest of the epoch plan (order of the data); if it differs on resumption, the epoch is restarted.
+        states: state by name of the part.
+    """
 
     config: str
     tokenizer: bytes
@@ -48,7 +55,7 @@ class Checkpoint:
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Writes and fsyncs `path`; where that fails the file is removed and a ResourceError says why."""
+    """Write and fsync `path`; on failure remove the file and raise a ResourceError."""
     record = {"format": FORMAT} | vars(checkpoint)
     record["tokenizer"] = torch.frombuffer(bytearray(checkpoint.tokenizer), dtype=torch.uint8)
     record["states"] = {name: dict(state) for name, state in checkpoint.states.items()}
@@ -57,12 +64,14 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
             torch.save(record, file)
             file.flush()
             os.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:  # a full disk reaches us as either
-        with contextlib.suppress(OSError):  # of a file system that is read-only
+    except (OSError, RuntimeError) as error:  # a full disk raises either
+        with contextlib.suppress(OSError):  # read-only file system
             path.unlink(missing_ok=True)
         if error.__context__ is not None and not isinstance(error.__context__, Exception):
-            raise error.__context__ from None  # a signal, which torch's writer has buried under an error of its own
-        reasons = (getattr(each, "strerror", None) for each in (error, error.__context__))  # torch's own names places
+            # A signal handler's exception, which torch's zip writer replaces by an error of its own.
+            raise error.__context__ from None
+        # The message of torch's own error names source lines of PyTorch, not the cause.
+        reasons = (getattr(each, "strerror", None) for each in (error, error.__context__))
         reason, named = next(filter(None, reasons), str(error).splitlines()[0]), str(path).removesuffix(".partial")
         raise ResourceError(
             f"The checkpoint {named} could not be written: {reason}. Free disk space, or repair the folder."
@@ -70,9 +79,11 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
-    """The verified checkpoint at `path`, its tensors on the CPU; a CheckpointError says what is wrong with it.
+    """Return the verified checkpoint at `path`, with its tensors on the CPU.
 
-    A file that may not be read, or not now for want of memory, is a ResourceError.
+    Raises:
+        CheckpointError: the file is missing, damaged, or not a checkpoint of this version.
+        ResourceError: the file cannot be read now (permissions, not enough memory).
     """
     path = Path(path)
     check_is_there(path)
@@ -83,7 +94,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     except (OSError, MemoryError) as error:
         if isinstance(error, OSError) and error.errno in DAMAGE:
             raise _damaged(path, error) from None
-        # Nothing that moving the file aside would mend.
+        # The file may be valid, so the caller must not rename it to *.damaged.
         reason = error.strerror or error if isinstance(error, OSError) else "not enough memory"
         raise ResourceError(f"The checkpoint {path} cannot be read: {reason}. Fix that and start again.") from None
     except Exception as error:  # a damaged zip or pickle can raise nearly anything
@@ -107,7 +118,7 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
 
 
 def check_is_there(path: Path) -> None:
-    """Raises a CheckpointError where there is no file, or another program's."""
+    """Raise a CheckpointError if there is no file at `path`, or a file of another program."""
     advice = "Give the path of a checkpoint_*.pt file."
     if path.suffix == ".nemo":
         advice = f"It is a NeMo file: convert it with import_asr.py {path} {path.with_suffix('.pt')}."
@@ -152,7 +163,7 @@ def _parse_record(record: object, path: Path) -> Checkpoint:
 
 
 def check_states(checkpoint: Checkpoint, known: Collection[str]) -> None:
-    """Raises a CheckpointError where it holds a state of no part that is known: the next save would lose it."""
+    """Raise a CheckpointError if the checkpoint has a state of an unknown part, which the next save would lose."""
     unknown = sorted(set(checkpoint.states) - set(known))
     if unknown:
         raise CheckpointError(
@@ -162,13 +173,13 @@ def check_states(checkpoint: Checkpoint, known: Collection[str]) -> None:
 
 
 def load_states(checkpoint: Checkpoint, stateful: Mapping[str, Stateful]) -> None:
-    """Loads every part's state; a CheckpointError where one is missing or does not fit.
+    """Load the state of every part; raise a CheckpointError if one is missing or does not fit.
 
-    Its tensors are taken out of the checkpoint then: of a large model there is no memory for both.
+    Tensors are removed from the checkpoint as soon as their part is loaded: a large model does not fit in memory twice.
     """
     for name, part in stateful.items():
         if name == "splits" and name not in checkpoint.states:
-            continue  # of a version that remembered none
+            continue  # written by an older version without an OOM history
         if name not in checkpoint.states:
             raise CheckpointError(
                 f"The checkpoint has no {name} state (averaged checkpoints have none), so it cannot be "
@@ -176,12 +187,12 @@ def load_states(checkpoint: Checkpoint, stateful: Mapping[str, Stateful]) -> Non
             )
         try:
             if name == "scaler" and not checkpoint.states[name]:
-                continue  # saved without loss scaling, gone on with it
+                continue  # saved without loss scaling, resumed with it
             part.load_state_dict(state := checkpoint.states[name])
             for key in [key for key, value in state.items() if isinstance(value, torch.Tensor)]:
                 del state[key]
         except (RuntimeError, TypeError, AttributeError) as error:
-            # Of a model the first line says no more than that, the second one what is missing or beyond.
+            # The first line of Module.load_state_dict's error is generic; the second names missing or unexpected keys.
             reason = (str(error) or type(error).__name__).splitlines()[:2][-1].strip().rstrip(".")
             raise CheckpointError(
                 f"The checkpoint's {name} cannot be loaded: {reason:.200}. Use another checkpoint, or the version that "

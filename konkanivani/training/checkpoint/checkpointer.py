@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: what is published there by rename, what is kept, and the newest that is sound."""
+"""Checkpoint folder of a run: atomic publication by rename, retention, and search for the newest valid checkpoint."""
 
 import contextlib
 import os
@@ -24,35 +24,37 @@ EPOCH_NAME = re.compile(r"checkpoint_epoch_(\d+)\.pt")
 
 
 class Checkpointer:
-    """The checkpoints of one folder: last, previous, best, and the newest `keep` epochs."""
+    """Checkpoints of one folder: last, previous, best, and the newest `keep` epochs."""
 
     def __init__(self, directory: str | Path, keep: int, step_of_last: int | None = None) -> None:
-        """`step_of_last` is the step of the checkpoint that the run goes on from."""
+        """`step_of_last` is the step of the checkpoint that the run is resumed from."""
         self.directory, self.keep = Path(directory), keep
         self._step_of_last = step_of_last
 
     def has_checkpoints(self) -> bool:
-        """Whether a run has saved something here, sound or not."""
+        """Return whether a run has saved a checkpoint here, valid or not."""
         return bool(self._candidates() or self._damaged())
 
     def save(self, checkpoint: Checkpoint, epoch: int | None = None, is_best: bool = False) -> Path:
-        """Publishes the checkpoint as checkpoint_last.pt, and as epoch `epoch` and as the best one where asked.
+        """Publish the checkpoint as checkpoint_last.pt, and optionally as epoch `epoch` and as the best one.
 
-        Whatever the instant of a kill, every name holds a whole file: the data is written once, beside, and linked or
-        renamed into place; `last` goes last, and the one it replaces stays as `previous` (one of as many steps does
-        not: its weights are the same). Where it fails, a ResourceError, no name is lost. Numbers that are not finite
-        are never published: a NumericsError.
+        At any instant of a kill every name refers to a complete file. Nothing is replaced or deleted before the new
+        file has been read back. The replaced `last` becomes `previous`, unless it is of the same step (its weights are
+        the same) or has been damaged since, in which case `previous` stays.
 
-        Nothing is replaced or deleted before the new file has been read back; and of `last` and `previous`, where the
-        one has been damaged since, the other stays.
+        Raises:
+            ResourceError: writing failed; no existing name is lost.
+            NumericsError: a number is not finite; such a state is never published.
         """
         self._check_finite(checkpoint)
+        # Written once under a temporary name, then linked or renamed to its names.
         partial = self.directory / (LAST + ".partial")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            # What a kill left may share its bytes with an epoch or the best one, which writing over it would change.
+            # A partial file left by a kill may be a hard link to an epoch or the best checkpoint: never overwrite it.
             partial.unlink(missing_ok=True)
             write_checkpoint(partial, checkpoint)
+            # Read back from the disk: a failing disk or a network folder may lose data without an error.
             if not is_whole(partial):
                 partial.unlink(missing_ok=True)
                 raise ResourceError(
@@ -66,9 +68,12 @@ class Checkpointer:
             last = self.directory / LAST
             if last.exists() and checkpoint.step != self._step_of_last and is_whole(last):
                 _link(last, self.directory / PREVIOUS)
+            # Last, so that a kill before this line leaves `last` at the old checkpoint.
             os.replace(partial, last)
             self._step_of_last = checkpoint.step
+            # The renames are durable only after the directory itself is synced.
             _sync_directory(self.directory)
+            # Old epochs are deleted only after the new checkpoint has its name.
             for path in epochs_in(self.directory)[self.keep :]:
                 path.unlink(missing_ok=True)
         except OSError as error:
@@ -80,17 +85,18 @@ class Checkpointer:
         return last
 
     def discard_unfinished(self) -> None:
-        """Removes what was begun to be written and has not its name yet, by this process or by one that was killed."""
+        """Remove partial files, of this process or of one that was killed."""
         with contextlib.suppress(OSError):
             for left in self.directory.glob("*.partial"):
                 left.unlink()
 
     def read_newest_sound(self, sets_aside: bool = True) -> tuple[Path, Checkpoint] | None:
-        """Return the checkpoint of the most steps that verifies; None if the folder has none.
+        """Return the valid checkpoint with the most steps; None if the folder has none.
 
-        Damaged ones on the way are named and, if it `sets_aside`, renamed to *.damaged. If none verifies, a
-        CheckpointError is raised: a new run in its place would lose this one. A message says so if the last
-        checkpoint is missing or older than another: the write of a lost machine or of a cloud drive that never arrived.
+        Damaged ones that are found on the way are reported and, with `sets_aside`, renamed to *.damaged. If none is
+        valid, a CheckpointError is raised, because a new run in the same folder would replace them. A message is
+        printed if the last checkpoint is missing or older than another, which happens if a write is lost with its
+        machine or never reaches a cloud drive.
         """
         damaged, is_damaged = len(self._damaged()), False
         for path in self._newest_first():
@@ -100,7 +106,7 @@ class Checkpointer:
                     say(self._late_write(path, found.step))
                 return path, found
             except OtherVersionError:
-                raise
+                raise  # not damaged: renaming would hide it from the version that wrote it
             except CheckpointError as error:
                 damaged += 1
                 is_damaged = True
@@ -120,16 +126,17 @@ class Checkpointer:
     def _newest_first(self) -> list[Path]:
         """Return the checkpoints, most steps first; an unreadable `last` or `previous` counts as newest.
 
-        Names alone do not tell: after a crash a name may refer to an older file again.
+        Names are not sufficient: after a crash a name may refer to an older file again.
         """
         candidates = self._candidates()
+        # read_step() reads only the pickle, not the tensors.
         steps = {path: read_step(path) for path in candidates}
         newest = max((step for step in steps.values() if step is not None), default=0)
         unread = {LAST: newest, PREVIOUS: newest}
         return sorted(candidates, key=lambda path: -(unread.get(path.name, -1) if steps[path] is None else steps[path]))
 
     def _late_write(self, found: Path, step: int) -> str:
-        """Return a sentence that says why the last checkpoint is not used, but `found`."""
+        """Return a message with the reason for using `found` instead of the last checkpoint."""
         last = self.directory / LAST
         state = f"is of step {read_step(last)}" if last.is_file() else "is missing"
         return (
@@ -138,7 +145,7 @@ class Checkpointer:
         )
 
     def newest_before(self, step: int) -> Path | None:
-        """The newest sound checkpoint of fewer steps than `step`: its weights gave a finite gradient at least once."""
+        """Return the newest valid checkpoint before `step`: its weights gave a finite gradient at least once."""
         for path in self._candidates():
             with contextlib.suppress(CheckpointError, ResourceError):
                 if read_checkpoint(path).step < step:
@@ -146,19 +153,21 @@ class Checkpointer:
         return None
 
     def _check_finite(self, checkpoint: Checkpoint) -> None:
-        """Raises a NumericsError where a weight or a moment is not finite: one pass, one read a device."""
+        """Raise a NumericsError if a weight or a moment is not finite."""
         tensors = {
             f"{part}/{name}": value
             for part, state in checkpoint.states.items()
             for name, value in state.items()
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel()
         }
-        # The least and the greatest number: unlike a sum they do not overflow, and NaN is both.
+        # Minimum and maximum: unlike a sum they do not overflow, and aminmax propagates NaN.
         bounds: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in tensors.values():
             bounds.setdefault(tensor.device, []).extend(bound.double() for bound in tensor.aminmax())
+        # One pass over each tensor, and one read per device.
         if all(torch.stack(found).isfinite().all() for found in bounds.values()):
             return
+        # Only after a failure: one read per tensor, to name the tensors in the message.
         spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         good = self.newest_before(checkpoint.step)
         known = f"The last good checkpoint is {good}" if good else "No checkpoint was saved before"
@@ -169,13 +178,14 @@ class Checkpointer:
         )
 
     def newer_than(self, resumed: Path, step: int) -> dict[Path, int | None]:
-        """The steps of the folder's other checkpoints that are of more; None of a damaged one, so that nobody can say.
+        """Return the folder's other checkpoints of more than `step` steps with their steps; None for a damaged one.
 
-        Beside `last`, which is the newest of a run, only what has been changed after it is read.
+        If `resumed` is the last checkpoint, the newest of its run, only files modified after it are read.
         """
         own, steps, newer = resumed.stat(), {}, {}
         for path in self._candidates():
             entry = path.stat()
+            # Modification times only exclude files; the step in a file decides.
             is_older = resumed.name == LAST and entry.st_mtime_ns <= own.st_mtime_ns
             if os.path.samestat(entry, own) or is_older:
                 continue
@@ -189,16 +199,16 @@ class Checkpointer:
         return newer
 
     def restore_best(self, epoch: int) -> None:
-        """Name this epoch `best` if it is there and another step, or none, has that name.
+        """Link the checkpoint of this epoch as `best` if `best` is missing or has another step.
 
-        A kill between the names of a save, or a write that never arrived, leaves the name to an earlier epoch.
+        A kill between two links of a save, or a write that never arrived, can leave the name with an earlier epoch.
         """
         found, best = self.directory / f"checkpoint_epoch_{epoch}.pt", self.directory / BEST
         if found.is_file() and read_step(found) != read_step(best) and is_whole(found):
             _link(found, best)
 
     def move_aside(self, paths: Iterable[Path] | None = None) -> Path | None:
-        """Moves these checkpoints, or every one, into a new folder `replaced_N`; None where there is none."""
+        """Move these checkpoints, or all, into a new folder `replaced_N` and return it; None if there are none."""
         everything = (path for path in self.directory.glob("checkpoint_*") if path.is_file())
         names = list(everything if paths is None else paths)
         if not names:
@@ -210,23 +220,23 @@ class Checkpointer:
         return aside
 
     def _candidates(self) -> list[Path]:
-        """Checkpoints to resume from, newest first."""
+        """Return the checkpoints to resume from, newest first."""
         named = [self.directory / LAST, self.directory / PREVIOUS, *epochs_in(self.directory), self.directory / BEST]
         return [path for path in named if path.is_file()]
 
     def _damaged(self) -> list[Path]:
-        """Checkpoints that were set aside; a folder of nothing else is no empty folder."""
+        """Return the damaged checkpoints that were renamed; a folder with only these does not count as empty."""
         return sorted(self.directory.glob("checkpoint_*.damaged"))
 
 
 def epochs_in(directory: Path) -> list[Path]:
-    """The epoch checkpoints of a folder, newest first."""
+    """Return the epoch checkpoints of a folder, newest first."""
     found = [(int(m.group(1)), p) for p in directory.glob("*.pt") if (m := EPOCH_NAME.fullmatch(p.name))]
     return [path for _, path in sorted(found, reverse=True)]
 
 
 def first_free_name(directory: Path, name: str) -> Path:
-    """`name`_1 in `directory`, or the first number after it that nothing has."""
+    """Return `name`_1 in `directory`, or the first higher number that does not exist."""
     number = 1
     while (path := directory / f"{name}_{number}").exists():
         number += 1
@@ -234,19 +244,19 @@ def first_free_name(directory: Path, name: str) -> Path:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Gives the file at `source` the second name `target`, replacing what had it, whole at every instant."""
+    """Give the file at `source` the second name `target`, atomically replacing an existing file of that name."""
     beside = target.with_name(target.name + ".partial")
     beside.unlink(missing_ok=True)
     try:
         os.link(source, beside)
-    except OSError:  # no hard links on FAT and on mounted cloud folders
+    except OSError:  # FAT and mounted cloud folders have no hard links
         with open(source, "rb") as read, open(beside, "wb") as written:
             while block := read.read(1 << 20):
                 written.write(block)
             written.flush()
             os.fsync(written.fileno())
     os.replace(beside, target)
-    beside.unlink(missing_ok=True)  # renamed to another name of the same file, as a kill leaves one, it stays
+    beside.unlink(missing_ok=True)  # rename does nothing if both names are links to the same file, e.g. after a kill
 
 
 def _sync_directory(directory: Path) -> None:
@@ -254,6 +264,6 @@ def _sync_directory(directory: Path) -> None:
     try:
         os.fsync(handle)
     except OSError:
-        pass  # some mounted folders cannot; the rename itself has happened
+        pass  # unsupported on some mounted folders; the rename itself is done
     finally:
         os.close(handle)

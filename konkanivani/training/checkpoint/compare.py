@@ -1,4 +1,4 @@
-"""In what two saved states of a run differ."""
+"""Comparison of two checkpoints of a run."""
 
 import math
 
@@ -8,7 +8,7 @@ from konkanivani.training.checkpoint.checkpoint import Checkpoint
 
 
 def differences(one: Checkpoint, other: Checkpoint) -> list[str]:
-    """Every tensor and number in which two states differ, by one bit or more."""
+    """Return the names of all tensors and numbers that are not bitwise equal in two checkpoints."""
     values, theirs = _values(one), _values(other)
     names = sorted(values.keys() | theirs.keys())
     return [name for name in names if not (name in values and name in theirs and _same(values[name], theirs[name]))]
@@ -22,11 +22,12 @@ def _same(one: object, other: object) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return one == other
     same_kind = one.dtype == other.dtype and one.shape == other.shape
+    # Compared as bytes: torch.equal on floats treats NaN as different and -0.0 as equal to 0.0.
     return same_kind and torch.equal(*(t.detach().cpu().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
 def relative_difference(one: Checkpoint, other: Checkpoint) -> float:
-    """The norm of the difference of two models' weights, as a share of the first one's."""
+    """Return the norm of the difference of two models' weights, relative to the norm of the first one's."""
     pairs = [(value, other.states["model"][name]) for name, value in one.states["model"].items()]
     apart = sum(float((value.double() - theirs.double()).square().sum()) for value, theirs in pairs)
     return math.sqrt(apart / sum(float(value.double().square().sum()) for value, _ in pairs))

@@ -1,4 +1,4 @@
-"""The lock that keeps a second run out of a folder of checkpoints, and out of a folder of logs."""
+"""Lock that prevents two runs from using the same checkpoint or log folder."""
 
 import contextlib
 import errno
@@ -17,7 +17,7 @@ LOCK_NAME = ".lock"
 
 @dataclass(frozen=True)
 class FolderUse:
-    """What a run does in a folder: its kind, what it is doing there, and the flag that names another one."""
+    """Use of a folder by a run, in the words of an error message, and the flag that selects another folder."""
 
     kind: str
     doing: str
@@ -29,19 +29,23 @@ LOGGING = FolderUse("log", "logging to", "--run_name")
 
 
 class RunLock:
-    """An exclusive lock on a folder, held until the process ends."""
+    """Exclusive lock on a folder, held until the process ends."""
 
     def __init__(self, directory: str | Path, use: FolderUse = TRAINING, note: str = "") -> None:
-        """Raises a ResourceError that names the process that is there already, or why the folder can't be used.
+        """Acquire the lock and write the process id and `note` to the lock file.
 
-        The note stands in the lock's file, behind the process, for as long as nobody else takes the lock.
+        The note is readable until another process acquires the lock. Raises a ResourceError that names the process that
+        holds the lock, or the reason why the folder is unusable.
         """
         self.path, self._use = Path(directory) / LOCK_NAME, use
+        # Remembered before mkdir, so that a refused start can remove exactly the folders that it created.
         self.made = [place for place in self.path.parents if not place.exists()]
         with self.errors_explained():
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # "a+" does not truncate: the content is the id of a process that may hold the lock.
             self._file: TextIO = open(self.path, "a+", encoding="utf-8", errors="surrogateescape")
         _lock(self._file, self.path.parent, use)
+        # The previous owner unlinked the file between open and lock: this lock is on a file without a name.
         if not os.fstat(self._file.fileno()).st_nlink:
             raise ResourceError(f"{self.path.parent} was just released by another process. Start again.")
         with self.errors_explained():
@@ -50,13 +54,13 @@ class RunLock:
             self._file.flush()
 
     def errors_explained(self) -> contextlib.AbstractContextManager[None]:
-        """Turns the system's errors in the folder into a ResourceError that names it."""
+        """Return a context manager that turns an OSError in the folder into a ResourceError that names it."""
         return _explained(self.path.parent, self._use)
 
 
 @contextlib.contextmanager
 def given_up_if_refused(*locks: RunLock | None) -> Iterator[None]:
-    """Has a start that ends in the block leave no folder behind that it made, unless something else is in it by now."""
+    """Remove the folders that the locks created if the block raises, unless they contain other files by then."""
     try:
         yield
     except BaseException:
@@ -64,16 +68,18 @@ def given_up_if_refused(*locks: RunLock | None) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 if lock.made and os.listdir(lock.path.parent) == [LOCK_NAME]:
                     lock.path.unlink()
+                    # From the innermost folder outwards, the order of `Path.parents`.
                     for place in lock.made:
                         place.rmdir()
         raise
 
 
 def check_nobody_works(directory: str | Path, use: FolderUse = TRAINING) -> None:
-    """Raises the ResourceError that a RunLock would, and leaves the folder as it is."""
+    """Raise the ResourceError that a RunLock would raise, without changing the folder."""
     path = Path(directory) / LOCK_NAME
     if not os.path.exists(path):
         return
+    # Opened for writing, because lockf needs it for an exclusive lock. Closing the file releases the lock.
     with _explained(directory, use), open(path, "r+", encoding="utf-8", errors="surrogateescape") as file:
         _lock(file, directory, use)
 
@@ -91,7 +97,7 @@ def _explained(directory: str | Path, use: FolderUse) -> Iterator[None]:
 
 
 def _lock(file: TextIO, directory: str | Path, use: FolderUse) -> None:
-    """Locks the file until it is closed, where its file system has locks."""
+    """Lock the file until it is closed, if its file system supports locks."""
     try:
         # Not flock: its locks pass to forked audio workers, which outlive a killed trainer by seconds.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

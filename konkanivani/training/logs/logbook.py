@@ -1,7 +1,7 @@
-"""One `log()` fanned out to TensorBoard, JSONL and the console.
+"""Log of a run: each record is written to TensorBoard, JSON lines and the console.
 
-A logger that fails never stops training. So nothing stays open between two records, and there is no thread: a record
-is appended to each file in one piece, or taken back whole.
+A failing sink never stops training. Therefore no file stays open between two records and no thread is used: a record is
+appended to each file atomically, or not at all.
 """
 
 import sys
@@ -27,14 +27,18 @@ UTTERANCES_ON_CONSOLE = 8
 
 
 class Logbook:
-    """All sinks of a run behind one `log()`, which raises nothing that a disk, a folder or a library can cause.
+    """All log sinks of a run.
 
-    Without a directory there is none: of several ranks the first one logs.
+    No method raises an error that is caused by a disk, a folder or a library. A failing sink is retried at each record;
+    `warn` receives one warning per sink and cause, and `close()` reports the number of lost records.
 
-    What an earlier process logged beyond what is `resumed` is cut from `log.jsonl` and purged from TensorBoard's
-    curves, so each step, skipped window and validation is there once. Where nothing is, the log begins afresh.
-    A failing sink is tried again at each record; one warning goes to `warn` per sink and cause,
-    and `close()` says how many records are missing.
+    Records of an earlier process that come after `resumed` are removed from `log.jsonl` and purged from TensorBoard's
+    curves, so that each step, skipped global batch and validation occurs once. In a fresh run the log is emptied.
+
+    Args:
+        directory: log folder; None for no logging (only the first rank logs).
+        resumed: position from which the run is resumed.
+        warn: function that shows a warning.
     """
 
     def __init__(
@@ -60,27 +64,32 @@ class Logbook:
             self._attempt(sink, sink.open)
 
     def log(self, record: Record) -> None:
-        """Gives the record to each sink, which takes what concerns it. TypeError for what is not a record."""
+        """Write the record to each sink that handles its type; raise TypeError if it is not a record."""
         if not isinstance(record, Record):
             raise TypeError(f"a logbook takes records, not {type(record).__name__}")
         for sink in self._sinks:
+            # The default argument binds the current sink.
             if not self._attempt(sink, lambda sink=sink: sink.write(record)):
                 self._lost[sink.name] += 1
 
     def log_settings(self, text: str) -> None:
-        """Shows the flags beside the curves, at the step from which they hold."""
+        """Log the flags as text at the step from which they apply."""
         self.log(SettingsRecord(self._resumed.step, text))
 
     def flush(self) -> None:
-        """Has the disk confirm what is written; before a checkpoint, lest the log end before it after a power cut."""
+        """Sync the files to disk.
+
+        Called before a checkpoint is written, so that after a power failure the log does not end before the checkpoint.
+        """
         for sink in self._sinks:
             self._attempt(sink, sink.sync)
 
     def close(self) -> None:
-        """Says which records are missing, if any. There is nothing else to do: no file is open, no thread runs."""
+        """Report the number of lost records, if any; no file or thread has to be closed."""
         for name, lost in self._lost.items():
             if lost:
                 self._tell(f"{name}: {lost} records were lost, see the warning above")
+                # Reported once, also if close() is called twice.
                 self._lost[name] = 0
 
     def __enter__(self) -> "Logbook":
@@ -90,11 +99,12 @@ class Logbook:
         self.close()
 
     def _attempt(self, sink: "Sink", action: Callable[[], None]) -> bool:
-        """Whether the action succeeded; if not, warns once per sink and cause."""
+        """Return whether the action succeeded; warn once per sink and cause if it did not."""
         try:
             action()
             return True
         except Exception as error:
+            # The errno distinguishes, e.g., a full disk from a missing folder.
             cause = (sink.name, type(error), getattr(error, "errno", None))
             if cause not in self._warned:
                 self._warned.add(cause)
@@ -111,7 +121,7 @@ class Logbook:
 
 
 class ConsoleSink:
-    """Validations and skipped steps for a person to read, written so that a progress bar stays whole."""
+    """Output of validations and skipped steps to the terminal, without breaking the progress bar."""
 
     name = "the console"
 
@@ -121,17 +131,19 @@ class ConsoleSink:
 
     def write(self, record: Record) -> None:
         if isinstance(record, ValidationRecord):
+            # tqdm.write clears and redraws the bar; print would tear it.
             tqdm.write(describe_validation(record))
+        # Only the first skip of a series: log.jsonl has all of them.
         elif isinstance(record, SkipRecord) and record.consecutive_skips == 1:
             tqdm.write(describe_skip(record))
 
 
 Sink = JsonLinesSink | TensorBoardSink | ConsoleSink
-"""Somewhere a record goes. Any method may raise; the logbook sees to it."""
+"""A destination of records. Any method may raise; the logbook catches it."""
 
 
 def describe_validation(record: ValidationRecord) -> str:
-    """One line of numbers, then at most five references with their hypotheses."""
+    """Return one line of numbers, then at most five references with their hypotheses."""
     parts = [f"epoch {record.epoch}", f"step {record.step}"]
     parts += [f"valid loss {record.loss:.3f}"] if record.loss is not None else []
     for name, rate, initial in (("WER", record.wer, record.initial_wer), ("CER", record.cer, record.initial_cer)):
@@ -145,7 +157,7 @@ def describe_validation(record: ValidationRecord) -> str:
 
 
 def describe_skip(record: SkipRecord) -> str:
-    """What was skipped, why, and where to look."""
+    """Return a message on a skipped step: cause, utterances, and the log that lists all of them."""
     named, others = record.utterances[:UTTERANCES_ON_CONSOLE], len(record.utterances) - UTTERANCES_ON_CONSOLE
     utterances = ", ".join(named) + (f" and {others} others" if others > 0 else "")
     return (

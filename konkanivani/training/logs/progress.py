@@ -1,4 +1,4 @@
-"""The bar that a person watches: steps, loss, speed in audio seconds per second, memory and time left."""
+"""Progress bar: steps, loss, speed in audio seconds per second, memory and time left."""
 
 import sys
 import time
@@ -13,10 +13,10 @@ Item = TypeVar("Item")
 
 
 class Progress:
-    """One tqdm bar over the optimizer steps of a run, and the speed over all that this process has trained."""
+    """tqdm bar over the optimizer steps of a run, with the mean speed of this process."""
 
     def __init__(self, step: int, total_steps: int) -> None:
-        # A log file gets a line a minute instead of a bar that redraws itself.
+        # If stderr is a file, write one line per minute instead of redrawing the bar.
         self._bar = tqdm(
             total=total_steps,
             initial=step,
@@ -29,20 +29,20 @@ class Progress:
         self._last = time.perf_counter()
 
     def lap(self) -> float:
-        """Seconds of wall time since the last lap."""
+        """Return the wall time since the last lap, in seconds."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         return seconds
 
     def wait_for_next(self, global_batches: Iterator[Item]) -> Item:
-        """The next window, the seconds until it is there counted as waiting for data."""
+        """Return the next global batch and count the time until it is available as waiting."""
         started = time.perf_counter()
         item = next(global_batches)
         self.last_wait = time.perf_counter() - started
         return item
 
     def show(self, report: StepReport, audio_seconds: float, seconds: float, peak_mib: float) -> None:
-        """Moves the bar on by one window of `audio_seconds` that took `seconds`."""
+        """Advance the bar by one global batch of `audio_seconds` that took `seconds`."""
         self._audio_seconds += audio_seconds
         self._seconds += seconds
         self._waited += self.last_wait
@@ -51,17 +51,17 @@ class Progress:
         self._bar.update(0 if report.is_skipped else 1)
 
     def tell(self, line: str) -> None:
-        """Writes a line so that the bar stays whole."""
+        """Print a line above the bar."""
         self._bar.write(line)
 
     def audio_seconds_per_second(self) -> float:
-        """Over all windows shown so far; 0 before the first."""
+        """Return the mean speed over all global batches shown so far; 0 before the first."""
         return self._audio_seconds / self._seconds if self._seconds else 0.0
 
     def waiting_share(self) -> float:
-        """The share of that time in which no data was there to train on; 0 before the first window."""
+        """Return the fraction of that time spent waiting for data; 0 before the first global batch."""
         return self._waited / self._seconds if self._seconds else 0.0
 
     def close(self) -> None:
-        """Leaves the bar as it stands."""
+        """Close the bar, leaving its last state visible."""
         self._bar.close()

@@ -1,7 +1,7 @@
-"""What can be logged: one frozen dataclass a kind of record.
+"""Log records: one frozen dataclass per kind.
 
-A number that TensorBoard draws carries its tag in its field's metadata; a value of None is not logged. TensorBoard
-sorts its groups by name and opens the first two: hence the digits.
+A number that TensorBoard draws carries its tag in the metadata of its field; a value of None is not logged. The digits
+in the tags exist because TensorBoard sorts its groups by name and opens only the first two.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,16 @@ from konkanivani.memory.monitor import PLANNED, RESERVED, VALIDATION, PhaseMemor
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run goes on from: the step, the windows skipped and the epochs validated on the way.
+    """Position from which a run is resumed.
 
-    Windows are skipped between two steps, and an epoch is validated behind its last one: whether before or after the
-    checkpoint, their own counts say.
+    Skipped global batches and validated epochs are counted separately, because `step` alone is ambiguous: batches are
+    skipped between two steps, and an epoch is validated after its last step, so either can be logged before or after
+    the checkpoint of the same step.
+
+    Args:
+        step: optimizer steps so far.
+        skipped_steps: global batches skipped so far.
+        epochs_finished: epochs validated so far.
     """
 
     step: int = 0
@@ -28,18 +34,24 @@ FROM_NOTHING = Resumed()
 
 
 INITIAL = "initial"
-CURVES = ("", VALIDATION, PLANNED, RESERVED, INITIAL)
-DRAWN_PHASES = ("forward", "backward", "update", "validation")  # for which memory is planned
+CURVES = ("", VALIDATION, PLANNED, RESERVED, INITIAL)  # "" is the curve of training
+DRAWN_PHASES = ("forward", "backward", "update", "validation")  # the phases of the memory plan
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. Losses are per token; `scale` is 1.0 without a scaler.
+    """One optimizer step.
 
-    `seconds` is the step's wall time, `waiting_seconds` what of it passed until its data was there. `splits` counts how
-    often it ran out of memory and was begun again in smaller pieces. `model_flops_utilisation` is its share of the
-    arithmetic that the device can do, `gpu_utilisation` of the time in which the card worked; both of one rank. The
-    periodic clearing of the cache on CUDA: how often in this step, and the seconds spent in it; None on a CPU.
+    Args:
+        loss, ctc_loss, attention_loss: nats per token.
+        scale: loss scale; 1.0 without a GradScaler.
+        seconds: wall time of the step.
+        splits: OOM retries of the step with smaller micro-batches.
+        waiting_seconds: part of `seconds` spent waiting for data.
+        model_flops_utilisation: model FLOP/s of the step as a fraction of the device's rate, on this rank (MFU).
+        gpu_utilisation: fraction of time in which the GPU of this rank ran a kernel.
+        cache_clearings: how often the CUDA cache was emptied in this step; None on a CPU.
+        cache_clearing_seconds: seconds spent emptying it; None on a CPU.
     """
 
     step: int
@@ -68,10 +80,14 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class SkipRecord:
-    """A window that changed no weight, since its loss or its gradient was not finite; `step` steps lie before it.
+    """A global batch that changed no weight because its loss or gradient was not finite.
 
-    `skipped_steps` counts the run's, `consecutive_skips` those in a row, this one included. `scale` is what the loss
-    scale is now. `utterances` are the window's ids: at least one of them, or the weights, have something to do with it.
+    Args:
+        step: optimizer steps before it.
+        skipped_steps: skipped global batches of the run, including this one.
+        consecutive_skips: skipped global batches in a row, including this one.
+        scale: loss scale of its backward pass.
+        utterances: ids of all utterances of the global batch; the cause is at least one of them, or the weights.
     """
 
     step: int
@@ -89,7 +105,7 @@ class SkipRecord:
 
 @dataclass(frozen=True)
 class HypothesisPair:
-    """A reference and its hypothesis."""
+    """A reference transcript and its hypothesis."""
 
     reference: str
     hypothesis: str
@@ -98,12 +114,14 @@ class HypothesisPair:
 
 @dataclass(frozen=True)
 class ValidationRecord:
-    """One pass over the validation set after `step` steps. WER and CER are fractions (0.345 = 34.5 %).
+    """One pass over the validation set after `step` steps.
 
-    `initial_wer` and `initial_cer` are those of the weights that the run began with, None where it began with none.
-    `blank_share` is that of its frames on CTC's best paths, `clipped_share` that of the epoch's clipped
-    gradients.
-    `rank_peaks_mib` are the peaks of memory of all ranks so far, by rank; empty where one process trains alone.
+    Args:
+        wer, cer: error rates as fractions (0.345 = 34.5 %).
+        rank_peaks_mib: peak memory of each rank so far, in rank order; empty in a single-process run.
+        blank_share: fraction of blank frames on the CTC best paths.
+        clipped_share: fraction of the epoch's steps with a clipped gradient.
+        initial_wer, initial_cer: error rates of the initial weights; None if training started from random weights.
     """
 
     step: int
@@ -126,7 +144,7 @@ class ValidationRecord:
 
 @dataclass(frozen=True)
 class RehearsalRecord:
-    """What the costliest batches took by phase, before the first epoch."""
+    """Memory per phase of the most expensive batches, measured before the first epoch."""
 
     step: int
     memory: tuple[PhaseMemory, ...]
@@ -134,9 +152,12 @@ class RehearsalRecord:
 
 @dataclass(frozen=True)
 class SpectrogramRecord:
-    """One utterance to look at and to listen to: waveform (samples,) at 16 kHz, features (T, F).
+    """One utterance for visual and audible inspection.
 
-    `posteriors` (T', V) are CTC's; None where there is no CTC.
+    Args:
+        waveform: (samples,) at 16 kHz.
+        features: (T, F).
+        posteriors: CTC posteriors (T', V); None without CTC.
     """
 
     step: int
@@ -148,7 +169,7 @@ class SpectrogramRecord:
 
 @dataclass(frozen=True)
 class SettingsRecord:
-    """The flags of this run, as text, from `step` on."""
+    """The flags of this run as text, valid from `step`."""
 
     step: int
     text: str

@@ -1,6 +1,6 @@
-"""One picture of an utterance: the spectrogram, and below it what CTC believes, on one time axis.
+"""Image of an utterance: spectrogram above CTC posteriors, on one time axis.
 
-Axes: T feature frames, T' encoder frames, F mel bins, V vocabulary. Drawn with torch alone: no plotting library.
+Axes: T feature frames, T' encoder frames, F mel bins, V vocabulary. Drawn with torch only, without a plotting library.
 """
 
 import math
@@ -16,31 +16,36 @@ RULER_HEIGHT = 12
 
 
 def draw_utterance(features: Tensor, posteriors: Tensor | None, seconds: float) -> Tensor:
-    """The picture as (height, width, 3) uint8 RGB: spectrogram, ruler with a tick a second, CTC posteriors if any.
+    """Return an image (height, width, 3), uint8 RGB: spectrogram, ruler with a tick per second, and CTC posteriors.
 
-    features (T, F) log-mel, low bins at the bottom; posteriors (T', V) probabilities; seconds = duration of both.
-    Both are stretched over the same width, so T' only has to be T divided by the subsampling.
-    The width is 900 pixels, or T' where that is more: a posterior's peak is often one frame wide and must not vanish.
+    Both parts are stretched to the same width, so T' only has to be T divided by the subsampling factor.
+
+    Args:
+        features: (T, F) log-mel; low bins are drawn at the bottom.
+        posteriors: (T', V) probabilities; None without CTC.
+        seconds: duration of both.
     """
+    # 900 pixels, but at least one per encoder frame: a posterior's peak is often one frame wide and must stay visible.
     width = max(WIDTH, 0 if posteriors is None else posteriors.shape[0])
     spectrogram = _stretch(_contrast(features.detach().float().cpu()).T.flip(0), BIN_HEIGHT, width)
     if posteriors is None:
         return torch.cat([colour(spectrogram), _ruler(seconds, width)])
     posteriors = posteriors.detach().float().cpu()
-    # The square root keeps the faint beliefs of early training visible; 0 and 1 stay what they are.
+    # The square root makes the low probabilities of early training visible, and maps 0 and 1 to themselves.
     rows = posteriors.T[most_active_tokens(posteriors)].clamp(0, 1).sqrt()
     believed = colour(_stretch(rows, ROW_HEIGHT, width))
-    believed[ROW_HEIGHT - 1 :: ROW_HEIGHT] = 40  # a grey line under each row, or neighbours run into one another
+    believed[ROW_HEIGHT - 1 :: ROW_HEIGHT] = 40  # a grey line under each row separates it from the next
     return torch.cat([colour(spectrogram), _ruler(seconds, width), believed])
 
 
 def most_active_tokens(posteriors: Tensor) -> Tensor:
-    """Ids of at most 24 tokens, in the order of their rows: the one with the most mass (as a rule the blank) on top,
-    the others by the time of their peak, so that a model that has learnt its alignment draws a falling diagonal.
+    """Return the ids of at most 24 tokens of posteriors (T', V), in the order of their rows.
 
-    posteriors (T', V). Chosen by peak and not by mass: a token that is certain for one frame matters.
+    The token with the most mass, usually the blank, is on top; the others follow by the time of their peak, so that a
+    learned alignment appears as a falling diagonal.
     """
     peaks, times = posteriors.max(dim=0)
+    # By peak, not by mass: a token that is certain in a single frame matters.
     chosen = peaks.argsort(descending=True, stable=True)[:ROWS]
     chosen = chosen[times[chosen].argsort(stable=True)]
     top = posteriors.sum(dim=0).argmax()
@@ -48,10 +53,10 @@ def most_active_tokens(posteriors: Tensor) -> Tensor:
 
 
 def colour(intensity: Tensor) -> Tensor:
-    """Intensities in [0, 1] of any shape (...) as uint8 RGB (..., 3), black to white through the cubehelix.
+    """Map intensities (...) in [0, 1] to uint8 RGB (..., 3), black to white, with the cubehelix color map.
 
-    Its brightness rises evenly, so it reads the same in grey (Green 2011, "A colour scheme for the display of
-    astronomical intensity images"; start 0.5, 1.5 rotations, hue 1.0, gamma 1.0, turned the other way round).
+    Its brightness increases evenly, so it is readable in grey (Green 2011, "A colour scheme for the display of
+    astronomical intensity images"; start 0.5, 1.5 rotations, hue 1.0, gamma 1.0, opposite direction of rotation).
     """
     angle = 2 * math.pi * (0.5 / 3 + 1 - 1.5 * intensity)
     amplitude = intensity * (1 - intensity) / 2
@@ -62,23 +67,23 @@ def colour(intensity: Tensor) -> Tensor:
 
 
 def _contrast(features: Tensor) -> Tensor:
-    """The features (T, F) between their 2nd and 99.5th percentile, as [0, 1]; what is not finite becomes 0."""
+    """Scale features (T, F) to [0, 1] between their 2nd and 99.5th percentile; non-finite values become 0."""
     finite = features[features.isfinite()]
     if not finite.numel():
         return torch.zeros_like(features)
-    ordered = finite.sort().values  # not torch.quantile: it refuses more than 2^24 values
+    ordered = finite.sort().values  # torch.quantile refuses more than 2^24 values
     low, high = ordered[int(0.02 * (len(ordered) - 1))], ordered[int(0.995 * (len(ordered) - 1))]
     return ((features - low) / (high - low).clamp(min=1e-6)).nan_to_num(0, 1, 0).clamp(0, 1)
 
 
 def _stretch(rows: Tensor, height: int, width: int) -> Tensor:
-    """Rows (N, time) as (N * height, width): each row `height` pixels high, time by nearest neighbour."""
+    """Stretch rows (N, time) to (N * height, width), in time by nearest neighbor."""
     columns = (torch.arange(width) + 0.5) * (rows.shape[1] / width)
     return rows[:, columns.long().clamp(max=rows.shape[1] - 1)].repeat_interleave(height, dim=0)
 
 
 def _ruler(seconds: float, width: int) -> Tensor:
-    """A dark band (12, width, 3) with a white tick two pixels wide at each whole second."""
+    """Return a dark band (12, width, 3) with a white tick, two pixels wide, at each whole second."""
     ruler = torch.full((RULER_HEIGHT, width, 3), 40, dtype=torch.uint8)
     for second in range(1, math.ceil(seconds)):
         left = int(second / seconds * width)

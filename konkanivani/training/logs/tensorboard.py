@@ -1,7 +1,7 @@
-"""The event files that TensorBoard reads: the numbers that carry a tag (see records.py), pictures, sound and text.
+"""TensorBoard event files: scalars with a tag (see records.py), images, audio and text.
 
-torch's `SummaryWriter` is not used because it writes from a thread that prints a traceback and ends for good at the
-first full disk, and loses what was in its queue. The functions with which it builds pictures, sound and text are used.
+torch's `SummaryWriter` is not used: it writes from a thread that prints a traceback and stops forever at the first full
+disk, and loses its queue. Its functions that build image, audio and text summaries are used.
 """
 
 import io
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 
 class TensorBoardSink:
-    """A run's curves, an event file of this process for each (`CURVES`), training's in the folder itself.
+    """Curves of a run, with one event file of this process per entry of `CURVES`; training's is in the folder itself.
 
-    TensorBoard takes each folder below for a run with a colour of its own, and draws what has one tag into one chart.
-    Imports TensorBoard (1-2 s) when it is opened.
+    TensorBoard treats each subfolder as a run with its own color, and draws equal tags of all of them into one chart.
+    Opening imports TensorBoard (1-2 s).
     """
 
     def __init__(self, directory: Path, resumed_step: int):
@@ -48,7 +48,7 @@ class TensorBoardSink:
 
     def open(self) -> None:
         for curve, file in self._files.items():
-            # What an earlier process wrote is to be purged; a curve that there never is has no folder.
+            # An empty event purges the records of an earlier process; a curve without data gets no folder.
             if not curve or file.directory.is_dir():
                 file.append(0, [])
 
@@ -75,32 +75,36 @@ class TensorBoardSink:
 
 
 class EventFile:
-    """The event file of this process in a folder, made when it is first appended to; each append is one event."""
+    """Event file of this process in a folder, created on the first append; each append writes one event."""
 
     def __init__(self, directory: Path, resumed_step: int):
         self.directory = directory
-        # Nothing of an earlier fresh start is wanted, its settings at step 0 included.
+        # A fresh start purges everything, including the settings that an earlier one logged at step 0.
         self._purge_step = resumed_step + 1 if resumed_step else 0
 
     def append(self, step: int, values: "list[Summary.Value]") -> None:
-        """Appends the values of one step; without any the file has its beginning, which purges, and no more."""
+        """Append the values of one step; without values, only write the header, which purges."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+        # The header is written together with the first event.
         atomic_append(self.path, _framed([event]) if values else b"", self._header)
 
     @cached_property
     def path(self) -> Path:
-        """A name after every one that is there: TensorBoard reads files in the order of their names, and a clock
-        set back, or a restart within the second, would put the purge before what it should purge."""
+        """Path that sorts after every existing event file.
+
+        TensorBoard reads files in the order of their names. A clock set back, or a restart within the same second,
+        would sort the purge before the events to be purged.
+        """
         numbers = [path.name.split(".")[3] for path in self.directory.glob("events.out.tfevents.*")]
         newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
         return self.directory / f"events.out.tfevents.{max(int(time.time()), newest + 1):010d}.konkanivani"
 
     @cached_property
     def _header(self) -> bytes:
-        """What an event file begins with: its version, and the restart that hides events from the purge step on."""
+        """First two events: the file version, and a session start that hides older events from the purge step on."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         now = time.time()
@@ -110,9 +114,9 @@ class EventFile:
 
 
 def hypotheses_table(pairs: tuple[HypothesisPair, ...]) -> str:
-    """The pairs as a markdown table in which the words that differ are bold.
+    """Return the pairs as a markdown table with differing words in bold.
 
-    What markdown or HTML would take for its own (<unk>, |, *) is escaped.
+    Characters with a meaning in markdown or HTML (<unk>, |, *) are escaped.
     """
     rows = ["| utterance | reference | hypothesis |", "|---|---|---|"]
     aligned = align_words([pair.reference for pair in pairs], [pair.hypothesis for pair in pairs])
@@ -130,12 +134,14 @@ def hypotheses_table(pairs: tuple[HypothesisPair, ...]) -> str:
 
 
 def _plain(text: str) -> str:
+    # Numeric character references are markup neither in markdown nor in HTML.
     marks = {mark: f"&#{ord(mark)};" for mark in "&<>|*_`[]\\"} | {"\n": " ", "\r": " "}
     return text.translate(str.maketrans(marks))
 
 
 def tagged_numbers(record: StepRecord | ValidationRecord | RehearsalRecord, curve: str) -> Iterator[tuple[str, float]]:
-    """(tag, number) of each field that TensorBoard draws into this curve and that has a value."""
+    """Yield (tag, number) for each field that TensorBoard draws into this curve and that has a value."""
+    # A step has one PhaseMemory per phase, a validation at most one.
     memory = record.memory if isinstance(record.memory, tuple) else (record.memory,)
     for part in (record, *(phase for phase in memory if phase is not None and phase.phase in DRAWN_PHASES)):
         for entry in fields(part):
@@ -145,7 +151,7 @@ def tagged_numbers(record: StepRecord | ValidationRecord | RehearsalRecord, curv
 
 
 def _framed(events: "list[Event]") -> bytes:
-    """The events as an event file holds them: each with its length and checksums."""
+    """Return the events in the record format of event files, each with its length and checksums."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     buffer = io.BytesIO()
@@ -179,6 +185,7 @@ def _hypotheses(record: ValidationRecord) -> "list[Summary.Value]":
 def _picture_and_sound(record: SpectrogramRecord) -> "list[Summary.Value]":
     from torch.utils.tensorboard import summary
 
+    # Full scale is [-1, 1]; NaN would make the conversion to integers undefined.
     waveform = record.waveform.detach().float().cpu().nan_to_num(0).clamp(-1, 1)
     picture = draw_utterance(record.features, record.posteriors, len(waveform) / SAMPLE_RATE)
     values = [*summary.image(f"7 picture/{record.utterance_id}", picture, dataformats="HWC").value]

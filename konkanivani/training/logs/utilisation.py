@@ -1,4 +1,4 @@
-"""How much of the device a training step makes use of: its share of the arithmetic that the device can do."""
+"""Utilization of the device by a training step, as a fraction of the arithmetic that the device can do."""
 
 import torch
 
@@ -7,31 +7,35 @@ from konkanivani.model.architecture import Architecture
 from konkanivani.model.flops import product_rate, step_flop
 from konkanivani.model.kernels.products import fast_linear
 
-# How often the product of two square matrices is timed, as large as it takes to fill the device: fp16's three are
-# 24 MiB on a card, fp32's 3 MiB on a CPU of few cores (where four times as many numbers give the same rate).
+# Repetitions of the timed matrix product. The square matrices are just large enough to fill the device: the three
+# (two factors and the product) take 24 MiB in fp16 on a GPU, and 3 MiB in fp32 on a CPU with few cores, where matrices
+# of four times the size give the same rate.
 ROUNDS = {"cuda": 20, "cpu": 5}
 MAX_FEW_CORES = 8
 
 
 class Utilisation:
-    """What a step uses of a device that trains in `dtype`; the device's rate is timed here, in some milliseconds."""
+    """Utilization of a device that trains in `dtype`.
+
+    The constructor measures the device's rate in FLOP/s, which takes some milliseconds.
+    """
 
     def __init__(self, architecture: Architecture, device: torch.device, dtype: torch.dtype) -> None:
         self.architecture, self.device = architecture, device
-        # The product that the model's layers take, so that a library which is faster elsewhere does not flatter it.
+        # Time the product that the model's layers call, so that both sides of the ratio use the same library.
         multiply = fast_linear if dtype == torch.float32 else torch.mm
         self.rate = product_rate(multiply, device, dtype, best_side(device), ROUNDS[device.type])
         self._is_card_silent = device.type != "cuda"
 
     def model_flops_utilisation(self, global_batch: GlobalBatch, seconds: float) -> float:
-        """The step's arithmetic a second over the device's rate (MFU; Chowdhery et al., 2022, appendix B).
+        """Return the model FLOP/s of the step as a fraction of the device's rate (MFU).
 
-        Only what the utterances need counts: nothing for padding or for what is recomputed.
+        Definition: Chowdhery et al., 2022, appendix B. Padding and recomputation do not count as model FLOP.
         """
         return self.global_batch_flop(global_batch) / (seconds * self.rate)
 
     def global_batch_flop(self, global_batch: GlobalBatch) -> float:
-        """The arithmetic that the window's micro-batches need, forward and backward."""
+        """Return the FLOP of forward and backward pass that the utterances of this rank's micro-batches need."""
         return sum(
             step_flop(self.architecture.forward_layers((samples,), tokens), recomputes=False)
             for batch in global_batch.micro_batches
@@ -39,18 +43,18 @@ class Utilisation:
         )
 
     def gpu_utilisation(self) -> float | None:
-        """The share of the last moments in which a kernel ran on the card (NVML); None where nobody can tell."""
+        """Return the fraction of the last sampling period in which the GPU ran a kernel (NVML), or None if unknown."""
         if self._is_card_silent:
             return None
         try:
             return torch.cuda.utilization(self.device) / 100
-        except Exception:  # no NVML, no permission, a slice of a card: training does not depend on knowing
+        except Exception:  # no NVML, no permission, or a MIG slice: not needed for training
             self._is_card_silent = True
             return None
 
 
 def best_side(device: torch.device) -> int:
-    """The side of square matrices whose product is the fastest that the device has."""
+    """Return the side of square matrices that reach the highest rate on the device."""
     if device.type == "cuda":
         return 2048
     return 512 if torch.get_num_threads() <= MAX_FEW_CORES else 1024

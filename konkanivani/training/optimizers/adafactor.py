@@ -1,4 +1,4 @@
-"""Adafactor: 8 bytes a trained number, its weight and gradient, and next to nothing beside them."""
+"""Adafactor: 8 bytes per trained parameter for weight and gradient, and almost no optimizer state."""
 
 from dataclasses import dataclass
 
@@ -6,17 +6,17 @@ import torch
 
 from konkanivani.training.optimizer import EPSILON, Group, Optimizer
 
-DECAY = -0.8  # of the step count: the share of the newest gradient in the mean square
-# AdamW's epsilon, not the paper's 1e-30: a gradient that is rounding alone (of a bias that a softmax takes out) would
-# move its weight by a whole learning rate, and elsewhere where a step is split.
+DECAY = -0.8  # exponent of the step: weight of the newest gradient in the mean square
+# AdamW's epsilon, not the paper's 1e-30: a gradient of pure rounding error (a bias that a softmax cancels) would move
+# its weight by a whole learning rate, to another value if the step is split after an OOM.
 SMALLEST_SQUARE = EPSILON**2
-LARGEST_UPDATE = 1.0  # a tensor's root mean square, in learning rates
-SLICE = 2**20  # numbers at a time: what they need stays in a processor's cache, and threads are woken seldom
+LARGEST_UPDATE = 1.0  # root mean square of a tensor's update, in units of the learning rate
+SLICE = 2**20  # elements at a time: fits in the CPU's cache, and wakes threads rarely
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where a tensor is updated, on one device: a slice of it, one number each row and column, and a few numbers."""
+    """Buffers of one device for updating a tensor: one slice, values per row and per column, and scalars."""
 
     slice: torch.Tensor
     rows: torch.Tensor
@@ -29,10 +29,11 @@ class Workspace:
 
 
 class Adafactor(Optimizer):
-    """Adafactor (Shazeer and Stern, 2018), without a first moment: of the squared gradient's mean, rows and columns.
+    """Adafactor (Shazeer and Stern, 2018) without first moment: running row and column means of the squared gradient.
 
-    The learning rate is the schedule's: no relative step, and none in proportion to the weights. A kernel is a matrix
-    with a row for each channel that it makes, a vector one of a single row, of which nothing is lost.
+    The learning rate is the schedule's: neither relative steps nor scaling by the parameter's norm. A convolution
+    kernel is a matrix with one row per output channel. A vector is a matrix with a single row, for which the
+    factorization is exact.
     """
 
     def __init__(self, groups: list[Group]) -> None:
@@ -43,13 +44,13 @@ class Adafactor(Optimizer):
         self.workspace = [tensor for workspace in self._workspaces.values() for tensor in vars(workspace).values()]
 
     def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The means of each row and each column of the squared gradient."""
+        """Return the row and column means of the squared gradient."""
         rows, columns = matrix_shape(parameter)
         return super().new_state(parameter) | {"row": parameter.new_zeros(rows), "column": parameter.new_zeros(columns)}
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -63,6 +64,7 @@ class Adafactor(Optimizer):
         slices = gradient.split(per_slice)
         row, column, more = workspace.rows[:rows], workspace.columns[:columns], workspace.more_columns[:columns]
 
+        # Running means of the squared gradient over rows and columns, one slice at a time.
         torch.pow(state["step"].add_(1), DECAY, out=workspace.newest)
         column.zero_()
         for part, mean in zip(slices, row.split(per_slice), strict=True):
@@ -72,6 +74,7 @@ class Adafactor(Optimizer):
         state["row"].lerp_(row, workspace.newest)
         state["column"].lerp_(column.div_(rows), workspace.newest)
 
+        # Root mean square of the whole update, to clip it.
         torch.mean(state["row"], 0, out=workspace.mean)
         torch.div(state["row"], workspace.mean, out=row).rsqrt_()
         torch.rsqrt(state["column"], out=column)
@@ -83,29 +86,30 @@ class Adafactor(Optimizer):
 
         weights.mul_(1 - group["lr"] * group["weight_decay"])
         row.div_(workspace.squares)
+        # The updates are computed a second time: storing them would need a copy of the tensor.
         for part, factor, weight in zip(slices, row.split(per_slice), weights.split(per_slice), strict=True):
             change = torch.mul(part, column, out=place_of(part, workspace)).mul_(factor[:, None])
             weight.add_(change, alpha=-group["lr"])
 
 
 def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
-    """The rows and columns that a parameter counts as."""
+    """Return the rows and columns of a parameter that is treated as a matrix."""
     rows = len(parameter) if parameter.dim() >= 2 else 1
     return rows, parameter.numel() // rows
 
 
 def rows_of_a_slice(columns: int) -> int:
-    """How many rows of so many columns are updated at a time."""
+    """Return the number of rows that are updated at a time."""
     return max(1, SLICE // columns)
 
 
 def place_of(part: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-    """The place for what is computed of a slice (rows, columns)."""
+    """Return the part of the workspace for a slice (rows, columns)."""
     return workspace.slice[: part.numel()].view(part.shape)
 
 
 def new_workspace(parameters: list[torch.nn.Parameter]) -> Workspace:
-    """Room for the largest of the parameters, which are on one device."""
+    """Return a workspace for the largest of the parameters, all on one device."""
     shapes = [matrix_shape(parameter) for parameter in parameters]
     largest = max(min(rows, rows_of_a_slice(columns)) * columns for rows, columns in shapes)
     rows, columns = map(max, zip(*shapes, strict=True))

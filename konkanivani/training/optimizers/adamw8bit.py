@@ -1,4 +1,4 @@
-"""AdamW whose moments take 8 bits: 10 bytes a trained number with its weight and gradient, in place of 16."""
+"""AdamW with 8-bit moments: 10 bytes per trained parameter including weight and gradient, instead of 16."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ import torch
 from konkanivani.training.optimizer import BETAS, EPSILON, MOMENTS, AdamW, Group
 from konkanivani.training.optimizers.blocks import BLOCK, Codebook
 
-SMALLEST = 4096  # numbers of a tensor with moments in 8 bits: norms and biases are few, and the most sensitive
-SLICE = 1024  # blocks at a time: what they need stays in a processor's cache
+SMALLEST = 4096  # elements of a tensor with 8-bit moments: norms and biases are smaller, and the most sensitive
+SLICE = 1024  # blocks at a time, so that the workspace stays in the CPU's cache
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where a slice of a tensor is updated, on one device: both moments (blocks, 256), and as much beside them."""
+    """Buffers of one device for updating a slice of a tensor: both moments and a temporary, each (blocks, 256)."""
 
     first: torch.Tensor
     second: torch.Tensor
@@ -23,16 +23,16 @@ class Workspace:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that it takes."""
+        """Return all tensors of the workspace."""
         books = self.signed, self.unsigned
         return [self.first, self.second, self.beside, *(part for book in books for part in (book.nearest, book.shares))]
 
 
 class AdamW8bit(AdamW):
-    """AdamW with moments in blocks of 8 bits (Dettmers et al., 2022): a slice of them at a time becomes what it was.
+    """AdamW with block-wise 8-bit moments (Dettmers et al., 2022).
 
-    The same kernel updates the slice, so nothing but the rounding of the moments differs from AdamW. Tensors of fewer
-    than 4096 numbers have whole moments.
+    One slice of a tensor at a time is dequantized, updated and quantized again. The update uses the kernel of AdamW, so
+    the only difference is the rounding of the moments. Tensors with fewer than 4096 elements have unquantized moments.
     """
 
     def __init__(self, groups: list[Group]) -> None:
@@ -47,7 +47,7 @@ class AdamW8bit(AdamW):
         self.workspace = [tensor for workspace in self._workspaces.values() for tensor in workspace.tensors]
 
     def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """Of each moment the codes (blocks, 256) and the blocks' largest (blocks,); the last block is filled with 0."""
+        """Return codes (blocks, 256) and block maxima (blocks,) of both moments; the last block is padded with 0."""
         state = super().new_state(parameter)
         if parameter.numel() < SMALLEST:
             return state
@@ -59,7 +59,7 @@ class AdamW8bit(AdamW):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             updated = [parameter for parameter in group["params"] if parameter.grad is not None]
             self.update(group, [parameter for parameter in updated if parameter.numel() < SMALLEST])
@@ -69,6 +69,7 @@ class AdamW8bit(AdamW):
 
     def _update_in_slices(self, group: Group, parameter: torch.nn.Parameter) -> None:
         state, workspace = self.state[parameter], self._workspaces[parameter.device]
+        # The fused kernel reads the step without incrementing it, so once per tensor, not once per slice.
         state["step"].add_(1)
         weights, gradient = parameter.view(-1).split(SLICE * BLOCK), parameter.grad.reshape(-1).split(SLICE * BLOCK)
         stored = zip(*(state[kind + of].split(SLICE) for kind in MOMENTS for of in ("", "_largest")), strict=True)
@@ -96,7 +97,7 @@ class AdamW8bit(AdamW):
 
 
 def new_workspace(blocks: int, like: torch.Tensor) -> Workspace:
-    """Room for so many blocks on the device of `like`, in its precision."""
+    """Return a workspace of `blocks` blocks on the device of `like`, in its precision."""
     first, second = (torch.empty(blocks, BLOCK, dtype=like.dtype, device=like.device) for _ in range(2))
     beside = torch.empty(blocks, BLOCK, dtype=torch.float32, device=like.device)
     return Workspace(first, second, beside, Codebook(True, like), Codebook(False, like))
