@@ -192,9 +192,9 @@ def pair_transcripts(references: TranscriptFile, hypotheses: TranscriptFile) -> 
         texts = [row.text for row in hypotheses.rows]
     else:
         heard = {row.id: row.text for row in hypotheses.rows}
-        uncovered = [row.id for row in references.rows if row.id not in heard]
+        missing = [row.id for row in references.rows if row.id not in heard]
         unasked = sorted(heard.keys() - {row.id for row in references.rows})
-        for one, other, ids in ((hypotheses, references, uncovered), (references, hypotheses, unasked)):
+        for one, other, ids in ((hypotheses, references, missing), (references, hypotheses, unasked)):
             if ids:
                 raise DataError(
                     f"{one.path} has no transcript of {len(ids):,} of the {len(other.rows):,} utterances of "

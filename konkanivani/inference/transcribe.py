@@ -130,7 +130,7 @@ class Transcription:
 
     def _run_all(self, recordings: Sequence[Recording], targets: Sequence[Path | None], done: list[bool]) -> int:
         """Transcribe this rank's portion; return the number of failed recordings over all ranks."""
-        is_single_process, failed = len(recordings) == 1, 0
+        is_only_recording, failed = len(recordings) == 1, 0
         recognizer = self.load()  # takes seconds, so it comes after all checks that may refuse the run
         # A missing file counts 0 here; its error is raised when it is opened.
         sizes = np.array([each.path.stat().st_size if each.path.is_file() else 0 for each in recordings])
@@ -141,12 +141,12 @@ class Transcription:
             for number in portion:
                 try:
                     if not done[number]:
-                        self._transcribe(recognizer, recordings[number], targets[number], progress, is_single_process)
+                        self._transcribe(recognizer, recordings[number], targets[number], progress, is_only_recording)
                     if self.output is not None:
                         name = printable(targets[number]) + " already exists" * done[number]
                         progress.write(f"{number + 1} of {len(targets)}: {name}\n", sys.stderr)
                 except UnusableAudio as error:
-                    if is_single_process:
+                    if is_only_recording:
                         raise
                     failed += 1
                     progress.write(f"{printable(error)}\n", sys.stderr)
@@ -175,7 +175,7 @@ class Transcription:
         recording: Recording,
         target: Path | None,
         progress: "_Progress",
-        is_single_process: bool,
+        is_only_recording: bool,
     ) -> None:
         try:
             segments = progress.follow(recording, recognizer.segments(recording.path))
@@ -183,7 +183,7 @@ class Transcription:
             if target is not None:
                 write_text(target, texts)
                 return
-            if self.text_format == "txt" and not is_single_process:
+            if self.text_format == "txt" and not is_only_recording:
                 progress.write(f"==> {printable(recording)} <==\n", sys.stdout)
             for text in texts:
                 progress.write(text, sys.stdout)
@@ -222,7 +222,7 @@ class _Progress:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._bar.close()
         # After an exception other ranks may not reach the collective below.
-        if kind is not None or self._topology.is_single_process:
+        if kind is not None or self._topology.is_only_recording:
             return
         of_all = [each for kept in gather(self._topology, self._kept) for each in kept]
         for _, pieces in sorted(of_all, key=lambda each: each[0]):
@@ -236,7 +236,7 @@ class _Progress:
 
     def write(self, text: str, stream: TextIO) -> None:
         """Write text without damage to the progress bar."""
-        if not self._topology.is_single_process:
+        if not self._topology.is_only_recording:
             self._held.append((text, stream is sys.stderr))
             return
         with self._bar.external_write_mode(file=stream):

@@ -1,4 +1,4 @@
-"""oneDNN products under a storm of signals: `python -m tests.faults.storm`, with --bare outside run_script.
+"""oneDNN products under a storm of signals: `python -m tests.faults.signal_storm`, with --bare outside run_script.
 
 Ends with exit code 0 after a thousand handled signals, unless they corrupt the heap before.
 """

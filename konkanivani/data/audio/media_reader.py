@@ -141,8 +141,8 @@ class MediaDecoder:
             return None
         if stream.duration is not None:
             return float(stream.duration * stream.time_base)
-        is_single_process = len(self.container.streams) == 1  # with several, it is the longest stream's duration
-        return self.container.duration / av.time_base if self.container.duration and is_single_process else None
+        has_one_stream = len(self.container.streams) == 1  # with several, it is the longest stream's duration
+        return self.container.duration / av.time_base if self.container.duration and has_one_stream else None
 
     def _decode(self, stream: "av.audio.stream.AudioStream") -> Iterator["av.AudioFrame"]:
         """Yield the stream's frames; skip undecodable packets, as players do, and stop at a demuxing error."""

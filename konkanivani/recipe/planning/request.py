@@ -56,9 +56,9 @@ class PlanRequest:
     def planner(self) -> Iterator[Planner]:
         """Yield a planner of this configuration that reuses and stores traces."""
         asked = self.config.data.concurrent_micro_batches
-        is_single_process = self.costs.is_cuda or asked == AUTO or not self.placement.is_on_card
+        plans_for_one = self.costs.is_cuda or asked == AUTO or not self.placement.is_on_card
         # auto runs two in parallel only if memory is left: plan for one.
-        concurrent_micro_batches = 1 if is_single_process else asked
+        concurrent_micro_batches = 1 if plans_for_one else asked
         with kept_traces(self.config, self.architecture, self.costs, self.placement) as traces:
             yield Planner(traces, self.budget, _tokens_per_second(self.config), concurrent_micro_batches)
 
