@@ -156,6 +156,7 @@ def write_hypotheses(path: Path, texts: Sequence[ScoredText], edits: UtteranceEd
 
 
 def _rows(texts: Sequence[ScoredText], edits: UtteranceEdits) -> Iterator[dict[str, object]]:
+    # tolist() converts to Python integers, which JSON can represent.
     for text, counts in zip(texts, edits.sums.tolist(), strict=True):
         known = {"duration": text.seconds, "speaker": text.speaker, "pattern": text.pattern}
         row = {"audio_filepath": text.id} | {name: value for name, value in known.items() if value not in (None, "")}

@@ -117,6 +117,7 @@ def build_report(
     texts, speakers = pairs.texts, [text.speaker for text in pairs.texts]
     unit = choose_unit(speakers, wish)
     resampled = resample_sums(edits.sums, block_numbers(speakers, unit))
+    # With a single speaker, the slice would repeat the total.
     by_speaker = _slices(texts, edits, wish, speakers) if len(set(speakers)) > 1 else {}
     # The largest lower bound that does not exceed the duration.
     known = [None if t.seconds is None else max(start for start in BUCKETS if start <= t.seconds) for t in texts]

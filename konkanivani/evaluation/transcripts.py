@@ -134,7 +134,7 @@ def _parse_json(place: str, line: str, role: Role) -> TranscriptRow:
     if not isinstance(text, str):
         raise DataError(f"{place} has no {role.removeprefix('own ')}: give it as a string named {' or '.join(names)}.")
     seconds = fields.get("duration")
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)  # bool is a subclass of int
     row = TranscriptRow(
         text,
         id=_id_of(fields),
@@ -142,6 +142,7 @@ def _parse_json(place: str, line: str, role: Role) -> TranscriptRow:
         seconds=float(seconds) if is_number and 0 <= seconds < math.inf else None,
         pattern=str(fields.get("pattern") or ""),
     )
+    # JSON escapes can contain lone surrogates, which cannot be encoded as UTF-8.
     if any("\ud800" <= c <= "\udfff" for c in row.text + row.id + row.speaker + row.pattern):
         raise DataError(f"{place} contains an unpaired surrogate (\\ud800 to \\udfff). Fix the row.")
     return row

@@ -66,6 +66,7 @@ class FoundUtterance:
     def lasting(self, offset: float | None, duration: float | None) -> "FoundUtterance":
         """Return a copy with the duration of a row: of a span if there is an offset, else of the whole file."""
         if offset is None:
+            # The whole file is used; the stated duration only serves to check its header.
             return replace(self, file_seconds=duration)
         return replace(self, start=offset, seconds=duration)
 

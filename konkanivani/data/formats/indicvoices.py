@@ -99,7 +99,7 @@ def _segments(source: SpeechFolder, path: Path, recording: dict[str, object], sp
             yield refused("no word", "the segment has no word", is_expected=True)
         else:
             begin = max(start, 0.0)  # some segments start slightly before their file
-            # The segment's speaker_id only numbers the speakers of this recording.
+            # The label is the recording's speaker_id; a segment's is only compared with speaker 1 above.
             speaker = as_text(recording.get("speaker_id"))
             found = FoundUtterance(file, number, audio, text, speaker=speaker, split=split)
             yield found.lasting(begin, end - begin)
@@ -109,6 +109,7 @@ def _flat(source: SpeechFolder, path: Path, number: int, row: dict[str, object],
     start, end = as_seconds(row.get("start")), as_seconds(row.get("end"))
     offset, duration = as_seconds(row.get("offset")), as_seconds(row.get("duration"))
     if start is not None and end is not None:
+        # `start` and `end` override `offset` and `duration`.
         offset, duration = max(start, 0.0), end - max(start, 0.0)
     names = (source.text_column,) if source.text_column else ("text", *TEXT_COLUMNS)
     text = next((as_text(row[name]) for name in names if row.get(name)), "")

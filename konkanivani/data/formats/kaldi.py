@@ -82,7 +82,7 @@ def _located(
         file = source.name_of(folder / "segments")
         return RefusedRow(file, segment_row, "broken row", "recording, start and end are expected", found.id)
     try:
-        # extract-segments writes and reads -1 for "no channel".
+        # extract-segments reads -1 as "no channel".
         channel = None if numbers[2:] in ([], ["-1"]) else parse_channel_cell(numbers[2], "channel")
     except ValueError:
         reason = f"its channel must be a number from 0, or -1, not {numbers[2]!r:.200}"
@@ -119,6 +119,7 @@ def _audio(source: SpeechFolder, folder: Path, value: str) -> Path | None:
     if os.path.isabs(value):
         return Path(value)
     above = Path(os.path.abspath(folder)).parents
+    # Also below --source and --audio_root: a data folder may be outside of the recipe's folder.
     paths = (place / value for place in (folder, source.path, source.audio_root or source.path, *above))
     return next((path for path in paths if os.path.lexists(existing_path(str(path)))), None)
 

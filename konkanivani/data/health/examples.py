@@ -42,6 +42,7 @@ class Tally:
 
 def example(utterance: Utterance, detail: str) -> ExampleRow:
     """Return the utterance in printable form, with its problem."""
+    # Control characters of a corpus must not reach the terminal.
     return ExampleRow(utterance.row, show_text(utterance.id), show_text(utterance.text), show_text(detail, 300))
 
 

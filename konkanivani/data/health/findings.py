@@ -186,6 +186,7 @@ def _of_sound(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Ite
     broken, rows = part.broken.count + part.empty.count + left_out, _rows(part)
     # Without unusable audio, too many broken rows are already an error of `_of_rows`.
     too_many = left_out > 0 and broken > most_rejected * rows
+    # Exact only if all recordings were sampled.
     share = f"{'' if sound.asked == part.utterances else 'about '}{100 * broken / rows:.3g} %"
     limit = f"--max_rejected {100 * most_rejected:g}%"
     allowed = f"; {share} of the rows are broken, more than {limit}" if too_many else ""

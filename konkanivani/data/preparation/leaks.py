@@ -94,6 +94,7 @@ def _overlaps(spoken: list[CheckedUtterance]) -> Iterator[str]:
         channel = checked.utterance.channel
         for (split, other_channel), other in furthest.items():
             is_shared = channel == other_channel or None in (channel, other_channel)  # None: the mean of all channels
+            # Adjacent spans may overlap by a rounding error.
             if split != checked.split and is_shared and other.end - checked.start > 0.01:
                 yield f"{other.where} ({split}) and {checked.where} ({checked.split})"
                 break

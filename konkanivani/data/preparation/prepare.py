@@ -42,6 +42,7 @@ from konkanivani.data.preparation.drawing import (
 from konkanivani.data.preparation.leaks import Leak, find_leaks
 
 FORMATS = (common_voice, csv_table, folder, huggingface, indicvoices, kaldi, ljspeech, nemo, openslr)
+# A format is named like its module, except `csv` (csv_table).
 READERS: dict[str, Callable[[SpeechFolder], Found]] = {
     module.__name__.rpartition(".")[2].removesuffix("_table"): module.find_utterances for module in FORMATS
 }
@@ -242,6 +243,7 @@ def _report(task: Preparation, split_by: SplitBy, drawn: Drawn, refused: list[Re
     removed = FormatCharacterCount()
     for checked in utterances:
         removed.add(checked.removed)
+    # Only audio outside of the output needs --audio_root.
     is_outside = any(not is_named_inside(u.utterance.audio_filepath, (output,)) for u in utterances)
     return PreparationReport(
         format=task.format,
@@ -271,6 +273,7 @@ def _staging(task: Preparation) -> Iterator[Path]:
     with without_empty_folders([output.absolute()]), contextlib.ExitStack() as held:
         with _explained(output):
             output.mkdir(parents=True, exist_ok=True)
+            # Held to the end: two preparations must not mix their files.
             held.enter_context(folder_lock(output))
         try:
             _check_output(task)

@@ -83,6 +83,7 @@ def plan_corpus(size: SplitSizes) -> CorpusPlan:
             "utterances: it needs at least 1, 1 and 2. Use larger numbers."
         )
     book = read_patterns()
+    # A small corpus uses some of the patterns, evenly spaced.
     patterns = [book.seen[place] for place in evenly_spaced(min(len(book.seen), size.train), len(book.seen))]
     unseen_count = size.test // 2
     held_out = size.valid + size.test - unseen_count
@@ -109,7 +110,7 @@ def build_builtin_corpus(directory: str | Path, size: SplitSizes = SplitSizes())
 
     def write(partial: Path) -> None:
         for error in write_corpus(recipe, partial):
-            raise error
+            raise error  # every built-in sentence can be spoken, so this is a defect
 
     return publish_corpus(Path(directory), recipe, write)
 
@@ -128,6 +129,7 @@ def publish_corpus(directory: Path, recipe: CorpusRecipe, write: Callable[[Path]
     directory = Path(os.path.abspath(directory))
     with explained(ResourceError, f"The corpus cannot be written to {directory}", NO_ROOM):
         directory.parent.mkdir(parents=True, exist_ok=True)
+        # Lock the parent, because `directory` itself is renamed.
         with folder_lock(directory.parent):
             if is_complete(directory, recipe):
                 return False

@@ -79,7 +79,7 @@ def interleave_sentences(patterns: Sequence[str], slots: dict[str, tuple[str, ..
     sentences: dict[str, None] = {}
     streams = [pattern_sentences(pattern, slots) for pattern in patterns]
     while streams and len(sentences) < count:
-        for stream in tuple(streams):
+        for stream in tuple(streams):  # a copy: exhausted streams are removed
             new = next((sentence for sentence in stream if sentence not in sentences), None)
             if new is None:
                 streams.remove(stream)

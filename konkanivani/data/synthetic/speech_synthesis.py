@@ -76,7 +76,7 @@ class SpeechSynthesizer:
         # A file, because a pipe that is not read would fill up and block the process.
         self._complaints = tempfile.TemporaryFile()
         self._connection, theirs = multiprocessing.Pipe()
-        with theirs:
+        with theirs:  # only the process keeps this end, so that its exit is seen as EOF
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "konkanivani.data.synthetic.espeak", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),

@@ -40,7 +40,7 @@ def _findings(findings: tuple[Finding, ...]) -> str:
         for finding in findings
     ]
     notes = sum(finding.severity == "note" for finding in findings)
-    # Findings are sorted by severity, so the notes are the last ones.
+    # Findings are sorted by severity, so the notes are last; [:-0] would be empty.
     first, rest = (f'<ul class="findings">{"".join(some)}</ul>' for some in (rows[: -notes or None], rows[-notes:]))
     folded = f"<details><summary>{count(notes, 'note')} (no action needed)</summary>{rest}</details>" if notes else ""
     return f"<h2>Findings</h2>{first if len(rows) > notes else ''}{folded}"

@@ -38,6 +38,7 @@ def _table_lines(table: Table) -> Iterator[str]:
     yield f"  {table.title}"
     for row in table.rows[:MAX_ROWS]:
         cells = (
+            # count() restores the plural of the column's name.
             count(cell, column.removesuffix("s")) if isinstance(cell, int) else cell
             for column, cell in zip(table.columns, row, strict=True)
         )

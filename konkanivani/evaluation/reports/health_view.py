@@ -71,6 +71,7 @@ def _section(title: str, facts: Iterable[Fact], charts: Iterable[Chart], tables:
 
 def _part(part: PartHealth) -> Section:
     role = "training" if part.is_training else "validation or test"
+    # `_section` drops the lists without rows.
     lists = {
         "Broken rows": part.broken,
         "Utterances that training skips": part.rejected,
@@ -113,7 +114,7 @@ def _facts(part: PartHealth) -> Iterator[Fact]:
 
 def _sound_facts(sound: SoundHealth) -> Iterator[Fact]:
     yield Fact("recordings decoded", f"{sound.heard}", f"of {sound.asked} sampled")
-    if not sound.heard:
+    if not sound.heard:  # the statistics below are undefined
         return
     yield Fact("sample rates", _tallied(sound.rates, " Hz"))
     yield Fact("channels", _tallied(sound.channels))
@@ -137,6 +138,7 @@ def _charts(part: PartHealth) -> Iterator[Chart]:
 
 
 def _listing(title: str, listed: Listed) -> Table:
+    # `count` is the total; the number of examples is limited.
     shown = "" if listed.count == len(listed.examples) else f", {len(listed.examples)} shown"
     rows = tuple((example.place, example.detail, example.text) for example in listed.examples)
     return Table(f"{title} ({listed.count:,}{shown})", ("utterance", "what", "transcript"), rows, is_folded=True)

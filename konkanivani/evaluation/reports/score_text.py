@@ -8,6 +8,7 @@ from konkanivani.evaluation.bootstrap import Interval
 from konkanivani.evaluation.metrics import EditCounts, EditKind
 from konkanivani.evaluation.score import AlignedUtterance, Comparison, ScoreReport, Slice
 
+# Limits for a terminal; --json and --html list all slices.
 MAX_SLICES = 10
 MAX_CONFUSIONS = 8
 MAX_WORDS = 200
@@ -70,9 +71,10 @@ def comparison_sentences(compared: Comparison) -> Iterator[str]:
     ours, theirs, difference = compared.rates.wer, compared.other.wer, compared.difference
     both = f"{show_text(compared.name)} on {count(compared.utterances, 'common utterance')}"
     yield f"Compared with {both}: WER {percent(ours)} (this system), {percent(theirs)} (other system)."
-    if not math.isfinite(difference):
+    if not math.isfinite(difference):  # the references have no words
         return
     if not math.isfinite(compared.interval.low):
+        # Without variation there is no interval (see `percentiles`).
         yield f"Difference {100 * difference:+.1f} points, the same in every resample."
         return
     low, high = 100 * compared.interval.low, 100 * compared.interval.high
@@ -150,7 +152,7 @@ def _stretches(columns: list[tuple[str, str, str]]) -> Iterator[list[tuple[str, 
     """Yield the columns in lines of at most LINE_WIDTH; a wider column has its own line."""
     stretch, width = [], 0
     for column in columns:
-        taken = 1 + max(map(display_width, column))
+        taken = 1 + max(map(display_width, column))  # with the space to the next column
         if stretch and width + taken > LINE_WIDTH:
             yield stretch
             stretch, width = [], 0
