@@ -33,7 +33,7 @@ class Interval:
 def choose_unit(speakers: Sequence[str], wish: Wish) -> Unit:
     """Return the unit to resample for utterances of these speakers ("": unknown).
 
-    Speakers need at least two, with `auto` at least MIN_SPEAKERS.
+    Resampling speakers needs at least two of them, with `auto` at least MIN_SPEAKERS.
     """
     named = len(set(speakers) - {""})
     is_enough = named >= (MIN_SPEAKERS if wish == "auto" else 2)

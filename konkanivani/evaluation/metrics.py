@@ -148,7 +148,7 @@ def count_edits(references: Sequence[str], hypotheses: Sequence[str]) -> Utteran
 
 def _add_up(counts: np.ndarray, chunks: list[jiwer.AlignmentChunk]) -> None:
     for chunk in chunks:
-        # A deletion is empty on the side of the hypothesis, an insertion on the side of the reference.
+        # Both sides have equal lengths, except that one side of a deletion or insertion is empty.
         length = max(chunk.ref_end_idx - chunk.ref_start_idx, chunk.hyp_end_idx - chunk.hyp_start_idx)
         counts[KINDS[chunk.type]] += length
 

@@ -90,7 +90,7 @@ class PartHealth:
         broken: Rows that are not utterances.
         rejected: Utterances that are not usable: those with an `empty` transcript, which the trainer counts as broken,
             too, and those outside the limits.
-        reasons: Counts of the limits that are violated.
+        reasons: Number of utterances outside each limit.
     """
 
     path: str

@@ -55,7 +55,7 @@ def round_step(span: float, most: int) -> float:
     """Return the smallest round number such that `most` of them cover `span`."""
     rough = span / most
     power = 10.0 ** math.floor(math.log10(rough))
-    # The tolerance keeps 0.3 / 3 from being rounded up to 0.2.
+    # The tolerance absorbs rounding errors: 0.30000000000000004 / 3 gives 0.1, not 0.2.
     return next(step * power for step in ROUND_STEPS if step * power >= rough * (1 - 1e-9))
 
 

@@ -110,7 +110,7 @@ def build_builtin_corpus(directory: str | Path, size: SplitSizes = SplitSizes())
 
     def write(partial: Path) -> None:
         for error in write_corpus(recipe, partial):
-            raise error  # every built-in sentence can be spoken, so this is a defect
+            raise error  # none of the built-in sentences may be left out
 
     return publish_corpus(Path(directory), recipe, write)
 
