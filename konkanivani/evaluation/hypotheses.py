@@ -1,4 +1,4 @@
-"""Hypotheses and references, where both come from, and the file that a run over a manifest writes of them."""
+"""References and hypotheses, their origin, and the file of hypotheses that an evaluation of a manifest writes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ from konkanivani.evaluation.transcripts import (
 )
 
 NormalizerName = Literal["konkanivani", "spell", "none"]
-# How texts are made alike before they are compared, references and hypotheses in the same way, and how that is told.
-# Even with none, where and how wide the white space between words is makes no difference.
+# Normalisation of references and hypotheses before they are compared, and its description in reports.
+# Even with `none`, the amount and kind of whitespace between words makes no difference.
 NORMALIZERS: dict[NormalizerName, tuple[Callable[[str], str], str]] = {
     "konkanivani": (normalize_text, "konkanivani: NFC, no punctuation, lower case"),
     "spell": (partial(normalize_text, digits="spell"), "spell: NFC, no punctuation, lower case, digits spelt"),
@@ -34,7 +34,7 @@ NORMALIZERS: dict[NormalizerName, tuple[Callable[[str], str], str]] = {
 
 @dataclass(frozen=True)
 class CheckpointRun:
-    """A checkpoint's run over a manifest: losses in nats a token, seconds of work, rows that could not be used."""
+    """Evaluation of a checkpoint on a manifest: losses in nats per token, time in seconds, number of skipped rows."""
 
     checkpoint: str
     step: int
@@ -65,7 +65,7 @@ class CheckpointRun:
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Two files of transcripts; one may be both."""
+    """Two files of transcripts; one file may contain both."""
 
     references: str
     hypotheses: str
@@ -83,7 +83,7 @@ class TextFiles:
 
 @dataclass(frozen=True)
 class OtherSystem:
-    """Another system's normalised hypotheses of the same utterances in their order, None where it has none."""
+    """Normalised hypotheses of another system for the same utterances, in their order; None for a missing one."""
 
     name: str
     hypotheses: tuple[str | None, ...]
@@ -91,7 +91,7 @@ class OtherSystem:
 
 @dataclass(frozen=True)
 class TextPairs:
-    """Utterances with both texts, where they come from, and how the texts are, or are to be, normalised."""
+    """Utterances with reference and hypothesis, their origin, and the normalisation that is or will be applied."""
 
     texts: tuple[ScoredText, ...]
     source: CheckpointRun | TextFiles
@@ -100,7 +100,7 @@ class TextPairs:
 
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """How the texts came about, and what was done to them."""
+        """Return the origin of the texts and their normalisation, as (name, value)."""
         return *self.source.facts, ("normalised", NORMALIZERS[self.normalizer][1])
 
     def normalized(self) -> "TextPairs":
@@ -110,28 +110,30 @@ class TextPairs:
 
 
 def read_pairs(references: str | None, hypotheses: str, text_format: TextFormat) -> TextPairs:
-    """The transcripts of two files, or of one that has both, not normalised yet.
+    """Load the transcripts of two files, or of one file with both, without normalising them.
 
-    A DataError where they cannot be read or paired.
+    Raises:
+        DataError: If they cannot be read or paired.
     """
     said = read_transcripts(references or hypotheses, text_format, "reference")
     heard = read_transcripts(hypotheses, text_format, "hypothesis" if references else "own hypothesis")
     texts = tuple(pair_transcripts(said, heard))
     notes = ()
+    # Ids scored as words would lower the WER: they are always right.
     if not (said.has_ids and heard.has_ids) and are_probably_ids(texts):
         notes = ("Each line of both files starts with the same word; if these are ids, use --format ids.",)
     return TextPairs(texts, TextFiles(references or hypotheses, hypotheses), "konkanivani", notes)
 
 
 def other_system(heard: TextPairs, other: TranscriptFile) -> OtherSystem:
-    """Another system's hypotheses of what was heard, normalised the same way."""
+    """Return another system's hypotheses for the utterances of `heard`, normalised the same way."""
     normalize, _ = NORMALIZERS[heard.normalizer]
     found = match_hypotheses(heard.texts, other)
     return OtherSystem(other.path, tuple(None if text is None else normalize(text) for text in found))
 
 
 def decoding_words(config: DecodingConfig) -> str:
-    """The decoding with the settings that it goes by."""
+    """Return the decoding method with the settings that affect it."""
     if config.decode == "greedy":
         return "greedy"
     said = [config.decode, f"beam {config.beam}"]
@@ -143,17 +145,18 @@ def decoding_words(config: DecodingConfig) -> str:
     return ", ".join(said)
 
 
-HYPOTHESES = '"hypothesis": '  # stands in each row
+HYPOTHESES = '"hypothesis": '  # occurs in each row
 COUNTS = ("word_errors", "words", "character_errors", "characters")
 
 
 def write_hypotheses(path: Path, texts: Sequence[ScoredText], edits: UtteranceEdits) -> None:
-    """Writes the utterances in their order beside `path` and renames it into place."""
+    """Write one JSON line per utterance, in order, to a temporary file and rename it to `path`."""
     with explained(ResourceError, f"The hypotheses could not be written to {path}", "Choose another --output."):
         write_json_lines(path, _rows(texts, edits))
 
 
 def _rows(texts: Sequence[ScoredText], edits: UtteranceEdits) -> Iterator[dict[str, object]]:
+    # tolist() converts to Python integers, which JSON can represent.
     for text, counts in zip(texts, edits.sums.tolist(), strict=True):
         known = {"duration": text.seconds, "speaker": text.speaker, "pattern": text.pattern}
         row = {"audio_filepath": text.id} | {name: value for name, value in known.items() if value not in (None, "")}

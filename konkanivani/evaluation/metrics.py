@@ -1,8 +1,8 @@
-"""Error rates of words and characters: what was changed in each utterance, its sums, and which words are confused.
+"""Word and character error rates: the edits of each utterance, their sums, and the confused words.
 
-The alignments are jiwer's, of fewest edits (Levenshtein 1966). Where several have as few, how the edits divide into
-substitutions, deletions and insertions depends on the program; their sum does not. NIST's sclite counts a substitution
-as 4 and the others as 3 each, and so may find an edit more where it finds fewer substitutions.
+The alignments are jiwer's, with the fewest edits (Levenshtein 1966). If several alignments have the fewest, their
+division into substitutions, deletions and insertions depends on the program; their sum does not. NIST's sclite weights
+a substitution with 4 and the others with 3 each, so it may find one edit more, with fewer substitutions.
 """
 
 from collections import Counter
@@ -15,13 +15,13 @@ import jiwer
 import numpy as np
 
 EditKind = Literal["hit", "substitution", "deletion", "insertion"]
-KINDS = {"equal": 0, "substitute": 1, "delete": 2, "insert": 3}  # jiwer's name, our column
-UTTERANCES_AT_ONCE = 1_000  # an alignment takes far more memory than its counts
+KINDS = {"equal": 0, "substitute": 1, "delete": 2, "insert": 3}  # jiwer's name: column of the counts
+UTTERANCES_AT_ONCE = 1_000  # an alignment needs far more memory than its counts
 
 
 @dataclass(frozen=True)
 class EditCounts:
-    """Words or characters of the reference that were kept, replaced and left out, and those that were added."""
+    """Numbers of correct, substituted and deleted words or characters of the reference, and of inserted ones."""
 
     hits: int = 0
     substitutions: int = 0
@@ -34,18 +34,21 @@ class EditCounts:
 
     @property
     def length(self) -> int:
-        """Words or characters in the reference."""
+        """Return the number of words or characters in the reference."""
         return self.hits + self.substitutions + self.deletions
 
     @property
     def rate(self) -> float:
-        """Errors per word or character of the reference, above one where much is inserted; NaN over none."""
+        """Return the errors per word or character of the reference.
+
+        Many insertions make it exceed one; it is NaN for an empty reference.
+        """
         return self.errors / self.length if self.length else float("nan")
 
 
 @dataclass(frozen=True)
 class ErrorRates:
-    """What was changed in the words and, apart from that, in the characters of a set of utterances."""
+    """Edits of the words and, aligned separately, of the characters of a set of utterances."""
 
     words: EditCounts
     characters: EditCounts
@@ -56,13 +59,13 @@ class ErrorRates:
 
     @property
     def cer(self) -> float:
-        """As the WER, of characters; spaces are counted."""
+        """Return the character error rate; spaces count as characters."""
         return self.characters.rate
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A word of the reference and the one heard for it: the same, another, or none; or one heard for none ("")."""
+    """A reference word with its aligned hypothesis word; "" for the missing side of an insertion or deletion."""
 
     reference: str
     hypothesis: str
@@ -78,9 +81,9 @@ class Edit:
 
 @dataclass(frozen=True)
 class UtteranceEdits:
-    """(utterances, 4) int64 for words and for characters: hits, substitutions, deletions, insertions.
+    """Edit counts (N, 4) int64 of words and of characters: hits, substitutions, deletions, insertions.
 
-    `wrong` are each utterance's word edits without the hits.
+    `wrong` has each utterance's word edits except the hits.
     """
 
     words: np.ndarray
@@ -89,19 +92,20 @@ class UtteranceEdits:
 
     @cached_property
     def sums(self) -> np.ndarray:
-        """(utterances, 4) int64: word errors, words, character errors, characters; what rates are made of."""
+        """Return (N, 4) int64: word errors, words, character errors, characters, from which the rates are computed."""
+        # Columns 1 to 3 are the errors; 0 to 2 (without insertions) add up to the length of the reference.
         both = (self.words, self.characters)
         return np.stack([part for edits in both for part in (edits[:, 1:].sum(1), edits[:, :3].sum(1))], axis=1)
 
     def of(self, rows: np.ndarray) -> "UtteranceEdits":
-        """The edits of the utterances of these numbers."""
+        """Return the edits of the utterances with these indices."""
         return UtteranceEdits(self.words[rows], self.characters[rows], tuple(self.wrong[row] for row in rows))
 
     def rates(self) -> ErrorRates:
         return ErrorRates(*(EditCounts(*map(int, edits.sum(axis=0))) for edits in (self.words, self.characters)))
 
     def confusions(self, kind: EditKind, most: int) -> tuple[tuple[Edit, int], ...]:
-        """The most frequent word edits of a kind with their counts; of equals those whose words come first."""
+        """Return the most frequent word edits of a kind with their counts; ties in the order of their words."""
         found = Counter(edit for edits in self.wrong for edit in edits if edit.kind == kind)
         ordered = sorted(found.items(), key=lambda pair: (-pair[1], pair[0].reference, pair[0].hypothesis))
         return tuple(ordered[:most])
@@ -110,26 +114,28 @@ class UtteranceEdits:
 def _align(
     process: Callable[..., jiwer.WordOutput], references: Sequence[str], hypotheses: Sequence[str]
 ) -> Iterator[tuple[list[str], list[str], list[jiwer.AlignmentChunk]]]:
-    """Both sides of each pair and their alignment; words are what white space parts, a run of it is one character."""
+    """Yield the two sides of each pair and their alignment."""
     for first in range(0, len(references), UTTERANCES_AT_ONCE):
         rows = slice(first, first + UTTERANCES_AT_ONCE)
+        # Words are separated by whitespace; for the characters, a run of whitespace is one space.
         output = process(*([" ".join(text.split()) for text in texts[rows]] for texts in (references, hypotheses)))
         yield from zip(output.references, output.hypotheses, output.alignments, strict=True)
 
 
 def _edits(said: list[str], heard: list[str], chunks: Iterable[jiwer.AlignmentChunk]) -> Iterator[Edit]:
     for chunk in chunks:
+        # An insertion has no reference words, a deletion no hypothesis words.
         one, other = said[chunk.ref_start_idx : chunk.ref_end_idx], heard[chunk.hyp_start_idx : chunk.hyp_end_idx]
         yield from (Edit(*words) for words in zip(one or [""] * len(other), other or [""] * len(one), strict=True))
 
 
 def align_words(references: Sequence[str], hypotheses: Sequence[str]) -> Iterator[tuple[Edit, ...]]:
-    """The words of each reference beside its hypothesis's, in order, with as few edits as can be: those counted."""
+    """Yield the aligned words of each pair, in order, with the same minimal edits that `count_edits` counts."""
     return (tuple(_edits(*aligned)) for aligned in _align(jiwer.process_words, references, hypotheses))
 
 
 def count_edits(references: Sequence[str], hypotheses: Sequence[str]) -> UtteranceEdits:
-    """What was changed in each utterance. Of an empty reference each word of the hypothesis is an insertion."""
+    """Return the edits of each utterance; with an empty reference, each word of the hypothesis is an insertion."""
     words, characters = (np.zeros((len(references), len(KINDS)), np.int64) for _ in range(2))
     wrong = []
     for row, (said, heard, chunks) in enumerate(_align(jiwer.process_words, references, hypotheses)):
@@ -142,10 +148,11 @@ def count_edits(references: Sequence[str], hypotheses: Sequence[str]) -> Utteran
 
 def _add_up(counts: np.ndarray, chunks: list[jiwer.AlignmentChunk]) -> None:
     for chunk in chunks:
+        # Both sides have equal lengths, except that one side of a deletion or insertion is empty.
         length = max(chunk.ref_end_idx - chunk.ref_start_idx, chunk.hyp_end_idx - chunk.hyp_start_idx)
         counts[KINDS[chunk.type]] += length
 
 
 def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorRates:
-    """The rates of `hypotheses` against `references`, each normalised the same way."""
+    """Return the error rates of `hypotheses` against `references`, both normalised the same way."""
     return count_edits(references, hypotheses).rates()

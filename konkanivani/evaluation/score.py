@@ -1,4 +1,4 @@
-"""All that is to be said of how well utterances were recognised, from their two texts to the report."""
+"""Report on the recognition accuracy of a set of utterances, computed from their references and hypotheses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from konkanivani.evaluation.hypotheses import OtherSystem, TextPairs
 from konkanivani.evaluation.metrics import Edit, ErrorRates, UtteranceEdits, align_words, count_edits
 from konkanivani.evaluation.transcripts import ScoredText
 
-# The seconds from which an utterance falls into a bucket, and its name.
+# Lower bound of each duration bucket in seconds, and its name.
 BUCKETS = {0.0: "under 2 s", 2.0: "2 to 5 s", 5.0: "5 to 10 s", 10.0: "10 to 20 s", 20.0: "20 s and more"}
 MAX_CONFUSIONS = 12
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Some of the utterances, what they have in common, and the interval of their WER; seconds None: not known."""
+    """Utterances with a common property, and the interval of their WER; `seconds` is None if unknown."""
 
     name: str
     utterances: int
@@ -39,7 +39,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class AlignedUtterance:
-    """An utterance with its words side by side."""
+    """An utterance with its aligned words."""
 
     text: ScoredText
     rates: ErrorRates
@@ -48,9 +48,9 @@ class AlignedUtterance:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two systems on the utterances that both have heard; differences are this one's WER less the other's.
+    """Two systems on the utterances that both have recognised; differences are this system's WER minus the other's.
 
-    `fewer` and `more` are the shares of resamples in which this one makes fewer or more word errors than the other.
+    `fewer` and `more` are the shares of resamples in which this system makes fewer or more word errors than the other.
     """
 
     name: str
@@ -63,15 +63,16 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """In WER, negative where this one is better."""
+        """Return the difference in WER, negative if this system is better."""
         return self.rates.wer - self.other.wer
 
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """The rates with their intervals, by speaker (worst first), duration and pattern; what was confused, and where.
+    """Error rates with intervals, in total and by speaker (highest WER first), duration and pattern, and confusions.
 
-    `facts` say how the score came about, by name, `notes` what is strange about it; confusions have their counts.
+    `facts` are the origin of the score as (name, value), `notes` point out irregularities, confusions have their
+    counts, and `worst` are the utterances with the most word errors.
     """
 
     title: str
@@ -94,7 +95,7 @@ class ScoreReport:
 
     @property
     def interval_words(self) -> str:
-        """What the intervals are, in words for a person."""
+        """Return a description of the intervals for the user."""
         said = f"{RESAMPLES:,} bootstrap resamples of {self.unit}"
         if self.unit == "speakers" or not self.speakers:
             return said
@@ -106,11 +107,19 @@ class ScoreReport:
 def build_report(
     pairs: TextPairs, edits: UtteranceEdits, wish: Wish, worst: int, other: OtherSystem | None
 ) -> ScoreReport:
-    """The report on normalised texts with their edits: the intervals as wished, so many of the worst utterances."""
+    """Return the report on normalised texts with their edits.
+
+    Args:
+        wish: Unit to resample for the intervals.
+        worst: Maximum number of worst utterances.
+        other: Another system to compare with.
+    """
     texts, speakers = pairs.texts, [text.speaker for text in pairs.texts]
     unit = choose_unit(speakers, wish)
     resampled = resample_sums(edits.sums, block_numbers(speakers, unit))
+    # With a single speaker, the slice would repeat the total.
     by_speaker = _slices(texts, edits, wish, speakers) if len(set(speakers)) > 1 else {}
+    # The largest lower bound that does not exceed the duration.
     known = [None if t.seconds is None else max(start for start in BUCKETS if start <= t.seconds) for t in texts]
     by_duration = _slices(texts, edits, wish, list(map(BUCKETS.get, known)))
     by_pattern = _slices(texts, edits, wish, [text.pattern or None for text in texts])
@@ -124,6 +133,7 @@ def build_report(
         wer_interval=percentiles(ratios(resampled[:, 0], resampled[:, 1])),
         cer_interval=percentiles(ratios(resampled[:, 2], resampled[:, 3])),
         unit=unit,
+        # NaN, the WER of a speaker without reference words, is sorted last.
         speakers=tuple(sorted(by_speaker.values(), key=lambda part: -np.nan_to_num(part.rates.wer, nan=-1.0))),
         durations=tuple(by_duration[name] for name in BUCKETS.values() if name in by_duration),
         patterns=tuple(by_pattern[name] for name in sorted(by_pattern)),
@@ -138,7 +148,7 @@ def build_report(
 def _slices(
     texts: Sequence[ScoredText], edits: UtteranceEdits, wish: Wish, names: Sequence[str | None]
 ) -> dict[str, Slice]:
-    """The utterances of each name apart, without those that have none."""
+    """Return the utterances of each name as a slice; those without a name are left out."""
     rows_of: dict[str, list[int]] = {}
     for row, name in enumerate(names):
         if name is not None:
@@ -148,20 +158,22 @@ def _slices(
         some, counted = [texts[row] for row in rows], edits.of(np.array(rows))
         speakers = [text.speaker for text in some]
         resampled = resample_sums(counted.sums[:, :2], block_numbers(speakers, choose_unit(speakers, wish)))
+        # Each slice chooses its own unit: it may have too few speakers.
         interval = percentiles(ratios(*resampled.T))
         slices[name] = Slice(name, len(some), _seconds(some), counted.rates(), interval)
     return slices
 
 
 def _seconds(texts: Sequence[ScoredText]) -> float | None:
-    """How long they are in all; None where that is not known of all."""
+    """Return the total duration; None if one is unknown."""
     seconds = [text.seconds for text in texts]
     return None if None in seconds else float(sum(seconds))
 
 
 def _worst(texts: Sequence[ScoredText], edits: UtteranceEdits, most: int) -> tuple[AlignedUtterance, ...]:
-    """Those with most word errors, of equals those with most character errors; none that is right."""
+    """Return the utterances with the most word errors, ties by character errors; none without errors."""
     errors = edits.sums[:, [0, 2]]
+    # lexsort() sorts by its last key first.
     order = np.lexsort((-errors[:, 1], -errors[:, 0]))
     rows = [row for row in order[:most] if errors[row].any()]
     alignments = align_words([texts[row].reference for row in rows], [texts[row].hypothesis for row in rows])
@@ -172,11 +184,12 @@ def _worst(texts: Sequence[ScoredText], edits: UtteranceEdits, most: int) -> tup
 
 
 def _compare(texts: Sequence[ScoredText], edits: UtteranceEdits, other: OtherSystem, wish: Wish) -> Comparison:
-    """Both systems on the same resamples of the utterances that both have."""
+    """Return both systems on the same resamples of their common utterances."""
     rows = np.array([row for row, hypothesis in enumerate(other.hypotheses) if hypothesis is not None])
     ours, speakers = edits.of(rows), [texts[row].speaker for row in rows]
     theirs = count_edits([texts[row].reference for row in rows], [other.hypotheses[row] or "" for row in rows])
     blocks = block_numbers(speakers, choose_unit(speakers, wish))
+    # Paired resamples: the variation that both systems share cancels in the difference.
     errors, words, others = resample_sums(np.column_stack([ours.sums[:, :2], theirs.sums[:, 0]]), blocks).T
     return Comparison(
         name=other.name,

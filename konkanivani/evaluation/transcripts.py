@@ -1,7 +1,7 @@
-"""Transcripts to score, read from files: plain lines, lines that begin with an id (Kaldi), or JSON lines.
+"""Transcripts to score, loaded from files: plain lines, lines that start with an id (Kaldi), or JSON lines.
 
-JSON lines are a manifest's rows, or those that evaluate_konkanivani_asr.py writes. The reference of a row is its
-`reference`, else its `text`; its hypothesis is its `hypothesis`, else its `pred_text` (NeMo), else its `text`.
+JSON lines are rows of a manifest or of evaluate_konkanivani_asr.py's output. The reference of a row is its `reference`,
+else its `text`; its hypothesis is its `hypothesis`, else its `pred_text` (NeMo), else its `text`.
 """
 
 import json
@@ -22,16 +22,16 @@ Role = Literal["reference", "hypothesis", "own hypothesis"]
 FIELDS: dict[Role, tuple[str, ...]] = {
     "reference": ("reference", "text"),
     "hypothesis": ("hypothesis", "pred_text", "text"),
-    "own hypothesis": ("hypothesis", "pred_text"),  # beside its own reference, which may be the text
+    "own hypothesis": ("hypothesis", "pred_text"),  # in a row with its reference, which may be the text
 }
-MAX_CHARACTERS = 200_000  # three hours of speech; the alignment of one with another takes seconds, and grows squared
-MAX_BYTES = 8 * MAX_CHARACTERS
+MAX_CHARACTERS = 200_000  # three hours of speech; aligning two such texts takes seconds, quadratic in the length
+MAX_BYTES = 8 * MAX_CHARACTERS  # per line, with the other fields of a JSON object
 MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
 class TranscriptRow:
-    """A text and what its file says of the utterance; the id is empty, the seconds are None where it does not."""
+    """A text and the metadata of its utterance in the file; the id is "" and the seconds are None if unknown."""
 
     text: str
     id: str = ""
@@ -42,20 +42,20 @@ class TranscriptRow:
 
 @dataclass(frozen=True)
 class TranscriptFile:
-    """A file's transcripts in its order; either all have ids, no two the same, or none has."""
+    """The transcripts of a file in order; either all have distinct ids, or none has an id."""
 
     path: str
     rows: tuple[TranscriptRow, ...]
 
     @property
     def has_ids(self) -> bool:
-        """Whether they can be told apart by their ids."""
+        """Return whether the transcripts have ids."""
         return bool(self.rows and self.rows[0].id)
 
 
 @dataclass(frozen=True)
 class ScoredText:
-    """An utterance's two texts, as they are scored, and what is known of it."""
+    """Reference and hypothesis of an utterance, and its metadata."""
 
     id: str
     reference: str
@@ -66,12 +66,16 @@ class ScoredText:
 
 
 def read_transcripts(path: str, text_format: TextFormat, role: Role) -> TranscriptFile:
-    """The transcripts of a file; a DataError where it cannot be read or is not what it should be.
+    """Load the transcripts of a file.
 
-    Files named .jsonl or .json are JSON lines, all others of the `text_format`.
+    Files named .jsonl or .json are JSON lines, all others have the `text_format`.
+
+    Raises:
+        DataError: If the file cannot be read or is invalid.
     """
     is_json, rows = is_json_file(path), []
     for number, line in _lines(path):
+        # With plain lines, a blank line is an empty transcript.
         if (is_json or text_format == "ids") and not line.strip():
             continue
         if is_json:
@@ -91,13 +95,14 @@ def read_transcripts(path: str, text_format: TextFormat, role: Role) -> Transcri
 
 
 def is_json_file(path: str) -> bool:
-    """Whether the file's name says that its lines are JSON."""
+    """Return whether the file's name marks it as JSON lines."""
     return Path(path).suffix.lower() in (".jsonl", ".json")
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
-    """Each line with its number from 1, without its end and without a mark of the byte order."""
+    """Yield the lines with their numbers from 1, without line end and byte order mark."""
     with explained(DataError, f"{path} cannot be read", "Give the path of a file."), open(path, "rb") as file:
+        # The limit keeps a binary file without line ends from filling the memory.
         for number, line in enumerate(iter(lambda: file.readline(MAX_BYTES + 1), b""), start=1):
             if len(line) > MAX_BYTES:
                 raise _too_long(path, number)
@@ -129,7 +134,7 @@ def _parse_json(place: str, line: str, role: Role) -> TranscriptRow:
     if not isinstance(text, str):
         raise DataError(f"{place} has no {role.removeprefix('own ')}: give it as a string named {' or '.join(names)}.")
     seconds = fields.get("duration")
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)  # bool is a subclass of int
     row = TranscriptRow(
         text,
         id=_id_of(fields),
@@ -137,27 +142,29 @@ def _parse_json(place: str, line: str, role: Role) -> TranscriptRow:
         seconds=float(seconds) if is_number and 0 <= seconds < math.inf else None,
         pattern=str(fields.get("pattern") or ""),
     )
+    # JSON escapes can contain lone surrogates, which cannot be encoded as UTF-8.
     if any("\ud800" <= c <= "\udfff" for c in row.text + row.id + row.speaker + row.pattern):
         raise DataError(f"{place} contains an unpaired surrogate (\\ud800 to \\udfff). Fix the row.")
     return row
 
 
 def _id_of(fields: dict[str, object]) -> str:
-    """The row's id as Utterance forms it, else what the row calls its id; empty where it names none."""
+    """Return the row's id as `Utterance` forms it, else its `id` field; "" if it has neither."""
     audio, offset = fields.get("audio_filepath"), fields.get("offset")
     if not isinstance(audio, str) or not audio:
         return str(fields.get("id") or "")
     part = {name: v for name in ("byte_offset", "byte_count") if isinstance(v := fields.get(name), int)}
+    # Integers from 2**53 on are not exact as float64, and may overflow.
     begin = float(offset) if isinstance(offset, float) or (isinstance(offset, int) and abs(offset) < 2**53) else None
     try:
         channel = parse_channel(fields)
     except ValueError:
-        channel = None  # another system's field of that name
+        channel = None  # another system may use this field differently
     return Utterance(audio, "", 0.0, "", offset=begin, channel=channel, **part).id
 
 
 def _check_ids(path: str, rows: list[TranscriptRow]) -> None:
-    """Raises a DataError where an id occurs twice, or only some rows have one."""
+    """Raise a DataError if an id occurs twice, or only some rows have one."""
     with_id = sum(bool(row.id) for row in rows)
     if with_id not in (0, len(rows)):
         row = next(number for number, row in enumerate(rows, start=1) if not row.id)
@@ -171,15 +178,16 @@ def _check_ids(path: str, rows: list[TranscriptRow]) -> None:
 
 
 def _names(ids: Sequence[str]) -> str:
-    """The first few, and how many there are where that is more."""
+    """Return the first few ids, and the number of the others."""
     named = ", ".join(show_text(name, 80) for name in ids[:MAX_NAMED])
     return named if len(ids) <= MAX_NAMED else f"{named} and {len(ids) - MAX_NAMED:,} more"
 
 
 def pair_transcripts(references: TranscriptFile, hypotheses: TranscriptFile) -> list[ScoredText]:
-    """Each reference with its hypothesis, by ids where both have them, else line by line; a DataError where one lacks.
+    """Pair each reference with its hypothesis, by id if both files have ids, else line by line; without normalisation.
 
-    Neither text is normalised yet.
+    Raises:
+        DataError: If a transcript has no counterpart.
     """
     if not (references.has_ids and hypotheses.has_ids):
         if len(references.rows) != len(hypotheses.rows):
@@ -194,6 +202,7 @@ def pair_transcripts(references: TranscriptFile, hypotheses: TranscriptFile) -> 
         heard = {row.id: row.text for row in hypotheses.rows}
         missing = [row.id for row in references.rows if row.id not in heard]
         unasked = sorted(heard.keys() - {row.id for row in references.rows})
+        # A missing hypothesis is an error, not an empty transcript: it would be scored as deletions.
         for one, other, ids in ((hypotheses, references, missing), (references, hypotheses, unasked)):
             if ids:
                 raise DataError(
@@ -209,7 +218,12 @@ def pair_transcripts(references: TranscriptFile, hypotheses: TranscriptFile) -> 
 
 
 def match_hypotheses(texts: Sequence[ScoredText], other: TranscriptFile) -> list[str | None]:
-    """Another system's hypothesis of each utterance, None where it has none; a DataError where it has none at all."""
+    """Return another system's hypothesis for each utterance, None for a missing one.
+
+    Raises:
+        DataError: If it has none for any of the utterances.
+    """
+    # Without ids, only an equal number of lines suggests the same utterances in the same order.
     if not other.has_ids and len(other.rows) == len(texts):
         return [row.text for row in other.rows]
     heard = {row.id: row.text for row in other.rows if row.id}
@@ -224,7 +238,7 @@ def match_hypotheses(texts: Sequence[ScoredText], other: TranscriptFile) -> list
 
 
 def are_probably_ids(texts: Sequence[ScoredText]) -> bool:
-    """Whether both texts of every line begin with the same word, never the same twice, and with a digit in it."""
+    """Return whether both texts of each line start with the same word, which contains a digit and never recurs."""
     firsts = [[text.split()[0] if text.split() else "" for text in (t.reference, t.hypothesis)] for t in texts]
     is_alike = all(one == two and any(c.isdigit() for c in one) for one, two in firsts)
     return len(texts) > 2 and is_alike and len({one for one, _ in firsts}) == len(texts)

@@ -1,7 +1,7 @@
-"""Mozilla Common Voice as it is downloaded: clips/*.mp3, and tables train.tsv, dev.tsv, test.tsv beside them.
+"""Mozilla Common Voice as downloaded: a folder clips/ of MP3 files with the tables train.tsv, dev.tsv and test.tsv.
 
-A quotation mark in a sentence is one; but in a table that pandas has written again, sentences of several lines are in
-quotes, and read too. Source: https://github.com/common-voice/cv-dataset
+A quotation mark in a sentence is a literal character. Only tables that pandas has rewritten put sentences of several
+lines in quotes; such rows are joined again (`torn_rows`). Source: https://github.com/common-voice/cv-dataset
 """
 
 from pathlib import Path
@@ -17,10 +17,16 @@ GIVEN = ("train.tsv", "dev.tsv", "test.tsv")
 
 
 def find_utterances(source: SpeechFolder) -> Found:
+    """Yield the rows of train.tsv, dev.tsv and test.tsv, or of the table given by `--table`.
+
+    Raises:
+        DataError: If the source is not a corpus of one language, or contains none of the tables.
+    """
     folder = _language_folder(source)
-    durations = folder / "clip_durations.tsv"  # newer releases have it
+    durations = folder / "clip_durations.tsv"  # only in newer releases
     clips = read_records(durations) if durations.exists() else ()
     milliseconds = ((record["clip"], as_seconds(record["duration[ms]"])) for record in clips)
+    # A duration of 0 or an unreadable one is treated as unknown.
     seconds = {clip: value / 1000 for clip, value in milliseconds if value}
     names = (source.table,) if source.table else GIVEN
     tables = [folder / name for name in names if (folder / name).exists()]
@@ -41,14 +47,15 @@ def _read_table(source: SpeechFolder, table: Path, clips: Path, split: str, seco
             reason = record.flaw or "it has no clip name"
             yield RefusedRow(file, record.row, "broken row", reason, name)
             continue
-        clip = name if name.endswith(".mp3") else f"{name}.mp3"  # the first releases leave it out
+        clip = name if name.endswith(".mp3") else f"{name}.mp3"  # the first releases omit the suffix
         text, speaker = record["sentence"], record["client_id"]
         found = FoundUtterance(file, record.row, clips / clip, text, speaker=speaker, split=split)
+        # No offset: the duration is the file's, and is compared with its header later.
         yield found.lasting(None, seconds.get(clip))
 
 
 def _language_folder(source: SpeechFolder) -> Path:
-    """The folder with clips/ and its tables: the one given, or the only one in it (cv-corpus-…/kok)."""
+    """Return the folder with clips/ and the tables: `source.path`, or the only such folder in it (cv-corpus-…/kok)."""
     wanted = source.table or "train.tsv"
     folders = [f for f in (source.path, *visible_entries(source.path)) if (f / "clips").is_dir()]
     if len(folders) == 1:

@@ -1,6 +1,7 @@
-"""Any table with a head, its cells quoted where they need it.
+"""Tables with a header, whose cells are quoted if necessary.
 
-Separated as a first line such as `sep=;` says, else by what makes the head show the most wanted columns.
+A first line such as `sep=;` names the delimiter. Otherwise the delimiter is the one that splits the header into the
+most requested columns.
 """
 
 import os
@@ -25,6 +26,11 @@ DELIMITERS = ",;\t"
 
 
 def find_utterances(source: SpeechFolder) -> Found:
+    """Yield the rows of the table given by `--table`.
+
+    Raises:
+        UsageError: If `--table` is missing, or a requested column is missing or ambiguous.
+    """
     if not source.table:
         raise UsageError("--format csv needs the table to read: give --table FILE.csv.")
     table = source.table_path()
@@ -45,6 +51,7 @@ def find_utterances(source: SpeechFolder) -> Found:
             yield RefusedRow(file, record.row, "broken row", reason, record[audio])
         elif given and not split_named(given):
             reason = f"its split {given!r} is not train, valid (or dev) or test"
+            # An unknown split is refused, because a guess could move test utterances into the training set.
             yield RefusedRow(file, record.row, "no split", reason, record[audio])
         else:
             path, said = _audio(source.path, record[audio]), record[text]
@@ -56,7 +63,7 @@ def find_utterances(source: SpeechFolder) -> Found:
 
 
 def _audio(folder: Path, cell: str) -> Path:
-    """The path of a cell, without the blanks around it unless they are a part of the name."""
+    """Return the path of a cell, without surrounding blanks unless a file of exactly that name exists."""
     path = folder / cell
     return path if cell == cell.strip() or os.path.lexists(existing_path(str(path))) else folder / cell.strip()
 
@@ -68,4 +75,5 @@ def _head(table: Path, delimiter: str) -> list[str]:
 
 def _delimiter(table: Path, wanted: list[str]) -> str:
     heads = {delimiter: _head(table, delimiter) for delimiter in DELIMITERS}
+    # On a tie, max() returns the first: the comma.
     return max(heads, key=lambda delimiter: sum(bool(columns_alike(heads[delimiter], name)) for name in wanted))

@@ -1,6 +1,7 @@
-"""A folder of audio files, each with its transcript in a .txt file of the same name beside it, recursively.
+"""A folder tree of audio files, each with its transcript in a .txt file of the same name.
 
-Folders train, valid (or dev) and test at its top are the given splits. Lines of a transcript are joined by spaces.
+Folders named train, valid (or dev) and test give the splits; the uppermost counts. The lines of a transcript are joined
+by spaces.
 """
 
 from collections.abc import Iterator
@@ -16,9 +17,10 @@ from konkanivani.data.formats.tables import read_text
 
 
 def find_utterances(source: SpeechFolder) -> Found:
-    """An utterance for every recording, in the order of the names; of several kinds of one, the best known."""
+    """Yield one utterance per recording, in the order of names, from its best-known audio format."""
     root, files, best = source.path.resolve(), list(audio_files(source.path)), {}
     for audio in files:
+        # A recording may exist as .wav and .mp3; its transcript is used once.
         stem = audio.with_suffix("")
         best[stem] = min(audio, best.get(stem, audio), key=audio_rank)
     for audio in files:
@@ -30,6 +32,7 @@ def find_utterances(source: SpeechFolder) -> Found:
             yield RefusedRow(file, 1, "recorded twice", reason, source.name_of(audio), is_expected=True)
         elif not transcript.exists():
             yield RefusedRow(file, 1, "no transcript", "the file does not exist", source.name_of(audio))
+        # A downloaded corpus must not copy files from elsewhere into the manifests through a symbolic link.
         elif not transcript.resolve().is_relative_to(root):
             yield RefusedRow(
                 file, 1, "outside the corpus", "the transcript is a link to a file outside the corpus", str(audio)
@@ -43,5 +46,5 @@ def find_utterances(source: SpeechFolder) -> Found:
 
 
 def audio_files(folder: Path) -> Iterator[Path]:
-    """Every file below a folder that is named like audio, as `visible_files` finds them."""
+    """Return all files below `folder` with an audio suffix, in the order of `visible_files`."""
     return (path for path in visible_files(folder) if path.suffix.lower() in AUDIO_SUFFIXES)

@@ -1,4 +1,4 @@
-"""What a format finds in a corpus: utterances as the corpus gives them, unchecked, and rows that it cannot use."""
+"""Interface between the format readers and the preparation: corpus folder, unchecked utterances and unusable rows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -7,10 +7,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class SpeechFolder:
-    """What a format is asked to read: the corpus's folder, and what the command line says about it ("": nothing).
+    """Input of a format reader: the corpus folder and the options of the command line ("": not given).
 
-    Audio that a table holds as bytes is written to files in `embedded_audio`; no other format writes anything.
-    Audio may lie in `audio_root` (None: where `path` is). The preparation says where both are.
+    Audio that a table stores as bytes is written to files in `embedded_audio`; no other reader writes anything.
+    `audio_root` is the folder that contains the audio (None: `path`). The preparation sets both.
     """
 
     path: Path
@@ -24,24 +24,27 @@ class SpeechFolder:
     channel_column: str = ""
 
     def name_of(self, file: Path) -> str:
-        """`file` relative to the corpus's folder, where it lies in it."""
+        """Return `file` relative to the corpus folder, or unchanged if it is outside."""
         return str(file.relative_to(self.path)) if file.is_relative_to(self.path) else str(file)
 
     def table_path(self) -> Path:
-        """Where --table lies: in the corpus's folder, else where the command was started."""
+        """Return the path of `--table`: in the corpus folder if it exists there, else in the current directory."""
         inside = self.path / self.table
         return inside if inside.exists() else Path(self.table)
 
 
 @dataclass(frozen=True)
 class FoundUtterance:
-    """An utterance as row `row` (from 1) of `file` gives it.
+    """An utterance as row `row` (counted from 1) of `file` describes it.
 
-    `byte_count` > 0: its audio is a part of the file at `audio`. `seconds` is the length of a span that begins at
-    `start`, None for all that follows. `file_seconds` is how long the corpus says the whole audio file is. `split` is
-    `train`, `valid`, `test`, or empty where the corpus gives none. `channel` is the only channel to use, from 0 (None:
-    the mean of all); `is_channel_label` if it is a label that a file of one channel may carry too (Kaldi).
-    `removed` are the format characters that were removed from its text.
+    Attributes:
+        split: `train`, `valid`, `test`, or "" if the corpus defines none.
+        byte_count: If positive, the audio is this part of the file at `audio`, from `byte_offset`.
+        seconds: Duration of the span that starts at `start`; None for everything from there on.
+        file_seconds: Duration of the whole audio file according to the corpus.
+        channel: The only channel to use, from 0; None for the mean of all channels.
+        is_channel_label: The channel is a label that a mono file may have, too (Kaldi).
+        removed: Format characters that were removed from the text.
     """
 
     file: str
@@ -61,21 +64,22 @@ class FoundUtterance:
     removed: tuple[str, ...] = ()
 
     def lasting(self, offset: float | None, duration: float | None) -> "FoundUtterance":
-        """This with what a row says of its seconds: with an offset they are a span's, else the whole file's."""
+        """Return a copy with the duration of a row: of a span if there is an offset, else of the whole file."""
         if offset is None:
+            # The whole file is used; the stated duration only serves to check its header.
             return replace(self, file_seconds=duration)
         return replace(self, start=offset, seconds=duration)
 
     def refused(self, kind: str, reason: str) -> "RefusedRow":
-        """This row as one that cannot be used."""
+        """Return this row as a row that cannot be used."""
         return RefusedRow(self.file, self.row, kind, reason, str(self.audio))
 
 
 @dataclass(frozen=True)
 class RefusedRow:
-    """A row that is left out: where it stands, the kind of reason (they are counted by kind) and the reason.
+    """A row that is left out, with its location, the kind of reason (rows are counted by kind) and the reason.
 
-    An expected one is listed, but does not count as damage: the corpus's own makers leave such rows out too.
+    An expected row is listed but does not count as damage: the authors of the corpus leave such rows out, too.
     """
 
     file: str

@@ -1,6 +1,6 @@
-"""A local data set of Hugging Face's `datasets`: a folder of save_to_disk (Arrow), or one of Parquet files.
+"""Local data sets of Hugging Face `datasets`: a folder of save_to_disk (Arrow) or a folder of Parquet files.
 
-Nothing is decoded, downloaded or cached; audio that the tables hold as bytes is written out as it is.
+Nothing is decoded, downloaded or cached; audio that the tables store as bytes is written to files unchanged.
 Sources: https://huggingface.co/docs/datasets/loading (local files, load_from_disk) and …/audio_load (decode=False)
 """
 
@@ -27,7 +27,7 @@ MAGICS = {".flac": b"fLaC", ".wav": b"RIFF", ".ogg": b"OggS", ".mp3": (b"ID3", b
 
 @dataclass(frozen=True)
 class DatasetPart:
-    """A table of the data set: its file or folder, its split, its columns, and its rows when they are asked for."""
+    """A table of the data set: file or folder, split, columns, and its rows, which are loaded lazily."""
 
     path: Path
     split: str
@@ -36,6 +36,12 @@ class DatasetPart:
 
 
 def find_utterances(source: SpeechFolder) -> Found:
+    """Yield the rows of all tables.
+
+    Raises:
+        DataError: If a table cannot be read.
+        ResourceError: If `datasets` is not installed, or embedded audio cannot be written.
+    """
     for part in _parts(source):
         wanted = (
             (source.audio_column, AUDIO_COLUMNS, True),
@@ -45,6 +51,7 @@ def find_utterances(source: SpeechFolder) -> Found:
         )
         columns = choose_columns(part.path, part.columns, wanted)
         rows = iter(part.rows)
+        # Advance by hand, so that the guard covers reading a row, but not writing its audio.
         for number in count(1):
             with _guarded(f"{part.path} cannot be read completely", "Download it again."):
                 row = next(rows, None)
@@ -55,10 +62,11 @@ def find_utterances(source: SpeechFolder) -> Found:
 
 @contextmanager
 def _guarded(what: str, advice: str) -> Iterator[None]:
-    """Makes a DataError of whatever pyarrow, json and datasets raise on files that are not theirs."""
+    """Convert any exception of pyarrow, json or datasets, which they raise on foreign files, into a DataError."""
     try:
         yield
     except Exception as error:
+        # Messages of pyarrow may span many lines.
         reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
         raise DataError(f"{what}: {reason}. {advice}") from None
 
@@ -90,6 +98,7 @@ def _saved_parts(source: SpeechFolder) -> Iterator[DatasetPart]:
     splits = loaded.items() if isinstance(loaded, datasets.DatasetDict) else [("", loaded)]
     for name, table in splits:
         for column, feature in table.features.items():
+            # With decode=False, a row contains the bytes or the path, not decoded samples.
             if isinstance(feature, datasets.Audio):
                 table = table.cast_column(column, datasets.Audio(decode=False))
         path = source.path / name if name else source.path
@@ -103,8 +112,9 @@ def _parquet_parts(source: SpeechFolder) -> Iterator[DatasetPart]:
     for path in sorted(path for path in tables if path.is_file()):
         with _guarded(f"{path} cannot be read as Parquet", "Download it again."):
             file = pyarrow.parquet.ParquetFile(path)
+        # The file's name (train-00000-of-…) counts before its folders, the innermost first.
         split = split_of_path(reversed(path.relative_to(source.path).parts))
-        batches = file.iter_batches(batch_size=16)  # a row may hold megabytes
+        batches = file.iter_batches(batch_size=16)  # a row may contain megabytes of audio
         yield DatasetPart(
             path, split, tuple(file.schema_arrow.names), (row for batch in batches for row in batch.to_pylist())
         )
@@ -118,6 +128,7 @@ def _utterance(
     audio = row[audio_column]
     held, named = (audio.get("bytes"), audio.get("path")) if isinstance(audio, dict) else (None, audio)
     if isinstance(held, bytes) and held:
+        # The path in the row is not used: it may repeat, or point out of the folder.
         stem = re.sub(r"[^A-Za-z0-9]+", "-", file.removesuffix(".parquet")).strip("-") or "row"
         path = source.embedded_audio / f"{stem}-{number:07d}{_suffix(held, as_text(named))}"
         advice = "Free disk space there, or choose a writable --output folder."
@@ -137,7 +148,7 @@ def _utterance(
 
 
 def _suffix(held: bytes, named: str) -> str:
-    """What a file of these bytes is called; by its beginning, else as it was called before."""
+    """Return the suffix for a file of these bytes: by their magic number, else the suffix of the name in the row."""
     given = os.path.splitext(named)[1].lower()
     known = next((suffix for suffix, magic in MAGICS.items() if held.startswith(magic)), "")
     return known or (given if re.fullmatch(r"\.[a-z0-9]{1,5}", given) else ".audio")

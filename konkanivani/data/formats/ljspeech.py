@@ -1,7 +1,7 @@
-"""LJSpeech and what is laid out like it: metadata.csv of `id|text|normalised text` without a head, audio in wavs/.
+"""LJSpeech and corpora of the same layout: metadata.csv of `id|text|normalised text` without a header, audio in wavs/.
 
-An id may be a path from the corpus's folder as well (`wavs/a0.wav`), with its suffix or without.
-The third column is the transcript where there is one, else the second. Quotation marks are literal.
+An id may also be a path relative to the corpus folder (`wavs/a0.wav`), with or without suffix. The transcript is the
+third column if it is not empty, else the second. Quotation marks are literal.
 Source: the README of LJSpeech-1.1, https://keithito.com/LJ-Speech-Dataset/
 """
 
@@ -15,7 +15,7 @@ from konkanivani.data.formats.tables import read_cells
 
 
 def find_utterances(source: SpeechFolder) -> Found:
-    """The rows of metadata.csv, or of the --table given."""
+    """Yield the rows of metadata.csv, or of the table given by `--table`."""
     table = source.table_path() if source.table else source.path / "metadata.csv"
     file = source.name_of(table)
     for record in read_cells(table, "|"):
@@ -24,18 +24,20 @@ def find_utterances(source: SpeechFolder) -> Found:
             reason = f"it has {len(record.cells)} columns instead of id|text|normalised text"
             yield RefusedRow(file, record.row, "broken row", reason, name)
             continue
+        # The normalised text spells out numbers and abbreviations, as they are spoken.
         text = next((text for text in reversed(texts) if text.strip()), "")
         yield FoundUtterance(file, record.row, _audio(source.path, name), text)
 
 
 def _audio(folder: Path, name: str) -> Path:
-    """The audio of an id: in wavs/, else where the id as a path leads; the likelier one of both where there is none."""
+    """Return the audio file of an id, in wavs/ or in the corpus folder; if there is none, the more likely path."""
     in_wavs, as_it_stands = _spellings(folder / "wavs" / name), _spellings(folder / name)
     likelier = (as_it_stands if "/" in name else in_wavs)[0]
     return next((path for path in (*in_wavs, *as_it_stands) if os.path.exists(existing_path(str(path)))), likelier)
 
 
 def _spellings(path: Path) -> list[Path]:
-    """The path as it stands where it ends as audio does, and with the suffixes that such corpora leave out."""
+    """Return the candidate paths of an id: unchanged if it has an audio suffix, then with each suffix appended."""
     named = [path] if path.suffix.lower() in AUDIO_SUFFIXES else []
+    # Append, not Path.with_suffix: an id may contain a period.
     return [*named, *(Path(f"{path}{suffix}") for suffix in AUDIO_SUFFIXES)]

@@ -1,14 +1,14 @@
-"""NeMo's JSONL manifests, its tarred data sets, and WebDataset's tar shards; each folder train, valid, test its own.
+"""NeMo's JSONL manifests, NeMo's tarred data sets, and WebDataset's tar shards, also in subfolders train, valid, test.
 
-- Manifests (*.json, *.jsonl; one JSON object a line): audio_filepath, text, duration, offset, speaker, channel
-  (or channel_selector).
+- Manifests (*.json, *.jsonl; one JSON object per line): audio_filepath, text, duration, offset, speaker, channel (or
+  channel_selector).
 - Tarred: audio_0.tar, audio_1.tar, … and tarred_audio_manifest.json, or sharded_manifests/manifest_0.json, …, whose
-  rows have a shard_id and name a member. Of a file cut into several rows by `offset`, the second and later rows are
-  named `…-sub1`, `…-sub2`, and mean the member without that ending.
-- WebDataset: tars without a manifest; the members key.wav (or flac, mp3, …), key.txt and key.json are an utterance,
-  the key being a name up to the first period behind its folder.
+  rows have a shard_id and name a member. If a file is cut into several rows by `offset`, the second and later rows are
+  named `…-sub1`, `…-sub2`, and refer to the member without that ending.
+- WebDataset: tars without a manifest. The members key.wav (or flac, mp3, …), key.txt and key.json form an utterance;
+  the key is the name up to the first period after its folder.
 
-Tars are indexed by their headers and read in place; compressed ones are refused.
+Tars are indexed by their headers and read without unpacking; compressed tars are refused.
 Sources: https://docs.nvidia.com/nemo/speech/latest/asr/datasets.html, NeMo's convert_to_tarred_audio_dataset.py, and
 https://github.com/webdataset/webdataset#the-webdataset-format
 """
@@ -32,7 +32,11 @@ TARRED, SHARDED = "tarred_audio_manifest.json", "sharded_manifests"
 
 
 def find_utterances(source: SpeechFolder) -> Found:
-    """The rows of the manifests, or the members of the shards, of the folder and of the folders in it."""
+    """Yield the rows of the manifests, or the members of the shards, in the folder and its direct subfolders.
+
+    Raises:
+        DataError: If there is neither a manifest nor a shard, or a tar cannot be read.
+    """
     if source.table:
         table = source.table_path()
         yield from _read_manifest(source, table, table.parent, "")
@@ -46,6 +50,7 @@ def find_utterances(source: SpeechFolder) -> Found:
         is_empty &= not (manifests or shards)
         for manifest in manifests:
             yield from _read_manifest(source, manifest, folder, _split(source, manifest))
+        # With a manifest, the tars are read through it.
         for shard in [] if manifests else shards:
             yield from _read_shard(source, shard, _split(source, shard))
     if is_empty:
@@ -56,6 +61,7 @@ def find_utterances(source: SpeechFolder) -> Found:
 
 def _manifests(folder: Path) -> list[Path]:
     paths = visible_entries(folder) if folder.is_dir() else ()
+    # By length first, so that manifest_2 precedes manifest_10.
     return sorted((p for p in paths if p.suffix in (".json", ".jsonl")), key=lambda path: (len(path.name), path.name))
 
 
@@ -64,9 +70,10 @@ def _split(source: SpeechFolder, file: Path) -> str:
 
 
 def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: str) -> Found:
-    """A manifest's rows; those with a shard_id name members of the folder's tars."""
+    """Yield the rows of a manifest; rows with a shard_id name members of the tars in `folder`."""
     shards: dict[str, dict[str, Member]] = {}
     file = source.name_of(manifest)
+    # The rows of sharded_manifests/manifest_N.json belong to audio_N.tar, with or without a shard_id.
     of_shard = re.fullmatch(r"manifest_(\d+)\.jsonl?", manifest.name) if manifest.parent.name == SHARDED else None
     for number, line in read_lines(manifest):
         try:
@@ -85,11 +92,13 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
         shard_id = as_text(row.get("shard_id")) or (of_shard.group(1) if of_shard else "")
         if shard_id.isdecimal():
             shard = folder / f"audio_{shard_id}.tar"
+            # Index a tar once, when its first row is read.
             if shard.name not in shards:
                 shards[shard.name] = _index(shard)
             stem, dot, suffix = name.rpartition(".")
             members = shards[shard.name]
             names = (name, re.sub(r"-sub\d+$", "", stem) + dot + suffix)
+            # An exact name has precedence, then the name without -subN, then both in NFC.
             member = next((members[each] for each in (*names, *map(comparable_name, names)) if each in members), None)
             absent = RefusedRow(file, number, "missing audio", f"{shard.name} has no member {name}", name)
             yield _of_member(found, shard, member) if member else absent
@@ -114,7 +123,8 @@ def _index(shard: Path) -> dict[str, Member]:
             raise DataError(f"{shard} does not exist, but {packed.name} does. Decompress it to {shard.name}.")
         raise DataError(f"{shard} is listed in its manifest but does not exist. Download {shard.name} as well.")
     members = {member.name: member for member in read_members(shard)}
-    for name in list(members):  # an exact name comes first
+    for name in list(members):
+        # An exact name has precedence over another one with the same NFC form.
         members.setdefault(comparable_name(name), members[name])
     return members
 
@@ -132,7 +142,7 @@ def _read_shard(source: SpeechFolder, shard: Path, split: str) -> Found:
     for key, (row, members) in _keyed(shard).items():
         audio, text, described = members.get("audio"), members.get(".txt"), members.get(".json")
         if audio is None:
-            continue  # __meta__, class lists and the like
+            continue  # not an utterance: __meta__, class lists and the like
         if text is None and described is None:
             yield RefusedRow(file, row, "no transcript", f"{key} has neither .txt nor .json", audio.name)
             continue
@@ -142,22 +152,25 @@ def _read_shard(source: SpeechFolder, shard: Path, split: str) -> Found:
             yield RefusedRow(file, row, "broken row", f"{described.name} is not JSON ({error})", key)
             continue
         fields = fields if isinstance(fields, dict) else {}
+        # The .txt has precedence over the text in the .json.
         if text is not None:
             fields = fields | {"text": " ".join(read_member_text(shard, text).split())}
         elif "text" not in fields:
             fields = fields | {"text": fields.get("transcript") or fields.get("sentence")}
+        # `speaker` overrides `speaker_id`.
         fields = {"speaker": fields.get("speaker_id")} | fields
         yield _of_member(_utterance(file, row, fields, shard, split), shard, audio)
 
 
 def _keyed(shard: Path) -> dict[str, tuple[int, dict[str, Member]]]:
-    """The members of a shard by key and kind (audio, .txt, .json), with the place of the audio among them, from 1."""
+    """Return the members of a shard by key and kind (audio, .txt, .json), with the position of the audio, from 1."""
     gathered: dict[str, tuple[int, dict[str, Member]]] = {}
     for row, member in enumerate(read_members(shard), start=1):
         if any(is_hidden(part) for part in member.name.split("/") if part not in (".", "..")):
-            continue  # a Mac's tar writes ._0.wav beside 0.wav
+            continue  # tar on macOS adds a file ._0.wav for each 0.wav
         folder, slash, name = member.name.rpartition("/")
         stem, _, extension = name.partition(".")
+        # key.left.wav belongs to `key`: the key ends at the first period, the kind starts at the last.
         key, suffix = folder + slash + stem, "." + extension.lower().rpartition(".")[2]
         place, members = gathered.get(key, (0, {}))
         is_audio = suffix in AUDIO_SUFFIXES

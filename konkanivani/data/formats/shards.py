@@ -1,7 +1,8 @@
-"""The members of tar shards, found by their headers alone: name, where their bytes begin, how many there are.
+"""Index of the members of tar shards by their headers alone: name, byte offset and byte count.
 
-Nothing is unpacked. A name in a tar is a name here, never a path that is opened. tarfile believes what a header says of
-lengths, forwards and backwards; so what it may read for one member is bounded, and members lie one behind another.
+Nothing is unpacked: a name in a tar is only a name, never a path that is opened. tarfile trusts the lengths in headers,
+even if they are huge or negative. Therefore the bytes that it may read per member are bounded, and each member must
+follow the previous one.
 """
 
 import stat
@@ -14,13 +15,13 @@ from typing import BinaryIO
 from konkanivani.base.errors import DataError
 
 MAX_TEXT_BYTES = 2**20
-COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")  # as gzip, bzip2, xz and zstd begin
-MAX_HEADER_BYTES = 2**13  # of one member, its long name and its PAX records among them
+COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")  # magic numbers of gzip, bzip2, xz, zstd
+MAX_HEADER_BYTES = 2**13  # per member, including its long name and its PAX records
 
 
 @dataclass(frozen=True)
 class Member:
-    """A regular file in a tar: its bytes are `byte_count` from `byte_offset` on."""
+    """A regular file in a tar, of `byte_count` bytes from `byte_offset`."""
 
     name: str
     byte_offset: int
@@ -28,8 +29,13 @@ class Member:
 
 
 def read_members(path: Path) -> Iterator[Member]:
-    """The regular files of the tar at `path`, in its order; a DataError where it is compressed or no tar."""
+    """Yield the regular files of the tar at `path`, in order.
+
+    Raises:
+        DataError: If the file is compressed or not a tar.
+    """
     try:
+        # Opening a named pipe would block.
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError("it is not a file")
         with open(path, "rb") as file:
@@ -44,7 +50,7 @@ def read_members(path: Path) -> Iterator[Member]:
 
 
 class _Headers:
-    """A tar's file as tarfile sees it, who reads nothing but headers of it: a bounded number of bytes for a member."""
+    """A tar file that permits tarfile to read only a bounded number of header bytes per member."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -62,19 +68,26 @@ class _Headers:
 
 
 def _walk(headers: _Headers, size: int) -> Iterator[Member]:
-    """The regular files of a tar of `size` bytes; a ValueError where not one header follows another to its end."""
+    """Yield the regular files of a tar of `size` bytes.
+
+    Raises:
+        ValueError: If the headers are not contiguous up to the end of the file.
+    """
     before = -1
     with tarfile.open(fileobj=headers, mode="r:", encoding="utf-8", errors="surrogateescape") as shard:
         for member in shard:
-            # It would remember every header, and copy those that count for all into each.
+            # tarfile keeps every header, and copies global PAX headers into each of them.
             shard.members.clear()
             shard.pax_headers.clear()
             headers.begin_member()
+            # A negative size would send tarfile back to an earlier header, in an endless loop.
             if member.size < 0 or member.offset <= before:
                 raise ValueError(f"its header at byte {member.offset} points backwards")
             before = member.offset
+            # A sparse file has holes in its bytes; the last member of a truncated tar is incomplete.
             if member.isreg() and not member.issparse() and member.offset_data + member.size <= size:
                 yield Member(member.name, member.offset_data, member.size)
+        # tarfile stops at an invalid header without an error; a complete tar ends with a block of zeros.
         headers.begin_member()
         headers.seek(shard.offset)
         if headers.read(tarfile.BLOCKSIZE).strip(b"\0"):
@@ -82,7 +95,8 @@ def _walk(headers: _Headers, size: int) -> Iterator[Member]:
 
 
 def read_member_text(path: Path, member: Member) -> str:
-    """A short text in a tar; bytes that are not UTF-8 stay recognisable. Longer ones are cut, and so refused later."""
+    """Return a short text from a tar; bytes that are not UTF-8 become lone surrogates (`surrogateescape`)."""
     with open(path, "rb") as file:
         file.seek(member.byte_offset)
+        # A longer text is cut, and refused later because of its length or as invalid JSON.
         return file.read(min(member.byte_count, MAX_TEXT_BYTES)).decode("utf-8-sig", errors="surrogateescape")

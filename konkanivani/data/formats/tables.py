@@ -1,6 +1,8 @@
-"""Text files of a corpus: lines, tables with and without a head, JSON. Only regular files are opened, so a pipe between
-them cannot hang the reader, and bytes that are not UTF-8 stay recognisable (`surrogateescape`) instead of raising.
-UTF-16, which Excel calls Unicode text, is read where its mark (BOM) stands before it.
+"""Text files of a corpus: lines, tables with and without a header, and JSON.
+
+Only regular files are opened, so a named pipe cannot block the reader. Bytes that are not UTF-8 become lone surrogates
+(`surrogateescape`) instead of raising. UTF-16, which Excel calls Unicode text, is read if the file starts with a byte
+order mark (BOM).
 """
 
 import codecs
@@ -20,17 +22,18 @@ from konkanivani.base.errors import DataError, UsageError, explained
 from konkanivani.data.audio.channels import NO_COLUMN
 from konkanivani.data.formats.found import SpeechFolder
 
-MAX_BYTES = 2**28  # of a file that is read at once
+MAX_BYTES = 2**28  # of a file that is read as a whole
 MAX_LINE = 2**24  # characters
 HEAD_BYTES = 2**12
-SEPARATOR_LINE = re.compile(r'"?sep=([,;\t|])"?\r?\n?', re.IGNORECASE)  # told to Excel, before the head
+SEPARATOR_LINE = re.compile(r'"?sep=([,;\t|])"?\r?\n?', re.IGNORECASE)  # a line for Excel, before the header
 
 
 @dataclass(frozen=True)
 class Record:
-    """A row of a table under the names of its head; `row` is the line on which it begins, from 1.
+    """A table row with its cells by column name; `row` is the line on which it starts, from 1.
 
-    `closed_by` > 0: it opens a quotation mark that may be closed in that row, or may be a character of its text.
+    If `closed_by` is positive, the row opens a quotation mark that row `closed_by` may close, or that may be a literal
+    character of its text.
     """
 
     row: int
@@ -39,13 +42,13 @@ class Record:
     closed_by: int = 0
 
     def __getitem__(self, column: str) -> str:
-        """The cell under a name; empty where the table has no such column or the row ends before it."""
+        """Return the cell of a column; "" if the table has no such column or the row ends before it."""
         place = self.columns.index(column) if column in self.columns else len(self.cells)
         return self.cells[place] if place < len(self.cells) else ""
 
     @property
     def flaw(self) -> str:
-        """What is wrong with the row as a whole; empty where nothing is."""
+        """Return the defect of the row as a whole; "" if there is none."""
         if self.closed_by:
             return f"it opens a quote that row {self.closed_by} closes, so the end of the row is ambiguous"
         if len(self.cells) <= len(self.columns):
@@ -55,7 +58,11 @@ class Record:
 
 @contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    """The file at `path`, open for reading; a DataError where it is not a regular file of text that can be read."""
+    """Open a regular text file for reading.
+
+    Raises:
+        DataError: If it is not a regular file, or cannot be read as text.
+    """
     with explained(DataError, f"{path} cannot be read", "Check --format and --source.", ValueError):
         if not stat.S_ISREG(path.stat().st_mode):
             raise DataError(f"{path} cannot be read: it is not a file. Check --format and --source.")
@@ -66,7 +73,7 @@ def open_text(path: Path) -> Iterator[TextIO]:
         coding = ("utf-16", "strict")
     with io.TextIOWrapper(file, *coding, newline="") as text:
         zeros = head[0::2].count(0), head[1::2].count(0)
-        # As Latin letters and blanks have them in UTF-16.
+        # In UTF-16, Latin letters and blanks have zero bytes only at odd or only at even positions.
         if coding[0] != "utf-16" and min(zeros) == 0 and max(zeros) > len(head) / 20:
             raise DataError(
                 f"{path} cannot be read: it looks like UTF-16 without a byte order mark (BOM). Save it as UTF-8."
@@ -81,7 +88,7 @@ def open_text(path: Path) -> Iterator[TextIO]:
 
 
 def read_text(path: Path) -> str:
-    """All of a text file of bounded size."""
+    """Return the content of a text file of at most `MAX_BYTES`."""
     with open_text(path) as file:
         if path.stat().st_size > MAX_BYTES:
             raise DataError(
@@ -92,7 +99,7 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file that are not blank, each with its number from 1 and without its end."""
+    """Yield the lines of a text file that are not blank, numbered from 1 and without line end."""
     with open_text(path) as file:
         for row, line in enumerate(_bounded_lines(file, path), start=1):
             if line.strip():
@@ -100,7 +107,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
-    """The lines of a file; a DataError where one is so long that it is none."""
+    """Yield the lines of a file; a DataError if one has `MAX_LINE` characters."""
+    # A binary file without line ends must not be read into memory as one line.
     while line := file.readline(MAX_LINE):
         if len(line) == MAX_LINE:
             raise DataError(f"{path} contains a line of more than {MAX_LINE} characters. Check --format and --source.")
@@ -108,17 +116,18 @@ def _bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
 
 
 def named_separator(path: Path) -> str:
-    """The separator that a first line such as `sep=;` names; empty where there is none."""
+    """Return the separator that a first line such as `sep=;` names; "" if there is none."""
     with open_text(path) as file:
         found = SEPARATOR_LINE.fullmatch(next(_bounded_lines(file, path), ""))
     return found.group(1) if found else ""
 
 
 def read_cells(path: Path, delimiter: str = "\t", quoted: bool = False) -> Iterator[Record]:
-    """The rows of a table without a head; a quotation mark is a character like any other unless `quoted`."""
+    """Yield the rows of a table without a header; quotation marks are literal characters unless `quoted`."""
     with open_text(path) as file:
         lines = _bounded_lines(file, path)
-        if quoted:  # a first line that only names the separator is counted, and empty
+        if quoted:
+            # Replace a separator line by a blank one, so that row numbers stay those in the file.
             first = next(lines, "")
             lines = chain(["\n" if SEPARATOR_LINE.fullmatch(first) else first], lines)
         rows = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE)
@@ -127,13 +136,17 @@ def read_cells(path: Path, delimiter: str = "\t", quoted: bool = False) -> Itera
             for cells in rows:
                 if any(cell.strip() for cell in cells):
                     yield Record(begin, (), tuple(cells))
-                begin = rows.line_num + 1
+                begin = rows.line_num + 1  # a quoted cell may span several lines
         except csv.Error as error:
             raise DataError(f"{path}, row {begin}: not a valid table row ({error}). Fix or delete it.") from None
 
 
 def read_records(path: Path, delimiter: str = "\t", quoted: bool = False) -> Iterator[Record]:
-    """The rows of a table below its head."""
+    """Yield the rows of a table below its header.
+
+    Raises:
+        DataError: If the table is empty.
+    """
     rows = read_cells(path, delimiter, quoted)
     head = next(rows, None)
     if head is None:
@@ -144,16 +157,22 @@ def read_records(path: Path, delimiter: str = "\t", quoted: bool = False) -> Ite
 
 
 def columns_alike(columns: Iterable[str], name: str) -> list[str]:
-    """The column of this name alone where there is one, else all that are called so but for case and blanks around."""
+    """Return the column of exactly this name, or else all columns equal to it up to case and surrounding blanks."""
     alike = [column for column in dict.fromkeys(columns) if column.strip().casefold() == name.strip().casefold()]
     return [name] if name in alike else alike
 
 
 def choose_columns(table: Path, head: Iterable[str], wanted: Iterable[tuple[str, tuple[str, ...], bool]]) -> list[str]:
-    """The head's columns for what is asked for ("": nothing), else for the first usual name that only one is alike.
+    """Return the columns to use, one per entry of `wanted`.
 
-    The third of what is wanted says whether it must be there, as all that is asked for must. A UsageError says what is
-    not there, or which columns are too alike; what need not be there has its usual name then.
+    Args:
+        table: Path of the table, for errors.
+        head: Column names of the table.
+        wanted: Requested column ("" for none), usual names, and whether the column is required. Without a request, the
+            first usual name that matches exactly one column is used.
+
+    Raises:
+        UsageError: If a requested or required column is missing, or several columns match a name.
     """
     head, chosen = list(head), []
     for asked, usual, is_needed in wanted:
@@ -166,19 +185,19 @@ def choose_columns(table: Path, head: Iterable[str], wanted: Iterable[tuple[str,
                 f"{table} has {what}; its columns are {', '.join(map(repr, sorted(head)))}. Name the columns "
                 "with --audio_column, --text_column, --speaker_column, --split_column and --channel_column."
             )
-        chosen.append(only or usual[0])
+        chosen.append(only or usual[0])  # an optional column that is missing reads as empty
     return chosen
 
 
 def channel_column(source: SpeechFolder) -> tuple[str, tuple[str, ...], bool]:
-    """Return the request to `choose_columns` for the column of channels; for no column if the user says so."""
+    """Return the request to `choose_columns` for the channel column; one that matches nothing if the user opted out."""
     if source.channel_column == NO_COLUMN:
-        return "", (f"{NO_COLUMN}\0",), False  # no head has it
+        return "", (f"{NO_COLUMN}\0",), False  # no header contains a NUL
     return source.channel_column, ("channel",), False
 
 
 def parse_json(text: str) -> object:
-    """What a JSON text says; a ValueError with a short reason where it says nothing."""
+    """Parse a JSON text; a ValueError with a short reason if it is invalid."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -186,14 +205,15 @@ def parse_json(text: str) -> object:
 
 
 def as_text(value: object) -> str:
-    """A JSON value where a text is expected: numbers as written (speakers often are), everything else empty."""
+    """Return a JSON value as text: strings and numbers (speakers often are numbers); "" for everything else."""
     if isinstance(value, str):
         return value
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else ""
 
 
 def as_seconds(value: object) -> float | None:
-    """A number of seconds, also where it stands in quotes; None where it is none. It may still be negative or NaN."""
+    """Return a number, or a number in quotes, as seconds; None if it is none. It may still be negative or NaN."""
+    # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:

@@ -1,7 +1,7 @@
-"""Rows of an unquoted table that were one, until a program that quotes (pandas) wrote a line end into a cell of theirs.
+"""Repair of rows that were split when a program that quotes (pandas) wrote a line end into a cell.
 
-In such tables a quotation mark is a character of its sentence, and need not come in pairs. So rows are joined only
-where it is sure that they are one.
+In such tables a quotation mark is a literal character of its sentence, and need not be paired. Therefore rows are
+joined only if they certainly belong together.
 """
 
 import re
@@ -12,14 +12,14 @@ from itertools import islice
 
 from konkanivani.data.formats.tables import Record
 
-MAX_ROWS = 20  # that one may have been torn into
-QUOTED = re.compile(r'"([^"]*(?:""[^"]*)*)"(?!")')  # a cell as CSV quotes it; linear in what it is tried on
+MAX_ROWS = 20  # into which one row may have been split
+QUOTED = re.compile(r'"([^"]*(?:""[^"]*)*)"(?!")')  # a cell quoted as in CSV; linear time
 
 
 def mend_rows(rows: Iterable[Record], delimiter: str = "\t") -> Iterator[Record]:
-    """The rows, joined where one ends in a quoted cell that a later one closes, and together they have all the cells.
+    """Yield the rows, joining a row that ends in an open quoted cell with the rows that close it and fill all columns.
 
-    The line end becomes a blank. A row with too few cells that may go on, but not surely, says so by `closed_by`.
+    The line end becomes a space. A row with too few cells that may, but need not, continue is marked by `closed_by`.
     """
     rows, waiting = iter(rows), deque[Record]()
     while True:
@@ -38,7 +38,7 @@ def _is_open(cell: str) -> bool:
 
 
 def _joined(first: Record, following: Iterable[Record], delimiter: str) -> tuple[Record, int]:
-    """The row with those behind it that belong to it, and how many they are."""
+    """Return the row joined with the following rows that belong to it, and the number of these."""
     cells, width, has_swallowed = first.cells, len(first.columns), False
     for count, row in enumerate(following, start=1):
         *whole, last = cells
@@ -49,11 +49,13 @@ def _joined(first: Record, following: Iterable[Record], delimiter: str) -> tuple
             continue
         text, rest = quoted.group(1), last[quoted.end() :]
         if rest and not rest.startswith(delimiter):
-            break  # a mark in the midst of a cell: here they are characters
+            break  # a quotation mark inside a cell: literal characters
+        # A delimiter between the quotation marks suggests that they belong to different rows.
         has_swallowed |= delimiter in text
         cells = (*whole, text.replace('""', '"').replace("\n", " "), *rest.split(delimiter)[1:])
         if len(cells) == width and not has_swallowed:
             return replace(first, cells=cells), count
+        # Continue only if the row is still too short and its new last cell is open again.
         if not (len(cells) < width and rest and _is_open(cells[-1])):
             return replace(first, closed_by=row.row if len(first.cells) < width else 0), 0
     return first, 0

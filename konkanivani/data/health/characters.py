@@ -1,6 +1,6 @@
-"""What transcripts are written with: every character of the raw text, counted, named and judged.
+"""Inventory of the characters in raw transcripts, with their counts, Unicode names and noteworthy properties.
 
-A script is what Unicode's name of a letter begins with (`DEVANAGARI LETTER KA`), so no table of scripts is needed.
+The script of a letter is the first word of its Unicode name (`DEVANAGARI LETTER KA`), so no table of scripts is needed.
 """
 
 import re
@@ -15,16 +15,16 @@ from konkanivani.base.console import JOINERS, is_invisible, show_text
 from konkanivani.data.format_characters import ZWJ, count_mapped_joiners
 from konkanivani.data.text import normalize_text
 
-RARE = 3  # seen fewer times than this
-MAX_MIXED_WORDS = 10_000  # different ones kept while counting; a corpus with more is broken throughout
+RARE = 3  # a character with a lower count is rare
+MAX_MIXED_WORDS = 10_000  # distinct words kept while counting; a corpus with more is broken throughout
 MAX_LISTED = 1_000
-# Names of marks and modifiers that go with letters of any script begin with these.
+# First words of the names of marks and modifiers that are used with letters of any script.
 COMMON = {"COMBINING", "MODIFIER", "VEDIC", "VARIATION", "SUPERSCRIPT", "SUBSCRIPT", "FEMININE", "MASCULINE", "MICRO"}
 
 
 @dataclass(frozen=True)
 class Character:
-    """One character of the raw transcripts; `marks` says what is noteworthy about it."""
+    """A character of the raw transcripts; `marks` lists its noteworthy properties."""
 
     code: int
     name: str
@@ -35,7 +35,7 @@ class Character:
 
 @dataclass(frozen=True)
 class Spelling:
-    """One way, as code points, in which something that Unicode holds to be one is written, and how often."""
+    """One of several canonically equivalent code point sequences, and its count."""
 
     codes: tuple[int, ...]
     count: int
@@ -43,7 +43,7 @@ class Spelling:
 
 @dataclass(frozen=True)
 class SpellingVariants:
-    """Different code points for the same character: one NFC form with all its spellings in the raw text."""
+    """A character that the raw text encodes in several ways: its NFC form and all its encodings."""
 
     shape: str
     spellings: tuple[Spelling, ...]
@@ -51,7 +51,7 @@ class SpellingVariants:
 
 @dataclass(frozen=True)
 class MixedWord:
-    """A word with letters of two or more scripts, and where it was first seen."""
+    """A word with letters of two or more scripts, and the row in which it was first seen."""
 
     word: str
     scripts: tuple[str, ...]
@@ -61,7 +61,7 @@ class MixedWord:
 
 @dataclass(frozen=True)
 class Changes:
-    """What `normalize_text` does to the raw transcripts; texts in the first two, else characters.
+    """Effect of `normalize_text` on the raw transcripts: the first two fields count texts, the others characters.
 
     A joiner is mapped if it is part of a sequence with an equivalent encoding (format_characters.py), else removed.
     """
@@ -78,7 +78,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class CharacterHealth:
-    """The inventory, most frequent first; `different` and `letters` count all, `inventory` lists at most 1,000."""
+    """Character inventory, most frequent first; `different` and `letters` are totals, `inventory` has at most 1,000."""
 
     script: str
     different: int
@@ -92,7 +92,7 @@ class CharacterHealth:
 
 @dataclass
 class CharacterCount:
-    """Counts that grow text by text; what they take depends on how many different characters there are."""
+    """Running counts over transcripts; memory grows with the number of distinct characters, not of texts."""
 
     raw: Counter = field(default_factory=Counter)
     normalized: Counter = field(default_factory=Counter)
@@ -105,14 +105,16 @@ class CharacterCount:
     joiners_mapped: int = 0
 
     def add(self, raw: str, normalized: str, row: int) -> None:
-        """Takes in one transcript, as its manifest writes it and as it is trained on."""
+        """Count a transcript, both as its manifest contains it and as it is trained on."""
         self.raw.update(raw)
         self.normalized.update(normalized)
         self.texts += 1
         self.changed += raw != normalized
         self.joiners_mapped += count_mapped_joiners(raw)
         self.not_composed += not unicodedata.is_normalized("NFC", raw)
+        # Decomposed characters, such as a letter followed by a combining mark.
         self.pairs.update(_composition()[1].findall(raw))
+        # Almost all texts have one script; only the others are examined word by word.
         if len({script_of(character) for character in set(raw)} - {""}) > 1:
             for word in raw.split():
                 is_kept = word in self.mixed or len(self.mixed) < MAX_MIXED_WORDS
@@ -121,11 +123,13 @@ class CharacterCount:
                     self.first_row.setdefault(word, row)
 
     def health(self) -> CharacterHealth:
+        """Return the inventory of all counted transcripts."""
         scripts = Counter()
         for character, count in self.raw.items():
             scripts[script_of(character)] += count
         del scripts[""]
         majority = scripts.most_common(1)[0][0] if scripts else ""
+        # Ties in code point order, so that the report is reproducible.
         listed = sorted(self.raw.items(), key=lambda pair: (-pair[1], pair[0]))
         words = self.mixed.most_common(20)
         return CharacterHealth(
@@ -145,11 +149,11 @@ class CharacterCount:
         )
 
     def _mapped(self, character: str) -> int:
-        """Return how many of a character are mapped; only a ZWJ can be."""
+        """Return the number of occurrences of a character that are mapped; only a ZWJ can be."""
         return self.joiners_mapped if character == ZWJ else 0
 
     def _twins(self) -> tuple[SpellingVariants, ...]:
-        """Every NFC form that the raw text writes in more than one way, by how often."""
+        """Return every character that the raw text encodes in more than one way, most frequent first."""
         found: dict[str, list[Spelling]] = {}
         composable, _ = _composition()
         for form, count in [*self.raw.items(), *self.pairs.items()]:
@@ -181,9 +185,10 @@ class CharacterCount:
 
 @cache
 def script_of(character: str) -> str:
-    """The script of a letter or of its mark, such as `DEVANAGARI`; empty for all else and for what any script uses."""
+    """Return the script of a letter or mark, such as `DEVANAGARI`; "" for other characters and marks of any script."""
     if unicodedata.category(character)[0] not in "LM":
         return ""
+    # A name may start with two scripts: KATAKANA-HIRAGANA PROLONGED SOUND MARK.
     name = unicodedata.name(character, "").split(" ")[0].split("-")[0]
     return "" if name in COMMON else name
 
@@ -204,6 +209,7 @@ def _describe(character: str, count: int, mapped: int, majority: str) -> Charact
         "mapped": mapped > 0,
         "removed": fate in ("joiner", "format") and count > mapped,
         "becomes a space": fate == "space",
+        # Only characters that remain in the training text can be too rare to be learnt.
         "rare": count < RARE and fate in ("kept", "lowered") and character != " ",
     }
     noted = tuple(mark for mark, holds in marks.items() if holds)
@@ -216,21 +222,24 @@ def _treatment(character: str) -> Literal["kept", "joiner", "format", "space", "
         return "joiner"
     if character == " ":
         return "kept"
+    # normalize_text strips a blank, so a space is handled before.
     normal = normalize_text(character)
     if not normal:
         return "format" if unicodedata.category(character) == "Cf" else "space"
+    # Composition by NFC alone is not a change of case.
     return "lowered" if normal != unicodedata.normalize("NFC", character) else "kept"
 
 
 @cache
 def _composition() -> tuple[frozenset[str], re.Pattern]:
-    """The NFC forms with more than one spelling, and what finds the spellings of two characters in a text.
+    """Return the NFC forms with more than one encoding, and a pattern for the encodings of two characters in a text.
 
-    From this Python's Unicode; a third of a second, so not at import.
+    The tables come from Python's own Unicode database, which takes a third of a second; therefore not at import.
     """
     shapes, seconds = set(), set()
     for character in map(chr, range(sys.maxunicode + 1)):
         parts = unicodedata.decomposition(character).split(" ")
+        # "<compat>" and the like are compatibility decompositions, which NFC leaves unchanged.
         if parts[0] and not parts[0].startswith("<"):
             shapes.add(unicodedata.normalize("NFC", character))
             seconds.update(chr(int(part, 16)) for part in parts[1:])

@@ -1,4 +1,4 @@
-"""Utterances named in a report, with what is the matter with them, and counts with a name."""
+"""Example utterances of a report, each with its problem, and named counts."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ MAX_EXAMPLES = 20
 
 @dataclass(frozen=True)
 class ExampleRow:
-    """An utterance to look at: its line in the manifest, its name and text fit to be shown, and what is the matter."""
+    """An utterance in a report: its row in the manifest, its id and text in printable form, and its problem."""
 
     row: int
     id: str
@@ -20,13 +20,13 @@ class ExampleRow:
 
     @property
     def place(self) -> str:
-        """Where to look: a broken row may name no audio."""
+        """Return the location for the user; a broken row may name no audio."""
         return f"row {self.row}, {self.id}" if self.id else f"row {self.row}"
 
 
 @dataclass(frozen=True)
 class Listed:
-    """How many there are, and the first or the worst of them."""
+    """A total count, and the first or the worst utterances as examples."""
 
     count: int = 0
     examples: tuple[ExampleRow, ...] = ()
@@ -34,17 +34,18 @@ class Listed:
 
 @dataclass(frozen=True)
 class Tally:
-    """How often something occurs."""
+    """A name and the number of its occurrences."""
 
     name: str
     count: int
 
 
 def example(utterance: Utterance, detail: str) -> ExampleRow:
-    """The utterance as it may be shown, with what is the matter."""
+    """Return the utterance in printable form, with its problem."""
+    # Control characters of a corpus must not reach the terminal.
     return ExampleRow(utterance.row, show_text(utterance.id), show_text(utterance.text), show_text(detail, 300))
 
 
 def tallies(counts: Counter) -> tuple[Tally, ...]:
-    """The most frequent, first."""
+    """Return the most frequent entries in descending order."""
     return tuple(Tally(str(name), count) for name, count in counts.most_common(MAX_EXAMPLES))

@@ -1,7 +1,6 @@
-"""What a person should know of a corpus's health before training on it, each with what to do about it.
+"""Findings on a corpus before training, each with a remedy.
 
-An error is what the trainer refuses, or what makes its result worthless; a warning is worth a look; a note is good to
-know.
+An error is refused by the trainer or makes its result worthless; a warning should be checked; a note is information.
 """
 
 from collections.abc import Iterator
@@ -18,18 +17,18 @@ from konkanivani.data.health.examples import Listed
 from konkanivani.data.health.health import CorpusHealth, PartHealth, PartOverlap
 from konkanivani.data.health.recordings import LOUD, MAX_SILENCE, QUIET, SoundHealth
 
-OFTEN = 0.05  # of the recordings or sentences: what is rarer is worth less of a word
-FEW_WORDS = 1_000  # in a set that is scored
+OFTEN = 0.05  # share of the recordings or sentences; a rarer problem is less severe, or not reported
+FEW_WORDS = 1_000  # in a validation or test set
 FEW_HOURS = 1.0
 MAX_PADDING = 0.2
 MAX_SPEAKER_SHARE = 0.5
 LEVELS_APART = 12.0  # dB between the medians of two manifests
-FEW_SENTENCES = 0.2  # different ones, as a share of the utterances
+FEW_SENTENCES = 0.2  # distinct sentences as a share of the utterances
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to know: how bad it is, what it is and where, and what to do about it."""
+    """A finding: its severity, the problem and its location, and a remedy."""
 
     severity: Literal["error", "warning", "note"]
     sentence: str
@@ -41,7 +40,7 @@ error, warning, note = partial(Finding, "error"), partial(Finding, "warning"), p
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the corpus can be trained on, and why (not)."""
+    """Whether the corpus can be trained on, and the reason."""
 
     can_be_trained: bool
     sentence: str
@@ -49,7 +48,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that is known: the numbers, the findings, the verdict. `vocabulary` is in tokens, 0 where there is none."""
+    """Result of a health check: measurements, findings, verdict. `vocabulary` is in tokens, 0 without a tokenizer."""
 
     health: CorpusHealth
     findings: tuple[Finding, ...]
@@ -60,7 +59,11 @@ class Diagnosis:
 
 
 def find_all(health: CorpusHealth, refusals: tuple[str, ...], config: TrainConfig) -> tuple[Finding, ...]:
-    """All findings, errors first; `refusals` say which manifest cannot be read or why there is no vocabulary."""
+    """Return all findings, errors first.
+
+    Args:
+        refusals: Messages on manifests that cannot be read, or on a vocabulary that cannot be built.
+    """
     most_rejected = parse_share(config.data.max_rejected, "--max_rejected")
     found = [Finding("error", refusal, "") for refusal in refusals]
     for part in health.parts:
@@ -75,11 +78,12 @@ def find_all(health: CorpusHealth, refusals: tuple[str, ...], config: TrainConfi
         found += _of_crossing(crossing, health)
     found += _of_characters(health.characters, config)
     order = ("error", "warning", "note")
+    # sorted() is stable: within a severity, findings stay in the order above.
     return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))
 
 
 def reach_verdict(health: CorpusHealth, findings: tuple[Finding, ...]) -> Verdict:
-    """Whether it can be trained, in one sentence."""
+    """Return whether the corpus can be trained on, in one sentence."""
     errors = [finding.sentence.rstrip(".") for finding in findings if finding.severity == "error"]
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
@@ -92,18 +96,19 @@ def reach_verdict(health: CorpusHealth, findings: tuple[Finding, ...]) -> Verdic
 
 
 def _first(listed: Listed) -> str:
-    """Where to look, as an appendix to a sentence about what there is."""
+    """Return the location and problem of the first example, to be appended to a sentence."""
     worst = listed.examples[0]
     return f"{worst.place}: {worst.detail}"
 
 
 def _rows(part: PartHealth) -> int:
-    """All rows of the manifest, of which a share may be broken."""
+    """Return the number of rows in the manifest, from which the share of broken rows is computed."""
     return part.utterances + part.broken.count
 
 
 def _of_rows(part: PartHealth, most_rejected: float) -> Iterator[Finding]:
     name, limited = short_name(part.path), part.rejected.count - part.empty.count
+    # The trainer counts empty transcripts as broken rows, too.
     broken, rows = part.broken.count + part.empty.count, _rows(part)
     if broken:
         too_many = broken > most_rejected * rows
@@ -133,6 +138,7 @@ def _of_rows(part: PartHealth, most_rejected: float) -> Iterator[Finding]:
             f"({_first(part.repeated_rows)}).",
             "Remove the duplicate rows.",
         )
+    # A duplicate row also has duplicate audio; report it once.
     copies = part.repeated_audio.count - part.repeated_rows.count
     if copies > 0:
         yield warning(
@@ -175,10 +181,12 @@ def _of_rates(part: PartHealth) -> Iterator[Finding]:
 
 def _of_sound(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Iterator[Finding]:
     name = short_name(part.path)
-    # As many of the rest are expected; the trainer counts them with the rows broken in themselves.
+    # Extrapolate from the sample to all utterances; the trainer adds these to the broken rows.
     left_out = part.utterances * sound.left_out / max(sound.asked, 1)
     broken, rows = part.broken.count + part.empty.count + left_out, _rows(part)
+    # Without unusable audio, too many broken rows are already an error of `_of_rows`.
     too_many = left_out > 0 and broken > most_rejected * rows
+    # Exact only if all recordings were sampled.
     share = f"{'' if sound.asked == part.utterances else 'about '}{100 * broken / rows:.3g} %"
     limit = f"--max_rejected {100 * most_rejected:g}%"
     allowed = f"; {share} of the rows are broken, more than {limit}" if too_many else ""
@@ -227,9 +235,10 @@ def _of_levels(name: str, sound: SoundHealth) -> Iterator[Finding]:
 
 
 def _of_recordings(health: CorpusHealth) -> Iterator[Finding]:
-    """What shows when the recordings of all manifests are compared with those that are trained on."""
+    """Yield findings from the comparison of all manifests' recordings with the training set."""
     heard = [part for part in health.parts if part.sound and part.sound.heard]
     rates = sorted({int(tally.name) for part in heard for tally in part.sound.rates})
+    # Upsampled audio has no energy above its old Nyquist frequency.
     if len(rates) > 1 or any(rate < SAMPLE_RATE for rate in rates):
         yield note(
             f"The recordings' sample rates are {', '.join(map(str, rates))} Hz; all are resampled to {SAMPLE_RATE} Hz.",
@@ -284,6 +293,7 @@ def _of_crossing(crossing: PartOverlap, health: CorpusHealth) -> Iterator[Findin
     first, second = short_name(crossing.first), short_name(crossing.second)
     total = next(part.utterances for part in health.parts if part.path == crossing.second)
     audio = crossing.audio
+    # Only overlap with the training set makes a score meaningless.
     graver, milder = (error, warning) if crossing.with_training else (warning, note)
     if audio.count:
         yield graver(
@@ -353,5 +363,5 @@ def _of_marked_characters(text: CharacterHealth) -> Iterator[Finding]:
 
 
 def _shown(code: int) -> str:
-    """The character itself before its code point, where it can be seen."""
+    """Return the character and a space, to precede its code point; "" if it is not visible."""
     return f"{chr(code)} " if chr(code).isprintable() and not chr(code).isspace() else ""

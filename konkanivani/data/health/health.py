@@ -1,7 +1,7 @@
-"""The health of a corpus in numbers: what a manifest's rows say, and what a part of its recordings sound like.
+"""Health of a corpus in numbers: statistics over the rows of its manifests, and over a sample of its recordings.
 
-A manifest of any length is read row by row: about 60 bytes of numbers stay of each, and of a few the row itself.
-Times are seconds unless a name says hours; a rate is of the normalised text without its spaces, in code points.
+A manifest of any length is read row by row: about 60 bytes of numbers per row stay in memory, and a few whole rows.
+Times are in seconds unless a name says hours; a rate is in code points of the normalised text without spaces.
 """
 
 import os
@@ -40,14 +40,14 @@ from konkanivani.data.utterance import Utterance
 from konkanivani.data.vocabulary import Vocabulary
 
 OUTLIER = 3.5  # robust z-score; Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (1993)
-MIN_BIN_WIDTH = 0.1  # seconds and rates that a histogram tells apart
-MIN_RATES = 20  # among which one can stand out
-MIN_SPREAD = 0.02  # of a log rate: a corpus of equal rates has no outliers at a hair's breadth
+MIN_BIN_WIDTH = 0.1  # of histograms, in seconds or units of a rate
+MIN_RATES = 20  # fewer have no outliers
+MIN_SPREAD = 0.02  # minimum MAD of log rates: with nearly equal rates, tiny deviations would be outliers
 
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """One manifest to look into; its `count` sound rows can be read more than once, in the same order."""
+    """A manifest to examine; its `count` valid rows can be read repeatedly, in the same order."""
 
     path: str
     is_training: bool
@@ -58,7 +58,7 @@ class CorpusPart:
 
 @dataclass(frozen=True)
 class SpeakerHealth:
-    """Who speaks; `unnamed` utterances name nobody. Hours of the middle speaker, share of the one with most."""
+    """Speakers of a manifest: hours of the median speaker, share of the largest, and utterances without a label."""
 
     count: int
     unnamed: int
@@ -69,9 +69,9 @@ class SpeakerHealth:
 
 @dataclass(frozen=True)
 class RateHealth:
-    """Characters a second, and the utterances that stand out in it by the robust z-score of its logarithm.
+    """Characters per second, with outliers by the robust z-score of its logarithm.
 
-    `unusual` is worst first: too fast is as a rule too much text or audio cut short, too slow the other way round.
+    `unusual` lists the worst first: too fast usually means too much text or truncated audio, too slow the opposite.
     """
 
     characters: Histogram
@@ -82,10 +82,15 @@ class RateHealth:
 
 @dataclass(frozen=True)
 class PartHealth:
-    """One manifest; `usable` and `usable_hours` are what the trainer's limits leave, `sentences` the different ones.
+    """Health of a manifest.
 
-    `broken` rows are no utterances; `rejected` are the utterances that are not usable: those whose transcript is
-    `empty`, which the trainer counts as broken too, and those outside the limits, whose `reasons` are counted.
+    Attributes:
+        usable, usable_hours: Utterances within the trainer's limits.
+        sentences: Number of distinct sentences.
+        broken: Rows that are not utterances.
+        rejected: Utterances that are not usable: those with an `empty` transcript, which the trainer counts as broken,
+            too, and those outside the limits.
+        reasons: Number of utterances outside each limit.
     """
 
     path: str
@@ -114,7 +119,7 @@ class PartHealth:
 
 @dataclass(frozen=True)
 class PartOverlap:
-    """What two manifests have in common, counted in the second one; `shared_speakers` names at most twenty."""
+    """Overlap of two manifests, counted in the second one; `shared_speakers` names at most twenty."""
 
     first: str
     second: str
@@ -128,7 +133,7 @@ class PartOverlap:
 
 @dataclass(frozen=True)
 class CorpusHealth:
-    """All manifests that could be read, what each has in common with the ones before it, and the text of them all."""
+    """Health of all readable manifests, the overlap of each with the previous ones, and the characters of them all."""
 
     parts: tuple[PartHealth, ...]
     crossings: tuple[PartOverlap, ...]
@@ -137,7 +142,7 @@ class CorpusHealth:
 
 @dataclass(frozen=True)
 class HealthRequest:
-    """How a corpus is measured: the trainer's settings, its tokenizer (None: it has none), recordings to decode."""
+    """Settings of a health check: the trainer's configuration, its tokenizer (or None), recordings to decode."""
 
     config: TrainConfig
     tokenizer: Vocabulary | None
@@ -146,7 +151,7 @@ class HealthRequest:
 
 @dataclass
 class RowNumbers:
-    """What stays of the rows of one manifest: arrays with one number a row, and counts."""
+    """Numbers kept of a manifest's rows: arrays with one number per row, and counts."""
 
     seconds: array = field(default_factory=lambda: array("d"))
     is_usable: array = field(default_factory=lambda: array("b"))
@@ -163,13 +168,17 @@ class RowNumbers:
     letters: Counter = field(default_factory=Counter)  # of the normalised text
     empty: list[ExampleRow] = field(default_factory=list)
     rejected: list[ExampleRow] = field(default_factory=list)
-    chosen: list[tuple[Utterance, bool]] = field(default_factory=list)  # and whether they are usable
+    chosen: list[tuple[Utterance, bool]] = field(default_factory=list)  # sampled, with a flag whether it is usable
 
 
 def measure_corpus(parts: list[CorpusPart], request: HealthRequest) -> CorpusHealth:
-    """The health of the parts. Their rows are read once; again only what must be compared by content, or be shown."""
+    """Return the health of the parts.
+
+    The rows are read once, and again only those to be compared by content or shown as examples.
+    """
     text = CharacterCount()
     rows = [read_rows(part, request, text) for part in parts]
+    # Only files with equal size and span can be identical; only these are read.
     same_extent = occur_again([np.array(numbers.extents) for numbers in rows]) if rows else []
     for part, numbers, again in zip(parts, rows, same_extent, strict=True):
         numbers.audio = content_keys(part.rows, again)
@@ -183,7 +192,7 @@ def measure_corpus(parts: list[CorpusPart], request: HealthRequest) -> CorpusHea
 
 
 def content_keys(rows: Iterable[Utterance], asked: np.ndarray) -> np.ndarray:
-    """Keys of the recordings by content, uint64, where they are asked for; 0 elsewhere."""
+    """Return uint64 content keys (N,) of the recordings selected by the mask `asked`; 0 for the others."""
     keys = np.zeros(len(asked), dtype=np.uint64)
     if asked.any():
         for number, utterance in enumerate(rows):
@@ -193,8 +202,9 @@ def content_keys(rows: Iterable[Utterance], asked: np.ndarray) -> np.ndarray:
 
 
 def read_rows(part: CorpusPart, request: HealthRequest, text: CharacterCount) -> RowNumbers:
-    """The numbers of a part's rows, in one pass, their text counted; `audio` is left empty."""
+    """Return the numbers of a part's rows in one pass, and count their characters; `audio` stays empty."""
     rows, config = RowNumbers(), request.config
+    # Training and evaluation skip different utterances.
     limits = training_limits(config) if part.is_training else evaluation_limits(config)
     chosen = set(pick_evenly(part.count, request.audio_utterances, config.run.seed))
     for number, utterance in enumerate(part.rows):
@@ -213,7 +223,7 @@ def read_rows(part: CorpusPart, request: HealthRequest, text: CharacterCount) ->
 
 
 def pick_evenly(count: int, wanted: int, seed: int) -> list[int]:
-    """At most `wanted` indices below `count`, evenly spaced from where the seed says; all where there are no more."""
+    """Return at most `wanted` evenly spaced indices below `count`, with an offset that depends on the seed."""
     if wanted >= count:
         return list(range(count))
     shift = np.random.default_rng(derive_seed(seed, "audio")).random()
@@ -226,6 +236,7 @@ def _take_row(rows: RowNumbers, utterance: Utterance, normal: str, reason: str |
     rows.characters.append(len(normal) - normal.count(" "))
     rows.words.append(len(normal.split()))
     rows.sentences.append(text_key(normal))
+    # Equal path and id: the same row twice, not two spans of a file.
     rows.places.append(text_key(f"{os.path.abspath(utterance.audio_path)}\0{utterance.id}"))
     rows.speakers[utterance.speaker] += 1
     rows.speaker_seconds[utterance.speaker] += utterance.duration
@@ -234,6 +245,7 @@ def _take_row(rows: RowNumbers, utterance: Utterance, normal: str, reason: str |
         return
     if normal:
         rows.reasons[kind_of(reason)] += 1
+    # An empty transcript is counted apart from the limits.
     for listed in (rows.rejected,) if normal else (rows.rejected, rows.empty):
         if len(listed) < MAX_EXAMPLES:
             listed.append(example(utterance, reason))
@@ -273,14 +285,16 @@ def _broken(row: BrokenRow) -> ExampleRow:
 
 
 def robust_scores(rates: np.ndarray) -> np.ndarray:
-    """How far each rate lies from the middle: 0.6745 (x - median) / MAD of its logarithm.
+    """Return the robust z-score of the logarithm of each rate: 0.6745 (x - median) / MAD.
 
-    0 where it is no rate, and for all where there are fewer than twenty.
+    It is 0 for a value that is not a positive number, and for all if there are fewer than twenty rates.
     """
     scores, is_rate = np.zeros(len(rates)), np.isfinite(rates) & (rates > 0)
     if is_rate.sum() >= MIN_RATES:
+        # On a log scale, half and twice the median are equally far from it.
         logs = np.log(rates[is_rate])
         away = logs - np.median(logs)
+        # 0.6745 is the MAD of the standard normal distribution.
         scores[is_rate] = 0.6745 * away / max(float(np.median(np.abs(away))), MIN_SPREAD)
     return scores
 
@@ -292,6 +306,7 @@ def _measure_rates(part: CorpusPart, rows: RowNumbers) -> RateHealth:
     scores = robust_scores(rates)
     unusual = np.flatnonzero(np.abs(scores) > OUTLIER)
     worst = unusual[np.argsort(-np.abs(scores[unusual]), kind="stable")][:MAX_EXAMPLES].tolist()
+    # Only numbers are in memory; the examples are read again.
     found = fetch(part.rows, worst)
     details = {n: f"{rates[n]:.1f} characters/s in {seconds[n]:.2f} s (z {scores[n]:+.1f})" for n in worst}
     return RateHealth(
@@ -303,7 +318,7 @@ def _measure_rates(part: CorpusPart, rows: RowNumbers) -> RateHealth:
 
 
 def fetch(rows: Iterable[Utterance], wanted: Iterable[int]) -> dict[int, Utterance]:
-    """The rows with these indices, in one more pass that ends at the last of them."""
+    """Return the rows with these indices, in one more pass that stops at the last of them."""
     wanted = set(wanted)
     end = max(wanted, default=-1) + 1
     return {number: utterance for number, utterance in enumerate(islice(rows, end)) if number in wanted}
@@ -323,7 +338,7 @@ def _measure_speakers(rows: RowNumbers) -> SpeakerHealth:
 
 
 def _listed(one: CorpusPart, other: CorpusPart, pairing: Pairing) -> Listed:
-    """The rows of the other part that are in the one too."""
+    """Return the repeated rows of `other`, each with the row of `one` that it repeats."""
     left, right = fetch(one.rows, (a for a, _ in pairing.pairs)), fetch(other.rows, (b for _, b in pairing.pairs))
     where = "" if one is other else f" of {os.path.basename(one.path)}"
     examples = (example(right[b], f"as row {left[a].row}{where}, {left[a].id}") for a, b in pairing.pairs)
@@ -331,11 +346,12 @@ def _listed(one: CorpusPart, other: CorpusPart, pairing: Pairing) -> Listed:
 
 
 def _measure_crossing(first: tuple[CorpusPart, RowNumbers], second: tuple[CorpusPart, RowNumbers]) -> PartOverlap:
-    """What the second part has of the first."""
+    """Return the overlap of the second part with the first."""
     (one, rows), (other, others) = first, second
     sentences = repeats_across(np.array(rows.sentences), np.array(others.sentences), MAX_EXAMPLES)
     audio = repeats_across(rows.audio, others.audio, MAX_EXAMPLES)
     shared = sorted((rows.speakers.keys() & others.speakers.keys()) - {""})
+    # Characters without a token in a vocabulary of the first part.
     unknown = Counter({c: n for c, n in others.letters.items() if c not in rows.letters})
     return PartOverlap(
         first=one.path,
@@ -350,9 +366,10 @@ def _measure_crossing(first: tuple[CorpusPart, RowNumbers], second: tuple[Corpus
 
 
 def _measure_epoch(durations: np.ndarray, config: TrainConfig) -> EpochHealth:
-    """The epoch that the trainer would plan of the usable durations."""
+    """Return the first epoch that the trainer would plan from the usable durations."""
     data, seed = config.data, config.run.seed
     if data.train_subset < 100:
         durations = durations[choose_subset(len(durations), data.train_subset, seed)]
+    # `auto` is resolved by a memory plan on the GPU; assume the whole global batch here.
     micro_batch = config.global_batch_size if data.batch_size == "auto" else data.batch_size
     return measure_epoch(EpochPlanner(durations, config.global_batch_size, seed), micro_batch)

@@ -1,4 +1,4 @@
-"""A histogram with bins that a person can read: round widths, and what lies far out counted, not drawn."""
+"""Histograms with round bin edges; distant outliers are counted but not drawn."""
 
 import math
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_BINS, MAX_BINS = 6, 24
-ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)  # times a power of ten
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How much lies in each bin: `amounts[i]` in [start + i * width, start + (i + 1) * width), the end in the last.
+    """Amounts per bin: `amounts[i]` is in [start + i * width, start + (i + 1) * width), the last bin includes its end.
 
-    `below` and `beyond` is what lies outside of all bins. An amount is a number of values, or a sum of their weights.
+    `below` and `beyond` are the amounts outside all bins. An amount is a number of values or a sum of their weights.
     """
 
     start: float
@@ -31,46 +31,51 @@ class Histogram:
 
 
 def build_histogram(values: np.ndarray, weights: np.ndarray | None = None, finest: float = 0.0) -> Histogram:
-    """The histogram of the finite values; bins span all but the outermost half percents, or all where that is close.
+    """Return the histogram of the finite values.
 
-    No bin is narrower than `finest`: differences that small mean nothing.
+    The bins span the values without the outer 0.5 % on each side, or all values if that is not much wider.
+    No bin is narrower than `finest`, because smaller differences mean nothing.
     """
     finite = np.isfinite(values)
     values, weights = values[finite], None if weights is None else weights[finite]
     if not len(values):
         return Histogram(0.0, 1.0, (), 0.0, 0.0)
     start, width, count = _bins(values, finest)
-    # An edge that a value lies on belongs to the bin above it, whatever the last bit of the division says; the end does
-    # not begin a bin of its own.
+    # A value on an edge belongs to the bin above, whatever the last bit of the division is; a value at the end belongs
+    # to the last bin.
     exact = (values - start) / width
     place = np.floor(exact + 1e-9)
     place[(place == count) & (exact < count + 1e-9)] = count - 1
+    # Index 0 collects the values below, the last index those beyond.
     sums = np.bincount(np.clip(place, -1, count).astype(np.int64) + 1, weights, minlength=count + 2)
     return Histogram(start, width, tuple(sums[1:-1].tolist()), float(sums[0]), float(sums[-1]))
 
 
 def round_step(span: float, most: int) -> float:
-    """The smallest round number of which `most` cover `span`."""
+    """Return the smallest round number such that `most` of them cover `span`."""
     rough = span / most
     power = 10.0 ** math.floor(math.log10(rough))
+    # The tolerance absorbs rounding errors: 0.30000000000000004 / 3 gives 0.1, not 0.2.
     return next(step * power for step in ROUND_STEPS if step * power >= rough * (1 - 1e-9))
 
 
 def _bins(values: np.ndarray, finest: float) -> tuple[float, float, int]:
-    """Start, width and number of the bins."""
+    """Return the start, width and number of the bins."""
     low, high = (float(value) for value in np.quantile(values, [0.005, 0.995]))
+    # A tail of less than 30 % of the range is drawn.
     if values.max() - high < 0.3 * (high - low):
         high = float(values.max())
     if low - values.min() < 0.3 * (high - low):
         low = float(values.min())
+    # Start at zero if that leaves less than 40 % of the axis empty.
     if 0 <= low < 0.4 * high:
         low = 0.0
     span = high - low if high - low > 1e-9 * max(1.0, abs(high)) else max(abs(high) * 0.1, 0.1)
-    # Rice's rule: twice the cube root; more bins than that show chance.
+    # Rice's rule: twice the cube root of the number of values; more bins would show noise.
     wanted = min(MAX_BINS, max(MIN_BINS, round(2 * len(values) ** (1 / 3))))
     width = max(round_step(span, wanted - 1), finest)
     first = math.floor(low / width + 1e-9)
     count = max(1, math.ceil(high / width - 1e-9) - first)
-    if count == 1:  # one bar needs something beside it to be seen as one
+    if count == 1:  # a single bar needs an empty bin next to it to be recognisable
         first, count = (first - 1, 3) if first else (0, 2)
     return first * width, width, count

@@ -1,4 +1,4 @@
-"""The share of padding in the planned micro-batches, computed from durations as `batching` plans them."""
+"""Share of padding in the planned micro-batches, computed from durations as `batching` plans them."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,11 @@ from konkanivani.data.batching import EpochPlanner, padded_seconds, same_size
 
 @dataclass(frozen=True)
 class EpochHealth:
-    """The first epoch as it is planned; seconds are of audio as recorded, before its speed is changed."""
+    """The first epoch as planned; seconds are of the recorded audio, before speed perturbation.
+
+    The `window_…` fields describe the global batches (utterances of an optimizer step): their size, and the median and
+    maximum seconds of audio in one.
+    """
 
     utterances: int
     window_size: int
@@ -21,7 +25,8 @@ class EpochHealth:
 
 
 def measure_epoch(planner: EpochPlanner, micro_batch: int) -> EpochHealth:
-    """The planner's epoch 0 with its windows cut into micro-batches of so many utterances."""
+    """Return the planner's epoch 0, with its global batches cut into micro-batches of `micro_batch` utterances."""
+    # Micro-batches of a fixed number of utterances, as a numeric --batch_size gives them.
     limits = same_size(micro_batch)
     windows = [planner.durations[window] for window in planner.plan_epoch(0)]
     speech = np.array([window.sum() for window in windows])

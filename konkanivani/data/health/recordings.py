@@ -1,4 +1,4 @@
-"""What many recordings sound like together, and which of them stand out."""
+"""Statistics over the audio of many recordings, and the recordings that stand out."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,13 +15,13 @@ from konkanivani.data.health.levels import SoundLevels, measure_levels
 from konkanivani.data.utterance import Utterance
 
 QUIET, LOUD, MUTE = -40.0, -10.0, -80.0  # dBFS
-MAX_OFFSET = 0.01  # of full scale
-MAX_SILENCE = 0.6  # of the time
+MAX_OFFSET = 0.01  # as a share of full scale
+MAX_SILENCE = 0.6  # as a share of the time
 
 
 @dataclass(frozen=True)
 class SpeakerLevel:
-    """How loud one speaker's recordings are: the median level in dBFS of so many."""
+    """Loudness of a speaker: the median level in dBFS of `heard` recordings."""
 
     name: str
     heard: int
@@ -30,10 +30,13 @@ class SpeakerLevel:
 
 @dataclass(frozen=True)
 class SoundHealth:
-    """What `heard` recordings sound like, evenly spaced in the manifest; each list is of utterances.
+    """Audio statistics of `heard` recordings, evenly spaced in the manifest; each list is of utterances.
 
-    `speaker_levels` has the quietest twenty of the speakers named, quietest first. `left_out` are those that the
-    trainer would open and find broken: unreadable, or of another duration than their row says.
+    Attributes:
+        asked: Number of sampled recordings.
+        left_out: Recordings that the trainer would open and reject: unreadable, or of another duration than their row
+            states.
+        speaker_levels: The quietest twenty labelled speakers, quietest first.
     """
 
     asked: int
@@ -60,15 +63,17 @@ class SoundHealth:
 
 
 def measure_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
-    """What these recordings sound like; the ones that cannot be read are listed with the reason.
+    """Return the audio statistics of these recordings; unreadable ones are listed with the reason.
 
-    Beside each stands whether it keeps to the trainer's limits, so that it is opened.
+    Args:
+        chosen: Utterances, each with a flag whether it is within the trainer's limits, so that the trainer opens it.
     """
     unreadable, heard = [], []
     for utterance, _ in chosen:
         try:
             heard.append((utterance, measure_levels(utterance)))
         except DataError as error:
+            # The example names the file; keep only the reason.
             reason = str(error).split(" cannot be read: ", 1)[-1].removesuffix(" Repair the file, or leave it out.")
             unreadable.append(example(utterance, reason.rstrip(".")))
     deviations = [_deviation(utterance, sound) for utterance, sound in heard]
@@ -76,6 +81,7 @@ def measure_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
     levels = np.array([sound.level for _, sound in heard])
     silence = np.array([sound.silence_share for _, sound in heard])
     seconds = np.array([sound.seconds for _, sound in heard])
+    # The median of no values is NaN, with a warning.
     middle = np.median if heard else lambda _: 0.0
     return SoundHealth(
         asked=len(chosen),
@@ -93,6 +99,7 @@ def measure_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
         silence_share=float((silence * seconds).sum() / seconds.sum()) if heard else 0.0,
         full_scale_share=float(np.mean([sound.full_scale_share for _, sound in heard])) if heard else 0.0,
         clipped=_worst(heard, [s.clipped_runs for _, s in heard], 0, "{:.0f} clipped runs"),
+        # A silent recording is listed in `mute` only, so its value here is 0.
         quiet=_worst(heard, [-s.level * (s.level > MUTE) for _, s in heard], -QUIET, "-{:.1f} dBFS"),
         loud=_worst(heard, [s.level for _, s in heard], LOUD, "{:.1f} dBFS"),
         mute=_worst(heard, [-s.level for _, s in heard], -MUTE, "silent"),
@@ -112,7 +119,7 @@ def _speaker_levels(heard: list[tuple[Utterance, SoundLevels]]) -> tuple[Speaker
 
 
 def _deviation(utterance: Utterance, sound: SoundLevels) -> float:
-    """Seconds between what the manifest and the file's header say; 0 where the trainer takes them for the same."""
+    """Return the difference in seconds between manifest and file header; 0 if the trainer tolerates it."""
     if sound.file_seconds is None:
         return 0.0
     deviation = abs(sound.file_seconds - utterance.duration)
@@ -120,7 +127,7 @@ def _deviation(utterance: Utterance, sound: SoundLevels) -> float:
 
 
 def _worst(heard: list[tuple[Utterance, SoundLevels]], values: Iterable[float], most: float, words: str) -> Listed:
-    """The utterances whose value is above `most`, worst first."""
+    """Return the utterances with a value above `most`, worst first."""
     values = np.array([*values], dtype=float)
     found = np.flatnonzero(values > most)
     order = found[np.argsort(-values[found], kind="stable")][:MAX_EXAMPLES]

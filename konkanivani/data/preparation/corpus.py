@@ -1,4 +1,4 @@
-"""The utterances of a corpus, checked row by row: text and path first, then the header of every audio file."""
+"""Row-by-row check of a corpus: text and path first, then the header of every audio file."""
 
 import math
 import os
@@ -20,21 +20,23 @@ from konkanivani.data.text import forbidden_character, forbidden_in_transcript, 
 from konkanivani.data.utterance import Utterance
 
 ROWS_AT_ONCE = 512
-THREADS = 8  # they wait for the disk
-MAX_CHARACTERS = 20_000  # nobody says more at a time; what follows takes time by the character
-# Fast speech has some 40 code points a second; a text with far more belongs to another recording.
+THREADS = 8  # for disk access; the work is not CPU-bound
+MAX_CHARACTERS = 20_000  # longer than any utterance; later steps take time per character
+# Fast speech has about 40 code points per second; a text with far more belongs to another recording.
 MAX_CHARACTER_RATE, SPARE_CHARACTERS = 100, 100
-SHALLOW = 3  # parts of a path such as /home/anita: no such folder is proposed as a place of audio
-LINE_ENDS = re.compile("[\t\n\r]")  # in a cell: a quotation mark has swallowed others
+SHALLOW = 3  # parts of a path such as /home/anita: so high a folder is not proposed as --audio_root
+LINE_ENDS = re.compile("[\t\n\r]")  # in a cell: a quotation mark has swallowed other cells
 NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class CheckedUtterance:
-    """An utterance that can be used, the split that its corpus gave it, and what it is compared by.
+    """A usable utterance, the split that its corpus gives it, and the values by which it is compared.
 
-    `id` names it within the corpus, the same wherever the corpus lies; `sentence` is its normalised text. `removed` are
-    the format characters that its text had in the corpus and has no longer.
+    Attributes:
+        id: Name within the corpus, independent of the corpus's location.
+        sentence: Normalised text.
+        removed: Format characters that were removed from the text of the corpus.
     """
 
     utterance: Utterance
@@ -59,7 +61,7 @@ class CheckedUtterance:
 
 @dataclass(frozen=True)
 class AudioRoots:
-    """Where audio may lie (`inside`, a resolved folder), and where the manifests will: `output`.
+    """Folders that may contain audio (`inside`, resolved) and that will contain the manifests (`output`).
 
     Audio in `staged` will have moved to `published` when the manifests are read.
     """
@@ -72,22 +74,23 @@ class AudioRoots:
 
 @dataclass
 class Corpus:
-    """What has been read of a corpus: the utterances that can be used, and the rows that cannot."""
+    """Rows of a corpus, separated into usable utterances and refused rows."""
 
     utterances: list[CheckedUtterance] = field(default_factory=list)
     refused: list[RefusedRow] = field(default_factory=list)
 
     @property
     def damage(self) -> float:
-        """The share of rows that are refused and should not be."""
+        """Return the share of rows that are refused unexpectedly."""
         unexpected = sum(not row.is_expected for row in self.refused)
         return unexpected / max(1, unexpected + len(self.utterances))
 
 
 def read_corpus(rows: Iterable[FoundUtterance | RefusedRow], roots: AudioRoots) -> Corpus:
-    """The rows checked, in their order; few of them are in memory before they are.
+    """Check the rows and return them in order.
 
-    Refused are those too of which one before it is the same stretch of the same audio.
+    A row is also refused if an earlier one is the same span of the same audio. At most `ROWS_AT_ONCE` unchecked rows
+    are in memory.
     """
     corpus, first_rows = Corpus(), {}
     rows = iter(rows)
@@ -95,7 +98,7 @@ def read_corpus(rows: Iterable[FoundUtterance | RefusedRow], roots: AudioRoots) 
         while chunk := list(islice(rows, ROWS_AT_ONCE)):
             placed = [row if isinstance(row, RefusedRow) else _place(row, roots) for row in chunk]
             files = dict.fromkeys(_file_of(row) for row in placed if isinstance(row, FoundUtterance))
-            headers = dict(zip(files, pool.map(_read_header, files), strict=True))  # once where segments share a file
+            headers = dict(zip(files, pool.map(_read_header, files), strict=True))  # once per file, not per segment
             for row in placed:
                 checked = row if isinstance(row, RefusedRow) else _finish(row, headers[_file_of(row)], roots)
                 if isinstance(checked, CheckedUtterance):
@@ -110,7 +113,7 @@ def read_corpus(rows: Iterable[FoundUtterance | RefusedRow], roots: AudioRoots) 
 
 
 def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | RefusedRow:
-    """The row with its path resolved and its texts stripped; refused where text or path cannot be used."""
+    """Return the row with its path resolved and its texts stripped, or refused if text or path are unusable."""
     found = replace(found, text=found.text.strip(), speaker=found.speaker.strip())
     for name, text in (("text", found.text), ("speaker", found.speaker), ("path", str(found.audio))):
         if NOT_UTF8.search(text):
@@ -126,6 +129,7 @@ def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | Refused
         return found.refused(
             "long transcript", f"its transcript has {len(found.text)} characters: are several rows joined?"
         )
+    # A text of punctuation only is empty for the model.
     if not normalize_text(found.text):
         return found.refused("empty transcript", "its transcript is empty")
     try:
@@ -133,7 +137,7 @@ def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | Refused
     except (OSError, RuntimeError, ValueError) as error:
         return found.refused("missing audio", f"its path cannot be followed: {error}")
     if not path.is_relative_to(roots.inside) and not path.is_relative_to(roots.staged):
-        # The smallest folder that holds both it and where audio may lie; the file's own where that is too much.
+        # Propose the smallest folder that contains both the corpus and the file; if it is too high, the file's folder.
         shared = Path(os.path.commonpath((roots.inside, path)))
         root = shlex.quote(str(shared if len(shared.parts) > SHALLOW else path.parent))
         reason = f"its audio is outside {roots.inside}: give --audio_root {root} to allow it"
@@ -156,26 +160,30 @@ def _finish(found: FoundUtterance, header: AudioHeader | str, roots: AudioRoots)
     if isinstance(header, str):
         kind = "unusable audio" if os.path.lexists(found.audio) else "missing audio"
         return found.refused(kind, header)
+    # A span may still be within the audio that exists.
     if header.missing and found.seconds is None:
         return found.refused("cut short", f"its audio is {header.missing:.1f} s shorter than its header states")
     reason = _span_reason(found, header.seconds)
     if reason:
         return found.refused("span", reason)
     told = found.file_seconds
+    # "not <=" instead of ">", so that NaN is refused.
     if told is not None and not abs(told - header.seconds) <= max(0.5, 0.1 * told):
         return found.refused(
             "other duration", f"its table states {told:.2f} s, its audio file lasts {header.seconds:.2f} s"
         )
     left = header.seconds - found.start
+    # A span may exceed its file by SPAN_ROUNDING.
     seconds = left if found.seconds is None else min(found.seconds, left)
     if len(found.text) > SPARE_CHARACTERS + MAX_CHARACTER_RATE * seconds:
         reason = f"its transcript has {len(found.text)} characters, more than {seconds:.2f} s of speech have"
         return found.refused("long transcript", f"{reason}: does it belong to this audio?")
+    # A label of a mono file, such as A in Kaldi's reco2file_and_channel, has no effect.
     channel = None if found.is_channel_label and header.channels == 1 else found.channel
     absent = channel_error(channel, header.channels)
     if absent:
         return found.refused("channel", absent)
-    # The manifest's path: relative to its folder, absolute where they share only the root.
+    # The path in the manifest is relative to its folder, but absolute if they have only the root in common.
     is_staged = found.audio.is_relative_to(roots.staged)
     audio = roots.published / found.audio.relative_to(roots.staged) if is_staged else found.audio
     is_far = os.path.commonpath((audio, roots.output)) == os.path.sep
@@ -200,7 +208,7 @@ def _finish(found: FoundUtterance, header: AudioHeader | str, roots: AudioRoots)
 
 
 def _span_reason(found: FoundUtterance, file_seconds: float) -> str:
-    """What is wrong with the row's span; empty where nothing is."""
+    """Return the defect of the row's span; "" if there is none."""
     seconds = found.seconds
     if not math.isfinite(found.start) or found.start < 0 or not (seconds is None or 0 < seconds < math.inf):
         length = "the end" if seconds is None else f"{seconds:g} s"

@@ -1,4 +1,4 @@
-"""Which split every utterance of a corpus goes to: as the corpus says, drawn, or drawn out of the part to train on."""
+"""Assignment of utterances to splits: as the corpus defines them, drawn, or drawn from the corpus's training part."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ SplitBy = Literal["default", "given", "speaker", "utterance"]
 
 @dataclass(frozen=True)
 class Drawn:
-    """Utterances in their splits; `parts` of a corpus with splits of its own were drawn out of train, by `unit`."""
+    """Utterances with their splits; `parts` are the splits drawn by `unit` from the corpus's training part."""
 
     utterances: list[CheckedUtterance]
     parts: tuple[str, ...] = ()
@@ -24,7 +24,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class SplitSummary:
-    """What a manifest holds; `speakers` counts the known ones."""
+    """Size of a manifest; `speakers` counts the labelled ones."""
 
     name: str
     utterances: int
@@ -33,7 +33,14 @@ class SplitSummary:
 
 
 def resolve_split_by(asked: SplitBy, corpus: Corpus, name: str) -> SplitBy:
-    """By what to split: as asked, else by what there is. `name` is the corpus's, for errors."""
+    """Return the requested criterion, or for `default` the first that the corpus supports.
+
+    Args:
+        name: Name of the corpus, for errors.
+
+    Raises:
+        UsageError: If the corpus has no splits or no speakers, as requested.
+    """
     has_given = any(checked.split for checked in corpus.utterances)
     has_speakers = any(checked.utterance.speaker for checked in corpus.utterances)
     if asked == "default":
@@ -42,13 +49,14 @@ def resolve_split_by(asked: SplitBy, corpus: Corpus, name: str) -> SplitBy:
         "given": "" if has_given else "defines no splits",
         "speaker": "" if has_speakers else "has no speaker labels",
     }
+    # An empty corpus is reported later, as one without utterances.
     if corpus.utterances and (what := missing.get(asked)):
         raise UsageError(f"--split_by {asked} is not possible: {name} {what}. Use --split_by utterance.")
     return asked
 
 
 def refuse_without_split(corpus: Corpus) -> None:
-    """Moves the utterances that the corpus gives no split to those that are left out."""
+    """Move the utterances to which the corpus gives no split to the refused rows."""
     for checked in corpus.utterances:
         if not checked.split:
             path = checked.utterance.audio_filepath
@@ -58,17 +66,23 @@ def refuse_without_split(corpus: Corpus) -> None:
 
 
 def draw(corpus: Corpus, split_by: SplitBy, shares: Shares, seed: int, name: str) -> Drawn:
-    """The utterances in their splits. A corpus that gives train and no valid gets one out of train, and so a test.
+    """Return the utterances in their splits.
 
-    Raises a DataError where all splits are to be drawn, and there are too few speakers or utterances.
+    If the corpus defines train but not valid, valid is drawn from train, and test as well if it is missing.
+
+    Raises:
+        DataError: If all splits are to be drawn and there are too few speakers or utterances.
     """
     if split_by != "given":
         return Drawn(_drawn(corpus.utterances, split_by, shares, seed, name))
     there = {checked.split for checked in corpus.utterances}
+    # A test split of the corpus's own is kept.
     lacking = Shares(shares.valid, 0.0 if "test" in there else shares.test)
     spoken = [checked for checked in corpus.utterances if checked.split == "train"]
+    # Too few training utterances for the missing splits are no error: the corpus's own splits suffice.
     if "valid" in there or not 1 < lacking.asked <= len(spoken):
         return Drawn(corpus.utterances)
+    # By speaker if there are enough, so that no speaker is in two drawn splits.
     has_speakers = len({checked.utterance.speaker for checked in spoken} - {""}) >= lacking.asked
     unit: SplitBy = "speaker" if has_speakers else "utterance"
     drawn = _drawn(spoken, unit, lacking, seed, f"The training part of {name}")
@@ -80,11 +94,11 @@ def draw(corpus: Corpus, split_by: SplitBy, shares: Shares, seed: int, name: str
 def _drawn(
     utterances: list[CheckedUtterance], unit: SplitBy, shares: Shares, seed: int, name: str
 ) -> list[CheckedUtterance]:
-    """The utterances in drawn splits; by speaker, those whose speaker is not known go to training."""
+    """Return the utterances in drawn splits; by speaker, utterances without a speaker label go to training."""
     milliseconds: Counter[str] = Counter()
     for checked in utterances:
         if unit_name := _unit_name(checked, unit):
-            # Whole numbers: sums must not depend on the order.
+            # Integers: a sum of floats would depend on the order of rows.
             milliseconds[unit_name] += round(1000 * checked.utterance.duration)
     if len(milliseconds) < shares.asked:
         raise DataError(
@@ -101,7 +115,7 @@ def _unit_name(checked: CheckedUtterance, unit: SplitBy) -> str:
 
 
 def summaries(utterances: list[CheckedUtterance]) -> Iterator[SplitSummary]:
-    """What each split holds that is not empty."""
+    """Yield the size of each split that is not empty."""
     for name in SPLITS:
         spoken = [checked.utterance for checked in utterances if checked.split == name]
         hours = round(sum(utterance.duration for utterance in spoken) / 3600, 4)

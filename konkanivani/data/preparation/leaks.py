@@ -1,4 +1,4 @@
-"""What is in two splits at once, and so makes a score look better than it is: audio, speakers, sentences."""
+"""Leaks between splits, which make a score better than it is: common audio, speakers and sentences."""
 
 import os
 import re
@@ -12,12 +12,12 @@ from konkanivani.data.audio.files import AudioSource, content_digest
 from konkanivani.data.preparation.corpus import CheckedUtterance
 
 MAX_EXAMPLES = 5
-DIGEST = re.compile("[0-9a-f]{32,}")  # stands for a speaker in Common Voice: eight digits tell it
+DIGEST = re.compile("[0-9a-f]{32,}")  # a speaker in Common Voice; eight digits identify it in a message
 
 
 @dataclass(frozen=True)
 class Leak:
-    """How many audio files (or stretches of one), speakers or sentences are in two splits or more, and up to five."""
+    """Number of audio files (or spans of one), speakers or sentences in two or more splits; up to five examples."""
 
     what: str
     count: int
@@ -25,7 +25,11 @@ class Leak:
 
 
 def find_leaks(utterances: list[CheckedUtterance]) -> tuple[Leak, ...]:
-    """Leaks of audio, speakers and sentences between the splits; a DataError where audio can no longer be read."""
+    """Return the leaks of audio, speakers and sentences between the splits.
+
+    Raises:
+        DataError: If audio can no longer be read.
+    """
     with explained(DataError, "Audio that was readable before can no longer be read", "Start again."):
         audio = _leak("audio", _same_audio(utterances))
     speakers = _shared((u.utterance.speaker, u) for u in utterances if u.utterance.speaker)
@@ -38,7 +42,7 @@ def _leak(what: str, found: Iterable[str]) -> Leak:
 
 
 def _shared(named: Iterable[tuple[str, CheckedUtterance]]) -> Iterator[str]:
-    """A sentence about each name that stands in two splits, with the first utterance of each."""
+    """Yield a description of each name that occurs in two splits, with the first utterance in each."""
     firsts: dict[str, dict[str, CheckedUtterance]] = {}
     for name, utterance in named:
         firsts.setdefault(name, {}).setdefault(utterance.split, utterance)
@@ -49,7 +53,7 @@ def _shared(named: Iterable[tuple[str, CheckedUtterance]]) -> Iterator[str]:
 
 
 def _same_audio(utterances: list[CheckedUtterance]) -> Iterator[str]:
-    """A sentence about each utterance that shares a stretch of audio with one before it in another split."""
+    """Yield a description of each utterance that shares audio with an earlier one in another split."""
     by_recording: dict[AudioSource, list[CheckedUtterance]] = {}
     for checked in utterances:
         utterance = checked.utterance
@@ -62,13 +66,17 @@ def _same_audio(utterances: list[CheckedUtterance]) -> Iterator[str]:
 
 
 def _same_bytes(by_recording: dict[AudioSource, list[CheckedUtterance]]) -> Iterator[list[AudioSource]]:
-    """Recordings of the same bytes together. Only those of one size are read, and only if they are in two splits."""
+    """Yield groups of recordings with identical bytes.
+
+    Only recordings of equal size are read, and only if they are in two splits.
+    """
     for _, sized in groupby(sorted(by_recording, key=_size), key=_size):
         same_size = list(sized)
         splits = {checked.split for recording in same_size for checked in by_recording[recording]}
         if len(same_size) == 1 or len(splits) == 1:
             yield from ([recording] for recording in same_size)
         else:
+            # Equal size in different splits: only now compare the content.
             alike: dict[str, list[AudioSource]] = {}
             for recording in same_size:
                 alike.setdefault(content_digest(recording), []).append(recording)
@@ -80,12 +88,13 @@ def _size(recording: AudioSource) -> int:
 
 
 def _overlaps(spoken: list[CheckedUtterance]) -> Iterator[str]:
-    # By split and channel, the utterance that ends last of those that began before.
+    # Sweep in order of start: by split and channel, the latest end of all utterances that started before.
     furthest: dict[tuple[str, int | None], CheckedUtterance] = {}
     for checked in sorted(spoken, key=lambda one: one.start):
         channel = checked.utterance.channel
         for (split, other_channel), other in furthest.items():
             is_shared = channel == other_channel or None in (channel, other_channel)  # None: the mean of all channels
+            # Adjacent spans may overlap by a rounding error.
             if split != checked.split and is_shared and other.end - checked.start > 0.01:
                 yield f"{other.where} ({split}) and {checked.where} ({checked.split})"
                 break

@@ -1,4 +1,4 @@
-"""From a downloaded corpus to train.jsonl, valid.jsonl and test.jsonl, with a report of what was left out and why."""
+"""Conversion of a downloaded corpus to train.jsonl, valid.jsonl and test.jsonl, with a report on the rejected rows."""
 
 import contextlib
 import os
@@ -42,6 +42,7 @@ from konkanivani.data.preparation.drawing import (
 from konkanivani.data.preparation.leaks import Leak, find_leaks
 
 FORMATS = (common_voice, csv_table, folder, huggingface, indicvoices, kaldi, ljspeech, nemo, openslr)
+# A format is named like its module, except `csv` (csv_table).
 READERS: dict[str, Callable[[SpeechFolder], Found]] = {
     module.__name__.rpartition(".")[2].removesuffix("_table"): module.find_utterances for module in FORMATS
 }
@@ -88,12 +89,12 @@ class Preparation:
 
     @property
     def root(self) -> Path:
-        """The folder outside which no audio is read."""
+        """Return the folder outside of which no audio is read."""
         return Path(self.audio_root or self.source)
 
     @property
     def shares(self) -> Shares:
-        """The parts of the hours that are drawn; a UsageError where they are none, or nothing is left."""
+        """Return the shares of the hours to draw; a UsageError if they are invalid, or leave no training data."""
         shares = Shares(parse_share(self.valid_share, "--valid_share"), parse_share(self.test_share, "--test_share"))
         if shares.valid + shares.test >= 1:
             raise UsageError("--valid_share and --test_share leave no training data. Use smaller ones.")
@@ -102,7 +103,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class RefusalCount:
-    """How many rows were left out for a kind of reason."""
+    """Number of rows that were left out for one kind of reason."""
 
     kind: str
     rows: int
@@ -110,10 +111,12 @@ class RefusalCount:
 
 @dataclass(frozen=True)
 class PreparationReport:
-    """What came of a preparation; report.json is this. `audio_root` holds what audio the output does not ("": none).
+    """Result of a preparation, as written to report.json.
 
-    `drawn` are the parts that were drawn out of the corpus's own part to train on, by `drawn_by`. `removed_characters`
-    is a sentence on the invisible format characters that were removed from the texts ("": there were none).
+    Attributes:
+        audio_root: Folder of the audio that is outside of the output ("" if all is inside).
+        drawn: Splits that were drawn from the corpus's training part, by `drawn_by`.
+        removed_characters: Sentence on the invisible format characters that were removed from the texts ("" if none).
     """
 
     format: str
@@ -130,11 +133,12 @@ class PreparationReport:
 
 
 def prepare_corpus(task: Preparation) -> PreparationReport:
-    """Writes the manifests, rejected.jsonl and report.json to the output folder; all manifests or none.
+    """Write the manifests, rejected.jsonl and report.json to the output folder; all manifests or none.
 
-    Raises a UsageError where the output holds some already or the splits asked for cannot be had, a DataError where
-    the corpus cannot be read or too much of it is unusable (rejected.jsonl is written then), and a ResourceError where
-    the disk cannot be written.
+    Raises:
+        UsageError: If the output contains some already, or the requested splits are impossible.
+        DataError: If the corpus cannot be read, or too much of it is unusable (rejected.jsonl is written then).
+        ResourceError: If the disk cannot be written.
     """
     shares, most_rejected = task.shares, parse_share(task.max_rejected, "--max_rejected")
     with _staging(task) as staged:
@@ -151,7 +155,7 @@ def prepare_corpus(task: Preparation) -> PreparationReport:
         try:
             _check_damage(task, corpus, most_rejected)
         except DataError:
-            if _first_unexpected(corpus):  # the message names the list then
+            if _first_unexpected(corpus):  # the message refers to rejected.jsonl
                 with _explained(task.output):
                     os.replace(staged / REJECTED, task.output / REJECTED)
             raise
@@ -169,6 +173,7 @@ def _check_source(task: Preparation) -> None:
     if not task.root.is_dir():
         raise UsageError(f"--audio_root {task.root} is not a folder. Give the folder that contains the audio.")
     source, output = task.source.resolve(), task.output.resolve()
+    # These readers search subfolders of the source, too, for *.json and *.jsonl.
     if output == source or (task.format in ("nemo", "indicvoices") and output.is_relative_to(source)):
         raise UsageError(
             f"--output {task.output} is inside --source, so the manifests would be read as part of the corpus. "
@@ -177,7 +182,7 @@ def _check_source(task: Preparation) -> None:
 
 
 def _check_output(task: Preparation) -> None:
-    """Raises a UsageError where the output holds what would be lost."""
+    """Raise a UsageError if the output contains files that would be lost."""
     names = (*(f"{split}.jsonl" for split in SPLITS), REPORT)
     there = [name for name in names if os.path.lexists(task.output / name)]
     if there and not task.force:
@@ -186,16 +191,18 @@ def _check_output(task: Preparation) -> None:
             "with --force."
         )
     audio, report = task.output / AUDIO, task.output / REPORT
+    # --force replaces only an audio folder that an earlier preparation made.
     is_ours = report.is_file() and '"format": "huggingface"' in report.read_text(encoding="utf-8", errors="replace")
     if task.format == "huggingface" and os.path.lexists(audio) and not (task.force and is_ours):
         raise UsageError(f"{audio} already exists, and audio would be written to it. Choose another --output.")
 
 
 def _told(rows: Found, task: Preparation) -> Iterator[FoundUtterance | RefusedRow]:
-    """The rows, with a bar on stderr where they take long; errors of the disk as DataErrors."""
+    """Yield the rows with a progress bar on stderr if reading is slow; disk errors become DataErrors."""
     from tqdm import tqdm
 
     with explained(DataError, f"{task.source} cannot be read as {task.format}", "Check --format and --source."):
+        # disable=None: no bar if stderr is not a terminal.
         yield from tqdm(rows, desc="rows", unit="", delay=2, disable=None)
 
 
@@ -236,6 +243,7 @@ def _report(task: Preparation, split_by: SplitBy, drawn: Drawn, refused: list[Re
     removed = FormatCharacterCount()
     for checked in utterances:
         removed.add(checked.removed)
+    # Only audio outside of the output needs --audio_root.
     is_outside = any(not is_named_inside(u.utterance.audio_filepath, (output,)) for u in utterances)
     return PreparationReport(
         format=task.format,
@@ -254,16 +262,18 @@ def _report(task: Preparation, split_by: SplitBy, drawn: Drawn, refused: list[Re
 
 @contextlib.contextmanager
 def _staging(task: Preparation) -> Iterator[Path]:
-    """A folder in the output where everything is made before it is renamed into place; gone afterwards.
+    """Create a folder in the output, in which all files are made before they are renamed; delete it afterwards.
 
-    Two preparations to one output wait for each other; what a killed one left is cleared up.
+    Concurrent preparations to one output wait for each other; the remains of a killed one are deleted.
     """
     _check_source(task)
     output = task.output
+    # In the output folder, so that it is on the same file system and os.replace is atomic.
     staged = output.resolve() / ".prepare.partial"
     with without_empty_folders([output.absolute()]), contextlib.ExitStack() as held:
         with _explained(output):
             output.mkdir(parents=True, exist_ok=True)
+            # Held to the end: two preparations must not mix their files.
             held.enter_context(folder_lock(output))
         try:
             _check_output(task)
@@ -281,12 +291,13 @@ def _explained(output: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def _publish(task: Preparation, staged: Path, utterances: list[CheckedUtterance], report: PreparationReport) -> None:
-    """Writes everything beside, then renames it into place."""
+    """Write all files to the staging folder, then rename them."""
     for split in report.splits:
         chosen = [checked.utterance for checked in utterances if checked.split == split.name]
         write_manifest(staged / f"{split.name}.jsonl", chosen)
     write_json_lines(staged / REPORT, [asdict(report)])
     if (staged / AUDIO).is_dir():
+        # A folder that is not empty cannot be replaced; the old one is deleted together with the staging folder.
         if (task.output / AUDIO).is_dir():
             os.rename(task.output / AUDIO, staged / "outdated")
         os.rename(staged / AUDIO, task.output / AUDIO)
@@ -295,5 +306,5 @@ def _publish(task: Preparation, staged: Path, utterances: list[CheckedUtterance]
         if (staged / manifest.name).exists():
             os.replace(staged / manifest.name, manifest)
         else:
-            manifest.unlink(missing_ok=True)  # of an earlier preparation, under --force
+            manifest.unlink(missing_ok=True)  # left by an earlier preparation (--force)
     os.replace(staged / REPORT, task.output / REPORT)

@@ -1,7 +1,7 @@
-"""The built-in corpus: its plan, and how it gets to its folder. Synthetic, Marathi voice: to show that all works.
+"""The built-in corpus, its plan and its creation: synthetic speech in a Marathi voice, to show that the pipeline works.
 
-No sentence is in two splits, no voice is in two splits, and half of the test sentences follow patterns of which
-training has no sentence (`pattern` is `unseen`).
+No sentence is in two splits, no voice is in two splits, and half of the test sentences follow patterns that do not
+occur in training (`pattern` is `unseen`).
 """
 
 import hashlib
@@ -37,7 +37,7 @@ PROBE = "म्हाका शाळेंत वचपाक कितें �
 
 @dataclass(frozen=True)
 class SplitSizes:
-    """Utterances in each split. Half of the test utterances (rounded down) follow unseen patterns."""
+    """Utterances per split. Half of the test utterances (rounded down) follow unseen patterns."""
 
     train: int = 1250
     valid: int = 60
@@ -46,23 +46,23 @@ class SplitSizes:
 
 @dataclass(frozen=True)
 class CorpusPlan:
-    """What will be spoken, split by split."""
+    """Sentences to be spoken, per split."""
 
     train: tuple[SpokenSentence, ...]
     valid: tuple[SpokenSentence, ...]
     test: tuple[SpokenSentence, ...]
 
     def digest(self) -> str:
-        """A hash of everything that the audio follows from but espeak-ng itself."""
+        """Return a hash of everything that determines the audio, except espeak-ng itself."""
         recipe = json.dumps([RECIPE_VERSION, asdict(self)], ensure_ascii=False)
         return hashlib.sha256(recipe.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class CorpusRecipe:
-    """What a corpus is made from: what it is called, its plan, and a hash that changes when any file of it would.
+    """Name, plan and digest of a corpus; the digest changes if any of its files would.
 
-    `files` must lie in a corpus that is whole, beside audio/.
+    `files` must exist in a complete corpus, in addition to audio/.
     """
 
     name: str
@@ -72,9 +72,10 @@ class CorpusRecipe:
 
 
 def plan_corpus(size: SplitSizes) -> CorpusPlan:
-    """What a corpus of `size` says and in which voices; the same for the same size and pattern book.
+    """Return the sentences and voices of a corpus of `size`; the same for the same size and pattern book.
 
-    Raises a UsageError for a size that the patterns cannot fill.
+    Raises:
+        UsageError: If the size is too small, or too large for the patterns.
     """
     if size.train < 1 or size.valid < 1 or size.test < 2:
         raise UsageError(
@@ -82,11 +83,12 @@ def plan_corpus(size: SplitSizes) -> CorpusPlan:
             "utterances: it needs at least 1, 1 and 2. Use larger numbers."
         )
     book = read_patterns()
+    # A small corpus uses some of the patterns, evenly spaced.
     patterns = [book.seen[place] for place in evenly_spaced(min(len(book.seen), size.train), len(book.seen))]
     unseen_count = size.test // 2
     held_out = size.valid + size.test - unseen_count
     sentences = interleave_sentences(patterns, book.slots, size.train + held_out)
-    # The first round has one sentence of every pattern, all for training: so each pattern in test is a seen one.
+    # The first round has one sentence of every pattern, all for training: thus every `seen` test pattern is trained on.
     first_round, rest = sentences[: len(patterns)], sentences[len(patterns) :]
     kept, for_training = hold_out(rest, held_out)
     valid, test = hold_out(kept, size.valid)
@@ -99,31 +101,35 @@ def plan_corpus(size: SplitSizes) -> CorpusPlan:
 
 
 def build_builtin_corpus(directory: str | Path, size: SplitSizes = SplitSizes()) -> bool:
-    """Puts the built-in corpus at `directory`; False where it was there already, whole and of the same recipe.
+    """Create the built-in corpus at `directory`; return False if it exists, complete and of the same recipe.
 
-    Raises a UsageError for a size that cannot be had, and what publish_corpus does.
+    Raises a UsageError for an impossible size, and the errors of `publish_corpus`.
     """
     plan = plan_corpus(size)
     recipe = CorpusRecipe(BUILT_IN, plan, plan.digest())
 
     def write(partial: Path) -> None:
         for error in write_corpus(recipe, partial):
-            raise error
+            raise error  # none of the built-in sentences may be left out
 
     return publish_corpus(Path(directory), recipe, write)
 
 
 def publish_corpus(directory: Path, recipe: CorpusRecipe, write: Callable[[Path], None]) -> bool:
-    """Puts at `directory` what `write` makes; False where it was there already, whole and of the same recipe.
+    """Create a corpus at `directory` by calling `write`; return False if it exists, complete and of the same recipe.
 
-    The folder gets audio/, train.jsonl, valid.jsonl, test.jsonl and corpus.json. It is made beside `directory` and
-    renamed into place, so a build that is killed leaves nothing half-written there; the next one clears up after it.
-    Two builds at a time wait for each other. Raises a UsageError for a folder that holds something else, and a
-    ResourceError where espeakng-loader is not installed or the disk cannot be written.
+    The folder gets audio/, train.jsonl, valid.jsonl, test.jsonl and corpus.json. It is made next to `directory` and
+    renamed, so a build that is killed leaves nothing incomplete at `directory`; the next build deletes its remains.
+    Concurrent builds wait for each other.
+
+    Raises:
+        UsageError: If the folder contains anything else.
+        ResourceError: If espeakng-loader is not installed, or the disk cannot be written.
     """
     directory = Path(os.path.abspath(directory))
     with explained(ResourceError, f"The corpus cannot be written to {directory}", NO_ROOM):
         directory.parent.mkdir(parents=True, exist_ok=True)
+        # Lock the parent, because `directory` itself is renamed.
         with folder_lock(directory.parent):
             if is_complete(directory, recipe):
                 return False
@@ -132,7 +138,7 @@ def publish_corpus(directory: Path, recipe: CorpusRecipe, write: Callable[[Path]
             shutil.rmtree(partial, ignore_errors=True)
             try:
                 write(partial)
-                # What was there goes only when the new folder is whole.
+                # Delete the old corpus only after the new one is complete.
                 shutil.rmtree(outdated, ignore_errors=True)
                 if directory.exists():
                     os.rename(directory, outdated)
@@ -144,12 +150,14 @@ def publish_corpus(directory: Path, recipe: CorpusRecipe, write: Callable[[Path]
 
 
 def write_corpus(recipe: CorpusRecipe, directory: Path) -> list[UnspeakableError]:
-    """Writes the three splits and corpus.json to `directory`; the errors of what cannot be spoken come back.
+    """Write the three splits and corpus.json to `directory`; return the errors of sentences that cannot be spoken.
 
-    Raises a DataError where the voice misreads Devanagari.
+    Raises:
+        DataError: If the voice misreads Devanagari.
     """
     errors, counts, texts = [], [], []
     with SpeechSynthesizer() as synthesizer:
+        # espeak-ng reports no error if a voice reads vowel signs by their names.
         if reads_signs_by_name(PROBE, synthesizer.phonemes(PROBE, "mr")):
             raise DataError(
                 f"{synthesizer.engine} pronounces the names of Devanagari vowel signs with its Marathi voice, "
@@ -176,7 +184,7 @@ def write_corpus(recipe: CorpusRecipe, directory: Path) -> list[UnspeakableError
 
 
 def read_description(directory: Path) -> dict[str, object]:
-    """What corpus.json in `directory` says; empty where there is none of ours."""
+    """Return the content of corpus.json in `directory`; empty if there is none, or none of this project."""
     try:
         description = json.loads((directory / "corpus.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -185,21 +193,22 @@ def read_description(directory: Path) -> dict[str, object]:
 
 
 def is_complete(directory: Path, recipe: CorpusRecipe) -> bool:
-    """Whether `directory` holds the corpus of `recipe`, no file missing."""
+    """Return whether `directory` contains the corpus of `recipe` without a missing file."""
     description = read_description(directory)
     if description.get("recipe") != recipe.digest:
         return False
     has_files = all((directory / name).is_file() for name in recipe.files)
+    # Sentences that cannot be spoken are not counted: the recorded sizes are the numbers of files.
     count = sum(description["utterances"].values())
     return has_files and (directory / "audio").is_dir() and len(os.listdir(directory / "audio")) == count
 
 
 def check_replaceable(directory: Path, name: str) -> None:
-    """Raises a UsageError where `directory` holds anything but an older or damaged corpus of this name."""
+    """Raise a UsageError if `directory` contains anything but an older or damaged corpus of this name."""
     if not os.path.lexists(directory):
         return
     description = read_description(directory)
-    if description and description.get("name", BUILT_IN) == name:  # before there were others, it had no name
+    if description and description.get("name", BUILT_IN) == name:  # the first versions of corpus.json had no name
         return
     if not directory.is_dir() or directory.is_symlink() or any(directory.iterdir()):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The sentences of the built-in corpus, made from the patterns in `builtin_patterns.txt`."""
+"""Sentences of the built-in corpus, made from the patterns in `builtin_patterns.txt`."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ PATTERNS_FILE = Path(__file__).with_name("builtin_patterns.txt")
 
 @dataclass(frozen=True)
 class PatternBook:
-    """The sentence patterns: `slots` maps a slot's name to its fillers, the patterns name slots in braces."""
+    """Sentence patterns with slot names in braces; `slots` maps a slot's name to its fillers."""
 
     slots: dict[str, tuple[str, ...]]
     seen: tuple[str, ...]
@@ -23,7 +23,7 @@ class PatternBook:
 
 
 def read_patterns(path: Path = PATTERNS_FILE) -> PatternBook:
-    """The pattern book at `path`; a DataError names the line that cannot be read."""
+    """Load the pattern book at `path`; a DataError names an invalid line."""
     slots: dict[str, tuple[str, ...]] = {}
     patterns: dict[str, list[str]] = {"seen": [], "unseen": []}
     section = ""
@@ -48,7 +48,8 @@ def slot_names(pattern: str) -> list[str]:
 
 
 def shuffled_cycle(fillers: Sequence[str], seed: str) -> Iterator[str]:
-    """The fillers in an order of their own for each seed, then again in another order, without end."""
+    """Yield the fillers without end, in a new order after each cycle; the orders depend on the seed."""
+    # A text seed is hashed with SHA-512, so the order is the same on every machine and in every process.
     generator = random.Random(seed)
     deck = list(fillers)
     while True:
@@ -57,25 +58,28 @@ def shuffled_cycle(fillers: Sequence[str], seed: str) -> Iterator[str]:
 
 
 def pattern_sentences(pattern: str, slots: dict[str, tuple[str, ...]]) -> Iterator[str]:
-    """Sentences of `pattern`, each possible one at least once; a slot's fillers come up equally often."""
+    """Yield sentences of `pattern`, each possible one at least once; the fillers of a slot are equally frequent."""
     names = slot_names(pattern)
     decks = [shuffled_cycle(slots[name], f"{pattern} {place}") for place, name in enumerate(names)]
     count = math.prod(len(slots[name]) for name in names)
+    # Balanced random combinations first; the complete product after them yields those that were missed.
     dealt = (tuple(map(next, decks)) for _ in range(count))
     for fillers in itertools.chain(dealt, itertools.product(*(slots[name] for name in names))):
-        if len(set(zip(names, fillers, strict=True))) == len(names):  # a slot that stands twice differs from itself
+        if len(set(zip(names, fillers, strict=True))) == len(names):  # a slot used twice needs different fillers
             yield re.sub(r"\{\w+\}", "%s", pattern) % fillers
 
 
 def interleave_sentences(patterns: Sequence[str], slots: dict[str, tuple[str, ...]], count: int) -> list[str]:
-    """`count` different sentences: the first of each pattern, then the second of each, and so on.
+    """Return `count` different sentences: the first of each pattern, then the second of each, and so on.
 
-    A UsageError says how many there are where the patterns have fewer.
+    Raises:
+        UsageError: If the patterns have fewer sentences; the message states their number.
     """
+    # A dict as an ordered set: the order of a set of strings differs between processes.
     sentences: dict[str, None] = {}
     streams = [pattern_sentences(pattern, slots) for pattern in patterns]
     while streams and len(sentences) < count:
-        for stream in tuple(streams):
+        for stream in tuple(streams):  # a copy: exhausted streams are removed
             new = next((sentence for sentence in stream if sentence not in sentences), None)
             if new is None:
                 streams.remove(stream)
@@ -90,12 +94,12 @@ def interleave_sentences(patterns: Sequence[str], slots: dict[str, tuple[str, ..
 
 
 def evenly_spaced(count: int, total: int) -> list[int]:
-    """`count` places among 0 .. total - 1, evenly apart."""
+    """Return `count` evenly spaced integers from 0 to total - 1."""
     return [(2 * index + 1) * total // (2 * count) for index in range(count)]
 
 
 def hold_out(sentences: Sequence[str], count: int) -> tuple[list[str], list[str]]:
-    """`count` of the sentences, evenly apart, and the others, both in their order."""
+    """Split off `count` evenly spaced sentences; return them and the others, both in order."""
     places = set(evenly_spaced(count, len(sentences)))
     held_out = [text for place, text in enumerate(sentences) if place in places]
     return held_out, [text for place, text in enumerate(sentences) if place not in places]

@@ -1,13 +1,13 @@
-"""espeak-ng in a process of its own, and what is said between it and the one that asks.
+"""espeak-ng in a process of its own, and the messages between it and its client.
 
     python -m konkanivani.data.synthetic.espeak DESCRIPTOR
 
-is that process: the fields of a request come over the connection (multiprocessing.connection) of this descriptor, and
-what it wants goes back, or a ValueError that says why it cannot be had. espeak-ng comes with the PyPI package
-espeakng-loader and is GPL-3; it is loaded there and nowhere else, and a crash of it ends no training.
+starts this process. It receives the fields of a `Request` over the connection (multiprocessing.connection) of this
+descriptor, and returns the result, or a ValueError with the reason of the failure. espeak-ng comes with the PyPI
+package espeakng-loader and is GPL-3; it is loaded in this process only, and its crash does not end a training.
 
-Every request is answered by a fork that has spoken nothing yet: espeak-ng carries oscillator phases from one utterance
-into the next, and only so does the audio depend on the request alone.
+Every request is answered by a new fork that has not spoken yet: espeak-ng carries oscillator phases from one utterance
+into the next, so only then does the audio depend on the request alone.
 """
 
 import ctypes
@@ -18,8 +18,8 @@ import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-MAX_SECONDS = 30.0  # of speech: what validation takes at most by default; longer speech is stopped and refused
-REQUEST_SECONDS = 60  # a request that takes longer is given up: one sentence takes about 5 ms
+MAX_SECONDS = 30.0  # of speech: the default limit in validation; longer speech is stopped and refused
+REQUEST_SECONDS = 60  # timeout of a request; one sentence takes about 5 ms
 
 # Constants of espeak-ng's speak_lib.h.
 SYNCHRONOUS, POSITION_IN_CHARACTERS, UTF8_TEXT, IPA_PHONEMES = 2, 1, 1, 0x02
@@ -29,7 +29,7 @@ END_OF_EVENTS, WORD_EVENT, END_EVENT = 0, 1, 5
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the process; `wants` is `engine`, `speech`, `words` or `phonemes`."""
+    """A request to the process; `wants` is `engine`, `speech`, `words` or `phonemes`."""
 
     wants: str
     text: str = ""
@@ -39,7 +39,7 @@ class Request:
 
 
 class Event(ctypes.Structure):
-    """espeak_EVENT of espeak-ng's speak_lib.h; positions in characters from 1 on, and in milliseconds."""
+    """espeak_EVENT of espeak-ng's speak_lib.h; text positions in characters from 1, audio positions in milliseconds."""
 
     _fields_ = [
         ("type", ctypes.c_int),
@@ -54,10 +54,10 @@ class Event(ctypes.Structure):
 
 
 class Espeak:
-    """espeak-ng through ctypes: made once in the speaking process, used once in each of its forks."""
+    """espeak-ng through ctypes: created once in the process, used once in each of its forks."""
 
     def __init__(self) -> None:
-        """Raises an OSError where the library or its data cannot be loaded."""
+        """Load espeak-ng; an OSError if the library or its data cannot be loaded."""
         import espeakng_loader
 
         self.data_path = espeakng_loader.get_data_path()
@@ -69,16 +69,16 @@ class Espeak:
         self._words: list[tuple[int, int]] = []  # character, milliseconds
         self._end = 0  # milliseconds
         listener = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(Event))
-        self._listener = listener(self._hear)  # kept: ctypes frees what nobody holds
+        self._listener = listener(self._hear)  # keep a reference: ctypes frees a callback without one
         self.sample_rate = self._library.espeak_Initialize(SYNCHRONOUS, 0, os.fsencode(self.data_path), 0)
         if self.sample_rate <= 0:
             raise OSError(f"espeak-ng does not accept its data in {self.data_path}")
         self._library.espeak_SetSynthCallback(self._listener)
 
     def _hear(self, samples: int | None, count: int, events: "ctypes._Pointer[Event]") -> int:
-        """Keeps `count` 16-bit samples at the address `samples`, and when words begin and the speech ends.
+        """Store `count` 16-bit samples at the address `samples`, the starts of words and the end of the speech.
 
-        0 tells espeak-ng to go on, 1 to stop.
+        espeak-ng expects 0 to continue, 1 to stop.
         """
         for event in itertools.takewhile(lambda event: event.type != END_OF_EVENTS, events or ()):
             if event.type == WORD_EVENT:
@@ -94,13 +94,13 @@ class Espeak:
         return self._heard > MAX_SECONDS * self.sample_rate
 
     def answer(self, request: Request) -> bytes | dict[str, object]:
-        """What `request` wants; a ValueError says why it cannot be had."""
+        """Return the result of `request`; a ValueError gives the reason of a failure."""
         if request.wants == "engine":
             version = self._library.espeak_Info(None).decode()
             return {"sample_rate": self.sample_rate, "engine": f"espeak-ng {version}"}
         if not any(character.isalnum() for character in request.text):
             raise ValueError("it contains no letter")
-        # An unknown variant would be passed over in silence.
+        # espeak-ng ignores an unknown variant without an error.
         _, plus, variant = request.voice.partition("+")
         is_known = not plus or os.path.isfile(os.path.join(self.data_path, "voices", "!v", variant))
         if not is_known or self._library.espeak_SetVoiceByName(request.voice.encode()) != 0:
@@ -119,7 +119,7 @@ class Espeak:
         for parameter, value in ((RATE, request.rate), (VOLUME, 100), (PITCH, request.pitch), (PITCH_RANGE, 50)):
             if library.espeak_SetParameter(parameter, value, 0) != 0:
                 raise ValueError(f"it does not accept the value {value}")
-        library.espeak_ng_SetRandSeed(ctypes.c_long(1))  # breath and flutter would be seeded from the clock
+        library.espeak_ng_SetRandSeed(ctypes.c_long(1))  # else breath and flutter are seeded from the clock
         text = request.text.encode() + b"\0"
         status = library.espeak_Synth(
             text, ctypes.c_size_t(len(text)), 0, POSITION_IN_CHARACTERS, 0, UTF8_TEXT, None, None
@@ -132,7 +132,7 @@ class Espeak:
 
 
 def main() -> None:
-    """Answers requests until the connection is closed; Ctrl-C is for the process that asks."""
+    """Answer requests until the connection is closed; Ctrl-C is left to the client."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     try:
@@ -146,13 +146,14 @@ def main() -> None:
             return
         process = os.fork()
         if process == 0:
+            # SIGALRM ends a fork that hangs in native code.
             signal.alarm(REQUEST_SECONDS)
             try:
                 answer = espeak.answer(request)
             except ValueError as error:
                 answer = error
             connection.send(answer)
-            os._exit(0)
+            os._exit(0)  # a fork must not run the exit handlers of its parent
         _, wait_status = os.waitpid(process, 0)
         if wait_status != 0:
             connection.send(ValueError(f"it exited with code {os.waitstatus_to_exitcode(wait_status)}"))

@@ -1,7 +1,7 @@
 """A corpus of any sentences, spoken like the built-in ones: synthetic, Marathi voice.
 
-It is made of text files, one sentence a line. No sentence is in two splits (sentences that normalise to the same text
-are one), no voice is in two splits. A line that cannot be used is left out, with its reason.
+The sentences come from text files, one per line. No sentence is in two splits (sentences with the same normalised text
+are one), and no voice is in two splits. An unusable line is left out, with the reason.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ from konkanivani.data.text import normalize_text
 
 SENTENCE_CORPUS = "corpus of sentences"
 LEFT_OUT = "left_out.jsonl"
-VALID_SHARE, TEST_SHARE = 0.05, 0.1  # of the sentences, where nothing else is asked for
+VALID_SHARE, TEST_SHARE = 0.05, 0.1  # of the sentences, by default
 
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of a text file, from 1, its runs of spaces made one; with the reason where it is not spoken."""
+    """A line of a text file, counted from 1, with runs of spaces collapsed; with a reason if it is not spoken."""
 
     file: str
     row: int
@@ -42,7 +42,7 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class Sentences:
-    """The different sentences of some files, the lines left out, and how many were blank or said again."""
+    """The distinct sentences of some files, the lines left out, and the numbers of blank and of repeated lines."""
 
     kept: tuple[SourceLine, ...]
     left_out: tuple[SourceLine, ...]
@@ -52,7 +52,7 @@ class Sentences:
 
 @dataclass(frozen=True)
 class SentenceReport:
-    """What has become of the sentences; `is_new` False where the corpus was there already."""
+    """Result of a build; `is_new` is False if the corpus existed already."""
 
     is_new: bool
     size: SplitSizes
@@ -64,16 +64,18 @@ class SentenceReport:
 def build_sentence_corpus(
     files: Sequence[str], directory: str | Path, valid: int | None = None, test: int | None = None
 ) -> SentenceReport:
-    """Puts a corpus of the files' sentences at `directory`, as publish_corpus does, with left_out.jsonl.
+    """Create a corpus of the files' sentences at `directory`, as `publish_corpus` does, with left_out.jsonl.
 
-    `valid` and `test` sentences (None: 5 % and 10 %) are taken evenly from all places; the others are for training.
-    Raises a DataError for a file that cannot be read as UTF-8 or holds too few sentences, a UsageError for a size that
-    cannot be had.
+    `valid` and `test` sentences (None: 5 % and 10 %) are taken at even distances; the others are for training.
+
+    Raises:
+        DataError: If a file is not UTF-8, or there are too few sentences.
+        UsageError: If the sizes are impossible.
     """
     directory, sentences = Path(directory), read_sentences(files)
     plan = plan_splits([line.text for line in sentences.kept], valid, test)
     files_made = (*CorpusRecipe.files, LEFT_OUT)
-    # Of everything that the corpus follows from, the rows in left_out.jsonl included.
+    # The digest covers everything that determines the corpus, including the rows in left_out.jsonl.
     rows = [(line.row, line.text) for line in sentences.kept + sentences.left_out]
     digest = hashlib.sha256(json.dumps([plan.digest(), rows], ensure_ascii=False).encode()).hexdigest()
     recipe = CorpusRecipe(SENTENCE_CORPUS, plan, digest, files_made)
@@ -83,7 +85,11 @@ def build_sentence_corpus(
 
 
 def read_sentences(files: Sequence[str]) -> Sentences:
-    """The sentences of UTF-8 text files, in order; a DataError names the file, and the line that is not UTF-8."""
+    """Load the sentences of UTF-8 text files, in order.
+
+    Raises:
+        DataError: If a file cannot be read, a line is not UTF-8 (the message names both), or there is no sentence.
+    """
     kept: dict[str, SourceLine] = {}
     left_out, blank, repeated = [], 0, 0
     for line in (line for file in files for line in read_source_lines(file)):
@@ -104,9 +110,10 @@ def read_sentences(files: Sequence[str]) -> Sentences:
 
 
 def read_source_lines(file: str) -> Iterator[SourceLine]:
-    """The lines of a text file, whichever line ends it has; a DataError names the one that is not UTF-8."""
+    """Yield the lines of a text file with any line ending; a DataError names the line that is not UTF-8."""
     with explained(DataError, f"The sentences in {file} cannot be read", "Give the path of a text file.", ValueError):
         content = Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf")  # a byte order mark
+    # Split the bytes: str.splitlines() would also split at U+2028 and form feeds.
     for row, line in enumerate(content.splitlines(), start=1):
         try:
             yield SourceLine(file, row, " ".join(line.decode("utf-8").split()))
@@ -118,7 +125,11 @@ def read_source_lines(file: str) -> Iterator[SourceLine]:
 
 
 def plan_splits(sentences: Sequence[str], valid: int | None, test: int | None) -> CorpusPlan:
-    """What is said in which split and voice; the same for the same sentences. A UsageError where training gets none."""
+    """Return the sentences and voices of each split; the same for the same sentences.
+
+    Raises:
+        UsageError: If a split, training included, would be empty.
+    """
     valid = max(1, round(VALID_SHARE * len(sentences))) if valid is None else valid
     test = max(1, round(TEST_SHARE * len(sentences))) if test is None else test
     if min(valid, test) < 1 or valid + test >= len(sentences):
@@ -128,6 +139,7 @@ def plan_splits(sentences: Sequence[str], valid: int | None, test: int | None) -
             "--valid_utterances and --test_utterances."
         )
     held_out, for_training = hold_out(sentences, valid + test)
+    # Both held-out sets are spread evenly over the sentences.
     for_valid, for_test = hold_out(held_out, valid)
     return CorpusPlan(
         train=tuple(assign_styles(for_training, TRAIN_VOICES)),
@@ -137,7 +149,7 @@ def plan_splits(sentences: Sequence[str], valid: int | None, test: int | None) -
 
 
 def write_sentence_corpus(recipe: CorpusRecipe, sentences: Sentences, directory: Path) -> None:
-    """Writes the corpus and left_out.jsonl to `directory`; a DataError where a split has no sentence that is spoken."""
+    """Write the corpus and left_out.jsonl to `directory`; a DataError if a split has no sentence that can be spoken."""
     reasons = {error.text: error.reason for error in write_corpus(recipe, directory)}
     for name in ("train", "valid", "test"):
         if all(sentence.text in reasons for sentence in getattr(recipe.plan, name)):
@@ -147,12 +159,12 @@ def write_sentence_corpus(recipe: CorpusRecipe, sentences: Sentences, directory:
             )
     unspoken = [replace(line, reason=reasons[line.text]) for line in sentences.kept if line.text in reasons]
     left_out = sorted([*sentences.left_out, *unspoken], key=lambda line: (line.file, line.row))
-    # Of a long text the beginning will do.
+    # The first 80 characters identify a long line.
     write_json_lines(directory / LEFT_OUT, (asdict(replace(line, text=line.text[:80])) for line in left_out))
 
 
 def read_left_out(directory: Path) -> tuple[SourceLine, ...]:
-    """What left_out.jsonl in `directory` lists; a DataError where it is no longer what was written."""
+    """Return the lines listed by left_out.jsonl in `directory`; a DataError if the file has been damaged."""
     path, advice = directory / LEFT_OUT, f"Delete {directory} and generate it again."
     with explained(DataError, f"{path} cannot be read", advice, ValueError, TypeError):
         lines = path.read_text(encoding="utf-8").split("\n")

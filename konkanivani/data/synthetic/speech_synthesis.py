@@ -1,7 +1,7 @@
-"""Sentences spoken by espeak-ng, asked of the process that `konkanivani.data.synthetic.espeak` is.
+"""Speech synthesis by espeak-ng, which runs as a separate process (`konkanivani.data.synthetic.espeak`).
 
-What it speaks is synthetic, by default in the Marathi voice `mr`. The voice `kok` reads vowel signs by their names:
-`reads_signs_by_name` tells the two apart.
+The speech is synthetic, by default in the Marathi voice `mr`. The voice `kok` reads vowel signs by their names;
+`reads_signs_by_name` detects that.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from konkanivani.data.synthetic.espeak import Request
 
 
 class UnspeakableError(DataError):
-    """A text that espeak-ng cannot speak, and the `reason`."""
+    """A text that espeak-ng cannot speak; `reason` says why."""
 
     def __init__(self, text: str, voice: str, reason: str) -> None:
         shown = text if len(text) <= 60 else text[:60] + "…"
@@ -30,7 +30,7 @@ class UnspeakableError(DataError):
 
 @dataclass(frozen=True)
 class SpeakingStyle:
-    """A voice of espeak-ng (`mr+f2`: Marathi, variant f2), a rate in words a minute, a pitch from 0 to 99."""
+    """A voice of espeak-ng (`mr+f2`: Marathi, variant f2), a rate in words per minute, a pitch from 0 to 99."""
 
     voice: str
     rate: int = 160
@@ -39,7 +39,7 @@ class SpeakingStyle:
 
 @dataclass(frozen=True)
 class SpokenWord:
-    """A word of a spoken text: `character` is where in the text it begins, `start` where in its speech, in seconds."""
+    """A word of a spoken text: the index of its first character, and its start time in seconds."""
 
     character: int
     start: float
@@ -47,16 +47,16 @@ class SpokenWord:
 
 @dataclass(frozen=True)
 class SpokenWords:
-    """The words of a spoken text, in order, and the seconds at which the last one ends."""
+    """The words of a spoken text, in order, and the end time of the last one in seconds."""
 
     words: tuple[SpokenWord, ...]
     end: float
 
 
 class SpeechSynthesizer:
-    """The speaking process, as a context manager; `sample_rate` is in Hz, `engine` names espeak-ng and its version.
+    """Context manager of the espeak-ng process; `sample_rate` is in Hz, `engine` names espeak-ng and its version.
 
-    Raises a ResourceError where espeakng-loader is not installed, or when the process ends by itself.
+    Raises a ResourceError if espeakng-loader is not installed, or if the process ends unexpectedly.
     """
 
     def __enter__(self) -> "SpeechSynthesizer":
@@ -70,11 +70,13 @@ class SpeechSynthesizer:
                 f"Speech synthesis does not work on {sys.platform}, which cannot fork processes. Use Linux, "
                 "macOS or the Windows Subsystem for Linux."
             )
+        # The process must find the package even if it is not installed.
         package_root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+        # A file, because a pipe that is not read would fill up and block the process.
         self._complaints = tempfile.TemporaryFile()
         self._connection, theirs = multiprocessing.Pipe()
-        with theirs:
+        with theirs:  # only the process keeps this end, so that its exit is seen as EOF
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "konkanivani.data.synthetic.espeak", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
@@ -85,7 +87,7 @@ class SpeechSynthesizer:
             )
         try:
             engine = self._ask(Request("engine"))
-        except BaseException:
+        except BaseException:  # Ctrl-C, too, must not leave the process running
             self._stop()
             raise
         self.sample_rate: int = engine["sample_rate"]
@@ -96,22 +98,25 @@ class SpeechSynthesizer:
         self._stop()
 
     def speak(self, text: str, style: SpeakingStyle) -> bytes:
-        """`text` as 16-bit mono PCM in the machine's byte order; an UnspeakableError where it cannot be
-        spoken so, or takes longer than 30 s.
+        """Return `text` as 16-bit mono PCM in the machine's byte order.
+
+        Raises:
+            UnspeakableError: If it cannot be spoken in this style, or lasts longer than 30 s.
         """
         return self._ask(Request("speech", text, style.voice, style.rate, style.pitch))
 
     def words(self, text: str, style: SpeakingStyle) -> SpokenWords:
-        """When espeak-ng begins each word of what `speak` returns, to a millisecond; errors as there.
+        """Return the start time of each word in the audio of `speak`, to a millisecond; errors as in `speak`.
 
-        What it speaks in one breath, such as a number of several words or two short words, may be one word to it.
+        espeak-ng may report several words that it speaks without a pause, such as a number of several words or two
+        short words, as one.
         """
         events = self._ask(Request("words", text, style.voice, style.rate, style.pitch))
         words = tuple(SpokenWord(character, milliseconds / 1000) for character, milliseconds in events["words"])
         return SpokenWords(words, events["end"] / 1000)
 
     def phonemes(self, text: str, voice: str = "mr") -> str:
-        """`text` as `voice` reads it, in IPA with stress marks."""
+        """Return `text` as `voice` reads it, in IPA with stress marks."""
         return self._ask(Request("phonemes", text, voice)).decode("utf-8")
 
     def _ask(self, request: Request) -> bytes | dict[str, object]:
@@ -119,6 +124,7 @@ class SpeechSynthesizer:
             self._connection.send(asdict(request))
             answer = self._connection.recv()
         except (ConnectionError, EOFError):
+            # The last line on stderr states the reason, as espeak.py exits with it.
             code = self._process.wait()
             self._complaints.seek(0)
             lines = self._complaints.read().decode("utf-8", "replace").split("\n")
@@ -132,7 +138,7 @@ class SpeechSynthesizer:
         return answer
 
     def _stop(self) -> None:
-        """Ends the process: it stops by itself where the connection ends."""
+        """End the process, which stops by itself when the connection is closed."""
         self._connection.close()
         try:
             self._process.wait(timeout=5)
@@ -143,10 +149,10 @@ class SpeechSynthesizer:
 
 
 def reads_signs_by_name(text: str, phonemes: str) -> bool:
-    """Whether a voice that reads Devanagari `text` as IPA `phonemes` says the names of vowel signs or of the virama.
+    """Return whether a voice that reads Devanagari `text` as IPA `phonemes` names the vowel signs or the virama.
 
-    A written syllable (a letter that no virama follows, with the vowel sign it may bear) has one vowel or diphthong
-    at most; a name such as `aakaar` adds one or two.
+    A written syllable (a letter that no virama follows, with its optional vowel sign) has at most one vowel or
+    diphthong; a name such as `aakaar` adds one or two.
     """
     characters = unicodedata.normalize("NFC", text)
     syllables = sum(

@@ -13,22 +13,22 @@ from konkanivani.data.manifest import write_manifest
 from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSynthesizer, UnspeakableError
 from konkanivani.data.utterance import Utterance
 
-RECIPE_VERSION = 1  # counts changes of how sentences become files; changes of sentences and styles are seen without it
+RECIPE_VERSION = 1  # of the conversion to files; changed sentences and styles change the digest without it
 
-# Variants of the voice `mr` that differ in pitch and formants and stay intelligible: none that breathes or croaks.
+# Variants of the voice `mr` that differ in pitch and formants and stay intelligible; no breathy or creaky ones.
 TRAIN_VOICES = tuple(
     f"mr+{variant}" for variant in ("m1", "f1", "m2", "f2", "m4", "f4", "m6", "Annie", "m7", "Alex", "Mario", "Mike")
 )
 VALID_VOICES = ("mr+robert", "mr+f5")
 TEST_VOICES = ("mr+m3", "mr+f3", "mr+max", "mr+linda")
-RATES = (130, 145, 160, 175, 190)  # words a minute
+RATES = (130, 145, 160, 175, 190)  # words per minute
 PITCHES = (38, 46, 54, 62)  # 0 to 99
-LEVELS = (-9.0, -6.0, -3.0, -1.0)  # dB under espeak-ng's own level
+LEVELS = (-9.0, -6.0, -3.0, -1.0)  # dB relative to espeak-ng's own level
 
 
 @dataclass(frozen=True)
 class SpokenSentence:
-    """A sentence, how it is spoken, its level in dB under espeak-ng's own, and `seen`, `unseen` or nothing."""
+    """A sentence, its speaking style, its level in dB relative to espeak-ng's own, and `seen`, `unseen` or ""."""
 
     text: str
     style: SpeakingStyle
@@ -37,9 +37,10 @@ class SpokenSentence:
 
 
 def assign_styles(sentences: Sequence[str], voices: Sequence[str], pattern: str = "") -> list[SpokenSentence]:
-    """The sentences with the voices dealt out evenly, and a rate, pitch and level that follow from the text."""
+    """Return the sentences with the voices in turn, and a rate, pitch and level that depend on the text."""
     spoken = []
     for index, text in enumerate(sentences):
+        # From a hash of the text, so that other sentences of the corpus do not change the audio of this one.
         choice = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
         choice, rate = divmod(choice, len(RATES))
         choice, pitch = divmod(choice, len(PITCHES))
@@ -51,9 +52,9 @@ def assign_styles(sentences: Sequence[str], voices: Sequence[str], pattern: str 
 def write_split(
     sentences: Sequence[SpokenSentence], manifest: Path, synthesizer: SpeechSynthesizer
 ) -> list[UnspeakableError]:
-    """Writes `manifest` and beside it audio/<its name>-<number>.flac, 16 kHz mono 16-bit.
+    """Write `manifest`, and its audio to audio/<its name>-<number>.flac in the same folder, 16 kHz mono 16-bit.
 
-    Sentences that cannot be spoken are left out; their errors come back.
+    Sentences that cannot be spoken are left out; their errors are returned.
     """
     from konkanivani.base.lengths import SAMPLE_RATE
 
@@ -67,7 +68,7 @@ def write_split(
         except UnspeakableError as error:
             errors.append(error)
             continue
-        content = io.BytesIO()  # written by Python, which reports a full disk
+        content = io.BytesIO()  # written to disk by Python, which reports a full disk
         soundfile.write(content, waveform, SAMPLE_RATE, format="FLAC", subtype="PCM_16")
         path.write_bytes(content.getvalue())
         place = f"audio/{path.name}", str(path), len(waveform) / SAMPLE_RATE
@@ -77,7 +78,7 @@ def write_split(
 
 
 def spoken_waveform(sentence: SpokenSentence, synthesizer: SpeechSynthesizer) -> np.ndarray:
-    """(S,) int16 at 16 kHz: `sentence` as the corpus has it, from espeak-ng's first sample to its last."""
+    """Return the audio of `sentence` (S,) int16 at 16 kHz, from espeak-ng's first sample to its last."""
     import torch
     import torchaudio
 
@@ -85,6 +86,7 @@ def spoken_waveform(sentence: SpokenSentence, synthesizer: SpeechSynthesizer) ->
     from konkanivani.data.audio.waveform import one_thread
 
     spoken = torch.frombuffer(bytearray(synthesizer.speak(sentence.text, sentence.style)), dtype=torch.int16)
-    with one_thread():  # and in float64: the rounding below then never depends on the machine's kernels
+    # With one thread and float64, the rounding below does not depend on the machine's kernels.
+    with one_thread():
         waveform = torchaudio.functional.resample(spoken.double(), synthesizer.sample_rate, SAMPLE_RATE)
     return (waveform * 10 ** (sentence.level / 20)).round().clamp(-32768, 32767).to(torch.int16).numpy()

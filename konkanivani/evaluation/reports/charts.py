@@ -1,4 +1,4 @@
-"""Charts as inline SVG that take their colours from the page around them, for light and dark, wide and narrow."""
+"""Charts as inline SVG that inherit the colours of the page, for light and dark mode, wide and narrow screens."""
 
 import html
 import math
@@ -13,7 +13,7 @@ BAR_WIDTH, BAR_HEIGHT = 160, 16
 
 
 def draw_histogram(histogram: Histogram, title: str, across: str, up: str, mark: float | None = None) -> str:
-    """A figure with its caption; `across` and `up` name the axes, `mark` draws a line at the median."""
+    """Return a figure with its caption; `across` and `up` name the axes, `mark` is a line at the median."""
     outside = [f"{histogram.below:,.4g} below {histogram.start:g}"] if histogram.below else []
     outside += [f"{histogram.beyond:,.4g} beyond {histogram.end:g}"] if histogram.beyond else []
     said = ([] if mark is None else [f"median {mark:.3g}"]) + ([f"not drawn: {', '.join(outside)}"] if outside else [])
@@ -22,7 +22,7 @@ def draw_histogram(histogram: Histogram, title: str, across: str, up: str, mark:
     if not any(histogram.amounts):
         return f'<figure>{caption}<p class="none">no data</p></figure>'
     fullest = max(range(len(histogram.amounts)), key=histogram.amounts.__getitem__)
-    label = (  # for a reader who cannot see the picture
+    label = (  # for screen readers
         f"{title}: from {histogram.start:g} to {histogram.end:g} {across}, most ({histogram.amounts[fullest]:,.4g} "
         f"{up}) between {histogram.edge(fullest):g} and {histogram.edge(fullest + 1):g}"
     )
@@ -46,6 +46,7 @@ def _bars(histogram: Histogram, across: str, up: str) -> Iterator[str]:
         if not amount:
             continue
         left, right = (_across(histogram, histogram.edge(n)) for n in (number, number + 1))
+        # A bin with few values must stay visible.
         height = max(1.0, amount / most * (BOTTOM - TOP))
         said = f"{histogram.edge(number):g} to {histogram.edge(number + 1):g} {across}: {amount:,.4g} {up}"
         yield (
@@ -55,10 +56,11 @@ def _bars(histogram: Histogram, across: str, up: str) -> Iterator[str]:
 
 
 def _scale(histogram: Histogram) -> tuple[float, float]:
-    """The distance of two lines, a whole number where all amounts are, and the round value at the axis's upper end."""
+    """Return the step of the horizontal grid lines, and the round value at the upper end of the axis."""
     most = max(histogram.amounts)
     step = round_step(most, MAX_Y_LABELS)
     if all(float(amount).is_integer() for amount in histogram.amounts):
+        # Counts need integer labels: 2.5 becomes 5.
         step = max(1.0, step if step.is_integer() else 2 * step)
     return step, math.ceil(most / step - 1e-9) * step
 
@@ -73,6 +75,7 @@ def _rows(histogram: Histogram) -> Iterator[str]:
 
 def _columns(histogram: Histogram, across: str) -> Iterator[str]:
     step = round_step(histogram.end - histogram.start, MAX_X_LABELS)
+    # The tolerance keeps a label at the ends despite rounding.
     first, last = math.ceil(histogram.start / step - 1e-9), math.floor(histogram.end / step + 1e-9)
     for number in range(first, last + 1):
         x = _across(histogram, number * step)
@@ -82,7 +85,7 @@ def _columns(histogram: Histogram, across: str) -> Iterator[str]:
 
 
 def _short(value: float) -> str:
-    """The number in at most five characters: 1500 is 1.5k."""
+    """Format a number in at most five characters: 1500 is 1.5k."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g}{letter}"
@@ -90,14 +93,14 @@ def _short(value: float) -> str:
 
 
 def draw_bar(value: float, low: float, high: float, longest: float, said: str) -> str:
-    """A bar to be seen among others of a table, the longest being `longest`, with a line from low to high upon it."""
+    """Return a bar for a table, `longest` being full width, with an interval from `low` to `high` drawn over it."""
     scale = BAR_WIDTH / longest if longest > 0 else 0.0
     middle = BAR_HEIGHT / 2
     drawn = f'<rect class="bar" x="0" y="3" height="{BAR_HEIGHT - 6}" width="{value * scale:.1f}"/>'
     if math.isfinite(low) and math.isfinite(high):
         drawn += f'<line class="range" x1="{low * scale:.1f}" x2="{high * scale:.1f}" y1="{middle}" y2="{middle}"/>'
         for end in (low, high):
-            x = min(max(end * scale, 0.75), BAR_WIDTH - 0.75)  # half the line's width, which would be cut off
+            x = min(max(end * scale, 0.75), BAR_WIDTH - 0.75)  # half the line's width, else it is clipped
             drawn += f'<line class="range" x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{BAR_HEIGHT - 2}"/>'
     return (
         f'<svg class="inline" viewBox="0 0 {BAR_WIDTH} {BAR_HEIGHT}" role="img" aria-label="{html.escape(said)}">'

@@ -1,4 +1,4 @@
-"""The health report as a page."""
+"""Health report as an HTML page."""
 
 from konkanivani.base.console import count, short_name
 from konkanivani.data.health.findings import Diagnosis, Finding
@@ -20,7 +20,7 @@ td[data-name=""] { font-size: 1.3rem; line-height: 1.3; text-align: center }
 
 
 def draw_page(diagnosis: Diagnosis) -> str:
-    """The whole page; every text of the corpus in it is escaped."""
+    """Return the whole page; all text of the corpus in it is escaped."""
     verdict = diagnosis.verdict
     names = ", ".join(short_name(part.path) for part in diagnosis.health.parts) or "no readable manifest"
     state = "yes" if verdict.can_be_trained else "no"
@@ -40,6 +40,7 @@ def _findings(findings: tuple[Finding, ...]) -> str:
         for finding in findings
     ]
     notes = sum(finding.severity == "note" for finding in findings)
+    # Findings are sorted by severity, so the notes are last; [:-0] would be empty.
     first, rest = (f'<ul class="findings">{"".join(some)}</ul>' for some in (rows[: -notes or None], rows[-notes:]))
     folded = f"<details><summary>{count(notes, 'note')} (no action needed)</summary>{rest}</details>" if notes else ""
     return f"<h2>Findings</h2>{first if len(rows) > notes else ''}{folded}"
@@ -57,6 +58,7 @@ def _section(section: Section) -> str:
 
 
 def _table(table: Table) -> str:
+    # A column of integers is right-aligned; the first row shows the types of all.
     numbers = {name for name, cell in zip(table.columns, table.rows[0], strict=True) if isinstance(cell, int)}
     rows = (draw_cells(table.columns, row, numbers) for row in table.rows)
     drawn = draw_table(table.columns, rows, numbers, "cards")

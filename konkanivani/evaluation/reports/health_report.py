@@ -1,4 +1,4 @@
-"""From manifests to the health report that a person reads, or to one line of JSON."""
+"""Health check of manifests, from loading them to the diagnosis and its JSON."""
 
 import contextlib
 import dataclasses
@@ -15,13 +15,13 @@ from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
 
 
 def diagnose(manifests: tuple[str, ...], config: TrainConfig, audio_utterances: int) -> Diagnosis:
-    """All that is to be known of the manifests, the first of which is trained on; what cannot be read is a finding."""
+    """Return the diagnosis of the manifests; the first is the training set, and unreadable ones are findings."""
     parts, refusals, tokenizer = [], [], None
     for number, path in enumerate(manifests):
         try:
             manifest = read_manifest(path, config.data.audio_roots)
             parts.append(CorpusPart(path, number == 0, manifest, len(manifest), manifest.broken))
-            if number == 0 and len(manifest):  # where all rows are broken, that is what there is to say
+            if number == 0 and len(manifest):  # if all rows are broken, that is the only finding
                 config = resolve(config, measure_corpus_size(manifest))
                 tokenizer = build_tokenizer(manifest, config)
         except KonkaniVaniError as error:
@@ -34,14 +34,19 @@ def diagnose(manifests: tuple[str, ...], config: TrainConfig, audio_utterances: 
 
 
 def build_tokenizer(manifest: Manifest, config: TrainConfig) -> Tokenizer:
-    """The tokenizer that the trainer would train on the manifest; a DataError or UsageError says why it cannot."""
+    """Return the tokenizer that the trainer would train on the manifest.
+
+    Raises:
+        DataError, UsageError: If no tokenizer can be trained.
+    """
     texts = {normalize_text(text, config.text.digits) for text in iterate_texts(manifest)} - {""}
     if not texts:
         raise no_text(manifest)
-    with contextlib.redirect_stdout(io.StringIO()):  # it tells of a smaller vocabulary, which the report does as well
+    with contextlib.redirect_stdout(io.StringIO()):  # its message on a smaller vocabulary is in the report, too
         return train_tokenizer(texts, config.text.tokenizer_type, config.text.vocab_size)
 
 
 def health_json(diagnosis: Diagnosis) -> str:
-    """One line of JSON with everything that the report is made from."""
+    """Return one line of JSON with all data of the report."""
+    # allow_nan=False: NaN is not valid JSON, so raise an error instead of writing it.
     return json.dumps(dataclasses.asdict(diagnosis), ensure_ascii=False, allow_nan=False)

@@ -1,4 +1,4 @@
-"""The health report as lines for a terminal."""
+"""Health report as lines for a terminal."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ MAX_ROWS = 8
 
 
 def health_lines(diagnosis: Diagnosis) -> str:
-    """The whole report; its last line is the verdict."""
+    """Return the whole report; its last line is the verdict."""
     lines = [line for section in sections_of(diagnosis) for line in (*_section_lines(section), "")]
     lines.append("Findings" if diagnosis.findings else "No findings")
     for finding in diagnosis.findings:
@@ -34,10 +34,11 @@ def _section_lines(section: Section) -> Iterator[str]:
 
 
 def _table_lines(table: Table) -> Iterator[str]:
-    """The first rows; a number has its column's name beside it."""
+    """Yield the first rows; a number is followed by the name of its column."""
     yield f"  {table.title}"
     for row in table.rows[:MAX_ROWS]:
         cells = (
+            # count() restores the plural of the column's name.
             count(cell, column.removesuffix("s")) if isinstance(cell, int) else cell
             for column, cell in zip(table.columns, row, strict=True)
         )
@@ -47,11 +48,11 @@ def _table_lines(table: Table) -> Iterator[str]:
 
 
 def sparkline(histogram: Histogram, unit: str) -> str:
-    """The bins as blocks between the first one's start and the last one's end; what lies outside is told."""
+    """Return the bins as block characters between the histogram's ends, followed by the amounts outside."""
     most = max(histogram.amounts, default=0)
     if not most:
         return "nothing"
-    # A bin with anything in it can be seen.
+    # Round up, so that a bin with few values is visible.
     blocks = "".join(BLOCKS[int(-(-8 * amount // most))] for amount in histogram.amounts)
     outside = ((histogram.below, "below"), (histogram.beyond, "beyond"))
     told = "".join(f", {amount:,.5g} {word}" for amount, word in outside if amount)

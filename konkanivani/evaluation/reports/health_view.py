@@ -1,4 +1,4 @@
-"""What the health report shows, section by section: the same figures, charts and tables for terminal and page."""
+"""Content of the health report, section by section: the figures, charts and tables that terminal and page share."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ MOST_SPEAKERS = 5
 
 @dataclass(frozen=True)
 class Fact:
-    """A figure under its title, and what else there is to say of it."""
+    """A figure with its title and a supplement."""
 
     title: str
     value: str
@@ -25,7 +25,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Chart:
-    """A histogram, what lies along its two axes, and the median where it is to be marked."""
+    """A histogram, the names of its two axes, and the median if it is to be marked."""
 
     title: str
     histogram: Histogram
@@ -36,7 +36,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts and whole numbers; a folded one is to be opened on the page."""
+    """Rows of texts and integers; the page shows a folded table only on demand."""
 
     title: str
     columns: tuple[str, ...]
@@ -46,7 +46,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A manifest, what is between two of them, or the text of all."""
+    """Part of the report: a manifest, the overlap of manifests, or the text of all."""
 
     title: str
     facts: tuple[Fact, ...]
@@ -55,7 +55,7 @@ class Section:
 
 
 def sections_of(diagnosis: Diagnosis) -> Iterator[Section]:
-    """All that there is to show but the findings and the verdict; tables without rows are left out."""
+    """Yield all sections; findings and verdict are not included, and tables without rows are left out."""
     health = diagnosis.health
     for part in health.parts:
         yield _part(part)
@@ -71,6 +71,7 @@ def _section(title: str, facts: Iterable[Fact], charts: Iterable[Chart], tables:
 
 def _part(part: PartHealth) -> Section:
     role = "training" if part.is_training else "validation or test"
+    # `_section` drops the lists without rows.
     lists = {
         "Broken rows": part.broken,
         "Utterances that training skips": part.rejected,
@@ -113,7 +114,7 @@ def _facts(part: PartHealth) -> Iterator[Fact]:
 
 def _sound_facts(sound: SoundHealth) -> Iterator[Fact]:
     yield Fact("recordings decoded", f"{sound.heard}", f"of {sound.asked} sampled")
-    if not sound.heard:
+    if not sound.heard:  # the statistics below are undefined
         return
     yield Fact("sample rates", _tallied(sound.rates, " Hz"))
     yield Fact("channels", _tallied(sound.channels))
@@ -137,6 +138,7 @@ def _charts(part: PartHealth) -> Iterator[Chart]:
 
 
 def _listing(title: str, listed: Listed) -> Table:
+    # `count` is the total; the number of examples is limited.
     shown = "" if listed.count == len(listed.examples) else f", {len(listed.examples)} shown"
     rows = tuple((example.place, example.detail, example.text) for example in listed.examples)
     return Table(f"{title} ({listed.count:,}{shown})", ("utterance", "what", "transcript"), rows, is_folded=True)
@@ -165,6 +167,7 @@ def _text(text: CharacterHealth, diagnosis: Diagnosis) -> Section:
         Fact("vocabulary", f"{diagnosis.vocabulary:,}", tokens),
         Fact("changed by normalisation", count(text.changes.texts, "text"), _changed_words(text.changes)),
     )
+    # Show the code points, because the encodings look alike.
     twins = tuple(
         (twin.shape, " or ".join(f"{_code_points(s.codes)} ({s.count:,})" for s in twin.spellings))
         for twin in text.twins
@@ -190,7 +193,7 @@ def _character(character: Character) -> tuple[str | int, ...]:
     if not sign.isprintable() or sign.isspace() or sign in JOINERS:
         sign = ""
     elif "SIGN" in character.name and character.script:
-        sign = "\u25cc" + sign  # a mark stands on a dotted circle
+        sign = "\u25cc" + sign  # a combining mark is displayed on a dotted circle
     return sign, _code_points((character.code,)), character.name, character.count, ", ".join(character.marks)
 
 

@@ -1,4 +1,4 @@
-"""A report as one page of HTML that needs nothing else: no network, no script, light and dark, any width."""
+"""A report as a self-contained HTML page: no network, no scripts, light and dark mode, any width."""
 
 import html
 from collections.abc import Collection, Iterable
@@ -48,7 +48,7 @@ PAGE_START = "<!doctype html>"
 
 
 def draw_document(title: str, body: str, style: str = "") -> str:
-    """The whole page of a body that is HTML; `style` is what only this report needs."""
+    """Return the whole page with `body`, which is HTML; `style` has the rules of this report only."""
     return (
         f'{PAGE_START}\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -62,14 +62,15 @@ def escape(text: object) -> str:
 
 
 def draw_tile(title: str, value: str, more: str = "") -> str:
-    """A value with its title above and, small, what else there is to say."""
-    more = more.replace(" %", "\u00a0%")  # a number and its unit stay on one line
+    """Return a value with its title above it, and a supplement in small print."""
+    more = more.replace(" %", "\u00a0%")  # no line break between a number and its unit
     small = f"<small>{escape(more)}</small>" if more else ""
     return f"<div><dt>{escape(title)}</dt><dd>{escape(value)}{small}</dd></div>"
 
 
 def draw_cells(names: Iterable[str], cells: Iterable[object], numbers: Collection[str] = ()) -> str:
-    """A row's cells, each with its column's name, for narrow screens; columns in `numbers` stand right."""
+    """Return the cells of a row, each with its column's name for narrow screens; `numbers` are right-aligned."""
+    # bdi isolates right-to-left text; a narrow screen shows data-name in front of the cell.
     return "".join(
         f'<td data-name="{escape(n)}"{NUMBER if n in numbers else ""}><bdi>{escape(c)}</bdi></td>'
         for n, c in zip(names, cells, strict=True)
@@ -77,7 +78,7 @@ def draw_cells(names: Iterable[str], cells: Iterable[object], numbers: Collectio
 
 
 def draw_table(names: Iterable[str], rows: Iterable[str], numbers: Collection[str] = (), kind: str = "") -> str:
-    """A table of rows of cells that are HTML; of kind `cards` a row becomes a card where the screen is narrow."""
+    """Return a table with rows of HTML cells; with the kind `cards`, a row becomes a card on narrow screens."""
     kinds = ((name, NUMBER if name in numbers else "") for name in names)
     head = "".join(f'<th scope="col"{kind}>{escape(name)}</th>' for name, kind in kinds)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
@@ -87,7 +88,8 @@ def draw_table(names: Iterable[str], rows: Iterable[str], numbers: Collection[st
 
 
 def write_page(path: str, page: str) -> None:
-    """Writes the page beside `path` and renames it into place."""
+    """Write the page to a temporary file and rename it to `path`."""
     with explained(ResourceError, f"--html {path} cannot be written", "Choose another path."):
         with atomic_replace(Path(path)) as partial:
+            # A file name that is not UTF-8 has lone surrogates, which cannot be encoded.
             partial.write_text(page, encoding="utf-8", errors="backslashreplace")

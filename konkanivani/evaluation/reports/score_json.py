@@ -1,4 +1,4 @@
-"""The report of a score as one line of JSON."""
+"""Score report as one line of JSON."""
 
 import json
 from dataclasses import asdict, astuple
@@ -10,16 +10,20 @@ from konkanivani.evaluation.score import Comparison, ScoreReport, Slice
 
 
 def score_json(pairs: TextPairs, report: ScoreReport, output: Path | None) -> str:
-    """One line: where it comes from and what the report says; numbers to six places, null where they are not finite."""
+    """Return the origin and the numbers of the report as one line of JSON.
+
+    Numbers are rounded to six decimal places; those that are not finite become null.
+    """
     fields = asdict(pairs.source) | {"normalize": pairs.normalizer} | score_fields(report)
     fields |= {"hypotheses": str(output)} if output else {}
+    # Round on parsing, which reaches nested values, too; parse_constant receives NaN and Infinity.
     exact = json.dumps(fields)
     rounded = json.loads(exact, parse_float=lambda number: round(float(number), 6), parse_constant=lambda _: None)
     return json.dumps(rounded, ensure_ascii=False, allow_nan=False)
 
 
 def score_fields(report: ScoreReport) -> dict[str, object]:
-    """What the report says in numbers; rates are shares of one."""
+    """Return the numbers of the report; rates are fractions."""
     edits = report.rates
     fields = {"wer": edits.wer, "cer": edits.cer, "utterances": report.utterances}
     fields |= count_fields(edits) | _kind_fields(edits)
@@ -36,7 +40,7 @@ def score_fields(report: ScoreReport) -> dict[str, object]:
 
 
 def count_fields(rates: ErrorRates) -> dict[str, int]:
-    """The sums that the two rates are quotients of."""
+    """Return the errors and lengths from which the two rates are computed."""
     words, characters = rates.words, rates.characters
     counts = {"word_errors": words.errors, "words": words.length}
     return counts | {"character_errors": characters.errors, "characters": characters.length}

@@ -1,4 +1,4 @@
-"""The report of a score as a page."""
+"""Score report as an HTML page."""
 
 import math
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from konkanivani.evaluation.reports.score_text import (
 )
 from konkanivani.evaluation.score import AlignedUtterance, ScoreReport, Slice
 
-MAX_OPEN_ROWS = 15  # rows that a table shows before it is folded
-MAX_WORDS = 1_000
+MAX_OPEN_ROWS = 15  # rows of a table that are shown unfolded
+MAX_WORDS = 1_000  # of an aligned utterance
 NUMBERS = set(COLUMNS) | {"count"}
 STYLE = """
 :root { --of-substitution: #8a5a00; --of-deletion: #b3261e; --of-insertion: #1f5fa8 }
@@ -53,7 +53,7 @@ svg.inline { width: 10rem; height: 1rem; margin-top: .2rem }
 
 
 def draw_score_page(report: ScoreReport) -> str:
-    """The whole page; every text in it is escaped."""
+    """Return the whole page; all text in it is escaped."""
     sentences = comparison_sentences(report.comparison) if report.comparison else ()
     compared = [f"<p><bdi>{escape(sentence)}</bdi></p>" for sentence in sentences]
     body = [
@@ -93,9 +93,10 @@ def _facts(report: ScoreReport) -> str:
 
 
 def _table(name: str, title: str, slices: Sequence[Slice]) -> str:
-    """The slices as rows with bars, folded from the sixteenth on; nothing where there are none."""
+    """Return the slices as rows with bars, folded from the sixteenth on; "" if there are none."""
     if not slices:
         return ""
+    # All bars of a table have the same scale, which leaves space for the intervals.
     ends = [end for part in slices for end in (part.rates.wer, part.interval.high) if math.isfinite(end)]
     names = (name, *COLUMNS, "")
     rows = [_row(names, part, max(ends, default=0.0)) for part in slices]
@@ -123,6 +124,7 @@ def _confusions(report: ScoreReport) -> str:
     tables = ""
     for title, names, confusions in kinds:
         pairs = [((edit.reference, edit.hypothesis), times) for edit, times in confusions]
+        # A deletion or insertion has one empty word, and its table one column less.
         cells = [(*(show_text(word, 60) for word in words if word), f"{times:,}") for words, times in pairs]
         rows = [draw_cells(names, row, NUMBERS) for row in cells]
         tables += f"<div><h3>{title}</h3>{draw_table(names, rows, NUMBERS)}</div>" if rows else ""
@@ -154,7 +156,8 @@ def _aligned(utterance: AlignedUtterance) -> str:
 
 
 def _word(edit: Edit) -> str:
-    """A word's column: reference, hypothesis, sign; what is missing leaves its place empty."""
+    """Return the column of an aligned word: reference, hypothesis and sign; a missing word leaves its cell empty."""
+    # bdi isolates the direction of right-to-left text.
     said, heard = (f"<bdi>{escape(show_text(word, 60))}</bdi>" for word in (edit.reference, edit.hypothesis))
     said = f"<del>{said}</del>" if edit.kind == "deletion" else f"<i>{said}</i>"
     heard = f"<ins>{heard}</ins>" if edit.kind == "insertion" else f"<i>{heard}</i>"

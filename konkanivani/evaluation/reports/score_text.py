@@ -1,4 +1,4 @@
-"""The report of a score as lines for a terminal."""
+"""Score report as lines for a terminal."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,11 +8,12 @@ from konkanivani.evaluation.bootstrap import Interval
 from konkanivani.evaluation.metrics import EditCounts, EditKind
 from konkanivani.evaluation.score import AlignedUtterance, Comparison, ScoreReport, Slice
 
+# Limits for a terminal; --json and --html list all slices.
 MAX_SLICES = 10
 MAX_CONFUSIONS = 8
 MAX_WORDS = 200
 LINE_WIDTH = 100
-GAP = "***"
+GAP = "***"  # in place of a missing word, as in sclite
 SIGNS: dict[EditKind, str] = {"hit": "", "substitution": "S", "deletion": "D", "insertion": "I"}
 COLUMNS = ("utterances", "words", "WER %", "95 %", "CER %", "S", "D", "I")
 
@@ -45,34 +46,35 @@ def _lines(report: ScoreReport) -> Iterator[str]:
 
 
 def percent(share: float) -> str:
-    """As in "12.3 %"; "undefined" over nothing."""
+    """Format a fraction as in "12.3 %"; "undefined" if it is not finite."""
     return f"{100 * share:.1f} %" if math.isfinite(share) else "undefined"
 
 
 def rate_words(rate: float, interval: Interval) -> str:
-    """The rate with its interval, as in "12.3 % (95 %: 10.1 to 14.8)"."""
+    """Format a rate with its interval, as in "12.3 % (95 %: 10.1 to 14.8)"."""
     return percent(rate) + (f" (95 %: {interval_words(interval)})" if math.isfinite(interval.low) else "")
 
 
 def interval_words(interval: Interval) -> str:
-    """As in "10.1 to 14.8", percent; empty where there is none."""
+    """Format an interval in percent, as in "10.1 to 14.8"; "" if it is undefined."""
     return f"{100 * interval.low:.1f} to {100 * interval.high:.1f}" if math.isfinite(interval.low) else ""
 
 
 def error_words(edits: EditCounts, noun: str) -> str:
-    """The errors of each kind in words."""
+    """Return the number of errors of each kind in words."""
     kinds = f"{edits.substitutions:,} substituted, {edits.deletions:,} deleted, {edits.insertions:,} inserted"
     return f"{count(edits.errors, 'error')} in {count(edits.length, noun)}: {kinds}"
 
 
 def comparison_sentences(compared: Comparison) -> Iterator[str]:
-    """Which of two systems is better, by how much, and how sure that is."""
+    """Yield sentences on which of two systems is better, by how much, and with which confidence."""
     ours, theirs, difference = compared.rates.wer, compared.other.wer, compared.difference
     both = f"{show_text(compared.name)} on {count(compared.utterances, 'common utterance')}"
     yield f"Compared with {both}: WER {percent(ours)} (this system), {percent(theirs)} (other system)."
-    if not math.isfinite(difference):
+    if not math.isfinite(difference):  # the references have no words
         return
     if not math.isfinite(compared.interval.low):
+        # Without variation there is no interval (see `percentiles`).
         yield f"Difference {100 * difference:+.1f} points, the same in every resample."
         return
     low, high = 100 * compared.interval.low, 100 * compared.interval.high
@@ -85,7 +87,7 @@ def comparison_sentences(compared: Comparison) -> Iterator[str]:
 
 
 def slice_cells(part: Slice) -> tuple[str, ...]:
-    """What stands in a table's row under COLUMNS."""
+    """Return the cells of a slice's row, in the order of COLUMNS."""
     edits = part.rates.words
     shares = (part.rates.wer, part.rates.cer)
     wer, cer = (f"{100 * share:.1f}" if math.isfinite(share) else "-" for share in shares)
@@ -94,12 +96,12 @@ def slice_cells(part: Slice) -> tuple[str, ...]:
 
 
 def slice_name(part: Slice) -> str:
-    """The name of what the utterances share, fit to be shown."""
+    """Return the name of a slice in printable form."""
     return show_text(part.name, 40) or "(no label)"
 
 
 def _table(name: str, slices: Sequence[Slice]) -> Iterator[str]:
-    """The first slices, each a row; nothing where there are none."""
+    """Yield the first slices as rows; nothing if there are none."""
     if not slices:
         return
     rows = [(name, *COLUMNS), *((slice_name(part), *slice_cells(part)) for part in slices[:MAX_SLICES])]
@@ -123,7 +125,7 @@ def _confusion_lines(report: ScoreReport) -> Iterator[str]:
 
 
 def utterance_words(utterance: AlignedUtterance) -> str:
-    """What stands above an aligned utterance: how many errors, whose, how long."""
+    """Return the heading of an aligned utterance: number of errors, speaker and duration."""
     text, edits = utterance.text, utterance.rates.words
     said = f"{count(edits.errors, 'error')} in {count(edits.length, 'word')}"
     more = [f"speaker {show_text(text.speaker, 40)}"] if text.speaker else []
@@ -132,12 +134,13 @@ def utterance_words(utterance: AlignedUtterance) -> str:
 
 
 def _aligned_lines(utterance: AlignedUtterance) -> Iterator[str]:
-    """The reference, the hypothesis below it and the marks below that, in as many stretches as the width asks for."""
+    """Yield reference, hypothesis and marks below each other, wrapped to the line width."""
     yield f"  {show_text(utterance.text.id)}: {utterance_words(utterance)}"
     edits = utterance.edits[:MAX_WORDS]
     columns = [(show_text(e.reference, 60) or GAP, show_text(e.hypothesis, 60) or GAP, SIGNS[e.kind]) for e in edits]
     for stretch in _stretches(columns):
         for title, row in zip(("reference", "hypothesis", ""), zip(*stretch, strict=True), strict=True):
+            # Columns in a terminal: combining marks have no width, some characters have two columns.
             widths = [max(map(display_width, column)) for column in stretch]
             words = " ".join(padded(word, width) for word, width in zip(row, widths, strict=True))
             yield f"    {title:<11}{words}".rstrip()
@@ -146,10 +149,10 @@ def _aligned_lines(utterance: AlignedUtterance) -> Iterator[str]:
 
 
 def _stretches(columns: list[tuple[str, str, str]]) -> Iterator[list[tuple[str, str, str]]]:
-    """The columns in lines of at most LINE_WIDTH; a wider one has a line of its own."""
+    """Yield the columns in lines of at most LINE_WIDTH; a wider column has its own line."""
     stretch, width = [], 0
     for column in columns:
-        taken = 1 + max(map(display_width, column))
+        taken = 1 + max(map(display_width, column))  # with the space to the next column
         if stretch and width + taken > LINE_WIDTH:
             yield stretch
             stretch, width = [], 0
