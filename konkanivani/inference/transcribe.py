@@ -222,7 +222,7 @@ class _Progress:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._bar.close()
         # After an exception other ranks may not reach the collective below.
-        if kind is not None or self._topology.is_only_recording:
+        if kind is not None or self._topology.is_single_process:
             return
         of_all = [each for kept in gather(self._topology, self._kept) for each in kept]
         for _, pieces in sorted(of_all, key=lambda each: each[0]):
@@ -236,7 +236,7 @@ class _Progress:
 
     def write(self, text: str, stream: TextIO) -> None:
         """Write text without damage to the progress bar."""
-        if not self._topology.is_only_recording:
+        if not self._topology.is_single_process:
             self._held.append((text, stream is sys.stderr))
             return
         with self._bar.external_write_mode(file=stream):
