@@ -77,7 +77,8 @@ def answer(arguments: list[str]) -> str:
     check_conditions(conditions, flags.folder)
     if flags.folder.is_dir():
         check_report(flags.folder)  # before the lock, which is a file in the folder
-    trainer, _lock = Trainer(TRAINER), RunLock(flags.folder, COMPARING)
+    trainer = Trainer(TRAINER)
+    _lock = RunLock(flags.folder, COMPARING)
     # Again, under the lock: another process may have written the file meanwhile.
     check_report(flags.folder)
     trainer.install()

@@ -82,7 +82,8 @@ class Flags:
         """`output`, or the default file next to the checkpoint."""
         if self.output is not None or self.checkpoint is None:  # no file is added to a --pretrained folder
             return None if self.output is None else Path(self.output)
-        checkpoint, decode = Path(self.checkpoint), self.decoding.decode
+        checkpoint = Path(self.checkpoint)
+        decode = self.decoding.decode
         searched = "" if decode == DecodingConfig.decode else f".{decode}"  # one file per decoding method
         return checkpoint.parent / f"{checkpoint.stem}.{Path(self.manifest).stem}{searched}.hypotheses.jsonl"
 
@@ -156,7 +157,8 @@ def check_flags(flags: Flags) -> None:
     check_pretrained(flags.pretrained)
     if None not in (flags.checkpoint, flags.pretrained.pretrained):
         raise UsageError("--checkpoint and --pretrained are two models: give only one.")
-    of_checkpoint, of_texts = (flags.model, flags.manifest), (flags.references, flags.hypotheses)
+    of_checkpoint = (flags.model, flags.manifest)
+    of_texts = (flags.references, flags.hypotheses)
     # Exactly one of the two inputs, each complete.
     is_checkpoint = None not in of_checkpoint and of_texts == (None, None)
     is_text = of_checkpoint == (None, None) and flags.hypotheses is not None

@@ -165,7 +165,8 @@ def export_folders(flags: Flags, checkpoint: "Checkpoint") -> list["Exported"]:
     from konkanivani.inference.verify import Exported, recognize_with, size_of
     from konkanivani.inference.whisper.export import export_adapter, export_whisper, read_base
 
-    tuned, forms = tuned_whisper(checkpoint, config_from_text(checkpoint.config)), []
+    tuned = tuned_whisper(checkpoint, config_from_text(checkpoint.config))
+    forms = []
     base = read_base(tuned, flags.pretrained, flags.folders)
     if flags.adapter is not None:
         export_adapter(tuned, base, Path(flags.adapter))
@@ -233,7 +234,8 @@ def table(comparisons: list["FormScore"]) -> list[str]:
     """Return a table with one line per exported model, below a header."""
     lines = [f"{'':12} {'WER':>7} {'CER':>7} {'changed texts':>14} {'size':>9}"]
     for found in comparisons:
-        rates, others = found.rates, f"{found.other_texts} of {found.utterances}"
+        rates = found.rates
+        others = f"{found.other_texts} of {found.utterances}"
         lines.append(f"{found.name:12} {rates.wer:7.2%} {rates.cer:7.2%} {others:>14} {size_in_words(found.size):>9}")
     return lines
 

@@ -68,7 +68,8 @@ def run_import(flags: Flags) -> str:
     found = import_nemo(Path(flags.model), flags.language, output.parent)
     with atomic_write(output) as partial:
         write_checkpoint(partial, found.checkpoint)
-    name, size = shlex.quote(flags.output), output.stat().st_size
+    name = shlex.quote(flags.output)
+    size = output.stat().st_size
     return (
         f"{found.sentences()}\n{output}: {size / 1e6:.1f} MB. Next steps:\n  python3 "
         f"training_scripts/evaluate_konkanivani_asr.py --checkpoint {name} --manifest test.jsonl\n  python3 "

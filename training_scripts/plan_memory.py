@@ -67,7 +67,8 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
     check_config(flags.train)
     if flags.world < 1:
         raise UsageError("--world must be at least 1.")
-    gpu, budget = find_gpu(flags.gpu) if flags.gpu else None, flags.train.memory.memory_budget
+    gpu = find_gpu(flags.gpu) if flags.gpu else None
+    budget = flags.train.memory.memory_budget
     if not (gpu or budget or flags.presets):
         raise UsageError("Give --memory_budget, for example 4GiB, or --gpu with the name of a GPU.")
     if gpu and flags.train.run.device == "cpu":

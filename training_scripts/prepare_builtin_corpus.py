@@ -54,7 +54,8 @@ def prepare_builtin(flags: Flags) -> str:
         valid=FULL.valid if flags.valid_utterances is None else flags.valid_utterances,
         test=FULL.test if flags.test_utterances is None else flags.test_utterances,
     )
-    output, started = flags.output or "data/builtin", time.monotonic()
+    output = flags.output or "data/builtin"
+    started = time.monotonic()
     is_new = build_builtin_corpus(output, size)
     return told(output, size, is_new, started)
 
@@ -68,21 +69,24 @@ def prepare_sentences(flags: Flags) -> str:
             "--train_utterances has no effect with --sentences: all sentences that are not for validation or "
             "testing are for training. Omit it, or use fewer sentences."
         )
-    output, started = flags.output or "data/sentences", time.monotonic()
+    output = flags.output or "data/sentences"
+    started = time.monotonic()
     report = build_sentence_corpus(flags.sentences, output, flags.valid_utterances, flags.test_utterances)
     return told(output, report.size, report.is_new, started) + losses_told(output, report)
 
 
 def told(output: str, size: SplitSizes, is_new: bool, started: float) -> str:
     """Return a sentence on the written or existing corpus."""
-    count, seconds = size.train + size.valid + size.test, time.monotonic() - started
+    count = size.train + size.valid + size.test
+    seconds = time.monotonic() - started
     done = f"{count} utterances written in {seconds:.0f} s" if is_new else f"{count} utterances exist already"
     return f"{output}: {done} ({WHAT_IT_IS})"
 
 
 def losses_told(output: str, report: SentenceReport) -> str:
     """Return the size of each split and the skipped lines as text."""
-    size, left_out = report.size, report.left_out
+    size = report.size
+    left_out = report.left_out
     text = f"; {size.train} train, {size.valid} valid, {size.test} test"
     if report.blank or report.repeated:
         text += f"; {report.blank} blank and {report.repeated} repeated lines dropped"

@@ -32,7 +32,8 @@ if TYPE_CHECKING:  # usage errors do not wait for torch
 
 MAX_ORDER = 16
 # Characters need a longer context for the same number of words.
-CHARACTER_ORDER, SUBWORD_ORDER = 6, 4
+CHARACTER_ORDER = 6
+SUBWORD_ORDER = 4
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,8 @@ def train(flags: Flags) -> str:
     from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
     checkpoint = read_checkpoint(flags.checkpoint)
-    tokenizer, settings = load_tokenizer(checkpoint), config_from_text(checkpoint.config).text
+    tokenizer = load_tokenizer(checkpoint)
+    settings = config_from_text(checkpoint.config).text
     order = flags.order or (CHARACTER_ORDER if settings.tokenizer_type == "char" else SUBWORD_ORDER)
     held_out = TextCorpus(tokenizer, settings.digits)
     others = list(held_out.read(*apart(flags.held_out))) if flags.held_out else []  # before the work, not after it

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from konkanivani.base.distributed import Topology
 
 # Bounds of --longest_piece and --pause, in seconds.
-MIN_PIECE, MAX_PIECE = 1.0, 600.0
-MIN_PAUSE, MAX_PAUSE = 0.2, 60.0
+MIN_PIECE = 1.0
+MAX_PIECE = 600.0
+MIN_PAUSE = 0.2
+MAX_PAUSE = 60.0
 
 
 @dataclass(frozen=True)

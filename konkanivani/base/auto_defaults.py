@@ -11,15 +11,20 @@ DECIDED += ("learning_rate",)
 # With less audio, subwords are too rare to be learnt, and attention without CTC aligns too late.
 LITTLE_HOURS = 10.0
 TARGET_HOURS = 30.0  # audio in all epochs together, as far as the bounds on the epochs allow
-MIN_EPOCHS, MAX_EPOCHS = 20, 60
-MIN_TUNED_EPOCHS, MAX_TUNED_EPOCHS = 3, 10  # fine-tuning of a pretrained model
+MIN_EPOCHS = 20
+MAX_EPOCHS = 60
+# fine-tuning of a pretrained model
+MIN_TUNED_EPOCHS = 3
+MAX_TUNED_EPOCHS = 10
 # Audio per optimizer step of a small corpus: half the audio per step means twice the steps, which learn more in the
 # same number of epochs.
 GLOBAL_BATCH_SECONDS = 20.0
 MIN_GLOBAL_BATCH_SIZE = 2
 # LARGE_RATE is for models up to SMALL_WIDTH, from MANY_WORDS and MIN_HOURS on (docs/experiments.md).
 LARGE_RATE = 2e-3
-SMALL_WIDTH, MANY_WORDS, MIN_HOURS = 128, 100, 0.75
+SMALL_WIDTH = 128
+MANY_WORDS = 100
+MIN_HOURS = 0.75
 TUNED_GLOBAL_BATCH_SIZE = 16  # utterances, as in the published fine-tuning recipes of the pretrained models
 
 

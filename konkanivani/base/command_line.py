@@ -261,10 +261,12 @@ def format_help(kind: type, default: object, description: str, common: Sequence[
 def wrap_description(text: str) -> str:
     """Return a docstring with its paragraphs wrapped to WIDTH columns, and its examples unchanged, indented by 4."""
     parts: list[tuple[bool, list[str]]] = []  # (is an example, its lines)
-    is_new, continues = True, False
+    is_new = True
+    continues = False
     for line in text.strip().splitlines():
         if not line.strip():
-            is_new, continues = True, False
+            is_new = True
+            continues = False
             continue
         is_example = continues or EXAMPLE.match(line) is not None
         continues = is_example and line.endswith("\\")
@@ -306,7 +308,8 @@ def flags_of(kind: type, default: object = None) -> list[HelpFlag]:
         text = with_default(" ".join(texts.get(field.name, "").split()), value)
         # Too many choices for the left column: list them in the text.
         if len(values) > WIDTH - 20:
-            values, text = "NAME", f"{text} One of: {', '.join(get_args(plain_hints[field.name]))}."
+            values = "NAME"
+            text = f"{text} One of: {', '.join(get_args(plain_hints[field.name]))}."
         found.append(HelpFlag(field.name, _group_of(kind), values, text, is_positional))
     return found
 

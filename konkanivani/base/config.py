@@ -391,7 +391,8 @@ class TrainConfig:
     @property
     def global_batch_size(self) -> int:
         """Utterances per optimizer step."""
-        data, micro_batches = self.data, self.data.gradient_accumulation_steps
+        data = self.data
+        micro_batches = self.data.gradient_accumulation_steps
         if data.batch_size == AUTO:
             return data.effective_batch_size or DEFAULT_EFFECTIVE_BATCH_SIZE
         if micro_batches == AUTO:

@@ -82,7 +82,9 @@ def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
     if parts is None:
         return False
-    kind, built_for, suffix = parts[1], (int(parts[2]), int(parts[3])), parts[4]
+    kind = parts[1]
+    built_for = (int(parts[2]), int(parts[3]))
+    suffix = parts[4]
     if suffix == "a":
         return capability == built_for
     # Suffix "f" (family) is treated like a binary: it does not reach the next major version.

@@ -169,11 +169,13 @@ def new_bucket(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _bucketfuls(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
     """Group the tensors in order: at most `size` elements per group, or one larger tensor."""
-    group, held = [], 0
+    group = []
+    held = 0
     for tensor in tensors:
         if group and held + tensor.numel() > size:
             yield group
-            group, held = [], 0
+            group = []
+            held = 0
         group.append(tensor)
         held += tensor.numel()
     if group:

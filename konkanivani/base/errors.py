@@ -71,7 +71,8 @@ def explained(kind: type[KonkaniVaniError], what: str, advice: str, *others: typ
         yield
     except (OSError, *others) as error:
         # str(OSError) contains the errno and the file; strerror is the reason only.
-        reason, file = getattr(error, "strerror", None) or error, getattr(error, "filename", None)
+        reason = getattr(error, "strerror", None) or error
+        file = getattr(error, "filename", None)
         where = f" ({file})" if file and str(file).removesuffix(".partial") not in what else ""
         # The cause is dropped: the message is complete, and scripts print no traceback.
         raise kind(f"{what}: {reason}{where}. {advice}") from None

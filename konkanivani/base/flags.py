@@ -62,7 +62,8 @@ def config_from_text(text: str) -> TrainConfig:
 
     Raises CheckpointError for a flag that this version does not know, or a value of the wrong type.
     """
-    values, known = {}, {s.name: s for s in settings_of(TrainConfig())}
+    values = {}
+    known = {s.name: s for s in settings_of(TrainConfig())}
     for line in text.splitlines():
         name, _, value = with_new_name(line).removeprefix("--").partition(" ")
         if name not in known:
@@ -130,7 +131,8 @@ def parse_args(arguments: list[str]) -> CommandLine:
     A flag that is not given has the preset's value, else the default.
     """
     parsed = read_flags(TrainConfig, arguments, TrainConfig(), common=COMMON_FLAGS)
-    base, explicit = defaults_beside(parsed), explicit_flags(arguments)
+    base = defaults_beside(parsed)
+    explicit = explicit_flags(arguments)
     return CommandLine(_checked(_with_given(base, parsed, explicit), explicit, stored=None), parsed, explicit)
 
 
@@ -175,7 +177,8 @@ def _settle_effective_batch(config: TrainConfig, explicit: frozenset[str], store
     With --batch_size auto this is `effective_batch_size`, else batch_size x gradient_accumulation_steps. Raises
     UsageError if two settings contradict each other.
     """
-    data, effective = config.data, config.data.effective_batch_size
+    data = config.data
+    effective = config.data.effective_batch_size
     names = ("batch_size", "gradient_accumulation_steps", "effective_batch_size")
     is_cut, is_accumulated, is_said = (name in explicit for name in names)
     if data.batch_size == AUTO:
@@ -210,7 +213,8 @@ def check_idle_flags(config: TrainConfig, explicit: frozenset[str]) -> None:
             raise UsageError(f"--{name} has no effect without --{wanted}: give both, or omit it.")
     idle = sorted(NATIVE_ONLY_FLAGS & explicit) if config.pretrained.pretrained is not None else []
     if idle:
-        named, them = ", ".join(f"--{name}" for name in idle), "it" if len(idle) == 1 else "them"
+        named = ", ".join(f"--{name}" for name in idle)
+        them = "it" if len(idle) == 1 else "them"
         raise UsageError(
             f"A --pretrained model has the shape that its folder defines, and {named} would change it: omit {them}."
         )

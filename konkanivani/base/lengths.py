@@ -49,7 +49,8 @@ class Framing:
 
         With zeros, the last frame starts one hop before the end of the waveform: S // hop frames.
         """
-        half, hop = self.features.fft_samples // 2, self.features.hop_samples
+        half = self.features.fft_samples // 2
+        hop = self.features.hop_samples
         return {"none": (0, 0), "zeros": (half, half - hop), "reflected": (half, half)}[self.features.frame_padding]
 
     def feature_length(self, samples: Count) -> Count:

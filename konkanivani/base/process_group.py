@@ -13,8 +13,12 @@ from konkanivani.base.command_line import GRACE_SECONDS
 from konkanivani.base.distributed import RankLost, Topology, raise_rank_lost
 from konkanivani.base.errors import KonkaniVaniError, ReportedByOtherRank, ResourceError
 
-STARTS_KEY, SEEN_KEY, FOUND_KEY = "konkanivani/starts_", "konkanivani/seen", "konkanivani/found_"
-FIRST_CAUSE_KEY, PRESENT_KEY, QUERIES_KEY = "konkanivani/first_cause", "konkanivani/here_", "konkanivani/asked"
+STARTS_KEY = "konkanivani/starts_"
+SEEN_KEY = "konkanivani/seen"
+FOUND_KEY = "konkanivani/found_"
+FIRST_CAUSE_KEY = "konkanivani/first_cause"
+PRESENT_KEY = "konkanivani/here_"
+QUERIES_KEY = "konkanivani/asked"
 ROLL_CALL_SECONDS = 3.0  # time for the remaining ranks to register after a connection was lost
 
 
@@ -63,7 +67,8 @@ def _attempt(store: dist.Store, topology: Topology, timeout: float) -> int:
     Each rank counts its starts in the store. Rank 0 publishes the counts that it reads; a rank that finds its own
     current count there belongs to this start of rank 0 and returns rank 0's count. Rank 0 waits for all of them.
     """
-    own, until = store.add(f"{STARTS_KEY}{topology.rank}", 1), time.monotonic() + timeout
+    own = store.add(f"{STARTS_KEY}{topology.rank}", 1)
+    until = time.monotonic() + timeout
     while time.monotonic() < until:
         if topology.is_first:
             # add(key, 0) reads a counter without blocking; get() would wait for the key.

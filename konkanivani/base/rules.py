@@ -17,6 +17,7 @@ from konkanivani.base.config import (
     PretrainedConfig,
     RunConfig,
     TrainConfig,
+    TuningConfig,
 )
 from konkanivani.base.errors import ErrorCollector, UsageError
 from konkanivani.base.units import parse_budget, parse_share, parse_snr
@@ -119,7 +120,8 @@ def raise_broken(rules: list[Rule]) -> None:
 
 
 def _model_rules(model: ModelConfig) -> list[Rule]:
-    heads, width = model.attention_heads, model.d_model
+    heads = model.attention_heads
+    width = model.d_model
     return [
         (
             min(width, model.encoder_layers, heads) > 0,
@@ -206,7 +208,8 @@ def _augment_rules(augment: AugmentConfig, mel_bins: int) -> list[Rule]:
 
 
 def _learning_rules(config: TrainConfig) -> list[Rule]:
-    loss, optimizer = config.loss, config.optimizer
+    loss = config.loss
+    optimizer = config.optimizer
     return [
         (config.text.vocab_size > 4, "--vocab_size must be above 4"),
         (loss.ctc_weight == AUTO or 0 <= loss.ctc_weight <= 1, "--ctc_weight must be between 0 and 1"),
@@ -227,8 +230,11 @@ def _learning_rules(config: TrainConfig) -> list[Rule]:
 
 
 def _head_rules(config: TrainConfig) -> list[Rule]:
-    loss, has_decoder, asked = config.loss, config.model.decoder_layers > 0, config.data.test_decode
-    has_ctc, is_ours = loss.ctc_weight != 0, config.pretrained.pretrained is None
+    loss = config.loss
+    has_decoder = config.model.decoder_layers > 0
+    asked = config.data.test_decode
+    has_ctc = loss.ctc_weight != 0
+    is_ours = config.pretrained.pretrained is None
     without_ctc = "--ctc_weight is 0" if is_ours else "a --pretrained model has no CTC head"
     return [
         (
@@ -251,9 +257,11 @@ def _head_rules(config: TrainConfig) -> list[Rule]:
 
 
 def _tuning_rules(config: TrainConfig) -> list[Rule]:
-    tuning, starts = config.tuning, (config.pretrained.pretrained, config.run.init_from, config.run.resume)
+    tuning = config.tuning
+    starts = (config.pretrained.pretrained, config.run.init_from, config.run.resume)
     # --resume counts too: its checkpoint is read later and may hold a fine-tuned model.
-    begins, is_ours = any(start is not None for start in starts), config.pretrained.pretrained is None
+    begins = any(start is not None for start in starts)
+    is_ours = config.pretrained.pretrained is None
     # The upper bound, the number of blocks in the initial model, is checked when the model is read.
     counts = [number for number in (tuning.freeze, tuning.train_layers) if isinstance(number, int)]
     return [
@@ -284,6 +292,11 @@ def _tuning_rules(config: TrainConfig) -> list[Rule]:
             tuning.is_used or tuning.frozen_dtype == "fp32",
             "--frozen_dtype half needs frozen weights: give --freeze, --train_layers or --lora_rank",
         ),
+    ] + _lora_rules(tuning)
+
+
+def _lora_rules(tuning: TuningConfig) -> list[Rule]:
+    return [
         (0 <= tuning.lora_rank <= 1024, "--lora_rank must be between 0 and 1024"),
         (
             tuning.lora_rank == 0 or tuning.new_tokenizer or not tuning.freeze_steps,

@@ -41,7 +41,8 @@ def stop_at_signals() -> Iterator[None]:
 
     Further signals are ignored, so that the clean-up is not disturbed.
     """
-    came, stopping = [], stopping_signals()
+    came = []
+    stopping = stopping_signals()
 
     def stop(number: int, _frame: FrameType | None) -> None:
         for each in stopping:

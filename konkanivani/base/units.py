@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from konkanivani.base.errors import UsageError
 
 POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 
 
 def parse_budget(text: str) -> int:
@@ -36,7 +37,9 @@ def peak_text(size: int) -> str:
 
 
 NUMBER = r"[+-]?\d+(?:\.\d+)?"
-MIN_SNR, MAX_SNR = -50.0, 100.0  # dB; beyond, speech or noise is below the resolution of 16-bit audio
+# dB; beyond, speech or noise is below the resolution of 16-bit audio
+MIN_SNR = -50.0
+MAX_SNR = 100.0
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,8 @@ def split_batch(batch: Batch) -> tuple[Batch, Batch]:
 
 
 def _rows(batch: Batch, rows: slice) -> Batch:
-    samples, tokens = max(batch.sample_lengths[rows]), max(batch.token_lengths[rows])
+    samples = max(batch.sample_lengths[rows])
+    tokens = max(batch.token_lengths[rows])
     return Batch(
         utterance_ids=batch.utterance_ids[rows],
         waveforms=batch.waveforms[rows, :samples],

@@ -87,7 +87,8 @@ class EpochPlanner:
 
     def cursors_behind(self, cursor: Cursor) -> Iterator[Cursor]:
         """Yield the cursor after each global batch from `cursor` on, without end."""
-        epoch, number = cursor.epoch, cursor.consumed
+        epoch = cursor.epoch
+        number = cursor.consumed
         while True:
             epoch, number = (epoch, number + 1) if number + 1 < self.global_batches_per_epoch() else (epoch + 1, 0)
             yield Cursor(epoch, number)
@@ -106,7 +107,8 @@ def partition(costs: np.ndarray, ranks: int) -> list[np.ndarray]:
     (Graham, 1969). A rank may receive no items.
     """
     # Deterministic (stable sort, first minimum): each rank computes the shares of all ranks without communication.
-    loads, hands = np.zeros(ranks), [[] for _ in range(ranks)]
+    loads = np.zeros(ranks)
+    hands = [[] for _ in range(ranks)]
     for number in np.argsort(-np.asarray(costs, dtype=np.float64), kind="stable"):
         rank = int(loads.argmin())
         loads[rank] += costs[number]

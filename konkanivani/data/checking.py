@@ -45,7 +45,8 @@ class Limits:
     def within(self, window_seconds: float, most_tokens: float, slowest_speed: float = 1.0) -> "Limits":
         """Return the limits reduced to a model's longest input (after speed perturbation) and number of tokens."""
         # At speed s, an utterance of d seconds takes d / s seconds of the model's input.
-        limits, longest = self, window_seconds * slowest_speed
+        limits = self
+        longest = window_seconds * slowest_speed
         if most_tokens < self.max_tokens:
             limits = dataclasses.replace(limits, max_tokens=most_tokens, tokens_limit="the decoder's")
         if longest < self.max_duration:
@@ -77,7 +78,8 @@ def training_limits(config: TrainConfig, framing: FrameLengths | None = None) ->
 
     `framing` replaces the settings' framing for a model with its own features.
     """
-    data, speeds = config.data, config.augment.speed_perturbation
+    data = config.data
+    speeds = config.augment.speed_perturbation
     limits = Limits(data.min_duration, data.max_duration, data.max_tokens, max(speeds))
     framing = framing or Framing(config.features, config.model.subsampling)
     return dataclasses.replace(limits, framing=framing, is_aligned=config.loss.ctc_weight != 0)
@@ -107,7 +109,8 @@ def reason_to_reject(utterance: Utterance, tokens: list[int], limits: Limits) ->
     if len(tokens) > limits.most_spoken_tokens(utterance.duration):
         rate = f"{utterance.duration:.2f} s, {MAX_TOKEN_RATE:g} tokens a second at most"
         return f"{len(tokens)} tokens are more than speech of its length has: {rate}"
-    frames, needed = limits.encoder_frames(utterance.duration), ctc_frames_needed(tokens)
+    frames = limits.encoder_frames(utterance.duration)
+    needed = ctc_frames_needed(tokens)
     if not limits.frames_missing(utterance.duration, needed):
         return None
     speed = f" at speed {limits.fastest_speed:g}" if limits.fastest_speed != 1 else ""
@@ -120,7 +123,8 @@ def check_utterances(
     manifest: Manifest, tokenizer: Vocabulary, limits: Limits, digits: Digits
 ) -> tuple[Selection, list[Rejection]]:
     """Return the usable utterances and the rejected ones with reasons; an empty transcript counts as broken."""
-    counts, normalize = count_tokens(manifest, tokenizer, digits), partial(tokenizer.normalize, digits=digits)
+    counts = count_tokens(manifest, tokenizer, digits)
+    normalize = partial(tokenizer.normalize, digits=digits)
     usable = _usable(manifest, counts, limits)
     rejections = []
     everything = Selection(manifest, np.arange(len(manifest), dtype=np.int32), counts, normalize, is_whole=True)
@@ -139,7 +143,8 @@ def _usable(manifest: Manifest, counts: TokenCounts, limits: Limits) -> np.ndarr
     # In blocks: the intermediate arrays take ten times the memory of the result.
     for first in range(0, len(manifest), ROWS_AT_ONCE):
         rows = slice(first, first + ROWS_AT_ONCE)
-        durations, tokens = manifest.durations[rows], counts.tokens[rows]
+        durations = manifest.durations[rows]
+        tokens = counts.tokens[rows]
         fits = (tokens > 0) & (tokens <= limits.max_tokens)
         fits &= (durations >= limits.min_duration) & (durations <= limits.max_duration)
         fits &= tokens <= limits.most_spoken_tokens(durations)

@@ -84,7 +84,8 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = ()) -> ManifestInd
 
     Rows whose audio is neither in the manifest's folder nor in one of the `named_roots` count as broken.
     """
-    found, roots = manifest.stat(), audio_roots(str(manifest.parent), named_roots)
+    found = manifest.stat()
+    roots = audio_roots(str(manifest.parent), named_roots)
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         raise OSError("it is not a file")  # opening a pipe would block
     if found.st_size < SMALL_BYTES or not manifest.is_file():
@@ -196,7 +197,8 @@ def _scanned(manifest: Path, roots: tuple[str, ...]) -> Iterator[ManifestIndex]:
 
 def _block_edges(manifest: Path) -> list[int]:
     """Return the byte offsets of blocks of about `BLOCK_BYTES`, each at the start of a line, and the file's size."""
-    edges, size = [0], manifest.stat().st_size
+    edges = [0]
+    size = manifest.stat().st_size
     with open(manifest, "rb") as file:
         while edges[-1] + BLOCK_BYTES < size:
             file.seek(edges[-1] + BLOCK_BYTES)
@@ -209,7 +211,11 @@ def _block_edges(manifest: Path) -> list[int]:
 def _scan(manifest: str, first: int, end: int, roots: tuple[str, ...]) -> tuple[ManifestIndex, int]:
     """Return the index of the lines in bytes `first` to `end`, rows numbered from 1, and the number of lines."""
     columns: dict[str, list] = {name: [] for name in ARRAYS}
-    broken, marks, start, row, known = [], set(), first, 0, ""
+    broken = []
+    marks = set()
+    start = first
+    row = 0
+    known = ""
     removed = FormatCharacterCount()
     folder = os.path.dirname(manifest)
     with open(manifest, "rb") as file:

@@ -26,8 +26,11 @@ class Manifest(Sequence[Utterance]):
     """
 
     def __init__(self, path: str, index: ManifestIndex, named_roots: tuple[str, ...] = ()) -> None:
-        self.path, self.index, self.named_roots = path, index, named_roots
-        self.durations, self.broken = index.durations, index.broken
+        self.path = path
+        self.index = index
+        self.named_roots = named_roots
+        self.durations = index.durations
+        self.broken = index.broken
         self._folder = os.path.dirname(path)
         self._roots = audio_roots(self._folder, named_roots)
         self._file: int | None = None
@@ -39,7 +42,8 @@ class Manifest(Sequence[Utterance]):
         place = range(len(self))[place]
         if self._file is None:
             self._file = os.open(self.path, os.O_RDONLY)
-        start, row = int(self.index.starts[place]), int(self.index.rows[place])
+        start = int(self.index.starts[place])
+        row = int(self.index.rows[place])
         # pread, because forked workers share the position of an inherited descriptor.
         return self._parse(os.pread(self._file, int(self.index.sizes[place]), start), row)
 
@@ -96,7 +100,9 @@ def read_recordings(path: str | Path, named_roots: tuple[str, ...] = ()) -> list
         if not Path(path).is_file() and Path(path).exists() and not Path(path).is_dir():
             raise OSError("it is not a file")  # reading a pipe would block
         lines = Path(path).read_bytes().split(b"\n")
-    sounds, folder, problems = [], os.path.dirname(path), ErrorCollector()
+    sounds = []
+    folder = os.path.dirname(path)
+    problems = ErrorCollector()
     roots = audio_roots(folder, named_roots)
     for row, line in ((row, line) for row, line in enumerate(lines, start=1) if line.strip()):
         try:

@@ -131,7 +131,9 @@ def load_response(sound: Sound, generator: torch.Generator) -> torch.Tensor:
 
 def read_noise_reverb(config: AugmentConfig, seed: int, named_roots: tuple[str, ...] = ()) -> NoiseReverb:
     """Build the configured augmentation from the files' headers; raise a `DataError` with row and reason."""
-    reverb, noise, problems = None, None, ErrorCollector()
+    reverb = None
+    noise = None
+    problems = ErrorCollector()
     if config.rir_manifest is not None:
         with problems.collect():
             responses = read_sounds(config.rir_manifest, named_roots, MAX_RESPONSE_SECONDS)
@@ -146,7 +148,8 @@ def read_noise_reverb(config: AugmentConfig, seed: int, named_roots: tuple[str, 
 
 def read_sounds(manifest: str, named_roots: tuple[str, ...] = (), longest: float = float("inf")) -> tuple[Sound, ...]:
     """Return a manifest's rows with rate and frames from the headers; raise a `DataError` for unusable rows."""
-    sounds, problems = [], ErrorCollector()
+    sounds = []
+    problems = ErrorCollector()
     for row in read_recordings(manifest, named_roots):
         with problems.collect():
             sounds.append(_read_sound(manifest, row, longest))
@@ -160,9 +163,11 @@ def _read_sound(manifest: str, row: Utterance, longest: float) -> Sound:
         header = read_header(row.source)
     except DataError as error:
         raise DataError(f"{manifest}, row {row.row}: {error}") from None
-    first, frames = 0, header.frames
+    first = 0
+    frames = header.frames
     if row.offset is not None:
-        first, frames = round(row.offset * header.rate), round(row.duration * header.rate)
+        first = round(row.offset * header.rate)
+        frames = round(row.duration * header.rate)
         # Manifests round offset and duration: a span may end slightly after its file.
         if header.frames < first + frames <= header.frames + SPAN_ROUNDING * header.rate:
             frames = header.frames - first

@@ -40,7 +40,8 @@ class Rejections:
             path: File for the list; None for no list.
             most: Largest allowed share of broken rows in a manifest, 0 to 1.
         """
-        self._path, self._most = path, most
+        self._path = path
+        self._most = most
         self._rows: dict[str, int] = {}
         self._broken: dict[str, dict[int, Rejection]] = {}
         self._news: list[Rejection] = []
@@ -48,7 +49,8 @@ class Rejections:
 
     def news(self) -> tuple[Rejection, ...]:
         """Return the rejections added by `add` since the last call, to be sent to the other ranks."""
-        news, self._news = tuple(self._news), []
+        news = tuple(self._news)
+        self._news = []
         return news
 
     def begin(self, manifest: Manifest) -> None:
@@ -98,7 +100,8 @@ class Rejections:
             say(f"{self._path} cannot be written ({error.strerror}); the list of skipped utterances is incomplete.")
 
     def _check(self, manifest: str) -> None:
-        broken, rows = list(self._broken[manifest].values()), self._rows[manifest]
+        broken = list(self._broken[manifest].values())
+        rows = self._rows[manifest]
         if len(broken) <= self._most * rows:
             return
         told = [f"row {one.row}, {one.audio_filepath}".removesuffix(", ") + f": {one.reason}" for one in broken[:NAMED]]

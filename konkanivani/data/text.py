@@ -104,7 +104,9 @@ class Tokenizer:
 
     def __init__(self, model: bytes) -> None:
         """Load a serialized model; raise a `DataError` if it is not a SentencePiece model with these special ids."""
-        self.model, self.special, self.rules = model, OUR_TOKENS, FREE
+        self.model = model
+        self.special = OUR_TOKENS
+        self.rules = FREE
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:

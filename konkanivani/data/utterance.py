@@ -144,7 +144,9 @@ def parse_row(
 
 def _reason_to_refuse(fields: dict[str, object]) -> str | None:
     """Return why the fields other than the path and channel are invalid; None if they are valid."""
-    text, duration, offset = fields.get("text"), fields.get("duration"), fields.get("offset")
+    text = fields.get("text")
+    duration = fields.get("duration")
+    offset = fields.get("offset")
     if not isinstance(text, str):
         return f"text must be a string with the transcript, not {text!r:.200}"
     character = forbidden_in_transcript(text)

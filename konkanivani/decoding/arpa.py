@@ -85,7 +85,9 @@ class _Reader:
     """Reader of one ARPA file."""
 
     def __init__(self, path: Path, file: BinaryIO, most_bytes: float, tokenizer: Tokenizer) -> None:
-        self._path, self._file, self._bytes_left = path, file, most_bytes
+        self._path = path
+        self._file = file
+        self._bytes_left = most_bytes
         self._row = self._silent = 0
         self._known = {tokenizer.piece(token).encode(): token for token in range(tokenizer.size)}
         del self._known[tokenizer.piece(tokenizer.special.blank).encode()]
@@ -151,14 +153,18 @@ class _Reader:
     def _read_section(self, order: int, count: int, is_last: bool) -> Ngrams:
         """Read the `count` n-grams of one order."""
         # Arrays grow with the lines that are read: a false count in the header allocates nothing.
-        tokens, logarithms, backoffs = array("i"), array("d"), array("d")
-        known, unknown = self._known, []
+        tokens = array("i")
+        logarithms = array("d")
+        backoffs = array("d")
+        known = self._known
+        unknown = []
         for _ in range(count):
             fields = self._next_line().split()
             if fields[0].startswith(b"\\"):
                 raise self._error(f"it has fewer {order}-grams than the {count} in its header")
             try:
-                probability, words = float(fields[0]), fields[1 : order + 1]
+                probability = float(fields[0])
+                words = fields[1 : order + 1]
                 backoff = float(fields[order + 1]) if len(fields) == order + 2 else 0.0
             except ValueError:
                 probability = backoff = math.nan

@@ -23,7 +23,8 @@ from konkanivani.decoding.scorers import CTCScorer, FullScorer
 CANDIDATES_A_PLACE = 2
 # With a length bonus, scores can grow: the search then ends when no hypothesis of the last three lengths comes within
 # ten nats of the best one (Watanabe et al., 2017, eq. 22).
-END_DETECT_LENGTHS, NATS_WITHOUT_HOPE = 3, 10.0
+END_DETECT_LENGTHS = 3
+NATS_WITHOUT_HOPE = 10.0
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,9 @@ def beam_search(
         scorers.follow(sources, tokens)
         if len(can_improve) < len(tokens):
             rows = torch.tensor(can_improve, device=device)
-            search.limits, search.tokens, search.scores = search.limits[rows], search.tokens[rows], search.scores[rows]
+            search.limits = search.limits[rows]
+            search.tokens = search.tokens[rows]
+            search.scores = search.scores[rows]
             scorers.keep(rows)
     return [tuple(sort_hypotheses(ended)[:best]) for ended in search.ended]
 

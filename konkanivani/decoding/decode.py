@@ -84,7 +84,8 @@ class BeamDecode:
         The rules' maximum or, without one, the utterance's number of frames; at most the decoder's capacity.
         """
         # The prompt takes positions in the decoder. Without a rule, at most one token per encoder frame, as in CTC.
-        most, room = self.rules.most_tokens, model.decoder.most_tokens - len(self.rules.prompt)
+        most = self.rules.most_tokens
+        room = model.decoder.most_tokens - len(self.rules.prompt)
         return tuple(min(length if most is None else most, room) for length in encoded_lengths)
 
     def attention(self, model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths, beam: int) -> FullScorer:
@@ -102,7 +103,8 @@ def greedy_decode(architecture: Architecture, tokenizer: Vocabulary) -> Decode:
 
 def ways_to_decode(architecture: Architecture) -> list[str]:
     """Return the values of `DecodingConfig.decode` that the model has the heads for, the best one last."""
-    has_ctc, has_decoder = architecture.has_ctc, architecture.has_decoder
+    has_ctc = architecture.has_ctc
+    has_decoder = architecture.has_decoder
     ways = {"greedy": True, "prefix": has_ctc, "attention": has_decoder, "joint": has_ctc and has_decoder}
     return [way for way, is_possible in ways.items() if is_possible]
 
@@ -125,7 +127,8 @@ def build_decode(
         )
     if config.decode == "greedy":
         return greedy_decode(architecture, tokenizer)
-    language_model, weight = None, config.language_model_weight
+    language_model = None
+    weight = config.language_model_weight
     if config.language_model is not None and weight:  # with a weight of 0 the file need not exist
         # A language model is over the project's own tokenizer, which has a blank; Whisper's has none.
         if tokenizer.special.blank is None:

@@ -86,7 +86,8 @@ class LanguageModel:
 
     def _after(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return the state (R,) that is the longest suffix of a state's tokens plus one more token (R,)."""
-        after, is_found = torch.full_like(states, ROOT), torch.zeros_like(states, dtype=torch.bool)
+        after = torch.full_like(states, ROOT)
+        is_found = torch.zeros_like(states, dtype=torch.bool)
         for _ in range(self.order):
             edges, is_there = find(self.keys, states * len(self.unigrams) + tokens)
             after = torch.where(is_there & ~is_found, self.next_states[edges], after)
@@ -117,7 +118,8 @@ def read_language_model(path: str | Path, tokenizer: Tokenizer, device: torch.de
             f"{len(error.tokens)}-grams. Train it again, or use another --language_model."
         ) from None
     special = dataclasses.astuple(tokenizer.special)
-    pieces, known = tokenizer.size - len(special), int((~np.isin(orders[0].tokens, special)).sum())
+    pieces = tokenizer.size - len(special)
+    known = int((~np.isin(orders[0].tokens, special)).sum())
     if 2 * known < pieces:  # nearly every token would be scored as unknown
         raise DataError(f"The language model {path} has only {known} of the tokenizer's {pieces} tokens. {FOREIGN}")
     return model
@@ -125,7 +127,8 @@ def read_language_model(path: str | Path, tokenizer: Tokenizer, device: torch.de
 
 def score_sentences(model: LanguageModel, sentences: Iterable[Sequence[int]]) -> list[float]:
     """Return the log probability of each sentence, including its end."""
-    found, sentences = [], iter(sentences)
+    found = []
+    sentences = iter(sentences)
     while some := [[*tokens, model.special.end] for tokens in islice(sentences, SENTENCES_AT_ONCE)]:
         columns = torch.nn.utils.rnn.pad_sequence([torch.tensor(tokens) for tokens in some], padding_value=-1)
         states = model.initial(len(some))
@@ -212,7 +215,8 @@ def _levels(orders: Sequence[Ngrams]) -> list[_Level]:
         log_probabilities = np.concatenate([ngrams.log_probabilities, missing])
         # lexsort is stable: of equal rows, the n-gram comes before the prefix and keeps its log probability.
         ranks = np.lexsort(tokens.T[::-1])
-        tokens, log_probabilities = tokens[ranks], log_probabilities[ranks]
+        tokens = tokens[ranks]
+        log_probabilities = log_probabilities[ranks]
         is_new = _is_new(tokens)
         repeated = ~is_new & ~np.isnan(log_probabilities)
         if repeated.any():
@@ -221,9 +225,11 @@ def _levels(orders: Sequence[Ngrams]) -> list[_Level]:
             places = np.empty(len(tokens), np.int32)
             places[ranks] = is_new.cumsum(dtype=np.int32) - 1
             levels[-1] = replace(levels[-1], parents=places[len(ngrams) :][prefixes_above])
-        kept, backoffs = tokens[is_new], np.concatenate([ngrams.backoffs, np.zeros(len(prefixes))])
+        kept = tokens[is_new]
+        backoffs = np.concatenate([ngrams.backoffs, np.zeros(len(prefixes))])
         is_new_prefix = _is_new(kept[:, :-1])
-        prefixes, prefixes_above = kept[is_new_prefix, :-1], is_new_prefix.cumsum(dtype=np.int32) - 1
+        prefixes = kept[is_new_prefix, :-1]
+        prefixes_above = is_new_prefix.cumsum(dtype=np.int32) - 1
         values = kept[:, -1].copy(), log_probabilities[is_new], backoffs[ranks][is_new]
         levels.append(_Level(kept.shape[1], np.zeros(len(kept), np.int32), *values))
     return levels[::-1]
@@ -250,8 +256,10 @@ def _link(
     """
     # Node n is reached by edge n - 1: ROOT is node 0 and has no edge.
     edges = slice(nodes.start - 1, nodes.stop - 1)
-    contexts, tokens = keys[edges] // vocabulary, keys[edges] % vocabulary
-    weights, found = backoffs[contexts], torch.zeros_like(contexts)
+    contexts = keys[edges] // vocabulary
+    tokens = keys[edges] % vocabulary
+    weights = backoffs[contexts]
+    found = torch.zeros_like(contexts)
     contexts, pending = shorter[contexts], torch.arange(len(contexts))
     while len(pending):
         places, is_there = find(keys, contexts[pending] * vocabulary + tokens[pending])

@@ -44,7 +44,8 @@ def estimate_ngrams(
     text = np.fromiter(chain.from_iterable(framed), np.int64)
     levels = _count(text, vocabulary, order, special.end)
     estimated: list[Ngrams] = []
-    tokens, lower = np.zeros((1, 0), np.int32), np.full(1, 1 / (vocabulary - 2))
+    tokens = np.zeros((1, 0), np.int32)
+    lower = np.full(1, 1 / (vocabulary - 2))
     for level, above in zip(levels, [*levels[1:], None], strict=True):
         counts = _kneser_ney_counts(level, above, special.start)
         discounts = _discounts(counts)[np.minimum(counts, 3)]
@@ -69,7 +70,9 @@ def _count(text: np.ndarray, vocabulary: int, order: int, end: int) -> list[_Cou
     levels = [_Counted(nothing, np.arange(vocabulary), nothing, np.bincount(text, minlength=vocabulary))]
     ends = np.flatnonzero(text == end)
     left = np.repeat(ends, np.diff(ends, prepend=-1)) - np.arange(len(text)) + 1  # tokens up to the sentence's end
-    places, starts = text, np.arange(len(text))  # index within its order of the n-gram starting at each position
+    # index within its order of the n-gram starting at each position
+    places = text
+    starts = np.arange(len(text))
     for number in range(2, order + 1):
         starts = starts[left[starts] >= number]
         if not len(starts):

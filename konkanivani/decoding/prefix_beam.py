@@ -61,7 +61,8 @@ def prefix_beam_search(
     certain = impossible.clone()  # only the empty prefix, with probability one
     certain[:, 0] = 0.0
     tokens = places[:, :, None].expand(-1, -1, frames.shape[1]).clone().fill_(NO_TOKEN)
-    blanks, fused = places.clone().fill_(BLANK), fusion.begin(*places.shape) if fusion else None
+    blanks = places.clone().fill_(BLANK)
+    fused = fusion.begin(*places.shape) if fusion else None
     prefixes = _Beam(tokens, places, blanks, certain, impossible, fused)
     tried = torch.arange(1, frames.shape[2], device=frames.device).expand(len(frames), -1)  # all tokens but blank
     for frame in range(frames.shape[1]):
@@ -87,7 +88,8 @@ def _advance(beam: _Beam, frame: int, emissions: torch.Tensor, tried: torch.Tens
     scores = torch.cat([torch.logaddexp(in_blank, in_token)[:, :, None], extended], dim=2)
     fused = scores if beam.fusion_scores is None else scores + beam.fusion_scores.of(tried)
     chosen = first_best(fused.flatten(1), scores.shape[1])  # (B, K): a prefix unchanged, or extended by a token
-    sources, columns = chosen // scores.shape[2], chosen % scores.shape[2]
+    sources = chosen // scores.shape[2]
+    columns = chosen % scores.shape[2]
     is_longer = columns > 0
     new = F.pad(tried, (1, 0), value=NO_TOKEN).gather(1, columns)
     lengths, last, in_blank, in_token = _gathered(sources, beam.lengths, beam.last, in_blank, in_token)

@@ -62,7 +62,8 @@ class CTCPrefixScorer:
 
         Candidates are token ids (B, K, C), or None for all V. Blank gets -inf, as do hypotheses with no frames left.
         """
-        after_any, after_blank = state.log_probabilities[:, :, :-1], state.in_blank[:, :, :-1]
+        after_any = state.log_probabilities[:, :, :-1]
+        after_blank = state.in_blank[:, :, :-1]
         scores = self._begun(after_any, candidates)
         if candidates is None:
             candidates = torch.arange(self._frames.shape[2], device=scores.device).expand_as(scores)
@@ -83,7 +84,8 @@ class CTCPrefixScorer:
         K' may differ from K. Tokens must not be blank.
         """
         places = sources[:, :, None].expand(-1, -1, state.in_blank.shape[2])
-        before_blank, before_token = state.in_blank.gather(1, places), state.in_token.gather(1, places)
+        before_blank = state.in_blank.gather(1, places)
+        before_token = state.in_token.gather(1, places)
         is_repeated = (tokens == state.last.gather(1, sources))[:, :, None]
         begins = torch.where(is_repeated, before_blank, torch.logaddexp(before_blank, before_token))
         columns = tokens[:, None].expand(-1, self._frames.shape[1], -1)

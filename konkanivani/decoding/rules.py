@@ -19,7 +19,9 @@ class RuledScorer:
     """Scorer that gives -inf to tokens that the rules forbid (a FullScorer); the rest is not renormalised."""
 
     def __init__(self, scorer: FullScorer, rules: GenerationRules, end: int) -> None:
-        self._scorer, self._rules, self._end = scorer, rules, end
+        self._scorer = scorer
+        self._rules = rules
+        self._end = end
         self._length = 0
         self._said: _Times | None = None  # set by the first `score`, which determines the number of hypotheses
 
@@ -47,9 +49,11 @@ class RuledScorer:
         self._said = self._said.kept(utterances)
 
     def _with_times(self, scores: torch.Tensor, rules: TimeRules) -> torch.Tensor:
-        said, ids = self._said, torch.arange(scores.shape[2], device=scores.device)
+        said = self._said
+        ids = torch.arange(scores.shape[2], device=scores.device)
         is_time = ids >= rules.first
-        is_pair, is_half = said.is_last & said.is_before, said.is_last & ~said.is_before
+        is_pair = said.is_last & said.is_before
+        is_half = said.is_last & ~said.is_before
         forbidden = (
             # Two timestamps must be followed by text; a single one after text by its pair or the end token.
             (ids == rules.no_times) | (is_pair[:, :, None] & is_time) | (is_half[:, :, None] & (ids < self._end))
@@ -66,7 +70,8 @@ class RuledScorer:
 
 def _times_where_likelier(scores: torch.Tensor, first: int) -> torch.Tensor:
     """Mask non-timestamps in scores (B, K, V) if all timestamps together are likelier than any other token."""
-    times, others = scores[:, :, first:].logsumexp(dim=2), scores[:, :, :first].amax(dim=2)
+    times = scores[:, :, first:].logsumexp(dim=2)
+    others = scores[:, :, :first].amax(dim=2)
     scores[:, :, :first].masked_fill_((times > others)[:, :, None], -math.inf)
     return scores
 
@@ -81,12 +86,14 @@ class _Times:
 
     @classmethod
     def none(cls, scores: torch.Tensor) -> "_Times":
-        shape, device = scores.shape[:2], scores.device
+        shape = scores.shape[:2]
+        device = scores.device
         is_last = torch.zeros(shape, dtype=torch.bool, device=device)
         return cls(is_last, ~is_last, torch.full(shape, -1, device=device))
 
     def followed(self, sources: torch.Tensor, tokens: torch.Tensor, rules: TimeRules, is_first: bool) -> "_Times":
-        is_before, latest = self.is_last.gather(1, sources), self.latest.gather(1, sources)
+        is_before = self.is_last.gather(1, sources)
+        latest = self.latest.gather(1, sources)
         is_time = tokens >= rules.first
         return _Times(is_time, is_before | is_first, torch.where(is_time, tokens, latest))
 

@@ -47,7 +47,8 @@ class AttentionScorer:
         special: SpecialTokens = OUR_TOKENS,
         prompt: tuple[int, ...] = (),
     ) -> None:
-        self._decoder, self._special = model.decoder, special
+        self._decoder = model.decoder
+        self._special = special
         self._cache = model.decoder.begin(encoded, encoded_lengths, beam)
         self._last = torch.full((len(encoded), beam), special.start, device=encoded.device)
         # The last prompt token stays in `_last`: the first `score` decodes it.
@@ -65,11 +66,13 @@ class AttentionScorer:
         return without(self._scores, *self._special.never_generated)
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
-        self._totals, self._last = gather_scores(self._scores, sources, tokens), tokens
+        self._totals = gather_scores(self._scores, sources, tokens)
+        self._last = tokens
         self._cache.reorder(sources)
 
     def keep(self, utterances: torch.Tensor) -> None:
-        self._totals, self._last = self._totals[utterances], self._last[utterances]
+        self._totals = self._totals[utterances]
+        self._last = self._last[utterances]
         self._cache.select(utterances)
 
 
@@ -84,7 +87,8 @@ class LanguageModelScorer:
         device: torch.device,
         special: SpecialTokens = OUR_TOKENS,
     ) -> None:
-        self._model, self._special = model, special
+        self._model = model
+        self._special = special
         # The model may be on another device than the search.
         self._contexts = model.initial(utterances * beam).to(device).view(utterances, beam)
         self._totals = torch.zeros(self._contexts.shape, dtype=torch.float64, device=device)
@@ -101,7 +105,8 @@ class LanguageModelScorer:
         self._contexts = self._model.advance(contexts.flatten(), tokens.flatten()).view_as(contexts)
 
     def keep(self, utterances: torch.Tensor) -> None:
-        self._totals, self._contexts = self._totals[utterances], self._contexts[utterances]
+        self._totals = self._totals[utterances]
+        self._contexts = self._contexts[utterances]
 
 
 class CTCScorer:

@@ -125,7 +125,8 @@ def _align(
 def _edits(said: list[str], heard: list[str], chunks: Iterable[jiwer.AlignmentChunk]) -> Iterator[Edit]:
     for chunk in chunks:
         # An insertion has no reference words, a deletion no hypothesis words.
-        one, other = said[chunk.ref_start_idx : chunk.ref_end_idx], heard[chunk.hyp_start_idx : chunk.hyp_end_idx]
+        one = said[chunk.ref_start_idx : chunk.ref_end_idx]
+        other = heard[chunk.hyp_start_idx : chunk.hyp_end_idx]
         yield from (Edit(*words) for words in zip(one or [""] * len(other), other or [""] * len(one), strict=True))
 
 

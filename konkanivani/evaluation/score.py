@@ -114,7 +114,8 @@ def build_report(
         worst: Maximum number of worst utterances.
         other: Another system to compare with.
     """
-    texts, speakers = pairs.texts, [text.speaker for text in pairs.texts]
+    texts = pairs.texts
+    speakers = [text.speaker for text in pairs.texts]
     unit = choose_unit(speakers, wish)
     resampled = resample_sums(edits.sums, block_numbers(speakers, unit))
     # With a single speaker, the slice would repeat the total.
@@ -155,7 +156,8 @@ def _slices(
             rows_of.setdefault(name, []).append(row)
     slices = {}
     for name, rows in rows_of.items():
-        some, counted = [texts[row] for row in rows], edits.of(np.array(rows))
+        some = [texts[row] for row in rows]
+        counted = edits.of(np.array(rows))
         speakers = [text.speaker for text in some]
         resampled = resample_sums(counted.sums[:, :2], block_numbers(speakers, choose_unit(speakers, wish)))
         # Each slice chooses its own unit: it may have too few speakers.
@@ -186,7 +188,8 @@ def _worst(texts: Sequence[ScoredText], edits: UtteranceEdits, most: int) -> tup
 def _compare(texts: Sequence[ScoredText], edits: UtteranceEdits, other: OtherSystem, wish: Wish) -> Comparison:
     """Return both systems on the same resamples of their common utterances."""
     rows = np.array([row for row, hypothesis in enumerate(other.hypotheses) if hypothesis is not None])
-    ours, speakers = edits.of(rows), [texts[row].speaker for row in rows]
+    ours = edits.of(rows)
+    speakers = [texts[row].speaker for row in rows]
     theirs = count_edits([texts[row].reference for row in rows], [other.hypotheses[row] or "" for row in rows])
     blocks = block_numbers(speakers, choose_unit(speakers, wish))
     # Paired resamples: the variation that both systems share cancels in the difference.

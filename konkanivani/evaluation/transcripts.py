@@ -73,7 +73,8 @@ def read_transcripts(path: str, text_format: TextFormat, role: Role) -> Transcri
     Raises:
         DataError: If the file cannot be read or is invalid.
     """
-    is_json, rows = is_json_file(path), []
+    is_json = is_json_file(path)
+    rows = []
     for number, line in _lines(path):
         # With plain lines, a blank line is an empty transcript.
         if (is_json or text_format == "ids") and not line.strip():
@@ -150,7 +151,8 @@ def _parse_json(place: str, line: str, role: Role) -> TranscriptRow:
 
 def _id_of(fields: dict[str, object]) -> str:
     """Return the row's id as `Utterance` forms it, else its `id` field; "" if it has neither."""
-    audio, offset = fields.get("audio_filepath"), fields.get("offset")
+    audio = fields.get("audio_filepath")
+    offset = fields.get("offset")
     if not isinstance(audio, str) or not audio:
         return str(fields.get("id") or "")
     part = {name: v for name in ("byte_offset", "byte_count") if isinstance(v := fields.get(name), int)}

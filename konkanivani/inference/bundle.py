@@ -40,7 +40,9 @@ ENTRY = "konkanivani"  # key in the file's metadata
 TOKENIZER = "tokenizer"  # tensor name
 MAX_HEADER_BYTES = 2**21  # about 130 per tensor, 500 tensors in the largest preset; safetensors would accept 100 MB
 
-MODEL, FEATURES = dataclasses.asdict(ModelConfig()), stored_features(FeatureConfig())  # defaults
+# defaults
+MODEL = dataclasses.asdict(ModelConfig())
+FEATURES = stored_features(FeatureConfig())
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def bundle_bytes(speech_model: SpeechModel) -> bytes:
     check_finite("the model to export", tensors)
     tensors[TOKENIZER] = torch.frombuffer(bytearray(speech_model.tokenizer.model), dtype=torch.uint8)
     shape = speech_model.architecture
-    model, features = dataclasses.asdict(shape.model), stored_features(shape.features)
+    model = dataclasses.asdict(shape.model)
+    features = stored_features(shape.features)
     # Format 1 with the defaults of all newer settings describes the same model.
     is_first = MODEL | FEATURES | _of_format_1(model | features) == model | features
     description = {
@@ -151,13 +154,16 @@ def _read_contents(path: Path) -> Contents:
 
 def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
     """Return the model; nothing of the stated size is allocated before the weights are known to have it."""
-    description, weights = contents.description, dict(contents.tensors)
-    is_first, dimensions = description["format"] == 1, description["model"]
+    description = contents.description
+    weights = dict(contents.tensors)
+    is_first = description["format"] == 1
+    dimensions = description["model"]
     features = _features(description["features"], path) if is_first else description["features"]
     wanted = [_of_format_1(usual) if is_first else usual for usual in (MODEL, FEATURES)]
     if [set(dimensions), set(features)] != list(map(set, wanted)):
         raise ValueError("its dimensions have unknown names")
-    longest_seconds, digits = description["longest_seconds"], description["digits"]
+    longest_seconds = description["longest_seconds"]
+    digits = description["digits"]
     # Python's JSON parser accepts NaN and Infinity.
     if type(longest_seconds) is not float or not 0 < longest_seconds < math.inf:
         raise ValueError(f"longest_seconds is {longest_seconds}")
@@ -171,7 +177,8 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
         raise ValueError("its weights do not match its dimensions")
     check_finite(str(path), weights)
     model.load_state_dict(weights, assign=True)
-    front_end, source = architecture.build_front_end(AugmentConfig()).to(device), description.get("provenance")
+    front_end = architecture.build_front_end(AugmentConfig()).to(device)
+    source = description.get("provenance")
     heard = SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
     return dataclasses.replace(heard, provenance=provenance_of(source))
 
@@ -207,7 +214,8 @@ def _tokenizer(model: torch.Tensor) -> Tokenizer:
 
 def _features(found: object, path: Path) -> Mapping[str, object]:
     """Return the feature settings of a format 1 bundle; raise a CheckpointError if this version cannot compute them."""
-    found, ours = found if isinstance(found, dict) else {}, described(FeatureConfig())
+    found = found if isinstance(found, dict) else {}
+    ours = described(FeatureConfig())
     fixed = ours.keys() - _of_format_1(FEATURES).keys()
     names = sorted({*found} ^ {*ours} | {name for name in fixed if found.get(name) != ours[name]})
     if names:

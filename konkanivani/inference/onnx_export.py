@@ -33,7 +33,8 @@ if TYPE_CHECKING:  # an extra
 
 PACKAGES = "onnx", "onnxruntime", "onnxscript"  # the extra `export` of setup.cfg
 OPSET = 18  # the oldest opset of PyTorch's exporter, supported by ONNX Runtime since 1.14
-INPUTS, OUTPUTS = ("waveforms", "sample_lengths"), ("log_probabilities", "encoded_lengths")
+INPUTS = ("waveforms", "sample_lengths")
+OUTPUTS = ("log_probabilities", "encoded_lengths")
 MAX_SAMPLES = 2**31 - 1  # per waveform, so that products of lengths do not overflow int64
 
 
@@ -64,7 +65,8 @@ def build_onnx(speech_model: SpeechModel) -> bytes:
     graph = RecognitionGraph(speech_model)
     # A batch of 1 would be specialised to a constant dimension.
     example = torch.zeros(2, SAMPLE_RATE), torch.tensor([SAMPLE_RATE, SAMPLE_RATE // 2])
-    batch, samples = torch.export.Dim("batch"), torch.export.Dim("samples", max=MAX_SAMPLES)
+    batch = torch.export.Dim("batch")
+    samples = torch.export.Dim("samples", max=MAX_SAMPLES)
     shapes = {0: batch, 1: samples}, {0: batch}
     with quietly(), torch.no_grad():
         # The tracer cannot prove properties of lengths, such as that n (n + 1) is a multiple of n: check them at run
@@ -104,7 +106,8 @@ def quantize(model: bytes) -> bytes:
 
 
 def _metadata(speech_model: SpeechModel) -> dict[str, str]:
-    tokenizer, provenance = speech_model.tokenizer, speech_model.provenance
+    tokenizer = speech_model.tokenizer
+    provenance = speech_model.provenance
     return {
         "sample_rate": str(SAMPLE_RATE),
         "frame_seconds": str(speech_model.architecture.framing.encoder_hop / SAMPLE_RATE),

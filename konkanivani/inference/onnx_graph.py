@@ -23,8 +23,10 @@ class MatrixLogMel(torch.nn.Module):
 
     def __init__(self, log_mel: LogMel) -> None:
         super().__init__()
-        self.config, spectrum = log_mel.config, log_mel.power.spectrogram
-        size, window = self.config.fft_samples, self.config.window_samples
+        self.config = log_mel.config
+        spectrum = log_mel.power.spectrogram
+        size = self.config.fft_samples
+        window = self.config.window_samples
         before = (size - window) // 2  # the STFT window is centred in the FFT
         times = torch.arange(before, before + window, dtype=torch.float64)
         bins = torch.arange(size // 2 + 1, dtype=torch.float64)
@@ -33,7 +35,8 @@ class MatrixLogMel(torch.nn.Module):
         waves = torch.cat([angles.cos(), angles.sin()]) * spectrum.window.double().cpu()
         self.register_buffer("waves", waves.float()[:, None, :])
         self.register_buffer("filters", log_mel.power.mel_scale.fb.cpu().t()[:, :, None].contiguous())
-        self.before, self.after = before, size - window - before
+        self.before = before
+        self.after = size - window - before
 
     def forward(self, waveforms: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
         """Return features (B, T, F) for waveforms (B, S) and their numbers of feature frames (B,)."""
@@ -42,7 +45,8 @@ class MatrixLogMel(torch.nn.Module):
         power = F.conv1d(cosines.square() + sines.square(), self.filters)
         features = log_power(power, self.config).transpose(1, 2)
         # The mean over frames divides by their number, which is 0 for a short waveform.
-        padding, frames = beyond(frames, features.shape[1]), frames.clamp_min(1).to(features.dtype)
+        padding = beyond(frames, features.shape[1])
+        frames = frames.clamp_min(1).to(features.dtype)
         return normalize_features(features, padding, frames, self.config.std_ddof)
 
 
@@ -54,15 +58,18 @@ class RecognitionGraph(torch.nn.Module):
 
     def __init__(self, speech_model: SpeechModel) -> None:
         super().__init__()
-        self.log_mel, self.framing = MatrixLogMel(speech_model.front_end.log_mel), speech_model.architecture.framing
+        self.log_mel = MatrixLogMel(speech_model.front_end.log_mel)
+        self.framing = speech_model.architecture.framing
         self.encoder = speech_model.model.encoder
         self.ctc_head = speech_model.model.ctc_head
         # Zeros for two encoder frames, so that even an empty waveform has a time axis.
-        config, self.subsampling = speech_model.architecture.features, self.framing.subsampling
+        config = speech_model.architecture.features
+        self.subsampling = self.framing.subsampling
         self.zeros_after = config.fft_samples + (3 * SUBSAMPLING[self.subsampling] - 2) * config.hop_samples
 
     def forward(self, waveforms: torch.Tensor, sample_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        frames, waveforms = self.framing.feature_length(sample_lengths), F.pad(waveforms, (0, self.zeros_after))
+        frames = self.framing.feature_length(sample_lengths)
+        waveforms = F.pad(waveforms, (0, self.zeros_after))
         if has_margins(self.framing.features):
             waveforms = with_margins(waveforms, sample_lengths, self.framing)
         features = self.log_mel(waveforms, frames)

@@ -105,7 +105,8 @@ class Recognizer:
 
         The times are from CTC or from Whisper's cross-attention; without either, words are spread evenly.
         """
-        heard, seconds = self.speech_model, piece.end - piece.start
+        heard = self.speech_model
+        seconds = piece.end - piece.start
         framing = heard.architecture.framing
         if isinstance(heard.tokenizer, PromptedVocabulary):
             # Whisper's encoder pads to 30 s. Attention to padding would distort the alignment.

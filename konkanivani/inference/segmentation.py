@@ -20,7 +20,8 @@ SILENCE_DB = -90.0  # dBFS, below one step of 16-bit audio
 QUIETEST_FRACTION = 0.02  # fraction of steps whose level is taken as noise; in clean speech, closures of plosives
 MAX_RANGE = 60.0  # dB, bound of the range from noise to the loudest step, for recordings with a noise gate
 # A pause is at most this far above the noise: in dB, and as a fraction of the range from noise to the loudest step.
-MAX_ABOVE_NOISE, SHARE_ABOVE_NOISE = 10.0, 0.25
+MAX_ABOVE_NOISE = 10.0
+SHARE_ABOVE_NOISE = 0.25
 # dB. A recording with a smaller range is noise only. Speech exceeds it even at 0 dB SNR: its loudest syllables are
 # about 8 dB above its mean.
 MIN_REACH = 6.0
@@ -76,15 +77,19 @@ def segment_audio(blocks: Iterable[torch.Tensor], segmentation: SegmentationConf
     A piece ends at the start of a pause. Speech longer than a piece is cut at the quietest point in the second half of
     the possible range, and both pieces extend beyond the cut by the overlap.
     """
-    stream, overlap = _Stream(blocks), segmentation.overlap
-    cut, is_within_speech = 0, False  # end of the last piece, and whether speech was cut there
+    stream = _Stream(blocks)
+    overlap = segmentation.overlap
+    # end of the last piece, and whether speech was cut there
+    cut = 0
+    is_within_speech = False
     while True:
         stream.advance(cut - overlap, cut + max(HORIZON, 2 * segmentation.longest))
         loud = stream.loud_steps(cut)
         if not len(loud):
             if stream.has_ended:
                 return
-            cut, is_within_speech = stream.end, False
+            cut = stream.end
+            is_within_speech = False
             continue
         if not is_within_speech and int(loud[0]) - cut > MARGIN:
             # Skip the silence, then measure again, so that the levels cover a full horizon from here on.
@@ -112,7 +117,8 @@ def segment_audio(blocks: Iterable[torch.Tensor], segmentation: SegmentationConf
             speech_start=None if is_within_speech else int(loud[0]) / STEPS_A_SECOND,
             speech_end=None if is_cut else speech_end / STEPS_A_SECOND,
         )
-        cut, is_within_speech = end, is_cut
+        cut = end
+        is_within_speech = is_cut
 
 
 class _Stream:
@@ -120,16 +126,22 @@ class _Stream:
 
     def __init__(self, blocks: Iterable[torch.Tensor]) -> None:
         self._blocks = iter(blocks)
-        self._samples, self._power = torch.zeros(0), torch.zeros(0)
-        self._levels, self._loudest, self._noise = torch.zeros(0), -math.inf, -math.inf
-        self.first, self.end, self.has_ended = 0, 0, False
+        self._samples = torch.zeros(0)
+        self._power = torch.zeros(0)
+        self._levels = torch.zeros(0)
+        self._loudest = -math.inf
+        self._noise = -math.inf
+        self.first = 0
+        self.end = 0
+        self.has_ended = False
 
     def advance(self, first: int, end: int) -> None:
         """Drop everything before step `first` and read up to step `end` or the end of the stream."""
         forgotten = max(0, min(first, self.end) - self.first)
         self.first += forgotten
         self._power = self._power[forgotten:]
-        parts, count = [self._samples[forgotten * STEP :]], len(self._samples) - forgotten * STEP
+        parts = [self._samples[forgotten * STEP :]]
+        count = len(self._samples) - forgotten * STEP
         while count < (end - self.first) * STEP and not self.has_ended:
             block = next(self._blocks, None)
             self.has_ended = block is None

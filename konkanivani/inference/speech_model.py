@@ -26,7 +26,9 @@ from konkanivani.model.blocks import run_directly
 from konkanivani.model.front_end import FrontEnd
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states
 
-MAX_LAYERS, MAX_DIMENSION = 256, 2**16  # bounds for untrusted files, checked before any allocation
+# bounds for untrusted files, checked before any allocation
+MAX_LAYERS = 256
+MAX_DIMENSION = 2**16
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class SpeechModel:
 
 def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechModel:
     """Return the checkpoint's model on `device`; raise a CheckpointError if its weights do not fit its settings."""
-    config, tokenizer = settings_of_weights(checkpoint), load_tokenizer(checkpoint)
+    config = settings_of_weights(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
     trained = restored_architecture(checkpoint, config)
     as_trained = trained.build_without_values().state_dict()
     # Merge LoRA weights: inference runs the plain architecture.
@@ -81,7 +84,8 @@ def build_pretrained_model(pretrained: Pretrained, asked: PretrainedConfig, devi
     """Return the model of a pretrained folder on `device`, unchanged."""
     # `knows_times` stays False: a fine-tuned model may have been trained without timestamps, and its folder does not
     # say so.
-    architecture, tokenizer = pretrained.architecture(TuningConfig(), asked), pretrained.vocabulary(asked)
+    architecture = pretrained.architecture(TuningConfig(), asked)
+    tokenizer = pretrained.vocabulary(asked)
     model = architecture.build_without_values()
     # The model is on the meta device: assign the tensors instead of copying their values.
     model.load_state_dict(pretrained.weights(), assign=True)
@@ -103,7 +107,8 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
     load_tokenizer(checkpoint)
     # Check that the last layers exist before building the model: even on the meta device, an absurd number of layers
     # would take all memory.
-    weights, architecture = checkpoint.states.get("model", {}), restored_architecture(checkpoint, config)
+    weights = checkpoint.states.get("model", {})
+    architecture = restored_architecture(checkpoint, config)
     dimensions = architecture.model
     counts = {"encoder": dimensions.encoder_layers, "decoder": dimensions.decoder_layers}
     layers = [f"{stack}.blocks.{count - 1}." for stack, count in counts.items() if count]

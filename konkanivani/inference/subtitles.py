@@ -13,8 +13,11 @@ from typing import Literal
 
 from konkanivani.inference.transcript import Segment, Transcript, Word
 
-LINE_CHARACTERS, CUE_LINES = 42, 2
-MAX_CUE, MIN_CUE = 7.0, 1.0  # seconds; a shorter cue is extended, up to the next one
+LINE_CHARACTERS = 42
+CUE_LINES = 2
+# seconds; a shorter cue is extended, up to the next one
+MAX_CUE = 7.0
+MIN_CUE = 1.0
 CUE_PAUSE = 0.7  # seconds of silence that end a cue
 
 TextFormat = Literal["txt", "json", "srt", "vtt"]

@@ -130,7 +130,8 @@ class Transcription:
 
     def _run_all(self, recordings: Sequence[Recording], targets: Sequence[Path | None], done: list[bool]) -> int:
         """Transcribe this rank's portion; return the number of failed recordings over all ranks."""
-        is_only_recording, failed = len(recordings) == 1, 0
+        is_only_recording = len(recordings) == 1
+        failed = 0
         recognizer = self.load()  # takes seconds, so it comes after all checks that may refuse the run
         # A missing file counts 0 here; its error is raised when it is opened.
         sizes = np.array([each.path.stat().st_size if each.path.is_file() else 0 for each in recordings])
@@ -245,7 +246,8 @@ class _Progress:
 
     def follow(self, recording: Recording, segments: Iterable[Segment]) -> Iterator[Segment]:
         """Yield the segments and advance the bar to the end of each."""
-        before, seconds = self._bar.n, self._seconds.get(recording.path, 0.0)
+        before = self._bar.n
+        seconds = self._seconds.get(recording.path, 0.0)
         for segment in segments:
             self._bar.update(before + min(segment.end, seconds) - self._bar.n)
             yield segment

@@ -26,7 +26,8 @@ from konkanivani.model.whisper.network import Decoder
 
 # Seconds, used until delays have been measured: from the start of a word to the middle of the frame that emits its
 # first letter, and from the emission of its last letter to its end.
-FIRST_LETTER_DELAY, AFTER_LAST_LETTER = 0.1, 0.06
+FIRST_LETTER_DELAY = 0.1
+AFTER_LAST_LETTER = 0.06
 MAX_DELAY = 0.5  # seconds; a longer delay means that the sound at the pause is not speech
 DELAYS_KEPT = 100  # latest pieces
 
@@ -157,7 +158,8 @@ def timed_words(words: list[SpokenTokens], delays: EmissionDelay, seconds: float
     """
     starts = [word.first_letter - delays.first_letter for word in words]
     ends = [word.last_letter + delays.after_last_letter for word in words]
-    timed, earliest = [], 0.0
+    timed = []
+    earliest = 0.0
     for place, word in enumerate(words):
         # Keep words in order: subtracting the delay may move a start before the previous end.
         start = min(max(starts[place], earliest), seconds)

@@ -8,7 +8,8 @@ from tqdm import tqdm
 from konkanivani.base.errors import ResourceError
 
 SHARE_OF_FREE = 0.9  # the rest is a reserve for other programs
-CGROUP_LIMIT, CGROUP_USE = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CGROUP_USE = Path("/sys/fs/cgroup/memory.current")
 
 
 def available_bytes(device: torch.device) -> int:
@@ -43,7 +44,9 @@ class BudgetWatch:
     """One-time warning for a CPU process that exceeds its budget, which cannot be enforced there; sizes in MiB."""
 
     def __init__(self, budget: float, resident_before: float) -> None:
-        self._allowed, self._before, self._has_told = budget + resident_before, resident_before, False
+        self._allowed = budget + resident_before
+        self._before = resident_before
+        self._has_told = False
 
     def look(self, peak: float) -> bool:
         """Return whether the peak resident memory exceeds the allowed size; print a warning the first time it does."""

@@ -15,7 +15,8 @@ from konkanivani.base.units import GIB
 
 # Memory that no listed process holds is reported if it exceeds the driver's own use: a few hundred MiB, more on large
 # GPUs.
-MIN_UNSEEN, UNSEEN_SHARE = GIB // 4, 1 / 20
+MIN_UNSEEN = GIB // 4
+UNSEEN_SHARE = 1 / 20
 # A process that computes and renders is on two of these lists.
 PROCESS_LISTS = (
     "nvmlDeviceGetComputeRunningProcesses",
@@ -81,7 +82,8 @@ def read_card(uuid: str, pci_bus_id: str, nvml: Any = None) -> Card | None:
         return None
     try:
         handle = _find(nvml, uuid, pci_bus_id)
-        memory, name = nvml.nvmlDeviceGetMemoryInfo(handle), _text(nvml.nvmlDeviceGetName(handle))
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        name = _text(nvml.nvmlDeviceGetName(handle))
         bytes_by_pid = _read_bytes(nvml, handle)
         own = bytes_by_pid.pop(os.getpid(), 0)
         found = [CardProcess(pid, _read_name(nvml, pid), held) for pid, held in bytes_by_pid.items()]

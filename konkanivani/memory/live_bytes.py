@@ -20,7 +20,8 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, rounding: int = 1, place: torch.device | None = None) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._rounding, self._place = rounding, place
+        self._rounding = rounding
+        self._place = place
         self._sizes: dict[int, int] = {}
         # Storages may be freed by another thread, or by the garbage collector during a count.
         self._counting = threading.RLock()
@@ -47,7 +48,8 @@ class LiveBytes(TorchDispatchMode):
 
     def restart_peak(self) -> int:
         """Return the peak in bytes since the last call and restart it at the live bytes."""
-        peak, self.peak = self.peak, self.live
+        peak = self.peak
+        self.peak = self.live
         return peak
 
     def _forget(self, address: int) -> None:

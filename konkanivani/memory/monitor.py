@@ -28,7 +28,9 @@ def logged_as(tag: str, curve: str = "", default: Any = MISSING) -> Any:
     return field(default=default, metadata={"tag": tag, "curve": curve})
 
 
-VALIDATION, PLANNED, RESERVED = "validation", "planned", "reserved"
+VALIDATION = "validation"
+PLANNED = "planned"
+RESERVED = "reserved"
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ def set_mmap_threshold() -> None:
     is_set = any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"))
     if is_set or re.search(r"glibc\.malloc\.(mmap|trim)_threshold", os.environ.get("GLIBC_TUNABLES", "")):
         return
-    m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
+    # malloc.h
+    m_trim_threshold = -1
+    m_mmap_threshold = -3
     with suppress(AttributeError, OSError):
         # A fixed threshold also disables glibc's dynamic one, which grows with freed blocks (mallopt(3)).
         ctypes.CDLL(None).mallopt(m_trim_threshold, HOLE_BYTES)
@@ -114,7 +118,8 @@ class MemoryMonitor:
     """
 
     def __init__(self, device: torch.device, empty_cache_interval: int) -> None:
-        self.device, self.empty_cache_interval = device, empty_cache_interval
+        self.device = device
+        self.empty_cache_interval = empty_cache_interval
         self.peak_mib = 0.0
         self._planned: Mapping[str, float] = {}
         self._phases: dict[str, PhaseMemory] = {}  # since the last report
@@ -142,7 +147,8 @@ class MemoryMonitor:
 
     def report(self) -> tuple[PhaseMemory, ...]:
         """Return the peak measurement of each phase since the last report."""
-        phases, self._phases = tuple(self._phases.values()), {}
+        phases = tuple(self._phases.values())
+        self._phases = {}
         return phases
 
     def report_run(self) -> tuple[PhaseMemory, ...]:
@@ -177,7 +183,8 @@ class MemoryMonitor:
 
         The cost of allocating the memory again is not included: the next micro-batch pays for it.
         """
-        clearing, self._clearing = self._clearing, CacheClearing()
+        clearing = self._clearing
+        self._clearing = CacheClearing()
         return clearing if self.device.type == "cuda" else None
 
     def report_clearing_of_run(self) -> CacheClearing | None:
@@ -191,9 +198,11 @@ class MemoryMonitor:
     def _measure_cuda(self, phase: str) -> PhaseMemory:
         # A single call: each of torch.cuda's functions would read all statistics.
         stats = torch.cuda.memory_stats(self.device)
-        allocated, reserved = stats.get("allocated_bytes.all.current", 0), stats.get("reserved_bytes.all.current", 0)
+        allocated = stats.get("allocated_bytes.all.current", 0)
+        reserved = stats.get("reserved_bytes.all.current", 0)
         retries = stats.get("num_alloc_retries", 0)
-        new_retries, self._retries = retries - self._retries, retries
+        new_retries = retries - self._retries
+        self._retries = retries
         torch.cuda.reset_peak_memory_stats(self.device)
         return PhaseMemory(
             phase=phase,
@@ -206,7 +215,8 @@ class MemoryMonitor:
         )
 
     def _measure_resident(self, phase: str) -> PhaseMemory:
-        resident, peak = resident_mib(), peak_resident_mib()
+        resident = resident_mib()
+        peak = peak_resident_mib()
         reset_peak_resident()
         return PhaseMemory(phase=phase, peak_mib=peak, resident_mib=resident, planned_mib=self._planned.get(phase))
 

@@ -18,7 +18,8 @@ from konkanivani.memory.traces import Traces
 
 MAX_SECONDS = 3600.0
 MAX_UTTERANCES = 512
-NEVER, ALWAYS = RecomputePolicy("never"), RecomputePolicy("always")
+NEVER = RecomputePolicy("never")
+ALWAYS = RecomputePolicy("always")
 
 # Maximum number of tokens in an utterance of the given seconds.
 TokenCount = Callable[[float], int]
@@ -51,12 +52,10 @@ class Planner:
     def __init__(
         self, traces: Traces, budget: int, tokens_per_second: float, concurrent_micro_batches: int = 1
     ) -> None:
-        self.traces, self.budget, self.tokens_per_second, self.concurrent_micro_batches = (
-            traces,
-            budget,
-            tokens_per_second,
-            concurrent_micro_batches,
-        )
+        self.traces = traces
+        self.budget = budget
+        self.tokens_per_second = tokens_per_second
+        self.concurrent_micro_batches = concurrent_micro_batches
         self._growths: dict[RecomputePolicy, Growth] = {}
 
     def beside(self) -> int:
@@ -76,7 +75,9 @@ class Planner:
         blocks = recompute(seconds).count
         blocks = min(blocks, self.traces.blocks)
         guess = self._growth(recompute).utterances(self.budget, seconds)
-        utterances, fits, too_large = int(np.clip(guess, 1, most)), 0, most + 1
+        utterances = int(np.clip(guess, 1, most))
+        fits = 0
+        too_large = most + 1
         while fits < utterances < too_large:
             peak = self.peak(BatchShape(utterances, seconds, tokens), recompute)
             fits, too_large = (utterances, too_large) if peak <= self.budget else (fits, utterances)
@@ -89,8 +90,10 @@ class Planner:
 
     def min_recomputed(self, seconds: float, tokens: int) -> BucketPlan:
         """Return a micro-batch of one utterance with as few recomputed blocks as the budget allows."""
-        shape, blocks = BatchShape(1, seconds, tokens), self.traces.blocks
-        none, every = self.peak(shape, NEVER), self.peak(shape, ALWAYS)
+        shape = BatchShape(1, seconds, tokens)
+        blocks = self.traces.blocks
+        none = self.peak(shape, NEVER)
+        every = self.peak(shape, ALWAYS)
         if every > self.budget:
             return BucketPlan(seconds, tokens, 0, blocks, every)
         # Block 0, the subsampling, differs from the others.
@@ -108,15 +111,18 @@ class Planner:
 
         The search interpolates linearly between a length that fits and one that does not, and stops within 5 %.
         """
-        fits, too_long = (0.0, self._growth(recompute).base), None
+        fits = (0.0, self._growth(recompute).base)
+        too_long = None
         seconds = min(MAX_SECONDS, float(int(self._growth(recompute).seconds(self.budget))))
         # An utterance just long enough for chunked computation takes less than a slightly shorter one: try it first.
         in_chunks = math.ceil(CHUNK_FRAMES * self.traces.encoder_hop / SAMPLE_RATE) + 1.0
         peak = self.peak(BatchShape(1, in_chunks, tokens(in_chunks)), recompute)
         if peak <= self.budget:
-            fits, seconds = (in_chunks, float(peak)), 4 * in_chunks
+            fits = (in_chunks, float(peak))
+            seconds = 4 * in_chunks
         while seconds > fits[0]:
-            before, reached = fits, (seconds, float(self.peak(BatchShape(1, seconds, tokens(seconds)), recompute)))
+            before = fits
+            reached = (seconds, float(self.peak(BatchShape(1, seconds, tokens(seconds)), recompute)))
             fits, too_long = (reached, too_long) if reached[1] <= self.budget else (fits, reached)
             if self._is_close_enough(fits, too_long):
                 break
@@ -141,7 +147,8 @@ class Planner:
         The peak is that at the longest utterances. A single utterance is accepted even beyond the budget: validation
         needs far less memory than training, so that an actual failure is handled when it occurs.
         """
-        utterances, seconds = max(1, int(asked // longest)), asked
+        utterances = max(1, int(asked // longest))
+        seconds = asked
         while True:
             peak = self.traces.validation_peak(BatchShape(utterances, longest, tokens)) + self.beside()
             if peak <= self.budget or utterances == 1:

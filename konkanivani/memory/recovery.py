@@ -191,7 +191,8 @@ class OomAttempt(Generic[Result]):
         if self.plan.smaller() is None:
             raise _does_not_fit(self.plan.largest, self.reason)
         oom_history.remember(self.plan)
-        size, seconds = self.plan.largest.size, self.plan.largest.longest_seconds
+        size = self.plan.largest.size
+        seconds = self.plan.largest.longest_seconds
         raise RestartAfterOom(
             f"Out of memory at {size} x {seconds:.1f} s ({self.reason.rstrip('.')}) with weights sharded over "
             "the ranks, so no rank can retry alone. The limit is recorded: resume with --resume auto, which "
@@ -240,12 +241,14 @@ class OomRetry(Generic[Result]):
 
     def _next(self, attempt: OomAttempt[Result]) -> MicroBatchPlan | None:
         """Return the next plan after an attempt; None if all ranks are done or stopped."""
-        mine, smaller = Outcome.STOPPED if attempt.result is None else Outcome.DONE, None
+        mine = Outcome.STOPPED if attempt.result is None else Outcome.DONE
+        smaller = None
         if attempt.reason is not None:
             # Before the all-reduce: a rank without a smaller plan raises its error, which ends the other ranks, too.
             self._undo()
             release_memory()
-            mine, smaller = Outcome.SPLIT, attempt.plan.smaller()
+            mine = Outcome.SPLIT
+            smaller = attempt.plan.smaller()
             if smaller is None:
                 raise _does_not_fit(attempt.plan.largest, attempt.reason)
         # A rank that is done stays in this loop: it takes part in the all-reduce after each retry of the others.
@@ -271,7 +274,8 @@ def release_memory() -> None:
 
 
 def _tell(plan: MicroBatchPlan, smaller: MicroBatchPlan) -> None:
-    size, seconds = plan.largest.size, plan.largest.longest_seconds
+    size = plan.largest.size
+    seconds = plan.largest.longest_seconds
     if plan.concurrent_micro_batches > 1:
         way = "one micro-batch at a time"
     elif size > 1:

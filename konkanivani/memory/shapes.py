@@ -15,7 +15,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 META = torch.device("meta")
-CARD, HOST = torch.device("cpu"), META
+CARD = torch.device("cpu")
+HOST = META
 # No meta kernel exists for the backward pass of CTC: its result has the layout of the log probabilities.
 CTC_BACKWARD = torch.ops.aten._ctc_loss_backward.default
 # Convolutions may return channels-last layouts, and a half-precision layer norm chooses the dtype of its statistics.

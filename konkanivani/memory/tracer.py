@@ -93,7 +93,9 @@ class StepTracer:
 
     def __init__(self, step: TracedStep, front_end: torch.nn.Module, costs: DeviceCosts) -> None:
         """Build the step's parts inside the tracing mode; `front_end` is a real module."""
-        self._mode, self._step, self.costs = Shapes(), step, costs
+        self._mode = Shapes()
+        self._step = step
+        self.costs = costs
         # A copy, because its buffers are replaced by tensors without data.
         front_end = copy.deepcopy(front_end).cpu()
         with self._mode:
@@ -202,7 +204,8 @@ class StepTracer:
 
     def _batch(self, shape: BatchShape) -> Batch:
         """Return a batch without data; with several utterances, one is a frame shorter, because padding costs masks."""
-        samples, tokens = round(shape.seconds * SAMPLE_RATE), max(1, shape.tokens)
+        samples = round(shape.seconds * SAMPLE_RATE)
+        tokens = max(1, shape.tokens)
         shorter = 1 if shape.utterances > 1 else 0
         a_frame_less = max(1, samples - self._parts.architecture.framing.encoder_hop)
         with self._mode:

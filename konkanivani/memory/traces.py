@@ -31,7 +31,10 @@ class Traces:
         longest_seconds: float = math.inf,
     ) -> None:
         """`encoder_hop` is in samples per encoder frame; `longest_seconds` is the longest input of the model."""
-        self.blocks, self.costs, self.encoder_hop, self._build = blocks, costs, encoder_hop, build
+        self.blocks = blocks
+        self.costs = costs
+        self.encoder_hop = encoder_hop
+        self._build = build
         self.longest_seconds = longest_seconds
         self._peaks: dict[tuple[BatchShape, int], Peak] = {}
         self._validation_peaks: dict[BatchShape, int] = {}

@@ -22,7 +22,9 @@ def frozen_modules(encoder: torch.nn.Module, config: TuningConfig) -> list[torch
     Raises:
         UsageError: The encoder has fewer blocks.
     """
-    freeze, train, blocks = config.freeze, config.train_layers, len(encoder.blocks)
+    freeze = config.freeze
+    train = config.train_layers
+    blocks = len(encoder.blocks)
     if freeze == "encoder":
         return [encoder]
     name, number = ("freeze", freeze) if train is None else ("train_layers", train)

@@ -50,7 +50,8 @@ class KonkaniVaniASR(torch.nn.Module):
             self.ctc_head.bias.data[0] += 3.0  # docs/experiments.md, "CTC bias towards the blank"
         self.decoder = Decoder(config, vocab_size) if config.decoder_layers else None
         for number, block in enumerate(self.blocks):
-            block.number, block.keeps_attention = number, False
+            block.number = number
+            block.keeps_attention = False
 
     @property
     def blocks(self) -> list[torch.nn.Module]:

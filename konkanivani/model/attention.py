@@ -87,7 +87,8 @@ class SelfAttention(torch.nn.Module):
 
     def __init__(self, d_model: int, heads: int, causal: bool, biases: bool = True) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads = heads
+        self.causal = causal
         self.query_key_value = Linear(d_model, 3 * d_model, bias=biases)
         self.output = Linear(d_model, d_model, bias=biases)
 

@@ -64,7 +64,8 @@ class ConvolutionModule(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(d_model)
         self.gate = Linear(d_model, 2 * d_model, bias=biases)
         # A BatchNorm folded into a convolution leaves a shift, which needs a bias.
-        reach, is_shifted = kernel // 2, biases or not has_depthwise_norm
+        reach = kernel // 2
+        is_shifted = biases or not has_depthwise_norm
         self.depthwise = torch.nn.Conv1d(d_model, d_model, kernel, padding=reach, groups=d_model, bias=is_shifted)
         self.depthwise_norm = torch.nn.LayerNorm(d_model) if has_depthwise_norm else None
         self.output = Linear(d_model, d_model, bias=biases)
@@ -96,7 +97,8 @@ class ConformerBlock(torch.nn.Module):
 
     def __init__(self, config: ModelConfig, is_first: bool) -> None:
         super().__init__()
-        d_model, inner = config.d_model, config.resolved_feedforward_dim
+        d_model = config.d_model
+        inner = config.resolved_feedforward_dim
         self.entry_norm = torch.nn.LayerNorm(d_model) if config.entry_norm or not is_first else None
         self.first_feedforward = FeedForward(d_model, inner, config.dropout, config.biases)
         self.attention_norm = torch.nn.LayerNorm(d_model)

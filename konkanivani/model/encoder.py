@@ -72,7 +72,8 @@ class PaddedSubsampling(torch.nn.Module):
 
     def __init__(self, mel_bins: int, channels: int, d_model: int, kind: str) -> None:
         super().__init__()
-        self.kind, self.stride = kind, SUBSAMPLING[kind]
+        self.kind = kind
+        self.stride = SUBSAMPLING[kind]
         full = {"kernel_size": 3, "stride": 2, "padding": 1}
         stages = [[torch.nn.Conv2d(1, channels, **full)]]
         if kind == "striding":
@@ -92,7 +93,8 @@ class PaddedSubsampling(torch.nn.Module):
             chunk_frames = min(chunk_frames, CARD_FRAMES)
         if frames <= chunk_frames:
             return self._one_piece(features, padding, 0)
-        pieces, one_piece = [], snapshot_parameters(self)._one_piece
+        pieces = []
+        one_piece = snapshot_parameters(self)._one_piece
         for start in range(0, frames, chunk_frames):
             # Start one frame early and drop it: only that frame sees the zeros before the chunk.
             before = min(start, 1)
@@ -102,10 +104,12 @@ class PaddedSubsampling(torch.nn.Module):
         return torch.cat(pieces, dim=1)
 
     def _one_piece(self, features: torch.Tensor, padding: torch.Tensor | None, before: int) -> torch.Tensor:
-        x, step = features[:, None], 1
+        x = features[:, None]
+        step = 1
         with torch.autocast("cpu", enabled=False):  # bf16 may never terminate, see Subsampling
             for stage in self.stages:
-                x, step = stage(x), 2 * step
+                x = stage(x)
+                step = 2 * step
                 # Zero padding before the next convolution, so that an utterance ends with the same zeros in any batch.
                 # A frame is valid if the first of the frames that it subsamples is.
                 if padding is not None:
@@ -130,7 +134,8 @@ class Encoder(torch.nn.Module):
 
     def __init__(self, config: ModelConfig, mel_bins: int) -> None:
         super().__init__()
-        width, is_conformer = config.d_model, config.encoder_type == "conformer"
+        width = config.d_model
+        is_conformer = config.encoder_type == "conformer"
         self.config = config
         self.subsampling = build_subsampling(config, mel_bins)
         self.dropout = Dropout(config.dropout)
@@ -154,9 +159,12 @@ class Encoder(torch.nn.Module):
         self, features: torch.Tensor, feature_lengths: Lengths, run_block: BlockRunner, chunk_frames: int
     ) -> tuple[torch.Tensor, torch.Tensor, Lengths]:
         """Return encoded (B, T', D), the middle block's output (B, T', D) for intermediate CTC, and their lengths."""
-        kind, frames, feature_padding = self.config.subsampling, features.shape[1], None
+        kind = self.config.subsampling
+        frames = features.shape[1]
+        feature_padding = None
         encoded_lengths = tuple(subsampled_length(length, kind) for length in feature_lengths)
-        longest, padding = subsampled_length(frames, kind), None
+        longest = subsampled_length(frames, kind)
+        padding = None
         if self.subsampling.pads and min(feature_lengths) < frames:
             feature_padding = padding_mask(feature_lengths, frames, features.device)
         inputs = features, feature_padding, run_block, chunk_frames
@@ -210,7 +218,8 @@ class Encoder(torch.nn.Module):
     def _through_blocks(
         self, x: torch.Tensor, run_block: BlockRunner, layout: SequenceLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        middle, last_of_half = x, len(self.blocks) // 2
+        middle = x
+        last_of_half = len(self.blocks) // 2
         for number, block in enumerate(self.blocks, start=1):
             x = run_block(block, x, layout)
             middle = x if number == last_of_half else middle

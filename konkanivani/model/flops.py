@@ -40,17 +40,19 @@ def forward_layers(
 
     The encoder's blocks process N encoder frames, without padding, as on a CPU; everything else processes B T'.
     """
-    width, inner, kernel, kind = (
-        config.d_model,
-        config.resolved_feedforward_dim,
-        config.convolution_kernel,
-        config.subsampling,
-    )
-    batch, lengths = len(frames), tuple(subsampled_length(length, kind) for length in frames)
+    width = config.d_model
+    inner = config.resolved_feedforward_dim
+    kernel = config.convolution_kernel
+    kind = config.subsampling
+    batch = len(frames)
+    lengths = tuple(subsampled_length(length, kind) for length in frames)
     encoded = max(lengths)
-    rows, packed, spoken = batch * encoded, sum(lengths), batch * (tokens + 1)
+    rows = batch * encoded
+    packed = sum(lengths)
+    spoken = batch * (tokens + 1)
     pairs = sum(length**2 for length in lengths)
-    blocks, decoders = config.encoder_layers, config.decoder_layers
+    blocks = config.encoder_layers
+    decoders = config.decoder_layers
     feed_forward = Layer("feed-forward", "L 4 N D I", blocks * 4 * packed * width * inner)
     more: tuple[Layer, ...] = ()
     if config.encoder_type == "conformer":
@@ -84,8 +86,10 @@ def forward_layers(
 
 def _subsampling_layers(config: ModelConfig, mel_bins: int, batch: int, frames: int) -> tuple[Layer, ...]:
     """Return the layers before the blocks, for T = `frames` and F = `mel_bins`; each stride halves both."""
-    channels, kind = config.subsampling_channels, config.subsampling
-    sizes, made = [], (frames, mel_bins)
+    channels = config.subsampling_channels
+    kind = config.subsampling
+    sizes = []
+    made = (frames, mel_bins)
     for _ in range(3 if kind == "separable" else 2):
         made = tuple((size - 3) // 2 + 1 if kind == "valid" else -(-size // 2) for size in made)
         sizes.append(batch * made[0] * made[1])

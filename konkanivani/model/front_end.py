@@ -70,7 +70,8 @@ class LogMel(torch.nn.Module):
 
     def __init__(self, config: FeatureConfig) -> None:
         super().__init__()
-        self.config, self.framing = config, Framing(config)
+        self.config = config
+        self.framing = Framing(config)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of 128 bands some fall between two frequency bins and are always 0
             self.power = torchaudio.transforms.MelSpectrogram(
@@ -132,13 +133,17 @@ def slaney_bands(config: FeatureConfig) -> torch.Tensor:
     The Slaney mel scale is linear up to 1000 Hz (15 mel), then logarithmic with steps of ln(6.4) / 27.
     """
     # Not torchaudio's: computed in fp32 its filters are off by 1e-5, which is 1e-4 in a feature.
-    steepness, double = math.log(6.4) / 27, {"dtype": torch.float64}
+    steepness = math.log(6.4) / 27
+    double = {"dtype": torch.float64}
     highest = 15 + math.log(SAMPLE_RATE / 2 / 1000) / steepness
     mels = torch.linspace(0, highest, config.mel_bins + 2, **double)
     hertz = torch.where(mels < 15, mels * 200 / 3, 1000 * ((mels - 15) * steepness).exp())
     bins = torch.linspace(0, SAMPLE_RATE / 2, config.fft_samples // 2 + 1, **double)[:, None]
-    low, middle, high = hertz[:-2], hertz[1:-1], hertz[2:]
-    rising, falling = (bins - low) / (middle - low), (high - bins) / (high - middle)
+    low = hertz[:-2]
+    middle = hertz[1:-1]
+    high = hertz[2:]
+    rising = (bins - low) / (middle - low)
+    falling = (high - bins) / (high - middle)
     return torch.minimum(rising, falling).clamp_min(0) * 2 / (high - low)
 
 
@@ -149,7 +154,8 @@ def normalize_features(
 
     `padding` (B, T) is True after an utterance's end; `frames` (B,) is the number of valid frames, as floats.
     """
-    padding, frames = padding[:, :, None], frames[:, None, None]
+    padding = padding[:, :, None]
+    frames = frames[:, None, None]
     features = features.masked_fill(padding, 0.0)
     features = features - features.sum(dim=1, keepdim=True) / frames
     features = features.masked_fill(padding, 0.0)  # subtracting the mean made the padding nonzero

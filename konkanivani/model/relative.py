@@ -53,10 +53,12 @@ class RelativeSelfAttention(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, norm: torch.nn.LayerNorm, layout: SequenceLayout) -> torch.Tensor:
         heads = project_heads(x, self.query_key_value, norm, self.heads).permute(2, 0, 3, 1, 4)
-        distances, lengths = self.position(*layout.positions), layout.lengths
+        distances = self.position(*layout.positions)
+        lengths = layout.lengths
         if not lengths:
             return self.output(self._attend(*heads, distances, layout).transpose(1, 2).flatten(2))
-        attended, longest = [], max(lengths)
+        attended = []
+        longest = max(lengths)
         for span in zip(*(vectors.split(lengths, dim=2) for vectors in heads), strict=True):
             length = span[0].shape[2]
             # Distances length - 1, ..., -(length - 1): the middle of the longest span's table.
@@ -72,11 +74,13 @@ class RelativeSelfAttention(torch.nn.Module):
         layout: SequenceLayout,
     ) -> torch.Tensor:
         """Attend from queries (B, H, T, E), a chunk at a time, over keys and values: (B, H, T, E)."""
-        length, most = query.shape[2], layout.chunk_frames
+        length = query.shape[2]
+        most = layout.chunk_frames
         others = key, value, self.content_bias, self.position_bias, layout.padding
         if length <= most:
             return attend_by_distance(query, distances, *others)
-        pieces, first = [], 0
+        pieces = []
+        first = 0
         # chunk x length is at most most^2 scores, but a chunk has at least SMALL_CHUNK_FRAMES queries.
         for chunk in query.split(max(most**2 // length, min(most, SMALL_CHUNK_FRAMES)), dim=2):
             # Distances of this chunk's queries: from its last query to key 0, down to its first query to the last key.
@@ -107,7 +111,8 @@ def attend_by_distance(
     dtype = torch.promote_types(query.dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
         full = [vectors.to(dtype) for vectors in (query, key, value)]
-        heads, width = query.shape[1], query.shape[3]
+        heads = query.shape[1]
+        width = query.shape[3]
         by_content, by_position = (
             full[0] + bias.to(dtype).view(heads, 1, width) for bias in (content_bias, position_bias)
         )

@@ -63,8 +63,11 @@ def transfer_weights(
     """
     matches = [match for name in weights if (match := LAYER.fullmatch(name))]
     counts = {match[1]: 1 + max(int(one[2]) for one in matches if one[1] == match[1]) for match in matches}
-    whole, part = Layers.of(config), Layers.of(model.config)
-    taken, cut, left_out = [], [], []
+    whole = Layers.of(config)
+    part = Layers.of(model.config)
+    taken = []
+    cut = []
+    left_out = []
     for name, target in model.state_dict().items():
         source = weights.get(_source_name(name, model, counts))
         if source is None or (not is_same_vocabulary and name.startswith(VOCAB_DEPENDENT_PREFIXES)):
@@ -86,7 +89,9 @@ def _source_name(name: str, model: KonkaniVaniASR, counts: Mapping[str, int]) ->
     match = LAYER.fullmatch(name)
     if match is None:
         return name
-    stack, layer, rest = match.group(1), int(match.group(2)), match.group(3)
+    stack = match.group(1)
+    layer = int(match.group(2))
+    rest = match.group(3)
     asked = len(getattr(model, stack).blocks)
     if counts.get(stack, 0) > asked:
         layer = round(layer * (counts[stack] - 1) / max(1, asked - 1))

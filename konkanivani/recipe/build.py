@@ -16,6 +16,7 @@ from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
 from konkanivani.data.batching import EpochPlanner, SizeLimit, same_size
 from konkanivani.data.dataset import TrainDataset
 from konkanivani.data.loader.loading import GlobalBatchStream
+from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.inference.pretrained import STATE
 from konkanivani.inference.provenance import provenance_part
@@ -49,6 +50,7 @@ from konkanivani.training.run import Run
 from konkanivani.training.sharding import FullState, is_sharded
 from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts
+from konkanivani.training.validation import EvaluationSet
 
 
 def build_run(start: Start, report: Report = silent) -> Run:
@@ -56,9 +58,10 @@ def build_run(start: Start, report: Report = silent) -> Run:
 
     Paths and disk space have been checked by `resolve_start`; data is checked here first, then the memory plan is made.
     """
-    topology, resident_before, device = start.topology, resident_mib(), choose_device(start.config.run.device)
+    resident_before = resident_mib()
+    device = choose_device(start.config.run.device)
     announce_card(device)
-    run_directory = make_run_directory(start.config.run) if topology.is_first else None
+    run_directory = make_run_directory(start.config.run) if start.topology.is_first else None
     # A dry run keeps no list of rejected utterances; a new run renames the list of an earlier one.
     with listing_rejected(None if start.config.run.dry_run else run_directory, bool(start.resumed)) as rejected:
         speech = build_speech(start, device, rejected)
@@ -74,33 +77,49 @@ def build_run(start: Start, report: Report = silent) -> Run:
     _learn_sizes(config, step)
     _tell_plan(config, step, speech.train, planner)
     limits = _micro_batch_limits(config, step, plan)
-    loader = loader_config(config, device)
     # From here on, files of an earlier run are moved: all checks have passed.
-    checkpointer, validation = take_checkpoint_folder(start, run_directory), speech.validation
-    logbook = Logbook(run_directory, resumed=Resumed(state.step, state.skipped_steps, state.epochs_finished))
-    logbook.log_settings(config_to_text(config))
+    checkpointer = take_checkpoint_folder(start, run_directory)
     return Run(
         config=config.run,
         settings=config,
         tokenizer=speech.tokenizer,
         state=state,
         step=step,
-        global_batches=GlobalBatchStream(speech.train, planner, limits, loader, speech.rejections, topology),
+        global_batches=_global_batches(start, speech, planner, limits, loader_config(config, device)),
         plan=plan,
         watch=BudgetWatch(plan.budget / MIB if plan and device.type == "cpu" else float("inf"), resident_before),
-        validation=validation.within(plan.validation_seconds) if plan and validation else validation,
+        validation=_validation_within(plan, speech.validation),
         decode=greedy_decode(step.architecture, speech.tokenizer),
         stateful=stateful,
         plan_digest=planner.digest(),
         checkpointer=checkpointer,
         locks=start.locks,
         corpus=speech.corpus,
-        logbook=logbook,
-        interruption=Interruption(topology, checkpointer.discard_unfinished),
+        logbook=_open_logbook(run_directory, config, state),
+        interruption=Interruption(start.topology, checkpointer.discard_unfinished),
         progress=Progress(state.step, step.total_steps),
         utilisation=Utilisation(step.architecture, device, step.forward.amp_dtype or torch.float32),
-        topology=topology,
+        topology=start.topology,
     )
+
+
+def _open_logbook(run_directory: Path | None, config: TrainConfig, state: TrainState) -> Logbook:
+    logbook = Logbook(run_directory, resumed=Resumed(state.step, state.skipped_steps, state.epochs_finished))
+    logbook.log_settings(config_to_text(config))
+    return logbook
+
+
+def _global_batches(
+    start: Start, speech: RunData, planner: EpochPlanner, limits: tuple[SizeLimit, ...], loader: LoaderConfig
+) -> GlobalBatchStream:
+    return GlobalBatchStream(speech.train, planner, limits, loader, speech.rejections, start.topology)
+
+
+def _validation_within(plan: MemoryPlan | None, validation: EvaluationSet | None) -> EvaluationSet | None:
+    """Return the validation with batches that fit the memory plan."""
+    if plan is None or validation is None:
+        return validation
+    return validation.within(plan.validation_seconds)
 
 
 def _micro_batch_limits(config: TrainConfig, step: StepParts, plan: MemoryPlan | None) -> tuple[SizeLimit, ...]:
@@ -115,7 +134,8 @@ def build_planned_step(
     start: Start, device: torch.device, speech: RunData, planner: EpochPlanner, resident_before: float, report: Report
 ) -> tuple[StepParts, MemoryPlan | None]:
     """Return a freshly initialised step and the memory plan that it follows, or None if planning is off."""
-    config, topology = start.config, start.topology
+    config = start.config
+    topology = start.topology
     # All ranks use the memory of the rank with the least; ranks on one CPU share its memory. The minimum is computed as
     # the negative of a maximum.
     free = -all_reduce_max(
@@ -165,7 +185,8 @@ def stateful_parts(start: Start, step: StepParts, state: TrainState) -> Mapping[
 
 def take_checkpoint_folder(start: Start, run_directory: Path | None) -> Checkpointer:
     """Return the checkpointer; on the first rank, move aside files of an earlier run or of later steps."""
-    run, resumed_step = start.config.run, start.resumed.step if start.resumed else None
+    run = start.config.run
+    resumed_step = start.resumed.step if start.resumed else None
     checkpointer = Checkpointer(run.checkpoint_dir, run.keep_checkpoints, resumed_step)
     if run_directory is not None:  # first: a partial file of a killed run is no checkpoint to keep
         checkpointer.discard_unfinished()
@@ -180,7 +201,8 @@ def take_checkpoint_folder(start: Start, run_directory: Path | None) -> Checkpoi
 
 def _learn_sizes(config: TrainConfig, step: StepParts) -> None:
     """Load the out-of-memory limits that any rank recorded before a restart, if they still apply."""
-    folder, topology = Path(config.run.checkpoint_dir), step.topology
+    folder = Path(config.run.checkpoint_dir)
+    topology = step.topology
     # --replan and --fresh discard the limits once, but not at a restart by torchrun, which repeats the flags.
     if (config.memory.replan or config.run.fresh) and not topology.restarts:
         forget_sizes(folder)
@@ -192,7 +214,8 @@ def choose_sharding(
     config: TrainConfig, architecture: Architecture, device: torch.device, free: int, topology: Topology
 ) -> bool:
     """Return whether weights, gradients and optimizer state are sharded over the ranks, according to --shard."""
-    is_asked, tuning = config.memory.shard == "always", config.tuning
+    is_asked = config.memory.shard == "always"
+    tuning = config.tuning
     if topology.is_single_process or config.memory.shard == "never":
         return False
     budget = parse_budget(config.memory.memory_budget) if config.memory.memory_budget else free

@@ -50,7 +50,8 @@ def build_forward(
     config = resolve(config)  # remaining automatic settings that do not depend on the corpus
     torch.manual_seed(derive_seed(config.run.seed, "weights"))
     model = architecture.build()
-    placement, is_on_card = layout.placement, layout.placement.is_on_card
+    placement = layout.placement
+    is_on_card = layout.placement.is_on_card
     if layout.sharded:
         shard_model(model, layout.topology, device)
     elif device.type != "cpu" and is_on_card:  # tensors without data cannot be moved during tracing
@@ -110,7 +111,8 @@ def build_step_parts(
 def memory_conditions(config: TrainConfig, architecture: Architecture, device: torch.device) -> int:
     """Return a hash of the device's memory, the budget and all settings that determine a step's computation."""
     size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    memory, concurrent_micro_batches = config.memory, choose_concurrency(config, device, is_sharded=False)
+    memory = config.memory
+    concurrent_micro_batches = choose_concurrency(config, device, is_sharded=False)
     precision = memory.mixed_precision, memory.amp_dtype
     step = architecture, config.loss, precision, memory.gradient_checkpointing, concurrent_micro_batches
     # The default is left out, so that older plans stay valid.

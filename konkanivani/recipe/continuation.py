@@ -77,7 +77,8 @@ def _stored_schedule(start: Start, checkpoint: Checkpoint, stored: TrainConfig, 
 
 def _steps_per_epoch_before(start: Start, checkpoint: Checkpoint, stored: TrainConfig, planner: EpochPlanner) -> int:
     """Return the steps of an epoch of an older version's checkpoint, counted from its steps or from its corpus."""
-    progress, corpus = checkpoint.states["progress"], remembered_corpus(start)
+    progress = checkpoint.states["progress"]
+    corpus = remembered_corpus(start)
     if checkpoint.plan_digest == planner.digest():
         return planner.global_batches_per_epoch()
     if progress["epoch"]:
@@ -94,7 +95,8 @@ def _tell_change(stored: TrainConfig, old: RateSchedule, config: TrainConfig, ne
     """Print the learning rate before and after the resume and the reasons for the change, if any."""
     reasons = []
     for name in RATE_FLAGS:
-        before, after = getattr(stored.optimizer, name), getattr(config.optimizer, name)
+        before = getattr(stored.optimizer, name)
+        after = getattr(config.optimizer, name)
         if before != after:
             reasons.append(f"--{name} was {before}, now {after}")
     # A new length alone, with unchanged rates, is no reason for a message.
@@ -103,7 +105,8 @@ def _tell_change(stored: TrainConfig, old: RateSchedule, config: TrainConfig, ne
         reasons.append(f"{planned} (--continue_schedule {config.optimizer.continue_schedule})")
     if not reasons:
         return
-    before, after = old.rate(stored.optimizer, step - 1), new.rate(config.optimizer, step)
+    before = old.rate(stored.optimizer, step - 1)
+    after = new.rate(config.optimizer, step)
     frozen = _frozen_first(stored, old, config, new, step)
     say(f"Learning rate: {before:.2e} at step {step}, {after:.2e} next{frozen}: {'; '.join(reasons)}.")
 

@@ -59,7 +59,8 @@ def keeps_tokens(start: Start) -> bool:
     """
     if start.initial is None or start.config.tuning.new_tokenizer:
         return False
-    asked, stored = start.config.text, config_from_text(start.initial.config).text
+    asked = start.config.text
+    stored = config_from_text(start.initial.config).text
     return (asked.tokenizer_type, asked.vocab_size) == (stored.tokenizer_type, stored.vocab_size)
 
 
@@ -70,7 +71,9 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, tex
     """
     if not (start.resumed or keeps_tokens(start)):
         return
-    remembered, characters, tokens = remembered_corpus(start), Counter(), Counter()
+    remembered = remembered_corpus(start)
+    characters = Counter()
+    tokens = Counter()
     # Tokenizing a large corpus takes long: an unchanged one is only sampled.
     for text in islice(texts, TOLD_BY if remembered is not None and remembered.is_unchanged(corpus) else None):
         characters.update(text)

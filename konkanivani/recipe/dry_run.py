@@ -31,7 +31,8 @@ from konkanivani.training.run import Run
 from konkanivani.training.validation import EvaluationSet
 
 STEPS = 2
-SECOND, THIRD = "checkpoint_second_step.pt", "checkpoint_third_step.pt"
+SECOND = "checkpoint_second_step.pt"
+THIRD = "checkpoint_third_step.pt"
 MAX_VALIDATED = 4
 CLOSE = 1e-3  # relative norm of all weights: CUDA kernels sum in varying order
 
@@ -71,7 +72,8 @@ class Estimate:
 
     def sentence(self) -> str:
         """Return a sentence with the estimated times for the user."""
-        epoch, everything = _time_words(self.seconds_per_epoch), _time_words(self.seconds_in_all)
+        epoch = _time_words(self.seconds_per_epoch)
+        everything = _time_words(self.seconds_in_all)
         return (
             f"{self.seconds_per_step:.2f} s per step: about {epoch} per epoch and {everything} for the "
             f"remaining {count(self.steps, 'step')}, without validation"
@@ -156,7 +158,8 @@ def _estimate(run: Run, steps_before: int) -> Estimate:
     planner = run.global_batches.planner
     speed = run.progress.audio_seconds_per_second() * (1 - run.progress.waiting_share())
     epoch = float(planner.durations.sum()) / speed
-    a_step, steps = epoch / planner.global_batches_per_epoch(), max(0, run.step.total_steps - steps_before)
+    a_step = epoch / planner.global_batches_per_epoch()
+    steps = max(0, run.step.total_steps - steps_before)
     return Estimate(
         utterances=len(planner.durations),
         steps=steps,

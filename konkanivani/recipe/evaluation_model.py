@@ -50,7 +50,8 @@ class EvaluationModel:
 def load_evaluation_model(path: str | Path, device: torch.device, topology: Topology = ALONE) -> EvaluationModel:
     """Load a checkpoint's model in fp32 onto `device`; the first rank reads the file and broadcasts it."""
     checkpoint = broadcast_from_rank0(topology, lambda: read_checkpoint(path))
-    config, tokenizer = settings_of_weights(checkpoint), load_tokenizer(checkpoint)
+    config = settings_of_weights(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
     # Evaluate in fp32: `device` may lack the half-precision format of the GPU that trained the model.
     config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, mixed_precision=False))
     architecture = restored_architecture(checkpoint, config)
@@ -78,7 +79,8 @@ def evaluate_manifest(
 
     Audio is searched below `named_roots`, not below the folders that the checkpoint names.
     """
-    config, forward = trained.config, trained.forward
+    config = trained.config
+    forward = trained.forward
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, audio_roots=named_roots))
     rejections = Rejections(None, parse_share(config.data.max_rejected, "--max_rejected"))
     utterances = build_evaluation_set(
@@ -133,7 +135,8 @@ class Forgetting:
 
 def score_forgetting(config: TrainConfig, checkpoint: Path, topology: Topology) -> Forgetting | None:
     """Score --forgetting_manifest with greedy decoding before and after training; None if it is not given."""
-    asked, device = config.pretrained, choose_device(config.run.device)
+    asked = config.pretrained
+    device = choose_device(config.run.device)
     if asked.forgetting_manifest is None:
         return None
     # The pretrained model is scored at its own audio context, not at the context of this run.

@@ -16,7 +16,8 @@ def check_paths(config: TrainConfig, is_complete: bool = True) -> None:
     With `is_complete` False, a checkpoint that has not been read yet supplies the missing paths, including the run's
     folders, so that those are not checked.
     """
-    problems, run = ErrorCollector(), config.run
+    problems = ErrorCollector()
+    run = config.run
     for checkpoint in {run.resume or run.init_from} - {None, "auto"}:
         with problems.collect():
             check_is_there(Path(checkpoint))
@@ -49,7 +50,8 @@ def check_manifests(config: TrainConfig) -> None:
 
 def named_manifests(config: TrainConfig) -> dict[str, str]:
     """Return all given manifests by their flags."""
-    data, augment = config.data, config.augment
+    data = config.data
+    augment = config.augment
     named = {
         "--train_manifest": data.train_manifest,
         "--valid_manifest": data.valid_manifest,

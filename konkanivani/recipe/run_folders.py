@@ -140,7 +140,8 @@ def listing_rejected(run_directory: Path | None, is_resumed: bool) -> Iterator[P
     if run_directory is None:
         yield None
         return
-    listed, before = run_directory / REJECTED, run_directory / REJECTED_BEFORE
+    listed = run_directory / REJECTED
+    before = run_directory / REJECTED_BEFORE
     # If both exist, `listed` is of a failed start, and the earlier run's list is already renamed.
     if not is_resumed and listed.exists() and not before.exists():
         listed.rename(before)

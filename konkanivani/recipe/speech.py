@@ -75,7 +75,8 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     manifests: first the errors of their rows, before a tokenizer is trained on them, then of their utterances under the
     tokenizer and the limits.
     """
-    config, problems = start.config, ErrorCollector()
+    config = start.config
+    problems = ErrorCollector()
     rejections = Rejections(rejected, parse_share(config.data.max_rejected, "--max_rejected"))
     noise_reverb = NoiseReverb()
     with problems.collect():
@@ -133,7 +134,8 @@ def settle(start: Start, amount: CorpusSize) -> Start:
     """
     config = asked = start.config
     used = asked.data.train_subset / 100
-    hours, utterances = amount.hours * used, round(amount.utterances * used)
+    hours = amount.hours * used
+    utterances = round(amount.utterances * used)
     amount = dataclasses.replace(amount, hours=hours, utterances=utterances, ranks=start.topology.world_size)
     if start.initial and not config.tuning.new_tokenizer:
         config = as_stored(config, config_from_text(start.initial.config), names=("tokenizer_type",))

@@ -80,7 +80,8 @@ def check_ranks(asked: TrainConfig, topology: Topology) -> None:
 
     The global batch needs at least one utterance per rank, and torchrun --max_restarts needs --resume auto.
     """
-    run, problems = asked.run, []
+    run = asked.run
+    problems = []
     if asked.global_batch_size < topology.world_size:
         problems.append(
             f"the effective batch is {count(asked.global_batch_size, 'utterance')}, fewer than the "
@@ -190,7 +191,8 @@ def _resume(
 
 
 def _resume_newest(asked: CommandLine, report: Report) -> Start:
-    run, folder = asked.config.run, asked.config.run.checkpoint_dir
+    run = asked.config.run
+    folder = asked.config.run.checkpoint_dir
     lock = _take_folder(run)
     # The lock is taken before the read: another process could otherwise save or prune checkpoints meanwhile.
     with given_up_if_refused(lock):

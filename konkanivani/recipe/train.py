@@ -106,7 +106,8 @@ def score_test(run: Run, checkpoint: Path) -> dict[str, Evaluation | None]:
 
     Values are None if there is no test manifest.
     """
-    data, device = run.settings.data, run.step.forward.device
+    data = run.settings.data
+    device = run.step.forward.device
     # A dict removes the duplicate if the best method is greedy decoding.
     best = ways_to_decode(run.step.architecture)[-1]
     ways = dict.fromkeys(("greedy", best if data.test_decode == AUTO else data.test_decode))
@@ -136,7 +137,8 @@ def tell_rehearsal(run: Run) -> None:
 def memory_table(run: Run) -> str:
     """Return a table of peak memory, planned peak and time per phase, with the number of out-of-memory retries."""
     monitor = run.step.forward.monitor
-    phases, clearing = monitor.report_run(), monitor.report_clearing_of_run()
+    phases = monitor.report_run()
+    clearing = monitor.report_clearing_of_run()
     seconds = [monitor.seconds_of(phase.phase) for phase in phases]
     rows = list(zip(*_columns(phases, seconds), strict=True))
     lines = ["Peak memory (MiB) and time per phase:", *(f"  {line}" for line in table_lines(rows))]

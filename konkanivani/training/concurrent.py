@@ -15,7 +15,8 @@ from typing import TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Abandoned(RuntimeError):
@@ -96,7 +97,8 @@ def map_ordered(
     the items. An error ends all threads.
     """
     count = min(count, torch.get_num_threads())
-    turns, modes = OrderedAccumulation(parameters), _get_current_dispatch_mode_stack()
+    turns = OrderedAccumulation(parameters)
+    modes = _get_current_dispatch_mode_stack()
 
     def run(number: int, item: Item) -> Result:
         # Dispatch modes are thread-local.

@@ -37,7 +37,8 @@ def local_gradient(task: GradientTask) -> StepGradient | None:
 
 def summed_gradient(task: GradientTask) -> StepGradient | None:
     """Return the sum of all ranks' gradients; each rank has all weights and some micro-batches; see ComputeGradient."""
-    parts, topology = task.parts, task.parts.topology
+    parts = task.parts
+    topology = task.parts.topology
     attempts: OomRetry[tuple[torch.Tensor, torch.Tensor]] = OomRetry(
         task.plan,
         parts.oom_history,
@@ -107,7 +108,8 @@ def accumulate(task: GradientTask, plan: MicroBatchPlan) -> torch.Tensor | None:
     parts.model.train()
     parts.forward.refresh_weights()
     parts.optimizer.zero_grad()
-    terms, seed = len(parts.forward.objective.terms), torch.initial_seed()
+    terms = len(parts.forward.objective.terms)
+    seed = torch.initial_seed()
     totals = torch.zeros(terms, dtype=torch.float64, device=parts.forward.device)
 
     def masks(number: int) -> AbstractContextManager[None]:

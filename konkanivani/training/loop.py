@@ -20,7 +20,9 @@ MIN_SCALE = 1e-5  # of the GradScaler
 
 def train(run: Run) -> None:
     """Train until `run.is_finished()`; on return the newest checkpoint has the final state."""
-    state, saver, monitor = run.state, PeriodicSaver(run), run.step.forward.monitor
+    state = run.state
+    saver = PeriodicSaver(run)
+    monitor = run.step.forward.monitor
     monitor.end_phase("start")
     interruptible = partial(run.interruption.interruptible, partial(save_and_exit_from_signal_thread, saver))
     # closing(): an error too must stop the loader's workers and finish the line of the progress bar.
@@ -89,12 +91,14 @@ def score_beginning(run: Run, interruptible: Callable[[], AbstractContextManager
 
     Does nothing for random weights, without a validation set, or in a resumed run.
     """
-    state, begins = run.state, run.config.init_from or run.settings.pretrained.pretrained
+    state = run.state
+    begins = run.config.init_from or run.settings.pretrained.pretrained
     if run.validation is None or not begins or state.step or state.initial_cer < math.inf:
         return
     with interruptible():
         evaluation = run.validation.evaluate(run.step.forward, run.decode, run.interruption.check)
-    state.initial_wer, state.initial_cer = evaluation.rates.wer, evaluation.rates.cer
+    state.initial_wer = evaluation.rates.wer
+    state.initial_cer = evaluation.rates.cer
     log_validation(run, evaluation, state.learning(run.step.total_steps))
     run.progress.lap()
 
@@ -125,7 +129,8 @@ def tell_failures(run: Run, learning: EpochLearning) -> None:
 
 def check_numerics(run: Run, report: StepReport) -> None:
     """Raise a NumericsError if the gradients have stopped being finite."""
-    state, scaler = run.state, run.step.scaler
+    state = run.state
+    scaler = run.step.scaler
     # Each overflow halves the loss scale, so a scale this small means that every recent gradient overflowed.
     has_no_scale = scaler.is_enabled() and report.scale < MIN_SCALE
     if state.consecutive_skips < MAX_SKIPS_IN_A_ROW and not has_no_scale:

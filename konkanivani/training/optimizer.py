@@ -18,7 +18,8 @@ from konkanivani.model.adapters import VOCAB_DEPENDENT_PREFIXES
 
 MAX_WARMUP_STEPS = 500
 MOMENTS = "exp_avg", "exp_avg_sq"
-BETAS, EPSILON = (0.9, 0.98), 1e-8
+BETAS = (0.9, 0.98)
+EPSILON = 1e-8
 Group = dict[str, Any]  # parameter group in the layout of torch.optim
 
 
@@ -127,14 +128,16 @@ def parameter_groups(model: torch.nn.Module, config: OptimizerConfig, tuning: Tu
 
     A group's `factor` multiplies the learning rate; its `later` is set if --freeze_steps keeps it frozen at first.
     """
-    later, groups = set(non_head_parameters(model)), {}
+    later = set(non_head_parameters(model))
+    groups = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             factor = tuning.encoder_factor if name.startswith("encoder.") else 1.0
             is_later = bool(tuning.freeze_steps) and parameter in later
             # Biases and norm weights, which have one dimension, get no weight decay.
             groups.setdefault((factor, is_later, parameter.dim() < 2), []).append(parameter)
-    rate, decay = peak_rate(config), config.weight_decay
+    rate = peak_rate(config)
+    decay = config.weight_decay
     return [
         {"params": found, "lr": rate, "weight_decay": 0.0 if is_flat else decay, "factor": factor, "later": is_later}
         # Sorted by (is_flat, is_later, factor).

@@ -77,7 +77,8 @@ def costliest_global_batches(run: Run) -> list[tuple[str, GlobalBatch]]:
     speech = run.global_batches.speech
     # The lowest speed of speed perturbation makes the longest audio.
     slowest = dataclasses.replace(speech, speeds=(min(speech.speeds),))
-    durations, tokens = speech.utterances.durations, speech.utterances.tokens.astype(np.int64)
+    durations = speech.utterances.durations
+    tokens = speech.utterances.tokens.astype(np.int64)
     orders = [("the longest utterances", np.argsort(-durations, kind="stable"))]
     orders.append(("the most tokens", np.lexsort((-durations, -tokens))))
     if run.plan:
@@ -133,7 +134,8 @@ def _try_global_batch(run: Run, name: str, global_batch: GlobalBatch) -> Rehears
 
 def _try_validation(run: Run) -> Rehearsal:
     """Validate the batch with the most padded audio."""
-    speech, plan = run.validation.speech, run.validation.plan
+    speech = run.validation.speech
+    plan = run.validation.plan
     durations = speech.utterances.durations
     # The first utterance of a batch is its longest.
     longest = max(plan, key=lambda batch: len(batch) * durations[batch[0]])

@@ -26,7 +26,8 @@ def log_step(run: Run, global_batch: GlobalBatch, report: StepReport) -> None:
     A skipped global batch has no step number of its own; it also appears in the count of the next step's record.
     """
     # Whole time since the last lap, so waiting for data and saving are included.
-    seconds, monitor = run.progress.lap(), run.step.forward.monitor
+    seconds = run.progress.lap()
+    monitor = run.step.forward.monitor
     run.progress.show(report, global_batch.audio_seconds, seconds, monitor.overall_peak_mib())
     run.watch.look(monitor.overall_peak_mib())
     if report.is_skipped:

@@ -85,7 +85,8 @@ class Run:
 
     def is_finished(self) -> bool:
         """Return whether the maximum of epochs or steps is reached, or validation has stopped improving."""
-        limit, patience = self.config.max_steps, self.config.early_stop_epochs
+        limit = self.config.max_steps
+        patience = self.config.early_stop_epochs
         return (
             self.state.epoch >= self.config.epochs
             or (limit is not None and self.state.step >= limit)

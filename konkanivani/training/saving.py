@@ -26,7 +26,8 @@ def save_on_error(saver: "PeriodicSaver") -> Iterator[None]:
         saver.save(is_final=True)
         # No rank may end before the first one has saved: torchrun would then end that one too.
         all_reduce_max(saver.run.topology, 0)
-        step, number = saver.run.state.step, error.exit_code - 128
+        step = saver.run.state.step
+        number = error.exit_code - 128
         raise Interrupted(
             f"Stopped by a signal at step {step}; resume from there with --resume auto.", number
         ) from None
@@ -43,7 +44,8 @@ class PeriodicSaver:
 
     def save_if_due(self) -> None:
         """Save checkpoint_last.pt if --save_steps or --save_minutes have passed."""
-        config, state = self.run.config, self.run.state
+        config = self.run.config
+        state = self.run.state
         by_steps = config.save_steps and state.step % config.save_steps == 0
         by_time = config.save_minutes and time.monotonic() - self._saved_at >= 60 * config.save_minutes
         is_due = bool(by_steps or by_time)

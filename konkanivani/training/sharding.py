@@ -86,7 +86,8 @@ class FullState:
     """
 
     def __init__(self, part: Stateful, topology: Topology) -> None:
-        self._part, self._topology = part, topology
+        self._part = part
+        self._topology = topology
 
     def state_dict(self) -> dict[str, object]:
         """Return the state with its tensors gathered one by one; ranks other than the first get empty tensors."""

@@ -62,7 +62,8 @@ class TrainState:
 
     def advance(self, cursor: Cursor, audio_seconds: float, is_skipped: bool, splits: int) -> None:
         """Count one consumed global batch; a skipped update does not advance the step and its learning rate."""
-        self.epoch, self.consumed = cursor.epoch, cursor.consumed
+        self.epoch = cursor.epoch
+        self.consumed = cursor.consumed
         self.audio_seconds += audio_seconds
         self.splits += splits
         if is_skipped:
@@ -75,7 +76,9 @@ class TrainState:
     def begin_epoch(self) -> None:
         """Move the cursor to the epoch's first global batch and reset the epoch's counters."""
         self.consumed = 0
-        self.epoch_steps, self.epoch_clipped, self.epoch_loss = 0, 0, 0.0
+        self.epoch_steps = 0
+        self.epoch_clipped = 0
+        self.epoch_loss = 0.0
 
     def add_up(self, loss: float, is_clipped: bool) -> None:
         """Add the loss and the clipping of the latest step to the epoch's counters."""

@@ -86,7 +86,8 @@ def recognize(forward: ForwardPass, batch: Batch, decode: Decode) -> RecognizedB
     output, sums = forward(batch)
     with forward.autocast():
         hypotheses = decode(forward.model, output.encoded, output.encoded_lengths)
-        blanks, frames = torch.zeros((), dtype=torch.int64, device=forward.device), 0
+        blanks = torch.zeros((), dtype=torch.int64, device=forward.device)
+        frames = 0
         if forward.architecture.has_ctc:
             frames = sum(output.encoded_lengths)
             blanks = blank_frames(argmax_tokens(forward.model, output.encoded), output.encoded_lengths)
@@ -117,9 +118,12 @@ def recognize_all(
     # The copies of offloaded weights are older than the optimizer's last update.
     forward.refresh_weights()
     oom_history = OomHistory(conditions=0)  # not training's: without gradients much larger batches fit
-    terms, tokens, scored = len(forward.objective.terms), 0, []
+    terms = len(forward.objective.terms)
+    tokens = 0
+    scored = []
     totals = torch.zeros(terms, dtype=torch.float64, device=forward.device)
-    blanks, frames = torch.zeros((), dtype=torch.int64, device=forward.device), 0
+    blanks = torch.zeros((), dtype=torch.int64, device=forward.device)
+    frames = 0
     for batch, utterances in batches:
         # Without gradients no activations are stored: recomputes_all=True skips that stage of the OOM retries.
         cut = MicroBatchPlan((batch,), recomputes_all=True, chunk_frames=forward.chunk_frames)
@@ -176,7 +180,9 @@ class EvaluationSet:
 
         Each rank recognizes a portion of the batches, and all ranks receive the result over all portions.
         """
-        started, interrupted, portion = time.perf_counter(), None, None
+        started = time.perf_counter()
+        interrupted = None
+        portion = None
         try:
             portion = self._recognize_portion(forward, decode, check)
         except Interrupted as error:

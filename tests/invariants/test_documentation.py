@@ -42,7 +42,8 @@ ELSEWHERE = ("benchmarks/", "--source egs/x", "--source FOLDER", "plan_memory.py
 IN_PACKAGE = ("konkanivani/base/config.py", "konkanivani/data/preparation/prepare.py")
 FLAGS_IN = (*IN_PACKAGE, "training_scripts/*.py", "benchmarks/*.py")
 OTHERS = "logdir host standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_id rdzv_endpoint local_addr"
-OTHERS += " nodes ntasks gpus signal discount_fallback help encoder_ copy_files output_dir"  # flags of other programs, and one truncated flag
+OTHERS += " nodes ntasks gpus signal discount_fallback help encoder_"  # flags of other programs, and one truncated flag
+OTHERS += " copy_files output_dir"  # CTranslate2
 UNLISTED = {"README.md", "LICENSE", "CONTRIBUTING.md", "pyproject.toml"}  # files that every project has
 
 

@@ -35,7 +35,8 @@ def reverberate(waveform: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
         # Normalise the direct path to 1: responses of any scale stay within the range of float32.
         reverberant = torchaudio.functional.fftconvolve(waveform, response / response[direct].abs())
         reverberant = reverberant[direct : direct + len(waveform)]
-        before, after = _energy(waveform), _energy(reverberant)
+        before = _energy(waveform)
+        after = _energy(reverberant)
     if not before > 0 or not after > 0:
         return waveform
     # Keep the waveform's energy: the scale of a response depends on its recording, not on the room.
@@ -49,7 +50,8 @@ def add_noise(waveform: torch.Tensor, noise: torch.Tensor, snr: float) -> torch.
     waveform is returned unchanged.
     """
     with one_thread():
-        speech_energy, noise_energy = _energy(waveform), _energy(noise)
+        speech_energy = _energy(waveform)
+        noise_energy = _energy(noise)
     if not speech_energy > 0 or not noise_energy > 0:
         return waveform
     factor = (speech_energy / noise_energy * 10 ** (-snr / 10)) ** 0.5

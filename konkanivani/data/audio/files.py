@@ -28,7 +28,9 @@ from konkanivani.data.audio.source import (
 )
 
 MAX_CHANNELS = 32
-MIN_RATE, MAX_RATE = 4_000, 384_000  # Hz
+# Hz
+MIN_RATE = 4_000
+MAX_RATE = 384_000
 PIECE_BYTES = 2**20  # per read
 MAX_BYTES = 2**30  # of decoded samples per read
 MAX_FILE_SECONDS = 1e6  # 11.6 days: a header that states more is damaged
@@ -44,7 +46,8 @@ class ShortAudio(UserWarning):
 
 def content_digest(source: AudioSource) -> str:
     """Return the SHA-256 of the audio file's encoded bytes; raise an `OSError` if it cannot be read."""
-    digest, left = hashlib.sha256(), source.byte_count or sys.maxsize
+    digest = hashlib.sha256()
+    left = source.byte_count or sys.maxsize
     with open_file(source) as file:
         file.seek(source.byte_offset)
         while piece := file.read(min(PIECE_BYTES, left)):
@@ -112,7 +115,8 @@ def read_blocks(source: AudioSource, seconds: float) -> Iterator[np.ndarray]:
     its end, with a `ShortAudio` warning. `UnusableAudio` is raised at the block where the error is found.
     """
     with _open(source) as sound:
-        header, done = sound.header, 0
+        header = sound.header
+        done = 0
         count = max(1, int(seconds * header.rate))
         _warn_of_missing(header.missing, source)
         while True:
@@ -156,7 +160,8 @@ def _span(header: AudioHeader, source: AudioSource, is_counted: bool) -> tuple[i
         if abs(header.seconds - said) > duration_tolerance(said):
             raise _other_length(header.seconds, header.missing, source)
         return 0, header.frames
-    first, count = round(source.start * header.rate), round(source.seconds * header.rate)
+    first = round(source.start * header.rate)
+    count = round(source.seconds * header.rate)
     if is_counted and (first >= header.frames or first + count > header.frames + SPAN_ROUNDING * header.rate):
         raise UnusableAudio(source, f"it ends at {header.seconds:.2f} s")
     return first, min(count, header.frames - first) if is_counted else count
@@ -164,7 +169,8 @@ def _span(header: AudioHeader, source: AudioSource, is_counted: bool) -> tuple[i
 
 def _check_length(first: int, found: int, header: AudioHeader, source: AudioSource) -> None:
     """Raise `UnusableAudio` if `found` frames after the first `first` contradict the source's span or duration."""
-    seconds, rate = (first + found) / header.rate, header.rate
+    seconds = (first + found) / header.rate
+    rate = header.rate
     if source.start is not None and (not found or found < round(source.seconds * rate) - SPAN_ROUNDING * rate):
         raise UnusableAudio(source, f"it ends at {seconds:.2f} s")
     if source.start is None and source.seconds is not None:
@@ -216,7 +222,8 @@ def _sound_of(opened: OpenedAudio) -> SoundReader:
 
 
 def _check_header(sound: SoundReader, opened: OpenedAudio) -> None:
-    header, source = sound.header, opened.source
+    header = sound.header
+    source = opened.source
     if not 1 <= header.channels <= MAX_CHANNELS:
         raise UnusableAudio(source, f"{header.channels} channels exceed the limit of {MAX_CHANNELS}")
     absent = channel_error(source.channel, header.channels)

@@ -47,7 +47,8 @@ class Reader:
             except OSError as error:
                 ours.close()
                 raise ReaderFailed(f"the decoder process does not start: {error.strerror}") from None
-        self.channel, self.is_sound = ours, True
+        self.channel = ours
+        self.is_sound = True
         ours.settimeout(ANSWER_SECONDS)
 
     def ask(self, kind: bytes, first: int = 0, second: int = 0, descriptor: int | None = None) -> bytearray:
@@ -84,7 +85,8 @@ class Reader:
 
     def _receive(self, size: int) -> bytearray:
         received = bytearray(size)
-        view, done = memoryview(received), 0
+        view = memoryview(received)
+        done = 0
         while done < size:
             count = self.channel.recv_into(view[done : done + PIECE_BYTES])
             if not count:
@@ -147,7 +149,9 @@ class Readers:
         """Reset the pool after a fork: the decoder processes belong to the parent."""
         readers = self._all
         # A new lock: another thread of the parent may have held the old one during the fork.
-        self._lock, self._idle, self._all = threading.Lock(), [], set()
+        self._lock = threading.Lock()
+        self._idle = []
+        self._all = set()
         for reader in readers:
             reader.forget()
 

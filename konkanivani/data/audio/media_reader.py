@@ -30,7 +30,8 @@ import struct
 import sys
 from collections.abc import Iterator
 
-REQUEST, ANSWER = struct.Struct("<cqq"), struct.Struct("<cq")
+REQUEST = struct.Struct("<cqq")
+ANSWER = struct.Struct("<cq")
 MORE_MEMORY = 384 * 2**20  # bytes of address space beyond the loaded libraries
 MAX_SECONDS = 60  # CPU time of one answer: at most a minute of audio, or the audio before a span
 MAX_CHANNELS = 32
@@ -55,7 +56,10 @@ class FileSlice:
     name = "audio"
 
     def __init__(self, descriptor: int, begin: int, size: int) -> None:
-        self.descriptor, self.begin, self.size, self.at = descriptor, begin, size, 0
+        self.descriptor = descriptor
+        self.begin = begin
+        self.size = size
+        self.at = 0
 
     def read(self, count: int) -> bytes:
         """Return the next `count` bytes, fewer at the end."""
@@ -92,12 +96,15 @@ class MediaDecoder:
                     other.discard = DISCARD_ALL
         stream.codec_context.thread_count = 1  # RLIMIT_CPU and RLIMIT_AS count all threads
         self.claimed = self._claimed_seconds(stream)
-        self.resampler, self.pending, self.has_ended = None, bytearray(), False
+        self.resampler = None
+        self.pending = bytearray()
+        self.has_ended = False
         self.decoded = self._decode(stream)
         self.first = next(self.decoded, None)
         if self.first is None:
             raise Undecodable("none of its audio can be decoded")
-        self.rate, self.layout = self.first.sample_rate, self.first.layout
+        self.rate = self.first.sample_rate
+        self.layout = self.first.layout
         self.channels = self.layout.nb_channels
         if not 1 <= self.channels <= MAX_CHANNELS:
             raise Undecodable(f"{self.channels} channels exceed the limit of {MAX_CHANNELS}")
@@ -183,7 +190,8 @@ def _bytes_of(frame: "av.AudioFrame") -> bytes:
 
 def serve(channel: socket.socket) -> None:
     """Answer requests until the socket is closed."""
-    sound, descriptor = None, -1
+    sound = None
+    descriptor = -1
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, REQUEST.size, 1)
         if not message:
@@ -197,24 +205,31 @@ def serve(channel: socket.socket) -> None:
             if kind == b"o":
                 descriptor = descriptors[0]
                 sound = MediaDecoder(FileSlice(descriptor, first, second))
-                answer, content = b"h", sound.header()
+                answer = b"h"
+                content = sound.header()
             elif kind == b"r":
-                answer, content = b"f", sound.read(first)
+                answer = b"f"
+                content = sound.read(first)
             elif kind == b"s":
-                answer, content = b"n", struct.pack("<q", sound.skip(first))
+                answer = b"n"
+                content = struct.pack("<q", sound.skip(first))
             else:
                 if sound is not None:
                     sound.close()
                 sound = None
                 gc.collect()  # a file that could not be opened may leave reference cycles
                 os.close(descriptor)
-                answer, content = b"c", b""
+                answer = b"c"
+                content = b""
         except MemoryError:
-            answer, content = b"e", b"it takes more memory than a recording can need"
+            answer = b"e"
+            content = b"it takes more memory than a recording can need"
         except Undecodable as error:
-            answer, content = b"e", str(error).encode()
+            answer = b"e"
+            content = str(error).encode()
         except Exception as error:  # libraries raise anything for a damaged file
-            answer, content = b"e", f"FFmpeg: {getattr(error, 'strerror', None) or error}".encode()
+            answer = b"e"
+            content = f"FFmpeg: {getattr(error, 'strerror', None) or error}".encode()
         channel.sendall(ANSWER.pack(answer, len(content)))
         channel.sendall(content)
 

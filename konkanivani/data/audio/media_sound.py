@@ -49,8 +49,12 @@ class MediaSound:
 
         A file is refused as soon as it decodes to more than `most_frames` frames or `most_seconds`.
         """
-        self.source, self.opened, self.most_frames = opened.source, opened, most_frames
-        self.reader, self.deaths, self.done = None, 0, 0
+        self.source = opened.source
+        self.opened = opened
+        self.most_frames = most_frames
+        self.reader = None
+        self.deaths = 0
+        self.done = 0
         try:
             self._begin()
             self.most_frames = min(most_frames, int(most_seconds * self.header.rate))
@@ -92,7 +96,8 @@ class MediaSound:
 
     def close(self) -> None:
         """Return the decoder process to the pool."""
-        reader, self.reader = self.reader, None
+        reader = self.reader
+        self.reader = None
         if reader is not None:
             READERS.give_back(reader)
 
@@ -102,7 +107,8 @@ class MediaSound:
         # A damaged header can state a negative or absurd duration; it then counts as none.
         claimed = said["claimed"] if 0 < (said["claimed"] or 0) < 1e12 else 0
         self.header = AudioHeader(round(claimed * said["rate"]), said["rate"], said["channels"])
-        done, self.done = self.done, 0
+        done = self.done
+        self.done = 0
         self.skip(done)
 
     def _ask(self, kind: bytes, *details: int) -> bytearray:

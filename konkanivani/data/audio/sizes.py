@@ -15,15 +15,19 @@ W64_DATA = b"data\xf3\xac\xd3\x11\x8c\xd1\x00\xc0\x4f\x8e\xdb\x8a"
 
 def missing_share(opened: OpenedAudio) -> float:
     """Return the bytes missing from a WAV, RF64, W64 or AIFF, divided by the bytes of samples that it has."""
-    head, large = opened.at(0, 40), 0
+    head = opened.at(0, 40)
+    large = 0
     if head[:4] in (b"RIFF", b"RF64") and head[8:12] == b"WAVE":
-        samples, chunks = b"data", iterate_chunks(opened, "<4sL", 12)
+        samples = b"data"
+        chunks = iterate_chunks(opened, "<4sL", 12)
         if head[:4] == b"RF64" and head[12:16] == b"ds64":
             large = struct.unpack("<Q", opened.at(28, 8))[0]
     elif head[:4] == b"FORM" and head[8:12] in (b"AIFF", b"AIFC"):
-        samples, chunks = b"SSND", iterate_chunks(opened, ">4sL", 12)
+        samples = b"SSND"
+        chunks = iterate_chunks(opened, ">4sL", 12)
     elif head[:4] == b"riff" and head[24:28] == b"wave":
-        samples, chunks = W64_DATA, iterate_chunks(opened, "<16sQ", 40)
+        samples = W64_DATA
+        chunks = iterate_chunks(opened, "<16sQ", 40)
     else:
         return 0.0
     begin, claimed = next(((begin, claimed) for name, begin, claimed in chunks if name == samples), (0, 0))

@@ -12,7 +12,8 @@ from konkanivani.data.audio.unset_lengths import Patches, length_patches
 # An MP3 frame uses bits of earlier frames (the bit reservoir). After a seek libmpg123 lacks them, prints a warning to
 # stderr and decodes noise. Therefore MP3_RUN_UP seconds before a span are decoded and dropped, and spans that start
 # within the first MP3_NO_JUMP seconds are reached without a seek.
-MP3_RUN_UP, MP3_NO_JUMP = 1.0, 60.0
+MP3_RUN_UP = 1.0
+MP3_NO_JUMP = 60.0
 UNKNOWN_FRAMES = 2**62  # libsndfile reports at least this many frames for a FLAC of unknown length
 # mpg123 estimates the length of an MP3 without Xing, Info or VBRI header from the bit rate of its first frame, and
 # libsndfile stops there. Bit rates differ by a factor of at most 40 (8 to 320 kbit/s), so a file that claims to be 64
@@ -81,7 +82,8 @@ class SndfileSound:
         """Skip `count` frames and return how many there were."""
         if self.skips_by_decoding:
             return self._decode_and_drop(count)
-        rate, run_up = self.header.rate, 0
+        rate = self.header.rate
+        run_up = 0
         if self.file.format == "MP3":
             run_up = count if count <= MP3_NO_JUMP * rate else round(MP3_RUN_UP * rate)
         if run_up < count:

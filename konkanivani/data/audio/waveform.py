@@ -26,7 +26,8 @@ from konkanivani.data.audio.files import (
 
 BLOCK_SECONDS = 1.0  # decoded and resampled at a time in a stream
 # torchaudio's resampling filter: a sinc up to its sixth zero, cutoff at 0.99 of the lower rate's Nyquist frequency.
-FILTER_ZEROS, FILTER_ROLLOFF = 6, 0.99
+FILTER_ZEROS = 6
+FILTER_ROLLOFF = 0.99
 FILTERED_SAMPLES = 4000  # lengths are padded to a multiple of it, see change_rate
 MAX_FILTER_WEIGHTS = 2**20  # 4 MiB; 44,100 Hz has 70,560
 
@@ -130,10 +131,15 @@ def resample_blocks(blocks: Iterable[torch.Tensor], rate: int) -> Iterator[torch
         yield from blocks
         return
     divisor = math.gcd(rate, SAMPLE_RATE)
-    old, new = rate // divisor, SAMPLE_RATE // divisor
+    old = rate // divisor
+    new = SAMPLE_RATE // divisor
     weights = _filter_weights(old, new)
     reach = weights.shape[1] // 2
-    waiting, first, done, length = torch.zeros(reach), -reach, 0, 0  # `first`: stream position of waiting[0]
+    # `first`: stream position of waiting[0]
+    waiting = torch.zeros(reach)
+    first = -reach
+    done = 0
+    length = 0
     for block in itertools.chain(blocks, [None]):
         length += 0 if block is None else len(block)
         waiting = torch.cat([waiting, torch.zeros(2 * reach) if block is None else block])
@@ -147,7 +153,8 @@ def resample_blocks(blocks: Iterable[torch.Tensor], rate: int) -> Iterator[torch
         yield (windows[begins] * weights[made % new]).sum(dim=1)
         done = ready
         first_needed = done * old // new - reach
-        waiting, first = waiting[first_needed - first :], first_needed
+        waiting = waiting[first_needed - first :]
+        first = first_needed
 
 
 def _filter_weights(old: int, new: int) -> torch.Tensor:

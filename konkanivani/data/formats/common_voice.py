@@ -48,7 +48,8 @@ def _read_table(source: SpeechFolder, table: Path, clips: Path, split: str, seco
             yield RefusedRow(file, record.row, "broken row", reason, name)
             continue
         clip = name if name.endswith(".mp3") else f"{name}.mp3"  # the first releases omit the suffix
-        text, speaker = record["sentence"], record["client_id"]
+        text = record["sentence"]
+        speaker = record["client_id"]
         found = FoundUtterance(file, record.row, clips / clip, text, speaker=speaker, split=split)
         # No offset: the duration is the file's, and is compared with its header later.
         yield found.lasting(None, seconds.get(clip))

@@ -54,7 +54,8 @@ def find_utterances(source: SpeechFolder) -> Found:
             # An unknown split is refused, because a guess could move test utterances into the training set.
             yield RefusedRow(file, record.row, "no split", reason, record[audio])
         else:
-            path, said = _audio(source.path, record[audio]), record[text]
+            path = _audio(source.path, record[audio])
+            said = record[text]
             found = FoundUtterance(file, record.row, path, said, speaker=record[speaker], split=split_named(given))
             try:
                 yield replace(found, channel=parse_channel_cell(record[channel], channel))

@@ -18,7 +18,9 @@ from konkanivani.data.formats.tables import read_text
 
 def find_utterances(source: SpeechFolder) -> Found:
     """Yield one utterance per recording, in the order of names, from its best-known audio format."""
-    root, files, best = source.path.resolve(), list(audio_files(source.path)), {}
+    root = source.path.resolve()
+    files = list(audio_files(source.path))
+    best = {}
     for audio in files:
         # A recording may exist as .wav and .mp3; its transcript is used once.
         stem = audio.with_suffix("")

@@ -139,7 +139,8 @@ def _utterance(
         path = source.path / named
     else:
         return RefusedRow(file, number, "missing audio", f"its column {audio_column} contains no audio")
-    text, speaker = as_text(row[text_column]), as_text(row.get(speaker_column))
+    text = as_text(row[text_column])
+    speaker = as_text(row.get(speaker_column))
     found = FoundUtterance(file, number, path, text, speaker=speaker, split=part.split)
     try:
         return replace(found, channel=parse_channel_cell(row.get(channel), channel))

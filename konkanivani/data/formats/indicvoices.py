@@ -81,13 +81,15 @@ def _rows(texts: str) -> Iterator[tuple[int, object]]:
 
 def _segments(source: SpeechFolder, path: Path, recording: dict[str, object], split: str) -> Found:
     """Yield the segments of a recording; the row number is the segment's number."""
-    file, audio = source.name_of(path), _audio(path, recording)
+    file = source.name_of(path)
+    audio = _audio(path, recording)
     name = source.text_column or ("normalized" if isinstance(recording.get("normalized"), list) else "verbatim")
     segments = recording.get(name)
     for number, segment in enumerate(segments if isinstance(segments, list) else [], start=1):
         refused = partial(RefusedRow, file, number, audio_filepath=str(audio))
         fields = segment if isinstance(segment, dict) else {}
-        start, end = as_seconds(fields.get("start")), as_seconds(fields.get("end"))
+        start = as_seconds(fields.get("start"))
+        end = as_seconds(fields.get("end"))
         text = _without_marks(as_text(fields.get("text")))
         if start is None or end is None:
             yield refused("broken row", "a segment with start, end and text is expected")
@@ -106,15 +108,19 @@ def _segments(source: SpeechFolder, path: Path, recording: dict[str, object], sp
 
 
 def _flat(source: SpeechFolder, path: Path, number: int, row: dict[str, object], split: str) -> FoundUtterance:
-    start, end = as_seconds(row.get("start")), as_seconds(row.get("end"))
-    offset, duration = as_seconds(row.get("offset")), as_seconds(row.get("duration"))
+    start = as_seconds(row.get("start"))
+    end = as_seconds(row.get("end"))
+    offset = as_seconds(row.get("offset"))
+    duration = as_seconds(row.get("duration"))
     if start is not None and end is not None:
         # `start` and `end` override `offset` and `duration`.
-        offset, duration = max(start, 0.0), end - max(start, 0.0)
+        offset = max(start, 0.0)
+        duration = end - max(start, 0.0)
     names = (source.text_column,) if source.text_column else ("text", *TEXT_COLUMNS)
     text = next((as_text(row[name]) for name in names if row.get(name)), "")
     speaker = as_text(row.get("speaker_id")) or as_text(row.get("speaker"))
-    file, audio = source.name_of(path), _audio(path, row)
+    file = source.name_of(path)
+    audio = _audio(path, row)
     found = FoundUtterance(file, number, audio, _without_marks(text), speaker=speaker, split=split)
     return found.lasting(offset, duration)
 

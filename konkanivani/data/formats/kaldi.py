@@ -43,7 +43,8 @@ def find_utterances(source: SpeechFolder) -> Found:
 
 
 def _read_folder(source: SpeechFolder, folder: Path, split: str) -> Found:
-    recordings, speakers = _entries(folder / "wav.scp"), _entries(folder / "utt2spk")
+    recordings = _entries(folder / "wav.scp")
+    speakers = _entries(folder / "utt2spk")
     has_segments = (folder / "segments").exists()
     segments = _entries(folder / "segments")
     channels = _labelled_channels(folder / "reco2file_and_channel")

@@ -31,7 +31,8 @@ def find_utterances(source: SpeechFolder) -> Found:
 
 def _audio(folder: Path, name: str) -> Path:
     """Return the audio file of an id, in wavs/ or in the corpus folder; if there is none, the more likely path."""
-    in_wavs, as_it_stands = _spellings(folder / "wavs" / name), _spellings(folder / name)
+    in_wavs = _spellings(folder / "wavs" / name)
+    as_it_stands = _spellings(folder / name)
     likelier = (as_it_stands if "/" in name else in_wavs)[0]
     return next((path for path in (*in_wavs, *as_it_stands) if os.path.exists(existing_path(str(path)))), likelier)
 

@@ -28,7 +28,8 @@ from konkanivani.data.formats.splits import split_of_path
 from konkanivani.data.formats.tables import as_seconds, as_text, parse_json, read_lines
 
 SHARD = re.compile(r".*\.(tar|tar\.gz|tgz|tar\.xz|tar\.bz2|tar\.zst)")
-TARRED, SHARDED = "tarred_audio_manifest.json", "sharded_manifests"
+TARRED = "tarred_audio_manifest.json"
+SHARDED = "sharded_manifests"
 
 
 def find_utterances(source: SpeechFolder) -> Found:
@@ -107,7 +108,8 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
 
 
 def _utterance(file: str, row: int, fields: dict[str, object], audio: Path, split: str) -> FoundUtterance | RefusedRow:
-    text, speaker = as_text(fields.get("text")), as_text(fields.get("speaker"))
+    text = as_text(fields.get("text"))
+    speaker = as_text(fields.get("speaker"))
     found = FoundUtterance(file, row, audio, text, speaker=speaker, split=split)
     try:
         found = replace(found, channel=parse_channel(fields))
@@ -140,7 +142,9 @@ def _of_member(found: FoundUtterance | RefusedRow, shard: Path, member: Member) 
 def _read_shard(source: SpeechFolder, shard: Path, split: str) -> Found:
     file = source.name_of(shard)
     for key, (row, members) in _keyed(shard).items():
-        audio, text, described = members.get("audio"), members.get(".txt"), members.get(".json")
+        audio = members.get("audio")
+        text = members.get(".txt")
+        described = members.get(".json")
         if audio is None:
             continue  # not an utterance: __meta__, class lists and the like
         if text is None and described is None:
@@ -171,7 +175,8 @@ def _keyed(shard: Path) -> dict[str, tuple[int, dict[str, Member]]]:
         folder, slash, name = member.name.rpartition("/")
         stem, _, extension = name.partition(".")
         # key.left.wav belongs to `key`: the key ends at the first period, the kind starts at the last.
-        key, suffix = folder + slash + stem, "." + extension.lower().rpartition(".")[2]
+        key = folder + slash + stem
+        suffix = "." + extension.lower().rpartition(".")[2]
         place, members = gathered.get(key, (0, {}))
         is_audio = suffix in AUDIO_SUFFIXES
         gathered[key] = row if is_audio else place, members | {"audio" if is_audio else suffix: member}

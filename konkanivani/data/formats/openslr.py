@@ -68,10 +68,12 @@ def _utterance(
     place = next((n for n in (0, 1) if cells[n : n + 1] and _known_stem(cells[n], audio) in audio), 0)
     name = _known_stem(cells[place], audio)
     if place == 0 and len(cells) == 3:
-        speaker, text = cells[1], cells[2]
+        speaker = cells[1]
+        text = cells[2]
     else:
         # Restore the commas of the text, at which the row was split.
-        speaker, text = "", ", ".join(cells[place + 1 :])
+        speaker = ""
+        text = ", ".join(cells[place + 1 :])
     known = SPEAKER.fullmatch(name)
     speaker = speaker or (known.group(1) if known else "")
     # If several folders contain a file of this name, use the one closest to the index.

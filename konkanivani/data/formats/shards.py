@@ -55,7 +55,8 @@ class _Headers:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.begin_member()
-        self.seek, self.tell = file.seek, file.tell
+        self.seek = file.seek
+        self.tell = file.tell
 
     def begin_member(self) -> None:
         self._left = MAX_HEADER_BYTES

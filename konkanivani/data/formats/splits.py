@@ -62,7 +62,8 @@ def _take(names: list[str], lengths: Mapping[str, int], target: float, kept: int
     """Return names whose total length approximates `target`, and leave at least `kept` names."""
     if target <= 0:
         return frozenset()
-    taken, filled = [], 0
+    taken = []
+    filled = 0
     for name in names:
         # A long unit is skipped and shorter ones may still fit.
         if filled + lengths[name] <= target and len(names) - len(taken) > kept:

@@ -174,7 +174,8 @@ def choose_columns(table: Path, head: Iterable[str], wanted: Iterable[tuple[str,
     Raises:
         UsageError: If a requested or required column is missing, or several columns match a name.
     """
-    head, chosen = list(head), []
+    head = list(head)
+    chosen = []
     for asked, usual, is_needed in wanted:
         found = {name: columns_alike(head, name) for name in ((asked,) if asked else usual)}
         only = next((alike[0] for alike in found.values() if len(alike) == 1), "")

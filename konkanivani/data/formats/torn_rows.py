@@ -21,7 +21,8 @@ def mend_rows(rows: Iterable[Record], delimiter: str = "\t") -> Iterator[Record]
 
     The line end becomes a space. A row with too few cells that may, but need not, continue is marked by `closed_by`.
     """
-    rows, waiting = iter(rows), deque[Record]()
+    rows = iter(rows)
+    waiting = deque[Record]()
     while True:
         waiting.extend(islice(rows, MAX_ROWS - len(waiting)))
         if not waiting:
@@ -39,7 +40,9 @@ def _is_open(cell: str) -> bool:
 
 def _joined(first: Record, following: Iterable[Record], delimiter: str) -> tuple[Record, int]:
     """Return the row joined with the following rows that belong to it, and the number of these."""
-    cells, width, has_swallowed = first.cells, len(first.columns), False
+    cells = first.cells
+    width = len(first.columns)
+    has_swallowed = False
     for count, row in enumerate(following, start=1):
         *whole, last = cells
         last += "\n" + delimiter.join(row.cells)
@@ -47,7 +50,8 @@ def _joined(first: Record, following: Iterable[Record], delimiter: str) -> tuple
         if not quoted:
             cells = (*whole, last)
             continue
-        text, rest = quoted.group(1), last[quoted.end() :]
+        text = quoted.group(1)
+        rest = last[quoted.end() :]
         if rest and not rest.startswith(delimiter):
             break  # a quotation mark inside a cell: literal characters
         # A delimiter between the quotation marks suggests that they belong to different rows.

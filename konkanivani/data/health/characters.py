@@ -199,7 +199,9 @@ def scripts_of(word: str) -> set[str]:
 
 def _describe(character: str, count: int, mapped: int, majority: str) -> Character:
     """Return the character with its marks; `mapped` of its `count` become part of an equivalent encoding."""
-    script, fate, category = script_of(character), _treatment(character), unicodedata.category(character)
+    script = script_of(character)
+    fate = _treatment(character)
+    category = unicodedata.category(character)
     kind = {"Cc": "CONTROL", "Co": "PRIVATE USE", "Cn": "UNASSIGNED"}.get(category, "UNNAMED")
     marks = {
         "foreign script": script not in ("", majority),
@@ -236,7 +238,8 @@ def _composition() -> tuple[frozenset[str], re.Pattern]:
 
     The tables come from Python's own Unicode database, which takes a third of a second; therefore not at import.
     """
-    shapes, seconds = set(), set()
+    shapes = set()
+    seconds = set()
     for character in map(chr, range(sys.maxunicode + 1)):
         parts = unicodedata.decomposition(character).split(" ")
         # "<compat>" and the like are compatibility decompositions, which NFC leaves unchanged.

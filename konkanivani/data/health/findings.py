@@ -35,7 +35,9 @@ class Finding:
     remedy: str
 
 
-error, warning, note = partial(Finding, "error"), partial(Finding, "warning"), partial(Finding, "note")
+error = partial(Finding, "error")
+warning = partial(Finding, "warning")
+note = partial(Finding, "note")
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,11 @@ def _rows(part: PartHealth) -> int:
 
 
 def _of_rows(part: PartHealth, most_rejected: float) -> Iterator[Finding]:
-    name, limited = short_name(part.path), part.rejected.count - part.empty.count
+    name = short_name(part.path)
+    limited = part.rejected.count - part.empty.count
     # The trainer counts empty transcripts as broken rows, too.
-    broken, rows = part.broken.count + part.empty.count, _rows(part)
+    broken = part.broken.count + part.empty.count
+    rows = _rows(part)
     if broken:
         too_many = broken > most_rejected * rows
         allowed = f", more than --max_rejected {100 * most_rejected:g}%" if too_many else ""
@@ -148,7 +152,8 @@ def _of_rows(part: PartHealth, most_rejected: float) -> Iterator[Finding]:
 
 
 def _of_speakers(part: PartHealth) -> Iterator[Finding]:
-    name, speakers = short_name(part.path), part.speakers
+    name = short_name(part.path)
+    speakers = part.speakers
     if not speakers.count:
         yield note(
             f"{name} has no speaker labels, so speaker overlap between training and test cannot be checked.",
@@ -183,7 +188,8 @@ def _of_sound(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Ite
     name = short_name(part.path)
     # Extrapolate from the sample to all utterances; the trainer adds these to the broken rows.
     left_out = part.utterances * sound.left_out / max(sound.asked, 1)
-    broken, rows = part.broken.count + part.empty.count + left_out, _rows(part)
+    broken = part.broken.count + part.empty.count + left_out
+    rows = _rows(part)
     # Without unusable audio, too many broken rows are already an error of `_of_rows`.
     too_many = left_out > 0 and broken > most_rejected * rows
     # Exact only if all recordings were sampled.
@@ -290,7 +296,8 @@ def _of_size(part: PartHealth) -> Iterator[Finding]:
 
 
 def _of_crossing(crossing: PartOverlap, health: CorpusHealth) -> Iterator[Finding]:
-    first, second = short_name(crossing.first), short_name(crossing.second)
+    first = short_name(crossing.first)
+    second = short_name(crossing.second)
     total = next(part.utterances for part in health.parts if part.path == crossing.second)
     audio = crossing.audio
     # Only overlap with the training set makes a score meaningless.

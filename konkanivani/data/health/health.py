@@ -203,7 +203,8 @@ def content_keys(rows: Iterable[Utterance], asked: np.ndarray) -> np.ndarray:
 
 def read_rows(part: CorpusPart, request: HealthRequest, text: CharacterCount) -> RowNumbers:
     """Return the numbers of a part's rows in one pass, and count their characters; `audio` stays empty."""
-    rows, config = RowNumbers(), request.config
+    rows = RowNumbers()
+    config = request.config
     # Training and evaluation skip different utterances.
     limits = training_limits(config) if part.is_training else evaluation_limits(config)
     chosen = set(pick_evenly(part.count, request.audio_utterances, config.run.seed))
@@ -252,7 +253,8 @@ def _take_row(rows: RowNumbers, utterance: Utterance, normal: str, reason: str |
 
 
 def _measure_part(part: CorpusPart, rows: RowNumbers, request: HealthRequest) -> PartHealth:
-    seconds, usable = np.array(rows.seconds), np.array(rows.is_usable, dtype=bool)
+    seconds = np.array(rows.seconds)
+    usable = np.array(rows.is_usable, dtype=bool)
     sentences = np.array(rows.sentences)
     return PartHealth(
         path=part.path,
@@ -289,7 +291,8 @@ def robust_scores(rates: np.ndarray) -> np.ndarray:
 
     It is 0 for a value that is not a positive number, and for all if there are fewer than twenty rates.
     """
-    scores, is_rate = np.zeros(len(rates)), np.isfinite(rates) & (rates > 0)
+    scores = np.zeros(len(rates))
+    is_rate = np.isfinite(rates) & (rates > 0)
     if is_rate.sum() >= MIN_RATES:
         # On a log scale, half and twice the median are equally far from it.
         logs = np.log(rates[is_rate])
@@ -300,7 +303,9 @@ def robust_scores(rates: np.ndarray) -> np.ndarray:
 
 
 def _measure_rates(part: CorpusPart, rows: RowNumbers) -> RateHealth:
-    seconds, characters, words = np.array(rows.seconds), np.array(rows.characters), np.array(rows.words)
+    seconds = np.array(rows.seconds)
+    characters = np.array(rows.characters)
+    words = np.array(rows.words)
     spoken = (seconds > 0) & (characters > 0)
     rates = np.divide(characters, seconds, out=np.zeros(len(seconds)), where=spoken)
     scores = robust_scores(rates)
@@ -339,7 +344,8 @@ def _measure_speakers(rows: RowNumbers) -> SpeakerHealth:
 
 def _listed(one: CorpusPart, other: CorpusPart, pairing: Pairing) -> Listed:
     """Return the repeated rows of `other`, each with the row of `one` that it repeats."""
-    left, right = fetch(one.rows, (a for a, _ in pairing.pairs)), fetch(other.rows, (b for _, b in pairing.pairs))
+    left = fetch(one.rows, (a for a, _ in pairing.pairs))
+    right = fetch(other.rows, (b for _, b in pairing.pairs))
     where = "" if one is other else f" of {os.path.basename(one.path)}"
     examples = (example(right[b], f"as row {left[a].row}{where}, {left[a].id}") for a, b in pairing.pairs)
     return Listed(pairing.count, tuple(examples))
@@ -367,7 +373,8 @@ def _measure_crossing(first: tuple[CorpusPart, RowNumbers], second: tuple[Corpus
 
 def _measure_epoch(durations: np.ndarray, config: TrainConfig) -> EpochHealth:
     """Return the first epoch that the trainer would plan from the usable durations."""
-    data, seed = config.data, config.run.seed
+    data = config.data
+    seed = config.run.seed
     if data.train_subset < 100:
         durations = durations[choose_subset(len(durations), data.train_subset, seed)]
     # `auto` is resolved by a memory plan on the GPU; assume the whole global batch here.

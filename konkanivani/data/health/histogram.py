@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MIN_BINS, MAX_BINS = 6, 24
+MIN_BINS = 6
+MAX_BINS = 24
 ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)  # times a power of ten
 
 
@@ -37,7 +38,8 @@ def build_histogram(values: np.ndarray, weights: np.ndarray | None = None, fines
     No bin is narrower than `finest`, because smaller differences mean nothing.
     """
     finite = np.isfinite(values)
-    values, weights = values[finite], None if weights is None else weights[finite]
+    values = values[finite]
+    weights = None if weights is None else weights[finite]
     if not len(values):
         return Histogram(0.0, 1.0, (), 0.0, 0.0)
     start, width, count = _bins(values, finest)

@@ -42,7 +42,8 @@ def measure_levels(utterance: Utterance) -> SoundLevels:
     Raises:
         DataError: If the audio cannot be read.
     """
-    source, file_seconds = utterance.source, None
+    source = utterance.source
+    file_seconds = None
     if source.start is None:
         # Decode the whole file, whatever duration its row states: the difference is a finding.
         source, file_seconds = replace(source, seconds=None), read_header(source).seconds

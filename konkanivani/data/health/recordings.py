@@ -14,7 +14,10 @@ from konkanivani.data.health.histogram import Histogram, build_histogram
 from konkanivani.data.health.levels import SoundLevels, measure_levels
 from konkanivani.data.utterance import Utterance
 
-QUIET, LOUD, MUTE = -40.0, -10.0, -80.0  # dBFS
+# dBFS
+QUIET = -40.0
+LOUD = -10.0
+MUTE = -80.0
 MAX_OFFSET = 0.01  # as a share of full scale
 MAX_SILENCE = 0.6  # as a share of the time
 
@@ -68,7 +71,8 @@ def measure_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
     Args:
         chosen: Utterances, each with a flag whether it is within the trainer's limits, so that the trainer opens it.
     """
-    unreadable, heard = [], []
+    unreadable = []
+    heard = []
     for utterance, _ in chosen:
         try:
             heard.append((utterance, measure_levels(utterance)))

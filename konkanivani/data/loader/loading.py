@@ -57,13 +57,16 @@ class GlobalBatchStream:
             return found.value
         # An interrupted rank still takes part in the collective; otherwise the other ranks would wait for it.
         try:
-            found, interrupted = next(loaded), None
+            found = next(loaded)
+            interrupted = None
         except Interrupted as error:
-            found, interrupted = Loaded(None, ()), error
+            found = Loaded(None, ())
+            interrupted = error
         portion = found.value or NO_UTTERANCES
         padded = sum(batch.waveforms.numel() for batch in portion.micro_batches)
         # As integers, for gather_numbers and for sums that do not depend on the world size.
-        samples, exit_code = round(portion.audio_seconds * SAMPLE_RATE), interrupted.exit_code if interrupted else 0
+        samples = round(portion.audio_seconds * SAMPLE_RATE)
+        exit_code = interrupted.exit_code if interrupted else 0
         mine = [exit_code, len(found.rejections), portion.tokens, portion.utterances, samples, padded]
         codes, rejected, *counts = zip(*gather_numbers(self.topology, mine), strict=True)
         if any(codes):  # a signal's exit code is 128 plus its number
@@ -78,14 +81,16 @@ class GlobalBatchStream:
 
     def planned(self, cursor: Cursor) -> Iterator[list[tuple[int, int]]]:
         """Yield the dataset keys of this rank's share of each global batch; the loader prefetches from it."""
-        epoch, consumed = cursor.epoch, cursor.consumed
+        epoch = cursor.epoch
+        consumed = cursor.consumed
         while True:
             plan = self.planner.plan_epoch(epoch)
             for number in range(consumed, len(plan)):
                 global_batch = np.sort(plan[number])  # in the manifest's order, for sequential reads
                 portion = partition(self.planner.durations[global_batch], self.topology.world_size)[self.topology.rank]
                 yield [(epoch, int(index)) for index in global_batch[portion]]
-            epoch, consumed = epoch + 1, 0
+            epoch = epoch + 1
+            consumed = 0
 
 
 def load_batches(

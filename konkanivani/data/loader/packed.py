@@ -53,7 +53,8 @@ class Packed:
 
 def pack(value: GlobalBatch | Batch) -> Packed:
     """Copy the tensors into shared memory; PyTorch raises a `RuntimeError` if /dev/shm is too small."""
-    tensors, places = [], []
+    tensors = []
+    places = []
 
     def place(tensor: torch.Tensor) -> Place:
         end = places[-1].end if places else 0

@@ -69,7 +69,8 @@ class WorkersFailed(ResourceError):
             f"{what}. Use --num_workers 0 to see the error, or a longer --loader_timeout; then resume with "
             "--resume auto."
         )
-        self.what, self.has_died = what, has_died
+        self.what = what
+        self.has_died = has_died
 
 
 class Fetcher(Dataset):
@@ -80,7 +81,8 @@ class Fetcher(Dataset):
     """
 
     def __init__(self, speech: TrainDataset | EvalDataset, limits: tuple[SizeLimit, ...] | None, workers: int) -> None:
-        self.speech, self.limits = speech, limits
+        self.speech = speech
+        self.limits = limits
         self.being_read = torch.full((workers,), -1).share_memory_()
 
     def __getitem__(self, keys: list) -> Loaded:
@@ -140,7 +142,8 @@ def load_in_order(
     continue. A second death before another item arrives raises `WorkersFailed`, which names the utterances being read;
     all items before them have been yielded.
     """
-    keys, waiting = iter(keys), deque()
+    keys = iter(keys)
+    waiting = deque()
     is_second_try = False
     while True:
         # A dead worker loses its finished but undelivered items; with one item at a time there are none.

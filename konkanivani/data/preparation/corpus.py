@@ -23,7 +23,8 @@ ROWS_AT_ONCE = 512
 THREADS = 8  # for disk access; the work is not CPU-bound
 MAX_CHARACTERS = 20_000  # longer than any utterance; later steps take time per character
 # Fast speech has about 40 code points per second; a text with far more belongs to another recording.
-MAX_CHARACTER_RATE, SPARE_CHARACTERS = 100, 100
+MAX_CHARACTER_RATE = 100
+SPARE_CHARACTERS = 100
 SHALLOW = 3  # parts of a path such as /home/anita: so high a folder is not proposed as --audio_root
 LINE_ENDS = re.compile("[\t\n\r]")  # in a cell: a quotation mark has swallowed other cells
 NOT_UTF8 = re.compile("[\ud800-\udfff]")
@@ -92,7 +93,8 @@ def read_corpus(rows: Iterable[FoundUtterance | RefusedRow], roots: AudioRoots) 
     A row is also refused if an earlier one is the same span of the same audio. At most `ROWS_AT_ONCE` unchecked rows
     are in memory.
     """
-    corpus, first_rows = Corpus(), {}
+    corpus = Corpus()
+    first_rows = {}
     rows = iter(rows)
     with ThreadPoolExecutor(THREADS) as pool:
         while chunk := list(islice(rows, ROWS_AT_ONCE)):
@@ -106,7 +108,8 @@ def read_corpus(rows: Iterable[FoundUtterance | RefusedRow], roots: AudioRoots) 
                     if first == checked.where:
                         corpus.utterances.append(checked)
                         continue
-                    row, path = checked.utterance.row, checked.utterance.audio_filepath
+                    row = checked.utterance.row
+                    path = checked.utterance.audio_filepath
                     checked = RefusedRow(checked.file, row, "duplicate", f"it is the same audio as {first}", path)
                 corpus.refused.append(checked)
     return corpus

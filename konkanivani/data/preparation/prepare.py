@@ -47,7 +47,9 @@ READERS: dict[str, Callable[[SpeechFolder], Found]] = {
     module.__name__.rpartition(".")[2].removesuffix("_table"): module.find_utterances for module in FORMATS
 }
 FormatName = Literal[tuple(READERS)]
-REJECTED, REPORT, AUDIO = "rejected.jsonl", "report.json", "audio"
+REJECTED = "rejected.jsonl"
+REPORT = "report.json"
+AUDIO = "audio"
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ def prepare_corpus(task: Preparation) -> PreparationReport:
         DataError: If the corpus cannot be read, or too much of it is unusable (rejected.jsonl is written then).
         ResourceError: If the disk cannot be written.
     """
-    shares, most_rejected = task.shares, parse_share(task.max_rejected, "--max_rejected")
+    shares = task.shares
+    most_rejected = parse_share(task.max_rejected, "--max_rejected")
     with _staging(task) as staged:
         columns = (task.audio_column, task.text_column, task.speaker_column, task.split_column)
         source = SpeechFolder(task.source, task.table, *columns, staged / AUDIO, task.root, task.channel_column)
@@ -172,7 +175,8 @@ def _check_source(task: Preparation) -> None:
         raise UsageError(f"--source {task.source} is not a folder. Give the folder of the unpacked corpus.")
     if not task.root.is_dir():
         raise UsageError(f"--audio_root {task.root} is not a folder. Give the folder that contains the audio.")
-    source, output = task.source.resolve(), task.output.resolve()
+    source = task.source.resolve()
+    output = task.output.resolve()
     # These readers search subfolders of the source, too, for *.json and *.jsonl.
     if output == source or (task.format in ("nemo", "indicvoices") and output.is_relative_to(source)):
         raise UsageError(
@@ -190,7 +194,8 @@ def _check_output(task: Preparation) -> None:
             f"{task.output} already contains {' and '.join(there)}. Choose another --output, or overwrite them "
             "with --force."
         )
-    audio, report = task.output / AUDIO, task.output / REPORT
+    audio = task.output / AUDIO
+    report = task.output / REPORT
     # --force replaces only an audio folder that an earlier preparation made.
     is_ours = report.is_file() and '"format": "huggingface"' in report.read_text(encoding="utf-8", errors="replace")
     if task.format == "huggingface" and os.path.lexists(audio) and not (task.force and is_ours):
@@ -239,7 +244,8 @@ def _counts(refused: Iterable[RefusedRow]) -> tuple[RefusalCount, ...]:
 
 
 def _report(task: Preparation, split_by: SplitBy, drawn: Drawn, refused: list[RefusedRow]) -> PreparationReport:
-    utterances, output = drawn.utterances, str(task.output.resolve())
+    utterances = drawn.utterances
+    output = str(task.output.resolve())
     removed = FormatCharacterCount()
     for checked in utterances:
         removed.add(checked.removed)

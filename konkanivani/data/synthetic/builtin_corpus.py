@@ -89,7 +89,8 @@ def plan_corpus(size: SplitSizes) -> CorpusPlan:
     held_out = size.valid + size.test - unseen_count
     sentences = interleave_sentences(patterns, book.slots, size.train + held_out)
     # The first round has one sentence of every pattern, all for training: thus every `seen` test pattern is trained on.
-    first_round, rest = sentences[: len(patterns)], sentences[len(patterns) :]
+    first_round = sentences[: len(patterns)]
+    rest = sentences[len(patterns) :]
     kept, for_training = hold_out(rest, held_out)
     valid, test = hold_out(kept, size.valid)
     unseen = interleave_sentences(book.unseen, book.slots, unseen_count)
@@ -155,7 +156,9 @@ def write_corpus(recipe: CorpusRecipe, directory: Path) -> list[UnspeakableError
     Raises:
         DataError: If the voice misreads Devanagari.
     """
-    errors, counts, texts = [], [], []
+    errors = []
+    counts = []
+    texts = []
     with SpeechSynthesizer() as synthesizer:
         # espeak-ng reports no error if a voice reads vowel signs by their names.
         if reads_signs_by_name(PROBE, synthesizer.phonemes(PROBE, "mr")):

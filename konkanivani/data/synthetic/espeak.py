@@ -22,9 +22,17 @@ MAX_SECONDS = 30.0  # of speech: the default limit in validation; longer speech 
 REQUEST_SECONDS = 60  # timeout of a request; one sentence takes about 5 ms
 
 # Constants of espeak-ng's speak_lib.h.
-SYNCHRONOUS, POSITION_IN_CHARACTERS, UTF8_TEXT, IPA_PHONEMES = 2, 1, 1, 0x02
-RATE, VOLUME, PITCH, PITCH_RANGE = 1, 2, 3, 4
-END_OF_EVENTS, WORD_EVENT, END_EVENT = 0, 1, 5
+SYNCHRONOUS = 2
+POSITION_IN_CHARACTERS = 1
+UTF8_TEXT = 1
+IPA_PHONEMES = 0x02
+RATE = 1
+VOLUME = 2
+PITCH = 3
+PITCH_RANGE = 4
+END_OF_EVENTS = 0
+WORD_EVENT = 1
+END_EVENT = 5
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,8 @@ class Espeak:
             raise ValueError("the voice does not exist")
         if request.wants == "phonemes":
             buffer = ctypes.create_string_buffer(request.text.encode())
-            position, clauses = ctypes.c_void_p(ctypes.addressof(buffer)), []
+            position = ctypes.c_void_p(ctypes.addressof(buffer))
+            clauses = []
             while position.value:  # espeak-ng moves it from clause to clause
                 clauses.append(self._library.espeak_TextToPhonemes(ctypes.byref(position), UTF8_TEXT, IPA_PHONEMES))
             return b" ".join(clauses)

@@ -27,7 +27,9 @@ from konkanivani.data.text import normalize_text
 
 SENTENCE_CORPUS = "corpus of sentences"
 LEFT_OUT = "left_out.jsonl"
-VALID_SHARE, TEST_SHARE = 0.05, 0.1  # of the sentences, by default
+# of the sentences, by default
+VALID_SHARE = 0.05
+TEST_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def build_sentence_corpus(
         DataError: If a file is not UTF-8, or there are too few sentences.
         UsageError: If the sizes are impossible.
     """
-    directory, sentences = Path(directory), read_sentences(files)
+    directory = Path(directory)
+    sentences = read_sentences(files)
     plan = plan_splits([line.text for line in sentences.kept], valid, test)
     files_made = (*CorpusRecipe.files, LEFT_OUT)
     # The digest covers everything that determines the corpus, including the rows in left_out.jsonl.
@@ -91,7 +94,9 @@ def read_sentences(files: Sequence[str]) -> Sentences:
         DataError: If a file cannot be read, a line is not UTF-8 (the message names both), or there is no sentence.
     """
     kept: dict[str, SourceLine] = {}
-    left_out, blank, repeated = [], 0, 0
+    left_out = []
+    blank = 0
+    repeated = 0
     for line in (line for file in files for line in read_source_lines(file)):
         normalised = normalize_text(line.text)
         if not line.text:
@@ -165,7 +170,8 @@ def write_sentence_corpus(recipe: CorpusRecipe, sentences: Sentences, directory:
 
 def read_left_out(directory: Path) -> tuple[SourceLine, ...]:
     """Return the lines listed by left_out.jsonl in `directory`; a DataError if the file has been damaged."""
-    path, advice = directory / LEFT_OUT, f"Delete {directory} and generate it again."
+    path = directory / LEFT_OUT
+    advice = f"Delete {directory} and generate it again."
     with explained(DataError, f"{path} cannot be read", advice, ValueError, TypeError):
         lines = path.read_text(encoding="utf-8").split("\n")
         return tuple(SourceLine(**json.loads(line)) for line in lines if line)

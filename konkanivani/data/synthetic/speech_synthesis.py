@@ -25,7 +25,8 @@ class UnspeakableError(DataError):
     def __init__(self, text: str, voice: str, reason: str) -> None:
         shown = text if len(text) <= 60 else text[:60] + "…"
         super().__init__(f"espeak-ng cannot speak {shown!r} with the voice {voice}: {reason}.")
-        self.text, self.reason = text, reason
+        self.text = text
+        self.reason = reason
 
 
 @dataclass(frozen=True)

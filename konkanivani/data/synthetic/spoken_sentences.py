@@ -60,7 +60,8 @@ def write_split(
 
     audio = manifest.parent / "audio"
     audio.mkdir(parents=True, exist_ok=True)
-    utterances, errors = [], []
+    utterances = []
+    errors = []
     for sentence in sentences:
         path = audio / f"{manifest.stem}-{len(utterances):04d}.flac"
         try:

@@ -6,10 +6,16 @@ from collections.abc import Iterator
 
 from konkanivani.data.health.histogram import Histogram, round_step
 
-WIDTH, HEIGHT = 360, 172
-LEFT, RIGHT, TOP, BOTTOM = 40, 348, 10, 140
-MAX_X_LABELS, MAX_Y_LABELS = 6, 4
-BAR_WIDTH, BAR_HEIGHT = 160, 16
+WIDTH = 360
+HEIGHT = 172
+LEFT = 40
+RIGHT = 348
+TOP = 10
+BOTTOM = 140
+MAX_X_LABELS = 6
+MAX_Y_LABELS = 4
+BAR_WIDTH = 160
+BAR_HEIGHT = 16
 
 
 def draw_histogram(histogram: Histogram, title: str, across: str, up: str, mark: float | None = None) -> str:
@@ -76,7 +82,8 @@ def _rows(histogram: Histogram) -> Iterator[str]:
 def _columns(histogram: Histogram, across: str) -> Iterator[str]:
     step = round_step(histogram.end - histogram.start, MAX_X_LABELS)
     # The tolerance keeps a label at the ends despite rounding.
-    first, last = math.ceil(histogram.start / step - 1e-9), math.floor(histogram.end / step + 1e-9)
+    first = math.ceil(histogram.start / step - 1e-9)
+    last = math.floor(histogram.end / step + 1e-9)
     for number in range(first, last + 1):
         x = _across(histogram, number * step)
         yield f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{BOTTOM}" y2="{BOTTOM + 4}"/>'

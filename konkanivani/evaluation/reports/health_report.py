@@ -16,7 +16,9 @@ from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
 
 def diagnose(manifests: tuple[str, ...], config: TrainConfig, audio_utterances: int) -> Diagnosis:
     """Return the diagnosis of the manifests; the first is the training set, and unreadable ones are findings."""
-    parts, refusals, tokenizer = [], [], None
+    parts = []
+    refusals = []
+    tokenizer = None
     for number, path in enumerate(manifests):
         try:
             manifest = read_manifest(path, config.data.audio_roots)

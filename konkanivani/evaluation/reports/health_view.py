@@ -96,7 +96,8 @@ def _part(part: PartHealth) -> Section:
 
 
 def _facts(part: PartHealth) -> Iterator[Fact]:
-    speakers, epoch = part.speakers, part.epoch
+    speakers = part.speakers
+    epoch = part.epoch
     yield Fact("utterances", f"{part.utterances:,}", f"{part.usable:,} usable")
     yield Fact("speech", duration_words(part.hours), f"{duration_words(part.usable_hours)} usable")
     most = f"median {duration_words(speakers.median_hours)}; {100 * speakers.largest_share:.0f} % by {speakers.largest}"
@@ -127,7 +128,8 @@ def _sound_facts(sound: SoundHealth) -> Iterator[Fact]:
 
 
 def _charts(part: PartHealth) -> Iterator[Chart]:
-    rates, sound = part.rates, part.sound
+    rates = part.rates
+    sound = part.sound
     yield Chart("Duration", part.durations, "seconds", "utterances")
     yield Chart("Hours by duration", part.hours_by_duration, "seconds", "hours")
     yield Chart("Characters per second", rates.characters, "characters/s", "utterances", rates.median)
@@ -146,9 +148,11 @@ def _listing(title: str, listed: Listed) -> Table:
 
 def _crossings(crossings: tuple[PartOverlap, ...]) -> Section:
     columns = ("manifests", "recordings", "speakers", "sentences", "characters only in the first")
-    rows, lists = [], []
+    rows = []
+    lists = []
     for crossing in crossings:
-        first, second = short_name(crossing.first), short_name(crossing.second)
+        first = short_name(crossing.first)
+        second = short_name(crossing.second)
         unknown = " ".join(tally.name for tally in crossing.unknown_characters)
         shared = (crossing.audio.count, crossing.speakers, crossing.sentences.count)
         rows.append((f"{second} in {first}", *shared, unknown))

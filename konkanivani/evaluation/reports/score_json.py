@@ -41,7 +41,8 @@ def score_fields(report: ScoreReport) -> dict[str, object]:
 
 def count_fields(rates: ErrorRates) -> dict[str, int]:
     """Return the errors and lengths from which the two rates are computed."""
-    words, characters = rates.words, rates.characters
+    words = rates.words
+    characters = rates.characters
     counts = {"word_errors": words.errors, "words": words.length}
     return counts | {"character_errors": characters.errors, "characters": characters.length}
 

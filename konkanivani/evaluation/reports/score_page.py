@@ -75,7 +75,8 @@ def _headline(report: ScoreReport) -> str:
         ("WER", "word", report.rates.words, report.wer_interval),
         ("CER", "character", report.rates.characters, report.cer_interval),
     )
-    rates, errors = [], []
+    rates = []
+    errors = []
     for name, noun, edits, interval in sides:
         rates.append(draw_tile(name, percent(edits.rate), f"95 %: {interval_words(interval) or 'not known'}"))
         kinds = f"{edits.substitutions:,} substituted, {edits.deletions:,} deleted, {edits.insertions:,} inserted"
@@ -148,7 +149,8 @@ def _aligned(utterance: AlignedUtterance) -> str:
     words = "".join(map(_word, utterance.edits[:MAX_WORDS]))
     rest = len(utterance.edits) - MAX_WORDS
     more = f'<p class="soft">… and {count(rest, "word")} more</p>' if rest > 0 else ""
-    name, said = show_text(utterance.text.id), utterance_words(utterance)
+    name = show_text(utterance.text.id)
+    said = utterance_words(utterance)
     return (
         f'<article class="aligned"><header><bdi>{escape(name)}</bdi>: <bdi>{escape(said)}</bdi></header>'
         f'<div class="words">{words}</div>{more}</article>'

@@ -68,7 +68,9 @@ def error_words(edits: EditCounts, noun: str) -> str:
 
 def comparison_sentences(compared: Comparison) -> Iterator[str]:
     """Yield sentences on which of two systems is better, by how much, and with which confidence."""
-    ours, theirs, difference = compared.rates.wer, compared.other.wer, compared.difference
+    ours = compared.rates.wer
+    theirs = compared.other.wer
+    difference = compared.difference
     both = f"{show_text(compared.name)} on {count(compared.utterances, 'common utterance')}"
     yield f"Compared with {both}: WER {percent(ours)} (this system), {percent(theirs)} (other system)."
     if not math.isfinite(difference):  # the references have no words
@@ -77,7 +79,8 @@ def comparison_sentences(compared: Comparison) -> Iterator[str]:
         # Without variation there is no interval (see `percentiles`).
         yield f"Difference {100 * difference:+.1f} points, the same in every resample."
         return
-    low, high = 100 * compared.interval.low, 100 * compared.interval.high
+    low = 100 * compared.interval.low
+    high = 100 * compared.interval.high
     yield (
         f"Difference {100 * difference:+.1f} points (95 %: {low:+.1f} to {high:+.1f}); this system has fewer "
         f"word errors in {percent(compared.fewer)} of the resamples, more in {percent(compared.more)}."
@@ -126,7 +129,8 @@ def _confusion_lines(report: ScoreReport) -> Iterator[str]:
 
 def utterance_words(utterance: AlignedUtterance) -> str:
     """Return the heading of an aligned utterance: number of errors, speaker and duration."""
-    text, edits = utterance.text, utterance.rates.words
+    text = utterance.text
+    edits = utterance.rates.words
     said = f"{count(edits.errors, 'error')} in {count(edits.length, 'word')}"
     more = [f"speaker {show_text(text.speaker, 40)}"] if text.speaker else []
     more += [f"{text.seconds:.1f} s"] if text.seconds is not None else []
@@ -150,12 +154,14 @@ def _aligned_lines(utterance: AlignedUtterance) -> Iterator[str]:
 
 def _stretches(columns: list[tuple[str, str, str]]) -> Iterator[list[tuple[str, str, str]]]:
     """Yield the columns in lines of at most LINE_WIDTH; a wider column has its own line."""
-    stretch, width = [], 0
+    stretch = []
+    width = 0
     for column in columns:
         taken = 1 + max(map(display_width, column))  # with the space to the next column
         if stretch and width + taken > LINE_WIDTH:
             yield stretch
-            stretch, width = [], 0
+            stretch = []
+            width = 0
         stretch.append(column)
         width += taken
     if stretch:

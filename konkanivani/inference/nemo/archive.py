@@ -20,10 +20,16 @@ from typing import BinaryIO
 from konkanivani.base.errors import CheckpointError, ResourceError, explained
 from konkanivani.base.line_endings import conversion_hint
 
-CONFIG, WEIGHTS, TOKENIZER = "model_config.yaml", "model_weights.ckpt", "tokenizer.model"
-LICENCE, BLOCK = re.compile("LICEN[CS]E"), tarfile.BLOCKSIZE
-MOST_MEMBER_BYTES, MOST_CONFIG_BYTES, MOST_SMALL_BYTES = 2**33, 2**20, 2**25
-MOST_MEMBERS, MOST_NOTES_BYTES = 1000, 2**16
+CONFIG = "model_config.yaml"
+WEIGHTS = "model_weights.ckpt"
+TOKENIZER = "tokenizer.model"
+LICENCE = re.compile("LICEN[CS]E")
+BLOCK = tarfile.BLOCKSIZE
+MOST_MEMBER_BYTES = 2**33
+MOST_CONFIG_BYTES = 2**20
+MOST_SMALL_BYTES = 2**25
+MOST_MEMBERS = 1000
+MOST_NOTES_BYTES = 2**16
 MOST_INFLATED = 100  # maximum compression ratio; weights hardly compress
 # Records of an extended header that would override the name or size in the member's own header.
 CHANGES = re.compile(rb"\d+ (path|linkpath|size|GNU\.[^=]*)=")
@@ -59,11 +65,13 @@ def open_nemo(path: Path, folder: Path) -> Iterator[NemoArchive]:
     with contextlib.ExitStack() as stack:
         with explained(ResourceError, f"The model {path} cannot be read", "Fix that and start again."):
             raw = file = stack.enter_context(open(path, "rb"))
-            is_packed, room = raw.read(2) == b"\x1f\x8b", None
+            is_packed = raw.read(2) == b"\x1f\x8b"
+            room = None
             raw.seek(0)
             # torch.load reads a zip archive in any order, but seeking back in a gzip stream decompresses it again.
             if is_packed:
-                file, room = gzip.open(raw), stack.enter_context(tempfile.TemporaryFile(dir=folder))
+                file = gzip.open(raw)
+                room = stack.enter_context(tempfile.TemporaryFile(dir=folder))
             try:
                 found = _read_members(file, path, room)
             except (gzip.BadGzipFile, EOFError, zlib.error):
@@ -74,7 +82,9 @@ def open_nemo(path: Path, folder: Path) -> Iterator[NemoArchive]:
 def _read_members(file: BinaryIO, path: Path, room: BinaryIO | None) -> NemoArchive:
     """Return the required members; gzipped weights are copied to `room`."""
     found: dict[str, bytes] = {}
-    weights, small, most = None, 0, MOST_INFLATED * path.stat().st_size
+    weights = None
+    small = 0
+    most = MOST_INFLATED * path.stat().st_size
     for count, member in enumerate(_walk(file, path)):
         place, _, name = member.name.rpartition("/")
         # Names are never used as paths; a suspicious one is rejected nevertheless.
@@ -155,7 +165,10 @@ class _Part(io.RawIOBase):
 
     def __init__(self, file: BinaryIO, start: int, size: int) -> None:
         super().__init__()
-        self._file, self._start, self._size, self._place = file, start, size, 0
+        self._file = file
+        self._start = start
+        self._size = size
+        self._place = 0
 
     def readable(self) -> bool:
         return True

@@ -18,7 +18,9 @@ class Section:
     def __init__(self, path: Path, name: str, values: object) -> None:
         if not isinstance(values, dict):
             raise refused(path, f"its configuration has no {name}", "Use a file saved by NeMo")
-        self._path, self._name, self.left = path, name, dict(values)
+        self._path = path
+        self._name = name
+        self.left = dict(values)
 
     def get(self, key: str, default: object = None) -> object:
         """Return the value of `key` and mark it as read, or return the default if the key is missing."""

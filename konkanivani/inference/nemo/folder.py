@@ -16,7 +16,9 @@ from konkanivani.inference.nemo.settings import HEADS, NemoSettings
 from konkanivani.inference.nemo.token_pieces import sentencepiece_of
 from konkanivani.inference.nemo.weights import Tensors
 
-CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+TOKENIZER = "tokenizer.json"
 FEATURES = ("preprocessor_config.json", "processor_config.json")
 MOST_JSON_BYTES = MOST_HEADER_BYTES = 2**24
 # Patterns of names in transformers and their replacements in NeMo, applied in this order.
@@ -47,7 +49,8 @@ def read_folder_settings(path: Path) -> NemoSettings:
     values = _json(path, CONFIG)
     whole = Section(path, CONFIG, values)
     whole.only("model_type", "parakeet_ctc")
-    size, blank = whole.count("vocab_size", 1025), whole.get("pad_token_id", 1024)
+    size = whole.count("vocab_size", 1025)
+    blank = whole.get("pad_token_id", 1024)
     # The CTC head is imported with the blank in its last row, as NeMo has it.
     if blank != size - 1:
         raise whole.unbuilt("pad_token_id", blank, f"the last token, {size - 1},")
@@ -128,7 +131,8 @@ def _encoder(section: Section, mel_bins: int) -> ModelConfig:
     section.ignore(*ENCODER_UNUSED)
     section.only_all(ENCODER)
     section.only("num_mel_bins", mel_bins)
-    heads, biases = section.count("num_attention_heads", 8), section.only("attention_bias", True, False)
+    heads = section.count("num_attention_heads", 8)
+    biases = section.only("attention_bias", True, False)
     # Grouped-query attention is not supported.
     section.only("num_key_value_heads", heads)
     section.only("convolution_bias", biases)

@@ -39,10 +39,14 @@ class Imported:
 
     def sentences(self) -> str:
         """Return a summary for the user."""
-        model, features, framing = self.architecture.model, self.architecture.features, self.architecture.framing
-        said, known = self.provenance, [f"SHA-256 {self.provenance.sha256}", f"saved by {self.provenance.saved_by}"]
+        model = self.architecture.model
+        features = self.architecture.features
+        framing = self.architecture.framing
+        said = self.provenance
+        known = [f"SHA-256 {self.provenance.sha256}", f"saved by {self.provenance.saved_by}"]
         known += [f"licence: {said.licence}" if said.licence else "no licence in the file: check its source"]
-        numbers, tokens = f"{self.numbers / 1e6:.1f} M parameters", f"{self.checkpoint.vocab_size} tokens"
+        numbers = f"{self.numbers / 1e6:.1f} M parameters"
+        tokens = f"{self.checkpoint.vocab_size} tokens"
         tokens += f" of {said.language}" if said.language else ""
         return (
             f"Imported: {model.encoder_layers} blocks of dimension {model.d_model} and a CTC head, "
@@ -62,7 +66,8 @@ def import_nemo(path: Path, language: str | None, folder: Path) -> Imported:
     Raises a CheckpointError if the file is damaged or unsupported, and a UsageError if it lacks this language.
     """
     if path.is_dir():
-        settings, tokenizers = read_folder_settings(path), {"": read_folder_pieces(path)}
+        settings = read_folder_settings(path)
+        tokenizers = {"": read_folder_pieces(path)}
         config = _config(settings, tokenizers[_choose(language, ("",), path)], path)
         return _imported(config, settings, tokenizers, read_folder_tensors(path), path / WEIGHTS)
     with open_nemo(path, folder) as archive:

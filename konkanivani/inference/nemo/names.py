@@ -39,7 +39,9 @@ STAGES = {
     "striding": {"0.0": "0", "1.0": "2"},
     "separable": {"0.0": "0", "1.0": "2", "1.1": "3", "2.0": "5", "2.1": "6"},
 }
-OF_HEADS, KERNELS_OF_1, NORMED = ("content_bias", "position_bias"), ("gate", "convolution.output"), ("depthwise",)
+OF_HEADS = ("content_bias", "position_bias")
+KERNELS_OF_1 = ("gate", "convolution.output")
+NORMED = ("depthwise",)
 BATCH_NORM = ("weight", "bias", "running_mean", "running_var")
 # Tensors that are not imported: RNNT decoder and joint network, feature extraction, loss, metrics, position table and
 # BatchNorm's batch counters.
@@ -67,7 +69,8 @@ def sources(ours: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, 
     """
     stages = STAGES[config.subsampling].items()
     table = PARTS | {f"subsampling.stages.{mine}": (f"pre_encode.conv.{theirs}",) for mine, theirs in stages}
-    found, last = {}, config.encoder_layers - 1
+    found = {}
+    last = config.encoder_layers - 1
     for mine, theirs in table.items():
         for n in range(last + 1) if "{n}" in mine else (0,):
             # The position biases of attention are parameters without a leaf name.

@@ -11,7 +11,11 @@ import sentencepiece
 
 from konkanivani.data.text import OUR_TOKENS, Tokenizer
 
-PIECE, TRAINER, TEXT, KIND, CONTROL = 1, 2, 1, 3, 3
+PIECE = 1
+TRAINER = 2
+TEXT = 1
+KIND = 3
+CONTROL = 3
 # Fields 40 to 43 of TrainerSpec: ids of the unknown, start, end and padding tokens. Fields 46 to 48: their pieces.
 IDS = {40: OUR_TOKENS.unknown, 41: OUR_TOKENS.start, 42: OUR_TOKENS.end, 43: OUR_TOKENS.blank}
 NAMES = {46: "<s>", 47: "</s>", 48: "<blank>"}
@@ -53,7 +57,8 @@ def read_pieces(model: bytes) -> Pieces:
     added = b"".join(_piece(NAMES[number]) for number in (46, 47)) if is_bare else b""
     trainer = b"".join(field(number, token) for number, token in IDS.items())
     trainer += b"".join(field(number, name.encode()) for number, name in NAMES.items())
-    unknown, others = model[: start + size], model[start + size :]
+    unknown = model[: start + size]
+    others = model[start + size :]
     # A later TrainerSpec is merged with the model's own and overrides its ids.
     whole = _piece(NAMES[48]) + unknown + added + others + field(TRAINER, trainer)
     old_ids = (None, 0, *((None, None) if is_bare else ()), *range(1, len(names)))

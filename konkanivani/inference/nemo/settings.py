@@ -21,7 +21,8 @@ HEADS = {
 }
 # Since 2.5.0 the STFT pads waveforms with zeros and gives one frame less. Up to 2.4.1 it pads by reflection, although
 # the table in NeMo's own documentation differs. Found by comparing the code of the releases.
-ZEROS_SINCE, KNOWN_MAJORS = (2, 5), (1, 2, 3)
+ZEROS_SINCE = (2, 5)
+KNOWN_MAJORS = (1, 2, 3)
 GUARDS = {"tiny": 2.0**-126, "eps": 2.0**-23}  # of fp32
 NYQUIST = SAMPLE_RATE // 2
 # Supported values of each setting, the default first.
@@ -74,7 +75,8 @@ def read_settings(text: bytes, path: Path) -> NemoSettings:
     """Return the settings of a configuration's text; raise a CheckpointError that names the first unsupported one."""
     values = read_yaml(text, path)
     whole = Section(path, "configuration", values)
-    target, version = str(whole.get("target")).rpartition(".")[2], str(whole.get("nemo_version"))
+    target = str(whole.get("target")).rpartition(".")[2]
+    version = str(whole.get("nemo_version"))
     if target not in HEADS:
         reason = f"its target is {target!r:.80}, but only {' or '.join(HEADS)} is supported"
         raise refused(path, reason, "Use another model")
@@ -111,7 +113,8 @@ def _edges(version: str, path: Path) -> str:
 def _features(section: Section, frame_padding: str) -> FeatureConfig:
     section.ignore(*FEATURES_UNUSED)
     section.only_all(FEATURES)
-    window, transform = _samples(section, "window_size", 0.02), section.get("n_fft")
+    window = _samples(section, "window_size", 0.02)
+    transform = section.get("n_fft")
     # NeMo's default FFT size is the next power of 2.
     transform = 2 ** math.ceil(math.log2(window)) if transform is None else transform
     if type(transform) is not int or not window <= transform <= 2**16:
@@ -119,7 +122,8 @@ def _features(section: Section, frame_padding: str) -> FeatureConfig:
     preemphasis = section.get("preemph", 0.97)
     if preemphasis is not None and (type(preemphasis) not in (int, float) or not 0 <= preemphasis < 1):
         raise section.unbuilt("preemph", preemphasis, "a number from 0 to below 1")
-    guard, smallest = section.only("log_zero_guard_type", "add", "clamp"), section.get("log_zero_guard_value", 2.0**-24)
+    guard = section.only("log_zero_guard_type", "add", "clamp")
+    smallest = section.get("log_zero_guard_value", 2.0**-24)
     smallest = GUARDS.get(smallest) if isinstance(smallest, str) else smallest
     # PyYAML reads 1e-5, without a decimal point, as a string; it is rejected too.
     if type(smallest) is not float or not 0 < smallest < 1:
@@ -143,7 +147,8 @@ def _features(section: Section, frame_padding: str) -> FeatureConfig:
 
 def _samples(section: Section, key: str, default: float) -> int:
     """Return a length in samples, which the configuration may give in seconds."""
-    seconds, samples = section.get(key, default), section.get(f"n_{key}")
+    seconds = section.get(key, default)
+    samples = section.get(f"n_{key}")
     if samples is None and type(seconds) in (int, float) and 0 < seconds < 1:
         # Truncated, as in NeMo.
         samples = int(seconds * SAMPLE_RATE)
@@ -156,11 +161,13 @@ def _encoder(section: Section, mel_bins: int) -> ModelConfig:
     section.ignore(*ENCODER_UNUSED)
     section.only_all(ENCODER)
     section.only("feat_in", mel_bins)
-    width, kernel = section.count("d_model", None), section.count("conv_kernel_size", 31)
+    width = section.count("d_model", None)
+    kernel = section.count("conv_kernel_size", 31)
     section.only("feat_out", -1, 0, None, width)
     # Only symmetric, non-causal convolutions are supported.
     section.only("conv_context_size", None, [kernel // 2, kernel // 2])
-    kind, factor = section.get("subsampling", "striding"), section.get("subsampling_factor", 4)
+    kind = section.get("subsampling", "striding")
+    factor = section.get("subsampling_factor", 4)
     if not isinstance(kind, str) or not isinstance(factor, int) or (kind, factor) not in SUBSAMPLINGS:
         built = " or ".join(f"{kind} by {factor}" for kind, factor in SUBSAMPLINGS)
         raise section.unbuilt("subsampling", f"{kind} by {factor}", built)
@@ -190,7 +197,8 @@ def _encoder(section: Section, mel_bins: int) -> ModelConfig:
 def _tokenizers(section: Section, path: Path, has_masks: bool) -> dict[str, str]:
     """Return the tokenizer file of each language, in the order of the head's rows."""
     section.ignore("dir", "update_tokenizer", "hf_kwargs")
-    kind, languages = str(section.get("type")).lower(), section.get("langs")
+    kind = str(section.get("type")).lower()
+    languages = section.get("langs")
     if not languages:
         return {"": _tokenizer(section, path, kind)}
     if kind not in ("multilingual", "agg") or not has_masks:

@@ -7,16 +7,27 @@ import struct
 from konkanivani.inference.nemo.pieces import PIECE, TEXT, TRAINER, field
 
 # Field numbers and enumeration values in sentencepiece_model.proto.
-SCORE, KIND, NORMALIZER, MODEL_TYPE, SIZE, BYTES, CHARACTERS = 2, 3, 3, 3, 4, 35, 2
-UNKNOWN, BYTE, BYTE_PAIRS = 2, 6, 2
+SCORE = 2
+KIND = 3
+NORMALIZER = 3
+MODEL_TYPE = 3
+SIZE = 4
+BYTES = 35
+CHARACTERS = 2
+UNKNOWN = 2
+BYTE = 6
+BYTE_PAIRS = 2
 UNCHANGING = {"Strip", "Replace"}  # SentencePiece normalises spaces in the same way by itself
 
 
 def sentencepiece_of(tokenizer: object) -> bytes:
     """Return the serialized SentencePiece model; raise a ValueError for another kind of tokenizer."""
     try:
-        model, added = tokenizer["model"], tokenizer["normalizer"]
-        kind, names, merges = model["type"], sorted(model["vocab"], key=model["vocab"].get), model["merges"]
+        model = tokenizer["model"]
+        added = tokenizer["normalizer"]
+        kind = model["type"]
+        names = sorted(model["vocab"], key=model["vocab"].get)
+        merges = model["merges"]
         are_bytes = bool(model.get("byte_fallback"))
         spaces = tokenizer["pre_tokenizer"]["type"], tokenizer["pre_tokenizer"].get("prepend_scheme")
         characters = _characters(added)

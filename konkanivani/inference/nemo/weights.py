@@ -58,7 +58,8 @@ def take_weights(
     # Free unused tensors, such as an RNNT decoder, before new ones are made.
     for name in found.keys() - shapes.keys():
         del found[name]
-    weights, places = {}, set()
+    weights = {}
+    places = set()
     for name, source in needed.items():
         made = _made(found, source, ours[name].shape)
         memory = made.untyped_storage()

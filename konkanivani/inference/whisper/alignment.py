@@ -83,11 +83,14 @@ def first_frames(costs: np.ndarray) -> list[int]:
         is_down = (before[DOWN] < before[DIAGONAL]) & (before[DOWN] < before[RIGHT])
         ways[row, column] = way = np.select([is_diagonal, is_down], [DIAGONAL, DOWN], RIGHT)
         totals[row, column] = costs[row - 1, column - 1] + np.take_along_axis(before, way[None], 0)[0]
-    first, row, column = [0] * rows, rows, columns
+    first = [0] * rows
+    row = rows
+    column = columns
     while row > 0:
         # Overwritten until the path leaves the row, so the first column remains.
         first[row - 1] = max(0, int(column) - 1)
         # In column 0 only steps down remain.
         way = ways[row, column] if column else DOWN
-        row, column = row - (way != RIGHT), column - (way != DOWN)
+        row = row - (way != RIGHT)
+        column = column - (way != DOWN)
     return first

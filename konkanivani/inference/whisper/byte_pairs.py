@@ -17,13 +17,19 @@ from pathlib import Path
 
 from konkanivani.base.errors import DataError
 
-LARGEST_FILE, MOST_TOKENS = 64 * 2**20, 2**20
-CACHED_PIECES, LONGEST_CACHED = 2**16, 64  # longer pieces, such as a text without spaces, are not cached
+LARGEST_FILE = 64 * 2**20
+MOST_TOKENS = 2**20
+# longer pieces, such as a text without spaces, are not cached
+CACHED_PIECES = 2**16
+LONGEST_CACHED = 64
 PLANES_WITH_LETTERS = 4 * 2**16  # Unicode has no letters or numbers above
 # Unicode's White_Space. Python's \s includes four more control characters.
 SPACES = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 NAMED = re.compile(r"<\|[^|\s]+\|>")  # special tokens in a vocab.json, which does not mark them
-VOCABULARY, MERGES, ADDED, WHOLE = "vocab.json", "merges.txt", "added_tokens.json", "tokenizer.json"
+VOCABULARY = "vocab.json"
+MERGES = "merges.txt"
+ADDED = "added_tokens.json"
+WHOLE = "tokenizer.json"
 # Options of tokenizer.json that change the encoding.
 BESIDE = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
 OTHER = "Use another model's files, or download them again."
@@ -80,7 +86,8 @@ class Merges:
     def __call__(self, tokens: Sequence[int]) -> list[int]:
         """Merge tokens until no pair in the table remains, in O(n log n)."""
         tokens, end = list(tokens), len(tokens)
-        following, before = list(range(1, end + 1)), list(range(-1, end - 1))
+        following = list(range(1, end + 1))
+        before = list(range(-1, end - 1))
         pairs = enumerate(itertools.pairwise(tokens))
         waiting = [(rank, at, merged) for at, pair in pairs if pair in self.of for rank, merged in [self.of[pair]]]
         # A heap instead of repeated scans: a hostile piece without spaces may be very long.
@@ -120,7 +127,8 @@ class BytePairs:
         Raises a DataError if the arguments are inconsistent.
         """
         self.names = dict(named)
-        self.source, self._merges_written = source, tuple(merges)
+        self.source = source
+        self._merges_written = tuple(merges)
         self._check_names(vocabulary)
         self._spelt = _spelt({**vocabulary, **named}, source)
         self._merges = Merges(self._ranked(vocabulary))
@@ -146,7 +154,8 @@ class BytePairs:
         found: dict[tuple[int, int], tuple[int, int]] = {}
         for rank, (left, right) in enumerate(self._merges_written):
             try:
-                pair, merged = (vocabulary[left], vocabulary[right]), vocabulary[left + right]
+                pair = (vocabulary[left], vocabulary[right])
+                merged = vocabulary[left + right]
             except KeyError as absent:
                 raise DataError(
                     f"{self.source}: merge {rank + 1}, {_shown(left)} and {_shown(right)}, gives the token "
@@ -244,11 +253,13 @@ def read_byte_pairs(folder: Path) -> BytePairs:
 def byte_pairs_of(content: bytes, source: str) -> BytePairs:
     """Return the byte-pair encoding of a tokenizer.json, or of `BytePairs.model`; errors as in `read_byte_pairs`."""
     whole = _json_in(content, source)
-    model, named = whole.get("model"), whole.get("added_tokens") or []
+    model = whole.get("model")
+    named = whole.get("added_tokens") or []
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not isinstance(named, list):
         raise DataError(f"{source} does not use byte-pair encoding. {OTHER}")
     _check_plain(whole, model, source)
-    vocabulary, merges = _ids_in(model.get("vocab"), source), model.get("merges")
+    vocabulary = _ids_in(model.get("vocab"), source)
+    merges = model.get("merges")
     if not isinstance(merges, list):
         raise DataError(f"{source} has no list of merges. {OTHER}")
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]

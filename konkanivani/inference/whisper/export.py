@@ -28,7 +28,8 @@ class TunedWhisper:
         """Return advice for use of the model in other programs, or None if it needs none."""
         if self.architecture.audio_context == "window":
             return None
-        seconds, rate = self.architecture.longest_seconds, SAMPLE_RATE / self.architecture.framing.encoder_hop
+        seconds = self.architecture.longest_seconds
+        rate = SAMPLE_RATE / self.architecture.framing.encoder_hop
         return (
             f"It was trained on the speech only, not on windows of {seconds:g} s. Set the context length in "
             f"other programs, for example --audio-ctx of whisper.cpp: {rate:g} frames per second."

@@ -103,7 +103,8 @@ class FallbackDecode:
 
     def _no_speech(self, heard: "_Heard", rows: list[int]) -> set[int]:
         """Return the utterances with a high probability of "no speech", predicted right after the start token."""
-        found, token = set(), self.vocabulary.no_speech
+        found = set()
+        token = self.vocabulary.no_speech
         # The prompt is left out: the distribution after the start token alone contains "no speech".
         for part in heard.parts(rows) if token is not None else ():
             scores = AttentionScorer(heard.model, *heard.part(part), 1, self.inner.special).score()
@@ -195,8 +196,10 @@ def say(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: int) ->
     The mean log probability is over all tokens and the end token, as in the code of Radford et al.: at temperature 1,
     renormalised over the tokens that the rules allow. At its limit a hypothesis is forced to end, with probability 1.
     """
-    rows, step = list(limits), 0
-    tokens, totals = {row: [] for row in limits}, dict.fromkeys(limits, 0.0)
+    rows = list(limits)
+    step = 0
+    tokens = {row: [] for row in limits}
+    totals = dict.fromkeys(limits, 0.0)
     while rows:
         log_probabilities = _allowed(scorer.score()[:, 0], [limits[row] <= step for row in rows], end)
         chosen = choose(step, rows, log_probabilities)
@@ -210,7 +213,8 @@ def say(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: int) ->
         # Selecting utterances copies the decoder cache: do it only when one has ended.
         if len(going) < len(rows):
             scorer.keep(going)
-        rows, step = [rows[place] for place in going.tolist()], step + 1
+        rows = [rows[place] for place in going.tolist()]
+        step = step + 1
     return {row: Said(tokens[row], totals[row] / (len(tokens[row]) + 1)) for row in limits}
 
 

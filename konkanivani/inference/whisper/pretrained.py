@@ -43,7 +43,8 @@ class PretrainedWhisper:
 
     def vocabulary(self, config: PretrainedConfig) -> PromptedVocabulary:
         """Return the tokenizer with the language and task of `config` as the prompt of its labels."""
-        shape, said = self.folder.shape, self.folder.generation
+        shape = self.folder.shape
+        said = self.folder.generation
         pairs = read_byte_pairs(self.path)
         english = is_english_only(pairs, shape.vocab_size, said)
         tokens = ModelTokens(shape.vocab_size, shape.target_positions, english, said)

@@ -25,7 +25,9 @@ def timed_segments(tokens: Sequence[int], vocabulary: Vocabulary, seconds: float
     Without a start timestamp, a segment starts at the end of the previous segment or at 0. Without an end timestamp, it
     ends at `seconds`.
     """
-    found, text, latest = [], [], 0.0
+    found = []
+    text = []
+    latest = 0.0
     for token in tokens:
         time = vocabulary.seconds_of(token)
         if time is None:
@@ -36,5 +38,6 @@ def timed_segments(tokens: Sequence[int], vocabulary: Vocabulary, seconds: float
         if text:
             found.append(TimedSegment(latest, time, tuple(text)))
         # The same token ends one segment and starts the next, so a repeated timestamp gives no empty segment.
-        text, latest = [], time
+        text = []
+        latest = time
     return found + ([TimedSegment(latest, seconds, tuple(text))] if text else [])

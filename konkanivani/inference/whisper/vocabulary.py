@@ -16,12 +16,16 @@ from konkanivani.data.generation import GenerationRules, TimeRules
 from konkanivani.data.text import Digits, SpecialTokens, written_text
 from konkanivani.inference.whisper.byte_pairs import BytePairs, byte_pairs_of
 
-END, START = "<|endoftext|>", "<|startoftranscript|>"
-NO_TIMES, FIRST_TIME = "<|notimestamps|>", "<|0.00|>"
+END = "<|endoftext|>"
+START = "<|startoftranscript|>"
+NO_TIMES = "<|notimestamps|>"
+FIRST_TIME = "<|0.00|>"
 NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")  # the newer and the older name
 TASKS = ("transcribe", "translate")
 LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
-TIMES, STEP_SECONDS = 1501, 0.02  # 0.00 to 30.00 s
+# 0.00 to 30.00 s
+TIMES = 1501
+STEP_SECONDS = 0.02
 LATEST_FIRST = 50  # steps, 1 s: default bound of a hypothesis's first timestamp
 # English-only vocabularies contain language tokens too. They have one token less than the smallest multilingual one.
 ENGLISH_ONLY_SIZE = 51_864
@@ -72,9 +76,13 @@ class PromptedVocabulary:
         Raises a DataError if a required token is missing or generation_config.json contains an invalid one, and a
         UsageError if the model does not support the prompt.
         """
-        self._pairs, self._prompt, self._tokens, self._says_times = byte_pairs, prompt, tokens, says_times
+        self._pairs = byte_pairs
+        self._prompt = prompt
+        self._tokens = tokens
+        self._says_times = says_times
         self._source = byte_pairs.source
-        self._size, self._is_english_only = tokens.size, tokens.is_english_only
+        self._size = tokens.size
+        self._is_english_only = tokens.is_english_only
         # The embedding may be padded to more rows than there are tokens, but not fewer.
         if byte_pairs.size > self._size:
             raise DataError(f"{self._source} has {byte_pairs.size} tokens, but its model has {self._size}. {OTHER}")
@@ -96,7 +104,8 @@ class PromptedVocabulary:
 
     def _checked_beginning(self) -> tuple[int, ...]:
         """Return the language and task tokens of the prompt, or () for an English-only model."""
-        language, task = self._prompt.language, self._prompt.task
+        language = self._prompt.language
+        task = self._prompt.task
         if self._is_english_only:
             if language is not None or task not in (None, TASKS[0]):
                 flag = "--language" if language is not None else f"--task {task}"
@@ -218,7 +227,8 @@ class PromptedVocabulary:
 
     def _rules(self) -> GenerationRules:
         """Return the decoding rules of generation_config.json, with defaults for missing entries."""
-        settings, with_times = self._tokens.generation, self._says_times
+        settings = self._tokens.generation
+        with_times = self._says_times
         # None removes the bound, a missing key means the default.
         latest = settings.get("max_initial_timestamp_index", LATEST_FIRST)
         if latest is not None and type(latest) is not int:

@@ -40,8 +40,11 @@ class WeightPrefetcher:
 
         Matrices are copied in `amp_dtype`, if any.
         """
-        self._sources, self._device, self._amp_dtype = sources, device, amp_dtype
-        self._ahead, self._trains = prefetch, trains
+        self._sources = sources
+        self._device = device
+        self._amp_dtype = amp_dtype
+        self._ahead = prefetch
+        self._trains = trains
         self._stream: torch.cuda.Stream | None = None
         self._coming: _PendingCopy | None = None
         self._last = -1
@@ -54,7 +57,8 @@ class WeightPrefetcher:
 
     def get(self, number: int) -> dict[str, torch.Tensor]:
         """Return the block's weights on the GPU and start the copy of the next block in the direction of this pass."""
-        found, self._coming = self._coming, None
+        found = self._coming
+        self._coming = None
         self._await(found)
         if found is None or found.number != number:
             found = self._start(number)
@@ -70,7 +74,8 @@ class WeightPrefetcher:
     def forget(self) -> None:
         """Discard a pending copy, because its source weights may have changed."""
         self._await(self._coming)
-        self._coming, self._last = None, -1
+        self._coming = None
+        self._last = -1
 
     def _await(self, coming: _PendingCopy | None) -> None:
         """Make the main stream wait for the copies before it uses the weights or reuses their memory."""
@@ -121,7 +126,8 @@ def _lock_pages(weights: Iterable[torch.Tensor]) -> list[int]:
 
     If the system refuses, the copies are slower.
     """
-    runtime, locked = torch.cuda.cudart(), []
+    runtime = torch.cuda.cudart()
+    locked = []
     for weight in weights:
         if runtime.cudaHostRegister(weight.data_ptr(), weight.nbytes, 0) == runtime.cudaError.success:
             locked.append(weight.data_ptr())

@@ -92,14 +92,14 @@ class OffloadedWeights:
         host: torch.device = HOST,
     ) -> None:
         """Move the weights; `host` is other than a CPU only during tracing, when `cpu` stands for the GPU."""
-        self.placement, self._device, self._amp_dtype = placement, device, amp_dtype
+        self.placement = placement
+        self._device = device
+        self._amp_dtype = amp_dtype
         self._at_hand: set[torch.nn.Module] = set()
         self._halves: dict[torch.Tensor, torch.Tensor] = {}
         _move(model, _away(model, placement), device, host)
-        offloaded_blocks, others = (
-            model.blocks[: placement.offloaded_blocks],
-            model.blocks[placement.offloaded_blocks :],
-        )
+        offloaded_blocks = model.blocks[: placement.offloaded_blocks]
+        others = model.blocks[placement.offloaded_blocks :]
         if amp_dtype is not None and placement.prefetch:
             self._add_halves(offloaded_blocks, amp_dtype, host)
         if placement.half_precision:
@@ -214,7 +214,8 @@ class _MasterGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, master: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
-        ctx.device, ctx.dtype = master.device, master.dtype
+        ctx.device = master.device
+        ctx.dtype = master.dtype
         return half.view_as(half)
 
     @staticmethod
@@ -232,7 +233,8 @@ def _away(model: torch.nn.Module, placement: Placement) -> set[torch.nn.Paramete
 
     Weights used by rows or slices (embedding, positions) are among them if all blocks are offloaded or halved.
     """
-    offloaded_blocks, others = model.blocks[: placement.offloaded_blocks], model.blocks[placement.offloaded_blocks :]
+    offloaded_blocks = model.blocks[: placement.offloaded_blocks]
+    others = model.blocks[placement.offloaded_blocks :]
     away = {weight for block in offloaded_blocks for weight in block.parameters()}
     if placement.half_precision:
         away |= {weight for block in others for weight in matrices(block)}

@@ -50,7 +50,8 @@ def long_ctc_losses(
     # Before the first frame all mass is on the first blank, whose successors are itself and the first token.
     log_alpha[:, 2] = 0.0
     # ceil(sqrt(T')): one chunk's forward variables then take the same memory as the ones kept between chunks.
-    start, chunk = 0, math.isqrt(encoded.shape[1] - 1) + 1
+    start = 0
+    chunk = math.isqrt(encoded.shape[1] - 1) + 1
     for frames in encoded.split(chunk, dim=1):
         left = [min(max(0, length - start), frames.shape[1]) for length in encoded_lengths]
         log_alpha = run_recomputed(_through_chunk, frames, head, states, skips, log_alpha, left)
@@ -146,7 +147,8 @@ def ctc_chunk_backward(
     posterior probability of passing through it. Going one frame back, it is divided among the state's predecessors in
     proportion to their share in the state's forward variable.
     """
-    ends, size = _ends(left, log_probabilities), states.shape[1]
+    ends = _ends(left, log_probabilities)
+    size = states.shape[1]
     by_log_probabilities = torch.zeros_like(log_probabilities)
     # Transitions out of state s: into s itself, into s + 1, into s + 2.
     ways = torch.stack([torch.zeros_like(skips), torch.zeros_like(skips), F.pad(skips[:, 2:], (0, 2))[:, :size]], dim=1)

@@ -65,7 +65,8 @@ class _MaskedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, branch: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.save_for_backward(mask)
-        ctx.scale, ctx.dtype = scale, branch.dtype
+        ctx.scale = scale
+        ctx.dtype = branch.dtype
         return torch.addcmul(x, branch, _as_numbers(mask, branch.dtype), value=scale)
 
     @staticmethod

@@ -103,7 +103,8 @@ def fused_linear(
 
     In autocast the product is in half precision; the norm is in at least fp32 on every device.
     """
-    low_rank, is_recomputed = getattr(linear, "low_rank", None), recomputed_part.get() is not None
+    low_rank = getattr(linear, "low_rank", None)
+    is_recomputed = recomputed_part.get() is not None
     if low_rank is None and torch.is_grad_enabled() and not is_recomputed:
         scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
         return _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activation)
@@ -163,7 +164,8 @@ class _Linear(torch.autograd.Function):
         epsilon: float,
         activation: Activation | None,
     ) -> torch.Tensor:
-        ctx.epsilon, ctx.activation = epsilon, activation
+        ctx.epsilon = epsilon
+        ctx.activation = activation
         ctx.save_for_backward(x, weight, scale, shift)
         # Only x is saved: the norm and the activation are computed again in the backward pass.
         if scale is not None:

@@ -33,7 +33,8 @@ class VarlenAttention(torch.autograd.Function):
         # Each span's output is copied into its slice of one tensor, and in backward its gradients too: autograd would
         # keep every output twice, once for attention and once for the concatenation.
         attended = projected.new_empty(1, projected.shape[1], projected[0, 0, 0].numel())
-        ctx.lengths, ctx.normalizers = lengths, []
+        ctx.lengths = lengths
+        ctx.normalizers = []
         for span, out in zip(projected.split(lengths, dim=1), attended.split(lengths, dim=1), strict=True):
             # The logsumexp of each row is all that the backward kernel needs besides inputs and outputs.
             attn_out, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_by_heads(span))

@@ -20,7 +20,8 @@ from konkanivani.model.whisper.files import check_finite, write_json
 from konkanivani.model.whisper.folder import WhisperFolder, name_in_file
 from konkanivani.model.whisper.whole_folder import check_is_new, whole_folder
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's prefix of the names in transformers' model
 MODEL = {
     "base_model_class": "WhisperForConditionalGeneration",

@@ -86,11 +86,17 @@ class WhisperArchitecture:
         In the formulas: B utterances, padded to the longest or to a window, of T feature and T' encoder frames, U
         tokens, F mel bins, D width, I inner width, V vocabulary, L encoder and M decoder layers.
         """
-        shape, longest = self.model, max(samples)
-        features, frames = self.framing.feature_length(longest), self.framing.encoded_length(longest)
-        width, inner = shape.d_model, shape.feedforward_dim
-        blocks, decoders = shape.encoder_layers, shape.decoder_layers
-        rows, spoken = len(samples) * frames, len(samples) * (tokens + 1)  # + 1: the start token
+        shape = self.model
+        longest = max(samples)
+        features = self.framing.feature_length(longest)
+        frames = self.framing.encoded_length(longest)
+        width = shape.d_model
+        inner = shape.feedforward_dim
+        blocks = shape.encoder_layers
+        decoders = shape.decoder_layers
+        # + 1: the start token
+        rows = len(samples) * frames
+        spoken = len(samples) * (tokens + 1)
         return (
             Layer("first convolution", "2 B T 3 F D", 2 * len(samples) * features * 3 * shape.mel_bins * width, 1),
             Layer("second convolution", "2 B T' 3 D^2", 2 * rows * 3 * width**2),

@@ -12,7 +12,8 @@ import torch
 from konkanivani.base.errors import CheckpointError, KonkaniVaniError, ResourceError
 from konkanivani.base.line_endings import conversion_hint
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt|bin\.index\.json)")
 MOST_JSON_BYTES = MAX_HEADER_BYTES = 2**22  # the longest of both, large-v3's list of tensors, has about 200,000
 
@@ -24,7 +25,8 @@ def refused(path: Path, reason: str, advice: str = "Download it again, or use an
 
 def read_json(path: Path) -> dict[str, object]:
     """Return the JSON object in a file of the folder."""
-    folder, name = path.parent, path.name
+    folder = path.parent
+    name = path.name
     if not path.is_file():
         raise refused(folder, f"it has no {name}", "Use a folder with all files of the model")
     with _read_or_refused(path):

@@ -21,7 +21,9 @@ from konkanivani.model.whisper.front_end import FFT_SAMPLES
 from konkanivani.model.whisper.network import Whisper
 from konkanivani.model.whisper.shape import HOP_SAMPLES, WhisperShape
 
-CONFIG, GENERATION, PREPROCESSOR = "config.json", "generation_config.json", "preprocessor_config.json"
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"  # newer versions of transformers store the preprocessor's settings here
 AUDIO_CONTEXT = "audio_context"  # the project's own setting: the audio context that the weights were trained with
 EMBEDDING = "model.decoder.embed_tokens.weight"
@@ -107,7 +109,8 @@ class WhisperFolder:
 
     def each_weight(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same tensors one by one, so that only one is in memory at a time."""
-        names, twins = self.our_names(), {}
+        names = self.our_names()
+        twins = {}
         for name, tensor in self._tensors():
             if name in (HEAD, EMBEDDING):
                 twins[name] = tensor
@@ -252,7 +255,8 @@ def _check_ids(path: Path, generation: Mapping[str, object], shape: WhisperShape
     latest = generation.get("max_initial_timestamp_index")
     if latest is not None and type(latest) is not int:
         raise refused(path, f"max_initial_timestamp_index in its {GENERATION} is {latest!r:.40} but must be a number")
-    heads, most = generation.get("alignment_heads") or [], (shape.decoder_layers, shape.attention_heads)
+    heads = generation.get("alignment_heads") or []
+    most = (shape.decoder_layers, shape.attention_heads)
     if not isinstance(heads, list) or not all(_is_head(head, most) for head in heads):
         raise refused(path, f"alignment_heads in its {GENERATION} are not attention heads of its decoder")
 

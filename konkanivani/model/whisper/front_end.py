@@ -70,7 +70,8 @@ def mel_bands(count: int) -> torch.Tensor:
     edges = torch.where(mels < 15, mels * 200 / 3, 1000 * torch.exp((mels - 15) / octave))
     frequencies = torch.linspace(0, SAMPLE_RATE / 2, FFT_SAMPLES // 2 + 1, dtype=torch.float64)
     low, middle, high = (edges[start : start + count, None] for start in range(3))
-    rising, falling = (frequencies - low) / (middle - low), (high - frequencies) / (high - middle)
+    rising = (frequencies - low) / (middle - low)
+    falling = (high - frequencies) / (high - middle)
     return torch.minimum(rising, falling).clamp_min(0) * 2 / (high - low)
 
 
@@ -84,7 +85,8 @@ class WhisperFrontEnd(torch.nn.Module):
 
     def __init__(self, shape: WhisperShape, augment: AugmentConfig, audio_context: AudioContext = "window") -> None:
         super().__init__()
-        self.shape, self.audio_context = shape, audio_context
+        self.shape = shape
+        self.audio_context = audio_context
         self.log_mel = WhisperLogMel(shape)
         self.spec_augment = SpecAugment(augment, shape.mel_bins)
 

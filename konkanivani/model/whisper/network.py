@@ -46,7 +46,8 @@ class Encoder(torch.nn.Module):
         self, features: torch.Tensor, feature_lengths: Lengths, run_block: BlockRunner, chunk_frames: int = CHUNK_FRAMES
     ) -> tuple[torch.Tensor, Lengths]:
         """Encode; raise ValueError if features are longer than a window, or are not whole windows if they must be."""
-        longest, window = features.shape[1], STRIDE * len(self.positions)
+        longest = features.shape[1]
+        window = STRIDE * len(self.positions)
         if longest > window or (self.audio_context == "window" and {longest, *feature_lengths} != {window}):
             raise ValueError(f"features of {longest} frames do not match the window of {window}")
         padding = None
@@ -95,7 +96,8 @@ class _TiedGradient:
     """
 
     def __init__(self, weight: torch.Tensor, tokens: torch.Tensor) -> None:
-        self._weight, self.tokens = weight, tokens
+        self._weight = weight
+        self.tokens = tokens
         self._earlier: torch.Tensor | None = None  # (B, U, D)
 
     def room(self) -> torch.Tensor:
@@ -170,7 +172,8 @@ class Decoder(torch.nn.Module):
 
     def watched(self, tokens: torch.Tensor, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode tokens (B, U) without padding; return decoded and all cross-attention scores (L, B, H, U, T')."""
-        x, scores = self.embedding(tokens) + self.positions[: tokens.shape[1]], []
+        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        scores = []
         for block in self.blocks:
             x, seen = block.watched(x, encoded)
             scores.append(seen)
@@ -226,7 +229,8 @@ class Whisper(torch.nn.Module):
         self.decoder = Decoder(shape)
         self._initialise()
         for number, block in enumerate(self.blocks):
-            block.number, block.keeps_attention = number, True
+            block.number = number
+            block.keeps_attention = True
 
     @property
     def blocks(self) -> list[torch.nn.Module]:
@@ -254,7 +258,8 @@ class Whisper(torch.nn.Module):
 
     def loss_sums(self, output: WhisperOutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
         """Return the objective's only term, summed over all labels; transcripts are too short to need chunks."""
-        head, smoothing = output.head, objective.label_smoothing
+        head = output.head
+        smoothing = objective.label_smoothing
         return (vocabulary_loss_sum(output.decoded, head.weight, spoken.targets, smoothing, head.room),)
 
     def _initialise(self) -> None:

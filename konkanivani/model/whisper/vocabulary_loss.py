@@ -46,7 +46,8 @@ class _VocabularyLoss(torch.autograd.Function):
         ctx, rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, smoothing: float, buffer: LogitBuffer
     ) -> torch.Tensor:
         found = _Scores(rows, weight, targets)
-        chosen, sums = 0.0, []
+        chosen = 0.0
+        sums = []
         for columns in found.slices():
             logits = found.logits(columns)
             chosen = chosen + (1 - smoothing) * found.of_targets(logits, columns)
@@ -57,7 +58,9 @@ class _VocabularyLoss(torch.autograd.Function):
         denominators = torch.stack(sums).logsumexp(0)
         losses = denominators - chosen
         ctx.save_for_backward(rows, weight, targets, denominators)
-        ctx.smoothing, ctx.dtype, ctx.buffer = smoothing, found.dtype, buffer
+        ctx.smoothing = smoothing
+        ctx.dtype = found.dtype
+        ctx.buffer = buffer
         return torch.where(found.counts, losses, 0.0).sum()
 
     @staticmethod
@@ -92,8 +95,10 @@ class _Scores:
         device = rows.device.type
         in_half = torch.is_autocast_enabled(device)
         self.dtype = torch.get_autocast_dtype(device) if in_half else rows.dtype
-        self.rows, self.counts = rows.to(self.dtype), targets != TARGET_PADDING
-        self._weight, vocabulary = weight, len(weight)
+        self.rows = rows.to(self.dtype)
+        self.counts = targets != TARGET_PADDING
+        self._weight = weight
+        vocabulary = len(weight)
         # A slice of W columns has N W logits and W D weights: bound the larger.
         self._width = max(MIN_COLUMNS, SLICE_NUMBERS // max(1, *rows.shape))
         starts = torch.arange(0, vocabulary, self._width, device=targets.device)[:, None]

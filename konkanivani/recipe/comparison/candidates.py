@@ -119,7 +119,8 @@ def distinct_names(folders: Sequence[str], presets: Sequence[str]) -> list[str]:
 
 def check_data(config: TrainConfig) -> None:
     """Check all manifests and raise one error for all that are missing or unusable; list rejected rows on stderr."""
-    data, problems = config.data, ErrorCollector()
+    data = config.data
+    problems = ErrorCollector()
     if data.train_manifest is None or data.test_manifest is None:
         raise UsageError("Give a --train_manifest for training and a --test_manifest for the comparison.")
     rejections = Rejections(None, parse_share(data.max_rejected, "--max_rejected"))

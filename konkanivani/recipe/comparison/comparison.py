@@ -37,7 +37,8 @@ def compare(
     outcomes: list[Outcome] = []
     for number, candidate in enumerate(candidates, start=1):
         trainer.check()
-        place, beginning = folder / candidate.name, f"Model {number} of {len(candidates)}, {candidate.name}"
+        place = folder / candidate.name
+        beginning = f"Model {number} of {len(candidates)}, {candidate.name}"
         kept = read_kept(place)
         if kept is None or not kept.is_finished:
             say(f"{beginning}: training in {place}.", sys.stderr)

@@ -148,7 +148,8 @@ def _plan_buckets(
     costliest = max(buckets, key=lambda bucket: bucket.peak)
     load = BatchShape(max(1, costliest.utterances), costliest.seconds, costliest.tokens)
     peak = planner.phases(load, RecomputePolicy.first(costliest.recomputed_blocks))
-    seconds, validation_peak = config.data.validation_batch_seconds, 0
+    seconds = config.data.validation_batch_seconds
+    validation_peak = 0
     if validation is not None:
         longest = float(validation.seconds.max())
         seconds, validation_peak = planner.validation_seconds(longest, int(validation.tokens.max()), seconds)

@@ -44,7 +44,8 @@ def costs_per_rank(costs: DeviceCosts, architecture: Architecture, ranks: Ranks)
 
 def choose_ranks(config: TrainConfig, costs: DeviceCosts, budget: int, world_size: int) -> Ranks:
     """Return the layout of `world_size` ranks with one budget each; --shard decides on sharding."""
-    shard, architecture = config.memory.shard, planned_architecture(config)
+    shard = config.memory.shard
+    architecture = planned_architecture(config)
     sharded = shard == "always" or (shard == "auto" and needs_sharding(config, architecture, costs, budget))
     return Ranks(world_size, sharded and world_size > 1)
 
@@ -62,7 +63,8 @@ def traffic_bytes(architecture: Architecture, ranks: Ranks) -> int:
     gradients are only reduce-scattered: 3 halves. Weights outside of the blocks are gathered once: 2 halves.
     """
     model = architecture.build_without_values()
-    whole, blocks = parameter_count(model), sum(map(parameter_count, model.blocks))
+    whole = parameter_count(model)
+    blocks = sum(map(parameter_count, model.blocks))
     # Each half costs (N - 1) / N numbers per weight, 4 bytes each.
     halves = 3 * blocks + 2 * (whole - blocks) if ranks.sharded else 2 * whole
     return 4 * halves * (ranks.world_size - 1) // ranks.world_size

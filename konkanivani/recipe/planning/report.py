@@ -155,7 +155,8 @@ def plan_budget(
 
 
 def answer(request: PlanRequest) -> Answer:
-    policy, buckets = request.policy, []
+    policy = request.policy
+    buckets = []
     with request.planner() as planner:
         for seconds in sorted({min(seconds, request.architecture.longest_seconds) for seconds in BUCKETS}):
             buckets.append(planner.largest_batch(seconds, request.tokens(seconds), policy, MAX_UTTERANCES))
@@ -195,7 +196,8 @@ def plan_presets(
 
 def _cells(request: PlanRequest, budgets: tuple[float, ...]) -> list[str]:
     """Return the table cells of a request, one per budget in GiB."""
-    policy, cells = request.policy, []
+    policy = request.policy
+    cells = []
     state = state_bytes(request.config, request.architecture)
     with request.planner() as planner:
         for gib in budgets:

@@ -38,7 +38,8 @@ def state_bytes(config: TrainConfig, architecture: Architecture) -> int:
 
 def check_state(config: TrainConfig, architecture: Architecture, costs: DeviceCosts, budget: int) -> None:
     """Raise a ResourceError if the model's state alone, gradients included, exceeds the budget."""
-    state, beside = state_bytes(config, architecture) + costs.among_ranks, costs.workspace + costs.context
+    state = state_bytes(config, architecture) + costs.among_ranks
+    beside = costs.workspace + costs.context
     if state + beside > budget:
         raise ResourceError(
             f"The weights, gradients and optimizer of this model need {state / MIB:.0f} MiB, and {costs.name} "

@@ -59,7 +59,8 @@ class Question:
 
 def answer_cell(question: Question) -> Cell:
     """Plan one utterance of 30 s with the longest label, every block recomputed."""
-    config, costs = question.config, question.costs
+    config = question.config
+    costs = question.costs
     architecture = WhisperArchitecture(SIZES[question.size], TRAINED[question.trained])
     with kept_traces(config, architecture, costs, PLACES[question.place]) as traces:
         # A budget of 1 PiB: the planner reports the peak without shrinking the batch.

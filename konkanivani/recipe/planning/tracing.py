@@ -43,7 +43,8 @@ def kept_traces(
     config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
 ) -> Iterator[Traces]:
     """Yield the cached traces of this configuration's step, and write them back with the new ones at the end."""
-    blocks, hop = len(architecture.build_without_values().blocks), architecture.framing.encoder_hop
+    blocks = len(architecture.build_without_values().blocks)
+    hop = architecture.framing.encoder_hop
     traces = Traces(
         lambda: build_tracer(config, architecture, costs, placement), blocks, costs, hop, architecture.longest_seconds
     )

@@ -29,7 +29,9 @@ INTEGERS = frozenset({"BININT", "BININT1", "BININT2", "LONG1"})
 BUILDING = frozenset({"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD", "EXT1", "EXT2", "EXT4"})
 # A zip ends with these three records; the first two exist only if it may exceed 4 GiB. The first and the last contain
 # the size of the central directory.
-END_64, LOCATOR_BYTES, END = struct.Struct("<40xQ8x"), 20, struct.Struct("<4s8xL6x")
+END_64 = struct.Struct("<40xQ8x")
+LOCATOR_BYTES = 20
+END = struct.Struct("<4s8xL6x")
 
 
 def load_archive(path: Path) -> object:
@@ -135,7 +137,8 @@ def _check_end(file: BinaryIO) -> None:
 
 def _check_records(records: list[zipfile.ZipInfo]) -> None:
     """Refuse a record that is compressed, duplicated, or has a name that torch.save does not use."""
-    folders, names = set(), set()
+    folders = set()
+    names = set()
     for record in records:
         # Not `filename`, which zipfile truncates at a NUL byte.
         folder, _, name = record.orig_filename.partition("/")

@@ -72,7 +72,8 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
             raise error.__context__ from None
         # The message of torch's own error names source lines of PyTorch, not the cause.
         reasons = (getattr(each, "strerror", None) for each in (error, error.__context__))
-        reason, named = next(filter(None, reasons), str(error).splitlines()[0]), str(path).removesuffix(".partial")
+        reason = next(filter(None, reasons), str(error).splitlines()[0])
+        named = str(path).removesuffix(".partial")
         raise ResourceError(
             f"The checkpoint {named} could not be written: {reason}. Free disk space, or repair the folder."
         ) from None
@@ -144,7 +145,8 @@ def _parse_record(record: object, path: Path) -> Checkpoint:
             f"The checkpoint {path} has format {record['format']}, of another, {age} version; this version "
             f"reads format {FORMAT}. Use the version that wrote it, or another checkpoint."
         )
-    tokenizer, states = record["tokenizer"], record["states"]
+    tokenizer = record["tokenizer"]
+    states = record["states"]
     sound = (
         isinstance(record["config"], str)
         and isinstance(tokenizer, torch.Tensor)

@@ -19,7 +19,9 @@ from konkanivani.training.checkpoint.checkpoint import (
     write_checkpoint,
 )
 
-LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
+LAST = "checkpoint_last.pt"
+PREVIOUS = "checkpoint_previous.pt"
+BEST = "checkpoint_best.pt"
 EPOCH_NAME = re.compile(r"checkpoint_epoch_(\d+)\.pt")
 
 
@@ -28,7 +30,8 @@ class Checkpointer:
 
     def __init__(self, directory: str | Path, keep: int, step_of_last: int | None = None) -> None:
         """`step_of_last` is the step of the checkpoint that the run is resumed from."""
-        self.directory, self.keep = Path(directory), keep
+        self.directory = Path(directory)
+        self.keep = keep
         self._step_of_last = step_of_last
 
     def has_checkpoints(self) -> bool:
@@ -98,7 +101,8 @@ class Checkpointer:
         printed if the last checkpoint is missing or older than another, which happens if a write is lost with its
         machine or never reaches a cloud drive.
         """
-        damaged, is_damaged = len(self._damaged()), False
+        damaged = len(self._damaged())
+        is_damaged = False
         for path in self._newest_first():
             try:
                 found = read_checkpoint(path)
@@ -182,7 +186,9 @@ class Checkpointer:
 
         If `resumed` is the last checkpoint, the newest of its run, only files modified after it are read.
         """
-        own, steps, newer = resumed.stat(), {}, {}
+        own = resumed.stat()
+        steps = {}
+        newer = {}
         for path in self._candidates():
             entry = path.stat()
             # Modification times only exclude files; the step in a file decides.
@@ -203,7 +209,8 @@ class Checkpointer:
 
         A kill between two links of a save, or a write that never arrived, can leave the name with an earlier epoch.
         """
-        found, best = self.directory / f"checkpoint_epoch_{epoch}.pt", self.directory / BEST
+        found = self.directory / f"checkpoint_epoch_{epoch}.pt"
+        best = self.directory / BEST
         if found.is_file() and read_step(found) != read_step(best) and is_whole(found):
             _link(found, best)
 

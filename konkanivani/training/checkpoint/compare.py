@@ -9,7 +9,8 @@ from konkanivani.training.checkpoint.checkpoint import Checkpoint
 
 def differences(one: Checkpoint, other: Checkpoint) -> list[str]:
     """Return the names of all tensors and numbers that are not bitwise equal in two checkpoints."""
-    values, theirs = _values(one), _values(other)
+    values = _values(one)
+    theirs = _values(other)
     names = sorted(values.keys() | theirs.keys())
     return [name for name in names if not (name in values and name in theirs and _same(values[name], theirs[name]))]
 

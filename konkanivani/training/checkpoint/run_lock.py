@@ -37,7 +37,8 @@ class RunLock:
         The note is readable until another process acquires the lock. Raises a ResourceError that names the process that
         holds the lock, or the reason why the folder is unusable.
         """
-        self.path, self._use = Path(directory) / LOCK_NAME, use
+        self.path = Path(directory) / LOCK_NAME
+        self._use = use
         # Remembered before mkdir, so that a refused start can remove exactly the folders that it created.
         self.made = [place for place in self.path.parents if not place.exists()]
         with self.errors_explained():

@@ -31,7 +31,8 @@ class Progress:
     def lap(self) -> float:
         """Return the wall time since the last lap, in seconds."""
         now = time.perf_counter()
-        seconds, self._last = now - self._last, now
+        seconds = now - self._last
+        self._last = now
         return seconds
 
     def wait_for_next(self, global_batches: Iterator[Item]) -> Item:

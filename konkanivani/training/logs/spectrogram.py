@@ -72,7 +72,8 @@ def _contrast(features: Tensor) -> Tensor:
     if not finite.numel():
         return torch.zeros_like(features)
     ordered = finite.sort().values  # torch.quantile refuses more than 2^24 values
-    low, high = ordered[int(0.02 * (len(ordered) - 1))], ordered[int(0.995 * (len(ordered) - 1))]
+    low = ordered[int(0.02 * (len(ordered) - 1))]
+    high = ordered[int(0.995 * (len(ordered) - 1))]
     return ((features - low) / (high - low).clamp(min=1e-6)).nan_to_num(0, 1, 0).clamp(0, 1)
 
 

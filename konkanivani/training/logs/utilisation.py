@@ -21,7 +21,8 @@ class Utilisation:
     """
 
     def __init__(self, architecture: Architecture, device: torch.device, dtype: torch.dtype) -> None:
-        self.architecture, self.device = architecture, device
+        self.architecture = architecture
+        self.device = device
         # Time the product that the model's layers call, so that both sides of the ratio use the same library.
         multiply = fast_linear if dtype == torch.float32 else torch.mm
         self.rate = product_rate(multiply, device, dtype, best_side(device), ROUNDS[device.type])

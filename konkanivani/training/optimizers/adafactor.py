@@ -57,12 +57,16 @@ class Adafactor(Optimizer):
                     self._update(group, parameter)
 
     def _update(self, group: Group, parameter: torch.nn.Parameter) -> None:
-        state, workspace = self.state[parameter], self._workspaces[parameter.device]
+        state = self.state[parameter]
+        workspace = self._workspaces[parameter.device]
         rows, columns = shape = matrix_shape(parameter)
-        weights, gradient = parameter.view(shape), parameter.grad.reshape(shape)
+        weights = parameter.view(shape)
+        gradient = parameter.grad.reshape(shape)
         per_slice = rows_of_a_slice(columns)
         slices = gradient.split(per_slice)
-        row, column, more = workspace.rows[:rows], workspace.columns[:columns], workspace.more_columns[:columns]
+        row = workspace.rows[:rows]
+        column = workspace.columns[:columns]
+        more = workspace.more_columns[:columns]
 
         # Running means of the squared gradient over rows and columns, one slice at a time.
         torch.pow(state["step"].add_(1), DECAY, out=workspace.newest)

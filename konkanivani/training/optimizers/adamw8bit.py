@@ -68,10 +68,12 @@ class AdamW8bit(AdamW):
                     self._update_in_slices(group, parameter)
 
     def _update_in_slices(self, group: Group, parameter: torch.nn.Parameter) -> None:
-        state, workspace = self.state[parameter], self._workspaces[parameter.device]
+        state = self.state[parameter]
+        workspace = self._workspaces[parameter.device]
         # The fused kernel reads the step without incrementing it, so once per tensor, not once per slice.
         state["step"].add_(1)
-        weights, gradient = parameter.view(-1).split(SLICE * BLOCK), parameter.grad.reshape(-1).split(SLICE * BLOCK)
+        weights = parameter.view(-1).split(SLICE * BLOCK)
+        gradient = parameter.grad.reshape(-1).split(SLICE * BLOCK)
         stored = zip(*(state[kind + of].split(SLICE) for kind in MOMENTS for of in ("", "_largest")), strict=True)
         for weight, slope, (codes, largest, codes_sq, largest_sq) in zip(weights, gradient, stored, strict=True):
             first, second, beside = (one[: len(codes)] for one in (workspace.first, workspace.second, workspace.beside))
