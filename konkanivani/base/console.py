@@ -18,8 +18,10 @@ JOINERS = "\u200c\u200d"  # zero-width non-joiner and joiner, part of words in I
 
 def count(number: int, noun: str, verbs: str = "") -> str:
     """Return a number with its noun, and the matching verb of "is/are": "1 warning", "1,200 utterances are"."""
-    verb = verbs.split("/")[min(number, 2) != 1] if verbs else ""
-    return f"{number:,} {noun}{'' if number == 1 else 's'} {verb}".rstrip()
+    singular, _, plural = verbs.partition("/")
+    if number == 1:
+        return f"{number:,} {noun} {singular}".rstrip()
+    return f"{number:,} {noun}s {plural}".rstrip()
 
 
 def is_or_are(number: int) -> str:

@@ -95,9 +95,10 @@ class EpochPlanner:
 
     def digest(self) -> int:
         """Return a checksum that changes if any plan changes."""
-        # `shortest_first` is included only if set: other plans keep their digest.
-        recipe = repr((PLAN_VERSION, self.global_batch_size, self.seed, *["shortest first"] * self.shortest_first))
-        return zlib.crc32(recipe.encode(), zlib.crc32(np.ascontiguousarray(self.durations)))
+        recipe = [PLAN_VERSION, self.global_batch_size, self.seed]
+        if self.shortest_first:  # only if set: other plans keep their digest
+            recipe.append("shortest first")
+        return zlib.crc32(repr(tuple(recipe)).encode(), zlib.crc32(np.ascontiguousarray(self.durations)))
 
 
 def partition(costs: np.ndarray, ranks: int) -> list[np.ndarray]:

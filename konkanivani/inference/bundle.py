@@ -219,9 +219,11 @@ def _features(found: object, path: Path) -> Mapping[str, object]:
     fixed = ours.keys() - _of_format_1(FEATURES).keys()
     names = sorted({*found} ^ {*ours} | {name for name in fixed if found.get(name) != ours[name]})
     if names:
-        told = [f"{name} {found.get(name)!r:.40} for {ours.get(name)!r}" for name in names[:3]]
+        differences = [f"{name} {found.get(name)!r:.40} for {ours.get(name)!r}" for name in names[:3]]
+        if len(names) > 3:
+            differences.append("…")
         raise CheckpointError(
             f"The bundle {path} was made for different features than this version's: "
-            f"{', '.join(told + ['…'] * (len(names) > 3))}. Use the version that wrote it."
+            f"{', '.join(differences)}. Use the version that wrote it."
         )
     return {name: value for name, value in found.items() if name not in fixed}

@@ -170,9 +170,11 @@ class Encoder(torch.nn.Module):
         inputs = features, feature_padding, run_block, chunk_frames
         if min(encoded_lengths) < longest:  # without a mask, attention uses its fastest kernel
             if self.packs and has_varlen_attention(features.device) and len(encoded_lengths) <= MAX_PACKED:
-                return *self._encode_packed(encoded_lengths, *inputs), encoded_lengths
+                encoded, middle = self._encode_packed(encoded_lengths, *inputs)
+                return encoded, middle, encoded_lengths
             padding = padding_mask(encoded_lengths, longest, features.device)
-        return *self.encode(padding, *inputs), encoded_lengths
+        encoded, middle = self.encode(padding, *inputs)
+        return encoded, middle, encoded_lengths
 
     def encode(
         self,

@@ -80,7 +80,7 @@ def forward_layers(
         Layer("cross-attention", "M 4 B (U + T') D^2", decoders * 4 * (spoken + rows) * width**2),
         Layer("its products over frames", "M 4 B U T' D", decoders * 4 * spoken * encoded * width, is_dense=False),
         Layer("decoder's feed-forward", "M 4 B U D I", decoders * 4 * spoken * width * inner),
-        Layer("decoder's output", "2 B U D V", bool(decoders) * 2 * spoken * width * vocab_size),
+        Layer("decoder's output", "2 B U D V", 2 * spoken * width * vocab_size if decoders else 0),
     )
 
 

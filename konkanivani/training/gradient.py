@@ -32,7 +32,9 @@ def local_gradient(task: GradientTask) -> StepGradient | None:
         with attempt:
             totals = accumulate(task, attempt.plan)
             attempt.result = None if totals is None else finish_gradient(parts, totals)
-    return attempts.result and dataclasses.replace(attempts.result, splits=attempts.retries)
+    if attempts.result is None:
+        return None
+    return dataclasses.replace(attempts.result, splits=attempts.retries)
 
 
 def summed_gradient(task: GradientTask) -> StepGradient | None:

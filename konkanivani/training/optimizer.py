@@ -138,10 +138,21 @@ def parameter_groups(model: torch.nn.Module, config: OptimizerConfig, tuning: Tu
             groups.setdefault((factor, is_later, parameter.dim() < 2), []).append(parameter)
     rate = peak_rate(config)
     decay = config.weight_decay
+
+    def by_decay_delay_and_factor(group: tuple[float, bool, bool]) -> tuple[bool, bool, float]:
+        factor, is_later, is_flat = group
+        return is_flat, is_later, factor
+
     return [
-        {"params": found, "lr": rate, "weight_decay": 0.0 if is_flat else decay, "factor": factor, "later": is_later}
-        # Sorted by (is_flat, is_later, factor).
-        for (factor, is_later, is_flat), found in sorted(groups.items(), key=lambda pair: pair[0][::-1])
+        {
+            "params": groups[factor, is_later, is_flat],
+            "lr": rate,
+            "weight_decay": 0.0 if is_flat else decay,
+            "factor": factor,
+            "later": is_later,
+        }
+        # Checkpoints store the optimizer's state in this order.
+        for factor, is_later, is_flat in sorted(groups, key=by_decay_delay_and_factor)
     ]
 
 
