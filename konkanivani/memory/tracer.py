@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
@@ -66,32 +66,48 @@ class Peak:
 class TracedParts(Protocol):
     """Parts of a training step that a trace uses; a dataclass with a field `read`, the function for device reads."""
 
-    architecture: Architecture
-    model: KonkaniVaniASR
-    forward: Any
-    optimizer: Any
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    @property
+    def architecture(self) -> Architecture:
+        """Architecture of the model."""
+
+    @property
+    def model(self) -> KonkaniVaniASR:
+        """The model."""
+
+    @property
+    def forward(self) -> Any:
+        """The forward pass, a dataclass."""
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer."""
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that persist between steps."""
 
 
+Parts = TypeVar("Parts", bound=TracedParts)
+
+
 @dataclass(frozen=True)
-class TracedStep:
+class TracedStep(Generic[Parts]):
     """Functions to trace. They are parameters because this package does not import the training step.
 
     `build` creates the parts on a CPU from a front end, `train` runs a step on a global batch, `recognize` decodes a
     batch.
     """
 
-    build: Callable[[FeatureExtractor], TracedParts]
-    train: Callable[[TracedParts, GlobalBatch, int], object]
+    build: Callable[[FeatureExtractor], Parts]
+    train: Callable[[Parts, GlobalBatch, int], object]
     recognize: Callable[[Any, Batch, Decode], object]
 
 
-class StepTracer:
+class StepTracer(Generic[Parts]):
     """Tracer of one model's steps for one device. Building it takes a second, a trace a tenth of a second or more."""
 
-    def __init__(self, step: TracedStep, front_end: torch.nn.Module, costs: DeviceCosts) -> None:
+    def __init__(self, step: TracedStep[Parts], front_end: torch.nn.Module, costs: DeviceCosts) -> None:
         """Build the step's parts inside the tracing mode; `front_end` is a real module."""
         self._mode = Shapes()
         self._step = step
@@ -195,7 +211,8 @@ class StepTracer:
     def _count_state(self, live: LiveBytes, with_gradients: bool) -> None:
         live.count(self._parts.state_tensors())
         if with_gradients:
-            live.count(parameter.grad for parameter in trained_parameters(self._parts.model))
+            gradients = (parameter.grad for parameter in trained_parameters(self._parts.model))
+            live.count(gradient for gradient in gradients if gradient is not None)
 
     def _attention_workspace(self, batch: Batch) -> int:
         architecture = self._parts.architecture
@@ -234,7 +251,7 @@ class _Phases:
     def maybe_empty_cache(self) -> None: ...
 
 
-def _greedy_on_the_device(model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths) -> list[list[int]]:
+def _greedy_on_the_device(model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
     """Run the device part of greedy decoding; the rest runs on the host.
 
     Without CTC, the decoder's cache grows until a hypothesis has the decoder's maximum number of tokens or, if there is
@@ -243,11 +260,13 @@ def _greedy_on_the_device(model: KonkaniVaniASR, encoded: torch.Tensor, lengths:
     if model.ctc_head is not None:
         argmax_tokens(model, encoded)
         return []
-    cache = model.decoder.begin(encoded, lengths, beam=1)
+    decoder = model.decoder
+    assert decoder is not None  # a model without CTC has a decoder
+    cache = decoder.begin(encoded, encoded_lengths, beam=1)
     tokens = torch.empty(len(encoded), 1, dtype=torch.long)
-    most = encoded.shape[1] if math.isinf(model.decoder.most_tokens) else model.decoder.most_tokens
+    most = encoded.shape[1] if math.isinf(decoder.most_tokens) else decoder.most_tokens
     while cache.length < most:
-        model.decoder.output(model.decoder.step(tokens, cache)).double().log_softmax(dim=-1)
+        decoder.output(decoder.step(tokens, cache)).double().log_softmax(dim=-1)
         cache.length = max(FIRST_ROOM, 2 * cache.length - 2)  # next length at which the cache has to be enlarged
     return []
 
