@@ -7,7 +7,7 @@ alike. If the layout depends on a CPU kernel, PyTorch's FakeTensor computes it, 
 much as the meta device. Views are computed on the meta tensor that holds the storage.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch._ops import OpOverload
@@ -36,11 +36,10 @@ class Shape(torch.Tensor):
         """Return the storage of `meta`, which identifies views of the same memory."""
         return self.meta.untyped_storage()
 
+    # The stub of Tensor declares a method of an instance.
     @classmethod
-    def __torch_dispatch__(
-        cls, func: OpOverload, types: Iterable[type], args: tuple = (), kwargs: Mapping | None = None
-    ) -> object:
-        raise RuntimeError(f"{func} was called on tensors without data outside of their mode.")
+    def __torch_dispatch__(cls, operation: OpOverload, *_others: object) -> object:  # type: ignore[override]
+        raise RuntimeError(f"{operation} was called on tensors without data outside of their mode.")
 
 
 def shape_of(meta: torch.Tensor, device: torch.device = CARD) -> Shape:

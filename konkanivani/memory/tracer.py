@@ -19,14 +19,16 @@ from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.data.batch import Batch, GlobalBatch, largest_batch
 from konkanivani.decoding.ctc import argmax_tokens
 from konkanivani.decoding.decode import Decode
+from konkanivani.decoding.network import Network, decoder_of
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.plan import model_state_bytes
 from konkanivani.memory.shapes import CARD, HOST, Shapes
 from konkanivani.model.architecture import Architecture
-from konkanivani.model.asr import KonkaniVaniASR, trained_parameters
+from konkanivani.model.asr import SpeechNetwork, trained_parameters
 from konkanivani.model.cache import FIRST_ROOM
+from konkanivani.model.encoder import Encoder
 from konkanivani.model.front_end import FeatureExtractor
 
 
@@ -73,7 +75,7 @@ class TracedParts(Protocol):
         """Architecture of the model."""
 
     @property
-    def model(self) -> KonkaniVaniASR:
+    def model(self) -> SpeechNetwork:
         """The model."""
 
     @property
@@ -122,8 +124,9 @@ class StepTracer(Generic[Parts]):
             gradients = [torch.empty_like(parameter) for parameter in trained_parameters(parts.model)]
         encoder = parts.model.encoder
         # A CPU skips padding by packing, a GPU pads. Packed as one utterance takes the same memory in fewer operators.
-        encoder.packs = not costs.is_cuda
-        encoder.packs_as_one = True
+        if isinstance(encoder, Encoder):
+            encoder.packs = not costs.is_cuda
+            encoder.packs_as_one = True
         # State of a micro-batch after the first one: gradients exist and stay allocated, so that zero_grad must not
         # drop them.
         parts.optimizer.zero_grad = lambda: None
@@ -251,7 +254,7 @@ class _Phases:
     def maybe_empty_cache(self) -> None: ...
 
 
-def _greedy_on_the_device(model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
+def _greedy_on_the_device(model: Network, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
     """Run the device part of greedy decoding; the rest runs on the host.
 
     Without CTC, the decoder's cache grows until a hypothesis has the decoder's maximum number of tokens or, if there is
@@ -260,8 +263,7 @@ def _greedy_on_the_device(model: KonkaniVaniASR, encoded: torch.Tensor, encoded_
     if model.ctc_head is not None:
         argmax_tokens(model, encoded)
         return []
-    decoder = model.decoder
-    assert decoder is not None  # a model without CTC has a decoder
+    decoder = decoder_of(model)
     cache = decoder.begin(encoded, encoded_lengths, beam=1)
     tokens = torch.empty(len(encoded), 1, dtype=torch.long)
     most = encoded.shape[1] if math.isinf(decoder.most_tokens) else decoder.most_tokens

@@ -19,7 +19,7 @@ from konkanivani.base.randomness import derive_seed, dropout_seed, seed_step
 from konkanivani.data.batch import Batch, Example, collate
 from konkanivani.data.text import SpecialTokens
 from konkanivani.memory.recovery import MicroBatchPlan, OomAttempt, OomRetry, Outcome
-from konkanivani.model.asr import KonkaniVaniASR, trained_parameters
+from konkanivani.model.asr import SpeechNetwork, trained_parameters
 from konkanivani.model.losses import LossCounts, LossSums
 from konkanivani.training.concurrent import map_ordered
 from konkanivani.training.optimizer import gradient_of
@@ -97,7 +97,7 @@ def sharded_gradient(task: GradientTask) -> StepGradient | None:
         return finish_gradient(parts, totals, full_tensor)
 
 
-def dummy_batch(model: KonkaniVaniASR) -> Batch:
+def dummy_batch(model: SpeechNetwork) -> Batch:
     """Return the smallest batch that the model accepts: half a second of silence, and one token."""
     waveform = torch.zeros(SAMPLE_RATE // 2, dtype=next(model.parameters()).dtype)
     return collate([Example("silence", waveform, [1], None)], SpecialTokens(start=1, end=1))
