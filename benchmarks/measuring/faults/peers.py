@@ -1,4 +1,4 @@
-"""The same state saved in four ways, each killed, flipped and cut: in an environment of its own, made once."""
+"""Kills, flipped bits and truncated files for four ways to save the same state, in a separate environment."""
 
 import json
 import os
@@ -15,7 +15,7 @@ OUTCOMES = ("newest, right", "an older one, right", "begins anew", "crashes", "w
 
 
 def measure(effort: Effort) -> FaultTable:
-    """A row for each way and kind of fault. What fails here is ours: for the others it is what is measured."""
+    """Return a table with a row per way and kind of fault; only this trainer's bad outcomes are failures."""
     python = peer_python(FOLDER.expanduser(), PACKAGES)
     command = [str(python), str(Path(__file__).with_name("savers.py")), "--folder", str(effort.folder)]
     counts = {"--kills": effort.count(50, short=3), "--flips": effort.count(200, short=10), "--seed": effort.seed}

@@ -1,4 +1,4 @@
-"""Runs killed and gone on with, bit for bit against undisturbed ones."""
+"""Killed and resumed runs, compared bit for bit with undisturbed ones."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +12,7 @@ COMPARED = "Compared are all weights, moments, counters, the loss scale and ever
 
 
 def measure(effort: Effort) -> FaultTable:
-    """Every case, or each ninth."""
+    """Return the table of all trials, or of every ninth."""
     trials = list(_trials(ResumeBench(effort.folder)))
     return try_all("Exact resume", trials, effort, each=9, notes=(COMPARED,))
 
@@ -32,7 +32,7 @@ def _trials(bench: ResumeBench) -> Iterator[Trial]:
 
 
 def _must_differ(findings: Findings) -> Findings:
-    """Finds fault where nothing differs."""
+    """Return findings that fail if nothing differs, for a negative control."""
 
     def turned(folder: Path) -> list[str]:
         return [] if findings(folder) else ["nothing differs"]
