@@ -1,4 +1,7 @@
-"""A step of NeMo's Conformer at each line; its seconds go out, and live bytes where it says count. Runs under NeMo."""
+"""Run a step of NeMo's Conformer for each line of stdin; print its seconds and peak as JSON.
+
+For the line "count", live tensor bytes are counted during the step. Runs in NeMo's environment.
+"""
 
 import contextlib
 import json
