@@ -27,6 +27,7 @@ LABELS = (4, 20, 4, 20)  # per utterance, end token included; unequal, so that a
 BATCH_SIZES = (4, 2, 1)
 TEXT_TOKENS = 50
 SPECIAL = SpecialTokens(start=TEXT_TOKENS + 1, end=TEXT_TOKENS)
+# 50 encoder positions are one second of audio.
 SHAPE = WhisperShape(64, 2, 2, 2, 128, 80, TEXT_TOKENS + 2, source_positions=50, target_positions=32)
 NO_LABEL = -100  # ignored by the loss in transformers
 CPU = torch.device("cpu")
@@ -123,6 +124,7 @@ def build_model(seed: int) -> torch.nn.Module:
         bos_token_id=SPECIAL.end,
         eos_token_id=SPECIAL.end,
         decoder_start_token_id=SPECIAL.start,
+        # The defaults are tokens of the published vocabulary, with larger ids than this one has.
         suppress_tokens=None,
         begin_suppress_tokens=None,
     )
@@ -142,11 +144,14 @@ def build_parts(model: torch.nn.Module) -> StepParts:
     """Return the step parts of this trainer with the weights of `model`."""
     config = TrainConfig(
         data=DataConfig(concurrent_micro_batches=1),
+        # The loss of transformers' model: cross entropy without smoothing, no CTC.
         loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0),
+        # At learning rate 0, every step starts from the same weights.
         optimizer=OptimizerConfig(learning_rate=0.0, weight_decay=0.0),
     )
     parts = build_step_parts(config, WhisperArchitecture(SHAPE), CPU, total_steps=len(BATCH_SIZES))
     weights = model.state_dict()
+    # The state dict of transformers contains tied weights twice, hence the selection by name.
     parts.model.load_state_dict({name: weights[name_in_file(name)] for name in parts.model.state_dict()})
     return parts
 

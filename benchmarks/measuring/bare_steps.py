@@ -24,6 +24,7 @@ def main(log: Path, steps: int, flags: list[str]) -> None:
     with freeze_gc():  # as in the training loop, which keeps garbage collection out of the steps
         for step, global_batch in enumerate(global_batches):
             train_step(run.step, global_batch, step)
+            # The records that TurnTaker counts.
             with log.open("a", encoding="utf-8") as lines:
                 print(json.dumps({"kind": "step", "audio_seconds": global_batch.audio_seconds}), file=lines)
 

@@ -127,6 +127,7 @@ class CudaCell:
         """Return the names of the limits that the result exceeds."""
         planned = self.planned.tensors + self.planned.workspace
         checks = (
+            # A plan that is too small fails at run time; one that is far too large wastes memory.
             ("above the plan", self.allocated > planned),
             ("loose", planned > ALLOCATED_FACTOR * self.allocated + ALLOCATED_MORE),
             ("limit", self.case.limit is not None and self.allocated > self.case.limit),

@@ -96,6 +96,7 @@ def _log_probabilities(model: bytes, waveforms: list[torch.Tensor]) -> torch.Ten
         path.write_bytes(model)
         read: OnnxModel = read_onnx(path)
     pieces = []
+    # One at a time: dynamic quantisation scales each activation as a whole, padding included.
     for waveform in waveforms:
         found, lengths = read.log_probabilities(waveform[None], (len(waveform),))
         pieces.append(found[0, : lengths[0]])

@@ -88,6 +88,7 @@ def measure_decoding(
 
     limits = (max(1, round(speech.seconds * speech.tokens_per_second)),) * speech.utterances
 
+    # Beam search with one best hypothesis; the CTC scorer takes part only if it has a weight.
     def search(ctc_weight: float) -> None:
         encoded, lengths = encode()
         full = (Weighted(AttentionScorer(model, encoded, lengths, beam), 1 - ctc_weight),)
@@ -95,6 +96,7 @@ def measure_decoding(
         beam_search(Scorers(full, ctc, ctc_weight, 0.0), limits, beam, 1, where)
 
     prefix = PrefixDecode(beam)
+    # With and without cache, only the decoder is timed, on one utterance that is already encoded.
     one, one_length = encode()[0][:1], (encode()[1][0],)
     seconds = medians(
         rounds,
@@ -120,6 +122,7 @@ def medians(rounds: int, device: torch.device, *actions: Callable[[], object]) -
         for action, seconds in zip(actions, taken, strict=True):
             started = time.perf_counter()
             action()
+            # CUDA kernels run asynchronously: without this, only their launch would be timed.
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if number:  # round 0 is the warm-up
@@ -145,6 +148,7 @@ def decode_without_cache(
     model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths, hypotheses: int, tokens: int
 ) -> torch.Tensor:
     """Return the same logits, with the whole prefix recomputed for each token."""
+    # `lengths` is a tuple: the product repeats it.
     rows, lengths = encoded.expand(hypotheses, -1, -1), lengths * hypotheses
     said = torch.full((hypotheses, 1), OUR_TOKENS.start, device=encoded.device)
     for _ in range(tokens):

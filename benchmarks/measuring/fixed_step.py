@@ -29,7 +29,7 @@ from konkanivani.training.step import StepParts, StepReport, train_step
 
 MEL_BINS = FeatureConfig().mel_bins
 VOCABULARY = 1000
-FIRST_TOKEN = 5
+FIRST_TOKEN = 5  # after the special tokens
 FRAMES_PER_SECOND, TOKENS_PER_SECOND = 100, 4
 MAX_WARM_UP_STEPS = 25
 TOTAL_STEPS = 1000  # for the learning-rate schedule
@@ -175,6 +175,7 @@ def warm_up(parts: StepParts, global_batch: GlobalBatch) -> None:
 
 def timed_steps(parts: StepParts, global_batch: GlobalBatch, count: int) -> Iterator[tuple[float, StepReport]]:
     """Yield the wall time in seconds and the report of each of `count` steps."""
+    # CUDA kernels run asynchronously: a step ends only when the device has finished.
     for step in range(1, count + 1):
         wait_for_device(parts.forward.device)
         started = time.perf_counter()
@@ -195,12 +196,14 @@ def peak_mib(parts: StepParts, global_batch: GlobalBatch) -> float:
     On CUDA, the allocator measures it; on a CPU, it is the peak of live tensors.
     """
     if parts.forward.device.type == "cuda":
-        # The monitor resets the allocator's peak at the end of each phase and keeps the largest value.
+        # The monitor resets the allocator's peak at the end of each phase and keeps the largest value; a
+        # new monitor does not contain the earlier steps.
         monitor = MemoryMonitor(parts.forward.device, parts.forward.monitor.empty_cache_interval)
         torch.cuda.reset_peak_memory_stats(parts.forward.device)
         monitored = dataclasses.replace(parts.forward, monitor=monitor)
         train_step(dataclasses.replace(parts, forward=monitored), global_batch, step=0)
         return monitor.overall_peak_mib()
+    # Weights and optimizer state exist before the mode is active, which only sees new tensors.
     live = LiveBytes()
     live.count(parts.state_tensors())
     with live:

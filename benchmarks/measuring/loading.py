@@ -16,7 +16,7 @@ from konkanivani.data.manifest import read_manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import normalize_text, train_tokenizer
 
-WINDOW_SIZE, MICRO_BATCH, SEED = 8, 2, 1234
+WINDOW_SIZE, MICRO_BATCH, SEED = 8, 2, 1234  # utterances of a global batch and of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,12 @@ def measure(manifest: str, utterances: int, speeds: tuple[float, ...]) -> Loadin
     """Read the first `utterances` utterances twice, and time the second pass."""
     torch.set_num_threads(1)  # the speed of a single core is measured
     rows = list(islice(read_manifest(manifest), utterances))
+    # A transcript may become empty by normalisation; training rejects such rows.
     rows = [row for row in rows if normalize_text(row.text)]
     tokenizer = train_tokenizer([normalize_text(row.text) for row in rows], "char", 10_000)
     speech = TrainDataset(rows, tokenizer, speeds, SEED, manifest)
     planner = EpochPlanner(np.array([row.duration for row in rows]), WINDOW_SIZE, SEED)
+    # No workers: `process_time` counts this process only.
     loader = LoaderConfig(workers=0, timeout=60.0, pin_memory=False)
     stream = GlobalBatchStream(speech, planner, same_size(MICRO_BATCH), loader, Rejections(None, most=1.0))
     count = planner.global_batches_per_epoch()

@@ -19,7 +19,7 @@ from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.step import train_step
 
 VOCABULARY = 1000
-FIRST_TOKEN = 5
+FIRST_TOKEN = 5  # after the special tokens
 WARM_UP_SECONDS = 2.0
 
 
@@ -54,6 +54,7 @@ def measure(config: TrainConfig, seconds: float, tokens_per_second: float) -> Lo
         seconds=seconds,
         tokens=global_batch.tokens,
         params=params,
+        # The state is weights, gradients and two moments, 16 bytes per parameter.
         peak_above_state_mib=round((live.peak - STATE_BYTES * params) / MIB),
         rss_growth_mib=round(parts.forward.monitor.overall_peak_mib() - resident_before),
         loss=round(report.loss, 3),

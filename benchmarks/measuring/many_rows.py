@@ -25,11 +25,11 @@ from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
 from konkanivani.data.token_counts import count_tokens
 from konkanivani.memory.monitor import peak_resident_mib, resident_mib
 
-SHARD_ROWS, MEMBER_BYTES = 1000, 40_960
+SHARD_ROWS, MEMBER_BYTES = 1000, 40_960  # members of a tar file include a header of 512 bytes
 MEDIAN_SECONDS, SPREAD, MIN_SECONDS, MAX_SECONDS = 5.0, 0.6, 1.0, 20.0  # lognormal durations, clipped
 WORDS_PER_SECOND = 2.0
 MICRO_BATCH_SECONDS = 40.0
-WINDOW_SIZE, SEED = 32, 1234
+WINDOW_SIZE, SEED = 32, 1234  # utterances of a global batch
 PADDING_WINDOWS = 5000  # global batches in the sample for the share of padding
 
 Result = TypeVar("Result")
@@ -132,6 +132,7 @@ def open_again(manifest: str, tokenizer: Tokenizer) -> Opening:
     check_s, (kept, _) = timed(lambda: check_utterances(found, tokenizer, limits, "keep"))
     planner = EpochPlanner(kept.durations, WINDOW_SIZE, SEED)
     plan_s, plan = timed(lambda: planner.plan_epoch(0))
+    # Every n-th global batch: a sample over the whole epoch.
     share = padding_share(
         planner, [plan[number] for number in range(0, len(plan), max(1, len(plan) // PADDING_WINDOWS))]
     )
@@ -164,6 +165,7 @@ def padding_share(planner: EpochPlanner, global_batches: list[np.ndarray]) -> fl
 
     Each is split into micro-batches of at most MICRO_BATCH_SECONDS, padding included.
     """
+    # For each length in steps of 0.1 s: the number of utterances that fit into a micro-batch when padded to it.
     tenths = [tenth / 10 for tenth in range(10, int(10 * MAX_SECONDS) + 1)]
     limits = tuple(SizeLimit(seconds, int(MICRO_BATCH_SECONDS / seconds)) for seconds in tenths)
     seconds = [planner.durations[global_batch] for global_batch in global_batches]

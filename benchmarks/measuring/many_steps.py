@@ -135,6 +135,7 @@ def follow_steps(parts: StepParts, global_batches: Windows, steps: int) -> list[
     # One uninterrupted count: a tensor that outlives its step is seen only if it was created during the count.
     with nullcontext() if device.type == "cuda" else live:
         for step in range(steps):
+            # The global batch is generated before the clock starts.
             global_batch, began = global_batches[step], time.perf_counter()
             report, audio_seconds = train_step(parts, global_batch, step), global_batch.audio_seconds
             seconds = time.perf_counter() - began
@@ -147,11 +148,13 @@ def follow_steps(parts: StepParts, global_batches: Windows, steps: int) -> list[
 
 def live_now(device: torch.device, live: LiveBytes) -> int:
     """Return the bytes of live tensors; on CUDA, those in use according to the allocator."""
+    # LiveBytes is off on CUDA, where the allocator counts at no cost.
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else live.live
 
 
 def summarize(preset: str, params: int, moments: Sequence[Moment]) -> Drift:
     """Return the memory growth over `moments`, one per step of a run from its first step."""
+    # In a short run, the first half is the time to settle.
     settled = min(SETTLED_STEP, len(moments) // 2)
     last = max(len(moments) - SAMPLES, settled)
     middle = (settled + last) // 2
@@ -176,6 +179,7 @@ def summarize(preset: str, params: int, moments: Sequence[Moment]) -> Drift:
         late_growth_mib_per_step=round((end_mib - middle_mib) / max(1, last - middle), 4),
         step_s=round(statistics.median(moment.seconds for moment in moments[-SAMPLES:]), 3),
         loss=round(moments[-1].report.loss, 3),
+        # Between two steps only the state is alive: not a byte more than after the first step is acceptable.
         is_within=most <= moments[0].live and growth <= GROWTH_PERCENT,
     )
 

@@ -66,6 +66,7 @@ def measure(recognizer: Recognizer, manifest: str, count: int) -> WordTimes:
 def check_speech(utterance: Utterance, sentence: SpokenSentence, synthesizer: SpeechSynthesizer) -> None:
     """Raise DataError unless the audio equals, sample for sample, the sentence as it is synthesised now."""
     spoken = spoken_waveform(sentence, synthesizer)
+    # The corpus is stored as 16-bit integers, which float32 represents exactly.
     heard = (load_audio(utterance.source).numpy() * 32768).round().astype(np.int16)
     if utterance.text != sentence.text or not np.array_equal(heard, spoken):
         raise DataError(
@@ -84,6 +85,7 @@ def matches(recognized: tuple[Word, ...], text: str, spoken: SpokenWords) -> lis
     for word in words:
         characters.append(text.index(word, place))
         place = characters[-1] + len(word)
+    # autojunk would ignore words that are frequent in a long text.
     blocks = difflib.SequenceMatcher(None, [w.text for w in recognized], words, autojunk=False).get_matching_blocks()
     found = []
     for block in blocks:

@@ -74,11 +74,13 @@ class TurnTaker:
 
     def kill(self) -> None:
         """Kill the process and its children unless it has ended."""
+        # SIGKILL also ends a stopped process.
         if self._process.poll() is None:
             self._signal(signal.SIGKILL)
             self._process.wait()
 
     def _ended(self) -> DataError:
+        # The end of the output, which has the error message.
         words = self._printed.read_text(encoding="utf-8").strip()[-500:]
         return DataError(f"{self._name} ended with {self._process.returncode}: {words} Fix that and start again.")
 

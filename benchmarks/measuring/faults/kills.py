@@ -27,6 +27,7 @@ def measure(effort: Effort) -> FaultTable:
     at_points = kill_at_points(first, effort.count(AT_POINTS, short=21))
     at_random = [kill_at_random(second, draw) for _ in range(effort.count(AT_RANDOM, short=6))]
     at_random += [kill_at_random(second, draw, starts_anew=True) for _ in range(effort.count(ANEW, short=1))]
+    # The undisturbed runs end at the same step as the killed ones.
     differences = [
         *what_differs(first, run_to_be_killed_at_points(corpus, effort.folder / "undisturbed_points")),
         *what_differs(second, run_to_be_killed_at_random(corpus, effort.folder / "undisturbed_random")),

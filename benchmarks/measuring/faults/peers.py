@@ -20,6 +20,7 @@ def measure(effort: Effort) -> FaultTable:
     command = [str(python), str(Path(__file__).with_name("savers.py")), "--folder", str(effort.folder)]
     counts = {"--kills": effort.count(50, short=3), "--flips": effort.count(200, short=10), "--seed": effort.seed}
     command += [word for name, number in counts.items() for word in (name, str(number))]
+    # Offline, since nothing has to be downloaded; one thread, as in the savers.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
@@ -27,6 +28,7 @@ def measure(effort: Effort) -> FaultTable:
             f"The command {' '.join(command)} ended with {done.returncode}; see its output above. Fix that and "
             "start again."
         )
+    # Other lines are output of the toolkits.
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     bad = ("begins anew", "crashes", "wrong without a word")
     ours = [row for row in found if row["saver"] == "KonkaniVani"]

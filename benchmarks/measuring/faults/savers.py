@@ -302,6 +302,7 @@ def refer(number: int, folder: Path) -> Reference:
     said = folder.with_suffix(".said")
     start(train_and_tell, number, folder, said).join()
     told = read_told(said)
+    # Lines alternate between "begin" and "saved".
     pairs = list(zip(told[::2], told[1::2], strict=True))
     return Reference({step: found for _, step, found, _ in told}, sum(b[3] - a[3] for a, b in pairs) / len(pairs))
 
@@ -362,9 +363,11 @@ class Recoverer:
 def kill_while_saving(number: int, folder: Path, reference: Reference, draw: random.Random) -> str:
     """Return the outcome of a SIGKILL at a random time during a save."""
     shutil.rmtree(folder, ignore_errors=True)
+    # From the second save on, so that an older checkpoint exists.
     said, save = folder.with_suffix(".said"), draw.randint(2, 5)
     said.unlink(missing_ok=True)
     process = start(train_and_tell, number, folder, said)
+    # The line before a save is polled, then the kill comes within the mean time of a save.
     deadline = time.monotonic() + PATIENCE
     while not any(row[:2] == ("begin", save) for row in read_told(said)):
         if not process.is_alive() or time.monotonic() > deadline:
@@ -430,6 +433,7 @@ def damage(number: int, folder: Path, reference: Reference, flips: int, draw: ra
     yield {"fault": "one bit flipped in the newest checkpoint", **found}
     found = Counter()
     for path in files:
+        # `restored` exits first, so that the file has its name again when its content is restored.
         with halved(path), restored(folder):
             found[outcome()] += 1
     yield {"fault": "a file of the newest checkpoint cut to half", **found}

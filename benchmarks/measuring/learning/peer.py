@@ -68,7 +68,7 @@ class Conformer(torch.nn.Module):
         )
         self.encoder = TransformerASR(
             tgt_vocab=vocab_size,
-            input_size=640,
+            input_size=640,  # 32 channels of 20 bins
             d_model=WIDTH,
             nhead=4,
             num_encoder_layers=LAYERS,
@@ -157,6 +157,7 @@ def loss_of(model: Conformer, batch: list[Utterance], ids: dict[str, int]) -> to
     fractions = lengths / lengths.max()
     log_probabilities = model(features, fractions)
     frames = (fractions * log_probabilities.shape[1]).ceil().long()
+    # zero_infinity: an utterance with too few frames for its labels has an infinite loss.
     summed = torch.nn.functional.ctc_loss(
         log_probabilities.transpose(0, 1), tokens, frames, counts, reduction="sum", zero_infinity=True
     )
@@ -170,6 +171,7 @@ def train(asked: CommandLine) -> None:
     random.seed(asked.seed)
     folder, started = Path(asked.folder), time.perf_counter()
     parts = {name: read_part(folder / f"{name}.jsonl", asked.rate) for name in ("train", "valid", "test")}
+    # Only characters of the training part have an output.
     characters = sorted({character for utterance in parts["train"] for character in utterance.text})
     ids = {character: number for number, character in enumerate(characters, start=1)}
     model = Conformer(len(characters) + 1).to(asked.device)
@@ -182,6 +184,7 @@ def train(asked: CommandLine) -> None:
         for batch in batches:
             loss = loss_of(model, batch, ids)
             for group in optimizer.param_groups:
+                # The warm-up ends where it exceeds the cosine.
                 cosine = 0.5 * (1 + math.cos(math.pi * step / total))
                 group["lr"] = PEAK_RATE * min((step + 1) / WARMUP_STEPS, cosine)
             optimizer.zero_grad()

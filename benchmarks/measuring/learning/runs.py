@@ -90,6 +90,7 @@ def _train_ours(order: Order) -> tuple[tuple[Rates, ...], Rates, Rates | None]:
             *("--device", order.device, "--preset", "minimal"),
             *("--epochs", str(order.epochs), "--seed", str(order.seed)),
             *("--checkpoint_dir", f"{order.place}/checkpoints", "--log_dir", f"{order.place}/runs", "--resume", "auto"),
+            # The manifests refer to audio outside of their own folders.
             *("--audio_roots", *_folders_of(order.made)),
         ],
         order,

@@ -88,6 +88,7 @@ class Sources:
 def cut_training(made: Path, minutes: float) -> Path:
     """Return a data set next to `made` with a random sample of `minutes` minutes of its training speech."""
     cut = made.with_name(f"{made.name}_{minutes:g}_minutes")
+    # test.jsonl is written last: if it exists, the set is complete.
     if not (cut / "test.jsonl").is_file():
         cut.mkdir(exist_ok=True)
         rows = read_rows(made / "train.jsonl")

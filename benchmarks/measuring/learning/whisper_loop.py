@@ -85,6 +85,7 @@ def train(model: transformers.WhisperForConditionalGeneration, part: list[Uttera
             loss = model(input_features=torch.stack([u.features for u in batch]), labels=labels, use_cache=False).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(matrices, 1.0)
+            # The rate is set after the backward pass, but before the update that it applies to.
             for group in optimizer.param_groups:
                 group["lr"] = rate_at(step, total, asked.rate)
             optimizer.step()

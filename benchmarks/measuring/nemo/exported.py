@@ -131,8 +131,10 @@ def tensors(speech_model: SpeechModel) -> Tensors:
         rows = ours[f"ctc_head.{leaf}"].roll(-1, 0)
         found[f"{head}.{leaf}"] = rows[:, :, None] if leaf == "weight" else rows
     bank = speech_model.architecture.build_front_end(AugmentConfig()).log_mel.power.mel_scale.fb.T
+    # NeMo's window is symmetric.
     window = torch.hann_window(speech_model.architecture.features.window_samples, periodic=False)
     found |= {FILTER_BANK: bank[None], "preprocessor.featurizer.window": window}
+    # torch.save stores the whole storage of a view, hence the copies.
     return {name: tensor.contiguous().clone() for name, tensor in found.items()}
 
 

@@ -48,7 +48,7 @@ def main(seconds: float, threads: int, checkpointing: str, optimizer: str) -> No
             model=MODEL,
             features=features_of(MODEL),
             data=DataConfig(concurrent_micro_batches=1),
-            loss=LossConfig(ctc_weight=1.0),
+            loss=LossConfig(ctc_weight=1.0),  # no decoder
             optimizer=OptimizerConfig(optimizer=optimizer),
             memory=MemoryConfig(gradient_checkpointing=checkpointing),
         )

@@ -24,6 +24,7 @@ def peer_python(folder: Path, packages: tuple[str, ...]) -> Path:
 
     Raises ResourceError if the installation fails.
     """
+    # Other packages, or another base environment, have another folder.
     environment = folder / hashlib.sha1(repr((packages, sys.prefix)).encode()).hexdigest()[:12]
     # `done` is created last, so that an interrupted installation is repeated.
     python, done = environment / "bin" / "python", environment / "done"

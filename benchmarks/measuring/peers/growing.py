@@ -92,6 +92,7 @@ def _alone(entry: Entry, pythons: dict[str, Path], terms: Terms, rounds: int) ->
 def _point(toolkit: str, value: float, terms: Terms, result: Result | None) -> Point:
     if result is None:
         return Point(toolkit, value, None, None, None)
+    # All utterances of a point have the same duration.
     audio = terms.utterances * terms.longest
     return Point(toolkit, value, 1000 * result.median / audio, result.peak_mib, result.peak_mib / audio)
 

@@ -100,7 +100,7 @@ class SpeechBrain(torch.nn.Module):
         )
         self.transformer = TransformerASR(
             tgt_vocab=VOCABULARY,
-            input_size=BINS // 4 * 32,
+            input_size=BINS // 4 * 32,  # two strides of 2, 32 channels
             d_model=width,
             nhead=HEADS,
             num_encoder_layers=ENCODER_LAYERS,
@@ -122,7 +122,9 @@ class SpeechBrain(torch.nn.Module):
         from speechbrain.nnet.losses import ctc_loss, kldiv_loss
 
         frames = piece.frames / piece.frames.max()
+        # Decoder inputs are start and tokens, targets are tokens and end.
         begun, ended = F.pad(piece.tokens, (1, 0), value=START), F.pad(piece.tokens, (0, 1), value=BLANK)
+        # The end follows the last token of each utterance, before the padding.
         ended = ended.scatter(1, piece.token_lengths[:, None], END)
         encoded, predicted = self.transformer(self.convolutions(piece.features), begun, frames, pad_idx=BLANK)
         by_ctc, by_attention = self.by_ctc(encoded).log_softmax(-1), self.by_attention(predicted).log_softmax(-1)
@@ -147,6 +149,7 @@ class OtherToolkit:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.dtype = torch.float16 if terms.device == "cuda" else torch.bfloat16
+        # bf16 has the exponent range of fp32 and needs no loss scale.
         self.scaler = torch.amp.GradScaler(terms.device, enabled=terms.mixed_precision and self.dtype == torch.float16)
         self.pieces = cut(build_speech(terms.utterances, terms.shortest, terms.longest), entry.micro_batches)
 
@@ -158,6 +161,7 @@ class OtherToolkit:
                 loss = self.model.loss(piece.to(self.terms.device)) / len(self.pieces)
             self.scaler.scale(loss).backward()
             losses.append(loss.detach())
+        # The norm must be that of the true gradients, hence the scale is removed before clipping.
         self.scaler.unscale_(self.optimizer)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.scaler.step(self.optimizer)

@@ -61,6 +61,7 @@ class Runner:
         asked = json.dumps({"module": module, "entry": asdict(entry), "terms": asdict(terms)})
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "training_scripts")])}
         if entry.toolkit == "konkanivani":
+            # As for the training scripts, which set this before Python starts.
             bootstrap.set_process_defaults(environment)
             bootstrap.add_huge_pages(environment)
         self.entry, self.seconds, self.cpu_seconds, self.rates = entry, [], [], []
@@ -146,7 +147,7 @@ def race(
                 time.sleep(REST_SECONDS)
                 after = take_rate(terms.device)
                 runner.rates.append(mean_of(before, after))
-                before = after
+                before = after  # each measurement serves the steps before and after it
             times = " ".join(f"{answer['seconds']:.2f}" for answer in answers)
             print(f"round {number + 1} of {rounds}: {times} s", file=sys.stderr, flush=True)
         peaks = [runner.ask("peak") for runner in runners]

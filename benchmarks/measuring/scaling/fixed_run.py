@@ -79,11 +79,13 @@ class SumClock:
 def main(outcome: str, utterances: str, steps: str, sharded: str) -> None:
     """Run one rank: warm up and time the steps; the first rank writes the median and the share of the sums."""
     topology, clock = read_topology(), SumClock()
+    # Replaced in the module that calls it, where the name is looked up.
     training_step.sum_tensors = clock
     with process_group(topology, TIMEOUT):
         parts, global_batch = build_parts(topology, sharded == "True"), fixed_global_batch(int(utterances), topology)
         for step in range(WARM_UP):
             train_step(parts, global_batch, step)
+        # The warm-up does not count.
         clock.seconds.clear()
         times = []
         for step in range(int(steps)):

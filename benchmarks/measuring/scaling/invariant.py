@@ -28,6 +28,7 @@ def measure(effort: Effort) -> FaultTable:
     """Return a table with a row per case and world size."""
     steps = effort.count(STEPS, short=FEW_STEPS)
     cases = cases_of(steps)
+    # One process is the reference for all ranks with the same micro-batches.
     alone = {size: train_case(Case(steps, size)) for size in (WHOLE_WINDOW, QUARTER)}
     rows, failures = [], []
     for world_size in (1, 2, 4) if effort.is_full else (2,):

@@ -39,6 +39,7 @@ def start_and_wait(command: Sequence[str], world_size: int, **environment: str) 
         subprocess.Popen(command, cwd=ROOT, env=place | environment, stderr=subprocess.PIPE, text=True)
         for place in environments_of(world_size)
     ]
+    # A rank whose peers have failed would wait for them, hence the timeout.
     errors = [rank.communicate(timeout=2 * PATIENCE)[1] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
 
@@ -62,6 +63,7 @@ def measure(effort: Effort) -> FaultTable:
             found[setting.name].append(run(setting, effort.folder / "outcome.json", effort.count(STEPS, FEW_STEPS)))
     rows, rates = [], {}
     for setting in settings(cores):
+        # The best round: other processes of the machine can only make a step slower.
         best = min(found[setting.name], key=lambda one: one["step"])
         rates[setting.name] = best["audio"] / best["step"]
         architecture = architecture_of(TrainConfig(model=PRESETS["minimal"]), VOCABULARY)

@@ -32,7 +32,7 @@ TUNINGS = {
 PLACEMENTS = {
     "": ON_CARD,
     "half": Placement(half_precision=True),
-    "host": Placement(offloaded_blocks=sys.maxsize),
+    "host": Placement(offloaded_blocks=sys.maxsize),  # all blocks
     "ahead": Placement(offloaded_blocks=sys.maxsize, prefetch=True),
 }
 
@@ -50,6 +50,7 @@ class KonkaniVani:
                 gradient_accumulation_steps=terms.utterances // terms.together,
                 concurrent_micro_batches=entry.at_once,
             ),
+            # The loss of transformers: cross entropy without smoothing.
             loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0),
             optimizer=SCHEDULE,
             memory=MemoryConfig(mixed_precision=terms.mixed_precision, gradient_checkpointing="always"),

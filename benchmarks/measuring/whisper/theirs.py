@@ -39,6 +39,7 @@ class Transformers:
         decay = SCHEDULE.weight_decay
         self.optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.98), eps=1e-8, weight_decay=decay, fused=True)
         self.dtype = torch.float16 if terms.device == "cuda" else torch.bfloat16
+        # bf16 has the exponent range of fp32 and needs no loss scale.
         self.scaler = torch.amp.GradScaler(terms.device, enabled=terms.mixed_precision and self.dtype == torch.float16)
         self.steps = 0
         self.warm_up()
@@ -54,6 +55,7 @@ class Transformers:
         """Run one optimizer step; return the loss in nats per label."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(SCHEDULE, self.steps, TOTAL_STEPS)
+        # All labels of the global batch, for a loss that does not depend on the micro-batches.
         labels, losses = sum(self.terms.labels), []
         for first in range(0, len(self.speech), self.terms.together):
             some = self.speech[first : first + self.terms.together]
@@ -62,6 +64,7 @@ class Transformers:
                 loss = self.loss_sum([one.tokens for one in some], features) / labels
             self.scaler.scale(loss).backward()
             losses.append(loss.detach())
+        # The norm must be that of the true gradients, hence the scale is removed before clipping.
         self.scaler.unscale_(self.optimizer)
         torch.nn.utils.clip_grad_norm_(self.trained, SCHEDULE.max_grad_norm)
         self.scaler.step(self.optimizer)
@@ -73,6 +76,7 @@ class Transformers:
     def loss_sum(self, tokens: list[list[int]], features: torch.Tensor) -> torch.Tensor:
         """Return the summed cross entropy over all labels of utterances with features (B, F, T)."""
         special, longest = self.terms.special, max(map(len, tokens))
+        # Teacher forcing: the inputs are the labels shifted by one. -100 is ignored by the loss.
         given = [[special.start, *said, *[special.end] * (longest - len(said))] for said in tokens]
         wanted = [[*said, special.end, *[-100] * (longest - len(said))] for said in tokens]
         given, wanted = (torch.tensor(rows, device=self.terms.device) for rows in (given, wanted))
