@@ -30,6 +30,7 @@ def transcribe(recognizer: Recognizer, path: Path) -> Run:
     before, started, texts = resident_mib(), time.perf_counter(), []
     for segment in recognizer.segments(path):  # only texts are kept, or the segments would count as growth
         texts.append(segment.text)
+    # `segments` is a generator: the work is done in the loop.
     seconds = time.perf_counter() - started
     return Run(round(peak_resident_mib() - before, 1), round(seconds, 4), len(texts), " ".join(texts))
 

@@ -20,6 +20,7 @@ def measure(effort: Effort) -> FaultTable:
 def _trials(bench: ResumeBench) -> Iterator[Trial]:
     for case in resume_cases():
         yield Trial(f"bit for bit: {_kind(case)}", case.name, partial(bench.differences, case))
+    # The number of workers also changes between the two processes.
     for step, workers in ((5, (2, 0)), (9, (0, 4)), (13, (1, 2))):
         findings = partial(bench.whole_process_differences, step, workers)
         yield Trial("bit for bit: whole processes against a fork", f"killed after step {step}", findings)

@@ -49,7 +49,7 @@ class Recovered:
     digest: str
 
 
-# Called with "begin" before the save of a step and with "saved" after it.
+# Callback with an event and a state: "begin" precedes the save of a step, "saved" follows it.
 Tell = Callable[[str, Recovered], None]
 
 
@@ -89,6 +89,7 @@ def build() -> tuple[Net, torch.optim.Optimizer]:
 def digest(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Return a digest of every bit of the weights and the optimizer state."""
     found = hashlib.blake2b(digest_size=16)
+    # Sorted by name: the order of the dictionary may differ after loading.
     moments = [value for state in optimizer.state_dict()["state"].values() for _, value in sorted(state.items())]
     for tensor in (*net.state_dict().values(), *moments):
         found.update(torch.as_tensor(tensor).contiguous().numpy().tobytes())
@@ -150,9 +151,11 @@ class SpeechBrain:
     def recover(self, folder: Path) -> Recovered | None:
         net, optimizer, keeper = self._parts(folder)
         found = keeper.recover_if_possible()
+        # None if the folder has no checkpoint.
         return found and Recovered(found.meta["step"], digest(net, optimizer))
 
     def newest(self, folder: Path) -> list[Path]:
+        # A checkpoint is a folder of several files.
         return sorted(max(folder.glob("CKPT+*"), key=lambda path: path.stat().st_mtime_ns).iterdir())
 
     def _parts(self, folder: Path) -> tuple[Net, torch.optim.Optimizer, SpeechBrainCheckpointer]:
@@ -291,6 +294,7 @@ def read_told(said: Path) -> list[tuple[str, int, str, float]]:
 def start(target: Callable, *arguments: object) -> multiprocessing.process.BaseProcess:
     """Start a process, forked from a server that has already imported the toolkits."""
     context = multiprocessing.get_context("forkserver")
+    # Importing the toolkits takes seconds, and dozens of processes are started.
     context.set_forkserver_preload(["torch", "speechbrain.utils.checkpoints", "accelerate", "transformers.trainer"])
     process = context.Process(target=target, args=arguments)
     process.start()
@@ -315,6 +319,7 @@ def judge(found: Recovered | str | None, reference: Reference, saved: int) -> st
         return "crashes"
     if reference.digests.get(found.step) != found.digest:
         return "wrong without a word"
+    # Above `saved` if the kill came between a save and its line.
     return "newest, right" if found.step >= saved else "an older one, right"
 
 
@@ -456,6 +461,7 @@ def main() -> None:
         rows = [{"fault": "SIGKILL while saving", **killed}, *damage(number, folder, reference, flags.flips, draw)]
         for row in rows:
             print(json.dumps({"saver": saver.name, **row}), flush=True)
+        # The next way needs the disk space.
         shutil.rmtree(folder)
 
 

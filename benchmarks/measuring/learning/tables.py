@@ -49,6 +49,7 @@ def epochs_table(runs: Sequence[LearningRun], peer: str) -> str:
         theirs = [run for run in runs if (run.set_name, run.learner) == (name, peer)]
         ours = [run for run in runs if (run.set_name, run.learner) == (name, OURS)]
         if theirs and ours:
+            # All runs of a learner have the same number of epochs.
             aim, epochs = statistics.mean(run.valid[-1].cer for run in theirs), len(theirs[0].valid)
             reached = [epochs_to(run, aim) for run in ours]
             # If one seed does not reach it, a mean over the others would be too low.

@@ -20,6 +20,7 @@ from tests.whisper.small_model import write_model
 SCRIPTS = Path(__file__).resolve().parents[3] / "training_scripts"
 LOOP = Path(__file__).with_name("whisper_loop.py")
 BATCH, LANGUAGE = 16, "en"
+# The vocabulary of the recordings, from which the random model gets its tokens.
 DIGITS = "zero one two three four five six seven eight nine".split()
 TUNED = {"frozen encoder": ("--freeze", "encoder"), "LoRA": ("--lora_rank", "8")}
 
@@ -62,6 +63,7 @@ def learn(task: Task, seed: int) -> Iterator[LearnedRun]:
     yield _kept(task, "ours", seed, lambda place: _ours(made, base, seed, place, from_nothing))
     hearing = (*from_nothing, "--audio_context", "speech")
     yield _kept(task, "ours, speech alone", seed, lambda place: _ours(made, base, seed, place, hearing))
+    # Fine-tuning starts from the run on the whole window.
     tuned = task.folder / "runs" / f"ours_{seed}" / "exported"
     for way, flags in TUNED.items():
         more = (*flags, "--epochs", str(max(1, task.epochs // 3)))
@@ -112,6 +114,7 @@ def _ours(made: Path, base: Path, seed: int, place: Path, flags: tuple[str, ...]
         _output_of([*trainer, "--checkpoint_dir", f"{place}/checkpoints", "--log_dir", f"{place}/runs"])[-1]
     )
     log = Path(said["tensorboard"], "log.jsonl").read_text(encoding="utf-8").splitlines()
+    # The time of the steps only, as in the other loop.
     seconds = sum(record["seconds"] for record in map(json.loads, log) if record["kind"] == "step")
     exporter = [sys.executable, str(SCRIPTS / "export_asr.py"), "--checkpoint", said["checkpoint"]]
     _output_of([*exporter, "--whisper", f"{place}/exported"])

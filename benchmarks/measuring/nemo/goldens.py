@@ -20,7 +20,7 @@ import torch
 from nemo.collections.asr.models import EncDecCTCModelBPE, EncDecHybridRNNTCTCBPEModel
 from omegaconf import OmegaConf
 
-SAMPLES = (16_111, 10_037)  # odd lengths, the longer one first
+SAMPLES = (16_111, 10_037)  # no multiples of the hop of 160 samples; the longer one first
 TEXT = "उदक घरांत आसा आनी शाळा बाजारा लागीं आसा एक दोन तीन चार पांच आवय घरा वता".split()
 
 
@@ -199,6 +199,7 @@ def main(out: Path, older: str) -> None:
             "parakeet": lambda: ctc(folder, 128, use_bias=False, xscaling=False),
         }
         for seed, (name, build) in enumerate(builders.items()):
+            # Every model is reproducible on its own.
             torch.manual_seed(seed)
             model = build().eval()
             disturb(model)

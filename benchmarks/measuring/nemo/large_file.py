@@ -68,6 +68,7 @@ def tensors() -> dict[str, torch.Tensor]:
     for name, shape in shapes():
         shape = tuple(size for size in shape if size)
         found[name] = torch.randn(shape, generator=generator).mul_(0.02)
+        # A norm weight near 0 would remove the signal; a negative variance is invalid.
         if len(shape) == 1 and name.endswith(("norm.weight", "running_var")) or ".norm_" in name and "weight" in name:
             found[name] = found[name].abs_().add_(1)
     return found
@@ -93,6 +94,7 @@ def configuration(files: dict[str, str]) -> str:
     head = {"num_classes": PIECES * len(LANGUAGES), "multisoftmax": True, "vocabulary": []}
     return json.dumps(
         {
+            # The importer reads only the last part of `target`.
             **{"target": "x.EncDecHybridRNNTCTCBPEModel", "nemo_version": "1.23.0rc0", "sample_rate": 16_000},
             "preprocessor": {"window_size": 0.025, "window_stride": 0.01, "features": BINS, "n_fft": 512, "pad_to": 16},
             "encoder": {

@@ -38,8 +38,10 @@ def main(seconds: float, threads: int) -> None:
     live.count([*model.parameters(), *model.buffers()])
     for line in sys.stdin:
         live.restart_peak()
+        # Counting slows a step down, hence only some steps are counted.
         started = time.perf_counter()
         with live if line == "count\n" else contextlib.nullcontext():
+            # Features need no gradients.
             with torch.no_grad():
                 features, lengths = front(input_signal=waveform, length=length)
             encoded, lengths = encoder(audio_signal=features, length=lengths)

@@ -21,6 +21,7 @@ from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.model.flops import forward_layers, step_flop
 
 LEANER = "within the leanest other's peak"
+# Weights, gradients and two moments in fp32 take 16 bytes per parameter.
 NEAR_FLOOR = "within 1.1 x 16 bytes a parameter"
 
 
@@ -65,11 +66,13 @@ class Comparison:
         """
         found, ours = [], [result for result in self.results if result.entry.toolkit == OURS]
         leanest_other = min((self.leanest(toolkit).peak_mib for toolkit in self.toolkits), default=math.inf)
+        # No step in fp32 with AdamW can have a lower peak than its weights, gradients and moments.
         floor = STATE_BYTES * max((result.parameters for result in ours), default=0) / MIB
         for toolkit in self.toolkits if ours else ():
             theirs = self.fastest(toolkit)
             found.append(("fastest", self.fastest(OURS), theirs))
             for what, limit in ((LEANER, leanest_other), (NEAR_FLOOR, 1.1 * floor)):
+                # No row if every step of this trainer exceeds the limit.
                 if self._of(OURS, limit):
                     found.append((what, self.fastest(OURS, limit), theirs))
         return found
@@ -150,6 +153,7 @@ def step_flop_of(entry: Entry, terms: Terms) -> float:
     speech, total = build_speech(terms.utterances, terms.shortest, terms.longest), 0.0
     size = terms.utterances // entry.micro_batches
     for start in range(0, terms.utterances, size):
+        # Utterances are sorted, so that each slice is a micro-batch of `cut`.
         frames = tuple(speech.frames[start : start + size].tolist())
         tokens = int(speech.token_lengths[start : start + size].max())
         layers = forward_layers(model_of(terms), VOCABULARY, FeatureConfig().mel_bins, frames, tokens)
@@ -199,6 +203,7 @@ def compare_all(
     )
     if not without_dropout or not terms.dropout:
         return comparison
+    # The other toolkits also drop attention probabilities; without dropout, this difference vanishes.
     fastest = tuple(comparison.fastest(toolkit).entry for toolkit in toolkits)
     return replace(comparison, without_dropout=race(fastest, pythons, replace(terms, dropout=0.0), rounds))
 

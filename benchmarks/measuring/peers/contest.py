@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.measuring.fixed_step import FixedSpeech
 
-CTC_SHARE, LABEL_SMOOTHING = 0.3, 0.1
+CTC_SHARE, LABEL_SMOOTHING = 0.3, 0.1  # of the joint loss in every toolkit
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ def grow(axis: Axis, toolkits: tuple[str, ...], rounds: int, folder: Path) -> Cu
         print(f"{axis.title}: {value:g}", file=sys.stderr, flush=True)
         entries = tuple(Entry(toolkit, "", 1) for toolkit in toolkits)
         try:
+            # In turn, so that a varying speed of the machine affects all toolkits equally.
             results = {result.entry: result for result in race(entries, pythons, terms, rounds)}
         except ResourceError as error:  # one toolkit is out of memory: measure each alone
             print(error, file=sys.stderr)

@@ -55,12 +55,14 @@ class KonkaniVani:
         self.global_batch = build_global_batch(
             build_speech(terms.utterances, terms.shortest, terms.longest), entry.micro_batches
         )
+        # Measured after the data are in memory and before the model is built.
         self.resident_before = resident_mib()
         architecture = architecture_of(config, VOCABULARY)
         self.parts = build_step_parts(config, architecture, device, TOTAL_STEPS, take_features_as_given)
         self.parameters = parameter_count(self.parts.model)
         self.steps = 0
         warm_up(self.parts, self.global_batch)
+        # After the warm-up: the optimizer state is part of the measured peak.
         if entry.limit_mib:
             self.parts = min_recomputed(self.parts, self.global_batch, entry.limit_mib)
 

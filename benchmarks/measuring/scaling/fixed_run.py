@@ -47,6 +47,7 @@ def fixed_global_batch(utterances: int, topology: Topology = ALONE) -> GlobalBat
     """
     speeches = fixed_speech(utterances)
     whole = split_into_micro_batches(speeches, same_size(MICRO_BATCH), OUR_TOKENS)
+    # The same partition as in training.
     own = partition(np.array([speech.seconds for speech in speeches]), topology.world_size)[topology.rank]
     portion = split_into_micro_batches([speeches[number] for number in own], same_size(MICRO_BATCH), OUR_TOKENS)
     return dataclasses.replace(whole, micro_batches=portion.micro_batches)

@@ -60,6 +60,7 @@ class KonkaniVani:
         architecture = WhisperArchitecture(terms.shape, TUNINGS[terms.train], terms.audio_context)
         device, layout = choose_device(terms.device), StateLayout(placement=PLACEMENTS[entry.setting])
         self.parts = build_step_parts(config, architecture, device, TOTAL_STEPS, layout=layout)
+        # Both sides get equal weights, since both derive them from the names in the checkpoint files.
         fill(_named_as_in_files(self.parts.model))
         self.parameters = sum(parameter.numel() for parameter in trained_parameters(self.parts.model))
         self.steps = 0
