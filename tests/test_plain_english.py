@@ -32,7 +32,7 @@ PHRASINGS = {
 }
 COUNTED = [re.compile(pattern, re.IGNORECASE) for pattern in PHRASINGS]
 # Phrasings per 10,000 words: the figure of the day that the limit was set, rounded up. Lower a limit, never raise it.
-LIMITS = {"help": 11, "messages": 7, "pages": 4, "comments": 352}
+LIMITS = {"help": 11, "messages": 7, "pages": 4, "comments": 6}
 PACKAGE = ("konkanivani", "training_scripts")
 
 
