@@ -156,10 +156,10 @@ def build_recognizer(
     elif is_bundle(Path(path)):
         speech_model = read_bundle(Path(path), choose_device(device))
     else:
-        speech_model = build_speech_model(read_checkpoint(path), choose_device(device))
+        speech_model = build_speech_model(read_checkpoint(Path(path)), choose_device(device))
     longest = min(speech_model.longest_seconds, MAX_PIECE) if longest_seconds is None else longest_seconds
     speech_model = with_word_times(speech_model)
-    decode = build_decode(decoding, speech_model.architecture, speech_model.tokenizer, speech_model.device)
+    decode: Decode = build_decode(decoding, speech_model.architecture, speech_model.tokenizer, speech_model.device)
     # Fallback needs scores of the decoder and Whisper's "no speech" token.
     if isinstance(decode, BeamDecode) and isinstance(speech_model.tokenizer, PromptedVocabulary):
         decode = FallbackDecode(decode, speech_model.tokenizer)

@@ -198,7 +198,7 @@ def say(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: int) ->
     """
     rows = list(limits)
     step = 0
-    tokens = {row: [] for row in limits}
+    tokens: dict[int, list[int]] = {row: [] for row in limits}
     totals = dict.fromkeys(limits, 0.0)
     while rows:
         log_probabilities = _allowed(scorer.score()[:, 0], [limits[row] <= step for row in rows], end)
