@@ -4,7 +4,7 @@ B batch, S samples, T' encoder frames, D model dimension.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +21,7 @@ from konkanivani.inference.pretrained import STATE, Pretrained, restored_archite
 from konkanivani.inference.provenance import Provenance, read_provenance
 from konkanivani.inference.whisper.vocabulary import vocabulary_of
 from konkanivani.model.architecture import Architecture, Dimensions
-from konkanivani.model.asr import KonkaniVaniASR, SkipInit
+from konkanivani.model.asr import SkipInit, SpeechNetwork
 from konkanivani.model.blocks import run_directly
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states
@@ -42,7 +42,7 @@ class SpeechModel:
     """
 
     architecture: Architecture
-    model: KonkaniVaniASR
+    model: SpeechNetwork
     front_end: FeatureExtractor
     tokenizer: Vocabulary
     device: torch.device
@@ -141,9 +141,10 @@ def is_within_bounds(model: Dimensions) -> bool:
 def load_tokenizer(checkpoint: Checkpoint) -> Vocabulary:
     """Return the checkpoint's tokenizer; raise a CheckpointError if it is invalid or does not fit the weights."""
     # Only runs from a pretrained Whisper model have this state.
-    read: Callable[[bytes], Vocabulary] = vocabulary_of if STATE in checkpoint.states else Tokenizer
+    is_pretrained = STATE in checkpoint.states
+    tokenizer: Vocabulary
     try:
-        tokenizer = read(checkpoint.tokenizer)
+        tokenizer = vocabulary_of(checkpoint.tokenizer) if is_pretrained else Tokenizer(checkpoint.tokenizer)
     except DataError as error:
         raise CheckpointError(f"The checkpoint's tokenizer cannot be used: {error} Use another checkpoint.") from None
     if tokenizer.size != checkpoint.vocab_size:
