@@ -91,11 +91,12 @@ def training_limits(config: TrainConfig, framing: FrameLengths | None = None) ->
 
 def evaluation_limits(config: TrainConfig, framing: FrameLengths | None = None) -> Limits:
     """Return the limits of validation and test utterances, which have their own maximum duration."""
+    # Evaluation has no speed perturbation; the setting of an older run may still be "auto".
+    augment = dataclasses.replace(config.augment, speed_perturbation=(1.0,))
     return dataclasses.replace(
-        training_limits(config, framing),
+        training_limits(dataclasses.replace(config, augment=augment), framing),
         max_duration=config.data.max_validation_duration,
         max_tokens=10**9,
-        fastest_speed=1.0,
         duration_flag="--max_validation_duration",
     )
 
