@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from konkanivani.base.auto_defaults import resolved
 from konkanivani.base.config import TrainConfig, TuningConfig
 from konkanivani.base.console import say
 from konkanivani.base.errors import UsageError
@@ -30,7 +31,7 @@ from konkanivani.training.step import StepParts
 
 def count_steps(config: TrainConfig, planner: EpochPlanner) -> int:
     """Return the number of optimizer steps of the whole run."""
-    return limit_steps(config, config.run.epochs * planner.global_batches_per_epoch())
+    return limit_steps(config, resolved(config.run.epochs) * planner.global_batches_per_epoch())
 
 
 def limit_steps(config: TrainConfig, steps: int) -> int:

@@ -77,7 +77,7 @@ def choose_concurrency(config: TrainConfig, device: torch.device, is_sharded: bo
         # Sharded weights are gathered collectively inside the forward pass, in an order that threads would mix up.
         return 1
     asked = config.data.concurrent_micro_batches
-    return min(AT_ONCE if asked == AUTO else asked, torch.get_num_threads())
+    return min(AT_ONCE if asked == "auto" else asked, torch.get_num_threads())
 
 
 def build_step_parts(
@@ -114,7 +114,8 @@ def memory_conditions(config: TrainConfig, architecture: Architecture, device: t
     memory = config.memory
     concurrent_micro_batches = choose_concurrency(config, device, is_sharded=False)
     precision = memory.mixed_precision, memory.amp_dtype
-    step = architecture, config.loss, precision, memory.gradient_checkpointing, concurrent_micro_batches
+    step: tuple[object, ...] = (architecture, config.loss, precision, memory.gradient_checkpointing)
+    step = *step, concurrent_micro_batches
     # The default is left out, so that older plans stay valid.
     if memory.weights != AUTO or memory.host_budget is not None:
         step = *step, memory.weights, memory.host_budget
