@@ -90,6 +90,7 @@ class TextCorpus:
         """
         from konkanivani.data.text import normalize_text
 
+        unknown_token = self.tokenizer.special.unknown
         for text in chain(*map(self._lines_of, files), *map(self._transcripts_of, manifests)):
             normalised = normalize_text(text, self.digits)
             if not normalised:
@@ -99,7 +100,8 @@ class TextCorpus:
             # Words for the perplexity per word, which is comparable between tokenizers.
             self.words += len(normalised.split())
             self.tokens += len(tokens)
-            self.unknown += tokens.count(self.tokenizer.special.unknown)
+            if unknown_token is not None:
+                self.unknown += tokens.count(unknown_token)
             yield tokens
         if not self.sentences:
             raise DataError(

@@ -99,7 +99,8 @@ def _take_weights(
     """Copy the checkpoint weights that fit into `whole`, and load them into `stateful` if that is sharded."""
     config = config_from_text(initial.config)
     # Low-rank products are merged into the weights, since the new run may have no adapters.
-    _, weights = architecture_of(config, initial.vocab_size).plain(initial.states["model"])
+    stored = {name: value for name, value in initial.states["model"].items() if isinstance(value, torch.Tensor)}
+    _, weights = architecture_of(config, initial.vocab_size).plain(stored)
     transfer = transfer_weights(
         whole, weights, config.model, initial.tokenizer == tokenizer.model and not tuning.new_tokenizer
     )

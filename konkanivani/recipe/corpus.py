@@ -73,6 +73,9 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, tex
     """
     if not (start.resumed or keeps_tokens(start)):
         return
+    unknown_token = tokenizer.special.unknown
+    if unknown_token is None:
+        return
     remembered = remembered_corpus(start)
     characters: Counter[str] = Counter()
     tokens: Counter[int] = Counter()
@@ -80,8 +83,8 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, tex
     for text in islice(texts, TOLD_BY if remembered is not None and remembered.is_unchanged(corpus) else None):
         characters.update(text)
         tokens.update(tokenizer.encode(text))
-    unknown = {c: number for c, number in characters.items() if tokenizer.special.unknown in tokenizer.encode(c)}
-    part = tokens[tokenizer.special.unknown] / max(1, tokens.total())
+    unknown = {c: number for c, number in characters.items() if unknown_token in tokenizer.encode(c)}
+    part = tokens[unknown_token] / max(1, tokens.total())
     if not unknown:
         return
     commonest = sorted(unknown, key=unknown.__getitem__, reverse=True)
