@@ -27,7 +27,7 @@ from konkanivani.base.errors import DataError, UsageError
 from konkanivani.base.files import check_new_file
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
-    from konkanivani.data.text import Tokenizer
+    from konkanivani.data.vocabulary import Vocabulary
     from konkanivani.decoding.arpa import Ngrams
 
 MAX_ORDER = 16
@@ -75,7 +75,7 @@ def check_flags(flags: Flags) -> None:
 class TextCorpus:
     """Normalised sentences and their counts, which are complete once all sentences have been read."""
 
-    tokenizer: "Tokenizer"
+    tokenizer: "Vocabulary"
     digits: Literal["keep", "spell"]
     sentences: int = 0
     words: int = 0

@@ -73,7 +73,10 @@ def load_weights(
         change = None if remembered is None else remembered.change_to(corpus)
         _fit_cursor(state, start.resumed, planner, change)
     if start.initial:
-        _take_weights(start.initial, start.config.tuning, stateful["model"], whole_model(start, step), tokenizer)
+        whole = whole_model(start, step)
+        # The rules of the flags reject --init_from with --pretrained.
+        assert isinstance(whole, KonkaniVaniASR)
+        _take_weights(start.initial, start.config.tuning, stateful["model"], whole, tokenizer)
 
 
 def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner, change: CorpusChange | None) -> None:

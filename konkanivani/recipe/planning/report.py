@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import repeat
 
 from konkanivani.base.auto_defaults import resolve, resolved
-from konkanivani.base.config import PRESETS, ModelConfig, TrainConfig
+from konkanivani.base.config import PRESETS, ModelConfig, Preset, TrainConfig
 from konkanivani.base.rules import settings_of
 from konkanivani.base.units import GIB, MIB, budget_text, peak_text
 from konkanivani.memory.devices import DeviceCosts
@@ -169,7 +169,7 @@ def answer(request: PlanRequest) -> Answer:
 def plan_presets(
     config: TrainConfig,
     costs: DeviceCosts,
-    presets: Mapping[str, ModelConfig] = PRESETS,
+    presets: Mapping[Preset, ModelConfig] = PRESETS,
     budgets: tuple[float, ...] = TABLE_BUDGETS,
 ) -> str:
     """Return a table of presets by budgets in GiB: micro-batch of 10 s utterances, and longest utterance in seconds."""
