@@ -49,6 +49,8 @@ NAMES = {
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     "torch.utils._pytree.tree_leaves",
+    "torch.utils.data.dataloader._BaseDataLoaderIter",
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
 }
 

@@ -7,8 +7,10 @@ from typing import Literal, TypeVar, cast
 from konkanivani.base.config import AUTO, DEFAULT_EFFECTIVE_BATCH_SIZE, DEFAULT_RATE, DataConfig, TrainConfig
 from konkanivani.base.rules import settings_of, with_values
 
-DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "gradient_accumulation_steps", "first_epoch")
-DECIDED += ("learning_rate",)
+DECIDED = (
+    *("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "gradient_accumulation_steps", "first_epoch"),
+    "learning_rate",
+)
 # With less audio, subwords are too rare to be learnt, and attention without CTC aligns too late.
 LITTLE_HOURS = 10.0
 TARGET_HOURS = 30.0  # audio in all epochs together, as far as the bounds on the epochs allow

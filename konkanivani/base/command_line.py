@@ -150,7 +150,15 @@ def print_on_local_rank0() -> Iterator[None]:
             yield
     except (KonkaniVaniError, SystemExit) as error:
         time.sleep(GRACE_SECONDS)  # torchrun kills all ranks when one ends: let the first one report
-        raise ReportedByOtherRank(error.exit_code if isinstance(error, KonkaniVaniError) else error.code or 0) from None
+        raise ReportedByOtherRank(_exit_code(error)) from None
+
+
+def _exit_code(error: KonkaniVaniError | SystemExit) -> int:
+    """Return the exit code of a process that ends with this error."""
+    if isinstance(error, KonkaniVaniError):
+        return error.exit_code
+    # sys.exit() means 0, and sys.exit("message") means 1.
+    return 1 if isinstance(error.code, str) else error.code or 0
 
 
 def end_script(code: int) -> NoReturn:

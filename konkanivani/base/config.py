@@ -4,9 +4,9 @@
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
-AUTO = "auto"
+AUTO: Final = "auto"
 DEFAULT_RATE = 1e-3
 DEFAULT_EFFECTIVE_BATCH_SIZE = 8
 AudioContext = Literal["window", "speech"]
@@ -182,6 +182,13 @@ class AugmentConfig:
     """SpecAugment: time masks per utterance."""
     time_mask_share: float = 0.08
     """SpecAugment: maximum length of a time mask, as a fraction of the utterance."""
+
+    @property
+    def resolved_speeds(self) -> tuple[float, ...]:
+        """`speed_perturbation`, which must no longer be "auto"."""
+        if self.speed_perturbation == AUTO:
+            raise ValueError("speed_perturbation is still auto; auto_defaults.resolve sets it")
+        return self.speed_perturbation
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -63,11 +63,14 @@ def read_topology(environment: Mapping[str, str] = os.environ) -> Topology:
     """
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return ALONE
-    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"
-    names += ("TORCHELASTIC_MAX_RESTARTS",)
+    names = (
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+    )
     try:
-        places = (int(environment.get(name, name.endswith("WORLD_SIZE"))) for name in names)
-        topology = Topology(*places, is_launched=True)
+        numbers = [int(environment.get(name, "1" if name.endswith("WORLD_SIZE") else "0")) for name in names]
+        rank, world_size, local_rank, local_world_size, restarts, max_restarts = numbers
+        topology = Topology(rank, world_size, local_rank, local_world_size, restarts, max_restarts, is_launched=True)
     except ValueError:
         # Not a number: fails the range check below, with the same message.
         topology = Topology(rank=-1)
@@ -117,7 +120,8 @@ def gather(topology: Topology, item: Item) -> list[Item]:
     """Return the items of all ranks, by rank, on every rank; an item must be picklable."""
     if topology.is_single_process:
         return [item]
-    items: list[Item | None] = [None] * topology.world_size
+    # all_gather_object replaces every item of this list.
+    items = [item] * topology.world_size
     with raise_rank_lost():
         dist.all_gather_object(items, item)
     return items
@@ -128,7 +132,7 @@ def broadcast_from_rank0(topology: Topology, make: Callable[[], Item]) -> Item:
     if topology.is_single_process:
         return make()
     # broadcast_object_list writes the received object into this list.
-    box = [make() if topology.is_first else None]
+    box: list[Any] = [make() if topology.is_first else None]
     with raise_rank_lost():
         dist.broadcast_object_list(box, src=0)
     return box[0]
@@ -169,7 +173,7 @@ def new_bucket(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _bucketfuls(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
     """Group the tensors in order: at most `size` elements per group, or one larger tensor."""
-    group = []
+    group: list[torch.Tensor] = []
     held = 0
     for tensor in tensors:
         if group and held + tensor.numel() > size:

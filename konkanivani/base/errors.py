@@ -67,9 +67,10 @@ def explained(kind: type[KonkaniVaniError], what: str, advice: str, *others: typ
 
     The message is "WHAT: reason (file). ADVICE"; the file is omitted if WHAT names it already.
     """
+    caught: tuple[type[Exception], ...] = (OSError, *others)
     try:
         yield
-    except (OSError, *others) as error:
+    except caught as error:
         # str(OSError) contains the errno and the file; strerror is the reason only.
         reason = getattr(error, "strerror", None) or error
         file = getattr(error, "filename", None)

@@ -265,4 +265,4 @@ def _is_of(value: object, kind: object) -> bool:
     # bool is a subclass of int, so an int field would accept True.
     if isinstance(value, bool):
         return kind is bool
-    return isinstance(value, kind) or (kind is float and isinstance(value, int))
+    return (isinstance(kind, type) and isinstance(value, kind)) or (kind is float and isinstance(value, int))

@@ -24,7 +24,9 @@ Count = TypeVar("Count", int, np.ndarray, torch.Tensor)
 class FrameLengths(Protocol):
     """Conversion of a number of samples to feature frames and encoder frames, and of frames to times."""
 
-    encoder_hop: int
+    @property
+    def encoder_hop(self) -> int:
+        """Samples from one encoder frame to the next."""
 
     def feature_length(self, samples: Count) -> Count:
         """Return the number of feature frames."""
@@ -92,13 +94,13 @@ def _at_least_0(count: Count) -> Count:
     return count * (count > 0)
 
 
-def resampled_samples(samples: int, old: int, new: int) -> int:
+def resampled_samples(samples: Count, old: int, new: int) -> Count:
     """Return the length after resampling from rate `old` to `new`, rounded up as torchaudio does."""
     # Ceiling in integers, exact for any length.
     return -(-samples * new // old)
 
 
-def speed_perturbed_samples(samples: int, speed: float) -> int:
+def speed_perturbed_samples(samples: Count, speed: float) -> Count:
     """Return the length after speed perturbation by the factor `speed`."""
     # The factor is rounded to two decimals, so that the resampler gets a ratio of integers.
     return resampled_samples(samples, round(speed * 100), 100)

@@ -15,8 +15,6 @@ from konkanivani.base.errors import DataError
 from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.data.text import SpecialTokens
 
-TENSORS = ("waveforms", "tokens", "decoder_tokens", "targets")
-
 
 @dataclass(frozen=True)
 class Example:
@@ -68,10 +66,17 @@ class Batch:
         return self.with_each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(getattr(self, name) for name in TENSORS)
+        return self.waveforms, self.tokens, self.decoder_tokens, self.targets
 
     def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        return dataclasses.replace(self, **{name: change(getattr(self, name)) for name in TENSORS})
+        """Return the batch with `change` applied to its tensors, in the order of `tensors`."""
+        return dataclasses.replace(
+            self,
+            waveforms=change(self.waveforms),
+            tokens=change(self.tokens),
+            decoder_tokens=change(self.decoder_tokens),
+            targets=change(self.targets),
+        )
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ def collate(speeches: list[Example], special: SpecialTokens) -> Batch:
     tokens = [torch.tensor(speech.tokens, dtype=torch.long) for speech in speeches]
     edge = torch.tensor([special.start]), torch.tensor([special.end])
     pad = torch.nn.utils.rnn.pad_sequence
-    seeds = [speech.augment_seed for speech in speeches]
+    seeds = [speech.augment_seed for speech in speeches if speech.augment_seed is not None]
     return Batch(
         utterance_ids=tuple(speech.utterance_id for speech in speeches),
         waveforms=pad([speech.waveform for speech in speeches], batch_first=True),
@@ -123,7 +128,7 @@ def collate(speeches: list[Example], special: SpecialTokens) -> Batch:
         decoder_tokens=pad([torch.cat([edge[0], row]) for row in tokens], batch_first=True),
         # -1 is ignored by the loss; 0 would be a token.
         targets=pad([torch.cat([row, edge[1]]) for row in tokens], batch_first=True, padding_value=-1),
-        augment_seeds=None if None in seeds else tuple(seeds),
+        augment_seeds=tuple(seeds) if len(seeds) == len(speeches) else None,
     )
 
 

@@ -26,7 +26,7 @@ class Cursor:
 
 
 @dataclass(frozen=True)
-class EpochPlan(Sequence[np.ndarray]):
+class EpochPlan:
     """Global batches of one epoch as arrays of utterance indices.
 
     `order` concatenates the batches before shuffling; `global_batch_order` is the order of the complete ones.
@@ -44,6 +44,9 @@ class EpochPlan(Sequence[np.ndarray]):
         is_full = number < len(self.global_batch_order)  # only the last global batch may be smaller
         place = int(self.global_batch_order[number]) if is_full else number
         return self.order[place * self.global_batch_size : (place + 1) * self.global_batch_size]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[number] for number in range(len(self)))
 
 
 @dataclass(frozen=True)
@@ -95,10 +98,10 @@ class EpochPlanner:
 
     def digest(self) -> int:
         """Return a checksum that changes if any plan changes."""
-        recipe = [PLAN_VERSION, self.global_batch_size, self.seed]
+        recipe: list[int | str] = [PLAN_VERSION, self.global_batch_size, self.seed]
         if self.shortest_first:  # only if set: other plans keep their digest
             recipe.append("shortest first")
-        return zlib.crc32(repr(tuple(recipe)).encode(), zlib.crc32(np.ascontiguousarray(self.durations)))
+        return zlib.crc32(repr(tuple(recipe)).encode(), zlib.crc32(np.ascontiguousarray(self.durations).data))
 
 
 def partition(costs: np.ndarray, ranks: int) -> list[np.ndarray]:
@@ -109,7 +112,7 @@ def partition(costs: np.ndarray, ranks: int) -> list[np.ndarray]:
     """
     # Deterministic (stable sort, first minimum): each rank computes the shares of all ranks without communication.
     loads = np.zeros(ranks)
-    hands = [[] for _ in range(ranks)]
+    hands: list[list[int]] = [[] for _ in range(ranks)]
     for number in np.argsort(-np.asarray(costs, dtype=np.float64), kind="stable"):
         rank = int(loads.argmin())
         loads[rank] += costs[number]

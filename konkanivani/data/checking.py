@@ -48,7 +48,7 @@ class Limits:
         limits = self
         longest = window_seconds * slowest_speed
         if most_tokens < self.max_tokens:
-            limits = dataclasses.replace(limits, max_tokens=most_tokens, tokens_limit="the decoder's")
+            limits = dataclasses.replace(limits, max_tokens=int(most_tokens), tokens_limit="the decoder's")
         if longest < self.max_duration:
             speed = f" at speed {slowest_speed:g}" if slowest_speed != 1 else ""
             flag = f"the model's window{speed},"
@@ -79,10 +79,14 @@ def training_limits(config: TrainConfig, framing: FrameLengths | None = None) ->
     `framing` replaces the settings' framing for a model with its own features.
     """
     data = config.data
-    speeds = config.augment.speed_perturbation
-    limits = Limits(data.min_duration, data.max_duration, data.max_tokens, max(speeds))
-    framing = framing or Framing(config.features, config.model.subsampling)
-    return dataclasses.replace(limits, framing=framing, is_aligned=config.loss.ctc_weight != 0)
+    return Limits(
+        data.min_duration,
+        data.max_duration,
+        data.max_tokens,
+        max(config.augment.resolved_speeds),
+        framing=framing or Framing(config.features, config.model.subsampling),
+        is_aligned=config.loss.ctc_weight != 0,
+    )
 
 
 def evaluation_limits(config: TrainConfig, framing: FrameLengths | None = None) -> Limits:
@@ -106,16 +110,17 @@ def reason_to_reject(utterance: Utterance, tokens: list[int], limits: Limits) ->
         return f"{utterance.duration:.2f} s is longer than {limits.duration_flag} {limits.max_duration:g} s"
     if len(tokens) > limits.max_tokens:
         return f"{len(tokens)} tokens are more than {limits.tokens_limit} {limits.max_tokens}"
-    if len(tokens) > limits.most_spoken_tokens(utterance.duration):
+    durations = np.array([utterance.duration])
+    if len(tokens) > limits.most_spoken_tokens(durations)[0]:
         rate = f"{utterance.duration:.2f} s, {MAX_TOKEN_RATE:g} tokens a second at most"
         return f"{len(tokens)} tokens are more than speech of its length has: {rate}"
-    frames = limits.encoder_frames(utterance.duration)
     needed = ctc_frames_needed(tokens)
-    if not limits.frames_missing(utterance.duration, needed):
+    if not limits.frames_missing(durations, np.array([needed]))[0]:
         return None
     speed = f" at speed {limits.fastest_speed:g}" if limits.fastest_speed != 1 else ""
     if not limits.is_aligned:
         return f"the audio is shorter than one frame{speed}"
+    frames = limits.encoder_frames(durations)[0]
     return f"CTC cannot align it: {needed} tokens and repeats need {needed} frames, the audio has {frames}{speed}"
 
 
@@ -130,9 +135,10 @@ def check_utterances(
     everything = Selection(manifest, np.arange(len(manifest), dtype=np.int32), counts, normalize, is_whole=True)
     # Only rejected rows are read and tokenized again, for their reasons; the check itself needs the counts alone.
     for place in np.flatnonzero(~usable):
-        utterance = everything[place]
+        utterance = everything[int(place)]
         tokens = tokenizer.encode(utterance.text)
         reason = reason_to_reject(utterance, tokens, limits)
+        assert reason is not None  # it applies the limits of _usable
         rejections.append(Rejection(manifest.path, utterance.row, utterance.id, reason, not utterance.text))
     return everything if usable.all() else everything.part(np.flatnonzero(usable).astype(np.int32)), rejections
 

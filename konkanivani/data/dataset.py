@@ -1,6 +1,5 @@
 """Map-style datasets that load an utterance's waveform and tokens."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,7 @@ from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.batch import Example
 from konkanivani.data.noise_reverb import NoiseReverb
 from konkanivani.data.rejections import Rejection
-from konkanivani.data.utterance import Utterance
+from konkanivani.data.utterance import Utterance, Utterances
 from konkanivani.data.vocabulary import Vocabulary
 
 
@@ -26,7 +25,7 @@ class TrainDataset(Dataset):
     start and end of the speech. All randomness is a function of (seed, epoch, utterance).
     """
 
-    utterances: Sequence[Utterance]
+    utterances: Utterances
     tokenizer: Vocabulary
     speeds: tuple[float, ...]
     seed: int
@@ -57,7 +56,7 @@ class TrainDataset(Dataset):
 class EvalDataset(Dataset):
     """Map-style dataset without augmentation: index -> `Example`, or a `Rejection` if the audio is unusable."""
 
-    utterances: Sequence[Utterance]
+    utterances: Utterances
     tokenizer: Vocabulary
     manifest: str = ""
 

@@ -88,9 +88,12 @@ def make_fingerprint(manifest: Manifest) -> Fingerprint:
 
 def read_fingerprint(state: Mapping[str, object]) -> Fingerprint:
     """Return the fingerprint stored in a checkpoint; raise a `CheckpointError` if it is invalid."""
-    fields = {"manifest": str, "utterances": int, "hours": float, "sketch": tuple}
+    manifest = state.get("manifest")
+    utterances = state.get("utterances")
+    hours = state.get("hours")
+    sketch = state.get("sketch")
     # The file may come from elsewhere; `type`, because a bool is an int.
-    sound = all(type(state.get(name)) is kind for name, kind in fields.items())
-    if not sound or not all(type(mark) is int for mark in state["sketch"]):
-        raise CheckpointError("The checkpoint has no valid record of its training corpus. Use another checkpoint.")
-    return Fingerprint(**{name: state[name] for name in fields})
+    if type(manifest) is str and type(utterances) is int and type(hours) is float and type(sketch) is tuple:
+        if all(type(mark) is int for mark in sketch):
+            return Fingerprint(manifest, utterances, hours, sketch)
+    raise CheckpointError("The checkpoint has no valid record of its training corpus. Use another checkpoint.")

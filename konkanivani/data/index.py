@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -91,8 +91,13 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = ()) -> ManifestInd
     if found.st_size < SMALL_BYTES or not manifest.is_file():
         return _joined(list(_scanned(manifest, roots)))
     # Inode and ctime, which unpacking an archive does not restore: an index from elsewhere is not trusted.
-    identity = {"version": VERSION, "bytes": found.st_size, "inode": found.st_ino, "changed_ns": found.st_ctime_ns}
-    identity["roots"] = list(roots)
+    identity: dict[str, object] = {
+        "version": VERSION,
+        "bytes": found.st_size,
+        "inode": found.st_ino,
+        "changed_ns": found.st_ctime_ns,
+        "roots": list(roots),
+    }
     folder = manifest.with_name(manifest.name + ".index")
     index = _read(folder, manifest, identity)
     if index is not None:
@@ -183,7 +188,7 @@ def _scanned(manifest: Path, roots: tuple[str, ...]) -> Iterator[ManifestIndex]:
     edges = _block_edges(manifest)
     lines_before = 0
     with ExitStack() as opened:
-        run_each = map
+        run_each: Callable[..., Iterator[tuple[ManifestIndex, int]]] = map
         if len(edges) > 2:
             pool = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork"))
             run_each = opened.enter_context(pool).map

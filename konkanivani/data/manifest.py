@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ MAX_TOKENIZER_TEXTS = 500_000
 ADVICE = "Give the path of a JSONL manifest."
 
 
-class Manifest(Sequence[Utterance]):
+class Manifest:
     """Valid rows of a manifest in the order of the file.
 
     Only the index is held in memory or memory-mapped; each access reads the row from the file. `durations` (rows,) are
@@ -73,8 +73,9 @@ class Manifest(Sequence[Utterance]):
         return read_manifest, (self.path, self.named_roots)
 
     def __del__(self) -> None:
-        if getattr(self, "_file", None) is not None:  # __init__ may have failed before setting it
-            os.close(self._file)
+        file: int | None = getattr(self, "_file", None)  # __init__ may have failed before setting it
+        if file is not None:
+            os.close(file)
 
 
 def read_manifest(path: str | Path, named_roots: tuple[str, ...] = ()) -> Manifest:

@@ -1,7 +1,7 @@
 """Subset of a manifest that a run uses, with normalised transcripts."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from konkanivani.data.utterance import Utterance
 
 
 @dataclass(frozen=True)
-class Selection(Sequence[Utterance]):
+class Selection:
     """Lazily read utterances of a manifest at the indices `places` (N,), with normalised text.
 
     `counts` covers the whole manifest. `is_whole` means all utterances in the manifest's order.
@@ -41,6 +41,9 @@ class Selection(Sequence[Utterance]):
     def __getitem__(self, number: int) -> Utterance:
         utterance = self.manifest[int(self.places[number])]
         return dataclasses.replace(utterance, text=self.normalize(utterance.text))
+
+    def __iter__(self) -> Iterator[Utterance]:
+        return (self[number] for number in range(len(self)))
 
     def part(self, numbers: np.ndarray) -> "Selection":
         """Return the selection of the utterances with these indices."""

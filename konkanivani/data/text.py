@@ -10,7 +10,7 @@ import dataclasses
 import io
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -140,7 +140,7 @@ class Tokenizer:
         """Raise a `UsageError`: there are no timestamp tokens."""
         raise UsageError("The tokenizer has no timestamp tokens: omit --timestamp_share.")
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         return self._processor.decode([token for token in tokens if token not in self.special]).strip()
 
     def begins_word(self, token: int) -> bool:

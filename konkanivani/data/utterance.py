@@ -16,7 +16,9 @@ A row is a JSON object with the fields
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from konkanivani.data.audio.channels import parse_channel
 from konkanivani.data.audio.files import AudioSource
@@ -68,7 +70,7 @@ class Utterance:
     def mark(self) -> int:
         """Return a 56-bit hash that survives moving the corpus, converting its audio and correcting its text."""
         stem = os.path.splitext(os.path.basename(self.audio_filepath))[0]
-        place = (stem, self.byte_offset, self.offset or 0.0, round(self.duration, 2))
+        place: tuple[object, ...] = (stem, self.byte_offset, self.offset or 0.0, round(self.duration, 2))
         # Only with a channel, so that the hashes of older checkpoints stay valid.
         if self.channel is not None:
             place += (self.channel,)
@@ -80,6 +82,16 @@ class Utterance:
         # The user names the manifest, and with it its absolute paths; only relative paths are confined to its folder.
         roots = None if os.path.isabs(self.audio_filepath) else self.roots
         return AudioSource(*place, self.offset, self.duration, roots, self.channel)
+
+
+class Utterances(Protocol):
+    """Utterances by index from 0: a list, or rows of a manifest that are read when they are accessed."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, place: int, /) -> Utterance: ...
+
+    def __iter__(self) -> Iterator[Utterance]: ...
 
 
 def row_of(utterance: Utterance) -> dict[str, object]:

@@ -8,17 +8,20 @@ from konkanivani.data.text import Digits, SpecialTokens
 
 
 class Vocabulary(Protocol):
-    """Tokens of a recogniser: ids from 0 to `size` - 1, some of them special.
-
-    `model` is the serialized vocabulary, as stored in a checkpoint; equal bytes mean equal vocabularies.
-    """
+    """Tokens of a recogniser: ids from 0 to `size` - 1, some of them special."""
 
     special: SpecialTokens
     """Ids without text."""
     rules: GenerationRules
     """Constraints of decoding with this vocabulary."""
-    model: bytes
-    size: int
+
+    @property
+    def model(self) -> bytes:
+        """Return the serialized vocabulary, as stored in a checkpoint; equal bytes mean equal vocabularies."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of tokens."""
 
     def normalize(self, text: str, digits: Digits) -> str:
         """Return a transcript normalised for `encode`, with digits kept or spelt."""

@@ -6,6 +6,7 @@ section, the base-10 log of its backoff weight (0 if omitted). The words are the
 """
 
 import gzip
+import io
 import math
 import re
 import stat
@@ -15,14 +16,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from konkanivani.base.errors import DataError, ResourceError, explained
 from konkanivani.base.files import atomic_replace
 from konkanivani.base.line_endings import BYTE_ORDER_MARK, conversion_hint
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.vocabulary import Vocabulary
 
 LN_10 = math.log(10)
 IMPOSSIBLE = -99.0  # SRILM's base-10 log of zero; the log probability of <s> in a file
@@ -49,7 +49,7 @@ class Ngrams:
         return len(self.tokens)
 
 
-def read_arpa(path: str | Path, tokenizer: Tokenizer) -> tuple[Ngrams, ...]:
+def read_arpa(path: str | Path, tokenizer: Vocabulary) -> tuple[Ngrams, ...]:
     """Read the n-grams of order 1, 2, ... of an ARPA file, which may be gzipped.
 
     Raises:
@@ -66,7 +66,7 @@ def read_arpa(path: str | Path, tokenizer: Tokenizer) -> tuple[Ngrams, ...]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[BinaryIO, float]]:
+def _opened(path: Path) -> Iterator[tuple[io.BufferedIOBase, float]]:
     """Open the file, decompressed if gzipped, and yield it with the maximal number of bytes to read."""
     # Only regular files: a pipe or device could block or never end.
     if "\0" in str(path) or not stat.S_ISREG(path.stat().st_mode):
@@ -84,13 +84,15 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, float]]:
 class _Reader:
     """Reader of one ARPA file."""
 
-    def __init__(self, path: Path, file: BinaryIO, most_bytes: float, tokenizer: Tokenizer) -> None:
+    def __init__(self, path: Path, file: io.BufferedIOBase, most_bytes: float, tokenizer: Vocabulary) -> None:
         self._path = path
         self._file = file
         self._bytes_left = most_bytes
-        self._row = self._silent = 0
+        self._row = 0
+        self._silent = 0
         self._known = {tokenizer.piece(token).encode(): token for token in range(tokenizer.size)}
-        del self._known[tokenizer.piece(tokenizer.special.blank).encode()]
+        if tokenizer.special.blank is not None:
+            del self._known[tokenizer.piece(tokenizer.special.blank).encode()]
 
     def read(self) -> tuple[Ngrams, ...]:
         """Return all n-grams; text before \\data\\ and after \\end\\ is skipped."""
@@ -170,8 +172,8 @@ class _Reader:
                 probability = backoff = math.nan
             # NaN compares unequal to itself; float() accepts "nan".
             if not order + 1 <= len(fields) <= order + 2 or probability != probability or backoff != backoff:
-                words = f"{order} word{'s' if order > 1 else ''}"
-                raise self._error(f"{_shown(b' '.join(fields))} is not a log probability, {words} and a backoff weight")
+                expected = f"a log probability, {order} word{'s' if order > 1 else ''} and a backoff weight"
+                raise self._error(f"{_shown(b' '.join(fields))} is not {expected}")
             if probability > 0 or not -MAX_BACKOFF < backoff < MAX_BACKOFF:
                 raise self._error(f"{probability:g} and {backoff:g} are not a log probability and a backoff weight")
             try:
@@ -208,7 +210,7 @@ def _shown(text: bytes) -> str:
     return '"' + "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in beginning) + '"'
 
 
-def write_arpa(path: str | Path, orders: Sequence[Ngrams], tokenizer: Tokenizer) -> None:
+def write_arpa(path: str | Path, orders: Sequence[Ngrams], tokenizer: Vocabulary) -> None:
     """Write the n-grams to `path`, atomically, and gzipped if its name ends in .gz.
 
     Raises:

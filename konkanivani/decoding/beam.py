@@ -47,7 +47,10 @@ class Scorers:
 
     def score(self, beam: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return candidates (B, K, C), always including the end token, and the scores of the extended hypotheses."""
-        scores = sum(weighted.weight * weighted.scorer.score() for weighted in self.full)
+        first, *others = self.full
+        scores = first.weight * first.scorer.score()
+        for weighted in others:
+            scores = scores + weighted.weight * weighted.scorer.score()
         # A broken model's NaN or infinity must not make a hypothesis win.
         scores = scores.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
         candidates = _top_candidates(scores, CANDIDATES_A_PLACE * beam if self.ctc else scores.shape[2], self.end)

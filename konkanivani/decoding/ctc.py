@@ -8,20 +8,21 @@ import math
 import torch
 
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths, padding_mask
-from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.decoding.network import Network, ctc_head_of
 from konkanivani.model.kernels.ctc import BLANK
 
 
 @torch.no_grad()
-def greedy_ctc(model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
+def greedy_ctc(model: Network, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
     """Return the tokens of the best path through each utterance of encoded (B, T', D)."""
     return collapse_repeats(argmax_tokens(model, encoded), encoded_lengths)
 
 
-def argmax_tokens(model: KonkaniVaniASR, encoded: torch.Tensor) -> torch.Tensor:
+def argmax_tokens(model: Network, encoded: torch.Tensor) -> torch.Tensor:
     """Return each frame's likeliest token (B, T'); logits exist for one chunk of frames at a time."""
+    ctc_head = ctc_head_of(model)
     # The argmax needs no softmax.
-    return torch.cat([model.ctc_head(chunk).argmax(dim=-1) for chunk in encoded.split(CHUNK_FRAMES, dim=1)], dim=1)
+    return torch.cat([ctc_head(chunk).argmax(dim=-1) for chunk in encoded.split(CHUNK_FRAMES, dim=1)], dim=1)
 
 
 def blank_frames(paths: torch.Tensor, encoded_lengths: Lengths) -> torch.Tensor:

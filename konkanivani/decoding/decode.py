@@ -19,11 +19,11 @@ from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.decoding.fusion import Fusion
 from konkanivani.decoding.hypothesis import Hypothesis
 from konkanivani.decoding.language_model import LanguageModel, read_language_model
+from konkanivani.decoding.network import Network, ctc_head_of, decoder_of
 from konkanivani.decoding.prefix_beam import prefix_beam_search
 from konkanivani.decoding.rules import RuledScorer
 from konkanivani.decoding.scorers import AttentionScorer, CTCScorer, FullScorer, LanguageModelScorer
 from konkanivani.model.architecture import Architecture
-from konkanivani.model.asr import KonkaniVaniASR
 
 
 class Decode(Protocol):
@@ -32,7 +32,7 @@ class Decode(Protocol):
     The model must be in evaluation mode and is not changed.
     """
 
-    def __call__(self, model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]: ...
+    def __call__(self, model: Network, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]: ...
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class PrefixDecode:
     fusion: Fusion | None = None
 
     @torch.no_grad()
-    def __call__(self, model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
+    def __call__(self, model: Network, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
         # Softmax in fp32, whatever the precision of the head.
-        log_probabilities = model.ctc_head(encoded).float().log_softmax(dim=-1)
+        log_probabilities = ctc_head_of(model)(encoded).float().log_softmax(dim=-1)
         return _best_tokens(prefix_beam_search(log_probabilities, encoded_lengths, self.beam, fusion=self.fusion))
 
 
@@ -61,12 +61,12 @@ class BeamDecode:
     special: SpecialTokens = OUR_TOKENS
     rules: GenerationRules = FREE
 
-    def __call__(self, model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
+    def __call__(self, model: Network, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
         return _best_tokens(self.search(model, encoded, encoded_lengths, best=1))
 
     @torch.no_grad()
     def search(
-        self, model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths, best: int
+        self, model: Network, encoded: torch.Tensor, encoded_lengths: Lengths, best: int
     ) -> list[tuple[Hypothesis, ...]]:
         """Return each utterance's `best` hypotheses, likeliest first, without the rules' prompt."""
         frames = encoded, encoded_lengths, self.beam
@@ -78,17 +78,18 @@ class BeamDecode:
         scorers = Scorers(tuple(full), ctc, self.ctc_weight, self.length_bonus, self.special.end)
         return beam_search(scorers, self.limits(model, encoded_lengths), self.beam, best, encoded.device)
 
-    def limits(self, model: KonkaniVaniASR, encoded_lengths: Lengths) -> Lengths:
+    def limits(self, model: Network, encoded_lengths: Lengths) -> Lengths:
         """Return the maximal number of tokens of each utterance's hypotheses.
 
         The rules' maximum or, without one, the utterance's number of frames; at most the decoder's capacity.
         """
         # The prompt takes positions in the decoder. Without a rule, at most one token per encoder frame, as in CTC.
         most = self.rules.most_tokens
-        room = model.decoder.most_tokens - len(self.rules.prompt)
-        return tuple(min(length if most is None else most, room) for length in encoded_lengths)
+        capacity = decoder_of(model).most_tokens - len(self.rules.prompt)
+        # int: a capacity without limit is infinite, but no minimum is.
+        return tuple(int(min(length if most is None else most, capacity)) for length in encoded_lengths)
 
-    def attention(self, model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths, beam: int) -> FullScorer:
+    def attention(self, model: Network, encoded: torch.Tensor, lengths: Lengths, beam: int) -> FullScorer:
         """Return the attention decoder's scorer of `beam` hypotheses per utterance, restricted by the rules."""
         scorer = AttentionScorer(model, encoded, lengths, beam, self.special, self.rules.prompt)
         return RuledScorer(scorer, self.rules, self.special.end) if self.rules.forbids else scorer

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from konkanivani.base.errors import DataError
-from konkanivani.data.text import OUR_TOKENS, SpecialTokens, Tokenizer
+from konkanivani.data.text import OUR_TOKENS, SpecialTokens
+from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.arpa import FOREIGN, Ngrams, read_arpa
 
 ROOT = 0  # state of the empty context
@@ -102,7 +103,7 @@ def find(keys: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.
     return places, keys[places] == wanted
 
 
-def read_language_model(path: str | Path, tokenizer: Tokenizer, device: torch.device) -> LanguageModel:
+def read_language_model(path: str | Path, tokenizer: Vocabulary, device: torch.device) -> LanguageModel:
     """Read the model of an ARPA file, for the tokens of `tokenizer`, to `device`.
 
     Raises:
@@ -150,6 +151,7 @@ def build_language_model(
 
     Raises:
         RepeatedNgram: An n-gram is listed twice.
+        ValueError: A token is missing in order 1, or the vocabulary has no blank.
     """
     words = orders[0].tokens[:, 0]
     is_word = np.zeros(vocabulary, bool)
@@ -167,10 +169,6 @@ def build_language_model(
         for first in range(begin, end, NODES_AT_ONCE):
             nodes = slice(first, min(first + NODES_AT_ONCE, end))
             _link(nodes, keys, vocabulary, shorter, log_probabilities, backoffs)
-    # The model's words are scored as themselves, other tokens as the unknown one, or as blank if the model has none.
-    stand_ins = torch.full((vocabulary,), special.unknown if special.unknown in words else special.blank)
-    stand_ins[words] = torch.from_numpy(words.astype(np.int64))
-    stand_ins[[special.blank, special.start]] = special.blank
     states = len(backoffs)
     unigrams = torch.full((vocabulary,), -math.inf, dtype=torch.float64)
     unigrams[levels[0].tokens] = log_probabilities[: len(words)]
@@ -183,9 +181,25 @@ def build_language_model(
         first_edges=torch.searchsorted(keys, torch.arange(states + 1) * vocabulary).to(device),
         backoffs=backoffs.to(device),
         shorter=shorter[:states].clone().to(device),
-        stand_ins=stand_ins.to(device),
+        stand_ins=_stand_ins(words, vocabulary, special).to(device),
         special=special,
     )
+
+
+def _stand_ins(words: np.ndarray, vocabulary: int, special: SpecialTokens) -> torch.Tensor:
+    """Return the token (V,) that each token is scored as, for a model of these words.
+
+    Words are scored as themselves, other tokens as the unknown one, or as blank if the model has none.
+    """
+    if special.blank is None:
+        raise ValueError("A language model needs a vocabulary with a blank.")
+    other = special.blank
+    if special.unknown is not None and special.unknown in words:
+        other = special.unknown
+    stand_ins = torch.full((vocabulary,), other)
+    stand_ins[words] = torch.from_numpy(words.astype(np.int64))
+    stand_ins[[special.blank, special.start]] = special.blank
+    return stand_ins
 
 
 @dataclass(frozen=True, eq=False)

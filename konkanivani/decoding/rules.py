@@ -25,6 +25,12 @@ class RuledScorer:
         self._length = 0
         self._said: _Times | None = None  # set by the first `score`, which determines the number of hypotheses
 
+    def _history(self) -> "_Times":
+        """Return the timestamps of the hypotheses so far; a RuntimeError before the first `score`."""
+        if self._said is None:
+            raise RuntimeError("The first `score` must come before `follow` and `keep`.")
+        return self._said
+
     def score(self) -> torch.Tensor:
         scores = self._scorer.score()
         if self._said is None:
@@ -42,14 +48,14 @@ class RuledScorer:
         self._scorer.follow(sources, tokens)
         self._length += 1
         if self._rules.times is not None:
-            self._said = self._said.followed(sources, tokens, self._rules.times, is_first=self._length == 1)
+            self._said = self._history().followed(sources, tokens, self._rules.times, is_first=self._length == 1)
 
     def keep(self, utterances: torch.Tensor) -> None:
         self._scorer.keep(utterances)
-        self._said = self._said.kept(utterances)
+        self._said = self._history().kept(utterances)
 
     def _with_times(self, scores: torch.Tensor, rules: TimeRules) -> torch.Tensor:
-        said = self._said
+        said = self._history()
         ids = torch.arange(scores.shape[2], device=scores.device)
         is_time = ids >= rules.first
         is_pair = said.is_last & said.is_before

@@ -15,8 +15,8 @@ import torch
 from konkanivani.base.lengths import Lengths
 from konkanivani.data.text import OUR_TOKENS, SpecialTokens
 from konkanivani.decoding.language_model import LanguageModel
+from konkanivani.decoding.network import Network, ctc_head_of, decoder_of
 from konkanivani.decoding.prefix_scorer import CTCPrefixScorer
-from konkanivani.model.asr import KonkaniVaniASR
 
 
 class FullScorer(Protocol):
@@ -40,16 +40,16 @@ class AttentionScorer:
 
     def __init__(
         self,
-        model: KonkaniVaniASR,
+        model: Network,
         encoded: torch.Tensor,
         encoded_lengths: Lengths,
         beam: int,
         special: SpecialTokens = OUR_TOKENS,
         prompt: tuple[int, ...] = (),
     ) -> None:
-        self._decoder = model.decoder
+        self._decoder = decoder_of(model)
         self._special = special
-        self._cache = model.decoder.begin(encoded, encoded_lengths, beam)
+        self._cache = self._decoder.begin(encoded, encoded_lengths, beam)
         self._last = torch.full((len(encoded), beam), special.start, device=encoded.device)
         # The last prompt token stays in `_last`: the first `score` decodes it.
         for token in prompt:
@@ -114,14 +114,14 @@ class CTCScorer:
 
     def __init__(
         self,
-        model: KonkaniVaniASR,
+        model: Network,
         encoded: torch.Tensor,
         encoded_lengths: Lengths,
         beam: int,
         special: SpecialTokens = OUR_TOKENS,
     ) -> None:
         self._end = special.end
-        log_probabilities = model.ctc_head(encoded).float().log_softmax(dim=-1)
+        log_probabilities = ctc_head_of(model)(encoded).float().log_softmax(dim=-1)
         self._scorer = CTCPrefixScorer(log_probabilities, encoded_lengths)
         self._state = self._scorer.initial(beam)
 

@@ -118,7 +118,7 @@ def read_pairs(references: str | None, hypotheses: str, text_format: TextFormat)
     said = read_transcripts(references or hypotheses, text_format, "reference")
     heard = read_transcripts(hypotheses, text_format, "hypothesis" if references else "own hypothesis")
     texts = tuple(pair_transcripts(said, heard))
-    notes = ()
+    notes: tuple[str, ...] = ()
     # Ids scored as words would lower the WER: they are always right.
     if not (said.has_ids and heard.has_ids) and are_probably_ids(texts):
         notes = ("Each line of both files starts with the same word; if these are ids, use --format ids.",)

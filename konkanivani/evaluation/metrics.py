@@ -112,13 +112,16 @@ class UtteranceEdits:
 
 
 def _align(
-    process: Callable[..., jiwer.WordOutput], references: Sequence[str], hypotheses: Sequence[str]
+    process: Callable[[list[str], list[str]], jiwer.WordOutput | jiwer.CharacterOutput],
+    references: Sequence[str],
+    hypotheses: Sequence[str],
 ) -> Iterator[tuple[list[str], list[str], list[jiwer.AlignmentChunk]]]:
     """Yield the two sides of each pair and their alignment."""
     for first in range(0, len(references), UTTERANCES_AT_ONCE):
         rows = slice(first, first + UTTERANCES_AT_ONCE)
         # Words are separated by whitespace; for the characters, a run of whitespace is one space.
-        output = process(*([" ".join(text.split()) for text in texts[rows]] for texts in (references, hypotheses)))
+        said, heard = ([" ".join(text.split()) for text in texts[rows]] for texts in (references, hypotheses))
+        output = process(said, heard)
         yield from zip(output.references, output.hypotheses, output.alignments, strict=True)
 
 

@@ -120,9 +120,7 @@ def build_report(
     resampled = resample_sums(edits.sums, block_numbers(speakers, unit))
     # With a single speaker, the slice would repeat the total.
     by_speaker = _slices(texts, edits, wish, speakers) if len(set(speakers)) > 1 else {}
-    # The largest lower bound that does not exceed the duration.
-    known = [None if t.seconds is None else max(start for start in BUCKETS if start <= t.seconds) for t in texts]
-    by_duration = _slices(texts, edits, wish, list(map(BUCKETS.get, known)))
+    by_duration = _slices(texts, edits, wish, [_bucket(text.seconds) for text in texts])
     by_pattern = _slices(texts, edits, wish, [text.pattern or None for text in texts])
     return ScoreReport(
         title=pairs.source.title,
@@ -144,6 +142,14 @@ def build_report(
         worst=_worst(texts, edits, worst),
         comparison=_compare(texts, edits, other, wish) if other else None,
     )
+
+
+def _bucket(seconds: float | None) -> str | None:
+    """Return the name of a duration's bucket; None if the duration is unknown."""
+    if seconds is None:
+        return None
+    # The largest lower bound that does not exceed the duration.
+    return BUCKETS[max(start for start in BUCKETS if start <= seconds)]
 
 
 def _slices(
@@ -168,8 +174,8 @@ def _slices(
 
 def _seconds(texts: Sequence[ScoredText]) -> float | None:
     """Return the total duration; None if one is unknown."""
-    seconds = [text.seconds for text in texts]
-    return None if None in seconds else float(sum(seconds))
+    known = [text.seconds for text in texts if text.seconds is not None]
+    return float(sum(known)) if len(known) == len(texts) else None
 
 
 def _worst(texts: Sequence[ScoredText], edits: UtteranceEdits, most: int) -> tuple[AlignedUtterance, ...]:

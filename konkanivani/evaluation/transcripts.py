@@ -134,13 +134,11 @@ def _parse_json(place: str, line: str, role: Role) -> TranscriptRow:
     text = next((fields[name] for name in names if fields.get(name) is not None), None)
     if not isinstance(text, str):
         raise DataError(f"{place} has no {role.removeprefix('own ')}: give it as a string named {' or '.join(names)}.")
-    seconds = fields.get("duration")
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)  # bool is a subclass of int
     row = TranscriptRow(
         text,
         id=_id_of(fields),
         speaker=str(fields.get("speaker") or ""),
-        seconds=float(seconds) if is_number and 0 <= seconds < math.inf else None,
+        seconds=_known_seconds(fields.get("duration")),
         pattern=str(fields.get("pattern") or ""),
     )
     # JSON escapes can contain lone surrogates, which cannot be encoded as UTF-8.
@@ -149,20 +147,36 @@ def _parse_json(place: str, line: str, role: Role) -> TranscriptRow:
     return row
 
 
+def _known_seconds(duration: object) -> float | None:
+    """Return a row's duration in seconds; None if it is not a finite number from 0."""
+    # bool is a subclass of int.
+    if isinstance(duration, bool) or not isinstance(duration, (int, float)):
+        return None
+    return float(duration) if 0 <= duration < math.inf else None
+
+
+def _integer(value: object) -> int:
+    """Return an integer as it is, anything else as 0."""
+    return value if isinstance(value, int) else 0
+
+
 def _id_of(fields: dict[str, object]) -> str:
     """Return the row's id as `Utterance` forms it, else its `id` field; "" if it has neither."""
     audio = fields.get("audio_filepath")
     offset = fields.get("offset")
     if not isinstance(audio, str) or not audio:
         return str(fields.get("id") or "")
-    part = {name: v for name in ("byte_offset", "byte_count") if isinstance(v := fields.get(name), int)}
+    byte_offset = _integer(fields.get("byte_offset"))
+    byte_count = _integer(fields.get("byte_count"))
     # Integers from 2**53 on are not exact as float64, and may overflow.
     begin = float(offset) if isinstance(offset, float) or (isinstance(offset, int) and abs(offset) < 2**53) else None
     try:
         channel = parse_channel(fields)
     except ValueError:
         channel = None  # another system may use this field differently
-    return Utterance(audio, "", 0.0, "", offset=begin, channel=channel, **part).id
+    return Utterance(
+        audio, "", 0.0, "", offset=begin, byte_offset=byte_offset, byte_count=byte_count, channel=channel
+    ).id
 
 
 def _check_ids(path: str, rows: list[TranscriptRow]) -> None:

@@ -10,13 +10,15 @@ import torch
 
 from konkanivani.base.config import TuningConfig
 from konkanivani.base.errors import UsageError
+from konkanivani.model.asr import KonkaniVaniASR, SpeechNetwork
+from konkanivani.model.encoder import SpeechEncoder
 from konkanivani.model.kernels.products import Linear, LowRank
 
 LOW_RANK_TENSORS = ("low_rank.down", "low_rank.up")  # A and B; the layer's name comes first
 VOCAB_DEPENDENT_PREFIXES = ("ctc_head.", "decoder.embedding.", "decoder.output.")  # useless with another tokenizer
 
 
-def frozen_modules(encoder: torch.nn.Module, config: TuningConfig) -> list[torch.nn.Module]:
+def frozen_modules(encoder: SpeechEncoder, config: TuningConfig) -> list[torch.nn.Module]:
     """Return the modules that --freeze or --train_layers freezes: the encoder, or the subsampling and first blocks.
 
     Raises:
@@ -34,7 +36,7 @@ def frozen_modules(encoder: torch.nn.Module, config: TuningConfig) -> list[torch
     return [encoder.subsampling, *encoder.blocks[:kept]] if kept or train is not None else []
 
 
-def tune(model: torch.nn.Module, config: TuningConfig) -> None:
+def tune(model: SpeechNetwork, config: TuningConfig) -> None:
     """Freeze parameters and add low-rank products in place, as the settings say.
 
     Modules frozen by --freeze and --train_layers then run without gradients and keep no activations. A new output head
@@ -62,19 +64,24 @@ def tune(model: torch.nn.Module, config: TuningConfig) -> None:
         # Frozen weights have no moments and no updates to lose to rounding, so half precision halves their memory.
     if config.frozen_dtype == "half":
         for block in model.blocks:
-            for layer in block.modules():
-                if isinstance(layer, Linear) and not layer.weight.requires_grad:
-                    layer.weight = torch.nn.Parameter(layer.weight.detach().half(), requires_grad=False)
+            for part in block.modules():
+                if isinstance(part, Linear) and not part.weight.requires_grad:
+                    part.weight = torch.nn.Parameter(part.weight.detach().half(), requires_grad=False)
 
 
 @torch.no_grad()
-def reset_output_heads(model: torch.nn.Module) -> None:
+def reset_output_heads(model: KonkaniVaniASR) -> None:
     """Initialise the output heads of a new tokenizer: zeros, but a bias of -2 for CTC's blank.
 
     With zero weights every token is equally likely in every frame, and no noise of a random head is backpropagated into
     an encoder that is already trained.
     """
-    for head in filter(None, (model.ctc_head, model.decoder and model.decoder.output)):
+    heads = []
+    if model.ctc_head is not None:
+        heads.append(model.ctc_head)
+    if model.decoder is not None:
+        heads.append(model.decoder.output)
+    for head in heads:
         head.weight.zero_()
         if head.bias is not None:
             head.bias.zero_()

@@ -4,58 +4,94 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from konkanivani.base.config import AugmentConfig, FeatureConfig, LossConfig, ModelConfig, TrainConfig, TuningConfig
 from konkanivani.base.lengths import FrameLengths, Framing
 from konkanivani.model.adapters import merged, tune
-from konkanivani.model.asr import KonkaniVaniASR, SkipInit
+from konkanivani.model.asr import KonkaniVaniASR, SkipInit, SpeechNetwork
 from konkanivani.model.flops import CTC_HEAD, Layer, forward_layers
-from konkanivani.model.front_end import FeatureExtractor, FrontEnd
+from konkanivani.model.front_end import FrontEnd
 from konkanivani.model.losses import LossTerm, Objective
 
 
 class Dimensions(Protocol):
-    """Size of a network; `d_model` is its width."""
+    """Size of a network."""
 
-    d_model: int
-    encoder_layers: int
-    decoder_layers: int
+    @property
+    def d_model(self) -> int:
+        """Width."""
+
+    @property
+    def encoder_layers(self) -> int:
+        """Number of encoder blocks."""
+
+    @property
+    def decoder_layers(self) -> int:
+        """Number of decoder blocks."""
 
 
 class Architecture(Protocol):
-    """Model without weights: a frozen value; equal values build equal networks.
+    """Model without weights: a frozen dataclass; equal values build equal networks."""
 
-    Utterances may have at most `longest_seconds`, transcripts at most `most_tokens`.
-    """
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
-    vocab_size: int
-    model: Dimensions
-    has_ctc: bool
-    has_decoder: bool
-    longest_seconds: float
-    most_tokens: float
-    framing: FrameLengths
-    tuning: TuningConfig
-    has_base: bool  # True if frozen weights are read from another project's files; checkpoints do not store them
-    description: str
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens in the vocabulary."""
+
+    @property
+    def model(self) -> Dimensions:
+        """Dimensions of the network."""
+
+    @property
+    def tuning(self) -> TuningConfig:
+        """Part of the network that is trained."""
+
+    @property
+    def has_ctc(self) -> bool:
+        """Whether there is a CTC head."""
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether there is an attention decoder."""
+
+    @property
+    def has_base(self) -> bool:
+        """Whether frozen weights are read from another project's files; checkpoints do not store them."""
+
+    @property
+    def longest_seconds(self) -> float:
+        """Maximal duration of an utterance in seconds."""
+
+    @property
+    def most_tokens(self) -> float:
+        """Maximal number of tokens of a transcript."""
+
+    @property
+    def framing(self) -> FrameLengths:
+        """Conversion of samples to frames."""
+
+    @property
+    def description(self) -> str:
+        """Type and size, for messages."""
 
     def objective(self, loss: LossConfig) -> Objective:
         """Return the training objective."""
 
-    def build(self) -> torch.nn.Module:
+    def build(self) -> SpeechNetwork:
         """Build the network, initialised from torch's default generator."""
 
-    def build_without_values(self) -> torch.nn.Module:
+    def build_without_values(self) -> SpeechNetwork:
         """Build the network on the `meta` device, for its shapes or to assign existing weights."""
 
     def plain(self, weights: Mapping[str, torch.Tensor]) -> tuple["Architecture", Mapping[str, torch.Tensor]]:
         """Return the architecture without tuning, and `weights` for it, with low-rank products merged."""
 
-    def build_front_end(self, augment: AugmentConfig) -> FeatureExtractor:
-        """Build the module that turns waveforms into the network's input features."""
+    def build_front_end(self, augment: AugmentConfig) -> torch.nn.Module:
+        """Build the `FeatureExtractor`, a module, that turns waveforms into the network's input features."""
 
     def forward_layers(self, samples: tuple[int, ...], tokens: int) -> tuple[Layer, ...]:
         """Return every matrix product of a forward pass over utterances of `samples` samples, `tokens` tokens each."""
@@ -89,11 +125,14 @@ class HybridArchitecture:
 
     def objective(self, loss: LossConfig) -> Objective:
         """Return the training objective: one term per head."""
+        weight = loss.ctc_weight
+        if isinstance(weight, str):
+            raise ValueError("ctc_weight is still to be chosen from the corpus")
         terms = []
         if self.has_ctc:
-            terms.append(LossTerm("ctc", loss.ctc_weight, has_end=False))
+            terms.append(LossTerm("ctc", weight, has_end=False))
         if self.has_decoder:
-            terms.append(LossTerm("attention", 1 - loss.ctc_weight, has_end=True))
+            terms.append(LossTerm("attention", 1 - weight, has_end=True))
         return Objective(tuple(terms), loss.label_smoothing, loss.intermediate_ctc_weight)
 
     @property

@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths
-from konkanivani.model.blocks import BlockRunner, run_directly
-from konkanivani.model.decoder import Decoder
-from konkanivani.model.encoder import Encoder
+from konkanivani.model.blocks import Block, BlockRunner, run_directly
+from konkanivani.model.decoder import Decoder, TokenDecoder
+from konkanivani.model.encoder import Encoder, SpeechEncoder
 from konkanivani.model.kernels.products import Linear
 from konkanivani.model.losses import LossSums, Objective, Targets, attention_loss_sum, ctc_loss_sum
 
@@ -34,29 +34,22 @@ class ASROutput:
     decoded: torch.Tensor | None
 
 
-class KonkaniVaniASR(torch.nn.Module):
-    """Conformer or Transformer encoder with a CTC head, a Transformer decoder or both."""
+class SpeechNetwork(torch.nn.Module):
+    """Base of networks: an encoder with a CTC head, a decoder or both."""
 
-    sliced_weights: tuple[torch.Tensor, ...] = ()
-    """Weights outside of the blocks that may stay off the model's device: none."""
-
-    def __init__(self, config: ModelConfig, vocab_size: int, mel_bins: int, has_ctc: bool = True) -> None:
-        super().__init__()
-        self.config = config
-        self.encoder = Encoder(config, mel_bins)
-        self.ctc_head = Linear(config.d_model, vocab_size) if has_ctc else None
-        # If the blank (token 0) starts rare, every frame raises it at once, and for long the model emits nothing else.
-        if has_ctc:
-            self.ctc_head.bias.data[0] += 3.0  # docs/experiments.md, "CTC bias towards the blank"
-        self.decoder = Decoder(config, vocab_size) if config.decoder_layers else None
-        for number, block in enumerate(self.blocks):
-            block.number = number
-            block.keeps_attention = False
+    encoder: SpeechEncoder
+    ctc_head: Linear | None
+    decoder: TokenDecoder | None
 
     @property
-    def blocks(self) -> list[torch.nn.Module]:
+    def blocks(self) -> list[Block]:
         """Parts that can be recomputed in the backward pass, in forward order; the subsampling is the first."""
         return [self.encoder.subsampling, *self.encoder.blocks, *(self.decoder.blocks if self.decoder else ())]
+
+    @property
+    def sliced_weights(self) -> tuple[torch.Tensor, ...]:
+        """Weights outside of the blocks that may stay off the model's device; by default none."""
+        return ()
 
     def forward(
         self,
@@ -67,40 +60,88 @@ class KonkaniVaniASR(torch.nn.Module):
         chunk_frames: int = CHUNK_FRAMES,
     ) -> ASROutput:
         """Run with teacher forcing: features (B, T, F) with their lengths, decoder_tokens (B, U + 1)."""
-        frames = self.encoder.with_middle(features, feature_lengths, run_block, chunk_frames)
-        encoded, _, encoded_lengths = frames
-        decoded = self.decoder and self.decoder(decoder_tokens, encoded, encoded_lengths, run_block)
-        return ASROutput(*frames, decoded)
+        raise NotImplementedError
 
     def loss_sums(self, output: ASROutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
         """Return each term of the objective, summed over the utterances."""
+        raise NotImplementedError
+
+    def ctc_logits(self, features: torch.Tensor, feature_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
+        """Return logits (B, T', V) and their lengths from the encoder and CTC head alone, for greedy decoding."""
+        if self.ctc_head is None:
+            raise ValueError("a network without a CTC head has no CTC logits")
+        encoded, encoded_lengths = self.encoder(features, feature_lengths, run_directly)
+        return self.ctc_head(encoded), encoded_lengths
+
+    def _number_blocks(self, keeps_attention: bool) -> None:
+        for number, block in enumerate(self.blocks):
+            block.number = number
+            block.keeps_attention = keeps_attention
+
+
+class KonkaniVaniASR(SpeechNetwork):
+    """Conformer or Transformer encoder with a CTC head, a Transformer decoder or both."""
+
+    encoder: Encoder
+    decoder: Decoder | None
+
+    def __init__(self, config: ModelConfig, vocab_size: int, mel_bins: int, has_ctc: bool = True) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config, mel_bins)
+        self.ctc_head = Linear(config.d_model, vocab_size) if has_ctc else None
+        # If the blank (token 0) starts rare, every frame raises it at once, and for long the model emits nothing else.
+        if self.ctc_head is not None:
+            self.ctc_head.bias.data[0] += 3.0  # docs/experiments.md, "CTC bias towards the blank"
+        self.decoder = Decoder(config, vocab_size) if config.decoder_layers else None
+        self._number_blocks(keeps_attention=False)
+
+    def forward(
+        self,
+        features: torch.Tensor,
+        feature_lengths: Lengths,
+        decoder_tokens: torch.Tensor,
+        run_block: BlockRunner = run_directly,
+        chunk_frames: int = CHUNK_FRAMES,
+    ) -> ASROutput:
+        frames = self.encoder.with_middle(features, feature_lengths, run_block, chunk_frames)
+        encoded, _, encoded_lengths = frames
+        decoded = None
+        if self.decoder is not None:
+            decoded = self.decoder(decoder_tokens, encoded, encoded_lengths, run_block)
+        return ASROutput(*frames, decoded)
+
+    def loss_sums(self, output: ASROutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
         # Lambdas, so that only the objective's terms are computed.
         sums = {
             "ctc": lambda: self._ctc_loss_sum(output, spoken, objective.intermediate_ctc, chunk_frames),
-            "attention": lambda: attention_loss_sum(
-                output.decoded, self.decoder.output, spoken.targets, objective.label_smoothing, chunk_frames
-            ),
+            "attention": lambda: self._attention_loss_sum(output, spoken, objective.label_smoothing, chunk_frames),
         }
         return tuple(sums[term.name]() for term in objective.terms)
+
+    def _attention_loss_sum(
+        self, output: ASROutput, spoken: Targets, label_smoothing: float, chunk_frames: int
+    ) -> torch.Tensor:
+        if self.decoder is None or output.decoded is None:
+            raise ValueError("a network without a decoder has no attention loss")
+        return attention_loss_sum(output.decoded, self.decoder.output, spoken.targets, label_smoothing, chunk_frames)
 
     def _ctc_loss_sum(self, output: ASROutput, spoken: Targets, of_middle: float, chunk_frames: int) -> torch.Tensor:
         """Return the CTC loss; in training, the fraction `of_middle` of it is the middle block's.
 
         (1 - w) L_CTC + w L_inter (Lee and Watanabe, 2021); both share the encoder's norm and the head.
         """
+        head = self.ctc_head
+        if head is None:
+            raise ValueError("a network without a CTC head has no CTC loss")
 
         def loss_sum(encoded: torch.Tensor) -> torch.Tensor:
-            frames = encoded, self.ctc_head, output.encoded_lengths
-            return ctc_loss_sum(*frames, spoken.tokens, spoken.token_lengths, chunk_frames)
+            lengths = output.encoded_lengths
+            return ctc_loss_sum(encoded, head, lengths, spoken.tokens, spoken.token_lengths, chunk_frames)
 
         if not of_middle or not self.training:
             return loss_sum(output.encoded)
         return (1 - of_middle) * loss_sum(output.encoded) + of_middle * loss_sum(self.encoder.norm(output.middle))
-
-    def ctc_logits(self, features: torch.Tensor, feature_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
-        """Return logits (B, T', V) and their lengths from the encoder and CTC head alone, for greedy decoding."""
-        encoded, encoded_lengths = self.encoder(features, feature_lengths, run_directly)
-        return self.ctc_head(encoded), encoded_lengths
 
 
 def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -97,9 +97,8 @@ class SelfAttention(torch.nn.Module):
             # Packed: one kernel call per span on a CPU, without a mask and without padding.
             projected = project_heads(x, self.query_key_value, norm, self.heads)
             return self.output(VarlenAttention.apply(projected, *layout.positions, layout.lengths))
-        attended = F.scaled_dot_product_attention(
-            *self._projected(x, norm, layout.positions), attn_mask=layout.key_mask, is_causal=self.causal
-        )
+        query, key, value = self._projected(x, norm, layout.positions)
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=layout.key_mask, is_causal=self.causal)
         return self.output(attended.transpose(1, 2).flatten(2))
 
     def step(

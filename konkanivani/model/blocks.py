@@ -3,8 +3,8 @@
 B batch, T frames or tokens, S encoder frames, D model width.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,32 @@ from konkanivani.model.kernels.products import Linear, fused_linear
 from konkanivani.model.relative import RelativeSelfAttention
 
 
+class Block(torch.nn.Module):
+    """Base of the parts of a network that a `BlockRunner` runs; the network sets their attributes."""
+
+    number: int
+    """Number in a complete network, counted through the encoder and then the decoder."""
+    keeps_attention: bool
+    """Whether attention's results are kept when the block's activations are recomputed."""
+
+
+AnyBlock = TypeVar("AnyBlock", bound=Block, covariant=True)
+
+
+class BlockList(torch.nn.ModuleList, Generic[AnyBlock]):
+    """List of blocks of one type, which PyTorch's own list does not tell a type checker."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, modules: Iterable[AnyBlock]) -> None: ...
+
+        def __iter__(self) -> Iterator[AnyBlock]: ...
+
+
 class BlockRunner(Protocol):
-    """Callable that runs a block: directly, or with its activations recomputed in the backward pass.
+    """Callable that runs a block: directly, or with its activations recomputed in the backward pass."""
 
-    Blocks of a complete model have a `number`, counted through the encoder and then the decoder.
-    """
-
-    def __call__(self, block: torch.nn.Module, *inputs: object) -> torch.Tensor: ...
+    def __call__(self, block: Block, *inputs: object) -> torch.Tensor: ...
 
 
 def run_directly(block: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor:
@@ -88,7 +107,7 @@ def encoder_attention(config: ModelConfig) -> SelfAttention | RelativeSelfAttent
     return SelfAttention(config.d_model, config.attention_heads, causal=False, biases=config.biases)
 
 
-class ConformerBlock(torch.nn.Module):
+class ConformerBlock(Block):
     """Conformer block, (B, T, D) -> (B, T, D): x + FFN / 2, x + MHSA, x + Conv, x + FFN / 2, LayerNorm.
 
     Gulati et al. (2020), equation 1. The paper's final LayerNorm of a block is stored as the entry norm of the next
@@ -118,7 +137,7 @@ class ConformerBlock(torch.nn.Module):
         return self.second_feedforward(x, weight=0.5)
 
 
-class TransformerBlock(torch.nn.Module):
+class TransformerBlock(Block):
     """Pre-norm Transformer encoder block, (B, T, D) -> (B, T, D): self-attention, feed-forward."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -134,7 +153,7 @@ class TransformerBlock(torch.nn.Module):
         return self.feedforward(x, weight=1.0)
 
 
-class DecoderBlock(torch.nn.Module):
+class DecoderBlock(Block):
     """Decoder block, (B, T, D) -> (B, T, D): causal self-attention, attention over encoded (B, S, D), feed-forward."""
 
     def __init__(self, config: ModelConfig) -> None:

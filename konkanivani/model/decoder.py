@@ -4,34 +4,57 @@ B batch, K hypotheses of an utterance, U tokens, T' encoder frames, D model widt
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import Lengths
 from konkanivani.model.attention import RotaryPositions, SequenceLayout, key_mask_of
-from konkanivani.model.blocks import BlockRunner, DecoderBlock
+from konkanivani.model.blocks import Block, BlockList, BlockRunner, DecoderBlock
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
 from konkanivani.model.kernels.dropout import Dropout
 from konkanivani.model.kernels.products import Linear
 
 
-class Decoder(torch.nn.Module):
+class TokenDecoder(torch.nn.Module):
+    """Base of decoders, as generation uses them: hypotheses grow by one token per `step`."""
+
+    blocks: BlockList[Block]
+    output: Callable[[torch.Tensor], torch.Tensor]
+    """Output layer, (..., D) -> logits (..., V)."""
+
+    @property
+    def most_tokens(self) -> float:
+        """Maximal number of tokens after the start token; infinite if there is none."""
+        raise NotImplementedError
+
+    def begin(self, encoded: torch.Tensor, encoded_lengths: Lengths, beam: int) -> DecoderCache:
+        """Return an empty cache for `beam` hypotheses of each utterance of encoded (B, T', D)."""
+        raise NotImplementedError
+
+    def step(self, tokens: torch.Tensor, cache: DecoderCache) -> torch.Tensor:
+        """Append the next tokens (B, K) to the hypotheses in `cache` and return decoded (B, K, D)."""
+        raise NotImplementedError
+
+
+class Decoder(TokenDecoder):
     """Decoder of tokens (B, U) and encoded (B, T', D) with their lengths -> decoded (B, U, D).
 
     `output`, (B, U, D) -> logits (B, U, V), is not part of `forward`: the logits of a long transcript are computed in
     chunks only.
     """
 
-    most_tokens = math.inf
-    """Maximal number of tokens after the start token: unlimited, since positions are computed on demand."""
+    most_tokens = math.inf  # positions are computed on demand
+    blocks: BlockList[DecoderBlock]
+    output: Linear
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(vocab_size, config.d_model)
         self.dropout = Dropout(config.dropout)
         self.positions = RotaryPositions(config.d_model // config.attention_heads)
-        self.blocks = torch.nn.ModuleList(DecoderBlock(config) for _ in range(config.decoder_layers))
+        self.blocks = BlockList(DecoderBlock(config) for _ in range(config.decoder_layers))
         self.norm = torch.nn.LayerNorm(config.d_model)
         self.output = Linear(config.d_model, vocab_size)
 

@@ -8,7 +8,7 @@ import torch
 from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import CHUNK_FRAMES, SUBSAMPLING, Lengths, padding_mask, subsampled_length
 from konkanivani.model.attention import RotaryPositions, SequenceLayout
-from konkanivani.model.blocks import BlockRunner, ConformerBlock, TransformerBlock
+from konkanivani.model.blocks import Block, BlockList, BlockRunner, ConformerBlock, TransformerBlock
 from konkanivani.model.kernels.dropout import Dropout
 from konkanivani.model.kernels.products import Linear, PointwiseConv
 from konkanivani.model.kernels.recompute import run_recomputed, snapshot_parameters
@@ -19,7 +19,7 @@ CARD_FRAMES = 100  # encoder frames of a chunk on a GPU, where a full convolutio
 MAX_PACKED = 8  # utterances: each needs its own attention and convolution calls, slow for many short ones
 
 
-class Subsampling(torch.nn.Module):
+class Subsampling(Block):
     """Subsampling by 4 without padding: a 3 x 3 convolution and a depthwise-separable one, each with stride 2.
 
     Features (B, T, F) -> (B, T', D). Without padding, a valid frame never sees the zeros after an utterance.
@@ -60,7 +60,7 @@ class Subsampling(torch.nn.Module):
         return self.output(x.transpose(1, 2).flatten(2))
 
 
-class PaddedSubsampling(torch.nn.Module):
+class PaddedSubsampling(Block):
     """Subsampling by 4 or 8 with padding: 3 x 3 convolutions with stride 2 and padding 1, each followed by a ReLU.
 
     Features (B, T, F) -> (B, T', D). Two full convolutions, as in the first Conformers, or one full and two
@@ -74,13 +74,12 @@ class PaddedSubsampling(torch.nn.Module):
         super().__init__()
         self.kind = kind
         self.stride = SUBSAMPLING[kind]
-        full = {"kernel_size": 3, "stride": 2, "padding": 1}
-        stages = [[torch.nn.Conv2d(1, channels, **full)]]
+        stages = [[torch.nn.Conv2d(1, channels, kernel_size=3, stride=2, padding=1)]]
         if kind == "striding":
-            stages.append([torch.nn.Conv2d(channels, channels, **full)])
+            stages.append([torch.nn.Conv2d(channels, channels, kernel_size=3, stride=2, padding=1)])
         else:
             for _ in range(2):
-                depthwise = torch.nn.Conv2d(channels, channels, **full, groups=channels)
+                depthwise = torch.nn.Conv2d(channels, channels, kernel_size=3, stride=2, padding=1, groups=channels)
                 stages.append([depthwise, PointwiseConv(channels, channels, 1)])
         self.stages = torch.nn.ModuleList(torch.nn.Sequential(*stage) for stage in stages)
         self.output = Linear(channels * subsampled_length(mel_bins, kind), d_model)
@@ -124,9 +123,29 @@ def build_subsampling(config: ModelConfig, mel_bins: int) -> Subsampling | Padde
     return Subsampling(*sizes) if config.subsampling == "valid" else PaddedSubsampling(*sizes, config.subsampling)
 
 
-class Encoder(torch.nn.Module):
-    """Encoder of features (B, T, F) with their lengths -> encoded (B, T', D) with their lengths."""
+def build_positions(config: ModelConfig) -> RotaryPositions | RelativePositions:
+    """Build the position tables of the encoder's attention."""
+    if config.attention_positions == "relative":
+        return RelativePositions(config.d_model)
+    return RotaryPositions(config.d_model // config.attention_heads)
 
+
+class SpeechEncoder(torch.nn.Module):
+    """Base of encoders: features (B, T, F) with their lengths -> encoded (B, T', D) with their lengths."""
+
+    subsampling: Block
+    blocks: BlockList[Block]
+
+    def forward(
+        self, features: torch.Tensor, feature_lengths: Lengths, run_block: BlockRunner, chunk_frames: int = CHUNK_FRAMES
+    ) -> tuple[torch.Tensor, Lengths]:
+        raise NotImplementedError
+
+
+class Encoder(SpeechEncoder):
+    """Conformer or Transformer encoder."""
+
+    subsampling: Subsampling | PaddedSubsampling
     packs = True
     """Whether a CPU packs a batch without padding; off in a trace for a GPU, whose tensors are placed on `cpu`."""
     packs_as_one = False
@@ -139,14 +158,12 @@ class Encoder(torch.nn.Module):
         self.config = config
         self.subsampling = build_subsampling(config, mel_bins)
         self.dropout = Dropout(config.dropout)
-        self.positions = RotaryPositions(width // config.attention_heads)
-        if config.attention_positions == "relative":
-            self.positions = RelativePositions(width)
+        self.positions = build_positions(config)
         blocks = (
             ConformerBlock(config, number == 0) if is_conformer else TransformerBlock(config)
             for number in range(config.encoder_layers)
         )
-        self.blocks = torch.nn.ModuleList(blocks)
+        self.blocks = BlockList(blocks)
         self.norm = torch.nn.LayerNorm(width)
 
     def forward(

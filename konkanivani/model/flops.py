@@ -89,7 +89,7 @@ def _subsampling_layers(config: ModelConfig, mel_bins: int, batch: int, frames: 
     channels = config.subsampling_channels
     kind = config.subsampling
     sizes = []
-    made = (frames, mel_bins)
+    made: tuple[int, ...] = (frames, mel_bins)
     for _ in range(3 if kind == "separable" else 2):
         made = tuple((size - 3) // 2 + 1 if kind == "valid" else -(-size // 2) for size in made)
         sizes.append(batch * made[0] * made[1])

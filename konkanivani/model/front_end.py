@@ -46,7 +46,7 @@ def stored_features(config: FeatureConfig) -> dict[str, object]:
 def described(config: FeatureConfig) -> dict[str, object]:
     """Return every setting that the features depend on, by name, for exported models that other programs read."""
     settings = stored_features(config)
-    words = {name: kinds[settings[name]] for name, kinds in DESCRIPTIONS.items()}
+    words = {name: kinds[str(settings[name])] for name, kinds in DESCRIPTIONS.items()}
     numbers = {name: value for name, value in settings.items() if name not in words and UNSAID.get(name) != value}
     words["normalisation"] = words.pop("deviation")
     return {"sample_rate": SAMPLE_RATE, **words, **numbers}
@@ -134,11 +134,10 @@ def slaney_bands(config: FeatureConfig) -> torch.Tensor:
     """
     # Not torchaudio's: computed in fp32 its filters are off by 1e-5, which is 1e-4 in a feature.
     steepness = math.log(6.4) / 27
-    double = {"dtype": torch.float64}
     highest = 15 + math.log(SAMPLE_RATE / 2 / 1000) / steepness
-    mels = torch.linspace(0, highest, config.mel_bins + 2, **double)
+    mels = torch.linspace(0, highest, config.mel_bins + 2, dtype=torch.float64)
     hertz = torch.where(mels < 15, mels * 200 / 3, 1000 * ((mels - 15) * steepness).exp())
-    bins = torch.linspace(0, SAMPLE_RATE / 2, config.fft_samples // 2 + 1, **double)[:, None]
+    bins = torch.linspace(0, SAMPLE_RATE / 2, config.fft_samples // 2 + 1, dtype=torch.float64)[:, None]
     low = hertz[:-2]
     middle = hertz[1:-1]
     high = hertz[2:]

@@ -24,9 +24,14 @@ TARGET_PADDING = -1
 class Targets(Protocol):
     """Transcripts: tokens (B, U) with their lengths, and the decoder's targets (B, U + 1), padded with -1."""
 
-    tokens: torch.Tensor
-    token_lengths: Lengths
-    targets: torch.Tensor
+    @property
+    def tokens(self) -> torch.Tensor: ...
+
+    @property
+    def token_lengths(self) -> Lengths: ...
+
+    @property
+    def targets(self) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,9 @@ def ctc_loss_sum(
     # In at least fp32 whatever the autocast: the forward variables span hundreds of nats (Graves et al., 2006).
     with torch.autocast(logits.device.type, enabled=False):
         log_probabilities = F.log_softmax(logits, dim=-1, dtype=_at_least_float32(logits)).transpose(0, 1)
-        return F.ctc_loss(log_probabilities, tokens, encoded_lengths, token_lengths, BLANK, reduction="sum")
+        # With lengths on the host the loss never waits for the GPU; PyTorch's annotations know only tensors.
+        lengths = encoded_lengths, token_lengths
+        return F.ctc_loss(log_probabilities, tokens, *lengths, BLANK, reduction="sum")  # type: ignore[arg-type]
 
 
 def attention_loss_sum(

@@ -52,17 +52,20 @@ class RelativeSelfAttention(torch.nn.Module):
         self.output = Linear(d_model, d_model, bias=biases)
 
     def forward(self, x: torch.Tensor, norm: torch.nn.LayerNorm, layout: SequenceLayout) -> torch.Tensor:
-        heads = project_heads(x, self.query_key_value, norm, self.heads).permute(2, 0, 3, 1, 4)
+        projected = project_heads(x, self.query_key_value, norm, self.heads)
+        queries, keys, values = projected.permute(2, 0, 3, 1, 4)
         distances = self.position(*layout.positions)
         lengths = layout.lengths
         if not lengths:
-            return self.output(self._attend(*heads, distances, layout).transpose(1, 2).flatten(2))
+            return self.output(self._attend(queries, keys, values, distances, layout).transpose(1, 2).flatten(2))
         attended = []
         longest = max(lengths)
-        for span in zip(*(vectors.split(lengths, dim=2) for vectors in heads), strict=True):
-            length = span[0].shape[2]
+        spans = (vectors.split(lengths, dim=2) for vectors in (queries, keys, values))
+        for query, key, value in zip(*spans, strict=True):
+            length = query.shape[2]
             # Distances length - 1, ..., -(length - 1): the middle of the longest span's table.
-            attended.append(self._attend(*span, distances[longest - length : longest + length - 1], layout))
+            near = distances[longest - length : longest + length - 1]
+            attended.append(self._attend(query, key, value, near, layout))
         return self.output(torch.cat(attended, dim=2).transpose(1, 2).flatten(2))
 
     def _attend(

@@ -151,17 +151,19 @@ def _warn_of_missing(seconds: float, source: AudioSource) -> None:
 
 def _span(header: AudioHeader, source: AudioSource, is_counted: bool) -> tuple[int, int]:
     """Return the first frame and the number of frames to read; raise `UnusableAudio` if a counted file is too short."""
-    if source.start is None and not is_counted:
+    span = source.span
+    if span is None and not is_counted:
         # Unknown length: read up to the row's duration and its tolerance; _check_length compares the result.
         longest = MAX_FILE_SECONDS if source.seconds is None else source.seconds + duration_tolerance(source.seconds)
         return 0, int(longest * header.rate) + 1
-    if source.start is None:
+    if span is None:
         said = header.seconds if source.seconds is None else source.seconds
         if abs(header.seconds - said) > duration_tolerance(said):
             raise _other_length(header.seconds, header.missing, source)
         return 0, header.frames
-    first = round(source.start * header.rate)
-    count = round(source.seconds * header.rate)
+    start, seconds = span
+    first = round(start * header.rate)
+    count = round(seconds * header.rate)
     if is_counted and (first >= header.frames or first + count > header.frames + SPAN_ROUNDING * header.rate):
         raise UnusableAudio(source, f"it ends at {header.seconds:.2f} s")
     return first, min(count, header.frames - first) if is_counted else count
@@ -171,9 +173,10 @@ def _check_length(first: int, found: int, header: AudioHeader, source: AudioSour
     """Raise `UnusableAudio` if `found` frames after the first `first` contradict the source's span or duration."""
     seconds = (first + found) / header.rate
     rate = header.rate
-    if source.start is not None and (not found or found < round(source.seconds * rate) - SPAN_ROUNDING * rate):
+    span = source.span
+    if span is not None and (not found or found < round(span[1] * rate) - SPAN_ROUNDING * rate):
         raise UnusableAudio(source, f"it ends at {seconds:.2f} s")
-    if source.start is None and source.seconds is not None:
+    if span is None and source.seconds is not None:
         if abs(seconds - source.seconds) > duration_tolerance(source.seconds):
             missing = _missing(header.frames - found, header) if seconds < source.seconds else 0.0
             raise _other_length(seconds, missing, source)

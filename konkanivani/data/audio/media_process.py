@@ -150,7 +150,7 @@ class Readers:
         readers = self._all
         # A new lock: another thread of the parent may have held the old one during the fork.
         self._lock = threading.Lock()
-        self._idle = []
+        self._idle: list[Reader] = []
         self._all = set()
         for reader in readers:
             reader.forget()

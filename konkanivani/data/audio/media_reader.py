@@ -28,7 +28,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 
 REQUEST = struct.Struct("<cqq")
 ANSWER = struct.Struct("<cq")
@@ -84,31 +84,30 @@ class MediaDecoder:
 
     def __init__(self, window: FileSlice) -> None:
         options = {"format_whitelist": ",".join(DEMUXERS), "protocol_whitelist": "none", "max_streams": "64"}
-        self.container = av.open(window, options=options, metadata_errors="replace")
+        self.container = av.open(window, "r", options=options, metadata_errors="replace")
         stream = self.container.streams.best("audio")
-        if stream is None:
+        if not isinstance(stream, av.AudioStream):
             raise Undecodable("it contains no audio" + (", only video" if self.container.streams.video else ""))
         if stream.codec_context is None:
             raise Undecodable("FFmpeg does not support its audio codec")
         for other in self.container.streams:
             if other is not stream:
                 with contextlib.suppress(AttributeError, ValueError):  # old PyAV versions cannot discard a stream
-                    other.discard = DISCARD_ALL
+                    other.discard = DISCARD_ALL  # type: ignore[assignment]  # PyAV converts an int to its enum
         stream.codec_context.thread_count = 1  # RLIMIT_CPU and RLIMIT_AS count all threads
         self.claimed = self._claimed_seconds(stream)
-        self.resampler = None
         self.pending = bytearray()
         self.has_ended = False
         self.decoded = self._decode(stream)
-        self.first = next(self.decoded, None)
-        if self.first is None:
+        first = next(self.decoded, None)
+        if first is None:
             raise Undecodable("none of its audio can be decoded")
-        self.rate = self.first.sample_rate
-        self.layout = self.first.layout
+        self.rate = first.sample_rate
+        self.layout = first.layout
         self.channels = self.layout.nb_channels
         if not 1 <= self.channels <= MAX_CHANNELS:
             raise Undecodable(f"{self.channels} channels exceed the limit of {MAX_CHANNELS}")
-        self.pieces = self._convert()
+        self.pieces = self._convert(first)
 
     def header(self) -> bytes:
         """Return the sample rate, the channels and the stated length in seconds (or null) as JSON."""
@@ -141,17 +140,17 @@ class MediaDecoder:
         self.pieces.close()
         self.decoded.close()
         self.container.close()
-        self.pieces = self.decoded = self.first = self.resampler = None
+        del self.pieces, self.decoded
 
-    def _claimed_seconds(self, stream: "av.audio.stream.AudioStream") -> float | None:
+    def _claimed_seconds(self, stream: "av.AudioStream") -> float | None:
         if self.container.format.name not in DEMUXERS_WITH_LENGTHS:
             return None
-        if stream.duration is not None:
+        if stream.duration is not None and stream.time_base is not None:
             return float(stream.duration * stream.time_base)
         has_one_stream = len(self.container.streams) == 1  # with several, it is the longest stream's duration
         return self.container.duration / av.time_base if self.container.duration and has_one_stream else None
 
-    def _decode(self, stream: "av.audio.stream.AudioStream") -> Iterator["av.AudioFrame"]:
+    def _decode(self, stream: "av.AudioStream") -> Generator["av.AudioFrame", None, None]:
         """Yield the stream's frames; skip undecodable packets, as players do, and stop at a demuxing error."""
         packets = self.container.demux(stream)
         while True:
@@ -167,20 +166,22 @@ class MediaDecoder:
                 continue
             yield from (frame for frame in frames if frame.samples > 0 and frame.sample_rate > 0)
 
-    def _convert(self) -> Iterator[bytes]:
+    def _convert(self, first: "av.AudioFrame") -> Generator[bytes, None, None]:
         """Yield the frames as packed float32; resample them if the stream changes its rate or layout midway."""
-        (first, self.first), kind = (self.first, None), None
+        kind = None
+        resampler = None
         for frame in itertools.chain([first], self.decoded):
             found = (frame.format.name, frame.layout.name, frame.sample_rate)
-            if found != kind:
-                if self.resampler is not None:
-                    yield from map(_bytes_of, self.resampler.resample(None))
+            if resampler is None or found != kind:
+                if resampler is not None:
+                    yield from map(_bytes_of, resampler.resample(None))
                 kind = found
-                self.resampler = av.AudioResampler(format="flt", layout=self.layout, rate=self.rate)
+                resampler = av.AudioResampler(format="flt", layout=self.layout, rate=self.rate)
             frame.pts = None  # not needed, and some PyAV versions reject discontinuous timestamps
-            yield from map(_bytes_of, self.resampler.resample(frame))
-        if self.resampler is not None and not self.resampler.is_passthrough:
-            yield from map(_bytes_of, self.resampler.resample(None))
+            yield from map(_bytes_of, resampler.resample(frame))
+        # is_passthrough is missing from PyAV's stubs.
+        if resampler is not None and not resampler.is_passthrough:  # type: ignore[attr-defined]
+            yield from map(_bytes_of, resampler.resample(None))
 
 
 def _bytes_of(frame: "av.AudioFrame") -> bytes:
@@ -209,10 +210,10 @@ def serve(channel: socket.socket) -> None:
                 content = sound.header()
             elif kind == b"r":
                 answer = b"f"
-                content = sound.read(first)
+                content = _opened(sound).read(first)
             elif kind == b"s":
                 answer = b"n"
-                content = struct.pack("<q", sound.skip(first))
+                content = struct.pack("<q", _opened(sound).skip(first))
             else:
                 if sound is not None:
                     sound.close()
@@ -232,6 +233,12 @@ def serve(channel: socket.socket) -> None:
             content = f"FFmpeg: {getattr(error, 'strerror', None) or error}".encode()
         channel.sendall(ANSWER.pack(answer, len(content)))
         channel.sendall(content)
+
+
+def _opened(sound: MediaDecoder | None) -> MediaDecoder:
+    if sound is None:
+        raise Undecodable("no file is open")
+    return sound
 
 
 def enter_sandbox(channel: int) -> None:

@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from konkanivani.data.audio.media_process import READERS, ReaderFailed, Refused
+from konkanivani.data.audio.media_process import READERS, Reader, ReaderFailed, Refused
 from konkanivani.data.audio.names import MEDIA_SUFFIXES
 from konkanivani.data.audio.source import AudioHeader, OpenedAudio, UnusableAudio
 
@@ -52,7 +52,7 @@ class MediaSound:
         self.source = opened.source
         self.opened = opened
         self.most_frames = most_frames
-        self.reader = None
+        self.reader: Reader | None = None
         self.deaths = 0
         self.done = 0
         try:

@@ -37,10 +37,21 @@ class AudioSource:
     roots: tuple[str, ...] | None = field(default=None, compare=False, repr=False)
     channel: int | None = None
 
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """Return the start and the duration of a part of the file, in seconds; None for the whole file."""
+        if self.start is None:
+            return None
+        if self.seconds is None:
+            raise ValueError(f"an utterance that starts at {self.start:g} s of {self.path} has no duration")
+        return self.start, self.seconds
+
     def __str__(self) -> str:
         inside = f" at byte {self.byte_offset}" if self.byte_count else ""
-        span = "" if self.start is None else f" from {self.start:g} s to {self.start + self.seconds:g} s"
-        return f"{self.path}{inside}{span}"
+        if self.span is None:
+            return f"{self.path}{inside}"
+        start, seconds = self.span
+        return f"{self.path}{inside} from {start:g} s to {start + seconds:g} s"
 
 
 class UnusableAudio(DataError):
@@ -128,9 +139,10 @@ def open_file(source: AudioSource) -> io.BufferedReader:
     """
     path = existing_path(source.path)
     if source.roots is not None:
-        path = resolved_inside(path, source.roots)
-    if path is None:
-        raise UnusableAudio(source, LED_OUTSIDE)
+        inside = resolved_inside(path, source.roots)
+        if inside is None:
+            raise UnusableAudio(source, LED_OUTSIDE)
+        path = inside
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise UnusableAudio(source, "it is not a file")
     # A pipe or a terminal may have replaced the file since the check above. With these flags the open does not block,

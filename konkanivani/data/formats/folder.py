@@ -20,7 +20,7 @@ def find_utterances(source: SpeechFolder) -> Found:
     """Yield one utterance per recording, in the order of names, from its best-known audio format."""
     root = source.path.resolve()
     files = list(audio_files(source.path))
-    best = {}
+    best: dict[Path, Path] = {}
     for audio in files:
         # A recording may exist as .wav and .mp3; its transcript is used once.
         stem = audio.with_suffix("")

@@ -22,7 +22,12 @@ from konkanivani.data.formats.tables import as_text, channel_column, choose_colu
 AUDIO_COLUMNS = ("audio", "audio_filepath")
 TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript", "normalized", "verbatim")
 SPEAKER_COLUMNS = ("speaker", "speaker_id", "client_id")
-MAGICS = {".flac": b"fLaC", ".wav": b"RIFF", ".ogg": b"OggS", ".mp3": (b"ID3", b"\xff\xfb", b"\xff\xf3")}
+MAGICS: dict[str, tuple[bytes, ...]] = {
+    ".flac": (b"fLaC",),
+    ".wav": (b"RIFF",),
+    ".ogg": (b"OggS",),
+    ".mp3": (b"ID3", b"\xff\xfb", b"\xff\xf3"),
+}
 
 
 @dataclass(frozen=True)

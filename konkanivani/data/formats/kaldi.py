@@ -141,5 +141,8 @@ def _entries(path: Path) -> dict[str, Entry]:
     """Return the lines of a file by their first word; none if the file does not exist."""
     if not path.exists():
         return {}
-    lines = ((row, *line.split(maxsplit=1)) for row, line in read_lines(path))
-    return {key: (row, "".join(rest).strip()) for row, key, *rest in lines}
+    entries: dict[str, Entry] = {}
+    for row, line in read_lines(path):
+        key, *rest = line.split(maxsplit=1)
+        entries[key] = (row, "".join(rest).strip())
+    return entries

@@ -82,15 +82,16 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
         except ValueError as error:
             yield RefusedRow(file, number, "broken row", f"not a line of JSON ({error})")
             continue
-        name = row.get("audio_filepath") if isinstance(row, dict) else None
+        fields = row if isinstance(row, dict) else {}
+        name = fields.get("audio_filepath")
         if not isinstance(name, str) or not name:
             yield RefusedRow(file, number, "broken row", "audio_filepath must be a string with a path")
             continue
-        found = _utterance(file, number, row, manifest.parent / name, split)
+        found = _utterance(file, number, fields, manifest.parent / name, split)
         if isinstance(found, RefusedRow):
             yield found
             continue
-        shard_id = as_text(row.get("shard_id")) or (of_shard.group(1) if of_shard else "")
+        shard_id = as_text(fields.get("shard_id")) or (of_shard.group(1) if of_shard else "")
         if shard_id.isdecimal():
             shard = folder / f"audio_{shard_id}.tar"
             # Index a tar once, when its first row is read.
@@ -150,12 +151,14 @@ def _read_shard(source: SpeechFolder, shard: Path, split: str) -> Found:
         if text is None and described is None:
             yield RefusedRow(file, row, "no transcript", f"{key} has neither .txt nor .json", audio.name)
             continue
-        try:
-            fields = parse_json(read_member_text(shard, described)) if described else {}
-        except ValueError as error:
-            yield RefusedRow(file, row, "broken row", f"{described.name} is not JSON ({error})", key)
-            continue
-        fields = fields if isinstance(fields, dict) else {}
+        fields: dict[str, object] = {}
+        if described is not None:
+            try:
+                parsed = parse_json(read_member_text(shard, described))
+            except ValueError as error:
+                yield RefusedRow(file, row, "broken row", f"{described.name} is not JSON ({error})", key)
+                continue
+            fields = parsed if isinstance(parsed, dict) else {}
         # The .txt has precedence over the text in the .json.
         if text is not None:
             fields = fields | {"text": " ".join(read_member_text(shard, text).split())}

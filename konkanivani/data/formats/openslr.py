@@ -11,7 +11,7 @@ and the files linked there.
 
 import os
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 from konkanivani.base.errors import DataError
@@ -46,6 +46,7 @@ def find_utterances(source: SpeechFolder) -> Found:
     for name in list(audio):
         # An exact name has precedence over another one with the same NFC form.
         audio.setdefault(comparable_name(name), audio[name])
+    rows: Iterable[Record]
     for index in indices:
         if index.suffix == ".txt":
             rows = [Record(row, (), tuple(line.split(maxsplit=1))) for row, line in read_lines(index)]

@@ -75,7 +75,11 @@ def _walk(headers: _Headers, size: int) -> Iterator[Member]:
         ValueError: If the headers are not contiguous up to the end of the file.
     """
     before = -1
-    with tarfile.open(fileobj=headers, mode="r:", encoding="utf-8", errors="surrogateescape") as shard:
+    # The stub demands write() and close(), which tarfile never calls on a file object that it only reads.
+    shard: tarfile.TarFile = tarfile.open(  # type: ignore[call-overload]
+        fileobj=headers, mode="r:", encoding="utf-8", errors="surrogateescape"
+    )
+    with shard:
         for member in shard:
             # tarfile keeps every header, and copies global PAX headers into each of them.
             shard.members.clear()

@@ -32,7 +32,7 @@ class Shares:
 
 def split_named(name: str) -> str:
     """Return `train`, `valid` or `test` if `name` starts with a usual name of it (dev, train-00, valid), else ""."""
-    word = re.match(r"[a-z]*", name.lower()).group()
+    word = re.split(r"[^a-z]", name.lower(), maxsplit=1)[0]
     return next((split for split, words in NAMES if word in words), "")
 
 
@@ -62,7 +62,7 @@ def _take(names: list[str], lengths: Mapping[str, int], target: float, kept: int
     """Return names whose total length approximates `target`, and leave at least `kept` names."""
     if target <= 0:
         return frozenset()
-    taken = []
+    taken: list[str] = []
     filled = 0
     for name in names:
         # A long unit is skipped and shorter ones may still fit.

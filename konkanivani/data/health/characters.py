@@ -94,10 +94,10 @@ class CharacterHealth:
 class CharacterCount:
     """Running counts over transcripts; memory grows with the number of distinct characters, not of texts."""
 
-    raw: Counter = field(default_factory=Counter)
-    normalized: Counter = field(default_factory=Counter)
-    pairs: Counter = field(default_factory=Counter)
-    mixed: Counter = field(default_factory=Counter)
+    raw: Counter[str] = field(default_factory=Counter)
+    normalized: Counter[str] = field(default_factory=Counter)
+    pairs: Counter[str] = field(default_factory=Counter)
+    mixed: Counter[str] = field(default_factory=Counter)
     first_row: dict[str, int] = field(default_factory=dict)
     texts: int = 0
     changed: int = 0
@@ -124,7 +124,7 @@ class CharacterCount:
 
     def health(self) -> CharacterHealth:
         """Return the inventory of all counted transcripts."""
-        scripts = Counter()
+        scripts: Counter[str] = Counter()
         for character, count in self.raw.items():
             scripts[script_of(character)] += count
         del scripts[""]
@@ -168,7 +168,7 @@ class CharacterCount:
         return tuple(sorted(twins, key=lambda pair: -sum(spelling.count for spelling in pair.spellings)))
 
     def _changes(self) -> Changes:
-        sums = Counter()
+        sums: Counter[str] = Counter()
         for character, count in self.raw.items():
             sums[_treatment(character)] += count
         return Changes(
@@ -233,13 +233,13 @@ def _treatment(character: str) -> Literal["kept", "joiner", "format", "space", "
 
 
 @cache
-def _composition() -> tuple[frozenset[str], re.Pattern]:
+def _composition() -> tuple[frozenset[str], re.Pattern[str]]:
     """Return the NFC forms with more than one encoding, and a pattern for the encodings of two characters in a text.
 
     The tables come from Python's own Unicode database, which takes a third of a second; therefore not at import.
     """
-    shapes = set()
-    seconds = set()
+    shapes: set[str] = set()
+    seconds: set[str] = set()
     for character in map(chr, range(sys.maxunicode + 1)):
         parts = unicodedata.decomposition(character).split(" ")
         # "<compat>" and the like are compatibility decompositions, which NFC leaves unchanged.

@@ -46,6 +46,6 @@ def example(utterance: Utterance, detail: str) -> ExampleRow:
     return ExampleRow(utterance.row, show_text(utterance.id), show_text(utterance.text), show_text(detail, 300))
 
 
-def tallies(counts: Counter) -> tuple[Tally, ...]:
+def tallies(counts: Counter[str] | Counter[int]) -> tuple[Tally, ...]:
     """Return the most frequent entries in descending order."""
     return tuple(Tally(str(name), count) for name, count in counts.most_common(MAX_EXAMPLES))

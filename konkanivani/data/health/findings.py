@@ -124,9 +124,9 @@ def _of_rows(part: PartHealth, most_rejected: float) -> Iterator[Finding]:
             "Fix or remove the listed rows, or raise --max_rejected to skip them.",
         )
     if not part.usable:
-        first, *_ = part.rejected.examples or part.broken.examples
+        unusable, *_ = part.rejected.examples or part.broken.examples
         yield error(
-            f"None of the {count(rows, 'row')} of {name} is usable: {first.detail}.",
+            f"None of the {count(rows, 'row')} of {name} is usable: {unusable.detail}.",
             "Check durations, transcripts and the flags --min_duration, --max_duration and --vocab_size.",
         )
     elif limited:
@@ -242,25 +242,28 @@ def _of_levels(name: str, sound: SoundHealth) -> Iterator[Finding]:
 
 def _of_recordings(health: CorpusHealth) -> Iterator[Finding]:
     """Yield findings from the comparison of all manifests' recordings with the training set."""
-    heard = [part for part in health.parts if part.sound and part.sound.heard]
-    rates = sorted({int(tally.name) for part in heard for tally in part.sound.rates})
+    heard = [(part, part.sound) for part in health.parts if part.sound and part.sound.heard]
+    rates = sorted({int(tally.name) for _, sound in heard for tally in sound.rates})
     # Upsampled audio has no energy above its old Nyquist frequency.
     if len(rates) > 1 or any(rate < SAMPLE_RATE for rate in rates):
         yield note(
             f"The recordings' sample rates are {', '.join(map(str, rates))} Hz; all are resampled to {SAMPLE_RATE} Hz.",
             "Audio with a lower rate has no high frequencies: use the same kind of audio at inference.",
         )
-    train = next((part for part in heard if part.is_training), None)
-    for part in heard:
-        if train and not {tally.name for tally in part.sound.rates} & {tally.name for tally in train.sound.rates}:
+    trained = next(((part, sound) for part, sound in heard if part.is_training), None)
+    if trained is None:
+        return
+    train, train_sound = trained
+    for part, sound in heard:
+        if not {tally.name for tally in sound.rates} & {tally.name for tally in train_sound.rates}:
             yield warning(
                 f"No recording of {short_name(part.path)} has a sample rate that occurs in {short_name(train.path)}.",
                 "The model is not trained on such audio: train on some, or expect a higher WER.",
             )
-        if train and abs(part.sound.median_level - train.sound.median_level) > LEVELS_APART:
+        if abs(sound.median_level - train_sound.median_level) > LEVELS_APART:
             yield warning(
-                f"{short_name(part.path)} is at {part.sound.median_level:.0f} dBFS, {short_name(train.path)} "
-                f"at {train.sound.median_level:.0f}.",
+                f"{short_name(part.path)} is at {sound.median_level:.0f} dBFS, {short_name(train.path)} "
+                f"at {train_sound.median_level:.0f}.",
                 "The microphones or rooms differ: add some such recordings to the training set.",
             )
 

@@ -6,7 +6,7 @@ Times are in seconds unless a name says hours; a rate is in code points of the n
 
 import os
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -161,11 +161,11 @@ class RowNumbers:
     places: array = field(default_factory=lambda: array("Q"))
     extents: array = field(default_factory=lambda: array("Q"))
     audio: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
-    speakers: Counter = field(default_factory=Counter)
-    speaker_seconds: Counter = field(default_factory=Counter)
-    formats: Counter = field(default_factory=Counter)
-    reasons: Counter = field(default_factory=Counter)
-    letters: Counter = field(default_factory=Counter)  # of the normalised text
+    speakers: Counter[str] = field(default_factory=Counter)
+    speaker_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    formats: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    letters: Counter[str] = field(default_factory=Counter)  # of the normalised text
     empty: list[ExampleRow] = field(default_factory=list)
     rejected: list[ExampleRow] = field(default_factory=list)
     chosen: list[tuple[Utterance, bool]] = field(default_factory=list)  # sampled, with a flag whether it is usable
@@ -332,7 +332,7 @@ def fetch(rows: Iterable[Utterance], wanted: Iterable[int]) -> dict[int, Utteran
 def _measure_speakers(rows: RowNumbers) -> SpeakerHealth:
     named = {name: seconds for name, seconds in rows.speaker_seconds.items() if name}
     total = sum(named.values())
-    largest = max(named, key=named.get, default="")
+    largest = max(named, key=lambda name: named[name], default="")
     return SpeakerHealth(
         count=len(named),
         unnamed=rows.speakers[""],

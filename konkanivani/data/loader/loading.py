@@ -1,16 +1,17 @@
 """Streams of training and evaluation batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from konkanivani.base.distributed import ALONE, Topology, gather, gather_numbers
 from konkanivani.base.errors import Interrupted
 from konkanivani.base.lengths import SAMPLE_RATE
-from konkanivani.data.batch import Batch, GlobalBatch
-from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, partition
+from konkanivani.data.batch import Batch, GlobalBatch, collate
+from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, partition, split_into_micro_batches
 from konkanivani.data.dataset import EvalDataset, TrainDataset
 from konkanivani.data.loader.workers import Fetcher, Loaded, LoaderConfig, load_in_order
 from konkanivani.data.rejections import Rejections
@@ -36,20 +37,22 @@ class GlobalBatchStream:
 
     def from_cursor(
         self, cursor: Cursor, check: Callable[[], None] = lambda: None
-    ) -> Iterator[tuple[GlobalBatch, Cursor]]:
+    ) -> Generator[tuple[GlobalBatch, Cursor], None, None]:
         """Yield global batches without end, each with the cursor after it; closing the generator ends the workers.
 
         A global batch without any readable utterance is skipped. `check` is called before each global batch and while
         waiting for one; its exceptions end the stream, and `Interrupted` ends the streams of all ranks.
         """
-        fetcher = Fetcher(self.speech, self.limits, self.loader.workers)
+        special = self.speech.tokenizer.special
+        combine = partial(split_into_micro_batches, limits=self.limits, special=special)
+        fetcher = Fetcher(self.speech, combine, self.loader.workers)
         with closing(load_in_order(fetcher, self.planned(cursor), self.loader, check)) as loaded:
             for behind in self.planner.cursors_behind(cursor):
                 global_batch = self._next(loaded)
                 if global_batch is not None:
                     yield global_batch, behind
 
-    def _next(self, loaded: Iterator[Loaded]) -> GlobalBatch | None:
+    def _next(self, loaded: Iterator[Loaded[GlobalBatch]]) -> GlobalBatch | None:
         """Return the next global batch: this rank's micro-batches, counts of all ranks; None if nothing is readable."""
         if self.topology.is_single_process:
             found = next(loaded)
@@ -58,7 +61,7 @@ class GlobalBatchStream:
         # An interrupted rank still takes part in the collective; otherwise the other ranks would wait for it.
         try:
             found = next(loaded)
-            interrupted = None
+            interrupted: Interrupted | None = None
         except Interrupted as error:
             found = Loaded(None, ())
             interrupted = error
@@ -99,13 +102,14 @@ def load_batches(
     loader: LoaderConfig,
     rejections: Rejections,
     check: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[Batch, list[Utterance]]]:
+) -> Generator[tuple[Batch, list[Utterance]], None, None]:
     """Yield the planned evaluation batches in order, each with its utterances; omit unreadable utterances.
 
     `check` is called as in `GlobalBatchStream.from_cursor`.
     """
     keys = ([int(number) for number in batch] for batch in plan)
-    with closing(load_in_order(Fetcher(speech, None, loader.workers), keys, loader, check)) as loaded:
+    fetcher = Fetcher(speech, partial(collate, special=speech.tokenizer.special), loader.workers)
+    with closing(load_in_order(fetcher, keys, loader, check)) as loaded:
         for found, numbers in zip(loaded, plan, strict=True):
             rejections.add(found.rejections)
             if found.value is not None:

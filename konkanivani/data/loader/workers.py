@@ -9,22 +9,23 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from types import TracebackType
+from typing import Generic
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 from tqdm import tqdm
 
 from konkanivani.base.errors import DataError, KonkaniVaniError, ResourceError
 from konkanivani.base.signals import defer_signals, stopping_signals
-from konkanivani.data.batch import Batch, Example, GlobalBatch, check_tokens, collate
-from konkanivani.data.batching import SizeLimit, split_into_micro_batches
+from konkanivani.data.batch import Example, check_tokens
 from konkanivani.data.dataset import EvalDataset, TrainDataset
-from konkanivani.data.loader.packed import Packed, pack
+from konkanivani.data.loader.packed import Packed, Value, pack
 from konkanivani.data.rejections import Rejection
 
 POLL_SECONDS = 1.0  # interval of checks on the workers while no batch arrives
@@ -44,21 +45,29 @@ class LoaderConfig:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """Loaded item: a batch (None: no utterance was readable; packed if from a worker) and the rejected utterances."""
+class Loaded(Generic[Value]):
+    """Loaded item: a batch (None: no utterance was readable) and the rejected utterances.
 
-    value: GlobalBatch | Batch | Packed | None
+    A worker sends its batch as `packed`; `value` is then None until `unpack`.
+    """
+
+    value: Value | None
     rejections: tuple[Rejection, ...]
     # A value, because the DataLoader replaces the message of an exception raised in a worker with a traceback.
     error: KonkaniVaniError | None = None
+    packed: Packed[Value] | None = None
 
-    def pin_memory(self) -> "Loaded":
+    def pin_memory(self) -> "Loaded[Value]":
         """Return a copy in page-locked memory; the DataLoader calls this for CUDA."""
-        return dataclasses.replace(self, value=self.value and self.value.with_each(torch.Tensor.pin_memory))
+        value = None if self.value is None else self.value.with_each(torch.Tensor.pin_memory)
+        packed = None if self.packed is None else self.packed.with_each(torch.Tensor.pin_memory)
+        return dataclasses.replace(self, value=value, packed=packed)
 
-    def unpack(self) -> "Loaded":
+    def unpack(self) -> "Loaded[Value]":
         """Return the item with its batch unpacked."""
-        return dataclasses.replace(self, value=self.value.unpack()) if isinstance(self.value, Packed) else self
+        if self.packed is None:
+            return self
+        return dataclasses.replace(self, value=self.packed.unpack(), packed=None)
 
 
 class WorkersFailed(ResourceError):
@@ -73,21 +82,23 @@ class WorkersFailed(ResourceError):
         self.has_died = has_died
 
 
-class Fetcher(Dataset):
-    """Dataset of whole global or evaluation batches.
+class Fetcher(Dataset[Loaded[Value]]):
+    """Dataset of whole global or evaluation batches; `combine` makes one from its examples.
 
     `being_read` (workers,) is the index of the utterance that each worker is reading, or -1, in shared memory: it still
     names the utterance after the worker has died.
     """
 
-    def __init__(self, speech: TrainDataset | EvalDataset, limits: tuple[SizeLimit, ...] | None, workers: int) -> None:
+    def __init__(
+        self, speech: TrainDataset | EvalDataset, combine: Callable[[list[Example]], Value], workers: int
+    ) -> None:
         self.speech = speech
-        self.limits = limits
+        self.combine: Callable[[list[Example]], Value] = combine
         self.being_read = torch.full((workers,), -1).share_memory_()
 
-    def __getitem__(self, keys: list) -> Loaded:
+    def __getitem__(self, keys: list) -> Loaded[Value]:
         worker = get_worker_info()
-        found = []
+        found: list[Example | Rejection] = []
         for key in keys:
             if worker:
                 self.being_read[worker.id] = key[1] if isinstance(key, tuple) else key
@@ -99,10 +110,12 @@ class Fetcher(Dataset):
             self.being_read[worker.id] = -1
         speeches = [speech for speech in found if isinstance(speech, Example)]
         rejections = tuple(rejection for rejection in found if isinstance(rejection, Rejection))
+        if not speeches:
+            return Loaded(None, rejections)
         try:
-            value = self._combined(speeches) if speeches else None
-            if worker and value:
-                value = _pack(value, self.ids(keys))
+            value = self._combined(speeches)
+            if worker:
+                return Loaded(None, rejections, packed=_pack(value, self.ids(keys)))
             return Loaded(value, rejections)
         except (DataError, ResourceError) as error:
             return Loaded(None, (), error)
@@ -111,15 +124,13 @@ class Fetcher(Dataset):
         """Return the ids of the utterances with these keys."""
         return [self.speech.utterances[key[1] if isinstance(key, tuple) else key].id for key in keys]
 
-    def _combined(self, speeches: list[Example]) -> GlobalBatch | Batch:
+    def _combined(self, speeches: list[Example]) -> Value:
         for speech in speeches:
             check_tokens(speech, self.speech.tokenizer.size, self.speech.tokenizer.special)
-        if self.limits is None:
-            return collate(speeches, self.speech.tokenizer.special)
-        return split_into_micro_batches(speeches, self.limits, self.speech.tokenizer.special)
+        return self.combine(speeches)
 
 
-def _pack(value: GlobalBatch | Batch, ids: list[str]) -> Packed:
+def _pack(value: Value, ids: list[str]) -> Packed[Value]:
     """Pack a worker's batch into shared memory; raise a `ResourceError` if that is full."""
     # The queue would also move tensors to shared memory, but in a feeder thread, whose errors are lost.
     try:
@@ -134,8 +145,8 @@ def _pack(value: GlobalBatch | Batch, ids: list[str]) -> Packed:
 
 
 def load_in_order(
-    fetcher: Fetcher, keys: Iterable[list], loader: LoaderConfig, check: Callable[[], None]
-) -> Iterator[Loaded]:
+    fetcher: Fetcher[Value], keys: Iterable[list], loader: LoaderConfig, check: Callable[[], None]
+) -> Generator[Loaded[Value], None, None]:
     """Yield the loaded item of each of the keys, in order.
 
     If a worker dies, one new worker reloads the unfinished items one by one, with the same result; then all workers
@@ -143,7 +154,7 @@ def load_in_order(
     all items before them have been yielded.
     """
     keys = iter(keys)
-    waiting = deque()
+    waiting: deque[list] = deque()
     is_second_try = False
     while True:
         # A dead worker loses its finished but undelivered items; with one item at a time there are none.
@@ -173,8 +184,8 @@ def _remembered(keys: Iterator[list], waiting: deque[list]) -> Iterator[list]:
 
 
 def _load_until_a_death(
-    fetcher: Fetcher, keys: Iterator[list], waiting: deque[list], loader: LoaderConfig, check: Callable[[], None]
-) -> Iterator[Loaded]:
+    fetcher: Fetcher[Value], keys: Iterator[list], waiting: deque[list], loader: LoaderConfig, check: Callable[[], None]
+) -> Generator[Loaded[Value], None, None]:
     fetcher.being_read.fill_(-1)
     batches = DataLoader(
         fetcher,
@@ -198,7 +209,7 @@ def _load_until_a_death(
             yield loaded.unpack()
     finally:
         # Workers that ignore SIGTERM would keep the process from exiting if this were left to the garbage collector.
-        if loader.workers:
+        if isinstance(iterator, _MultiProcessingDataLoaderIter):
             # Shut down first, to end the pinning thread. A hanging worker is killed: torch would wait 5 s for it.
             with _workers_killed_after(END_SECONDS, iterator._workers):
                 iterator._shutdown_workers()
@@ -219,10 +230,14 @@ def _no_exceptions_from_signals() -> Iterator[None]:
 
 
 def _next(
-    iterator: Iterator[Loaded], fetcher: Fetcher, waiting: deque[list], loader: LoaderConfig, check: Callable[[], None]
-) -> Loaded | None:
+    iterator: _BaseDataLoaderIter,
+    fetcher: Fetcher[Value],
+    waiting: deque[list],
+    loader: LoaderConfig,
+    check: Callable[[], None],
+) -> Loaded[Value] | None:
     """Return the loader's next item, None at its end; raise `WorkersFailed` with the utterances being read."""
-    if not loader.workers:
+    if not isinstance(iterator, _MultiProcessingDataLoaderIter):
         check()
         return next(iterator, None)
     deadline = time.monotonic() + loader.timeout
@@ -246,7 +261,7 @@ def _next(
 
 
 @contextmanager
-def _workers_killed_after(seconds: float, workers: list[BaseProcess]) -> Iterator[None]:
+def _workers_killed_after(seconds: float, workers: Sequence[BaseProcess]) -> Iterator[None]:
     """Kill the workers if the block takes longer than `seconds`."""
     # Receiving a tensor is a request to the worker's process, for which neither the DataLoader nor its pinning thread
     # has a timeout: a stopped worker would block them forever. Killing it breaks the connection.
@@ -264,7 +279,7 @@ def _workers_killed_after(seconds: float, workers: list[BaseProcess]) -> Iterato
         timer.cancel()
 
 
-def _scene(workers: list[BaseProcess], fetcher: Fetcher, waiting: deque[list]) -> str:
+def _scene(workers: Sequence[BaseProcess], fetcher: Fetcher[Value], waiting: deque[list]) -> str:
     """Describe which utterances the dead workers (or else all workers) were reading, and which item is awaited."""
     numbers = fetcher.being_read.tolist()
     of_the_dead = [number for number, worker in zip(numbers, workers, strict=False) if not worker.is_alive()]
@@ -282,7 +297,9 @@ def _begin_worker(_worker: int) -> None:
     sys.excepthook = _log_if_parent_alive
     # The kernel kills the worker when its parent exits for any reason, even if the worker hangs in a read.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != multiprocessing.parent_process().pid:  # the parent exited before the call of prctl
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # a worker has one
+    if os.getppid() != parent.pid:  # the parent exited before the call of prctl
         os._exit(1)
 
 

@@ -94,7 +94,7 @@ def read_corpus(rows: Iterable[FoundUtterance | RefusedRow], roots: AudioRoots) 
     are in memory.
     """
     corpus = Corpus()
-    first_rows = {}
+    first_rows: dict[str, str] = {}  # by identity, the place of the first row
     rows = iter(rows)
     with ThreadPoolExecutor(THREADS) as pool:
         while chunk := list(islice(rows, ROWS_AT_ONCE)):
@@ -108,9 +108,9 @@ def read_corpus(rows: Iterable[FoundUtterance | RefusedRow], roots: AudioRoots) 
                     if first == checked.where:
                         corpus.utterances.append(checked)
                         continue
-                    row = checked.utterance.row
+                    number = checked.utterance.row
                     path = checked.utterance.audio_filepath
-                    checked = RefusedRow(checked.file, row, "duplicate", f"it is the same audio as {first}", path)
+                    checked = RefusedRow(checked.file, number, "duplicate", f"it is the same audio as {first}", path)
                 corpus.refused.append(checked)
     return corpus
 

@@ -41,12 +41,20 @@ from konkanivani.data.preparation.drawing import (
 )
 from konkanivani.data.preparation.leaks import Leak, find_leaks
 
-FORMATS = (common_voice, csv_table, folder, huggingface, indicvoices, kaldi, ljspeech, nemo, openslr)
-# A format is named like its module, except `csv` (csv_table).
-READERS: dict[str, Callable[[SpeechFolder], Found]] = {
-    module.__name__.rpartition(".")[2].removesuffix("_table"): module.find_utterances for module in FORMATS
+FormatName = Literal[
+    "common_voice", "csv", "folder", "huggingface", "indicvoices", "kaldi", "ljspeech", "nemo", "openslr"
+]
+READERS: dict[FormatName, Callable[[SpeechFolder], Found]] = {
+    "common_voice": common_voice.find_utterances,
+    "csv": csv_table.find_utterances,
+    "folder": folder.find_utterances,
+    "huggingface": huggingface.find_utterances,
+    "indicvoices": indicvoices.find_utterances,
+    "kaldi": kaldi.find_utterances,
+    "ljspeech": ljspeech.find_utterances,
+    "nemo": nemo.find_utterances,
+    "openslr": openslr.find_utterances,
 }
-FormatName = Literal[tuple(READERS)]
 REJECTED = "rejected.jsonl"
 REPORT = "report.json"
 AUDIO = "audio"
@@ -307,8 +315,8 @@ def _publish(task: Preparation, staged: Path, utterances: list[CheckedUtterance]
         if (task.output / AUDIO).is_dir():
             os.rename(task.output / AUDIO, staged / "outdated")
         os.rename(staged / AUDIO, task.output / AUDIO)
-    for split in SPLITS:
-        manifest = task.output / f"{split}.jsonl"
+    for name in SPLITS:
+        manifest = task.output / f"{name}.jsonl"
         if (staged / manifest.name).exists():
             os.replace(staged / manifest.name, manifest)
         else:

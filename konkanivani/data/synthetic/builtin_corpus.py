@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 from konkanivani.base.errors import DataError, ResourceError, UsageError, explained
@@ -195,6 +195,14 @@ def read_description(directory: Path) -> dict[str, object]:
     return description if isinstance(description, dict) and description.get("what") == WHAT_IT_IS else {}
 
 
+def read_sizes(directory: Path) -> SplitSizes:
+    """Return the recorded sizes of the splits; a DataError if corpus.json in `directory` has none."""
+    sizes = read_description(directory).get("utterances")
+    if not isinstance(sizes, dict) or sizes.keys() != {"train", "valid", "test"}:
+        raise DataError(f"{directory / 'corpus.json'} is damaged. Delete {directory} and generate it again.")
+    return SplitSizes(**sizes)
+
+
 def is_complete(directory: Path, recipe: CorpusRecipe) -> bool:
     """Return whether `directory` contains the corpus of `recipe` without a missing file."""
     description = read_description(directory)
@@ -202,7 +210,7 @@ def is_complete(directory: Path, recipe: CorpusRecipe) -> bool:
         return False
     has_files = all((directory / name).is_file() for name in recipe.files)
     # Sentences that cannot be spoken are not counted: the recorded sizes are the numbers of files.
-    count = sum(description["utterances"].values())
+    count = sum(astuple(read_sizes(directory)))
     return has_files and (directory / "audio").is_dir() and len(os.listdir(directory / "audio")) == count
 
 

@@ -15,8 +15,10 @@ import itertools
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import TypedDict
 
 MAX_SECONDS = 30.0  # of speech: the default limit in validation; longer speech is stopped and refused
 REQUEST_SECONDS = 60  # timeout of a request; one sentence takes about 5 ms
@@ -46,6 +48,23 @@ class Request:
     pitch: int = 50
 
 
+class EngineFields(TypedDict):
+    """Answer to the request `engine`: the sample rate in Hz, and espeak-ng with its version."""
+
+    sample_rate: int
+    engine: str
+
+
+class WordFields(TypedDict):
+    """Answer to the request `words`: each word's first character and start, and the end of the speech.
+
+    Times are in milliseconds.
+    """
+
+    words: list[tuple[int, int]]
+    end: int
+
+
 class Event(ctypes.Structure):
     """espeak_EVENT of espeak-ng's speak_lib.h; text positions in characters from 1, audio positions in milliseconds."""
 
@@ -59,6 +78,16 @@ class Event(ctypes.Structure):
         ("user_data", ctypes.c_void_p),
         ("id", ctypes.c_char * 8),
     ]
+
+
+def iterate_events(events: "ctypes._Pointer[Event]") -> Iterator[Event]:
+    """Yield the events of an array that ends with an END_OF_EVENTS; none if the pointer is null."""
+    if not events:
+        return
+    for index in itertools.count():
+        if events[index].type == END_OF_EVENTS:
+            return
+        yield events[index]
 
 
 class Espeak:
@@ -88,7 +117,7 @@ class Espeak:
 
         espeak-ng expects 0 to continue, 1 to stop.
         """
-        for event in itertools.takewhile(lambda event: event.type != END_OF_EVENTS, events or ()):
+        for event in iterate_events(events):
             if event.type == WORD_EVENT:
                 self._words.append((event.text_position - 1, event.audio_position))
             elif event.type == END_EVENT:
@@ -101,7 +130,7 @@ class Espeak:
     def _is_too_long(self) -> bool:
         return self._heard > MAX_SECONDS * self.sample_rate
 
-    def answer(self, request: Request) -> bytes | dict[str, object]:
+    def answer(self, request: Request) -> bytes | EngineFields | WordFields:
         """Return the result of `request`; a ValueError gives the reason of a failure."""
         if request.wants == "engine":
             version = self._library.espeak_Info(None).decode()
@@ -121,7 +150,9 @@ class Espeak:
                 clauses.append(self._library.espeak_TextToPhonemes(ctypes.byref(position), UTF8_TEXT, IPA_PHONEMES))
             return b" ".join(clauses)
         speech = self._speech(request)
-        return speech if request.wants == "speech" else {"words": self._words, "end": self._end}
+        if request.wants == "speech":
+            return speech
+        return {"words": self._words, "end": self._end}
 
     def _speech(self, request: Request) -> bytes:
         library = self._library
@@ -157,6 +188,7 @@ def main() -> None:
         if process == 0:
             # SIGALRM ends a fork that hangs in native code.
             signal.alarm(REQUEST_SECONDS)
+            answer: bytes | EngineFields | WordFields | ValueError
             try:
                 answer = espeak.answer(request)
             except ValueError as error:

@@ -18,7 +18,7 @@ from konkanivani.data.synthetic.builtin_corpus import (
     CorpusRecipe,
     SplitSizes,
     publish_corpus,
-    read_description,
+    read_sizes,
     write_corpus,
 )
 from konkanivani.data.synthetic.builtin_patterns import hold_out
@@ -83,7 +83,7 @@ def build_sentence_corpus(
     digest = hashlib.sha256(json.dumps([plan.digest(), rows], ensure_ascii=False).encode()).hexdigest()
     recipe = CorpusRecipe(SENTENCE_CORPUS, plan, digest, files_made)
     is_new = publish_corpus(directory, recipe, lambda partial: write_sentence_corpus(recipe, sentences, partial))
-    size = SplitSizes(**read_description(directory)["utterances"])
+    size = read_sizes(directory)
     return SentenceReport(is_new, size, sentences.blank, sentences.repeated, read_left_out(directory))
 
 

@@ -14,9 +14,10 @@ import tempfile
 import unicodedata
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from konkanivani.base.errors import DataError, ResourceError
-from konkanivani.data.synthetic.espeak import Request
+from konkanivani.data.synthetic.espeak import EngineFields, Request, WordFields
 
 
 class UnspeakableError(DataError):
@@ -87,12 +88,12 @@ class SpeechSynthesizer:
                 env={**os.environ, "PYTHONPATH": path},
             )
         try:
-            engine = self._ask(Request("engine"))
+            engine: EngineFields = self._ask(Request("engine"))
         except BaseException:  # Ctrl-C, too, must not leave the process running
             self._stop()
             raise
-        self.sample_rate: int = engine["sample_rate"]
-        self.engine: str = engine["engine"]
+        self.sample_rate = engine["sample_rate"]
+        self.engine = engine["engine"]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,7 +105,8 @@ class SpeechSynthesizer:
         Raises:
             UnspeakableError: If it cannot be spoken in this style, or lasts longer than 30 s.
         """
-        return self._ask(Request("speech", text, style.voice, style.rate, style.pitch))
+        speech: bytes = self._ask(Request("speech", text, style.voice, style.rate, style.pitch))
+        return speech
 
     def words(self, text: str, style: SpeakingStyle) -> SpokenWords:
         """Return the start time of each word in the audio of `speak`, to a millisecond; errors as in `speak`.
@@ -112,15 +114,22 @@ class SpeechSynthesizer:
         espeak-ng may report several words that it speaks without a pause, such as a number of several words or two
         short words, as one.
         """
-        events = self._ask(Request("words", text, style.voice, style.rate, style.pitch))
+        events: WordFields = self._ask(Request("words", text, style.voice, style.rate, style.pitch))
         words = tuple(SpokenWord(character, milliseconds / 1000) for character, milliseconds in events["words"])
         return SpokenWords(words, events["end"] / 1000)
 
     def phonemes(self, text: str, voice: str = "mr") -> str:
         """Return `text` as `voice` reads it, in IPA with stress marks."""
-        return self._ask(Request("phonemes", text, voice)).decode("utf-8")
+        phonemes: bytes = self._ask(Request("phonemes", text, voice))
+        return phonemes.decode("utf-8")
 
-    def _ask(self, request: Request) -> bytes | dict[str, object]:
+    def _ask(self, request: Request) -> Any:
+        """Return the process's answer, of the type that `Espeak.answer` gives for `request.wants`.
+
+        Raises:
+            UnspeakableError: If the process returns the reason of a failure.
+            ResourceError: If the process has ended.
+        """
         try:
             self._connection.send(asdict(request))
             answer = self._connection.recv()

@@ -60,8 +60,8 @@ def write_split(
 
     audio = manifest.parent / "audio"
     audio.mkdir(parents=True, exist_ok=True)
-    utterances = []
-    errors = []
+    utterances: list[Utterance] = []
+    errors: list[UnspeakableError] = []
     for sentence in sentences:
         path = audio / f"{manifest.stem}-{len(utterances):04d}.flac"
         try:

@@ -25,7 +25,7 @@ def score_json(pairs: TextPairs, report: ScoreReport, output: Path | None) -> st
 def score_fields(report: ScoreReport) -> dict[str, object]:
     """Return the numbers of the report; rates are fractions."""
     edits = report.rates
-    fields = {"wer": edits.wer, "cer": edits.cer, "utterances": report.utterances}
+    fields: dict[str, object] = {"wer": edits.wer, "cer": edits.cer, "utterances": report.utterances}
     fields |= count_fields(edits) | _kind_fields(edits)
     fields |= {"wer_interval": astuple(report.wer_interval), "cer_interval": astuple(report.cer_interval)}
     fields |= {"interval_unit": report.unit}

@@ -154,7 +154,7 @@ def _aligned_lines(utterance: AlignedUtterance) -> Iterator[str]:
 
 def _stretches(columns: list[tuple[str, str, str]]) -> Iterator[list[tuple[str, str, str]]]:
     """Yield the columns in lines of at most LINE_WIDTH; a wider column has its own line."""
-    stretch = []
+    stretch: list[tuple[str, str, str]] = []
     width = 0
     for column in columns:
         taken = 1 + max(map(display_width, column))  # with the space to the next column

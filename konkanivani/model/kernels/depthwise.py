@@ -3,6 +3,9 @@
 B batch, T frames, D model width, K kernel size.
 """
 
+import functools
+import operator
+
 import torch
 import torch.nn.functional as F
 
@@ -46,14 +49,18 @@ class _DepthwiseConv(torch.autograd.Function):
     @without_autocast
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, kernel = ctx.saved_tensors
-        grad_x = grad_kernel = None
+        grad_x = None
+        grad_kernel = None
+        grad_bias = None
         if ctx.needs_input_grad[0]:
             # The gradient by the input is a correlation with the flipped kernel.
             grad_x = _convolve_spans(gradient, kernel.flip(2), None, ctx.lengths)
         if ctx.needs_input_grad[1]:
             pairs = zip(gradient.split(ctx.lengths, dim=1), x.split(ctx.lengths, dim=1), strict=True)
-            grad_kernel = sum(_kernel_gradient(*pair, kernel.shape[2]) for pair in pairs)
-        return grad_x, grad_kernel, gradient.sum((0, 1)) if ctx.needs_input_grad[2] else None, None
+            grad_kernel = functools.reduce(operator.add, (_kernel_gradient(*pair, kernel.shape[2]) for pair in pairs))
+        if ctx.needs_input_grad[2]:
+            grad_bias = gradient.sum((0, 1))
+        return grad_x, grad_kernel, grad_bias, None
 
 
 def _convolve_spans(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None, lengths: Lengths) -> torch.Tensor:

@@ -60,7 +60,7 @@ def is_by_onednn(rows: torch.Tensor, outputs: int, inputs: int) -> bool:
 
 def is_onednn_preferred() -> bool:
     """Return whether this process computes its large fp32 products with oneDNN."""
-    return HAS_OPERATOR and _is_onednn_faster() and torch.backends.mkldnn.enabled
+    return HAS_OPERATOR and _is_onednn_faster() and bool(torch.backends.mkldnn.enabled)
 
 
 @functools.cache
@@ -92,8 +92,11 @@ def without_autocast(backward: Callable[..., Gradients]) -> Callable[..., Gradie
 class Weighted(Protocol):
     """Weights of a `fused_linear`: weight (N, D), bias (N,) or None."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
 
 
 def fused_linear(
@@ -141,9 +144,8 @@ class LowRank(torch.nn.Module):
 
     def __init__(self, layer: Linear, rank: int, scale: float) -> None:
         super().__init__()
-        like = {"device": layer.weight.device, "dtype": layer.weight.dtype}
-        self.down = torch.nn.Parameter(torch.empty(rank, layer.in_features, **like))
-        self.up = torch.nn.Parameter(torch.empty(layer.out_features, rank, **like))
+        self.down = torch.nn.Parameter(layer.weight.new_empty(rank, layer.in_features))
+        self.up = torch.nn.Parameter(layer.weight.new_empty(layer.out_features, rank))
         self.scale = scale
         torch.nn.init.kaiming_uniform_(self.down, a=5**0.5)
         torch.nn.init.zeros_(self.up)
@@ -227,7 +229,7 @@ def _as_multiplied(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _normalize(
-    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, epsilon: float
+    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the LayerNorm of x in at least fp32, the means and the inverse standard deviations."""
     return torch.native_layer_norm(_in_full(x), scale.shape, scale, shift, epsilon)

@@ -10,13 +10,14 @@ import math
 import torch
 import torch.nn.functional as F
 
+from konkanivani.model.blocks import Block
 from konkanivani.model.cache import KeysAndValues
 from konkanivani.model.kernels.products import Linear, fused_linear
 from konkanivani.model.kernels.recompute import attend
 from konkanivani.model.whisper.shape import STRIDE, WhisperShape
 
 
-class Subsampling(torch.nn.Module):
+class Subsampling(Block):
     """Subsampling by 2, features (B, T, F) -> (B, T / 2, D): two convolutions over three frames, fixed positions added.
 
     `padding` (B, 1, T) is True after an utterance's end.
@@ -113,7 +114,7 @@ class FeedForward(torch.nn.Module):
         return x + fused_linear(fused_linear(x, self.expand, self.norm), self.contract, activation=F.gelu)
 
 
-class EncoderBlock(torch.nn.Module):
+class EncoderBlock(Block):
     """Encoder block, (B, T, D) -> (B, T, D): self-attention, feed-forward."""
 
     def __init__(self, shape: WhisperShape) -> None:
@@ -127,7 +128,7 @@ class EncoderBlock(torch.nn.Module):
         return self.feedforward(x)
 
 
-class DecoderBlock(torch.nn.Module):
+class DecoderBlock(Block):
     """Decoder block, (B, T, D) -> (B, T, D): causal self-attention, attention over encoded (B, S, D), feed-forward.
 
     `encoded_mask` (B, 1, 1, S) is True for frames that are attended to.

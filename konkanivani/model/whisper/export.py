@@ -13,7 +13,7 @@ import torch
 
 from konkanivani.base.config import AudioContext
 from konkanivani.base.errors import CheckpointError, NumericsError, ResourceError
-from konkanivani.model.whisper.files import INDEX, check_finite, read_json, read_tensors, write_json
+from konkanivani.model.whisper.files import INDEX, check_finite, read_json, read_tensors, refused, write_json
 from konkanivani.model.whisper.folder import AUDIO_CONTEXT, CONFIG, HEAD, WhisperFolder
 from konkanivani.model.whisper.whole_folder import check_is_new, whole_folder
 
@@ -162,8 +162,10 @@ def _tell_of_full_precision(folder: Path) -> None:
     write_json(folder / CONFIG, config)
     if (folder / INDEX).exists():
         index = read_json(folder / INDEX)
-        sizes = [
-            tensor.nbytes for name in {*index["weight_map"].values()} for tensor in read_tensors(folder / name).values()
-        ]
-        index["metadata"] = {**(index.get("metadata") or {}), "total_size": sum(sizes)}
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise refused(folder, f"its {INDEX} has no weight_map")
+        sizes = [tensor.nbytes for name in {*weight_map.values()} for tensor in read_tensors(folder / name).values()]
+        metadata = index.get("metadata")
+        index["metadata"] = {**(metadata if isinstance(metadata, dict) else {}), "total_size": sum(sizes)}
         write_json(folder / INDEX, index)

@@ -92,6 +92,11 @@ class WhisperFolder:
     @property
     def audio_context(self) -> AudioContext:
         """Audio context that the weights were trained with; 30 s windows by default."""
+        return "speech" if self.stored_audio_context == "speech" else "window"
+
+    @property
+    def stored_audio_context(self) -> object:
+        """Audio context in the folder's files, before it is checked."""
         return {**self.config, **self.generation}.get(AUDIO_CONTEXT, "window")
 
     @property
@@ -175,8 +180,9 @@ def _described(path: Path) -> WhisperFolder:
     shape = _shape_of(path, config)
     generation = read_json(path / GENERATION) if (path / GENERATION).exists() else {}
     folder = WhisperFolder(path, shape, config, generation, {})
-    if folder.audio_context not in get_args(AudioContext):
-        said = f"{AUDIO_CONTEXT} in its {folder.marked_file} is {folder.audio_context!r:.40}"
+    stored = folder.stored_audio_context
+    if stored not in get_args(AudioContext):
+        said = f"{AUDIO_CONTEXT} in its {folder.marked_file} is {stored!r:.40}"
         raise refused(path, f"{said} but must be {' or '.join(get_args(AudioContext))}")
     return folder
 
@@ -223,8 +229,8 @@ def _check_preprocessor(path: Path, shape: WhisperShape) -> None:
     name = PREPROCESSOR if (path / PREPROCESSOR).exists() or not (path / PROCESSOR).exists() else PROCESSOR
     found = read_json(path / name)
     if name == PROCESSOR:
-        found = found.get("feature_extractor")
-        found = found if isinstance(found, dict) else {}
+        settings = found.get("feature_extractor")
+        found = settings if isinstance(settings, dict) else {}
     wanted = {
         "feature_size": (shape.mel_bins, 80),
         "chunk_length": (shape.window_seconds, 30),
@@ -271,7 +277,7 @@ def _check_tensors(folder: WhisperFolder) -> None:
     """Refuse a folder whose files do not have exactly the network's tensors and shapes."""
     model = folder.architecture.build_without_values()
     wanted = {name_in_file(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {}
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
     headers = {file: header_of(folder.path / file) for file in folder.files}
     for file, header in headers.items():
         if header.keys() != set(folder.files[file]):

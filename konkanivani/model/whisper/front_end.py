@@ -27,6 +27,9 @@ class WhisperLogMel(torch.nn.Module):
     longest utterance's number of frames, at most a window's; frames after a shorter utterance have its floor.
     """
 
+    window: torch.Tensor
+    bands: torch.Tensor
+
     def __init__(self, shape: WhisperShape) -> None:
         super().__init__()
         self.shape = shape

@@ -12,10 +12,12 @@ import torch
 from konkanivani.base.config import AudioContext
 from konkanivani.base.errors import DataError
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths, padding_mask
-from konkanivani.model.asr import ASROutput
+from konkanivani.model.asr import ASROutput, SpeechNetwork
 from konkanivani.model.attention import key_mask_of
-from konkanivani.model.blocks import BlockRunner, run_directly
+from konkanivani.model.blocks import BlockList, BlockRunner, run_directly
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
+from konkanivani.model.decoder import TokenDecoder
+from konkanivani.model.encoder import SpeechEncoder
 from konkanivani.model.kernels.products import fused_linear
 from konkanivani.model.losses import LossSums, Objective, Targets
 from konkanivani.model.whisper.blocks import DecoderBlock, EncoderBlock, Subsampling
@@ -26,7 +28,7 @@ LONGEST_WAVE = 10_000.0  # longest wavelength of the encoder's fixed positions, 
 INITIAL_DEVIATION = 0.02  # standard deviation of weights that are not read from a file
 
 
-class Encoder(torch.nn.Module):
+class Encoder(SpeechEncoder):
     """Encoder: features (B, T, F) with their lengths -> encoded (B, T / 2, D) with their lengths, halves rounded up.
 
     With the audio context "window", all utterances have a window's length. With "speech", frames after an utterance's
@@ -39,7 +41,7 @@ class Encoder(torch.nn.Module):
         self.subsampling = Subsampling(shape)
         positions = torch.empty(shape.source_positions, shape.d_model)
         self.positions = torch.nn.Parameter(positions, requires_grad=False)
-        self.blocks = torch.nn.ModuleList(EncoderBlock(shape) for _ in range(shape.encoder_layers))
+        self.blocks = BlockList(EncoderBlock(shape) for _ in range(shape.encoder_layers))
         self.norm = torch.nn.LayerNorm(shape.d_model)
 
     def forward(
@@ -140,17 +142,19 @@ class _Tied(torch.autograd.Function):
         return ctx.gradient.finish(by_head, by_vectors), None
 
 
-class Decoder(torch.nn.Module):
+class Decoder(TokenDecoder):
     """Decoder: token vectors (B, U, D), encoded (B, T', D) -> decoded (B, U, D); `output` computes logits (B, U, V).
 
     `encoded_mask` (B, 1, 1, T') is True for frames that are attended to, None if all are.
     """
 
+    blocks: BlockList[DecoderBlock]
+
     def __init__(self, shape: WhisperShape) -> None:
         super().__init__()
         self.embedding = TiedEmbedding(shape.vocab_size, shape.d_model)
         self.positions = torch.nn.Parameter(torch.empty(shape.target_positions, shape.d_model))
-        self.blocks = torch.nn.ModuleList(DecoderBlock(shape) for _ in range(shape.decoder_layers))
+        self.blocks = BlockList(DecoderBlock(shape) for _ in range(shape.decoder_layers))
         self.norm = torch.nn.LayerNorm(shape.d_model)
 
     def forward(
@@ -214,12 +218,15 @@ class Decoder(torch.nn.Module):
 class WhisperOutput(ASROutput):
     """Result of a forward pass; `head` holds the output layer's weight."""
 
+    decoded: torch.Tensor
     head: TiedHead
 
 
-class Whisper(torch.nn.Module):
+class Whisper(SpeechNetwork):
     """Whisper without dropout; its only loss is the cross entropy of every label."""
 
+    encoder: Encoder
+    decoder: Decoder
     ctc_head = None
 
     def __init__(self, shape: WhisperShape, audio_context: AudioContext = "window") -> None:
@@ -228,14 +235,7 @@ class Whisper(torch.nn.Module):
         self.encoder = Encoder(shape, audio_context)
         self.decoder = Decoder(shape)
         self._initialise()
-        for number, block in enumerate(self.blocks):
-            block.number = number
-            block.keeps_attention = True
-
-    @property
-    def blocks(self) -> list[torch.nn.Module]:
-        """Parts that can be recomputed in the backward pass, in forward order; the convolutions are the first."""
-        return [self.encoder.subsampling, *self.encoder.blocks, *self.decoder.blocks]
+        self._number_blocks(keeps_attention=True)
 
     @property
     def sliced_weights(self) -> tuple[torch.Tensor, ...]:
@@ -256,8 +256,10 @@ class Whisper(torch.nn.Module):
         decoded = self.decoder(vectors, encoded, run_block, key_mask_of(encoded, encoded_lengths))
         return WhisperOutput(encoded, None, encoded_lengths, decoded, head)
 
-    def loss_sums(self, output: WhisperOutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
+    def loss_sums(self, output: ASROutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
         """Return the objective's only term, summed over all labels; transcripts are too short to need chunks."""
+        if not isinstance(output, WhisperOutput):
+            raise TypeError("the output is not of a Whisper network")
         head = output.head
         smoothing = objective.label_smoothing
         return (vocabulary_loss_sum(output.decoded, head.weight, spoken.targets, smoothing, head.room),)
@@ -266,7 +268,7 @@ class Whisper(torch.nn.Module):
         for module in self.modules():
             if isinstance(module, torch.nn.Linear | torch.nn.Conv1d | torch.nn.Embedding):
                 torch.nn.init.normal_(module.weight, std=INITIAL_DEVIATION)
-                if module.bias is not None:
+                if not isinstance(module, torch.nn.Embedding) and module.bias is not None:
                     torch.nn.init.zeros_(module.bias)
         torch.nn.init.normal_(self.decoder.positions, std=INITIAL_DEVIATION)
         # On the meta device, torch would import its compiler to compute nothing.

@@ -46,7 +46,7 @@ class _VocabularyLoss(torch.autograd.Function):
         ctx, rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, smoothing: float, buffer: LogitBuffer
     ) -> torch.Tensor:
         found = _Scores(rows, weight, targets)
-        chosen = 0.0
+        chosen: float | torch.Tensor = 0.0
         sums = []
         for columns in found.slices():
             logits = found.logits(columns)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,7 @@ from konkanivani.base.config import AUTO, TrainConfig
 from konkanivani.base.console import count
 from konkanivani.base.errors import ResourceError, UsageError
 from konkanivani.base.units import budget_text, parse_budget, peak_text
-from konkanivani.data.utterance import Utterance
+from konkanivani.data.utterance import Utterances
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
@@ -37,7 +37,7 @@ MAX_CPU_SECONDS = 24.0
 class SpeechSizes:
     """Sizes of N utterances: seconds (N,) at the slowest speed, and tokens (N,)."""
 
-    utterances: Sequence[Utterance]
+    utterances: Utterances
     seconds: np.ndarray
     tokens: np.ndarray
 
