@@ -29,9 +29,9 @@ class RecomputedBlocks:
         # Recomputation has to draw the same dropout masks. Each block gets its own seed, derived from the
         # micro-batch's; without one, checkpointing saves and restores the state of the random generators.
         masks = dropout_generator()
-        run: Callable[..., torch.Tensor] = (
-            block if masks is None else _seeded(block, derive_seed(masks.initial_seed(), block.number))
-        )
+        run: Callable[..., torch.Tensor] = block
+        if masks is not None:
+            run = _seeded(block, derive_seed(masks.initial_seed(), block.number))
         is_fetched = isinstance(block, OffloadedBlock) and block.is_fetched
         if block.number < self.count or is_fetched:
             return run_recomputed(run, *inputs, keeps_random_state=masks is None, keeps_attention=block.keeps_attention)

@@ -163,10 +163,6 @@ def measure_context(device: torch.device, nvml: Any = None) -> int | None:
 
 
 def _read_card_of(device: torch.device, nvml: Any) -> Card | None:
-    known = torch.cuda.get_device_properties(device)
-    # torch's stubs lack the PCI numbers.
-    domain: int = known.pci_domain_id  # type: ignore[attr-defined]
-    bus: int = known.pci_bus_id  # type: ignore[attr-defined]
-    slot: int = known.pci_device_id  # type: ignore[attr-defined]
-    address = f"{domain:08x}:{bus:02x}:{slot:02x}.0"
+    known: Any = torch.cuda.get_device_properties(device)  # Any: torch's stubs lack the PCI numbers
+    address = f"{known.pci_domain_id:08x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0"
     return read_card(str(known.uuid), address, nvml)
