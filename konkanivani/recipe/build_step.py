@@ -77,7 +77,7 @@ def choose_concurrency(config: TrainConfig, device: torch.device, is_sharded: bo
         # Sharded weights are gathered collectively inside the forward pass, in an order that threads would mix up.
         return 1
     asked = config.data.concurrent_micro_batches
-    return min(AT_ONCE if asked == "auto" else asked, torch.get_num_threads())
+    return min(AT_ONCE if asked == AUTO else asked, torch.get_num_threads())
 
 
 def build_step_parts(

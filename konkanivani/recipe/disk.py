@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from konkanivani.base.auto_defaults import MAX_EPOCHS
-from konkanivani.base.config import OptimizerConfig, RunConfig, TrainConfig
+from konkanivani.base.config import AUTO, OptimizerConfig, RunConfig, TrainConfig
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB
 from konkanivani.model.architecture import Architecture
@@ -72,7 +72,7 @@ def max_checkpoints(run: RunConfig) -> int:
 
 def max_epochs(run: RunConfig) -> int:
     """Return the largest number of epochs of the run."""
-    return MAX_EPOCHS if run.epochs == "auto" else run.epochs
+    return MAX_EPOCHS if run.epochs == AUTO else run.epochs
 
 
 def checkpoint_bytes(architecture: Architecture, optimizer: OptimizerConfig = ADAMW) -> int:

@@ -106,13 +106,10 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     with problems.collect():
         training = build_training_speech(config, train, tokenizer, architecture, rejections, noise_reverb)
     evaluated: list[EvaluationSet | None] = []
+    settings = config, tokenizer, architecture, device, rejections
     for manifest in (valid, test):
         with problems.collect():
-            evaluated.append(
-                None
-                if manifest is None
-                else evaluation_set(manifest, config, tokenizer, architecture, device, rejections)
-            )
+            evaluated.append(None if manifest is None else evaluation_set(manifest, *settings))
     problems.raise_all()
     validation, tested = evaluated
     say_removed([manifest for manifest in manifests if manifest is not None], tokenizer)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from konkanivani.base.command_line import ignore_lost_output
-from konkanivani.base.config import DecodingConfig, DecodingMethod, TrainConfig
+from konkanivani.base.config import AUTO, DecodingConfig, DecodingMethod, TrainConfig
 from konkanivani.base.console import say, table_lines
 from konkanivani.base.device import choose_device
 from konkanivani.base.distributed import Topology, broadcast_from_rank0, check_same
@@ -109,7 +109,7 @@ def score_test(run: Run, checkpoint: Path) -> dict[str, Evaluation | None]:
     data = run.settings.data
     device = run.step.forward.device
     best = ways_to_decode(run.step.architecture)[-1]
-    other = best if data.test_decode == "auto" else data.test_decode
+    other = best if data.test_decode == AUTO else data.test_decode
     ways: list[DecodingMethod] = ["greedy"] if other == "greedy" else ["greedy", other]
     if data.test_manifest is None:
         return dict.fromkeys(ways)

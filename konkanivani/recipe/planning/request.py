@@ -12,7 +12,7 @@ from multiprocessing import get_context
 
 import torch
 
-from konkanivani.base.config import TrainConfig
+from konkanivani.base.config import AUTO, TrainConfig
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.planner import ALWAYS, NEVER, Planner
@@ -57,7 +57,7 @@ class PlanRequest:
         """Yield a planner of this configuration that reuses and stores traces."""
         asked = self.config.data.concurrent_micro_batches
         # auto runs two in parallel only if memory is left: plan for one.
-        concurrent_micro_batches = 1 if asked == "auto" else asked
+        concurrent_micro_batches = 1 if asked == AUTO else asked
         if self.costs.is_cuda or not self.placement.is_on_card:
             concurrent_micro_batches = 1
         with kept_traces(self.config, self.architecture, self.costs, self.placement) as traces:

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from konkanivani.base.auto_defaults import resolve
-from konkanivani.base.config import TrainConfig, TuningConfig
+from konkanivani.base.config import AUTO, TrainConfig, TuningConfig
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.planner import ALWAYS, Planner
 from konkanivani.memory.tracer import BatchShape
@@ -72,7 +72,7 @@ def answer_cell(question: Question) -> Cell:
 
 def plan_whisper(config: TrainConfig, costs: DeviceCosts, budget: int, sizes: tuple[str, ...] = tuple(SIZES)) -> str:
     """Return the table as text: one line per model size and trained part."""
-    memory = dataclasses.replace(config.memory, mixed_precision=True, gradient_checkpointing="auto")
+    memory = dataclasses.replace(config.memory, mixed_precision=True, gradient_checkpointing=AUTO)
     loss = dataclasses.replace(config.loss, ctc_weight=0.0, label_smoothing=0.0)
     config = resolve(dataclasses.replace(config, memory=memory, loss=loss))
     rows = [(size, trained) for size in sizes for trained in TRAINED]
