@@ -183,13 +183,6 @@ class AugmentConfig:
     time_mask_share: float = 0.08
     """SpecAugment: maximum length of a time mask, as a fraction of the utterance."""
 
-    @property
-    def resolved_speeds(self) -> tuple[float, ...]:
-        """`speed_perturbation`, which must no longer be "auto"."""
-        if self.speed_perturbation == AUTO:
-            raise ValueError("speed_perturbation is still auto; auto_defaults.resolve sets it")
-        return self.speed_perturbation
-
 
 @dataclass(frozen=True)
 class LossConfig:
