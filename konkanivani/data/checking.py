@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 
+from konkanivani.base.auto_defaults import resolved
 from konkanivani.base.config import FeatureConfig, TrainConfig
 from konkanivani.base.console import count
 from konkanivani.base.errors import DataError
@@ -83,7 +84,7 @@ def training_limits(config: TrainConfig, framing: FrameLengths | None = None) ->
         data.min_duration,
         data.max_duration,
         data.max_tokens,
-        max(config.augment.resolved_speeds),
+        max(resolved(config.augment.speed_perturbation)),
         framing=framing or Framing(config.features, config.model.subsampling),
         is_aligned=config.loss.ctc_weight != 0,
     )

@@ -13,7 +13,8 @@ from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.batch import Example
 from konkanivani.data.noise_reverb import NoiseReverb
 from konkanivani.data.rejections import Rejection
-from konkanivani.data.utterance import Utterance, Utterances
+from konkanivani.data.selection import Selection
+from konkanivani.data.utterance import Utterance
 from konkanivani.data.vocabulary import Vocabulary
 
 
@@ -25,7 +26,7 @@ class TrainDataset(Dataset):
     start and end of the speech. All randomness is a function of (seed, epoch, utterance).
     """
 
-    utterances: Utterances
+    utterances: Selection
     tokenizer: Vocabulary
     speeds: tuple[float, ...]
     seed: int
@@ -56,7 +57,7 @@ class TrainDataset(Dataset):
 class EvalDataset(Dataset):
     """Map-style dataset without augmentation: index -> `Example`, or a `Rejection` if the audio is unusable."""
 
-    utterances: Utterances
+    utterances: Selection
     tokenizer: Vocabulary
     manifest: str = ""
 

@@ -9,6 +9,7 @@ import torch
 
 from konkanivani.base.randomness import derive_seed, dropout_generator, dropout_seed
 from konkanivani.memory.weights.placement import OffloadedBlock
+from konkanivani.model.blocks import Block
 from konkanivani.model.kernels.recompute import run_recomputed
 
 ALL_BLOCKS = sys.maxsize
@@ -24,18 +25,20 @@ class RecomputedBlocks:
 
     count: int
 
-    def __call__(self, block: torch.nn.Module | OffloadedBlock, *inputs: object) -> torch.Tensor:
+    def __call__(self, block: Block | OffloadedBlock, *inputs: object) -> torch.Tensor:
         # Recomputation has to draw the same dropout masks. Each block gets its own seed, derived from the
         # micro-batch's; without one, checkpointing saves and restores the state of the random generators.
         masks = dropout_generator()
-        run = block if masks is None else _seeded(block, derive_seed(masks.initial_seed(), block.number))
+        run: Callable[..., torch.Tensor] = block
+        if masks is not None:
+            run = _seeded(block, derive_seed(masks.initial_seed(), block.number))
         is_fetched = isinstance(block, OffloadedBlock) and block.is_fetched
         if block.number < self.count or is_fetched:
             return run_recomputed(run, *inputs, keeps_random_state=masks is None, keeps_attention=block.keeps_attention)
         return run(*inputs)
 
 
-def _seeded(block: torch.nn.Module | OffloadedBlock, seed: int) -> Callable[..., torch.Tensor]:
+def _seeded(block: Block | OffloadedBlock, seed: int) -> Callable[..., torch.Tensor]:
     """Return the block with dropout masks drawn from `seed`."""
 
     def run(*inputs: object) -> torch.Tensor:

@@ -56,8 +56,12 @@ class Card:
     @property
     def unseen(self) -> int | None:
         """Bytes that no listed process holds, the driver's use included; None if a process's memory is unknown."""
-        held = [self.own, *(process.bytes for process in self.processes)]
-        return None if None in held else max(0, self.total - self.free - sum(held))
+        held = 0
+        for size in (self.own, *(process.bytes for process in self.processes)):
+            if size is None:
+                return None
+            held += size
+        return max(0, self.total - self.free - held)
 
     def sentences(self) -> str:
         """Return sentences for the user: the free memory, then the use by each other process."""
@@ -159,6 +163,6 @@ def measure_context(device: torch.device, nvml: Any = None) -> int | None:
 
 
 def _read_card_of(device: torch.device, nvml: Any) -> Card | None:
-    known = torch.cuda.get_device_properties(device)
+    known: Any = torch.cuda.get_device_properties(device)  # Any: torch's stubs lack the PCI numbers
     address = f"{known.pci_domain_id:08x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0"
     return read_card(str(known.uuid), address, nvml)

@@ -59,7 +59,7 @@ def find_gpu(name: str) -> Gpu:
         if size in (None, gpu.box):
             return gpu
     if named:
-        sizes = " or ".join(f"{box} GB" for box in sorted({gpu.box for gpu in named}))
+        sizes = " or ".join(f"{box} GB" for box in sorted({gpu.box for gpu in named if gpu.box is not None}))
         raise UsageError(
             f"--gpu {name}: it exists with {sizes}. Add the size to the name, or give --memory_budget, for example "
             "8GiB."

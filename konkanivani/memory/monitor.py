@@ -138,7 +138,7 @@ class MemoryMonitor:
         """Attribute memory and time since the last call to `phase`; of concurrent phases, to the first to end."""
         with self._booking:
             now = self._measure_cuda(phase) if self.device.type == "cuda" else self._measure_resident(phase)
-            self.peak_mib = max(self.peak_mib, now.peak_mib)
+            self.peak_mib = max(self.peak_mib, now.peak_mib or 0.0)
             for phases in (self._phases, self._phases_of_run):
                 phases[phase] = _joined(phases[phase], now) if phase in phases else now
             ended = time.perf_counter()
@@ -228,6 +228,6 @@ def _joined(before: PhaseMemory, now: PhaseMemory) -> PhaseMemory:
         return larger
     return dataclasses.replace(
         larger,
-        allocator_retries=before.allocator_retries + now.allocator_retries,
-        fragmentation_mib=max(before.fragmentation_mib, now.fragmentation_mib),
+        allocator_retries=(before.allocator_retries or 0) + now.allocator_retries,
+        fragmentation_mib=max(before.fragmentation_mib or 0.0, now.fragmentation_mib or 0.0),
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -89,20 +90,25 @@ class MemoryPlan:
         }
 
 
-def read_plan(state: Mapping[str, object]) -> MemoryPlan:
+def read_plan(state: Mapping[str, Any]) -> MemoryPlan:
     """Return the plan that `state_dict` describes; raises a CheckpointError if it is invalid."""
     try:
         buckets = tuple(
             BucketPlan(float(seconds), int(tokens), int(utterances), int(blocks), int(peak))
             for seconds, tokens, utterances, blocks, peak in state["buckets"]
         )
-        peaks = [int(peak) for peak in state["peaks"]]
+        forward, backward, update, validation = (int(peak) for peak in state["peaks"])
         offloaded_blocks, half_precision, host, prefetch = state.get("placement", (0, False, 0, False))
         plan = MemoryPlan(
-            *(int(state[name]) for name in ("conditions", "budget", "context")),
-            buckets,
-            float(state["validation_seconds"]),
-            *peaks,
+            conditions=int(state["conditions"]),
+            budget=int(state["budget"]),
+            context=int(state["context"]),
+            buckets=buckets,
+            validation_seconds=float(state["validation_seconds"]),
+            forward=forward,
+            backward=backward,
+            update=update,
+            validation=validation,
             # Checkpoints from before --concurrent_micro_batches have no such entry.
             concurrent_micro_batches=int(state.get("at_once", 1)),
             placement=Placement(int(offloaded_blocks), bool(half_precision), bool(prefetch)),

@@ -138,15 +138,18 @@ class OomHistory:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load the sizes of a checkpoint if its conditions match; raises a CheckpointError if they are invalid."""
-        sizes = {name: fewest for name, fewest in state.items() if name not in ("conditions", ONE_BY_ONE)}
-        for seconds, fewest in sizes.items():
+        sizes: dict[int, int] = {}
+        for seconds, fewest in state.items():
+            if seconds in ("conditions", ONE_BY_ONE):
+                continue
             if not seconds.isdecimal() or type(fewest) is not int or fewest < 0:
                 raise CheckpointError(
                     f"The checkpoint's OOM limit {seconds!r:.40}: {fewest!r:.40} is invalid. Use another checkpoint."
                 )
+            sizes[int(seconds)] = fewest
         # Sizes measured under other conditions do not apply.
         is_same = state.get("conditions") == self.conditions
-        self._fewest = {int(seconds): fewest for seconds, fewest in sizes.items()} if is_same else {}
+        self._fewest = sizes if is_same else {}
         self._fits_one_by_one_only = is_same and state.get(ONE_BY_ONE) == 1
 
     def _is_known(self, batch: Batch, size: int) -> bool:
@@ -187,6 +190,8 @@ class OomAttempt(Generic[Result]):
         raise a ResourceError that names the utterance.
         """
         if self.reason is None:
+            if self.result is None:
+                raise RuntimeError("The attempt has neither a result nor an error.")
             return self.result
         if self.plan.smaller() is None:
             raise _does_not_fit(self.plan.largest, self.reason)
@@ -233,7 +238,7 @@ class OomRetry(Generic[Result]):
         self.retries = 0
 
     def __iter__(self) -> Iterator[OomAttempt[Result]]:
-        plan = self._first
+        plan: MicroBatchPlan | None = self._first
         while plan is not None:
             attempt: OomAttempt[Result] = OomAttempt(plan)
             yield attempt

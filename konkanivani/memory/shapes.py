@@ -7,9 +7,10 @@ alike. If the layout depends on a CPU kernel, PyTorch's FakeTensor computes it, 
 much as the meta device. Views are computed on the meta tensor that holds the storage.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,14 +28,17 @@ class Shape(torch.Tensor):
     """A tensor on the GPU or the host without data; `meta` is the meta-device tensor that has its storage."""
 
     __slots__ = ("meta",)
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    meta: torch.Tensor
+    # PyTorch's own way to disable __torch_function__; its stub declares a method of other parameters.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the storage of `meta`, which identifies views of the same memory."""
         return self.meta.untyped_storage()
 
+    # The stub of Tensor declares a method of an instance.
     @classmethod
-    def __torch_dispatch__(cls, operation: Callable, *_others: object) -> object:
+    def __torch_dispatch__(cls, operation: OpOverload, *_others: object) -> object:  # type: ignore[override]
         raise RuntimeError(f"{operation} was called on tensors without data outside of their mode.")
 
 
@@ -53,7 +57,7 @@ class Shapes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._fakes = FakeTensorMode()
-        self._kinds: dict[Callable, str] = {}
+        self._kinds: dict[OpOverload, str] = {}
         self._known: dict[tuple, object] = {}
 
     @classmethod
@@ -66,7 +70,7 @@ class Shapes(TorchDispatchMode):
             return tensor if isinstance(tensor, Shape) else shape_of(_without_data(tensor), tensor.device)
 
     def __torch_dispatch__(
-        self, operation: Callable, types: tuple, args: tuple = (), kwargs: Mapping | None = None
+        self, operation: OpOverload, types: tuple, args: tuple = (), kwargs: Mapping | None = None
     ) -> object:
         kwargs = kwargs or {}
         kind = self._kinds.get(operation)
@@ -82,7 +86,7 @@ class Shapes(TorchDispatchMode):
                 operation(*args, **kwargs)
         return _run(operation, args, kwargs)
 
-    def _made(self, operation: Callable, args: tuple, kwargs: Mapping) -> object:
+    def _made(self, operation: OpOverload, args: tuple, kwargs: Mapping) -> object:
         key = (operation, _key_of(args), _key_of(tuple(kwargs.items())))
         known = self._known.get(key)
         if known is None:
@@ -91,13 +95,13 @@ class Shapes(TorchDispatchMode):
             known = self._known[key] = _layout_of(made)
         return _laid_out(known, kwargs.get("device") or _place_of(args))
 
-    def _said_by_fakes(self, operation: Callable, args: tuple, kwargs: Mapping) -> object:
+    def _said_by_fakes(self, operation: OpOverload, args: tuple, kwargs: Mapping) -> object:
         with self._fakes:
             given = [_fake_of(value) for value in args]
             return operation(*given, **{name: _fake_of(value) for name, value in kwargs.items()})
 
 
-def _kind_of(operation: Callable) -> str:
+def _kind_of(operation: OpOverload) -> str:
     """Classify an operation by its schema: in place, view in place, writes, makes new, or views."""
     schema = operation._schema
     if torch.Tag.inplace_view in operation.tags:
@@ -111,7 +115,7 @@ def _kind_of(operation: Callable) -> str:
     return "makes new" if is_new and schema.returns else "views"
 
 
-def _run(operation: Callable, args: tuple, kwargs: Mapping) -> object:
+def _run(operation: OpOverload, args: tuple, kwargs: Mapping) -> object:
     given: dict[int, Shape] = {}
     inner = [_inner(value, given) for value in args]
     made = operation(*inner, **{name: _inner(value, given) for name, value in kwargs.items()})

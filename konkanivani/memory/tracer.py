@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
@@ -19,14 +19,16 @@ from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.data.batch import Batch, GlobalBatch, largest_batch
 from konkanivani.decoding.ctc import argmax_tokens
 from konkanivani.decoding.decode import Decode
+from konkanivani.decoding.network import Network, decoder_of
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.plan import model_state_bytes
 from konkanivani.memory.shapes import CARD, HOST, Shapes
 from konkanivani.model.architecture import Architecture
-from konkanivani.model.asr import KonkaniVaniASR, trained_parameters
+from konkanivani.model.asr import SpeechNetwork, trained_parameters
 from konkanivani.model.cache import FIRST_ROOM
+from konkanivani.model.encoder import Encoder
 from konkanivani.model.front_end import FeatureExtractor
 
 
@@ -66,32 +68,48 @@ class Peak:
 class TracedParts(Protocol):
     """Parts of a training step that a trace uses; a dataclass with a field `read`, the function for device reads."""
 
-    architecture: Architecture
-    model: KonkaniVaniASR
-    forward: Any
-    optimizer: Any
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    @property
+    def architecture(self) -> Architecture:
+        """Architecture of the model."""
+
+    @property
+    def model(self) -> SpeechNetwork:
+        """The model."""
+
+    @property
+    def forward(self) -> Any:
+        """The forward pass, a dataclass."""
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer."""
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that persist between steps."""
 
 
+Parts = TypeVar("Parts", bound=TracedParts)
+
+
 @dataclass(frozen=True)
-class TracedStep:
+class TracedStep(Generic[Parts]):
     """Functions to trace. They are parameters because this package does not import the training step.
 
     `build` creates the parts on a CPU from a front end, `train` runs a step on a global batch, `recognize` decodes a
     batch.
     """
 
-    build: Callable[[FeatureExtractor], TracedParts]
-    train: Callable[[TracedParts, GlobalBatch, int], object]
+    build: Callable[[FeatureExtractor], Parts]
+    train: Callable[[Parts, GlobalBatch, int], object]
     recognize: Callable[[Any, Batch, Decode], object]
 
 
-class StepTracer:
+class StepTracer(Generic[Parts]):
     """Tracer of one model's steps for one device. Building it takes a second, a trace a tenth of a second or more."""
 
-    def __init__(self, step: TracedStep, front_end: torch.nn.Module, costs: DeviceCosts) -> None:
+    def __init__(self, step: TracedStep[Parts], front_end: torch.nn.Module, costs: DeviceCosts) -> None:
         """Build the step's parts inside the tracing mode; `front_end` is a real module."""
         self._mode = Shapes()
         self._step = step
@@ -106,8 +124,9 @@ class StepTracer:
             gradients = [torch.empty_like(parameter) for parameter in trained_parameters(parts.model)]
         encoder = parts.model.encoder
         # A CPU skips padding by packing, a GPU pads. Packed as one utterance takes the same memory in fewer operators.
-        encoder.packs = not costs.is_cuda
-        encoder.packs_as_one = True
+        if isinstance(encoder, Encoder):
+            encoder.packs = not costs.is_cuda
+            encoder.packs_as_one = True
         # State of a micro-batch after the first one: gradients exist and stay allocated, so that zero_grad must not
         # drop them.
         parts.optimizer.zero_grad = lambda: None
@@ -195,7 +214,8 @@ class StepTracer:
     def _count_state(self, live: LiveBytes, with_gradients: bool) -> None:
         live.count(self._parts.state_tensors())
         if with_gradients:
-            live.count(parameter.grad for parameter in trained_parameters(self._parts.model))
+            gradients = (parameter.grad for parameter in trained_parameters(self._parts.model))
+            live.count(gradient for gradient in gradients if gradient is not None)
 
     def _attention_workspace(self, batch: Batch) -> int:
         architecture = self._parts.architecture
@@ -234,7 +254,7 @@ class _Phases:
     def maybe_empty_cache(self) -> None: ...
 
 
-def _greedy_on_the_device(model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths) -> list[list[int]]:
+def _greedy_on_the_device(model: Network, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
     """Run the device part of greedy decoding; the rest runs on the host.
 
     Without CTC, the decoder's cache grows until a hypothesis has the decoder's maximum number of tokens or, if there is
@@ -243,11 +263,12 @@ def _greedy_on_the_device(model: KonkaniVaniASR, encoded: torch.Tensor, lengths:
     if model.ctc_head is not None:
         argmax_tokens(model, encoded)
         return []
-    cache = model.decoder.begin(encoded, lengths, beam=1)
+    decoder = decoder_of(model)
+    cache = decoder.begin(encoded, encoded_lengths, beam=1)
     tokens = torch.empty(len(encoded), 1, dtype=torch.long)
-    most = encoded.shape[1] if math.isinf(model.decoder.most_tokens) else model.decoder.most_tokens
+    most = encoded.shape[1] if math.isinf(decoder.most_tokens) else decoder.most_tokens
     while cache.length < most:
-        model.decoder.output(model.decoder.step(tokens, cache)).double().log_softmax(dim=-1)
+        decoder.output(decoder.step(tokens, cache)).double().log_softmax(dim=-1)
         cache.length = max(FIRST_ROOM, 2 * cache.length - 2)  # next length at which the cache has to be enlarged
     return []
 

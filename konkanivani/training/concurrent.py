@@ -8,7 +8,7 @@ model only once.
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -89,7 +89,7 @@ def map_ordered(
     items: Sequence[Item],
     within: Callable[[int], contextlib.AbstractContextManager[None]],
     parameters: Iterable[torch.nn.Parameter],
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """Yield work(item) for each item in order, with `count` items in parallel, one per thread.
 
     Item number n (from 0) is processed inside of within(n). The result is bitwise equal to sequential

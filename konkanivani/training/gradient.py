@@ -6,9 +6,10 @@ of the gradient before they sum it, because a rank that ran out of memory during
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -18,9 +19,10 @@ from konkanivani.base.randomness import derive_seed, dropout_seed, seed_step
 from konkanivani.data.batch import Batch, Example, collate
 from konkanivani.data.text import SpecialTokens
 from konkanivani.memory.recovery import MicroBatchPlan, OomAttempt, OomRetry, Outcome
-from konkanivani.model.asr import KonkaniVaniASR, trained_parameters
+from konkanivani.model.asr import SpeechNetwork, trained_parameters
 from konkanivani.model.losses import LossCounts, LossSums
 from konkanivani.training.concurrent import map_ordered
+from konkanivani.training.optimizer import gradient_of
 from konkanivani.training.sharding import full_tensor
 from konkanivani.training.step import GradientTask, StepGradient, StepParts, loss_counts
 
@@ -28,7 +30,8 @@ from konkanivani.training.step import GradientTask, StepGradient, StepParts, los
 def local_gradient(task: GradientTask) -> StepGradient | None:
     """Return the gradient in a single process; see ComputeGradient."""
     parts = task.parts
-    for attempt in (attempts := OomRetry(task.plan, parts.oom_history, partial(drop_gradient, parts))):
+    attempts: OomRetry[StepGradient] = OomRetry(task.plan, parts.oom_history, partial(drop_gradient, parts))
+    for attempt in attempts:
         with attempt:
             totals = accumulate(task, attempt.plan)
             attempt.result = None if totals is None else finish_gradient(parts, totals)
@@ -58,7 +61,7 @@ def summed_gradient(task: GradientTask) -> StepGradient | None:
     if attempts.result is None:
         return None
     totals, bucket = attempts.result
-    sum_tensors(topology, [parameter.grad for parameter in trained_parameters(parts.model)], bucket)
+    sum_tensors(topology, [gradient_of(parameter) for parameter in trained_parameters(parts.model)], bucket)
     sum_tensors(topology, [totals], totals)
     return dataclasses.replace(finish_gradient(parts, totals), splits=attempts.retries)
 
@@ -69,7 +72,7 @@ def _bucket(parts: StepParts, plan: MicroBatchPlan, totals: torch.Tensor) -> tor
         parts.scaler.scale(totals)  # initializes the scale, which GradScaler creates lazily
         for parameter in trained_parameters(parts.model):
             parameter.grad = torch.zeros_like(parameter)
-    return new_bucket([parameter.grad for parameter in trained_parameters(parts.model)])
+    return new_bucket([gradient_of(parameter) for parameter in trained_parameters(parts.model)])
 
 
 def sharded_gradient(task: GradientTask) -> StepGradient | None:
@@ -83,7 +86,8 @@ def sharded_gradient(task: GradientTask) -> StepGradient | None:
     plan = parts.oom_history.fit_to_memory(task.plan)
     passes = all_reduce_max(parts.topology, max(1, len(plan.micro_batches)))
     with raise_rank_lost():
-        with (attempt := OomAttempt(plan)):
+        attempt: OomAttempt[torch.Tensor] = OomAttempt(plan)
+        with attempt:
             attempt.result = accumulate(dataclasses.replace(task, is_interrupted=lambda: False), plan)
             # Every rank makes the same number of passes: in each pass the others need this rank's shards.
             for _ in range(passes - len(plan.micro_batches)):  # infinite counts make the loss 0
@@ -93,7 +97,7 @@ def sharded_gradient(task: GradientTask) -> StepGradient | None:
         return finish_gradient(parts, totals, full_tensor)
 
 
-def dummy_batch(model: KonkaniVaniASR) -> Batch:
+def dummy_batch(model: SpeechNetwork) -> Batch:
     """Return the smallest batch that the model accepts: half a second of silence, and one token."""
     waveform = torch.zeros(SAMPLE_RATE // 2, dtype=next(model.parameters()).dtype)
     return collate([Example("silence", waveform, [1], None)], SpecialTokens(start=1, end=1))
@@ -118,7 +122,11 @@ def accumulate(task: GradientTask, plan: MicroBatchPlan) -> torch.Tensor | None:
         # Only on a CPU: elsewhere dropout draws from the generator of the device.
         return dropout_seed(derive_seed(seed, number)) if parts.forward.device.type == "cpu" else nullcontext()
 
-    work = partial(task.forward_and_backward, parts, counts=loss_counts(task.global_batch))
+    counts = loss_counts(task.global_batch)
+
+    def work(batch: Batch) -> LossSums:
+        return task.forward_and_backward(parts, batch, counts)
+
     if plan.concurrent_micro_batches > 1:
         results = map_ordered(
             plan.concurrent_micro_batches, work, plan.micro_batches, masks, trained_parameters(parts.model)
@@ -140,7 +148,7 @@ def one_after_another(
     work: Callable[[Batch], LossSums],
     micro_batches: Sequence[Batch],
     within: Callable[[int], AbstractContextManager[None]],
-) -> Iterator[LossSums]:
+) -> Generator[LossSums, None, None]:
     """Yield work(batch) for each micro-batch; micro-batch number n (from 0) is processed inside of within(n)."""
     for number, batch in enumerate(micro_batches):
         with within(number):
@@ -155,13 +163,14 @@ def finish_gradient(
 
     `whole` reduces the norm of this rank's shards to the norm over all ranks.
     """
-    parts.scaler.unscale_(parts.optimizer)
+    # GradScaler uses nothing of an optimizer but its `param_groups`.
+    parts.scaler.unscale_(cast("torch.optim.Optimizer", parts.optimizer))
     norm = whole(torch.nn.utils.clip_grad_norm_(trained_parameters(parts.model), parts.schedule.max_grad_norm))
     norm = norm.to(totals.device)
     scale = parts.scaler.scale(torch.ones_like(norm))  # get_scale() would synchronize with the device once more
     # One read for all numbers of the step.
-    *sums, norm, scale = parts.read(torch.cat([totals, torch.stack([norm, scale]).double()]))
-    return StepGradient(tuple(sums), norm, scale)
+    numbers = parts.read(torch.cat([totals, torch.stack([norm, scale]).double()]))
+    return StepGradient(tuple(numbers[:-2]), norm=numbers[-2], scale=numbers[-1])
 
 
 def drop_gradient(parts: StepParts) -> None:

@@ -89,7 +89,12 @@ class Interruption:
         time.sleep(PATIENCE)
         self._is_whole.acquire()  # may wait for minutes if a checkpoint is being written to a slow disk
         error = _interrupted(number)
-        end_script(run_script(lambda: self._stop(error)))
+
+        def stop() -> str:
+            self._stop(error)
+            return ""
+
+        end_script(run_script(stop))
 
     def _end_if_asked_again(self, reader: int, number: int) -> None:
         """End the process at a second signal, also while the main thread is in a call that runs no signal handler."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from konkanivani.base.config import AUTO, DEFAULT_RATE, OptimizerConfig, TuningConfig
+from konkanivani.base.config import DEFAULT_RATE, OptimizerConfig, TuningConfig
 from konkanivani.base.errors import CheckpointError
 from konkanivani.model.adapters import VOCAB_DEPENDENT_PREFIXES
 
@@ -41,12 +41,12 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 def peak_rate(config: OptimizerConfig) -> float:
     """Return the peak learning rate; the default if `auto` has not been resolved from the amount of speech."""
-    return DEFAULT_RATE if config.learning_rate == AUTO else config.learning_rate
+    return DEFAULT_RATE if isinstance(config.learning_rate, str) else config.learning_rate
 
 
 def resolve_warmup(config: OptimizerConfig, total_steps: int) -> int:
     """Return the warm-up steps: the flag, at most a third of the run; auto: a tenth of the run, at most 500."""
-    if config.warmup_steps == AUTO:
+    if isinstance(config.warmup_steps, str):
         return max(1, min(MAX_WARMUP_STEPS, total_steps // 10))
     return max(1, min(config.warmup_steps, total_steps // 3))
 
@@ -106,10 +106,13 @@ class AdamW(Optimizer):
         if not parameters:
             return
         states = [self.state[parameter] for parameter in parameters]
+        first, second = MOMENTS
+        tensors: list[torch.Tensor] = [*parameters]
         adamw(
-            parameters,
-            [parameter.grad for parameter in parameters],
-            *([state[kind] for state in states] for kind in MOMENTS),
+            tensors,
+            [gradient_of(parameter) for parameter in parameters],
+            [state[first] for state in states],
+            [state[second] for state in states],
             [],
             [state["step"] for state in states],
             fused=True,
@@ -123,13 +126,20 @@ class AdamW(Optimizer):
         )
 
 
+def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return the gradient of a parameter that has one."""
+    if parameter.grad is None:
+        raise ValueError("The parameter has no gradient.")
+    return parameter.grad
+
+
 def parameter_groups(model: torch.nn.Module, config: OptimizerConfig, tuning: TuningConfig) -> list[Group]:
     """Return the groups of trainable parameters of `model`: matrices with weight decay first, then the others without.
 
     A group's `factor` multiplies the learning rate; its `later` is set if --freeze_steps keeps it frozen at first.
     """
     later = set(non_head_parameters(model))
-    groups = {}
+    groups: dict[tuple[float, bool, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             factor = tuning.encoder_factor if name.startswith("encoder.") else 1.0
@@ -229,15 +239,17 @@ class RateSchedule:
 
 def read_schedule(state: Mapping[str, object]) -> RateSchedule:
     """Return the schedule of a checkpoint's state; raise a CheckpointError if it is not one."""
-    kinds = {field.name: field.type for field in dataclasses.fields(RateSchedule)}
-    for name, kind in kinds.items():
+    numbers: dict[str, Any] = {}
+    for field in dataclasses.fields(RateSchedule):
+        name = field.name
         value = state.get(name)
         # type() is exact, because a bool is an int.
-        if type(value) is not kind or not isinstance(value, int | float) or not 0 <= value < 2**63:
+        if type(value) is not field.type or not isinstance(value, int | float) or not 0 <= value < 2**63:
             raise CheckpointError(
                 f"The checkpoint's schedule of the learning rate has {name} {value!r:.40}. Use another checkpoint."
             )
-    return RateSchedule(**{name: state[name] for name in kinds})
+        numbers[name] = value
+    return RateSchedule(**numbers)
 
 
 def change_length(

@@ -20,6 +20,7 @@ from konkanivani.data.rejections import Rejection
 from konkanivani.training.checkpoint.checkpoint import load_states, read_checkpoint, write_checkpoint
 from konkanivani.training.run import Run
 from konkanivani.training.step import train_step
+from konkanivani.training.validation import EvaluationSet
 
 SAVED = "rehearsal.partial"
 # Parts that are not restored: a rehearsal does not change the counters, and the OOM history stays useful.
@@ -58,7 +59,7 @@ def rehearse(run: Run) -> tuple[Rehearsal, ...]:
     try:
         tried = [_try_global_batch(run, name, global_batch) for name, global_batch in costliest_global_batches(run)]
         if run.validation is not None:
-            tried.append(_try_validation(run))
+            tried.append(_try_validation(run, run.validation))
         # From the file, because unsharded state consists of the tensors that the trials have modified in place.
         before = broadcast_from_rank0(run.topology, lambda: read_checkpoint(saved))
         load_states(before, {name: part for name, part in run.stateful.items() if name not in KEPT})
@@ -128,18 +129,17 @@ def _try_global_batch(run: Run, name: str, global_batch: GlobalBatch) -> Rehears
     with run.interruption.interruptible(run.interruption.stop_unsaved):  # all of it is undone
         # After --freeze_steps all layers are trained, which takes the most memory.
         report = train_step(run.step, global_batch, max(run.state.step, run.step.architecture.tuning.freeze_steps or 0))
+    assert report is not None  # only `is_interrupted`, which is not given here, makes it None
     largest = largest_batch(global_batch.micro_batches)
     return Rehearsal(name, largest.size, largest.longest_seconds, report.splits)
 
 
-def _try_validation(run: Run) -> Rehearsal:
+def _try_validation(run: Run, validation: EvaluationSet) -> Rehearsal:
     """Validate the batch with the most padded audio."""
-    speech = run.validation.speech
-    plan = run.validation.plan
-    durations = speech.utterances.durations
+    durations = validation.speech.utterances.durations
     # The first utterance of a batch is its longest.
-    longest = max(plan, key=lambda batch: len(batch) * durations[batch[0]])
-    one_batch = dataclasses.replace(run.validation, plan=[longest], topology=ALONE)  # each rank tries it
+    longest = max(validation.plan, key=lambda batch: len(batch) * durations[batch[0]])
+    one_batch = dataclasses.replace(validation, plan=[longest], topology=ALONE)  # each rank tries it
     with run.interruption.interruptible(run.interruption.stop_unsaved):
         one_batch.evaluate(run.step.forward, run.decode, run.interruption.check)
     return Rehearsal("validation", len(longest), float(durations[longest[0]]), 0)

@@ -5,7 +5,10 @@ import math
 import torch
 
 from konkanivani.base.distributed import gather
+from konkanivani.base.errors import DataError
 from konkanivani.data.batch import GlobalBatch
+from konkanivani.data.dataset import EvalDataset
+from konkanivani.data.rejections import Rejection
 from konkanivani.training.logs.learning import EpochLearning
 from konkanivani.training.logs.records import (
     HypothesisPair,
@@ -111,16 +114,19 @@ def log_validation(run: Run, evaluation: Evaluation, learning: EpochLearning) ->
         rank_peaks_mib=run.rank_peaks_mib(),
     )
     run.logbook.log(record)
-    if run.state.step:  # FSDP2: the whole model must run once on each rank before the CTC part alone may run
-        log_spectrogram(run, shown[0].utterance.id)
+    # FSDP2: the whole model must run once on each rank before the CTC part alone may run.
+    if run.state.step and run.validation is not None:
+        log_spectrogram(run, run.validation.speech, shown[0].utterance.id)
 
 
 @torch.no_grad()
-def log_spectrogram(run: Run, utterance_id: str) -> None:
+def log_spectrogram(run: Run, speech: EvalDataset, utterance_id: str) -> None:
     """Log the audio, the features and, with CTC, the posteriors of one validation utterance."""
-    speech = run.validation.speech
     index = next(i for i, utterance in enumerate(speech.utterances) if utterance.id == utterance_id)
-    waveform = speech[index].waveform
+    example = speech[index]
+    if isinstance(example, Rejection):  # readable a moment ago, when it was evaluated
+        raise DataError(f"{example.audio_filepath} cannot be read any more: {example.reason}. Check the file.")
+    waveform = example.waveform
     forward = run.step.forward
     features, lengths = forward.front_end(waveform[None].to(forward.device), (len(waveform),), None)
     posteriors = None

@@ -78,17 +78,20 @@ class Run:
             step=self.state.step,
             plan_digest=self.plan_digest,
             # The state_dicts may be collectives; `stateful` has the same order on all ranks.
-            states={name: part.state_dict() for name, part in self.stateful.items()}
-            | {"corpus": self.corpus.state_dict(), "schedule": self.step.rates.state_dict()}
+            states={name: dict(part.state_dict()) for name, part in self.stateful.items()}
+            | {"corpus": dict(self.corpus.state_dict()), "schedule": dict(self.step.rates.state_dict())}
             | ({"plan": self.plan.state_dict()} if self.plan else {}),
         )
 
     def is_finished(self) -> bool:
         """Return whether the maximum of epochs or steps is reached, or validation has stopped improving."""
+        epochs = self.config.epochs
+        if isinstance(epochs, str):
+            raise ValueError("--epochs auto has to be resolved before training.")
         limit = self.config.max_steps
         patience = self.config.early_stop_epochs
         return (
-            self.state.epoch >= self.config.epochs
+            self.state.epoch >= epochs
             or (limit is not None and self.state.step >= limit)
             or (patience is not None and self.state.epochs_without_improvement >= patience)
         )

@@ -64,9 +64,11 @@ class PeriodicSaver:
         if is_final and self._is_saved():
             return
         self._saved_at = time.monotonic()
-        checkpoint = self.run.checkpoint() if self.run.topology.is_first or self.run.is_sharded else None
         if not self.run.topology.is_first:
+            if self.run.is_sharded:
+                self.run.checkpoint()  # a collective: the first rank receives the whole tensors
             return
+        checkpoint = self.run.checkpoint()
         self.run.logbook.flush()
         try:
             self.run.checkpointer.save(checkpoint, epoch, is_best)

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from konkanivani.base.distributed import Topology, raise_rank_lost
 from konkanivani.memory.plan import STATE_BYTES
-from konkanivani.model.asr import KonkaniVaniASR, parameter_count
+from konkanivani.model.asr import SpeechNetwork, parameter_count
 from konkanivani.training.checkpoint.checkpoint import Stateful
 
 
-def shard_model(model: KonkaniVaniASR, topology: Topology, device: torch.device) -> None:
+def shard_model(model: SpeechNetwork, topology: Topology, device: torch.device) -> None:
     """Shard the weights of a model on the CPU over the ranks' devices, in place, one FSDP unit per block.
 
     Layers outside of the blocks (embedding, heads, norms) are gathered once per pass and kept until its backward pass
@@ -36,7 +36,7 @@ def shard_model(model: KonkaniVaniASR, topology: Topology, device: torch.device)
         part.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
 
 
-def bytes_per_rank(model: KonkaniVaniASR, world_size: int) -> int:
+def bytes_per_rank(model: SpeechNetwork, world_size: int) -> int:
     """Return an upper bound of the bytes per rank of sharded weights, gradients and moments in fp32.
 
     The bound consists of this rank's part of all four tensors per weight; the weights and gradients outside of the

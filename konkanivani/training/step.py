@@ -21,9 +21,9 @@ from konkanivani.data.batch import Batch, GlobalBatch, order_for_concurrency, sp
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.recovery import MicroBatchPlan, OomHistory
-from konkanivani.memory.weights.placement import OffloadedWeights
+from konkanivani.memory.weights.placement import OffloadedBlockRunner, OffloadedWeights
 from konkanivani.model.architecture import Architecture
-from konkanivani.model.asr import ASROutput, KonkaniVaniASR
+from konkanivani.model.asr import ASROutput, SpeechNetwork
 from konkanivani.model.blocks import BlockRunner
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts, LossSums, Objective
@@ -43,9 +43,9 @@ class ForwardPass:
     """
 
     architecture: Architecture
-    model: KonkaniVaniASR
+    model: SpeechNetwork
     front_end: FeatureExtractor
-    recompute: Callable[[float], BlockRunner]
+    recompute: Callable[[float], OffloadedBlockRunner]
     monitor: MemoryMonitor
     device: torch.device
     amp_dtype: torch.dtype | None
@@ -60,8 +60,8 @@ class ForwardPass:
         batch = batch.to(self.device)
         features, feature_lengths = self.front_end(batch.waveforms, batch.sample_lengths, batch.augment_seeds)
         with self.autocast():
-            run_block = self.recompute(batch.longest_seconds)
-            run_block = self.weights.around(run_block) if self.weights else run_block
+            recompute = self.recompute(batch.longest_seconds)
+            run_block: BlockRunner = self.weights.around(recompute) if self.weights else recompute
             output = self.model(features, feature_lengths, batch.decoder_tokens, run_block, self.chunk_frames)
             return output, self.model.loss_sums(output, batch, self.objective, self.chunk_frames)
 
@@ -156,7 +156,7 @@ class StepParts:
         return self.forward.architecture
 
     @property
-    def model(self) -> KonkaniVaniASR:
+    def model(self) -> SpeechNetwork:
         """The trained model."""
         return self.forward.model
 

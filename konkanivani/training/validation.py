@@ -120,18 +120,20 @@ def recognize_all(
     oom_history = OomHistory(conditions=0)  # not training's: without gradients much larger batches fit
     terms = len(forward.objective.terms)
     tokens = 0
-    scored = []
+    scored: list[ScoredUtterance] = []
     totals = torch.zeros(terms, dtype=torch.float64, device=forward.device)
     blanks = torch.zeros((), dtype=torch.int64, device=forward.device)
     frames = 0
     for batch, utterances in batches:
         # Without gradients no activations are stored: recomputes_all=True skips that stage of the OOM retries.
         cut = MicroBatchPlan((batch,), recomputes_all=True, chunk_frames=forward.chunk_frames)
-        for attempt in (attempts := OomRetry(cut, oom_history)):
+        attempts: OomRetry[list[RecognizedBatch]] = OomRetry(cut, oom_history)
+        for attempt in attempts:
             with attempt:
                 smaller = forward.with_plan(attempt.plan)
                 attempt.result = [recognize(smaller, piece, decode) for piece in attempt.plan.micro_batches]
         pieces = attempts.result
+        assert pieces is not None  # nothing interrupts an attempt, so it fits in the end or raises
         totals += sum(piece.loss_sums for piece in pieces)
         blanks += sum(piece.blanks for piece in pieces)
         frames += sum(piece.frames for piece in pieces)
@@ -190,12 +192,13 @@ class EvaluationSet:
                 raise
             interrupted = error
         # An interrupted rank takes part with None, or the other ranks would wait forever.
-        portions = gather(self.topology, portion)
-        if None in portions:
+        gathered = gather(self.topology, portion)
+        portions = [found for found in gathered if found is not None]
+        if len(portions) < len(gathered):
             raise interrupted or Interrupted("Another rank was stopped by a signal.", signal.SIGTERM)
         # Each rank has seen only its own portion's rejections.
-        for found in gather(self.topology, self.rejections.news()):
-            self.rejections.add(found)
+        for news in gather(self.topology, self.rejections.news()):
+            self.rejections.add(news)
         return join_portions(portions, forward.objective, time.perf_counter() - started)
 
     def _recognize_portion(self, forward: ForwardPass, decode: Decode, check: Callable[[], None]) -> RecognizedPortion:

@@ -76,10 +76,9 @@ def _walk(headers: _Headers, size: int) -> Iterator[Member]:
     """
     before = -1
     # The stub demands write() and close(), which tarfile never calls on a file object that it only reads.
-    shard: tarfile.TarFile = tarfile.open(  # type: ignore[call-overload]
+    with tarfile.open(  # type: ignore[call-overload]
         fileobj=headers, mode="r:", encoding="utf-8", errors="surrogateescape"
-    )
-    with shard:
+    ) as shard:
         for member in shard:
             # tarfile keeps every header, and copies global PAX headers into each of them.
             shard.members.clear()

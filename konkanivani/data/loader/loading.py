@@ -1,6 +1,6 @@
 """Streams of training and evaluation batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,7 @@ class GlobalBatchStream:
 
     def from_cursor(
         self, cursor: Cursor, check: Callable[[], None] = lambda: None
-    ) -> Iterator[tuple[GlobalBatch, Cursor]]:
+    ) -> Generator[tuple[GlobalBatch, Cursor], None, None]:
         """Yield global batches without end, each with the cursor after it; closing the generator ends the workers.
 
         A global batch without any readable utterance is skipped. `check` is called before each global batch and while
@@ -102,7 +102,7 @@ def load_batches(
     loader: LoaderConfig,
     rejections: Rejections,
     check: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[Batch, list[Utterance]]]:
+) -> Generator[tuple[Batch, list[Utterance]], None, None]:
     """Yield the planned evaluation batches in order, each with its utterances; omit unreadable utterances.
 
     `check` is called as in `GlobalBatchStream.from_cursor`.

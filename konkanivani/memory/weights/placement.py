@@ -12,12 +12,14 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.func import functional_call
 
 from konkanivani.memory.weights.fetching import WeightPrefetcher, is_matrix, on_own_pages, type_on_card
-from konkanivani.model.blocks import BlockRunner
+from konkanivani.model.asr import SpeechNetwork
+from konkanivani.model.blocks import Block, BlockRunner
 
 HOST = torch.device("cpu")
 
@@ -85,7 +87,7 @@ class OffloadedWeights:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: SpeechNetwork,
         placement: Placement,
         device: torch.device,
         amp_dtype: torch.dtype | None = None,
@@ -127,22 +129,22 @@ class OffloadedWeights:
         for master, half in self._halves.items():
             half.copy_(master)
 
-    def _add_halves(self, blocks: list[torch.nn.Module], dtype: torch.dtype, place: torch.device) -> None:
+    def _add_halves(self, blocks: list[Block], dtype: torch.dtype, place: torch.device) -> None:
         for block in blocks:
             self._halves |= {w: torch.empty_like(w, dtype=dtype, device=place) for w in matrices(block)}
 
-    def _give_own_pages(self, blocks: list[torch.nn.Module]) -> None:
+    def _give_own_pages(self, blocks: list[Block]) -> None:
         for weight in (weight for block in blocks for weight in block.parameters()):
             if weight in self._halves:
                 self._halves[weight] = on_own_pages(self._halves[weight])
             else:
                 weight.data = on_own_pages(weight.detach())
 
-    def around(self, run_block: BlockRunner) -> BlockRunner:
+    def around(self, run_block: "OffloadedBlockRunner") -> BlockRunner:
         """Return a block runner that provides each block's weights on the GPU while the block runs."""
         return lambda block, *inputs: run_block(self._with_weights(block), *inputs)
 
-    def _with_weights(self, block: torch.nn.Module) -> "torch.nn.Module | OffloadedBlock":
+    def _with_weights(self, block: Block) -> "Block | OffloadedBlock":
         is_fetched = block.number < self.placement.offloaded_blocks
         if block in self._at_hand or not (is_fetched or self.placement.half_precision):
             return block
@@ -150,7 +152,7 @@ class OffloadedWeights:
         keeps_attention = block.keeps_attention and self.placement.prefetch
         return OffloadedBlock(block, self._brought, block.number, is_fetched, keeps_attention)
 
-    def _brought(self, block: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def _brought(self, block: Block) -> dict[str, torch.Tensor]:
         """Return the block's weights on the GPU by name; their gradients flow to the masters."""
         masters = dict(block.named_parameters())
         if block.number < self.placement.offloaded_blocks:
@@ -165,15 +167,16 @@ class OffloadedWeights:
         return copy if self._amp_dtype else copy.to(master.dtype)
 
     @contextlib.contextmanager
-    def at_hand(self, model: torch.nn.Module) -> Iterator[None]:
+    def at_hand(self, model: SpeechNetwork) -> Iterator[None]:
         """Keep the whole decoder on the GPU, since each generated token needs all of it. For inference only."""
-        decoder = getattr(model, "decoder", None)
+        decoder = model.decoder
         if decoder is None:
             yield
             return
         away = _away(model, self.placement)
-        places = [
-            (module, name, weight)
+        # Any, because a plain tensor takes the place of a parameter.
+        places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+            (module._parameters, name, weight)
             for module in decoder.modules()
             for name, weight in module.named_parameters(recurse=False)
             if weight in away
@@ -181,14 +184,14 @@ class OffloadedWeights:
         in_slices = set(model.sliced_weights)
         self._at_hand = set(decoder.blocks)
         try:
-            for module, name, weight in places:
+            for parameters, name, weight in places:
                 brought = self._halves.get(weight, weight)
                 dtype = weight.dtype if weight in in_slices else type_on_card(weight, self._amp_dtype)
-                module._parameters[name] = brought.to(self._device, dtype, copy=brought is weight)
+                parameters[name] = brought.to(self._device, dtype, copy=brought is weight)
             yield
         finally:
-            for module, name, weight in places:
-                module._parameters[name] = weight
+            for parameters, name, weight in places:
+                parameters[name] = weight
             self._at_hand = set()
 
 
@@ -199,14 +202,20 @@ class OffloadedBlock:
     A fetched block has to be recomputed in the backward pass, or autograd would keep its weights on the GPU.
     """
 
-    block: torch.nn.Module
-    brought: Callable[[torch.nn.Module], dict[str, torch.Tensor]]
+    block: Block
+    brought: Callable[[Block], dict[str, torch.Tensor]]
     number: int
     is_fetched: bool
     keeps_attention: bool
 
     def __call__(self, *inputs: object) -> torch.Tensor:
         return functional_call(self.block, self.brought(self.block), inputs)
+
+
+class OffloadedBlockRunner(Protocol):
+    """Block runner that runs offloaded blocks as well."""
+
+    def __call__(self, block: Block | OffloadedBlock, *inputs: object) -> torch.Tensor: ...
 
 
 class _MasterGradient(torch.autograd.Function):
@@ -228,20 +237,20 @@ def matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [weight for weight in module.parameters() if is_matrix(weight)]
 
 
-def _away(model: torch.nn.Module, placement: Placement) -> set[torch.nn.Parameter]:
+def _away(model: SpeechNetwork, placement: Placement) -> set[torch.Tensor]:
     """Return the weights whose place is the host.
 
     Weights used by rows or slices (embedding, positions) are among them if all blocks are offloaded or halved.
     """
     offloaded_blocks = model.blocks[: placement.offloaded_blocks]
     others = model.blocks[placement.offloaded_blocks :]
-    away = {weight for block in offloaded_blocks for weight in block.parameters()}
+    away: set[torch.Tensor] = {weight for block in offloaded_blocks for weight in block.parameters()}
     if placement.half_precision:
         away |= {weight for block in others for weight in matrices(block)}
     return away if others and not placement.half_precision else away | set(model.sliced_weights)
 
 
-def _move(model: torch.nn.Module, away: Set[torch.nn.Parameter], device: torch.device, host: torch.device) -> None:
+def _move(model: torch.nn.Module, away: Set[torch.Tensor], device: torch.device, host: torch.device) -> None:
     """Move the weights of a model on the CPU to their devices."""
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):

@@ -20,6 +20,7 @@ import torch
 MAX_DIRECTORY_BYTES = 2**21  # central directory of the zip: about 70 bytes per tensor
 MAX_PICKLE_BYTES = 2**21  # data.pkl: about 130 bytes per tensor; the largest preset's checkpoint has 1,800 tensors
 MAX_DEPTH = 16
+CONTAINERS = (dict, list, tuple)
 RECORD = re.compile(
     r"data\.pkl|data/\d+|version|byteorder|\.format_version|\.storage_alignment|\.data/serialization_id"
 )
@@ -97,7 +98,7 @@ def first_number(path: Path, name: str) -> int:
             pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
     is_next = False
     for opcode, argument, _ in pickletools.genops(pickled):
-        if is_next and opcode.name in INTEGERS:
+        if is_next and opcode.name in INTEGERS and isinstance(argument, int):
             return argument
         is_next = is_next or argument == name
     raise ValueError(f"it has no {name}")
@@ -164,7 +165,7 @@ def _check_sums(archive: zipfile.ZipFile) -> None:
 
 def _check_pickle(pickled: bytes, forbidden: frozenset[str]) -> None:
     for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name in forbidden or (opcode.name == "GLOBAL" and not GLOBAL.fullmatch(argument)):
+        if opcode.name in forbidden or (opcode.name == "GLOBAL" and not GLOBAL.fullmatch(str(argument))):
             raise ValueError(f"its pickle needs {argument or opcode.name!r:.80}")
 
 
@@ -180,11 +181,12 @@ def _bytes_of(value: object, seen: set[int], depth: int) -> int:
         return value.numel() * value.element_size()
     if value is None or type(value) in (str, int, float, bool):
         return 0
-    if type(value) not in (dict, list, tuple) or id(value) in seen or depth == 0:
+    # isinstance() alone would accept a subclass.
+    if not isinstance(value, (dict, list, tuple)) or type(value) not in CONTAINERS or id(value) in seen or depth == 0:
         raise ValueError(f"it contains a {type(value).__name__}, or a repeated or too deeply nested object")
     if value:  # the empty tuple is a singleton, so its id may repeat
         seen.add(id(value))
-    if type(value) is dict and not all(type(name) is str for name in value):
+    if isinstance(value, dict) and not all(type(name) is str for name in value):
         raise ValueError("it contains keys that are not strings")
-    parts = value.values() if type(value) is dict else value
+    parts = value.values() if isinstance(value, dict) else value
     return sum(_bytes_of(part, seen, depth - 1) for part in parts)

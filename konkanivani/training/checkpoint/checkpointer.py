@@ -137,7 +137,12 @@ class Checkpointer:
         steps = {path: read_step(path) for path in candidates}
         newest = max((step for step in steps.values() if step is not None), default=0)
         unread = {LAST: newest, PREVIOUS: newest}
-        return sorted(candidates, key=lambda path: -(unread.get(path.name, -1) if steps[path] is None else steps[path]))
+
+        def step_of(path: Path) -> int:
+            step = steps[path]
+            return unread.get(path.name, -1) if step is None else step
+
+        return sorted(candidates, key=step_of, reverse=True)
 
     def _late_write(self, found: Path, step: int) -> str:
         """Return a message with the reason for using `found` instead of the last checkpoint."""
@@ -187,8 +192,8 @@ class Checkpointer:
         If `resumed` is the last checkpoint, the newest of its run, only files modified after it are read.
         """
         own = resumed.stat()
-        steps = {}
-        newer = {}
+        steps: dict[int, int | None] = {}  # by inode
+        newer: dict[Path, int | None] = {}
         for path in self._candidates():
             entry = path.stat()
             # Modification times only exclude files; the step in a file decides.

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from konkanivani.base.errors import CheckpointError
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 
 
@@ -29,6 +30,17 @@ def _same(one: object, other: object) -> bool:
 
 def relative_difference(one: Checkpoint, other: Checkpoint) -> float:
     """Return the norm of the difference of two models' weights, relative to the norm of the first one's."""
-    pairs = [(value, other.states["model"][name]) for name, value in one.states["model"].items()]
+    others = _weights(other)
+    pairs = [(value, others[name]) for name, value in _weights(one).items()]
     apart = sum(float((value.double() - theirs.double()).square().sum()) for value, theirs in pairs)
     return math.sqrt(apart / sum(float(value.double().square().sum()) for value, _ in pairs))
+
+
+def _weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return the weights of the model by name; raise a CheckpointError if one is not a tensor."""
+    weights: dict[str, torch.Tensor] = {}
+    for name, value in checkpoint.states["model"].items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"The checkpoint's weight {name!r:.80} is not a tensor. Use another checkpoint.")
+        weights[name] = value
+    return weights

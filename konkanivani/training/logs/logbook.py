@@ -7,6 +7,7 @@ appended to each file atomically, or not at all.
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -68,8 +69,7 @@ class Logbook:
         if not isinstance(record, Record):
             raise TypeError(f"a logbook takes records, not {type(record).__name__}")
         for sink in self._sinks:
-            # The default argument binds the current sink.
-            if not self._attempt(sink, lambda sink=sink: sink.write(record)):
+            if not self._attempt(sink, partial(sink.write, record)):
                 self._lost[sink.name] += 1
 
     def log_settings(self, text: str) -> None:

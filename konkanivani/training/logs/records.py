@@ -38,7 +38,7 @@ CURVES = ("", VALIDATION, PLANNED, RESERVED, INITIAL)  # "" is the curve of trai
 DRAWN_PHASES = ("forward", "backward", "update", "validation")  # the phases of the memory plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One optimizer step.
 

@@ -135,7 +135,8 @@ def hypotheses_table(pairs: tuple[HypothesisPair, ...]) -> str:
 
 def _plain(text: str) -> str:
     # Numeric character references are markup neither in markdown nor in HTML.
-    marks = {mark: f"&#{ord(mark)};" for mark in "&<>|*_`[]\\"} | {"\n": " ", "\r": " "}
+    marks: dict[str, str | int | None] = {mark: f"&#{ord(mark)};" for mark in "&<>|*_`[]\\"}
+    marks |= {"\n": " ", "\r": " "}
     return text.translate(str.maketrans(marks))
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.training.optimizer import EPSILON, Group, Optimizer
+from konkanivani.training.optimizer import EPSILON, Group, Optimizer, gradient_of
 
 DECAY = -0.8  # exponent of the step: weight of the newest gradient in the mean square
 # AdamW's epsilon, not the paper's 1e-30: a gradient of pure rounding error (a bias that a softmax cancels) would move
@@ -61,7 +61,7 @@ class Adafactor(Optimizer):
         workspace = self._workspaces[parameter.device]
         rows, columns = shape = matrix_shape(parameter)
         weights = parameter.view(shape)
-        gradient = parameter.grad.reshape(shape)
+        gradient = gradient_of(parameter).reshape(shape)
         per_slice = rows_of_a_slice(columns)
         slices = gradient.split(per_slice)
         row = workspace.rows[:rows]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.training.optimizer import BETAS, EPSILON, MOMENTS, AdamW, Group
+from konkanivani.training.optimizer import BETAS, EPSILON, MOMENTS, AdamW, Group, gradient_of
 from konkanivani.training.optimizers.blocks import BLOCK, Codebook
 
 SMALLEST = 4096  # elements of a tensor with 8-bit moments: norms and biases are smaller, and the most sensitive
@@ -73,7 +73,7 @@ class AdamW8bit(AdamW):
         # The fused kernel reads the step without incrementing it, so once per tensor, not once per slice.
         state["step"].add_(1)
         weights = parameter.view(-1).split(SLICE * BLOCK)
-        gradient = parameter.grad.reshape(-1).split(SLICE * BLOCK)
+        gradient = gradient_of(parameter).reshape(-1).split(SLICE * BLOCK)
         stored = zip(*(state[kind + of].split(SLICE) for kind in MOMENTS for of in ("", "_largest")), strict=True)
         for weight, slope, (codes, largest, codes_sq, largest_sq) in zip(weights, gradient, stored, strict=True):
             first, second, beside = (one[: len(codes)] for one in (workspace.first, workspace.second, workspace.beside))
