@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Style, layers, tests. Arguments go to pytest:  ./run_tests.sh -k resume
+# Style, import contracts, tests. Arguments go to pytest:  ./run_tests.sh -k resume
 set -euo pipefail
-# A stream that is closed is /dev/null from here on: else files take its number, and what is printed goes into them.
+# Open closed streams as /dev/null: otherwise a file would get the stream's number, and output would be written to it.
 if [[ ! -e /dev/fd/0 ]]; then exec </dev/null; fi
 if [[ ! -e /dev/fd/1 ]]; then exec >/dev/null; fi
 if [[ ! -e /dev/fd/2 ]]; then exec 2>/dev/null; fi
@@ -24,9 +24,11 @@ stage() {
     "$@" || status=1
 }
 stage "ruff check" "$PYTHON" -m ruff check .
+stage "ruff format" "$PYTHON" -m ruff format --check .
 stage "lint-imports" "$PYTHON" -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
-# A file of tests at a time on each core: most tests wait for child processes.
-stage "pytest" "$PYTHON" -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile "$@"
+# Each process runs one test file at a time. One process more than there are cores, because tests wait for children.
+cores="$("$PYTHON" -c "import os; print(len(os.sched_getaffinity(0)))")"
+stage "pytest" "$PYTHON" -m pytest --numprocesses "$((cores < 4 ? cores + 1 : 4))" --dist loadfile "$@"
 if [[ -n "$(nvidia-smi -L 2>/dev/null || true)" ]]; then stage "pytest on the card" "$PYTHON" -m pytest --card "$@"; fi
 if [[ $status -ne 0 ]]; then echo "== failed" >&2; fi
 exit $status

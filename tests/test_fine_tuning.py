@@ -280,7 +280,7 @@ def test_a_new_tokenizer_has_a_head_that_begins_with_zeros_and_a_rare_blank(base
     assert weights["decoder.embedding.weight"].any()
     assert all(name.startswith(VOCAB_DEPENDENT_PREFIXES) for name in changed(before, weights))
     tuning, steps = run.settings.tuning, run.step.total_steps
-    assert tuning.encoder_factor == 0.1 and tuning.freeze_steps == min(500, steps // 10)  # as long as the warm-up
+    assert tuning.encoder_factor == 0.1 and tuning.freeze_steps == min(500, steps // 10)  # equal to the warm-up
     assert "not loaded (randomly initialised): 5 tensors" in capsys.readouterr().out
     control = build_run(begin_run([*flags[:-3], "--fresh", "--num_workers", "0"]))
     assert control.settings.tuning.freeze_steps == 0 and control.settings.tuning.encoder_factor == 1.0

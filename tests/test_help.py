@@ -63,7 +63,7 @@ class Flags:
     path: str
     """File to read."""
     rate: float | Literal["auto"] = "auto"
-    """Rate (auto: 3), in a text that is so long that it has to be wrapped
+    """Rate (auto: 3), in a text with enough words to have to be wrapped
     over two lines, at the most."""
     sizes: tuple[int, ...] = (1, 2)
     is_fast: bool = False

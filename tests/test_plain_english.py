@@ -32,7 +32,7 @@ PHRASINGS = {
 }
 COUNTED = [re.compile(pattern, re.IGNORECASE) for pattern in PHRASINGS]
 # Phrasings per 10,000 words: the figure of the day that the limit was set, rounded up. Lower a limit, never raise it.
-LIMITS = {"help": 11, "messages": 7, "pages": 4, "comments": 352}
+LIMITS = {"help": 11, "messages": 7, "pages": 4, "comments": 6}
 PACKAGE = ("konkanivani", "training_scripts")
 
 
@@ -49,7 +49,7 @@ def sources() -> list[Path]:
 
 
 def help_texts() -> list[str]:
-    """Return what every command prints for `--help`, and the trainer for `--help all`."""
+    """Return the output of every command for `--help`, and of the trainer for `--help all`."""
     scripts = [path for path in sorted((ROOT / "training_scripts").glob("*.py")) if path.stem != "__init__"]
     commands = [[str(path), "--help"] for path in scripts]
     commands.append([str(ROOT / "training_scripts/train_konkanivani_asr.py"), "--help", "all"])

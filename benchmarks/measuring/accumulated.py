@@ -1,6 +1,6 @@
-"""One optimizer step of a small random Whisper model, cut in several ways: by transformers' Trainer and by ours.
+"""Loss and gradient norm of one optimizer step at several micro-batch sizes, in transformers' Trainer and in this one.
 
-B utterances, T feature frames, F mel bins, U labels.
+The model is a small random Whisper model. B utterances, T feature frames, F mel bins, U labels.
 """
 
 import copy
@@ -23,18 +23,19 @@ from konkanivani.model.whisper.shape import WhisperShape
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 
-LABELS = (4, 20, 4, 20)  # the end among them
+LABELS = (4, 20, 4, 20)  # per utterance, end token included; unequal, so that a mean of micro-batch means differs
 BATCH_SIZES = (4, 2, 1)
 TEXT_TOKENS = 50
 SPECIAL = SpecialTokens(start=TEXT_TOKENS + 1, end=TEXT_TOKENS)
+# 50 encoder positions are one second of audio.
 SHAPE = WhisperShape(64, 2, 2, 2, 128, 80, TEXT_TOKENS + 2, source_positions=50, target_positions=32)
-NO_LABEL = -100  # to transformers
+NO_LABEL = -100  # ignored by the loss in transformers
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """A step in `accumulation` micro-batches of `batch` utterances: what each trainer says of it, in nats a label."""
+    """Results of a step in `accumulation` micro-batches of `batch` utterances; losses are in nats per label."""
 
     batch: int
     accumulation: int
@@ -46,7 +47,7 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All cuts of the same step, and what they were measured with."""
+    """Results of one step at all micro-batch sizes, and the versions of the packages."""
 
     transformers: str
     accelerate: str
@@ -54,7 +55,7 @@ class Comparison:
     cuts: tuple[MicroBatchPlan, ...]
 
     def table(self) -> str:
-        """For a person."""
+        """Return the results as a Markdown table."""
         lines = [
             f"transformers {self.transformers}, accelerate {self.accelerate}, torch {self.torch}",
             "",
@@ -69,7 +70,10 @@ class Comparison:
 
 
 class Targets(torch.utils.data.IterableDataset):
-    """The utterances in their order, again and again, which no sampler changes."""
+    """Endless repetition of the utterances in their order.
+
+    An iterable dataset, because Trainer would shuffle a map-style one.
+    """
 
     def __init__(self, rows: list[dict[str, torch.Tensor]]) -> None:
         self._rows = rows
@@ -80,10 +84,16 @@ class Targets(torch.utils.data.IterableDataset):
 
 
 def measure(seed: int, divided: bool = False) -> Comparison:
-    """Takes the step in every cut, both ways; `divided`: the Trainer is told that the model does not do it."""
+    """Run the step at every micro-batch size in both trainers.
+
+    Args:
+        divided: Let Trainer divide each micro-batch's loss by the number of micro-batches.
+    """
     model, speeches = build_model(seed), build_speeches(seed)
     if divided:
-        model.accepts_loss_kwargs = False  # else it asks whether `forward` takes any keyword, and Whisper's does
+        # Without this attribute, Trainer inspects `forward`. Whisper's accepts **kwargs, hence Trainer passes it
+        # `num_items_in_batch` and does not divide the loss.
+        model.accepts_loss_kwargs = False
     parts = build_parts(model)
     rows = [row_of(speech, parts) for speech in speeches]
     cuts = []
@@ -96,7 +106,7 @@ def measure(seed: int, divided: bool = False) -> Comparison:
 
 
 def build_model(seed: int) -> torch.nn.Module:
-    """A model of transformers as it initialises one."""
+    """Return a Whisper model with the random weights of transformers."""
     torch.manual_seed(seed)
     config = transformers.WhisperConfig(
         vocab_size=SHAPE.vocab_size,
@@ -114,6 +124,7 @@ def build_model(seed: int) -> torch.nn.Module:
         bos_token_id=SPECIAL.end,
         eos_token_id=SPECIAL.end,
         decoder_start_token_id=SPECIAL.start,
+        # The defaults are tokens of the published vocabulary, with larger ids than this one has.
         suppress_tokens=None,
         begin_suppress_tokens=None,
     )
@@ -121,7 +132,7 @@ def build_model(seed: int) -> torch.nn.Module:
 
 
 def build_speeches(seed: int) -> list[Example]:
-    """Noise of a second, and of each utterance so many labels that its tokens and the end are `LABELS`."""
+    """Return utterances of one second of noise; with the end token, they have `LABELS` labels."""
     generator = torch.Generator().manual_seed(seed)
     waveforms = torch.randn(len(LABELS), SAMPLE_RATE, generator=generator)
     tokens = [torch.randint(TEXT_TOKENS, (count - 1,), generator=generator).tolist() for count in LABELS]
@@ -130,26 +141,29 @@ def build_speeches(seed: int) -> list[Example]:
 
 
 def build_parts(model: torch.nn.Module) -> StepParts:
-    """Our step, with the same weights."""
+    """Return the step parts of this trainer with the weights of `model`."""
     config = TrainConfig(
         data=DataConfig(concurrent_micro_batches=1),
+        # The loss of transformers' model: cross entropy without smoothing, no CTC.
         loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0),
+        # At learning rate 0, every step starts from the same weights.
         optimizer=OptimizerConfig(learning_rate=0.0, weight_decay=0.0),
     )
     parts = build_step_parts(config, WhisperArchitecture(SHAPE), CPU, total_steps=len(BATCH_SIZES))
     weights = model.state_dict()
+    # The state dict of transformers contains tied weights twice, hence the selection by name.
     parts.model.load_state_dict({name: weights[name_in_file(name)] for name in parts.model.state_dict()})
     return parts
 
 
 def row_of(speech: Example, parts: StepParts) -> dict[str, torch.Tensor]:
-    """An utterance as the Trainer is given it: the features (F, T) that ours hears, labels (U,)."""
+    """Return an utterance as Trainer's input: features (F, T) of this trainer's front end, labels (U,)."""
     features, _ = parts.forward.front_end(speech.waveform[None], (len(speech.waveform),), None)
     return {"input_features": features[0].T, "labels": torch.tensor([*speech.tokens, SPECIAL.end])}
 
 
 def collate_rows(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A micro-batch as transformers' own examples make it: features (B, F, T), labels (B, U)."""
+    """Return a micro-batch as in the examples of transformers: features (B, F, T), labels (B, U)."""
     labels = [row["labels"] for row in rows]
     return {
         "input_features": torch.stack([row["input_features"] for row in rows]),
@@ -158,7 +172,7 @@ def collate_rows(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
 
 
 def trained(model: torch.nn.Module, rows: list[dict[str, torch.Tensor]], size: int) -> tuple[float, float]:
-    """The loss and the gradient norm that transformers' Trainer logs of one step in micro-batches of `size`."""
+    """Return the loss and gradient norm that Trainer logs for one step in micro-batches of `size`."""
     with tempfile.TemporaryDirectory() as folder:
         settings = transformers.Seq2SeqTrainingArguments(
             output_dir=folder,
@@ -175,7 +189,7 @@ def trained(model: torch.nn.Module, rows: list[dict[str, torch.Tensor]], size: i
         trainer = transformers.Seq2SeqTrainer(
             copy.deepcopy(model), settings, data_collator=collate_rows, train_dataset=Targets(rows)
         )
-        trainer.remove_callback(transformers.PrinterCallback)  # it would print what is read below
+        trainer.remove_callback(transformers.PrinterCallback)  # it prints the log, which is read below
         trainer.train()
         logged = next(entry for entry in trainer.state.log_history if "grad_norm" in entry)
     return float(logged["loss"]), float(logged["grad_norm"])

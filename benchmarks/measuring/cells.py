@@ -1,4 +1,7 @@
-"""The cells in which plan and measure are compared: what is compared, what was found, within which bars. No torch."""
+"""Cases in which the memory plan is compared with the measured memory, the results, and their limits.
+
+This module does not import torch.
+"""
 
 import dataclasses
 import itertools
@@ -8,14 +11,15 @@ from typing import Literal
 from konkanivani.base.config import PRESETS, MemoryConfig, RunConfig, TrainConfig
 from konkanivani.base.units import GIB, MIB
 
-LIVE_SHARE = 0.02  # of the live bytes, by which the plan may differ from them
-RESIDENT_FACTOR = 1.25  # times the plan, workspaces included, that a process on a CPU may grow by
-ALLOCATED_FACTOR, ALLOCATED_MORE = 1.10, 32 * MIB  # times what CUDA's allocator gave, and more, that may be planned
+LIVE_SHARE = 0.02  # largest deviation of the plan, as a share of the live bytes
+RESIDENT_FACTOR = 1.25  # largest growth of a process on a CPU, as a multiple of the plan with workspaces
+# Largest plan on CUDA: the allocated bytes times the factor, plus a constant.
+ALLOCATED_FACTOR, ALLOCATED_MORE = 1.10, 32 * MIB
 ROW_SECONDS, ROW_UTTERANCES = 20.0, 8
-# Of live bytes for one step on 8 utterances of 20 s, one at a time, in full precision.
+# Limits of the live bytes in one step on 8 utterances of 20 s, micro-batches of one, full precision.
 ROW_LIMITS = {"original": GIB, "optimized": int(0.7 * GIB), "minimal": int(0.5 * GIB)}
 
-SEVERAL_SECONDS, SEVERAL_UTTERANCES = 10.0, 4  # of a case with several at once
+SEVERAL_SECONDS, SEVERAL_UTTERANCES = 10.0, 4  # case with several utterances per micro-batch
 
 Preset = Literal["original", "optimized", "minimal"]
 Recompute = Literal["never", "always"]
@@ -25,7 +29,10 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Case:
-    """A step on so many micro-batches of so many utterances of `seconds`; of several one is a tenth shorter."""
+    """One training step: `micro_batches` micro-batches of `utterances` utterances of `seconds` seconds.
+
+    If a micro-batch has several utterances, one is a tenth shorter, so that it contains padding.
+    """
 
     preset: Preset
     seconds: float
@@ -36,7 +43,8 @@ class Case:
     device: Device
 
     def config(self) -> TrainConfig:
-        """The trainer's settings for this step; its allocator keeps what it has, so that its largest size is seen."""
+        """Return the training configuration of this step."""
+        # The allocator's cache is never emptied, so that its largest size stays visible after the step.
         memory = MemoryConfig(
             mixed_precision=self.mixed_precision, gradient_checkpointing=self.recompute, empty_cache_interval=0
         )
@@ -45,12 +53,12 @@ class Case:
 
     @property
     def limit(self) -> int | None:
-        """Bytes that the whole step may take, where this is a row that has such a limit."""
+        """Limit of the whole step's live bytes, or None if the case has none."""
         row = self.seconds, self.utterances, self.micro_batches, self.mixed_precision
         return ROW_LIMITS[self.preset] if row == (ROW_SECONDS, 1, ROW_UTTERANCES, False) else None
 
     def columns(self) -> tuple[str, ...]:
-        """The case for a person, under CASE_COLUMNS."""
+        """Return the table cells of CASE_COLUMNS."""
         half = "bf16" if self.device == "cpu" else "fp16"
         cut = f"{self.micro_batches} × {self.utterances}"
         return self.preset, f"{self.seconds:g}", cut, self.recompute, half if self.mixed_precision else "fp32"
@@ -63,7 +71,7 @@ CUDA_COLUMNS = ("planned", "allocated", "planned/allocated", "reserved", "contex
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan in bytes: tensors, and beside them the workspaces and the context."""
+    """Memory plan in bytes: tensors, workspaces of kernels, CUDA context."""
 
     tensors: int
     workspace: int
@@ -72,10 +80,10 @@ class Planned:
 
 @dataclass(frozen=True)
 class CpuCell:
-    """A case on a CPU; bytes.
+    """Result of a case on a CPU, in bytes.
 
-    `live` is the peak of live tensors with the input of one micro-batch, `waiting` that of the others, and
-    `resident_growth` that of the resident memory from before the model is built to the process's largest.
+    `live` is the peak of live tensors, including the input of one micro-batch; `waiting` is the size of the other
+    inputs. `resident_growth` is the process's peak resident memory minus that before the model is built.
     """
 
     case: Case
@@ -85,7 +93,7 @@ class CpuCell:
     resident_growth: int
 
     def faults(self) -> tuple[str, ...]:
-        """The bars that this cell is outside of."""
+        """Return the names of the limits that the result exceeds."""
         allowed = RESIDENT_FACTOR * (self.planned.tensors + self.planned.workspace)
         checks = (
             ("live", abs(self.live - self.planned.tensors) > LIVE_SHARE * self.live),
@@ -95,7 +103,7 @@ class CpuCell:
         return tuple(name for name, is_outside in checks if is_outside)
 
     def columns(self) -> tuple[str, ...]:
-        """The cell for a person, under CASE_COLUMNS and CPU_COLUMNS; MiB."""
+        """Return the table cells of CASE_COLUMNS and CPU_COLUMNS, sizes in MiB."""
         whole = self.planned.tensors + self.planned.workspace
         return (
             *self.case.columns(),
@@ -107,7 +115,7 @@ class CpuCell:
 
 @dataclass(frozen=True)
 class CudaCell:
-    """A case on a CUDA card; bytes. `context` is what the process holds there beside what its allocator reserved."""
+    """Result of a case on a CUDA GPU, in bytes; `context` is the process's GPU memory outside of the allocator."""
 
     case: Case
     planned: Planned
@@ -116,9 +124,10 @@ class CudaCell:
     context: int
 
     def faults(self) -> tuple[str, ...]:
-        """The bars that this cell is outside of."""
+        """Return the names of the limits that the result exceeds."""
         planned = self.planned.tensors + self.planned.workspace
         checks = (
+            # A plan that is too small fails at run time; one that is far too large wastes memory.
             ("above the plan", self.allocated > planned),
             ("loose", planned > ALLOCATED_FACTOR * self.allocated + ALLOCATED_MORE),
             ("limit", self.case.limit is not None and self.allocated > self.case.limit),
@@ -126,7 +135,7 @@ class CudaCell:
         return tuple(name for name, is_outside in checks if is_outside)
 
     def columns(self) -> tuple[str, ...]:
-        """The cell for a person, under CASE_COLUMNS and CUDA_COLUMNS; MiB."""
+        """Return the table cells of CASE_COLUMNS and CUDA_COLUMNS, sizes in MiB."""
         planned = self.planned.tensors + self.planned.workspace
         sizes = self.reserved, self.context, self.planned.context
         return (
@@ -138,7 +147,7 @@ class CudaCell:
 
 
 def full_grid(device: Device) -> list[Case]:
-    """Every cell: all presets and lengths, and one shape with several utterances at once."""
+    """Return all cases: every preset and length, and one case with several utterances per micro-batch."""
     whole = grid(tuple(PRESETS), (5.0, 20.0, 60.0), ("never", "always"), ("fp32", "half"), device)
     several = SEVERAL_SECONDS, SEVERAL_UTTERANCES, 2, "never"
     return [*whole, *(Case("optimized", *several, is_half, device) for is_half in (False, True))]
@@ -151,20 +160,18 @@ def grid(
     precisions: tuple[Precision, ...],
     device: Device,
 ) -> list[Case]:
-    """Cells of one utterance at a time: two of them, so that the second finds the first one's gradients.
-
-    Where a number of them has a limit, it is as many.
-    """
+    """Return cases with one utterance per micro-batch."""
     cases = []
     for preset, length, policy, precision in itertools.product(presets, seconds, recompute, precisions):
         has_limit = length == ROW_SECONDS and precision == "fp32"
+        # At least two micro-batches: the peak is in the second one, in which gradients already exist.
         micro_batches = ROW_UTTERANCES if has_limit else 2
         cases.append(Case(preset, length, 1, micro_batches, policy, precision == "half", device))
     return cases
 
 
 def table(cells: list[CpuCell] | list[CudaCell]) -> str:
-    """The cells as a table in Markdown, sizes in MiB."""
+    """Return the results as a Markdown table, sizes in MiB."""
     head = (*CASE_COLUMNS, *(CPU_COLUMNS if isinstance(cells[0], CpuCell) else CUDA_COLUMNS))
     rows = [head, ("---",) * len(head), *(cell.columns() for cell in cells)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -1,4 +1,4 @@
-"""An ONNX file quantised in several ways, against itself in single precision.
+"""Quantised ONNX models, each compared with the same model in single precision.
 
 S samples, T' encoder frames, V vocabulary.
 """
@@ -17,7 +17,7 @@ from konkanivani.inference.onnx_export import OnnxModel, quantize, quietly, read
 
 @dataclass(frozen=True)
 class Way:
-    """A way to quantise: which operators, and how their weights are stored."""
+    """Method of quantisation: the operators, and the storage of their weights."""
 
     operators: tuple[str, ...]
     is_signed: bool
@@ -31,8 +31,9 @@ class Way:
         )
 
     def apply(self, model: bytes) -> bytes:
-        """The quantised model; the front end's convolutions, whose kernels have three axes, stay as they are."""
+        """Return the quantised model; the convolutions of the front end stay in single precision."""
         graph = onnx.load_model_from_string(model)
+        # In the exported graph, only the front end (STFT and mel filters) has kernels with three axes.
         kernels = {tensor.name for tensor in graph.graph.initializer if len(tensor.dims) == 3}
         front_end = [node.name for node in graph.graph.node if node.op_type == "Conv" and node.input[1] in kernels]
         with tempfile.TemporaryDirectory() as folder, quietly():
@@ -42,7 +43,7 @@ class Way:
                 op_types_to_quantize=list(self.operators),
                 weight_type=QuantType.QInt8 if self.is_signed else QuantType.QUInt8,
                 per_channel=self.is_by_output,
-                reduce_range=self.bits == 7,
+                reduce_range=self.bits == 7,  # against saturation of 16-bit sums on x86 without VNNI
                 nodes_to_exclude=front_end,
             )
             return (Path(folder) / "model.onnx").read_bytes()
@@ -59,22 +60,22 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a quantised model is from the one in single precision, means over frames; `size` in bytes."""
+    """Distance of a quantised model from the one in single precision, averaged over frames; `size` is in bytes."""
 
     way: str
     divergence: float
-    """Kullback-Leibler divergence of its distribution from the other's, in nats a frame."""
+    """Kullback-Leibler divergence of its distribution from the one in single precision, in nats per frame."""
     other_best: float
-    """Share of the frames in which another token is the likeliest."""
+    """Share of the frames with a different most likely token."""
     size: int
 
     def sentence(self) -> str:
-        """A line of it."""
+        """Return the result as one line of text."""
         return f"{self.way}: {self.divergence:.5f} nats, {self.other_best:.2%} of the frames, {self.size / 1e6:.2f} MB"
 
 
 def measure_ways(model: bytes, waveforms: Iterable[torch.Tensor]) -> list[Distance]:
-    """The distances of the project's own way and of WAYS, over waveforms (S,) one by one."""
+    """Return the distances of the project's own quantisation and of WAYS, over waveforms (S,) one at a time."""
     waveforms = list(waveforms)
     wanted = _log_probabilities(model, waveforms)
     made = [("ours", quantize(model)), *((str(way), way.apply(model)) for way in WAYS)]
@@ -89,12 +90,13 @@ def _distance(name: str, model: bytes, waveforms: list[torch.Tensor], wanted: to
 
 
 def _log_probabilities(model: bytes, waveforms: list[torch.Tensor]) -> torch.Tensor:
-    """(sum of T', V) float64, of all waveforms one after another."""
+    """Return the log probabilities of all waveforms, concatenated: (sum of T', V), float64."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         path.write_bytes(model)
         read: OnnxModel = read_onnx(path)
     pieces = []
+    # One at a time: dynamic quantisation scales each activation as a whole, padding included.
     for waveform in waveforms:
         found, lengths = read.log_probabilities(waveform[None], (len(waveform),))
         pieces.append(found[0, : lengths[0]])

@@ -1,4 +1,4 @@
-"""Times the decoders of a random model in turn, on noise, for a fixed number of tokens.
+"""Decoding times of a random model on noise, for a fixed number of tokens.
 
 B batch, S samples, T' encoder frames, U tokens, D model width.
 """
@@ -27,7 +27,7 @@ JOINT_CTC_WEIGHT = 0.3
 
 @dataclass(frozen=True)
 class DecodedSpeech:
-    """Utterances of so many seconds and tokens a second, so many at a time."""
+    """Batch of `utterances` utterances, each of `seconds` seconds and `tokens_per_second` tokens per second."""
 
     seconds: float
     tokens_per_second: float
@@ -36,7 +36,10 @@ class DecodedSpeech:
 
 @dataclass(frozen=True)
 class DecodingTimes:
-    """Seconds of audio decoded in a second, front end and encoder included; and the cache's gain over `tokens`."""
+    """Decoding speeds in seconds of audio per second, front end and encoder included, and times with and without cache.
+
+    The cached and uncached times are those for `tokens` tokens of the attention decoder.
+    """
 
     preset: str
     threads: int
@@ -52,7 +55,7 @@ class DecodingTimes:
     uncached_beam_seconds: float
 
     def sentences(self) -> str:
-        """For a person."""
+        """Return the result as text."""
         return (
             f"{self.preset} on {self.threads} threads, times faster than the speech: greedy {self.greedy:.0f}, "
             f"prefix {self.prefix:.0f}, attention {self.attention:.1f}, joint {self.joint:.1f}.\n"
@@ -66,11 +69,12 @@ class DecodingTimes:
 def measure_decoding(
     preset: str, vocab_size: int, speech: DecodedSpeech, beam: int, tokens: int, rounds: int, device: str
 ) -> DecodingTimes:
-    """Every decoder in turn, `rounds` times after a warm-up; medians."""
+    """Run every decoder `rounds` times in turn after a warm-up, and return the medians."""
     where = choose_device(device)
     torch.manual_seed(0)
     architecture = architecture_of(TrainConfig(model=PRESETS[preset]), vocab_size)
     model = architecture.build().to(where).eval()
+    # The end token is never chosen, so that every search runs to its limit.
     with torch.no_grad():
         model.decoder.output.bias[OUR_TOKENS.end] = -1e4
     front_end = architecture.build_front_end(AugmentConfig()).to(where)
@@ -84,6 +88,7 @@ def measure_decoding(
 
     limits = (max(1, round(speech.seconds * speech.tokens_per_second)),) * speech.utterances
 
+    # Beam search with one best hypothesis; the CTC scorer takes part only if it has a weight.
     def search(ctc_weight: float) -> None:
         encoded, lengths = encode()
         full = (Weighted(AttentionScorer(model, encoded, lengths, beam), 1 - ctc_weight),)
@@ -91,6 +96,7 @@ def measure_decoding(
         beam_search(Scorers(full, ctc, ctc_weight, 0.0), limits, beam, 1, where)
 
     prefix = PrefixDecode(beam)
+    # With and without cache, only the decoder is timed, on one utterance that is already encoded.
     one, one_length = encode()[0][:1], (encode()[1][0],)
     seconds = medians(
         rounds,
@@ -110,15 +116,16 @@ def measure_decoding(
 
 
 def medians(rounds: int, device: torch.device, *actions: Callable[[], object]) -> list[float]:
-    """Seconds that each action takes, done in turn."""
+    """Return the median seconds of each action over `rounds` rounds; a round runs each action once."""
     taken = [[] for _ in actions]
     for number in range(rounds + 1):
         for action, seconds in zip(actions, taken, strict=True):
             started = time.perf_counter()
             action()
+            # CUDA kernels run asynchronously: without this, only their launch would be timed.
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            if number:
+            if number:  # round 0 is the warm-up
                 seconds.append(time.perf_counter() - started)
     return [statistics.median(seconds) for seconds in taken]
 
@@ -127,7 +134,7 @@ def medians(rounds: int, device: torch.device, *actions: Callable[[], object]) -
 def decode_with_cache(
     model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths, hypotheses: int, tokens: int
 ) -> torch.Tensor:
-    """The last logits (K, V) of K equal hypotheses of one utterance after `tokens` tokens, each computed once."""
+    """Return the last logits (K, V) of K equal hypotheses of one utterance; each token is computed once."""
     cache = model.decoder.begin(encoded, lengths, hypotheses)
     last = torch.full((1, hypotheses), OUR_TOKENS.start, device=encoded.device)
     for _ in range(tokens):
@@ -140,7 +147,8 @@ def decode_with_cache(
 def decode_without_cache(
     model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths, hypotheses: int, tokens: int
 ) -> torch.Tensor:
-    """The same, with all tokens so far computed again for each."""
+    """Return the same logits, with the whole prefix recomputed for each token."""
+    # `lengths` is a tuple: the product repeats it.
     rows, lengths = encoded.expand(hypotheses, -1, -1), lengths * hypotheses
     said = torch.full((hypotheses, 1), OUR_TOKENS.start, device=encoded.device)
     for _ in range(tokens):

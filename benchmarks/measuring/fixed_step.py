@@ -1,4 +1,4 @@
-"""One optimizer step on a fixed batch of features: its time, its peak of memory.
+"""Time and peak memory of one optimizer step on a fixed batch of features.
 
 B batch, T feature frames, F mel bins, U tokens.
 """
@@ -29,15 +29,15 @@ from konkanivani.training.step import StepParts, StepReport, train_step
 
 MEL_BINS = FeatureConfig().mel_bins
 VOCABULARY = 1000
-FIRST_TOKEN = 5
+FIRST_TOKEN = 5  # after the special tokens
 FRAMES_PER_SECOND, TOKENS_PER_SECOND = 100, 4
 MAX_WARM_UP_STEPS = 25
-TOTAL_STEPS = 1000  # of the run that these steps pretend to begin
+TOTAL_STEPS = 1000  # for the learning-rate schedule
 
 
 @dataclass(frozen=True)
 class FixedSpeech:
-    """The utterances, longest first: features (B, T, F), frames (B,), tokens (B, U), token_lengths (B,), seconds."""
+    """Utterances, longest first: features (B, T, F), frames (B,), tokens (B, U), token_lengths (B,), total seconds."""
 
     features: torch.Tensor
     frames: torch.Tensor
@@ -48,7 +48,7 @@ class FixedSpeech:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What was measured; step_s is the median, memory in MiB, loss in nats a token."""
+    """Measurements of a step; step_s is the median, memory is in MiB, the loss in nats per token."""
 
     peer: str
     params: int
@@ -72,7 +72,7 @@ class StepResult:
     skipped_steps: int
 
     def sentence(self) -> str:
-        """The result for a person."""
+        """Return the result as text."""
         return (
             f"{self.preset}, {self.params / 1e6:.1f} M parameters, {self.batch} utterances in {self.accum} "
             f"micro-batches on {self.device}: {self.step_s:.2f} s a step, {self.audio_s_per_s:.1f} audio s/s, "
@@ -81,9 +81,9 @@ class StepResult:
 
 
 def measure(config: TrainConfig, steps: int, recomputed_blocks: int | None = None) -> StepResult:
-    """Builds the model that `config` describes, warms up, times `steps` steps and then takes the peak of one more.
+    """Build the model of `config`, warm up, time `steps` steps, and measure the peak of one more.
 
-    `recomputed_blocks` recomputes so many blocks, whatever the configuration says.
+    `recomputed_blocks` overrides the number of recomputed blocks.
     """
     device = choose_device(config.run.device)
     speech = build_speech(config.global_batch_size)
@@ -94,7 +94,8 @@ def measure(config: TrainConfig, steps: int, recomputed_blocks: int | None = Non
         parts = parts.recomputing(RecomputePolicy.first(recomputed_blocks))
     warm_up(parts, global_batch)
     times, reports = zip(*timed_steps(parts, global_batch, steps), strict=True)
-    # Before the tracker, which holds an entry a tensor. On a CPU the monitor begins the system's peak anew each phase.
+    # Read before `peak_mib`, whose counter keeps an entry per tensor in host memory. On a CPU, each phase of the
+    # monitor resets the system's peak, so that VmHWM alone would be too low.
     resident_peak = peak_resident_mib() if device.type == "cuda" else parts.forward.monitor.overall_peak_mib()
     step_seconds = statistics.median(times)
     return StepResult(
@@ -122,19 +123,19 @@ def measure(config: TrainConfig, steps: int, recomputed_blocks: int | None = Non
 
 
 def build_speech(utterances: int, shortest: float = 3.0, longest: float = 12.0) -> FixedSpeech:
-    """The fixed utterances, the same numbers on every machine: of so many seconds, random features and tokens."""
+    """Return utterances of `shortest` to `longest` seconds with random features and tokens, equal on every machine."""
     lengths = random.Random(0)
     seconds = sorted((lengths.uniform(shortest, longest) for _ in range(utterances)), reverse=True)
     frames = torch.tensor([int(length * FRAMES_PER_SECOND) for length in seconds])
     token_lengths = torch.tensor([max(2, int(length * TOKENS_PER_SECOND)) for length in seconds])
-    generator = torch.Generator().manual_seed(0)  # the features are drawn first, then the tokens
+    generator = torch.Generator().manual_seed(0)  # the order of the draws is fixed: first features, then tokens
     features = torch.randn(utterances, int(frames.max()), MEL_BINS, generator=generator)
     tokens = torch.randint(FIRST_TOKEN, VOCABULARY, (utterances, int(token_lengths.max())), generator=generator)
     return FixedSpeech(features, frames, tokens, token_lengths, sum(seconds))
 
 
 def build_global_batch(speech: FixedSpeech, micro_batches: int) -> GlobalBatch:
-    """The utterances as one window; `Batch.waveforms` carries their features (B, T, F), `sample_lengths` the frames."""
+    """Return the utterances as a global batch, with features (B, T, F) as waveforms and frames as sample lengths."""
     rows = zip(speech.features, speech.frames.tolist(), speech.tokens, speech.token_lengths.tolist(), strict=True)
     speeches = [
         Example(str(number), features[:length], tokens[:token_length].tolist(), augment_seed=None)
@@ -155,12 +156,15 @@ def build_global_batch(speech: FixedSpeech, micro_batches: int) -> GlobalBatch:
 def take_features_as_given(
     waveforms: torch.Tensor, sample_lengths: Lengths, augment_seeds: tuple[int, ...] | None
 ) -> tuple[torch.Tensor, Lengths]:
-    """A front end for batches that carry features already."""
+    """Return the input: a front end for batches that contain features already."""
     return waveforms, sample_lengths
 
 
 def warm_up(parts: StepParts, global_batch: GlobalBatch) -> None:
-    """Steps until one has changed the weights: the first steps in fp16 only find the loss scale."""
+    """Train until a step has changed the weights.
+
+    In fp16, the first steps are skipped until the loss scale is low enough. Raises NumericsError if no step succeeds.
+    """
     for step in range(MAX_WARM_UP_STEPS):
         if not train_step(parts, global_batch, step).is_skipped:
             return
@@ -170,7 +174,8 @@ def warm_up(parts: StepParts, global_batch: GlobalBatch) -> None:
 
 
 def timed_steps(parts: StepParts, global_batch: GlobalBatch, count: int) -> Iterator[tuple[float, StepReport]]:
-    """So many steps, each with its wall time in seconds."""
+    """Yield the wall time in seconds and the report of each of `count` steps."""
+    # CUDA kernels run asynchronously: a step ends only when the device has finished.
     for step in range(1, count + 1):
         wait_for_device(parts.forward.device)
         started = time.perf_counter()
@@ -180,20 +185,25 @@ def timed_steps(parts: StepParts, global_batch: GlobalBatch, count: int) -> Iter
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Returns when the device has done all that it was given."""
+    """Wait until the device has finished all submitted work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_mib(parts: StepParts, global_batch: GlobalBatch) -> float:
-    """The peak of one more step, weights and optimizer state included: by the allocator, on a CPU of live tensors."""
+    """Return the peak of one more step in MiB, with weights and optimizer state.
+
+    On CUDA, the allocator measures it; on a CPU, it is the peak of live tensors.
+    """
     if parts.forward.device.type == "cuda":
-        # The monitor resets the allocator's peak at the end of each phase, and keeps the largest.
+        # The monitor resets the allocator's peak at the end of each phase and keeps the largest value; a
+        # new monitor does not contain the earlier steps.
         monitor = MemoryMonitor(parts.forward.device, parts.forward.monitor.empty_cache_interval)
         torch.cuda.reset_peak_memory_stats(parts.forward.device)
         monitored = dataclasses.replace(parts.forward, monitor=monitor)
         train_step(dataclasses.replace(parts, forward=monitored), global_batch, step=0)
         return monitor.overall_peak_mib()
+    # Weights and optimizer state exist before the mode is active, which only sees new tensors.
     live = LiveBytes()
     live.count(parts.state_tensors())
     with live:

@@ -1,4 +1,4 @@
-"""A long recording glued from utterances, and what it takes to transcribe one."""
+"""Long recordings made by concatenation of utterances, and the memory and time of their transcription."""
 
 import time
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from konkanivani.memory.monitor import peak_resident_mib, resident_mib
 
 @dataclass(frozen=True)
 class Run:
-    """What transcribing a file took: resident MiB above the process with its model, and seconds."""
+    """Cost of transcribing a file: growth of resident memory over the process with its model, in MiB, and seconds."""
 
     rss_growth_mib: float
     seconds: float
@@ -26,16 +26,17 @@ class Run:
 
 
 def transcribe(recognizer: Recognizer, path: Path) -> Run:
-    """Transcribes the file and keeps only its text."""
+    """Transcribe a file and return the cost and the text."""
     before, started, texts = resident_mib(), time.perf_counter(), []
-    for segment in recognizer.segments(path):
+    for segment in recognizer.segments(path):  # only texts are kept, or the segments would count as growth
         texts.append(segment.text)
+    # `segments` is a generator: the work is done in the loop.
     seconds = time.perf_counter() - started
     return Run(round(peak_resident_mib() - before, 1), round(seconds, 4), len(texts), " ".join(texts))
 
 
 def utterances_for(manifest: str, seconds: float, gap_seconds: float) -> list[Utterance]:
-    """The manifest's utterances in their order, again and again, until they last so long with a gap after each."""
+    """Return the utterances of a manifest, repeated in order until they and the gaps after them last `seconds`."""
     known, found, total = list(read_manifest(manifest)), [], 0.0
     while total < seconds:
         found.append(known[len(found) % len(known)])
@@ -44,7 +45,7 @@ def utterances_for(manifest: str, seconds: float, gap_seconds: float) -> list[Ut
 
 
 def write_long_file(path: Path, utterances: list[Utterance], gap_seconds: float) -> float:
-    """Writes the utterances to one FLAC file, 16 kHz mono, zeros in the gaps; its seconds."""
+    """Write the utterances to a FLAC file, 16 kHz mono, with zeros in the gaps; return its length in seconds."""
     gap = np.zeros(round(gap_seconds * SAMPLE_RATE), dtype=np.float32)
     with soundfile.SoundFile(path, "w", SAMPLE_RATE, 1, "PCM_16", format="FLAC") as file:
         for utterance in utterances:

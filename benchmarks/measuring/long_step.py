@@ -1,4 +1,4 @@
-"""One optimizer step on one utterance of any length: its peak of live tensors, the growth of resident memory."""
+"""Peak of live tensors and growth of resident memory in one optimizer step on one utterance of any length."""
 
 from dataclasses import dataclass
 
@@ -19,13 +19,13 @@ from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.step import train_step
 
 VOCABULARY = 1000
-FIRST_TOKEN = 5
+FIRST_TOKEN = 5  # after the special tokens
 WARM_UP_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class LongStep:
-    """What was measured: memory in MiB, loss in nats a token, `splits` how often it was begun again in less memory."""
+    """Measurements of the step: memory in MiB, loss in nats per token, `splits` retries with less memory."""
 
     seconds: float
     tokens: int
@@ -38,10 +38,11 @@ class LongStep:
 
 
 def measure(config: TrainConfig, seconds: float, tokens_per_second: float) -> LongStep:
-    """Builds the model that `config` describes, trains a step on a short utterance, and then one on `seconds`."""
-    set_mmap_threshold()  # as a run under a memory budget does
+    """Build the model of `config` and train one step on an utterance of `seconds` seconds, on the CPU."""
+    set_mmap_threshold()  # as in a run with a memory budget
     resident_before, cpu = resident_mib(), torch.device("cpu")
     parts = build_step_parts(config, architecture_of(config, VOCABULARY), cpu, 100)
+    # The first step allocates the optimizer state, which `state_tensors` then includes.
     train_step(parts, build_global_batch(WARM_UP_SECONDS, tokens_per_second), step=0)
     global_batch = build_global_batch(seconds, tokens_per_second)
     live = LiveBytes()
@@ -53,6 +54,7 @@ def measure(config: TrainConfig, seconds: float, tokens_per_second: float) -> Lo
         seconds=seconds,
         tokens=global_batch.tokens,
         params=params,
+        # The state is weights, gradients and two moments, 16 bytes per parameter.
         peak_above_state_mib=round((live.peak - STATE_BYTES * params) / MIB),
         rss_growth_mib=round(parts.forward.monitor.overall_peak_mib() - resident_before),
         loss=round(report.loss, 3),
@@ -62,7 +64,7 @@ def measure(config: TrainConfig, seconds: float, tokens_per_second: float) -> Lo
 
 
 def build_global_batch(seconds: float, tokens_per_second: float) -> GlobalBatch:
-    """One utterance of noise with random tokens, the same numbers on every machine."""
+    """Return a global batch of one utterance of noise with random tokens, equal on every machine."""
     generator = torch.Generator().manual_seed(0)
     count = max(1, round(seconds * tokens_per_second))
     speech = Example(

@@ -1,4 +1,4 @@
-"""A manifest of very many rows: its index, its token counts, its opening, its epochs."""
+"""Times and memory for a manifest with millions of rows: indexing, token counts, opening and epoch plans."""
 
 import json
 import subprocess
@@ -25,19 +25,19 @@ from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
 from konkanivani.data.token_counts import count_tokens
 from konkanivani.memory.monitor import peak_resident_mib, resident_mib
 
-SHARD_ROWS, MEMBER_BYTES = 1000, 40_960
-MEDIAN_SECONDS, SPREAD, MIN_SECONDS, MAX_SECONDS = 5.0, 0.6, 1.0, 20.0  # lognormal
+SHARD_ROWS, MEMBER_BYTES = 1000, 40_960  # members of a tar file include a header of 512 bytes
+MEDIAN_SECONDS, SPREAD, MIN_SECONDS, MAX_SECONDS = 5.0, 0.6, 1.0, 20.0  # lognormal durations, clipped
 WORDS_PER_SECOND = 2.0
 MICRO_BATCH_SECONDS = 40.0
-WINDOW_SIZE, SEED = 32, 1234
-PADDING_WINDOWS = 5000
+WINDOW_SIZE, SEED = 32, 1234  # utterances of a global batch
+PADDING_WINDOWS = 5000  # global batches in the sample for the share of padding
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What opening it a second time took: seconds, and MiB that the process grew by, at the end and at most."""
+    """Cost of opening an indexed manifest: seconds, and growth of the process in MiB at the end and at its peak."""
 
     open_s: float
     check_s: float
@@ -51,7 +51,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Scale:
-    """What was measured; seconds, and `opening` in a process of its own."""
+    """Measurements in seconds; `opening` is measured in a separate process."""
 
     rows: int
     manifest_gib: float
@@ -60,7 +60,7 @@ class Scale:
     opening: Opening
 
     def sentence(self) -> str:
-        """The result for a person."""
+        """Return the result as text."""
         opening = self.opening
         return (
             f"{self.rows} rows, {self.manifest_gib:.2f} GiB: indexed in {self.index_s:.1f} s, tokens counted in "
@@ -72,7 +72,7 @@ class Scale:
 
 
 def measure(rows: int, folder: Path) -> Scale:
-    """Writes the manifest where it is not there yet, measures, and leaves it and its index behind."""
+    """Write the manifest unless it exists, and measure; the manifest and its index remain in `folder`."""
     manifest = folder / f"{rows}.jsonl"
     if not manifest.exists():
         write_rows(manifest, rows)
@@ -82,6 +82,7 @@ def measure(rows: int, folder: Path) -> Scale:
     )
     (folder / "tokenizer.model").write_bytes(tokenizer.model)
     tokens_s, _ = timed(lambda: count_tokens(found, tokenizer, "keep"))
+    # A new process, whose memory does not contain the index that this one has built.
     again = subprocess.run(
         [sys.executable, "-m", "benchmarks.measuring.many_rows", str(manifest), str(folder / "tokenizer.model")],
         cwd=Path(__file__).parents[2],
@@ -94,12 +95,13 @@ def measure(rows: int, folder: Path) -> Scale:
 
 
 def write_rows(manifest: Path, rows: int) -> None:
-    """Rows of shards that exist and hold nothing: 1 to 20 s, lognormal, sentences of the built-in patterns joined."""
+    """Write rows of empty shard files: lognormal durations of 1 to 20 s, text from the built-in sentence patterns."""
     generator = np.random.default_rng(SEED)
     seconds = np.clip(generator.lognormal(np.log(MEDIAN_SECONDS), SPREAD, rows), MIN_SECONDS, MAX_SECONDS).round(3)
     book = read_patterns()
     words = " ".join(interleave_sentences(book.seen, book.slots, 1000)).split()
     begins = generator.integers(0, len(words) - int(MAX_SECONDS * WORDS_PER_SECOND), rows)
+    # Renamed at the end, so that an interrupted run leaves no truncated manifest to be reused.
     partial = manifest.with_suffix(".partial")
     with open(partial, "w", encoding="utf-8") as file:
         for row, (duration, begin) in enumerate(zip(seconds.tolist(), begins.tolist(), strict=True)):
@@ -116,24 +118,25 @@ def write_rows(manifest: Path, rows: int) -> None:
 
 
 def timed(action: Callable[[], Result]) -> tuple[float, Result]:
-    """Seconds, and what the action gives."""
+    """Return the seconds and the result of an action."""
     started = time.perf_counter()
     result = action()
     return time.perf_counter() - started, result
 
 
 def open_again(manifest: str, tokenizer: Tokenizer) -> Opening:
-    """Opens the manifest as a run does, plans an epoch, and takes the keys of windows at its start and its middle."""
+    """Open the manifest as a run does, plan an epoch, and read the first ids at its start and at its middle."""
     limits = training_limits(resolve(TrainConfig()))
     before = resident_mib()
     open_s, found = timed(lambda: read_manifest(manifest))
     check_s, (kept, _) = timed(lambda: check_utterances(found, tokenizer, limits, "keep"))
     planner = EpochPlanner(kept.durations, WINDOW_SIZE, SEED)
     plan_s, plan = timed(lambda: planner.plan_epoch(0))
+    # Every n-th global batch: a sample over the whole epoch.
     share = padding_share(
         planner, [plan[number] for number in range(0, len(plan), max(1, len(plan) // PADDING_WINDOWS))]
     )
-    del plan
+    del plan  # the stream below makes its own
     speech = TrainDataset(kept, tokenizer, (1.0,), SEED, manifest)
     loader = LoaderConfig(workers=0, timeout=60.0, pin_memory=False)
     stream = GlobalBatchStream(speech, planner, (), loader, Rejections(None, most=1.0))
@@ -152,13 +155,17 @@ def open_again(manifest: str, tokenizer: Tokenizer) -> Opening:
 
 
 def first_ids(stream: GlobalBatchStream, cursor: Cursor) -> list[str]:
-    """The ids of the first window from the cursor on: its rows are read, its audio is not."""
+    """Return the ids in the global batch at the cursor; its rows are read, its audio is not."""
     keys = next(stream.planned(cursor))
     return [stream.speech.utterances[index].id for _, index in keys]
 
 
 def padding_share(planner: EpochPlanner, global_batches: list[np.ndarray]) -> float:
-    """Padding in these windows, cut into micro-batches of at most MICRO_BATCH_SECONDS, padding included."""
+    """Return the share of padding in these global batches.
+
+    Each is split into micro-batches of at most MICRO_BATCH_SECONDS, padding included.
+    """
+    # For each length in steps of 0.1 s: the number of utterances that fit into a micro-batch when padded to it.
     tenths = [tenth / 10 for tenth in range(10, int(10 * MAX_SECONDS) + 1)]
     limits = tuple(SizeLimit(seconds, int(MICRO_BATCH_SECONDS / seconds)) for seconds in tenths)
     seconds = [planner.durations[global_batch] for global_batch in global_batches]

@@ -1,4 +1,4 @@
-"""Many optimizer steps in one process: do its live tensors, or its resident memory, grow with time?"""
+"""Growth of live tensors and resident memory over many optimizer steps in one process."""
 
 import random
 import statistics
@@ -26,15 +26,15 @@ from konkanivani.model.asr import parameter_count
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.step import StepParts, StepReport, train_step
 
-GROWTH_PERCENT = 5.0  # that the resident memory may grow by once it has settled
+GROWTH_PERCENT = 5.0  # limit of the growth of resident memory after SETTLED_STEP
 SETTLED_STEP = 200
-SAMPLES = 50  # steps, of whose resident memory the median is taken: whole cycles of the clearing of the heap
-TOLD_STEPS = 100  # between two lines of progress
+SAMPLES = 50  # steps per median of resident memory: complete cycles of trimming the heap
+TOLD_STEPS = 100  # steps between two lines of progress
 
 
 @dataclass(frozen=True)
 class Moment:
-    """How things stand after a step, its window gone: bytes of live tensors, resident MiB, and what the step did."""
+    """State after a step, with its global batch freed: bytes of live tensors, resident MiB, and the step's report."""
 
     live: int
     resident_mib: float
@@ -45,11 +45,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class Drift:
-    """What was measured. Live bytes are those of all tensors between two steps, resident memory is in MiB.
+    """Memory growth over a run. Live bytes are of all tensors between two steps; resident memory is in MiB.
 
-    `settled_mib` is the median over the steps from `settled_step` on, `end_mib` and `step_s` (on a CPU with the count
-    of live bytes in it) over the last ones. `growth_mib_per_step` is the growth from the former to the latter, and
-    `late_growth_mib_per_step` that since the middle: a cache of bounded size fills up, and leaves the second near zero.
+    `settled_mib` is the median over SAMPLES steps from `settled_step`, `end_mib` and `step_s` over the last ones; on a
+    CPU, `step_s` includes counting the live bytes. `growth_mib_per_step` is the growth from `settled_mib` to `end_mib`,
+    `late_growth_mib_per_step` the growth since the middle. A cache of bounded size raises only the former.
     """
 
     preset: str
@@ -73,7 +73,7 @@ class Drift:
     is_within: bool
 
     def sentence(self) -> str:
-        """The result for a person."""
+        """Return the result as text."""
         return (
             f"{self.preset}, {self.steps} steps on {self.audio_seconds:.0f} s of audio: live bytes between steps "
             f"{self.live_first} at first, {self.live_last} at last, {self.live_most} at most; resident "
@@ -85,16 +85,16 @@ class Drift:
 
 
 class Windows(Protocol):
-    """Windows by number."""
+    """Sequence of global batches, indexed by step."""
 
     def __getitem__(self, number: int) -> GlobalBatch: ...
 
 
 @dataclass(frozen=True)
 class RandomGlobalBatches:
-    """Windows without end, each a function of (seed, number): `size` utterances of `shortest` to `longest` seconds.
+    """Endless random global batches of `size` utterances of `shortest` to `longest` seconds.
 
-    After `distinct` of them, if it is given, the first one comes again.
+    Each is a function of (seed, number). With `distinct`, the sequence repeats after so many global batches.
     """
 
     seed: int
@@ -114,9 +114,9 @@ class RandomGlobalBatches:
 
 
 def measure(config: TrainConfig, steps: int, shortest: float, longest: float, distinct: int | None) -> Drift:
-    """Builds the model that `config` describes and trains it for so many steps on noise."""
+    """Build the model of `config`, train it for `steps` steps on noise, and return its memory growth."""
     device = choose_device(config.run.device)
-    set_mmap_threshold()  # as a run under a memory budget does
+    set_mmap_threshold()  # as in a run with a memory budget
     parts = build_step_parts(config, architecture_of(config, VOCABULARY), device, steps)
     global_batches = RandomGlobalBatches(
         config.run.seed, config.global_batch_size, config.data.batch_size, shortest, longest, distinct
@@ -125,20 +125,21 @@ def measure(config: TrainConfig, steps: int, shortest: float, longest: float, di
 
 
 def follow_steps(parts: StepParts, global_batches: Windows, steps: int) -> list[Moment]:
-    """Trains on the first windows, every tensor counted from the first step to the last.
+    """Train on the first `steps` global batches and return the memory after each step.
 
-    The count is on without a break, since what a step leaves behind is seen only where it was made under the count. It
-    follows storages from their making to their freeing, so what waits for the garbage collector counts as live.
+    LiveBytes follows storages from allocation to release, so tensors that wait for the garbage collector count as live.
     """
     live, device = LiveBytes(), parts.forward.device
     live.count(parts.state_tensors())
     moments = []
+    # One uninterrupted count: a tensor that outlives its step is seen only if it was created during the count.
     with nullcontext() if device.type == "cuda" else live:
         for step in range(steps):
+            # The global batch is generated before the clock starts.
             global_batch, began = global_batches[step], time.perf_counter()
             report, audio_seconds = train_step(parts, global_batch, step), global_batch.audio_seconds
             seconds = time.perf_counter() - began
-            del global_batch
+            del global_batch  # its tensors are not part of the memory between two steps
             moments.append(Moment(live_now(device, live), resident_mib(), seconds, audio_seconds, report))
             if not (step + 1) % TOLD_STEPS:
                 print(f"{step + 1} steps, {resident_mib():.0f} MiB resident", file=sys.stderr, flush=True)
@@ -146,12 +147,14 @@ def follow_steps(parts: StepParts, global_batches: Windows, steps: int) -> list[
 
 
 def live_now(device: torch.device, live: LiveBytes) -> int:
-    """Bytes of live tensors; on CUDA as its allocator knows them."""
+    """Return the bytes of live tensors; on CUDA, those in use according to the allocator."""
+    # LiveBytes is off on CUDA, where the allocator counts at no cost.
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else live.live
 
 
 def summarize(preset: str, params: int, moments: Sequence[Moment]) -> Drift:
-    """The drift over these moments, which are those of a run from its first step on."""
+    """Return the memory growth over `moments`, one per step of a run from its first step."""
+    # In a short run, the first half is the time to settle.
     settled = min(SETTLED_STEP, len(moments) // 2)
     last = max(len(moments) - SAMPLES, settled)
     middle = (settled + last) // 2
@@ -176,10 +179,11 @@ def summarize(preset: str, params: int, moments: Sequence[Moment]) -> Drift:
         late_growth_mib_per_step=round((end_mib - middle_mib) / max(1, last - middle), 4),
         step_s=round(statistics.median(moment.seconds for moment in moments[-SAMPLES:]), 3),
         loss=round(moments[-1].report.loss, 3),
+        # Between two steps only the state is alive: not a byte more than after the first step is acceptable.
         is_within=most <= moments[0].live and growth <= GROWTH_PERCENT,
     )
 
 
 def median_mib(moments: Sequence[Moment], first: int) -> float:
-    """Return the median resident memory over `SAMPLES` steps from `first` on."""
+    """Return the median resident memory in MiB over `SAMPLES` steps from `first`."""
     return statistics.median(moment.resident_mib for moment in moments[first : first + SAMPLES])

@@ -1,4 +1,4 @@
-"""A benchmark of several parts, a module with a `measure` each: their tables as they come, and the exit code."""
+"""Benchmarks of several parts, each a module with a function `measure` that returns a table."""
 
 import importlib
 import json
@@ -13,25 +13,28 @@ from konkanivani.base.command_line import run_script
 
 @dataclass(frozen=True)
 class PartsFlags:
-    """How much of its parts such a benchmark tries, and where."""
+    """Flags of a benchmark of several parts."""
 
     full: bool = False
     """The counts of the tables in docs/; some parts then take an hour."""
     seed: int = 0
     """Instants, bits and bytes follow from it."""
     folder: str | None = None
-    """Where the runs lie (None: a temporary folder, removed at the end)."""
+    """Folder for the runs (None: a temporary folder, removed at the end)."""
     json: bool = False
     """Print one line of JSON for each part instead of tables."""
 
 
 def run_parts(package: str, parts: Sequence[str], flags: PartsFlags) -> int:
-    """Prints a table for each part, whose module lies in `package`; 1 where one failed, else what `run_script` says."""
+    """Run each part, a module of `package`, and print its table as soon as it is complete.
+
+    Returns the exit code: that of `run_script`, or 1 if a part has failures.
+    """
     failed: list[str] = []
 
     def run_all() -> str:
         for part in parts:
-            # Only the part that is asked for is imported: some need packages that the others do without.
+            # Imported on demand, since some parts need packages that the others do not.
             measure = importlib.import_module(f"{package}.{part}").measure
             with tempfile.TemporaryDirectory(dir=flags.folder, prefix=f"{part}_") as scratch:
                 table = measure(Effort(flags.full, Path(scratch), flags.seed))

@@ -1,6 +1,6 @@
-"""One case of a step: planned, or measured in one of three ways.
+"""Planned and measured memory of one training step.
 
-Each belongs in a process of its own: a trace and a count of live bytes take memory themselves.
+Run each function in a new process, since tracing and counting live bytes take memory themselves.
 """
 
 import torch
@@ -22,11 +22,11 @@ from konkanivani.recipe.planning.state import device_costs
 from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.step import StepParts, train_step
 
-STEPS = 3  # that the resident memory and CUDA's allocator are watched for
+STEPS = 3  # steps over which the resident memory and CUDA's allocator are measured
 
 
 def trace_plan(case: Case) -> Planned:
-    """The plan of this case as `--memory_budget` would make it."""
+    """Return the memory plan of this case, computed as for `--memory_budget`."""
     costs = device_costs(choose_device(case.device))
     load = BatchShape(case.utterances, case.seconds, round(case.seconds * TOKENS_PER_SECOND))
     config = case.config()
@@ -36,12 +36,12 @@ def trace_plan(case: Case) -> Planned:
 
 
 def measure_live(case: Case) -> tuple[int, int]:
-    """Live bytes at the peak of a second step on a CPU, and those of the inputs that then wait.
+    """Return the peak of live bytes in the second step on a CPU, and the bytes of the waiting inputs.
 
-    The first has weights, gradients, optimizer, the front end's buffers and one micro-batch's input in it.
+    The peak includes weights, gradients, optimizer state, buffers of the front end and the input of one micro-batch.
     """
     parts, global_batch = build_parts(case), build_global_batch(case)
-    train_step(parts, global_batch, 0)
+    train_step(parts, global_batch, 0)  # allocates the optimizer state
     live = LiveBytes()
     live.count(parts.state_tensors())
     inputs = [batch.tensors() for batch in global_batch.micro_batches]
@@ -49,16 +49,14 @@ def measure_live(case: Case) -> tuple[int, int]:
     with live:
         train_step(parts, global_batch, 1)
     sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in inputs]
+    # The plan includes one input, the largest; the others of the global batch wait in host memory.
     waiting = sum(sizes) - max(sizes)
     return live.peak - waiting, waiting
 
 
 def measure_resident(case: Case) -> int:
-    """Bytes from the resident memory before the model is built to the process's largest in a few steps.
-
-    As in a run under a memory budget, which keeps holes out of the heap.
-    """
-    set_mmap_threshold()
+    """Return the growth in bytes from the resident memory before the model is built to the peak of a few steps."""
+    set_mmap_threshold()  # as in a run with a memory budget: freed tensors leave no holes in the heap
     reset_peak_resident()
     before = resident_mib()
     parts, global_batch = build_parts(case), build_global_batch(case)
@@ -68,9 +66,9 @@ def measure_resident(case: Case) -> int:
 
 
 def measure_cuda(case: Case) -> tuple[int, int, int]:
-    """Bytes that CUDA's allocator gave at most and reserved, and what the process holds of the card beside these.
+    """Return the peaks of allocated and reserved bytes, and the process's GPU memory outside of the allocator.
 
-    The last one is right where nothing else is on the card.
+    The last value is correct only if no other process uses the GPU.
     """
     parts, global_batch = build_parts(case), build_global_batch(case)
     device = parts.forward.device
@@ -79,20 +77,20 @@ def measure_cuda(case: Case) -> tuple[int, int, int]:
         train_step(parts, global_batch, step)
     wait_for_device(device)
     free, total = torch.cuda.mem_get_info(device)
-    # The monitor begins the allocator's peak anew at the end of each phase, and keeps the largest.
+    # The monitor resets the allocator's peak at the end of each phase and keeps the largest value.
     allocated = round(max(parts.forward.monitor.overall_peak_mib() * MIB, torch.cuda.max_memory_allocated(device)))
     reserved = torch.cuda.max_memory_reserved(device)
     return allocated, reserved, total - free - torch.cuda.memory_reserved(device)
 
 
 def build_parts(case: Case) -> StepParts:
-    """The product's own step."""
+    """Return the step parts of this trainer for the case."""
     config, device = case.config(), choose_device(case.device)
     return build_step_parts(config, architecture_of(config, VOCABULARY), device, TOTAL_STEPS)
 
 
 def build_global_batch(case: Case) -> GlobalBatch:
-    """Noise of the case's lengths with random tokens, the same numbers on every machine."""
+    """Return a global batch of noise with the case's durations and random tokens, equal on every machine."""
     shorter = 1 if case.utterances > 1 else 0
     seconds = [case.seconds] * (case.utterances - shorter) + [0.9 * case.seconds] * shorter
     generator = torch.Generator().manual_seed(0)

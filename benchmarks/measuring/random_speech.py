@@ -1,4 +1,4 @@
-"""Utterances of noise with random tokens, made as they are needed: nothing is read from a disk."""
+"""Utterances of noise with random tokens, generated on demand without any file."""
 
 import torch
 
@@ -7,11 +7,11 @@ from konkanivani.data.batch import Example
 
 FIRST_TOKEN = 5
 TOKENS_PER_SECOND = 4
-LOUDNESS = 0.1
+LOUDNESS = 0.1  # standard deviation of the samples
 
 
 def build_speech(seconds: float, vocabulary: int, generator: torch.Generator) -> Example:
-    """So many seconds of noise, its tokens and the seed of its SpecAugment, all drawn from the generator."""
+    """Return `seconds` seconds of noise with tokens and a SpecAugment seed, all drawn from `generator`."""
     waveform = LOUDNESS * torch.randn(round(seconds * SAMPLE_RATE), generator=generator)
     count = max(1, round(seconds * TOKENS_PER_SECOND))
     tokens = torch.randint(FIRST_TOKEN, vocabulary, (count,), generator=generator).tolist()

@@ -1,4 +1,7 @@
-"""How far recognised words are from where the synthesiser began them, on the built-in corpus's test part."""
+"""Differences between recognised and true word times, on the test part of the built-in corpus.
+
+The speech is synthesised, so the synthesiser gives the true times.
+"""
 
 import difflib
 import itertools
@@ -20,7 +23,7 @@ from konkanivani.inference.transcript import Word
 
 @dataclass(frozen=True)
 class Differences:
-    """Absolute differences in milliseconds, over `words`."""
+    """Statistics of the absolute differences of `words` words, in milliseconds."""
 
     words: int
     median: float
@@ -30,9 +33,9 @@ class Differences:
 
 @dataclass(frozen=True)
 class WordTimes:
-    """Differences of words' starts, and of their ends from where the next word begins or the speech ends.
+    """Differences of word starts and ends; the true end is the start of the next word or the end of the speech.
 
-    `spoken` counts all words of the utterances; compared are those that were recognised as they are written.
+    `spoken` counts all words of the utterances; only correctly recognised ones are compared.
     """
 
     utterances: int
@@ -42,9 +45,9 @@ class WordTimes:
 
 
 def measure(recognizer: Recognizer, manifest: str, count: int) -> WordTimes:
-    """Transcribes the first `count` utterances of a corpus's test part and speaks them again, to learn the truth.
+    """Transcribe the first `count` utterances of the test part, and compare the word times with the synthesiser's.
 
-    A DataError says where the corpus is not the speech that this espeak-ng speaks.
+    Raises DataError if the audio differs from the speech of the installed espeak-ng.
     """
     utterances = list(itertools.islice(read_manifest(manifest), count))
     starts, ends, spoken_words = [], [], 0
@@ -61,8 +64,9 @@ def measure(recognizer: Recognizer, manifest: str, count: int) -> WordTimes:
 
 
 def check_speech(utterance: Utterance, sentence: SpokenSentence, synthesizer: SpeechSynthesizer) -> None:
-    """Raises a DataError where the corpus's audio is not, sample for sample, the sentence as it is spoken now."""
+    """Raise DataError unless the audio equals, sample for sample, the sentence as it is synthesised now."""
     spoken = spoken_waveform(sentence, synthesizer)
+    # The corpus is stored as 16-bit integers, which float32 represents exactly.
     heard = (load_audio(utterance.source).numpy() * 32768).round().astype(np.int16)
     if utterance.text != sentence.text or not np.array_equal(heard, spoken):
         raise DataError(
@@ -72,7 +76,8 @@ def check_speech(utterance: Utterance, sentence: SpokenSentence, synthesizer: Sp
 
 
 def matches(recognized: tuple[Word, ...], text: str, spoken: SpokenWords) -> list[tuple[Word, float, float]]:
-    """The words that were recognised as they stand in the text, with the seconds at which they begin and end."""
+    """Return the correctly recognised words, each with its true start and end in seconds."""
+    # The synthesiser identifies a word by the position of its first character in the text.
     words, place = text.split(), 0
     times = [word.start for word in spoken.words] + [spoken.end]
     places = {word.character: number for number, word in enumerate(spoken.words)}
@@ -80,18 +85,19 @@ def matches(recognized: tuple[Word, ...], text: str, spoken: SpokenWords) -> lis
     for word in words:
         characters.append(text.index(word, place))
         place = characters[-1] + len(word)
+    # autojunk would ignore words that are frequent in a long text.
     blocks = difflib.SequenceMatcher(None, [w.text for w in recognized], words, autojunk=False).get_matching_blocks()
     found = []
     for block in blocks:
         for offset in range(block.size):
             number = places.get(characters[block.b + offset])
-            if number is not None:  # what the synthesiser takes for a part of the word before has no time of its own
+            if number is not None:  # None if the synthesiser joins the word to the previous one
                 found.append((recognized[block.a + offset], times[number], times[number + 1]))
     return found
 
 
 def summary(differences: list[float]) -> Differences:
-    """Their median, mean and 90th percentile."""
+    """Return count, median, mean and 90th percentile, rounded to 0.1 ms."""
     ranked = sorted(differences)
     if not ranked:
         raise DataError("Not one word was recognised as it was spoken. Give another --checkpoint.")

@@ -92,13 +92,14 @@ def training_limits(config: TrainConfig, framing: FrameLengths | None = None) ->
 
 def evaluation_limits(config: TrainConfig, framing: FrameLengths | None = None) -> Limits:
     """Return the limits of validation and test utterances, which have their own maximum duration."""
-    # Evaluation has no speed perturbation; the setting of an older run may still be "auto".
-    augment = dataclasses.replace(config.augment, speed_perturbation=(1.0,))
-    return dataclasses.replace(
-        training_limits(dataclasses.replace(config, augment=augment), framing),
-        max_duration=config.data.max_validation_duration,
+    # Not from the training limits: in an imported checkpoint the speeds may still be "auto".
+    return Limits(
+        config.data.min_duration,
+        config.data.max_validation_duration,
         max_tokens=10**9,
         duration_flag="--max_validation_duration",
+        framing=framing or Framing(config.features, config.model.subsampling),
+        is_aligned=config.loss.ctc_weight != 0,
     )
 
 

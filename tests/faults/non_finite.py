@@ -22,7 +22,7 @@ class OddBatch:
 
     @property
     def settings(self) -> Settings:
-        """Return the settings of the run and, unless `what` is audio, of its undisturbed reference."""
+        """Return the settings of the run and, unless the fault is in the audio, of its undisturbed reference."""
         return Settings("poisoned" if self.what == "audio" else "files", self.precision)
 
     def faults(self) -> list[Fault]:

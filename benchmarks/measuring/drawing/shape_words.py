@@ -21,7 +21,7 @@ FULL_NAME, VERSION, COPYRIGHT, LICENSE, LICENSE_URL = 4, 5, 0, 13, 14  # name id
 
 
 class Shaper:
-    """Shapes words with HarfBuzz and draws their glyphs."""
+    """Shaper of words with HarfBuzz, which also draws their glyphs."""
 
     def __init__(self, path: Path) -> None:
         self.tables = TTFont(path)

@@ -1,4 +1,4 @@
-"""Full disks at every position of a save, full logs, and folders that are taken."""
+"""Full disks at every position of a save, full disks of logs, and checkpoint folders in use by another trainer."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +17,7 @@ from tests.faults.resuming import ResumeBench
 
 
 def measure(effort: Effort) -> FaultTable:
-    """Every position, or each eighth."""
+    """Return the table of all trials, or of every eighth."""
     return try_all("Disk full", list(_trials(ResumeBench(effort.folder))), effort, each=8)
 
 

@@ -1,4 +1,4 @@
-"""How hard the faults are tried, and the table that comes of it."""
+"""Number of trials of a fault benchmark, and its table of results."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,20 +6,20 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Effort:
-    """`is_full`: the counts that docs/reliability.md reports, else a few of each; `folder` is empty to begin with."""
+    """Extent of a benchmark: `is_full` runs the counts of docs/reliability.md, otherwise a few; `folder` is empty."""
 
     is_full: bool
     folder: Path
     seed: int
 
     def count(self, full: int, short: int) -> int:
-        """How many tries of one kind."""
+        """Return `full` or `short`, the number of trials of one kind."""
         return full if self.is_full else short
 
 
 @dataclass(frozen=True)
 class FaultTable:
-    """What happened: one row a kind of fault. `failures` are sentences on what should not have happened."""
+    """Results, one row per kind of fault; `failures` are sentences on unexpected outcomes."""
 
     title: str
     columns: tuple[str, ...]
@@ -28,7 +28,7 @@ class FaultTable:
     notes: tuple[str, ...] = ()
 
     def markdown(self) -> str:
-        """The table under its title, then notes and failures."""
+        """Return the title, the table, the notes and the failures as Markdown."""
         lines = [f"## {self.title}", "", _row(self.columns), _row(("---",) * len(self.columns))]
         lines += [_row(row) for row in self.rows]
         lines += ["", *self.notes]

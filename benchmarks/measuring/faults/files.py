@@ -1,4 +1,4 @@
-"""The newest checkpoint of a real run, cut short and with bits flipped; and what of a run's checkpoints is kept."""
+"""Truncated checkpoints and flipped bits: the newest checkpoint of a real run is damaged, then all of them."""
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
 from konkanivani.training.checkpoint.checkpointer import LAST
@@ -9,7 +9,7 @@ FLIPS = 1000
 
 
 def measure(effort: Effort) -> FaultTable:
-    """A row for each kind of damage."""
+    """Return a table with a row per kind of damage."""
     checkpoints = train_small_run(effort.folder / "run") / "checkpoints"
     whole = (checkpoints / LAST).read_bytes()
     kinds = {
@@ -22,6 +22,7 @@ def measure(effort: Effort) -> FaultTable:
         wrong = [outcome for outcome in found if outcome not in ("detected", "harmless")]
         rows.append((name, str(found.total()), str(found["detected"]), str(found["harmless"]), str(len(wrong))))
         failures += wrong
+    # Every checkpoint of a run: empty, only the signature of a ZIP archive, the first half.
     contents = (b"", b"PK", whole[: len(whole) // 2])
     refused = [
         refuses_where_all_are_bad(checkpoints, content, effort.folder / f"bad{number}")

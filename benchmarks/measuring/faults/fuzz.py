@@ -1,4 +1,4 @@
-"""Changed audio, manifest lines, checkpoints and flags: how many were taken, how many refused, what they took."""
+"""Randomly changed audio, media, manifest lines, checkpoints and flags: outcomes, times and memory."""
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
 from tests.faults.fuzz import Kind, fuzz
@@ -12,11 +12,11 @@ NAMES: dict[Kind, str] = {
     "checkpoints": "checkpoints",
     "flags": "sets of flags",
 }
-MAX_NAMED = 5
+MAX_NAMED = 5  # faults listed per kind of input
 
 
 def measure(effort: Effort) -> FaultTable:
-    """A row for each kind of input."""
+    """Return a table with a row per kind of input."""
     run = train_small_run(effort.folder / "run")
     rows, failures = [], []
     for kind, full in COUNTS.items():

@@ -1,4 +1,4 @@
-"""SIGKILLs of a training process, at every point of a save and at random instants; one run lives through all."""
+"""SIGKILLs of a training process at every point of a save and at random times; two runs are killed repeatedly."""
 
 import random
 from collections import defaultdict
@@ -19,7 +19,7 @@ AT_POINTS, AT_RANDOM, ANEW = 105, 88, 12
 
 
 def measure(effort: Effort) -> FaultTable:
-    """A row for each instant."""
+    """Return a table with a row per point of a save, and rows for the random times."""
     draw = random.Random(effort.seed)
     corpus = write_corpus(effort.folder / "corpus", {"train": 26, "valid": 5, "test": 5})
     first = run_to_be_killed_at_points(corpus, effort.folder / "points")
@@ -27,6 +27,7 @@ def measure(effort: Effort) -> FaultTable:
     at_points = kill_at_points(first, effort.count(AT_POINTS, short=21))
     at_random = [kill_at_random(second, draw) for _ in range(effort.count(AT_RANDOM, short=6))]
     at_random += [kill_at_random(second, draw, starts_anew=True) for _ in range(effort.count(ANEW, short=1))]
+    # The undisturbed runs end at the same step as the killed ones.
     differences = [
         *what_differs(first, run_to_be_killed_at_points(corpus, effort.folder / "undisturbed_points")),
         *what_differs(second, run_to_be_killed_at_random(corpus, effort.folder / "undisturbed_random")),
@@ -54,6 +55,7 @@ def _rows(prefix: str, deaths: list[Death], interval: int) -> list[tuple[str, ..
         (
             prefix + place,
             str(len(found)),
+            # Lost: no checkpoint although more than one save interval was logged.
             str(sum(each.saved == 0 and each.logged > interval for each in found)),
             str(sum(len(each.unsound) for each in found)),
             str(max(each.steps_lost for each in found)),

@@ -1,4 +1,4 @@
-"""Audio workers that are killed, stop, hang, or find no shared memory."""
+"""Data-loading workers that are killed, stop, hang, or lack shared memory."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -10,7 +10,7 @@ from tests.faults.resuming import ResumeBench
 
 
 def measure(effort: Effort) -> FaultTable:
-    """Every case, or each fifth."""
+    """Return the table of all trials, or of every fifth."""
     return try_all("Loader faults", list(_trials(ResumeBench(effort.folder))), effort, each=5)
 
 

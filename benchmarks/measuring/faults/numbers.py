@@ -1,4 +1,4 @@
-"""Batches, states and labels whose numbers are wrong."""
+"""Non-finite batches and states, and labels out of range."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +17,7 @@ from tests.faults.resuming import ResumeBench
 
 
 def measure(effort: Effort) -> FaultTable:
-    """Every case, or each sixth."""
+    """Return the table of all trials, or of every sixth."""
     trials = list(_trials(ResumeBench(effort.folder)))
     return try_all("Numbers that go wrong", trials, effort, each=6)
 

@@ -1,4 +1,4 @@
-"""The same state saved in four ways, each killed, flipped and cut: in an environment of its own, made once."""
+"""Kills, flipped bits and truncated files for four ways to save the same state, in a separate environment."""
 
 import json
 import os
@@ -15,11 +15,12 @@ OUTCOMES = ("newest, right", "an older one, right", "begins anew", "crashes", "w
 
 
 def measure(effort: Effort) -> FaultTable:
-    """A row for each way and kind of fault. What fails here is ours: for the others it is what is measured."""
+    """Return a table with a row per way and kind of fault; only this trainer's bad outcomes are failures."""
     python = peer_python(FOLDER.expanduser(), PACKAGES)
     command = [str(python), str(Path(__file__).with_name("savers.py")), "--folder", str(effort.folder)]
     counts = {"--kills": effort.count(50, short=3), "--flips": effort.count(200, short=10), "--seed": effort.seed}
     command += [word for name, number in counts.items() for word in (name, str(number))]
+    # Offline, since nothing has to be downloaded; one thread, as in the savers.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
@@ -27,6 +28,7 @@ def measure(effort: Effort) -> FaultTable:
             f"The command {' '.join(command)} ended with {done.returncode}; see its output above. Fix that and "
             "start again."
         )
+    # Other lines are output of the toolkits.
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     bad = ("begins anew", "crashes", "wrong without a word")
     ours = [row for row in found if row["saver"] == "KonkaniVani"]

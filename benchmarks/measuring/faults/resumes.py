@@ -1,4 +1,4 @@
-"""Runs killed and gone on with, bit for bit against undisturbed ones."""
+"""Killed and resumed runs, compared bit for bit with undisturbed ones."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +12,7 @@ COMPARED = "Compared are all weights, moments, counters, the loss scale and ever
 
 
 def measure(effort: Effort) -> FaultTable:
-    """Every case, or each ninth."""
+    """Return the table of all trials, or of every ninth."""
     trials = list(_trials(ResumeBench(effort.folder)))
     return try_all("Exact resume", trials, effort, each=9, notes=(COMPARED,))
 
@@ -20,6 +20,7 @@ def measure(effort: Effort) -> FaultTable:
 def _trials(bench: ResumeBench) -> Iterator[Trial]:
     for case in resume_cases():
         yield Trial(f"bit for bit: {_kind(case)}", case.name, partial(bench.differences, case))
+    # The number of workers also changes between the two processes.
     for step, workers in ((5, (2, 0)), (9, (0, 4)), (13, (1, 2))):
         findings = partial(bench.whole_process_differences, step, workers)
         yield Trial("bit for bit: whole processes against a fork", f"killed after step {step}", findings)
@@ -32,7 +33,7 @@ def _trials(bench: ResumeBench) -> Iterator[Trial]:
 
 
 def _must_differ(findings: Findings) -> Findings:
-    """Finds fault where nothing differs."""
+    """Return findings that fail if nothing differs, for a negative control."""
 
     def turned(folder: Path) -> list[str]:
         return [] if findings(folder) else ["nothing differs"]

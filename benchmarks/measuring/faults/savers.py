@@ -1,9 +1,9 @@
-"""Four ways to save a run, the same state of 19 MB after every step: which of them is gone on with after a fault?
+"""Recovery from faults with four ways to save a run, each with the same state of 19 MB after every step.
 
     python benchmarks/measuring/faults/savers.py --folder /tmp/x --kills 3 --flips 10 --seed 0
 
-prints one JSON object a line. Run by peers.py in an environment that has SpeechBrain and transformers; each way saves
-and recovers as its documentation says.
+prints one JSON object per line. peers.py runs it in an environment with SpeechBrain and transformers. Each way saves
+and recovers according to its documentation.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
-sys.path[0] = str(Path(__file__).resolve().parents[3])  # this script's own folder has a numbers.py, as Python has
+sys.path[0] = str(Path(__file__).resolve().parents[3])  # replaces this folder, whose numbers.py would shadow Python's
 
 import accelerate
 import speechbrain
@@ -36,40 +36,40 @@ from transformers.trainer_utils import get_last_checkpoint
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states
 from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
 
-WIDTH, STEPS = 1256, 8  # 1.6 M parameters, twice as many numbers in the optimizer
-PATIENCE = 120.0
+WIDTH, STEPS = 1256, 8  # 1.6 M parameters, and two optimizer moments for each
+PATIENCE = 120.0  # seconds
 OUTCOMES = ("newest, right", "an older one, right", "begins anew", "crashes", "wrong without a word")
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """What a resumed run would go on from; `digest` is that of its weights and optimizer."""
+    """Step from which a resumed run would continue, and the digest of its weights and optimizer state."""
 
     step: int
     digest: str
 
 
-# Told before and after the save of a step.
+# Callback with an event and a state: "begin" precedes the save of a step, "saved" follows it.
 Tell = Callable[[str, Recovered], None]
 
 
 class Saver(Protocol):
-    """A way to save a run."""
+    """Way to save and recover a run."""
 
     name: str
 
     def train(self, folder: Path, tell: Tell) -> None:
-        """Trains from the beginning, saving after each step."""
+        """Train from the first step and save after each step."""
 
     def recover(self, folder: Path) -> Recovered | None:
-        """What is found in the folder; None where training would begin anew."""
+        """Return the recovered state, or None if training would restart from the first step."""
 
     def newest(self, folder: Path) -> list[Path]:
-        """The files of the newest checkpoint."""
+        """Return the files of the newest checkpoint."""
 
 
 class Net(torch.nn.Module):
-    """A model whose gradient is a function of the datum alone."""
+    """Model whose gradient is a function of the input only, so that all runs reach the same weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,14 +81,15 @@ class Net(torch.nn.Module):
 
 
 def build() -> tuple[Net, torch.optim.Optimizer]:
-    """The state before the first step."""
+    """Return the model and the optimizer before the first step."""
     net = Net()
     return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
 
 
 def digest(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """A digest of every bit of the weights and the optimizer's state."""
+    """Return a digest of every bit of the weights and the optimizer state."""
     found = hashlib.blake2b(digest_size=16)
+    # Sorted by name: the order of the dictionary may differ after loading.
     moments = [value for state in optimizer.state_dict()["state"].values() for _, value in sorted(state.items())]
     for tensor in (*net.state_dict().values(), *moments):
         found.update(torch.as_tensor(tensor).contiguous().numpy().tobytes())
@@ -96,7 +97,7 @@ def digest(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def steps(tell: Tell, save: Callable[[int], None], net: Net, optimizer: torch.optim.Optimizer) -> None:
-    """The loop of the three that bring none."""
+    """Run the training loop of the three ways that have none of their own."""
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
         net(torch.tensor(step))["loss"].backward()
@@ -108,7 +109,7 @@ def steps(tell: Tell, save: Callable[[int], None], net: Net, optimizer: torch.op
 
 
 class PlainTorch:
-    """torch.save over the same name."""
+    """Overwriting of one file with torch.save."""
 
     name = f"torch.save over one name, PyTorch {torch.__version__}"
 
@@ -125,7 +126,7 @@ class PlainTorch:
         if not (folder / "checkpoint.pt").exists():
             return None
         net, optimizer = build()
-        state = torch.load(folder / "checkpoint.pt")  # noqa: TID251 (what is measured here; the file is our own)
+        state = torch.load(folder / "checkpoint.pt")  # noqa: TID251 (the subject of the measurement; the file is trusted)
         net.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         return Recovered(state["step"], digest(net, optimizer))
@@ -135,7 +136,7 @@ class PlainTorch:
 
 
 class SpeechBrain:
-    """SpeechBrain's Checkpointer, its two newest kept."""
+    """SpeechBrain's Checkpointer, which keeps the two newest checkpoints."""
 
     name = f"SpeechBrain {speechbrain.__version__} Checkpointer"
 
@@ -150,9 +151,11 @@ class SpeechBrain:
     def recover(self, folder: Path) -> Recovered | None:
         net, optimizer, keeper = self._parts(folder)
         found = keeper.recover_if_possible()
+        # None if the folder has no checkpoint.
         return found and Recovered(found.meta["step"], digest(net, optimizer))
 
     def newest(self, folder: Path) -> list[Path]:
+        # A checkpoint is a folder of several files.
         return sorted(max(folder.glob("CKPT+*"), key=lambda path: path.stat().st_mtime_ns).iterdir())
 
     def _parts(self, folder: Path) -> tuple[Net, torch.optim.Optimizer, SpeechBrainCheckpointer]:
@@ -161,7 +164,7 @@ class SpeechBrain:
 
 
 class _Watcher(TrainerCallback):
-    """Tells of saves; where `is_recovering`, ends the run at its first step and keeps what it began with."""
+    """Callback that reports the saves; without `tell`, it stops the run at its first step and keeps the state."""
 
     def __init__(self, tell: Tell | None) -> None:
         self.tell, self.found = tell, None
@@ -169,7 +172,7 @@ class _Watcher(TrainerCallback):
     def on_step_begin(self, args, state, control, model=None, optimizer=None, **_):
         if self.tell is None:
             self.found = self._now(state, model, optimizer)
-            raise StopIteration
+            raise StopIteration  # an exception, since the step would run after an ordinary return
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **_):
         self.tell("begin", self._now(state, model, optimizer))
@@ -178,11 +181,12 @@ class _Watcher(TrainerCallback):
         self.tell("saved", self._now(state, model, optimizer))
 
     def _now(self, state, model, optimizer) -> Recovered:
+        # accelerate wraps the optimizer.
         return Recovered(state.global_step, digest(model, getattr(optimizer, "optimizer", optimizer)))
 
 
 class HuggingFace:
-    """Hugging Face's Trainer, save_steps 1 and save_total_limit 2."""
+    """Hugging Face's Trainer with save_steps 1 and save_total_limit 2."""
 
     name = f"Hugging Face Trainer (transformers {transformers.__version__}, accelerate {accelerate.__version__})"
 
@@ -221,7 +225,7 @@ class HuggingFace:
 
 
 class Ours:
-    """konkanivani/training/checkpoint/checkpointer.py."""
+    """Checkpointer of this trainer, konkanivani/training/checkpoint/checkpointer.py."""
 
     name = "KonkaniVani"
 
@@ -229,7 +233,7 @@ class Ours:
         net, optimizer = build()
 
         def save(step: int) -> None:
-            # Names and tensors alone, as OptimizerState has them: a checkpoint with lists in it is refused.
+            # Only names and tensors, as in OptimizerState: a checkpoint that contains lists is rejected.
             of_all = optimizer.state_dict()["state"].items()
             moments = {f"{number}/{name}": value for number, state in of_all for name, value in state.items()}
             states = {"model": net.state_dict(), "optimizer": moments}
@@ -259,18 +263,19 @@ SAVERS: tuple[Saver, ...] = (PlainTorch(), SpeechBrain(), HuggingFace(), Ours())
 
 @dataclass(frozen=True)
 class Reference:
-    """An undisturbed run: the digest of each step, the seconds that one save takes."""
+    """Undisturbed run: the digest after each step, and the mean seconds per save."""
 
     digests: dict[int, str]
     save_seconds: float
 
 
 def train_and_tell(number: int, folder: Path, said: Path) -> None:
-    """In a process of its own: trains, and appends a line before and after each save."""
+    """Train, and append a line to `said` before and after each save; runs in a separate process."""
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
 
     def tell(what: str, now: Recovered) -> None:
+        # Opened for each line, so that no line is in a buffer when the process is killed.
         with open(said, "a", encoding="utf-8") as file:
             file.write(f"{what} {now.step} {now.digest} {time.monotonic()}\n")
 
@@ -279,15 +284,17 @@ def train_and_tell(number: int, folder: Path, said: Path) -> None:
 
 
 def read_told(said: Path) -> list[tuple[str, int, str, float]]:
-    """What a training process has told so far."""
+    """Return the lines that a training process has written so far: event, step, digest, monotonic seconds."""
     lines = said.read_text(encoding="utf-8").splitlines(keepends=True) if said.exists() else []
+    # A line without its end is still being written, or was cut off by the kill.
     rows = [line.split() for line in lines if line.endswith("\n")]
     return [(what, int(step), found, float(when)) for what, step, found, when in rows]
 
 
 def start(target: Callable, *arguments: object) -> multiprocessing.process.BaseProcess:
-    """A process forked from one that has imported everything."""
+    """Start a process, forked from a server that has already imported the toolkits."""
     context = multiprocessing.get_context("forkserver")
+    # Importing the toolkits takes seconds, and dozens of processes are started.
     context.set_forkserver_preload(["torch", "speechbrain.utils.checkpoints", "accelerate", "transformers.trainer"])
     process = context.Process(target=target, args=arguments)
     process.start()
@@ -295,27 +302,29 @@ def start(target: Callable, *arguments: object) -> multiprocessing.process.BaseP
 
 
 def refer(number: int, folder: Path) -> Reference:
-    """Trains undisturbed."""
+    """Train without faults and return the reference for the other runs."""
     said = folder.with_suffix(".said")
     start(train_and_tell, number, folder, said).join()
     told = read_told(said)
+    # Lines alternate between "begin" and "saved".
     pairs = list(zip(told[::2], told[1::2], strict=True))
     return Reference({step: found for _, step, found, _ in told}, sum(b[3] - a[3] for a, b in pairs) / len(pairs))
 
 
 def judge(found: Recovered | str | None, reference: Reference, saved: int) -> str:
-    """One of OUTCOMES; `saved` is the last step whose save had come back."""
+    """Return one of OUTCOMES; `saved` is the last step with a completed save."""
     if found is None:
         return "begins anew"
     if isinstance(found, str):
         return "crashes"
     if reference.digests.get(found.step) != found.digest:
         return "wrong without a word"
+    # Above `saved` if the kill came between a save and its line.
     return "newest, right" if found.step >= saved else "an older one, right"
 
 
 def recover_again_and_again(number: int, folder: Path, asked: Connection) -> None:
-    """In a process of its own: for each thing that is received, what is recovered; an exception is its name."""
+    """Answer each received object with the recovered state, or with an error text; runs in a separate process."""
     torch.set_num_threads(1)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         while asked.recv():
@@ -326,14 +335,14 @@ def recover_again_and_again(number: int, folder: Path, asked: Connection) -> Non
 
 
 class Recoverer:
-    """Recovers in another process, and in a new one where that has died of it."""
+    """Recovery in a child process, which is replaced if it crashes or hangs."""
 
     def __init__(self, number: int, folder: Path) -> None:
         self.number, self.folder = number, folder
         self._begin()
 
     def recover(self) -> Recovered | str | None:
-        """What is found; a sentence where that fails."""
+        """Return the recovered state, None for a restart, or an error text."""
         self.pipe.send(True)
         try:
             if self.pipe.poll(PATIENCE):
@@ -346,22 +355,24 @@ class Recoverer:
         return what
 
     def close(self) -> None:
-        """Ends the process."""
+        """Kill the child process."""
         self.process.kill()
         self.process.join()
 
     def _begin(self) -> None:
         self.pipe, theirs = multiprocessing.Pipe()
         self.process = start(recover_again_and_again, self.number, self.folder, theirs)
-        theirs.close()
+        theirs.close()  # otherwise the death of the child would not raise EOFError here
 
 
 def kill_while_saving(number: int, folder: Path, reference: Reference, draw: random.Random) -> str:
-    """The outcome of a SIGKILL at a random instant of a save."""
+    """Return the outcome of a SIGKILL at a random time during a save."""
     shutil.rmtree(folder, ignore_errors=True)
+    # From the second save on, so that an older checkpoint exists.
     said, save = folder.with_suffix(".said"), draw.randint(2, 5)
     said.unlink(missing_ok=True)
     process = start(train_and_tell, number, folder, said)
+    # The line before a save is polled, then the kill comes within the mean time of a save.
     deadline = time.monotonic() + PATIENCE
     while not any(row[:2] == ("begin", save) for row in read_told(said)):
         if not process.is_alive() or time.monotonic() > deadline:
@@ -379,7 +390,7 @@ def kill_while_saving(number: int, folder: Path, reference: Reference, draw: ran
 
 @contextmanager
 def restored(folder: Path) -> Iterator[None]:
-    """Gives the files that a recovery has moved aside their names back."""
+    """Give the files that a recovery has moved aside their original names on exit."""
     yield
     for path in folder.rglob("*.damaged"):
         path.rename(path.with_name(path.name.removesuffix(".damaged")))
@@ -387,7 +398,7 @@ def restored(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def flipped(path: Path, bit: int) -> Iterator[None]:
-    """One bit of a file is another one inside."""
+    """Flip one bit of a file within the context."""
 
     def flip(at: Path) -> None:
         with open(at, "r+b") as file:
@@ -403,7 +414,7 @@ def flipped(path: Path, bit: int) -> Iterator[None]:
 
 @contextmanager
 def halved(path: Path) -> Iterator[None]:
-    """The second half of a file is missing inside."""
+    """Truncate a file to its first half within the context."""
     data = path.read_bytes()
     os.truncate(path, len(data) // 2)
     yield
@@ -411,7 +422,7 @@ def halved(path: Path) -> Iterator[None]:
 
 
 def damage(number: int, folder: Path, reference: Reference, flips: int, draw: random.Random) -> Iterator[dict]:
-    """Outcomes of single bits flipped and of files halved in the newest checkpoint; each fault is taken back."""
+    """Yield counts of outcomes for flipped bits and halved files in the newest checkpoint; each fault is undone."""
     files = SAVERS[number].newest(folder)
     sizes = [path.stat().st_size for path in files]
     recoverer = Recoverer(number, folder)
@@ -420,12 +431,14 @@ def damage(number: int, folder: Path, reference: Reference, flips: int, draw: ra
         return judge(recoverer.recover(), reference, STEPS)
 
     found = Counter()
+    # A file is chosen with a probability proportional to its size, so that all bits are equally likely.
     for path in draw.choices(files, sizes, k=flips):
         with flipped(path, draw.randrange(8 * path.stat().st_size)), restored(folder):
             found[outcome()] += 1
     yield {"fault": "one bit flipped in the newest checkpoint", **found}
     found = Counter()
     for path in files:
+        # `restored` exits first, so that the file has its name again when its content is restored.
         with halved(path), restored(folder):
             found[outcome()] += 1
     yield {"fault": "a file of the newest checkpoint cut to half", **found}
@@ -433,7 +446,7 @@ def damage(number: int, folder: Path, reference: Reference, flips: int, draw: ra
 
 
 def main() -> None:
-    """Prints a JSON line for each way and fault."""
+    """Print a JSON line for each way and fault."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     for name in ("--kills", "--flips", "--seed"):
@@ -448,6 +461,7 @@ def main() -> None:
         rows = [{"fault": "SIGKILL while saving", **killed}, *damage(number, folder, reference, flags.flips, draw)]
         for row in rows:
             print(json.dumps({"saver": saver.name, **row}), flush=True)
+        # The next way needs the disk space.
         shutil.rmtree(folder)
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and a closed terminal to a training process: seconds until it has saved and ended, what is left."""
+"""SIGTERM, SIGINT and a closed terminal during training: seconds until the process has saved and ended, and losses."""
 
 import itertools
 import random
@@ -22,13 +22,13 @@ from tests.faults.signalling import (
 )
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SIX_SECONDS = range(14, 15)  # words
-MAX_SECONDS = 5.0  # that the minimal preset may take, at the 95th percentile
-DELAY = 2.0  # seconds after a first step within which the signal comes: two steps or so of the minimal preset
+SIX_SECONDS = range(14, 15)  # words per utterance, about 6 s of audio
+MAX_SECONDS = 5.0  # limit for the minimal preset, at the 95th percentile
+DELAY = 2.0  # the signal comes within so many seconds after the first step: about two steps of the minimal preset
 
 
 def measure(effort: Effort) -> FaultTable:
-    """A row for each signal and whom it is sent to, with the first command's model on utterances of 6 s."""
+    """Return a table with a row per signal and receiver, for models of two presets on utterances of 6 s."""
     draw = random.Random(effort.seed)
     counts = {"train": 24, "valid": 4}
     corpus = write_corpus(effort.folder / "long", counts, lengths=SIX_SECONDS)
@@ -86,6 +86,6 @@ def _row(name: str, found: Sequence[Ending]) -> tuple[str, ...]:
 
 
 def _percentile(found: Sequence[Ending]) -> float:
-    """The 95th percentile of the seconds, by rank."""
+    """Return the 95th percentile of the seconds, the nearest rank without interpolation."""
     seconds = sorted(each.seconds for each in found)
     return seconds[int(0.95 * (len(seconds) - 1) + 0.5)]

@@ -1,4 +1,4 @@
-"""Things to try, each of a kind, and the table of how many went as they should."""
+"""Trials of faults, and the table that counts the expected outcomes per kind."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Findings = Callable[[Path], list[str]]
 
 @dataclass(frozen=True)
 class Trial:
-    """Something to try: `findings` of a new folder to run it in are sentences on what is not as it should be."""
+    """Trial of a fault; `findings` runs it in a new folder and returns sentences on unexpected outcomes."""
 
     kind: str
     name: str
@@ -19,7 +19,7 @@ class Trial:
 
 
 def try_all(title: str, trials: Sequence[Trial], effort: Effort, each: int, notes: tuple[str, ...] = ()) -> FaultTable:
-    """The table of all trials, or of each so many-th where the effort is not full."""
+    """Run all trials, or every `each`-th one unless the effort is full, and return their table."""
     right: dict[str, list[bool]] = {}
     failures = []
     for number, trial in enumerate(trials if effort.is_full else trials[::each]):

@@ -1,4 +1,4 @@
-"""Checkpoints as an enemy would make them: what each ends with, and what refusing it takes."""
+"""Checkpoints made by an attacker: the error for each, and the memory until it is rejected."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.faults.watching import Verdict, watch
 
 
 def measure(effort: Effort) -> FaultTable:
-    """A row for each of them; few or full, all are tried."""
+    """Return a table with a row per checkpoint; all are tried at any effort."""
     path = effort.folder / "sound.pt"
     configured("--log_dir 'runs'")(read_sound(train_small_run(effort.folder / "run") / "checkpoints" / LAST), path)
     sound = read_sound(path)
@@ -35,12 +35,12 @@ def measure(effort: Effort) -> FaultTable:
 
 
 def _use(folder: Path) -> None:
-    os.chdir(folder)  # of a process of its own
+    os.chdir(folder)  # only in the child process: `watch` forks
     use_everywhere(folder / LAST)
 
 
 def _reason(verdict: Verdict, folder: Path) -> str:
-    """What the message says beside the file's name and what to do."""
+    """Return the reason in the error message, without file name and advice."""
     message = verdict.message.replace(str(folder / LAST), "").replace("|", "\\|").split("\n")[0]
     return (
         message.split(" Use another")[0]

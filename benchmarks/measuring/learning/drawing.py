@@ -1,4 +1,4 @@
-"""Learning curves from JSON on standard input to a PNG file: a set each, validation's CER by epoch, a line a seed."""
+"""Draw learning curves, JSON on standard input, into a PNG file: validation CER by epoch, a panel per data set."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ figure, panels = plt.subplots(rows, columns, figsize=(3.6 * columns, 3.0 * rows)
 colours = {learner: f"C{number}" for number, learner in enumerate(dict.fromkeys(run["learner"] for run in runs))}
 for axes in panels.flat[len(sets) :]:
     axes.set_visible(False)
-for axes, name in zip(panels.flat, sets, strict=False):
+for axes, name in zip(panels.flat, sets, strict=False):  # one line per seed, one colour per learner
     for run in runs:
         if run["set_name"] == name:
             rates = [100 * epoch["cer"] for epoch in run["valid"]]

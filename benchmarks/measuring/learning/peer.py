@@ -1,10 +1,10 @@
-"""A plain SpeechBrain Conformer trained with CTC on a folder of manifests: what ours is held against.
+"""Train a plain SpeechBrain Conformer with CTC on a folder of manifests, as a reference for this trainer.
 
     PYTHON benchmarks/measuring/learning/peer.py '{"folder": ..., "epochs": 15, "seed": 0, "rate": 16000, "batch": 40}'
 
-As wide and as deep as --preset minimal, characters, AdamW with a warm-up and half a cosine, SpecAugment as ours has it,
-batches of like length of at most 40 s with their padding. One line of JSON an epoch, with validation's rates by greedy
-CTC, then one with the test part's.
+Width and depth of --preset minimal, characters as tokens, AdamW with a linear warm-up and half a cosine, SpecAugment as
+in this trainer, batches of similar lengths with at most 40 s including padding. Prints one line of JSON per epoch with
+the validation error rates of greedy CTC decoding, then one with those for the test part.
 
 B batch, T feature frames, F mel bins, T' encoder frames, V vocabulary.
 """
@@ -31,7 +31,7 @@ PEAK_RATE, WARMUP_STEPS = 1e-3, 300
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What is trained on, how long, and from which seed; `rate` in Hz is the audio's, `batch` seconds with padding."""
+    """Settings of a run; `rate` is the sample rate in Hz, `batch` the seconds per batch with padding."""
 
     folder: str
     epochs: int
@@ -43,14 +43,17 @@ class CommandLine:
 
 @dataclass(frozen=True)
 class Utterance:
-    """Features (T, F), each bin of mean 0 and variance 1, and what is said."""
+    """Features (T, F), normalised per bin to mean 0 and variance 1, and transcript."""
 
     features: torch.Tensor
     text: str
 
 
 class Conformer(torch.nn.Module):
-    """Features (B, T, F) and their lengths as fractions of the longest (B,) -> log probabilities (B, T', V)."""
+    """Conformer encoder with a CTC head.
+
+    Maps features (B, T, F) and their lengths (B,), as fractions of the longest, to log probabilities (B, T', V).
+    """
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -65,7 +68,7 @@ class Conformer(torch.nn.Module):
         )
         self.encoder = TransformerASR(
             tgt_vocab=vocab_size,
-            input_size=640,
+            input_size=640,  # 32 channels of 20 bins
             d_model=WIDTH,
             nhead=4,
             num_encoder_layers=LAYERS,
@@ -85,7 +88,8 @@ class Conformer(torch.nn.Module):
 
 
 def read_part(manifest: Path, rate: int) -> list[Utterance]:
-    """The utterances of a manifest, as features."""
+    """Return the utterances of a manifest with their features."""
+    # STFT window of 25 ms, hop of 10 ms.
     to_mel = torchaudio.transforms.MelSpectrogram(
         rate, n_fft=512, win_length=rate // 40, hop_length=rate // 100, n_mels=MEL_BINS
     )
@@ -98,9 +102,10 @@ def read_part(manifest: Path, rate: int) -> list[Utterance]:
 
 
 def lay_into_batches(part: list[Utterance], seconds: float) -> list[list[Utterance]]:
-    """Batches of like length, shortest first, each at most so many seconds with its padding."""
+    """Return batches of similar lengths, shortest first, each of at most `seconds` seconds with padding."""
     batches: list[list[Utterance]] = [[]]
     for utterance in sorted(part, key=lambda utterance: len(utterance.features)):
+        # 100 frames per second; the next utterance is the longest, and the others are padded to it.
         if batches[-1] and (len(batches[-1]) + 1) * len(utterance.features) > 100 * seconds:
             batches.append([])
         batches[-1].append(utterance)
@@ -108,13 +113,13 @@ def lay_into_batches(part: list[Utterance], seconds: float) -> list[list[Utteran
 
 
 def pad(batch: list[Utterance]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features (B, T, F) and their lengths (B,)."""
+    """Return padded features (B, T, F) and their lengths (B,)."""
     features = [utterance.features for utterance in batch]
     return torch.nn.utils.rnn.pad_sequence(features, batch_first=True), torch.tensor([len(f) for f in features])
 
 
 def mask(features: torch.Tensor, lengths: torch.Tensor) -> None:
-    """SpecAugment in place: two bands of at most 15 bins, two spans of at most a twelfth of the utterance."""
+    """Apply SpecAugment in place: two masks of at most 15 bins and two of at most a twelfth of the utterance."""
     for row, length in enumerate(lengths.tolist()):
         for _ in range(2):
             width = random.randint(0, 15)
@@ -127,13 +132,14 @@ def mask(features: torch.Tensor, lengths: torch.Tensor) -> None:
 
 @torch.no_grad()
 def rates(model: Conformer, part: list[Utterance], characters: list[str], seconds: float) -> tuple[float, float]:
-    """WER and CER by greedy CTC."""
+    """Return WER and CER of greedy CTC decoding."""
     model.eval()
     references, hypotheses = [], []
     for batch in lay_into_batches(part, seconds):
         features, lengths = pad(batch)
         paths = model(features, lengths / lengths.max()).argmax(-1).cpu()
         for utterance, path, length in zip(batch, paths, lengths.tolist(), strict=True):
+            # Frames of padding are dropped, then repeated tokens; token 0 is the blank.
             kept = torch.unique_consecutive(path[: math.ceil(len(path) * length / int(lengths.max()))])
             heard = "".join(characters[token - 1] for token in kept.tolist() if token)
             references.append(utterance.text)
@@ -142,7 +148,7 @@ def rates(model: Conformer, part: list[Utterance], characters: list[str], second
 
 
 def loss_of(model: Conformer, batch: list[Utterance], ids: dict[str, int]) -> torch.Tensor:
-    """The CTC loss a token of a batch whose features are masked."""
+    """Return the CTC loss per token of a batch, with SpecAugment."""
     features, lengths = pad(batch)
     mask(features, lengths)
     spoken = [torch.tensor([ids[character] for character in utterance.text]) for utterance in batch]
@@ -151,6 +157,7 @@ def loss_of(model: Conformer, batch: list[Utterance], ids: dict[str, int]) -> to
     fractions = lengths / lengths.max()
     log_probabilities = model(features, fractions)
     frames = (fractions * log_probabilities.shape[1]).ceil().long()
+    # zero_infinity: an utterance with too few frames for its labels has an infinite loss.
     summed = torch.nn.functional.ctc_loss(
         log_probabilities.transpose(0, 1), tokens, frames, counts, reduction="sum", zero_infinity=True
     )
@@ -158,12 +165,13 @@ def loss_of(model: Conformer, batch: list[Utterance], ids: dict[str, int]) -> to
 
 
 def train(asked: CommandLine) -> None:
-    """Trains, and prints what each epoch has come to."""
-    torch.backends.cudnn.enabled = False  # whose plans for each new length are most of a step on a card
+    """Train, and print the error rates after each epoch and at the end."""
+    torch.backends.cudnn.enabled = False  # cuDNN's plans for each new length take most of a step on a GPU
     torch.manual_seed(asked.seed)
     random.seed(asked.seed)
     folder, started = Path(asked.folder), time.perf_counter()
     parts = {name: read_part(folder / f"{name}.jsonl", asked.rate) for name in ("train", "valid", "test")}
+    # Only characters of the training part have an output.
     characters = sorted({character for utterance in parts["train"] for character in utterance.text})
     ids = {character: number for number, character in enumerate(characters, start=1)}
     model = Conformer(len(characters) + 1).to(asked.device)
@@ -176,6 +184,7 @@ def train(asked: CommandLine) -> None:
         for batch in batches:
             loss = loss_of(model, batch, ids)
             for group in optimizer.param_groups:
+                # The warm-up ends where it exceeds the cosine.
                 cosine = 0.5 * (1 + math.cos(math.pi * step / total))
                 group["lr"] = PEAK_RATE * min((step + 1) / WARMUP_STEPS, cosine)
             optimizer.zero_grad()

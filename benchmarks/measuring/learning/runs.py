@@ -1,4 +1,4 @@
-"""Training runs of ours and of the peer on one set, and what each epoch came to."""
+"""Training runs of this trainer and of the SpeechBrain reference on one data set, and their error rates."""
 
 import json
 import os
@@ -29,7 +29,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class LearningRun:
-    """One run: validation's rates by epoch, the test part's greedy ones and, of ours, those of the joint search."""
+    """Result of a run: validation rates by epoch, test rates of greedy decoding and, of this trainer, joint search."""
 
     learner: str
     set_name: str
@@ -42,7 +42,7 @@ class LearningRun:
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be trained: `flags` are ours beyond the defaults; `threads` OpenMP may take."""
+    """Settings of a run; `flags` are additional flags of the training script, `threads` OpenMP's."""
 
     learner: str
     made: Path
@@ -56,12 +56,12 @@ class Order:
 
     @property
     def place(self) -> Path:
-        """Where the run's files go."""
+        """Folder of the run."""
         return self.folder / self.made.name / f"{self.learner}_{self.seed}"
 
 
 def run_of(order: Order) -> LearningRun:
-    """The run: what it came to if it has ended before, else it is trained now."""
+    """Return the stored result of a finished run, or else train it now."""
     kept = order.place / "learned.json"
     if not kept.is_file():
         order.place.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def run_of(order: Order) -> LearningRun:
 
 
 def read_run(path: Path) -> LearningRun:
-    """A run that has ended."""
+    """Return the result of a finished run."""
     found = json.loads(path.read_text(encoding="utf-8"))
     joint = found["joint"] and Rates(**found["joint"])
     valid = tuple(Rates(**epoch) for epoch in found["valid"])
@@ -82,7 +82,7 @@ def read_run(path: Path) -> LearningRun:
 
 
 def _train_ours(order: Order) -> tuple[tuple[Rates, ...], Rates, Rates | None]:
-    """By the training script, from the command line, as anyone would; it goes on with what is there."""
+    """Train with the training script from the command line; an interrupted run is resumed."""
     manifests = [f"--{part}_manifest={order.made}/{part}.jsonl" for part in ("train", "valid", "test")]
     printed = _output_of(
         [
@@ -90,6 +90,7 @@ def _train_ours(order: Order) -> tuple[tuple[Rates, ...], Rates, Rates | None]:
             *("--device", order.device, "--preset", "minimal"),
             *("--epochs", str(order.epochs), "--seed", str(order.seed)),
             *("--checkpoint_dir", f"{order.place}/checkpoints", "--log_dir", f"{order.place}/runs", "--resume", "auto"),
+            # The manifests refer to audio outside of their own folders.
             *("--audio_roots", *_folders_of(order.made)),
         ],
         order,
@@ -97,8 +98,9 @@ def _train_ours(order: Order) -> tuple[tuple[Rates, ...], Rates, Rates | None]:
     said = json.loads(printed[-1])
     log = Path(said["tensorboard"]) / "log.jsonl"
     records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    # Epoch 0 is the validation before training.
     valid = tuple(Rates(r["wer"], r["cer"]) for r in records if r["kind"] == "validation" and r["epoch"])
-    is_joint = "test_wer_joint" in said  # not where --flags ask for another search
+    is_joint = "test_wer_joint" in said  # unless --flags select another decoder
     joint = Rates(said["test_wer_joint"], said["test_cer_joint"]) if is_joint else None
     return valid, Rates(said["test_wer"], said["test_cer"]), joint
 
@@ -117,7 +119,7 @@ def _folders_of(made: Path) -> Iterator[str]:
 
 
 def _output_of(command: list[str], order: Order) -> list[str]:
-    """The lines that it prints; a DataError with its last words where it fails."""
+    """Run a command and return the lines of its stdout; raise DataError if it fails."""
     print(shlex.join(command), file=sys.stderr, flush=True)
     environment = os.environ | {"OMP_NUM_THREADS": str(order.threads)}
     with open(order.place / "errors.txt", "w", encoding="utf-8") as errors:

@@ -1,6 +1,6 @@
-"""The sets of speech that learning is measured on: real voices, several ways round, and spoken text.
+"""Data sets for the learning curves: recorded voices with several splits, and synthesised sentences.
 
-A set is a folder with train.jsonl, valid.jsonl and test.jsonl; no voice is in two of them.
+A data set is a folder with train.jsonl, valid.jsonl and test.jsonl, which have no speaker in common.
 """
 
 import json
@@ -16,13 +16,13 @@ from konkanivani.base.errors import DataError, UsageError
 
 PARTS = ("train", "valid", "test")
 SCRIPTS = Path(__file__).resolve().parents[3] / "training_scripts"
-WITHOUT = "without_"  # a person, who is tested on; the next one in the list of all is validated on
-SHUFFLED_BY = 5
+WITHOUT = "without_"  # prefix of the test speaker; the next speaker in the sorted list is for validation
+SHUFFLED_BY = 5  # seed
 
 
 @dataclass(frozen=True)
 class Row:
-    """A manifest's row; `audio` is its absolute path."""
+    """Manifest row; `audio` is the absolute path."""
 
     audio: str
     duration: float
@@ -30,28 +30,28 @@ class Row:
     speaker: str
 
     def as_json(self) -> str:
-        """The row as a manifest has it."""
+        """Return the row as a line of a manifest."""
         fields = {"audio_filepath": self.audio, "duration": self.duration, "text": self.text, "speaker": self.speaker}
         return json.dumps(fields, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the sets come from: a folder of real voices in three manifests, and files of sentences."""
+    """Sources of the data sets: a folder of recorded voices with three manifests, and files of sentences."""
 
     voices: Path
     sentences: tuple[str, ...]
 
     def names(self) -> tuple[str, ...]:
-        """Every set, the rotations last."""
+        """Return the names of all data sets; those that leave out a speaker are last."""
         return ("voices", "sentences", "builtin", *(WITHOUT + speaker for speaker in speakers_of(self.read_voices())))
 
     def read_voices(self) -> list[Row]:
-        """The rows of all real voices; a DataError where there are none."""
+        """Return the rows of all recorded voices; raise DataError if a manifest cannot be read."""
         return [row for part in PARTS for row in read_rows(self.voices / f"{part}.jsonl")]
 
     def make(self, name: str, folder: Path) -> Path:
-        """The set's folder under `folder`, made where it is not there yet."""
+        """Return the folder of a data set under `folder`; create it unless it exists."""
         made = folder / name
         if not (made / "train.jsonl").is_file():
             made.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ class Sources:
 
     def _speak(self, name: str, made: Path) -> None:
         more = ("--sentences", *self.sentences) if name == "sentences" else ()
-        made.rmdir()
+        made.rmdir()  # the script creates its output folder itself
         command = [sys.executable, str(SCRIPTS / "prepare_builtin_corpus.py"), "--output", str(made), *more]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
@@ -86,8 +86,9 @@ class Sources:
 
 
 def cut_training(made: Path, minutes: float) -> Path:
-    """A set beside `made` with so many minutes of its training speech, drawn from all of it, and the other parts."""
+    """Return a data set next to `made` with a random sample of `minutes` minutes of its training speech."""
     cut = made.with_name(f"{made.name}_{minutes:g}_minutes")
+    # test.jsonl is written last: if it exists, the set is complete.
     if not (cut / "test.jsonl").is_file():
         cut.mkdir(exist_ok=True)
         rows = read_rows(made / "train.jsonl")
@@ -101,12 +102,12 @@ def cut_training(made: Path, minutes: float) -> Path:
 
 
 def speakers_of(rows: Sequence[Row]) -> list[str]:
-    """Everyone who speaks, by name."""
+    """Return the sorted names of the speakers."""
     return sorted({row.speaker for row in rows})
 
 
 def read_rows(manifest: Path) -> list[Row]:
-    """The rows of a manifest whose audio lies beside it; a DataError where it cannot be read."""
+    """Return the rows of a manifest, with audio paths relative to its folder; raise DataError if it cannot be read."""
     try:
         lines = manifest.read_text(encoding="utf-8").splitlines()
         found = [json.loads(line) for line in lines]
@@ -117,5 +118,5 @@ def read_rows(manifest: Path) -> list[Row]:
 
 
 def write_rows(manifest: Path, rows: Sequence[Row]) -> None:
-    """Writes a manifest."""
+    """Write a manifest."""
     manifest.write_text("".join(row.as_json() + "\n" for row in rows), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the runs came to, as tables: each set's rates beside the peer's, and the epochs to the peer's last CER."""
+"""Tables of the learning runs: error rates per data set, and epochs until the reference's final CER is reached."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from benchmarks.measuring.learning.runs import OURS, LearningRun
 
 @dataclass(frozen=True)
 class Spread:
-    """The mean of some seeds' figures, the least and the largest."""
+    """Mean, minimum and maximum over seeds."""
 
     mean: float
     least: float
@@ -17,16 +17,16 @@ class Spread:
 
     @classmethod
     def of(cls, figures: Sequence[float]) -> "Spread":
-        """Of at least one figure."""
+        """Return the spread of at least one figure."""
         return cls(statistics.mean(figures), min(figures), max(figures))
 
     def percent(self) -> str:
-        """As a cell."""
+        """Return the spread in percent as a table cell."""
         return f"{100 * self.mean:.1f} ({100 * self.least:.1f}-{100 * self.largest:.1f})"
 
 
 def rates_table(runs: Sequence[LearningRun]) -> str:
-    """The test part's rates in percent, mean (least-largest) of the seeds, and ours relative to the peer's."""
+    """Return the test error rates in percent, mean (min-max) over seeds, and their ratios to the last learner's."""
     learners = list(dict.fromkeys(run.learner for run in runs))
     heads = [f"{learner} {rate}" for learner in learners for rate in ("WER", "CER")]
     relative = [learner for learner in learners if learner != learners[-1]] if len(learners) > 1 else []
@@ -43,14 +43,16 @@ def rates_table(runs: Sequence[LearningRun]) -> str:
 
 
 def epochs_table(runs: Sequence[LearningRun], peer: str) -> str:
-    """The epochs after which ours first heard the validation part as well as the peer after its last, mean of seeds."""
+    """Return the number of epochs until this trainer reaches the reference's final validation CER, mean over seeds."""
     lines = ["| set | " + peer + "'s epochs, last CER | epochs of ours | share |", "|---|---|---|---|"]
     for name in dict.fromkeys(run.set_name for run in runs):
         theirs = [run for run in runs if (run.set_name, run.learner) == (name, peer)]
         ours = [run for run in runs if (run.set_name, run.learner) == (name, OURS)]
         if theirs and ours:
+            # All runs of a learner have the same number of epochs.
             aim, epochs = statistics.mean(run.valid[-1].cer for run in theirs), len(theirs[0].valid)
             reached = [epochs_to(run, aim) for run in ours]
+            # If one seed does not reach it, a mean over the others would be too low.
             mean = None if None in reached else statistics.mean(reached)
             share = "not reached" if mean is None else f"{mean:.1f} | {mean / epochs:.2f}"
             lines.append(f"| {name} | {epochs}, {100 * aim:.1f} % | {share} |")
@@ -58,7 +60,7 @@ def epochs_table(runs: Sequence[LearningRun], peer: str) -> str:
 
 
 def epochs_to(run: LearningRun, cer: float) -> int | None:
-    """The first epoch at whose end validation's CER was this or lower; None where there is none."""
+    """Return the first epoch with a validation CER of at most `cer`, or None."""
     return next((number for number, rates in enumerate(run.valid, start=1) if rates.cer <= cer), None)
 
 

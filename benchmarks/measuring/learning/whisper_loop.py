@@ -1,9 +1,9 @@
-"""A plain loop around transformers' Whisper, correctly written: what ours is held against where both begin alike.
+"""Train a Whisper model in a plain, correct loop around transformers, as a reference with equal initial weights.
 
     PYTHON benchmarks/measuring/learning/whisper_loop.py '{"base": …, "train": …, "test": …, "epochs": 20, …}'
 
-Features are made once. Every step's loss is the mean over all labels of its batch, as the paper has it; AdamW with a
-warm-up and half a cosine, gradients clipped to a norm of 1, checkpointed activations. One line of JSON at the end.
+Features are computed once. The loss of a step is the mean over all labels of its batch, as in the paper; AdamW with a
+linear warm-up and half a cosine, gradients clipped to a norm of 1, activation checkpointing. Prints one line of JSON.
 """
 
 import json
@@ -22,7 +22,7 @@ import transformers
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What is trained on, from which folder, how long; `batch` utterances a step."""
+    """Settings of a run; `batch` is the number of utterances per step."""
 
     base: str
     train: str
@@ -36,7 +36,7 @@ class CommandLine:
 
 @dataclass(frozen=True)
 class Utterance:
-    """Features (F, T) of a window, labels behind the start token, and what is said."""
+    """Features (F, T) of Whisper's window, labels after the start token, and transcript."""
 
     features: torch.Tensor
     labels: list[int]
@@ -46,7 +46,7 @@ class Utterance:
 def read_part(
     manifest: str, extractor: transformers.WhisperFeatureExtractor, tokenizer: transformers.WhisperTokenizer
 ) -> list[Utterance]:
-    """The utterances of a manifest, at 16 kHz."""
+    """Return the utterances of a manifest, resampled to 16 kHz."""
     import torchaudio
 
     utterances = []
@@ -54,13 +54,13 @@ def read_part(
         samples, rate = soundfile.read(Path(manifest).parent / row["audio_filepath"], dtype="float32")
         samples = torchaudio.functional.resample(torch.from_numpy(samples), rate, 16_000).numpy()
         features = extractor(samples, sampling_rate=16_000, return_tensors="pt").input_features[0]
-        labels = tokenizer(row["text"]).input_ids[1:]  # without the start token, which the model puts there itself
+        labels = tokenizer(row["text"]).input_ids[1:]  # without the start token, which the model adds itself
         utterances.append(Utterance(features, labels, row["text"]))
     return utterances
 
 
 def rate_at(step: int, total: int, peak: float) -> float:
-    """Linear warm-up over a tenth of the run, at most 500 steps, then half a cosine to a hundredth."""
+    """Return the learning rate: linear warm-up over 10 % of the run, at most 500 steps, then half a cosine to 1 %."""
     warmup = max(1, min(500, total // 10))
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -69,7 +69,7 @@ def rate_at(step: int, total: int, peak: float) -> float:
 
 
 def train(model: transformers.WhisperForConditionalGeneration, part: list[Utterance], asked: CommandLine) -> float:
-    """Trains in place; the seconds of all steps."""
+    """Train the model in place and return the seconds of all steps."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     matrices = [p for p in model.parameters() if p.requires_grad]
@@ -80,10 +80,12 @@ def train(model: transformers.WhisperForConditionalGeneration, part: list[Uttera
         for first in range(0, len(order), asked.batch):
             batch = order[first : first + asked.batch]
             longest = max(len(utterance.labels) for utterance in batch)
+            # -100 is ignored by the loss; the mean is over the labels, not over the padding.
             labels = torch.tensor([u.labels + [-100] * (longest - len(u.labels)) for u in batch])
             loss = model(input_features=torch.stack([u.features for u in batch]), labels=labels, use_cache=False).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(matrices, 1.0)
+            # The rate is set after the backward pass, but before the update that it applies to.
             for group in optimizer.param_groups:
                 group["lr"] = rate_at(step, total, asked.rate)
             optimizer.step()
@@ -101,7 +103,7 @@ def rates(
     part: list[Utterance],
     language: str,
 ) -> tuple[float, float]:
-    """WER and CER by greedy generation."""
+    """Return WER and CER of greedy decoding."""
     model.eval()
     model.gradient_checkpointing_disable()
     heard = []
@@ -114,7 +116,7 @@ def rates(
 
 
 def main(asked: CommandLine) -> None:
-    """Trains, scores the test part, prints one line of JSON."""
+    """Train, score the test part and print one line of JSON."""
     random.seed(asked.seed)
     torch.manual_seed(asked.seed)
     extractor = transformers.WhisperFeatureExtractor.from_pretrained(asked.base)

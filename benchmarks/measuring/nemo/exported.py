@@ -1,8 +1,8 @@
-"""A checkpoint of ours as a .nemo file: what import_asr.py reads, the other way round.
+"""Export of a checkpoint as a .nemo file, the inverse of import_asr.py.
 
-Only what NeMo builds too has a place there: attention by distance, padded subsampling, no norm behind the depthwise
-convolution (its BatchNorm is the identity), no norm before the first block, a CTC head alone, NeMo's features. NeMo 3.0
-restores such a file, and hears what we do (docs/experiments.md).
+The model must be one that NeMo can build: relative positions in attention, padded subsampling, no norm after the
+depthwise convolution (its BatchNorm is the identity), no norm before the first block, only a CTC head, NeMo's features.
+NeMo 3.0 restores such a file and gives the same output as this project (docs/experiments.md).
 """
 
 import dataclasses
@@ -27,21 +27,21 @@ from konkanivani.inference.speech_model import SpeechModel, build_speech_model
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 
 TARGET = "EncDecCTCModelBPE"
-VERSIONS = {"zeros": "2.5.0", "reflected": "2.4.1"}  # that make a frame hear so beyond the waveform's ends
+VERSIONS = {"zeros": "2.5.0", "reflected": "2.4.1"}  # NeMo's padding of the waveform depends on its version
 GUARDS = {"added": "add", "floor": "clamp"}
-NOBODY = 2**64 - 1  # -1, the id of a token that is not there
+NOBODY = 2**64 - 1  # -1 as a varint: the id of an absent token
 SHAPE = (
     "--decoder_layers 0 --attention_positions relative --convolution_norm none --subsampling striding --scaled_input "
     "--entry_norm False --preemphasis 0.97 --window symmetric --frame_padding zeros --mel_scale slaney "
     f"--log_floor_mode added --smallest_power {2.0**-24} --std_ddof sample"
 )
-"""The trainer's flags of a model that can be written so, beside its dimensions."""
+"""Training flags of an exportable model, in addition to its dimensions."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 def write_nemo(path: Path, checkpoint: Checkpoint) -> None:
-    """Writes the checkpoint's model to `path`; a UsageError names each setting of it that has no place there."""
+    """Write the model of a checkpoint to `path`; raise UsageError with all settings that the file cannot represent."""
     import yaml
 
     config = config_from_text(checkpoint.config)
@@ -59,7 +59,7 @@ def write_nemo(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def configuration(config: TrainConfig) -> dict[str, object]:
-    """What of the settings NeMo has a word for; whether that is all, `check_all_said` says."""
+    """Return NeMo's configuration of the settings that it can represent; `check_all_said` checks the others."""
     model, features = config.model, config.features
     kinds = {ours: (kind, factor) for (kind, factor), ours in SUBSAMPLINGS.items()}
     kind, factor = kinds.get(model.subsampling, ("striding", 4))
@@ -98,13 +98,13 @@ def configuration(config: TrainConfig) -> dict[str, object]:
         },
         "tokenizer": {
             **{"type": "bpe", "dir": None, "model_path": f"nemo:{TOKENIZER}"},
-            **{"vocab_path": None, "spe_tokenizer_vocab": None},  # which NeMo asks for, and uses nowhere
+            **{"vocab_path": None, "spe_tokenizer_vocab": None},  # required by NeMo, but unused
         },
     }
 
 
 def check_all_said(config: TrainConfig, text: bytes, path: Path) -> None:
-    """Raises a UsageError that names what would come back otherwise from the configuration's text."""
+    """Raise UsageError with all settings that an import of this configuration would change."""
     read = read_settings(text, path)
     model = dataclasses.replace(config.model, feedforward_dim=config.model.resolved_feedforward_dim)
     ours, theirs = (
@@ -117,38 +117,42 @@ def check_all_said(config: TrainConfig, text: bytes, path: Path) -> None:
 
 
 def tensors(speech_model: SpeechModel) -> Tensors:
-    """The model's tensors by NeMo's names, and the constants of its features."""
+    """Return the model's tensors under NeMo's names, and the constants of its feature extraction."""
     ours, model = speech_model.model.state_dict(), speech_model.architecture.model
     found: Tensors = {}
     for name, source in sources(ours, model).items():
         parts = ours[name].chunk(len(source.names)) if source.names else ()
         found |= {theirs: part.reshape(source.shape) for theirs, part in zip(source.names, parts, strict=True)}
         if source.norm and name.endswith(".bias"):
-            # One in all, or where their convolution has no bias, that alone.
+            # A convolution without bias gets it from the BatchNorm; otherwise the BatchNorm is the identity.
             found |= identity(source.norm, torch.zeros_like(ours[name]) if source.names else ours[name])
     head = HEADS[TARGET][1]
-    for leaf in ("weight", "bias"):  # our blank is the first, theirs the last
+    for leaf in ("weight", "bias"):  # the blank is token 0 here and the last token in NeMo
         rows = ours[f"ctc_head.{leaf}"].roll(-1, 0)
         found[f"{head}.{leaf}"] = rows[:, :, None] if leaf == "weight" else rows
     bank = speech_model.architecture.build_front_end(AugmentConfig()).log_mel.power.mel_scale.fb.T
+    # NeMo's window is symmetric.
     window = torch.hann_window(speech_model.architecture.features.window_samples, periodic=False)
     found |= {FILTER_BANK: bank[None], "preprocessor.featurizer.window": window}
+    # torch.save stores the whole storage of a view, hence the copies.
     return {name: tensor.contiguous().clone() for name, tensor in found.items()}
 
 
 def identity(norm: str, bias: torch.Tensor) -> Tensors:
-    """A BatchNorm's tensors that add this bias and change nothing else."""
+    """Return the tensors of a BatchNorm that adds `bias` and is the identity otherwise."""
     ones = torch.ones_like(bias)
+    # variance + epsilon = 1
     values = {"weight": ones, "bias": bias, "running_mean": 0 * ones, "running_var": (1 - NORM_EPSILON) * ones}
     found = {f"{norm}.{leaf}": values[leaf] for leaf in BATCH_NORM}
     return found | {f"{norm}.num_batches_tracked": torch.tensor(1)}
 
 
 def tokenizer(model: bytes) -> bytes:
-    """The SentencePiece model without our blank, which is its first piece: every other id is one less."""
+    """Return the SentencePiece model without the blank, its first piece; all other ids decrease by one."""
     if model[:1] != field(PIECE, b"")[:1] or model[1] >= 128:
         raise UsageError(
             "The tokenizer does not begin with a short piece, and so is none of this trainer's. Give one that is."
         )
+    # A later TrainerSpec overrides the ids of the first one. A first piece below 128 bytes has a length of one byte.
     ids = b"".join(field(number, token - 1 if token else NOBODY) for number, token in IDS.items())
     return model[2 + model[1] :] + field(TRAINER, ids)

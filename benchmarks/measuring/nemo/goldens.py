@@ -1,9 +1,9 @@
-"""Builds tiny random models with NeMo, saves them as it does, and what it hears in two recordings; run in its Python.
+"""Build and save tiny random NeMo models, with their outputs for two recordings; runs in NeMo's environment.
 
     HF_HUB_OFFLINE=1 nemo/bin/python benchmarks/measuring/nemo/goldens.py OUT OLDER_FEATURES.py
 
-OLDER_FEATURES.py is nemo/collections/asr/parts/preprocessing/features.py of NeMo 1.23.0's wheel: what it makes is what
-all versions before 2.5 make, AI4Bharat's of 1.23 among them.
+OLDER_FEATURES.py is nemo/collections/asr/parts/preprocessing/features.py of NeMo 1.23.0's wheel. Its features equal
+those in all versions before 2.5, including AI4Bharat's 1.23.
 """
 
 import gzip
@@ -20,12 +20,12 @@ import torch
 from nemo.collections.asr.models import EncDecCTCModelBPE, EncDecHybridRNNTCTCBPEModel
 from omegaconf import OmegaConf
 
-SAMPLES = (16_111, 10_037)  # odd lengths, the longer one first
+SAMPLES = (16_111, 10_037)  # no multiples of the hop of 160 samples; the longer one first
 TEXT = "उदक घरांत आसा आनी शाळा बाजारा लागीं आसा एक दोन तीन चार पांच आवय घरा वता".split()
 
 
 def waveforms() -> np.ndarray:
-    """Two recordings of chirps, int16; the second is shorter, zeros behind it."""
+    """Return two recordings of chirps, int16; the second is shorter and padded with zeros."""
     found = np.zeros((2, SAMPLES[0]), dtype=np.int16)
     for row, samples in enumerate(SAMPLES):
         time = np.arange(samples) / 16_000
@@ -37,7 +37,7 @@ def waveforms() -> np.ndarray:
 
 
 def tokenizer_folder(folder: str, pieces: int) -> str:
-    """A folder as NeMo's own script makes one: BPE, `<unk>` first, no other special token."""
+    """Write a tokenizer as NeMo's own script does: BPE, `<unk>` first, no other special token; return the folder."""
     words = [f"{first} {second}" for first in TEXT for second in TEXT]
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -82,7 +82,7 @@ def optimizer() -> dict:
 
 
 def hybrid(folder: str) -> EncDecHybridRNNTCTCBPEModel:
-    """An IndicConformer's shape in small: x4, an RNNT decoder beside the CTC head."""
+    """Return a small model with the structure of IndicConformer: subsampling x4, RNNT decoder and CTC head."""
     width, small = 32, {"pred_hidden": 16, "pred_rnn_layers": 1, "dropout": 0.0}
     rnnt = {"_target_": "nemo.collections.asr.modules.RNNTDecoder", "normalization_mode": None, "prednet": small}
     rnnt |= {"random_state_sampling": False, "blank_as_pad": True}
@@ -103,7 +103,7 @@ def hybrid(folder: str) -> EncDecHybridRNNTCTCBPEModel:
 
 
 def ctc(folder: str, bins: int, **changes: object) -> EncDecCTCModelBPE:
-    """A FastConformer's shape in small: separable, x8."""
+    """Return a small model with the structure of FastConformer: separable subsampling x8."""
     changes = {"subsampling": "dw_striding", "subsampling_factor": 8, **changes}
     return EncDecCTCModelBPE(
         OmegaConf.create(
@@ -116,7 +116,10 @@ def ctc(folder: str, bins: int, **changes: object) -> EncDecCTCModelBPE:
 
 
 def disturb(model: torch.nn.Module) -> None:
-    """Random statistics of every BatchNorm, and weights of norms and biases that are not where they begin."""
+    """Randomise BatchNorm statistics, norm weights and biases.
+
+    At their initial values of 0 and 1, an import that swaps or drops them would not be noticed.
+    """
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, tensor in sorted(model.state_dict().items()):
@@ -132,11 +135,11 @@ def disturb(model: torch.nn.Module) -> None:
             elif "decoder_layers" in name:
                 tensor.copy_(0.15 * noise)
             elif "pre_encode" in name and name.endswith("weight"):
-                tensor.mul_(3)  # that what is heard is said, not the biases alone
+                tensor.mul_(3)  # so that the output depends on the audio, not only on the biases
 
 
 def older_front_end(path: str) -> torch.nn.Module:
-    """The class of NeMo 1.23, with the settings of `front_end(80)`."""
+    """Return the feature extraction of NeMo 1.23 with the settings of `front_end(80)`."""
     spec = importlib.util.spec_from_file_location("older_features", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -145,14 +148,17 @@ def older_front_end(path: str) -> torch.nn.Module:
 
 @torch.no_grad()
 def heard(model: torch.nn.Module, sound: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Features (B, T, F) with their lengths, and what `said` says of them."""
+    """Return features (B, T, F), their lengths, and the outputs of `said`."""
     features, frames = model.preprocessor(input_signal=sound, length=lengths)
     return {"features": features.transpose(1, 2), "feature_lengths": frames} | said(model, features, frames)
 
 
 @torch.no_grad()
 def said(model: torch.nn.Module, features: torch.Tensor, feature_lengths: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Encoded (B, T', D), log probabilities (B, T', V + 1), blank last, their lengths, and the greedy texts."""
+    """Return the encoder output (B, T', D), log probabilities (B, T', V + 1), lengths and greedy texts.
+
+    The blank is the last token.
+    """
     encoded, encoded_lengths = model.encoder(audio_signal=features, length=feature_lengths)
     is_hybrid = hasattr(model, "ctc_decoder")
     log_probabilities = (model.ctc_decoder if is_hybrid else model.decoder)(encoder_output=encoded)
@@ -174,9 +180,10 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def save(model: torch.nn.Module, path: Path, is_packed: bool) -> None:
-    """The model as NeMo saves it; gzipped, as its older versions did, where that is asked for."""
+    """Save the model with NeMo; with `is_packed`, gzipped as by its older versions."""
     model.save_to(str(path))
     if is_packed:
+        # mtime=0: equal bytes in every run.
         path.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
 
 
@@ -192,15 +199,16 @@ def main(out: Path, older: str) -> None:
             "parakeet": lambda: ctc(folder, 128, use_bias=False, xscaling=False),
         }
         for seed, (name, build) in enumerate(builders.items()):
+            # Every model is reproducible on its own.
             torch.manual_seed(seed)
             model = build().eval()
             disturb(model)
             save(model, out / f"{name}.nemo", is_packed=name != "striding")
             found = heard(model, signal, lengths)
-            if name == "separable":  # it hears what striding hears
+            if name == "separable":  # equal to the features of "striding"
                 del found["features"]
             write(out / f"{name}.safetensors", found)
-            if name == "striding":  # each utterance alone: before 2.5, what is heard at an edge follows from its batch
+            if name == "striding":  # one utterance at a time: before 2.5, features at the edges depend on the batch
                 extract = older_front_end(older)
                 for row, samples in enumerate(SAMPLES):
                     features, frames = extract(signal[row : row + 1, :samples], torch.tensor([samples]))

@@ -1,6 +1,6 @@
-"""A .nemo file of the published IndicConformer's size and shape with random weights, written without NeMo.
+"""A .nemo file of the published IndicConformer's size and shapes with random weights, written without NeMo.
 
-17 blocks of width 512, an RNNT decoder and joint network, 22 languages of 256 pieces: some 523 MB.
+17 blocks of width 512, an RNNT decoder and joint network, 22 languages with 256 pieces each: about 523 MB.
 """
 
 import io
@@ -19,13 +19,13 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def linear(name: str, outputs: int, inputs: int, *kernel: int) -> Shapes:
-    """A layer's weight and bias."""
+    """Yield names and shapes of a weight (outputs, inputs, *kernel) and a bias; `tensors` drops axes of size 0."""
     yield f"{name}.weight", (outputs, inputs, *kernel)
     yield f"{name}.bias", (outputs,)
 
 
 def block(name: str) -> Shapes:
-    """The tensors of a block."""
+    """Yield names and shapes of the tensors of a Conformer block."""
     for norm in ("feed_forward1", "self_att", "conv", "feed_forward2", "out"):
         yield from linear(f"{name}.norm_{norm}", WIDTH, 0)
     for number in (1, 2):
@@ -44,9 +44,10 @@ def block(name: str) -> Shapes:
 
 
 def shapes() -> Shapes:
-    """Every tensor of the file."""
+    """Yield names and shapes of all tensors of the file."""
     yield from linear("encoder.pre_encode.conv.0", CHANNELS, 1, 3, 3)
     yield from linear("encoder.pre_encode.conv.2", CHANNELS, CHANNELS, 3, 3)
+    # Two convolutions with stride 2 leave a quarter of the mel bins.
     yield from linear("encoder.pre_encode.out", WIDTH, CHANNELS * BINS // 4)
     for number in range(BLOCKS):
         yield from block(f"encoder.layers.{number}")
@@ -62,18 +63,19 @@ def shapes() -> Shapes:
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Random ones, norms near 1 and variances above 0."""
+    """Return random tensors, with norm weights near 1 and variances above 0."""
     generator, found = torch.Generator().manual_seed(1), {}
     for name, shape in shapes():
         shape = tuple(size for size in shape if size)
         found[name] = torch.randn(shape, generator=generator).mul_(0.02)
+        # A norm weight near 0 would remove the signal; a negative variance is invalid.
         if len(shape) == 1 and name.endswith(("norm.weight", "running_var")) or ".norm_" in name and "weight" in name:
             found[name] = found[name].abs_().add_(1)
     return found
 
 
 def pieces(number: int) -> bytes:
-    """A tokenizer of one language; NeMo's own normalisation, which is most of its bytes."""
+    """Return the tokenizer of one language, with the normalisation of NeMo, which is most of its bytes."""
     model = io.BytesIO()
     generator = torch.Generator().manual_seed(number)
     letters = torch.randint(len(CONSONANTS), (4000, 3), generator=generator).tolist()
@@ -86,12 +88,13 @@ def pieces(number: int) -> bytes:
 
 
 def configuration(files: dict[str, str]) -> str:
-    """The settings, as JSON, which is YAML too."""
+    """Return the settings as JSON, which is valid YAML."""
     import json
 
     head = {"num_classes": PIECES * len(LANGUAGES), "multisoftmax": True, "vocabulary": []}
     return json.dumps(
         {
+            # The importer reads only the last part of `target`.
             **{"target": "x.EncDecHybridRNNTCTCBPEModel", "nemo_version": "1.23.0rc0", "sample_rate": 16_000},
             "preprocessor": {"window_size": 0.025, "window_stride": 0.01, "features": BINS, "n_fft": 512, "pad_to": 16},
             "encoder": {
@@ -109,7 +112,7 @@ def configuration(files: dict[str, str]) -> str:
 
 
 def write_large(path: Path) -> None:
-    """The file."""
+    """Write the .nemo file."""
     weights = io.BytesIO()
     torch.save(tensors(), weights)
     files = {language: f"{number:032x}_tokenizer.model" for number, language in enumerate(LANGUAGES)}

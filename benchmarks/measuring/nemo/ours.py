@@ -1,4 +1,7 @@
-"""A step of the same Conformer by this trainer at each line; its seconds go out, and live bytes where it says count."""
+"""Run a step of NeMo's Conformer in this trainer for each line of stdin; print its seconds and peak as JSON.
+
+For the line "count", live tensor bytes are counted during the step.
+"""
 
 import contextlib
 import dataclasses
@@ -38,20 +41,21 @@ MODEL = dataclasses.replace(
 
 
 def main(seconds: float, threads: int, checkpointing: str, optimizer: str) -> None:
-    bootstrap.set_malloc_options(os.environ)  # as at the head of each of our scripts
+    bootstrap.set_malloc_options(os.environ)  # as in every training script
     torch.set_num_threads(threads)
     config = resolve(
         TrainConfig(
             model=MODEL,
             features=features_of(MODEL),
             data=DataConfig(concurrent_micro_batches=1),
-            loss=LossConfig(ctc_weight=1.0),
+            loss=LossConfig(ctc_weight=1.0),  # no decoder
             optimizer=OptimizerConfig(optimizer=optimizer),
             memory=MemoryConfig(gradient_checkpointing=checkpointing),
         )
     )
     parts = build_step_parts(config, architecture_of(config, 260), torch.device("cpu"), 1000)
     tokens, samples = torch.randint(4, 260, (1, TOKENS)), int(16_000 * seconds)
+    # The decoder's inputs and targets; a model with only a CTC head does not use them.
     empty = torch.zeros(1, TOKENS + 1, dtype=torch.long)
     batch = Batch(("a",), 0.1 * torch.randn(1, samples), (samples,), tokens, (TOKENS,), empty, empty, (1,))
     global_batch, step = GlobalBatch((batch,), TOKENS, 1, seconds, 0.0), 0

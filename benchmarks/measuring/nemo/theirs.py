@@ -1,4 +1,7 @@
-"""A step of NeMo's Conformer at each line; its seconds go out, and live bytes where it says count. Runs under NeMo."""
+"""Run a step of NeMo's Conformer for each line of stdin; print its seconds and peak as JSON.
+
+For the line "count", live tensor bytes are counted during the step. Runs in NeMo's environment.
+"""
 
 import contextlib
 import json
@@ -35,8 +38,10 @@ def main(seconds: float, threads: int) -> None:
     live.count([*model.parameters(), *model.buffers()])
     for line in sys.stdin:
         live.restart_peak()
+        # Counting slows a step down, hence only some steps are counted.
         started = time.perf_counter()
         with live if line == "count\n" else contextlib.nullcontext():
+            # Features need no gradients.
             with torch.no_grad():
                 features, lengths = front(input_signal=waveform, length=length)
             encoded, lengths = encoder(audio_signal=features, length=lengths)

@@ -1,9 +1,10 @@
-"""A contestant in a process of its own: says when it is ready, then takes a step for each line that it reads.
+"""Process of one contestant: reports when it is ready, then runs a step for each line of stdin.
 
     PYTHON -m benchmarks.measuring.peers.child '{"module": ..., "entry": ..., "terms": ...}'
 
-One line of JSON each: ready (version, parameters), a step (seconds, loss), at `peak` the peaks. Another word than
-`step` is another method of the contestant that is timed. The module has a `build`, from the two others to a contestant.
+Prints one line of JSON when ready (version, parameters), after each `step` (seconds, loss), and after `peak` (peaks).
+Any other line is the name of another method of the contestant to time. The module has a function `build(entry, terms)`
+that returns a contestant.
 """
 
 import importlib
@@ -16,7 +17,7 @@ import warnings
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a toolkit prints is no answer
+    os.dup2(2, 1)  # stdout carries only the answers; other output of a toolkit goes to stderr
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
@@ -25,7 +26,7 @@ if __name__ == "__main__":
     from konkanivani.base.units import MIB
 
     def answer(**fields: object) -> None:
-        """One line for the parent."""
+        """Print one line of JSON for the parent process."""
         print(json.dumps(fields), file=answers, flush=True)
 
     asked = json.loads(sys.argv[1])
@@ -36,9 +37,11 @@ if __name__ == "__main__":
     for line in sys.stdin:
         command = line.strip()
         if command == "peak":
-            growth = contestant.resident_peak_mib() - contestant.resident_before  # before the tracker's own entries
+            # Read before `peak_bytes`, whose counter of live tensors allocates memory itself.
+            growth = contestant.resident_peak_mib() - contestant.resident_before
             answer(peak_mib=contestant.peak_bytes() / MIB, growth_mib=growth)
             continue
+        # CUDA kernels run asynchronously: without synchronisation, only their launch would be timed.
         if is_cuda:
             torch.cuda.synchronize()
         started, worked = time.perf_counter(), time.process_time()

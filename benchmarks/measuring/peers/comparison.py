@@ -1,4 +1,4 @@
-"""The race's tables: who is fastest, who is leanest, and by how much."""
+"""Tables of the comparison between toolkits: fastest and smallest steps, and ratios of time and memory."""
 
 import math
 import os
@@ -21,12 +21,13 @@ from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.model.flops import forward_layers, step_flop
 
 LEANER = "within the leanest other's peak"
+# Weights, gradients and two moments in fp32 take 16 bytes per parameter.
 NEAR_FLOOR = "within 1.1 x 16 bytes a parameter"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured: with dropout and without it."""
+    """Results with dropout, and those without it if they were measured."""
 
     terms: Terms
     audio_seconds: float
@@ -36,11 +37,11 @@ class Comparison:
     without_dropout: tuple[Result, ...]
 
     def fastest(self, toolkit: str, limit_mib: float = math.inf) -> Result:
-        """The toolkit's fastest cut of those whose peak is no larger."""
+        """Return the toolkit's fastest result with a peak of at most `limit_mib`."""
         return min(self._of(toolkit, limit_mib), key=lambda result: result.median)
 
     def leanest(self, toolkit: str) -> Result:
-        """The toolkit's cut with the lowest peak."""
+        """Return the toolkit's result with the lowest peak."""
         return min(self._of(toolkit), key=lambda result: result.peak_mib)
 
     def _of(self, toolkit: str, limit_mib: float = math.inf) -> list[Result]:
@@ -48,30 +49,36 @@ class Comparison:
 
     @property
     def toolkits(self) -> tuple[str, ...]:
-        """Who took part, without us."""
+        """Names of the other toolkits, in their order."""
         return tuple(dict.fromkeys(r.entry.toolkit for r in self.results if r.entry.toolkit != OURS))
 
     def share_of_rate(self, result: Result) -> float:
-        """Of our own step: its arithmetic a second over what plain products reached about it, the rounds' median."""
+        """Return the FLOP/s of this trainer's step as a share of the plain products' rate, median over rounds."""
         flop = step_flop_of(result.entry, self.terms)
+        # The rate is the one measured around the same step, since the speed of a shared machine varies.
         taken = zip(result.seconds, result.rates, strict=True)
         return statistics.median(flop / seconds / rate.plain for seconds, rate in taken)
 
     def ratios(self) -> list[tuple[str, Result, Result]]:
-        """(what is said, ours, theirs): our own fastest, the fastest of our leaner ones, beside each one's fastest."""
+        """Return the pairs to compare: (description, this trainer's result, another toolkit's fastest result).
+
+        This trainer takes part with its fastest result, and with its fastest ones below two limits of the peak.
+        """
         found, ours = [], [result for result in self.results if result.entry.toolkit == OURS]
         leanest_other = min((self.leanest(toolkit).peak_mib for toolkit in self.toolkits), default=math.inf)
+        # No step in fp32 with AdamW can have a lower peak than its weights, gradients and moments.
         floor = STATE_BYTES * max((result.parameters for result in ours), default=0) / MIB
         for toolkit in self.toolkits if ours else ():
             theirs = self.fastest(toolkit)
             found.append(("fastest", self.fastest(OURS), theirs))
             for what, limit in ((LEANER, leanest_other), (NEAR_FLOOR, 1.1 * floor)):
+                # No row if every step of this trainer exceeds the limit.
                 if self._of(OURS, limit):
                     found.append((what, self.fastest(OURS, limit), theirs))
         return found
 
     def markdown(self) -> str:
-        """The tables, with what they were measured on above them."""
+        """Return a description of the measurement and the tables as Markdown."""
         rates = [rate for result in self.results for rate in result.rates]
         plain, layers = [rate.plain / 1e9 for rate in rates], [rate.layers / 1e9 for rate in rates]
         lines = [
@@ -99,7 +106,7 @@ class Comparison:
                     for r in self.without_dropout
                 ),
             ]
-        # Within a limit some blocks are recomputed, whose arithmetic the formulas would leave out.
+        # Results within a limit are omitted: the formulas do not include the arithmetic of a few recomputed blocks.
         ours = [r for r in self.results if r.entry.toolkit == OURS and not r.entry.limit_mib]
         if ours:
             shares = ", ".join(f"{_cut(r, self.terms)}{_setting(r)} {self.share_of_rate(r):.0%}" for r in ours)
@@ -121,7 +128,7 @@ class Comparison:
         return f"| {' | '.join(cells)} |"
 
     def as_json(self) -> dict[str, object]:
-        """Everything, for a program."""
+        """Return all fields as JSON-serialisable values."""
         return asdict(self)
 
 
@@ -142,10 +149,11 @@ def _ratio_row(row: tuple[str, Result, Result]) -> str:
 
 
 def step_flop_of(entry: Entry, terms: Terms) -> float:
-    """The arithmetic of our step as it is cut, with what padding it has."""
+    """Return the FLOP of this trainer's step at the entry's micro-batches, padding included."""
     speech, total = build_speech(terms.utterances, terms.shortest, terms.longest), 0.0
     size = terms.utterances // entry.micro_batches
     for start in range(0, terms.utterances, size):
+        # Utterances are sorted, so that each slice is a micro-batch of `cut`.
         frames = tuple(speech.frames[start : start + size].tolist())
         tokens = int(speech.token_lengths[start : start + size].max())
         layers = forward_layers(model_of(terms), VOCABULARY, FeatureConfig().mel_bins, frames, tokens)
@@ -159,9 +167,12 @@ def entries_of(
     limits: Sequence[tuple[int, int]] = (),
     at_once: tuple[int, ...] = (1,),
 ) -> tuple[Entry, ...]:
-    """Every toolkit in every cut; ours in the finest one with every block recomputed too, and within (cut, MiB).
+    """Return the entries: every toolkit at every number of micro-batches, and the settings of this trainer.
 
-    Ours runs so many micro-batches side by side as each of `at_once` says, where there are twice as many of them.
+    Args:
+        cuts: Numbers of micro-batches; this trainer also recomputes all blocks at the largest one.
+        limits: Pairs (micro-batches, MiB): peaks within which this trainer is also measured.
+        at_once: Numbers of concurrent micro-batches of this trainer, used with at least twice as many micro-batches.
     """
     entries = []
     for toolkit in toolkits:
@@ -179,7 +190,7 @@ def entries_of(
 def compare_all(
     terms: Terms, entries: tuple[Entry, ...], rounds: int, folder: Path, without_dropout: bool
 ) -> Comparison:
-    """The whole comparison; the others' environment is made where it is missing."""
+    """Run the comparison; the environment of the other toolkits is created unless it exists."""
     toolkits = tuple(dict.fromkeys(entry.toolkit for entry in entries))
     pythons = pythons_of(toolkits, folder)
     comparison = Comparison(
@@ -192,6 +203,7 @@ def compare_all(
     )
     if not without_dropout or not terms.dropout:
         return comparison
+    # The other toolkits also drop attention probabilities; without dropout, this difference vanishes.
     fastest = tuple(comparison.fastest(toolkit).entry for toolkit in toolkits)
     return replace(comparison, without_dropout=race(fastest, pythons, replace(terms, dropout=0.0), rounds))
 

@@ -1,4 +1,4 @@
-"""What every contestant is given, and what is measured of it.
+"""Workload and interface of a contestant: a toolkit that takes part in a comparison of steps.
 
 B batch, T feature frames, F mel bins, U tokens.
 """
@@ -11,14 +11,14 @@ import torch
 
 from benchmarks.measuring.fixed_step import FixedSpeech
 
-CTC_SHARE, LABEL_SMOOTHING = 0.3, 0.1
+CTC_SHARE, LABEL_SMOOTHING = 0.3, 0.1  # of the joint loss in every toolkit
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One way in which one toolkit takes the step: `micro_batches` pieces, `setting` is its own affair.
+    """Toolkit, its number of micro-batches, and a setting that the toolkit defines.
 
-    Ours alone can be told to keep its peak within `limit_mib`, and to run `at_once` pieces side by side.
+    Only this trainer supports a limit of the peak, `limit_mib`, and `at_once` concurrent micro-batches.
     """
 
     toolkit: str
@@ -29,14 +29,14 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name in the tables."""
         limit = f"within {self.limit_mib} MiB" if self.limit_mib else ""
         side_by_side = f"{self.at_once} side by side" if self.at_once > 1 else ""
         return " ".join(filter(None, (self.toolkit, self.setting, side_by_side, limit)))
 
 
 class Work(Protocol):
-    """What all entries of a race do: a step of so many utterances, on a device."""
+    """Workload of all entries of a race: a step on `utterances` utterances on a device."""
 
     utterances: int
     device: str
@@ -44,7 +44,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Terms:
-    """The work: utterances in the step, their seconds, the model's width, dropout on its residual branches, where."""
+    """Workload: utterances of the step, their durations in seconds, width, dropout of the residual branches, device."""
 
     utterances: int
     shortest: float
@@ -57,7 +57,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch: features (B, T, F), frames (B,), tokens (B, U) without start and end, token_lengths (B,)."""
+    """Micro-batch: features (B, T, F), frames (B,), tokens (B, U) without start and end, token_lengths (B,)."""
 
     features: torch.Tensor
     frames: torch.Tensor
@@ -65,12 +65,12 @@ class MicroBatch:
     token_lengths: torch.Tensor
 
     def to(self, device: str) -> "MicroBatch":
-        """The same on another device."""
+        """Return the micro-batch on another device."""
         return MicroBatch(*(getattr(self, field.name).to(device) for field in dataclasses.fields(self)))
 
 
 def cut(speech: FixedSpeech, micro_batches: int) -> list[MicroBatch]:
-    """The utterances, longest first, in pieces of as many, each padded to its own longest."""
+    """Split utterances, longest first, into micro-batches of equal numbers, each padded to its own longest."""
     size = len(speech.frames) // micro_batches
     pieces = []
     for start in range(0, len(speech.frames), size):
@@ -82,21 +82,21 @@ def cut(speech: FixedSpeech, micro_batches: int) -> list[MicroBatch]:
 
 
 class Contestant(Protocol):
-    """A toolkit's model in training."""
+    """Model in training by one toolkit."""
 
     version: str
     parameters: int
     resident_before: float
-    """MiB of the process with the toolkit imported, before the model."""
+    """Resident MiB of the process with the toolkit imported, before the model is built."""
 
     def step(self) -> float:
-        """One optimizer step on the window; its loss."""
+        """Run one optimizer step on the global batch; return its loss."""
         ...
 
     def peak_bytes(self) -> int:
-        """The peak of one more step, everything that training keeps included."""
+        """Return the peak of one more step in bytes, with weights, gradients and optimizer state."""
         ...
 
     def resident_peak_mib(self) -> float:
-        """The largest resident memory since `resident_before` (VmHWM), in MiB."""
+        """Return the peak resident memory since `resident_before` (VmHWM), in MiB."""
         ...

@@ -1,4 +1,4 @@
-"""The contestants of the race between toolkits."""
+"""Contestants of the comparison between toolkits."""
 
 import os
 
@@ -8,10 +8,10 @@ from benchmarks.measuring.peers.contest import Contestant, Entry, Terms
 
 
 def build(entry: dict, terms: dict) -> Contestant:
-    """The contestant, its toolkit imported."""
+    """Import the toolkit of an entry and return the contestant."""
     entry, terms = Entry(**entry), Terms(**terms)
     if entry.toolkit == "konkanivani":
-        bootstrap.set_malloc_options(os.environ)  # as at the head of each of our scripts
+        bootstrap.set_malloc_options(os.environ)  # as in every training script
         from benchmarks.measuring.peers.ours import KonkaniVani
 
         return KonkaniVani(entry, terms)

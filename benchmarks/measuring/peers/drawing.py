@@ -1,4 +1,4 @@
-"""Curves from JSON on standard input to a PNG file: time above, memory below, a column an axis."""
+"""Draw curves, JSON on standard input, into a PNG file: time above, memory below, a column per axis."""
 
 import json
 import sys

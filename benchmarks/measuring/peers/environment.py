@@ -1,4 +1,4 @@
-"""An environment of their own for the other toolkits: the project's packages, and theirs on top."""
+"""Python environment of the other toolkits: the project's packages plus theirs."""
 
 import hashlib
 import subprocess
@@ -13,24 +13,27 @@ PACKAGES = ("speechbrain", "espnet", "matplotlib")
 
 
 def pythons_of(toolkits: tuple[str, ...], folder: Path) -> dict[str, Path]:
-    """Each toolkit's interpreter; the others' environment under `folder` is made where it is missing."""
+    """Return each toolkit's Python; create the environment of the others under `folder` unless it exists."""
     others = [toolkit for toolkit in toolkits if toolkit != OURS]
     pythons = {OURS: Path(sys.executable)} if OURS in toolkits else {}
     return pythons | (dict.fromkeys(others, peer_python(folder, PACKAGES)) if others else {})
 
 
 def peer_python(folder: Path, packages: tuple[str, ...]) -> Path:
-    """The Python of an environment under `folder` that has `packages`, made where it is not there yet.
+    """Return the Python of an environment under `folder` with `packages`; create it unless it exists.
 
-    It sees the packages of the environment that this runs in, so that torch is the same and is not downloaded again.
+    Raises ResourceError if the installation fails.
     """
+    # Other packages, or another base environment, have another folder.
     environment = folder / hashlib.sha1(repr((packages, sys.prefix)).encode()).hexdigest()[:12]
+    # `done` is created last, so that an interrupted installation is repeated.
     python, done = environment / "bin" / "python", environment / "done"
     if done.exists():
         return python
     print(f"Installing {', '.join(packages)} into {environment}: a minute or two, once.", file=sys.stderr, flush=True)
     _run([sys.executable, "-m", "venv", "--clear", str(environment)])
     own = next(environment.glob("lib/python*/site-packages"))
+    # The packages of the running environment are visible too: both use the same torch, without another download.
     (own / "project.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
     _run([str(python), "-m", "pip", "install", "--quiet", *packages])
     done.touch()

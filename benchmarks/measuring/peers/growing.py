@@ -1,4 +1,4 @@
-"""A figure for each toolkit at each point of an axis, as tables and as a picture."""
+"""Time and memory of each toolkit along an axis, such as utterance length, as tables and as a picture."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from konkanivani.base.errors import ResourceError
 
 @dataclass(frozen=True)
 class Axis:
-    """What grows, its values, and the work at each of them."""
+    """Quantity that grows, its values, and the workload at each value."""
 
     title: str
     values: tuple[float, ...]
@@ -23,7 +23,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Point:
-    """One toolkit at one value: milliseconds and MiB, each an audio second; MiB of the whole; None: it did not fit."""
+    """Result of a toolkit at one value: ms and MiB per second of audio, and total MiB; None: out of memory."""
 
     toolkit: str
     value: float
@@ -34,18 +34,18 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """All toolkits along one axis."""
+    """Results of all toolkits along one axis."""
 
     axis: Axis
     points: tuple[Point, ...]
 
     @property
     def toolkits(self) -> tuple[str, ...]:
-        """In the order in which they came."""
+        """Names of the toolkits, in their order."""
         return tuple(dict.fromkeys(point.toolkit for point in self.points))
 
     def markdown(self) -> str:
-        """Both figures of each toolkit, a row a value."""
+        """Return a Markdown table with a row per value."""
         head = [self.axis.title, *(f"{toolkit}, ms and MiB an audio second" for toolkit in self.toolkits)]
         lines = [_row(head), _row(["---"] * len(head))]
         for value in self.axis.values:
@@ -55,7 +55,7 @@ class Curve:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, object]:
-        """Everything, for a program."""
+        """Return the curve as JSON-serialisable values."""
         return {"title": self.axis.title, "points": [asdict(point) for point in self.points]}
 
 
@@ -68,14 +68,15 @@ def _figures(point: Point) -> str:
 
 
 def grow(axis: Axis, toolkits: tuple[str, ...], rounds: int, folder: Path) -> Curve:
-    """The curve; toolkits step in turn at each value."""
+    """Measure the curve; at each value, the toolkits step in turn."""
     pythons, points = pythons_of(toolkits, folder), []
     for value, terms in zip(axis.values, axis.terms, strict=True):
         print(f"{axis.title}: {value:g}", file=sys.stderr, flush=True)
         entries = tuple(Entry(toolkit, "", 1) for toolkit in toolkits)
         try:
+            # In turn, so that a varying speed of the machine affects all toolkits equally.
             results = {result.entry: result for result in race(entries, pythons, terms, rounds)}
-        except ResourceError as error:  # one that does not fit must not cost the others their figure
+        except ResourceError as error:  # one toolkit is out of memory: measure each alone
             print(error, file=sys.stderr)
             results = {entry: _alone(entry, pythons, terms, rounds) for entry in entries}
         points += [_point(entry.toolkit, value, terms, results[entry]) for entry in entries]
@@ -92,12 +93,13 @@ def _alone(entry: Entry, pythons: dict[str, Path], terms: Terms, rounds: int) ->
 def _point(toolkit: str, value: float, terms: Terms, result: Result | None) -> Point:
     if result is None:
         return Point(toolkit, value, None, None, None)
+    # All utterances of a point have the same duration.
     audio = terms.utterances * terms.longest
     return Point(toolkit, value, 1000 * result.median / audio, result.peak_mib, result.peak_mib / audio)
 
 
 def draw(curves: tuple[Curve, ...], picture: Path, folder: Path) -> None:
-    """Draws the curves into a PNG file, by the matplotlib of the others' environment."""
+    """Draw the curves into a PNG file, with matplotlib from the environment of the other toolkits."""
     python = pythons_of(("speechbrain",), folder)["speechbrain"]
     curves_as_json = json.dumps([curve.as_json() for curve in curves])
     command = [str(python), str(Path(__file__).with_name("drawing.py")), str(picture.resolve())]

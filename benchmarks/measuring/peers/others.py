@@ -1,8 +1,8 @@
-"""The models of other toolkits in the shape of the preset `original`, trained as their own recipes do.
+"""Models of other toolkits with the dimensions of the preset `original`, trained as in their own recipes.
 
 Conformer, 12 + 6 layers, feed-forward of four times the width, 4 heads, 1,000 tokens; CTC and attention losses, label
-smoothing, AdamW. Dropout on the residual branches is what the terms say, of attention probabilities too: these toolkits
-drop them.
+smoothing, AdamW. The dropout of the workload applies to residual branches and, as usual in these toolkits, also to
+attention probabilities.
 """
 
 from importlib.metadata import version
@@ -20,7 +20,7 @@ BLANK, START, END = 0, 1, 2
 
 
 class ESPnet(torch.nn.Module):
-    """ESPnet 2: espnet2.asr with relative positions and its two-dimensional subsampling, as its Conformer recipes."""
+    """ESPnet 2 model: espnet2.asr with relative positions and conv2d subsampling, as in its Conformer recipes."""
 
     package = "espnet"
 
@@ -74,12 +74,12 @@ class ESPnet(torch.nn.Module):
         )
 
     def loss(self, piece: MicroBatch) -> torch.Tensor:
-        """ESPnet's own joint loss."""
+        """Return ESPnet's joint loss."""
         return self.model(piece.features, piece.frames, piece.tokens, piece.token_lengths)[0]
 
 
 class SpeechBrain(torch.nn.Module):
-    """SpeechBrain: its convolutional front end and TransformerASR, as its LibriSpeech recipe puts them together."""
+    """SpeechBrain model: convolutional front end and TransformerASR, as in its LibriSpeech recipe."""
 
     package = "speechbrain"
 
@@ -100,7 +100,7 @@ class SpeechBrain(torch.nn.Module):
         )
         self.transformer = TransformerASR(
             tgt_vocab=VOCABULARY,
-            input_size=BINS // 4 * 32,
+            input_size=BINS // 4 * 32,  # two strides of 2, 32 channels
             d_model=width,
             nhead=HEADS,
             num_encoder_layers=ENCODER_LAYERS,
@@ -118,11 +118,13 @@ class SpeechBrain(torch.nn.Module):
         self.by_attention = torch.nn.Linear(width, VOCABULARY)
 
     def loss(self, piece: MicroBatch) -> torch.Tensor:
-        """The recipe's joint loss; lengths are shares of the longest, as it counts them."""
+        """Return the joint loss of the recipe; SpeechBrain expects lengths as fractions of the longest."""
         from speechbrain.nnet.losses import ctc_loss, kldiv_loss
 
         frames = piece.frames / piece.frames.max()
+        # Decoder inputs are start and tokens, targets are tokens and end.
         begun, ended = F.pad(piece.tokens, (1, 0), value=START), F.pad(piece.tokens, (0, 1), value=BLANK)
+        # The end follows the last token of each utterance, before the padding.
         ended = ended.scatter(1, piece.token_lengths[:, None], END)
         encoded, predicted = self.transformer(self.convolutions(piece.features), begun, frames, pad_idx=BLANK)
         by_ctc, by_attention = self.by_ctc(encoded).log_softmax(-1), self.by_attention(predicted).log_softmax(-1)
@@ -135,7 +137,7 @@ class SpeechBrain(torch.nn.Module):
 
 
 class OtherToolkit:
-    """One of the models above in an ordinary training loop; on CUDA fp16 with loss scaling."""
+    """One of the models above in a typical training loop; on CUDA, mixed precision is fp16 with loss scaling."""
 
     def __init__(self, entry: Entry, terms: Terms) -> None:
         import_toolkit(entry)
@@ -147,17 +149,19 @@ class OtherToolkit:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.dtype = torch.float16 if terms.device == "cuda" else torch.bfloat16
+        # bf16 has the exponent range of fp32 and needs no loss scale.
         self.scaler = torch.amp.GradScaler(terms.device, enabled=terms.mixed_precision and self.dtype == torch.float16)
         self.pieces = cut(build_speech(terms.utterances, terms.shortest, terms.longest), entry.micro_batches)
 
     def step(self) -> float:
-        """One optimizer step; the mean of the micro-batches' losses."""
+        """Run one optimizer step; return the mean of the micro-batches' losses."""
         losses = []
         for piece in self.pieces:
             with torch.autocast(self.terms.device, self.dtype, enabled=self.terms.mixed_precision):
                 loss = self.model.loss(piece.to(self.terms.device)) / len(self.pieces)
             self.scaler.scale(loss).backward()
             losses.append(loss.detach())
+        # The norm must be that of the true gradients, hence the scale is removed before clipping.
         self.scaler.unscale_(self.optimizer)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.scaler.step(self.optimizer)
@@ -166,16 +170,16 @@ class OtherToolkit:
         return float(torch.stack(losses).sum())
 
     def resident_peak_mib(self) -> float:
-        """VmHWM, on a CPU; nothing begins it anew but the constructor."""
+        """Return VmHWM in MiB on a CPU; only the constructor resets it."""
         return peak_resident_mib()
 
     def peak_bytes(self) -> int:
-        """The peak of one more step."""
+        """Return the peak of one more step, in bytes."""
         return peak_bytes(self.model, self.optimizer, self.step, self.terms.device)
 
 
 def import_toolkit(entry: Entry) -> None:
-    """Imports what the model is made of, so that its code is no part of what training takes."""
+    """Import the modules of the model, so that their code does not count as memory of the training."""
     if entry.toolkit == "espnet":
         import espnet2.asr.encoder.conformer_encoder
         import espnet2.asr.espnet_model  # noqa: F401
@@ -186,7 +190,7 @@ def import_toolkit(entry: Entry) -> None:
 
 
 def build_model(entry: Entry, terms: Terms) -> ESPnet | SpeechBrain:
-    """The toolkit's model, freshly initialised."""
+    """Return the toolkit's model with its random initial weights."""
     torch.manual_seed(0)
     if entry.toolkit == "espnet":
         return ESPnet(terms.width, terms.dropout)

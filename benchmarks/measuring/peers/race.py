@@ -1,6 +1,6 @@
-"""All contestants in turn, one step each, round after round: A B C A B C …
+"""Race of contestants that run one step each in turn, round after round: A B C A B C …
 
-Each waits in a process of its own while another works, so that a machine that grows slower does so for all of them.
+Each has its own process, which waits while another one runs. A machine that becomes slower thus slows all contestants.
 """
 
 import json
@@ -23,18 +23,18 @@ from benchmarks.measuring.steal import Steal
 from konkanivani.base.errors import ResourceError
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
-REST_SECONDS = 0.3  # a process's idle threads spin for a moment after its step
+REST_SECONDS = 0.3  # after a step, a process's idle threads spin for a moment
 CONTESTANTS = "benchmarks.measuring.peers.contestants"
-TRIES = 3  # of a step: the host takes cores away for some seconds at a time
+TRIES = 3  # of a step: a host takes cores away for a few seconds at a time
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one contestant took: seconds of each round's step, memory in MiB, the loss of its last step.
+    """Measurements of one contestant: seconds of each round's step, memory in MiB, loss of the last step.
 
-    `cpu_seconds` are those of all its threads on a core, which say more on a machine that others use as well.
-    `rates` are the machine's about each step, from products made right before and after it; `aside` has the seconds of
-    what else was timed in each round.
+    `cpu_seconds` is the CPU time of all threads, which is more reliable on a shared machine. `rates` is the machine's
+    speed around each step, from matrix products immediately before and after it. `aside` has the seconds of other
+    methods that were timed in each round.
     """
 
     entry: Entry
@@ -50,17 +50,18 @@ class Result:
 
     @property
     def median(self) -> float:
-        """Seconds a step."""
+        """Median seconds per step."""
         return statistics.median(self.seconds)
 
 
 class Runner:
-    """A contestant's process."""
+    """Process of a contestant."""
 
     def __init__(self, python: Path, entry: Entry, terms: Work, module: str) -> None:
         asked = json.dumps({"module": module, "entry": asdict(entry), "terms": asdict(terms)})
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "training_scripts")])}
         if entry.toolkit == "konkanivani":
+            # As for the training scripts, which set this before Python starts.
             bootstrap.set_process_defaults(environment)
             bootstrap.add_huge_pages(environment)
         self.entry, self.seconds, self.cpu_seconds, self.rates = entry, [], [], []
@@ -76,7 +77,7 @@ class Runner:
         )
 
     def hear(self) -> dict:
-        """Its next line; a ResourceError with its last words where it has died."""
+        """Return the next answer; raise ResourceError with the last line of stderr if the process has died."""
         line = self.process.stdout.readline()
         if not line:
             words = self.process.stderr.read().strip().splitlines()
@@ -88,12 +89,12 @@ class Runner:
         return json.loads(line)
 
     def ask(self, command: str) -> dict:
-        """Its answer to a command."""
+        """Send a command and return the answer."""
         print(command, file=self.process.stdin, flush=True)
         return self.hear()
 
     def step(self) -> dict:
-        """Its answer to a step; where the host takes cores away meanwhile, to another, at the worst to the last."""
+        """Run a step and return the answer; repeat it if the host took cores away, at most TRIES times in all."""
         for left in reversed(range(TRIES)):
             steal = Steal()
             answer = self.ask("step")
@@ -106,7 +107,7 @@ class Runner:
 
 @contextmanager
 def running(python: Path, entry: Entry, terms: Work, module: str) -> Iterator[Runner]:
-    """The contestant's process, ended when all is done."""
+    """Start the process of a contestant, and kill it on exit from the context."""
     runner = Runner(python, entry, terms, module)
     try:
         yield runner
@@ -123,13 +124,13 @@ def race(
     module: str = CONTESTANTS,
     aside: tuple[str, ...] = (),
 ) -> tuple[Result, ...]:
-    """Every entry's result, in their order; `pythons` has each toolkit's interpreter.
+    """Return the results of all entries in their order; `pythons` has the Python of each toolkit.
 
-    The module builds the contestants, of whom each is timed for what `aside` names too, behind its step.
+    `module` builds the contestants; `aside` names other methods of a contestant to time after each step.
     """
     with ExitStack() as stack:
         runners, ready = [], []
-        for entry in entries:  # one by one: each warms up alone
+        for entry in entries:  # sequentially, so that each warms up alone
             runners.append(stack.enter_context(running(pythons[entry.toolkit], entry, terms, module)))
             ready.append(runners[-1].hear())
             print(f"{entry.name}, {terms.utterances // entry.micro_batches} at once: ready", file=sys.stderr)
@@ -146,7 +147,7 @@ def race(
                 time.sleep(REST_SECONDS)
                 after = take_rate(terms.device)
                 runner.rates.append(mean_of(before, after))
-                before = after
+                before = after  # each measurement serves the steps before and after it
             times = " ".join(f"{answer['seconds']:.2f}" for answer in answers)
             print(f"round {number + 1} of {rounds}: {times} s", file=sys.stderr, flush=True)
         peaks = [runner.ask("peak") for runner in runners]

@@ -1,8 +1,8 @@
-"""Steps of the minimal preset on fixed windows of noise, by one process or as one rank of several.
+"""Optimizer steps of the minimal preset on a fixed global batch of noise, by one process or as one of several ranks.
 
     python3 -m benchmarks.measuring.scaling.fixed_run OUTCOME.json UTTERANCES STEPS SHARDED
 
-is a rank; the first one writes what its steps took.
+is one rank; the first rank writes the step times to OUTCOME.json.
 """
 
 import dataclasses
@@ -34,23 +34,27 @@ TIMEOUT = 600.0
 
 
 def fixed_speech(utterances: int) -> list[Example]:
-    """The same utterances on every machine."""
+    """Return utterances of noise, equal on every machine."""
     generator = torch.Generator().manual_seed(0)
     seconds = torch.linspace(MIN_SECONDS, MAX_SECONDS, utterances).tolist()
     return [build_speech(length, VOCABULARY, generator) for length in seconds]
 
 
 def fixed_global_batch(utterances: int, topology: Topology = ALONE) -> GlobalBatch:
-    """These as one window in micro-batches of four: a rank's share of it, with the counts of all."""
+    """Return a rank's share of the global batch, in micro-batches of four.
+
+    Tokens and utterances are counted over all ranks, since the losses are divided by the counts of the whole.
+    """
     speeches = fixed_speech(utterances)
     whole = split_into_micro_batches(speeches, same_size(MICRO_BATCH), OUR_TOKENS)
+    # The same partition as in training.
     own = partition(np.array([speech.seconds for speech in speeches]), topology.world_size)[topology.rank]
     portion = split_into_micro_batches([speeches[number] for number in own], same_size(MICRO_BATCH), OUR_TOKENS)
     return dataclasses.replace(whole, micro_batches=portion.micro_batches)
 
 
 def build_parts(topology: Topology = ALONE, sharded: bool = False) -> StepParts:
-    """The minimal preset's step parts on the CPU."""
+    """Return the step parts of the minimal preset on the CPU."""
     config, cpu = dataclasses.replace(TrainConfig(), model=PRESETS["minimal"]), torch.device("cpu")
     return build_step_parts(
         config, architecture_of(config, VOCABULARY), cpu, 1000, layout=StateLayout(topology, sharded)
@@ -58,7 +62,10 @@ def build_parts(topology: Topology = ALONE, sharded: bool = False) -> StepParts:
 
 
 class SumClock:
-    """The seconds that a step's sum over ranks takes: what computing does not hide, since they do not overlap."""
+    """Timer of the gradient sum over ranks.
+
+    The sum does not overlap with computation, so that its time adds to the step time.
+    """
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -71,13 +78,15 @@ class SumClock:
 
 
 def main(outcome: str, utterances: str, steps: str, sharded: str) -> None:
-    """One rank: warms up, times the steps; the first one writes the median and the share of the sums."""
+    """Run one rank: warm up and time the steps; the first rank writes the median and the share of the sums."""
     topology, clock = read_topology(), SumClock()
+    # Replaced in the module that calls it, where the name is looked up.
     training_step.sum_tensors = clock
     with process_group(topology, TIMEOUT):
         parts, global_batch = build_parts(topology, sharded == "True"), fixed_global_batch(int(utterances), topology)
         for step in range(WARM_UP):
             train_step(parts, global_batch, step)
+        # The warm-up does not count.
         clock.seconds.clear()
         times = []
         for step in range(int(steps)):

@@ -1,4 +1,4 @@
-"""Invariant 9 over its grid: every way to share a run's steps between processes, against one process alone."""
+"""Invariant 9 over its grid: every distribution of a run's steps over processes gives the result of one process."""
 
 import itertools
 
@@ -6,13 +6,13 @@ from benchmarks.measuring.faults.effort import Effort, FaultTable
 from tests.invariants.parts import relative_difference
 from tests.invariants.ranks import Case, Trained, train_case, train_in_ranks
 
-BOUND = 1e-9
+BOUND = 1e-9  # relative, in float64; the order of summation differs
 STEPS, FEW_STEPS = 50, 6
 WHOLE_WINDOW, QUARTER = 8, 2  # utterances in a micro-batch: accumulation 1 and 4
 
 
 def cases_of(steps: int) -> dict[str, Case]:
-    """The grid in one world; the last one is the negative control."""
+    """Return the cases for each world size; the last one is the negative control."""
     grid = {
         f"{'FSDP2' if sharded else 'data parallel'}, {accumulation}": Case(steps, size, sharded, recompute)
         for sharded, (accumulation, size), recompute in itertools.product(
@@ -25,9 +25,10 @@ def cases_of(steps: int) -> dict[str, Case]:
 
 
 def measure(effort: Effort) -> FaultTable:
-    """A row for each cell of the grid."""
+    """Return a table with a row per case and world size."""
     steps = effort.count(STEPS, short=FEW_STEPS)
     cases = cases_of(steps)
+    # One process is the reference for all ranks with the same micro-batches.
     alone = {size: train_case(Case(steps, size)) for size in (WHOLE_WINDOW, QUARTER)}
     rows, failures = [], []
     for world_size in (1, 2, 4) if effort.is_full else (2,):
@@ -35,9 +36,10 @@ def measure(effort: Effort) -> FaultTable:
             cases.items(), train_in_ranks(list(cases.values()), world_size, effort.folder), strict=True
         ):
             if world_size == 1 and (case.sharded or case.own_divisor or case.out_of_memory_rank):
-                continue  # a world of one deals nothing
+                continue  # no effect with a single rank
             weights, losses = differences(alone[case.batch_size], trained)
             rows.append((str(world_size), name, f"{weights:.1e}", f"{losses:.1e}", str(trained.splits)))
+            # The negative control must exceed the bound, all others must not.
             if (max(weights, losses) < BOUND) == case.own_divisor:
                 failures.append(f"{world_size} ranks, {name}: {weights:.1e}, and the bound is {BOUND:.0e}")
     return FaultTable(
@@ -53,6 +55,6 @@ def measure(effort: Effort) -> FaultTable:
 
 
 def differences(one: Trained, other: Trained) -> tuple[float, float]:
-    """The largest relative difference of a weight tensor and of a loss."""
+    """Return the largest relative difference of the weight tensors and of the losses."""
     weights = max(relative_difference(weight, other.weights[name]) for name, weight in one.weights.items())
     return weights, max(abs(a - b) / abs(a) for a, b in zip(one.losses, other.losses, strict=True))

@@ -1,4 +1,4 @@
-"""SIGKILLs of ranks under torchrun, which starts them anew: each run must end as the one that nobody killed."""
+"""SIGKILLs of ranks under torchrun, which restarts them: each run must end like an undisturbed one."""
 
 import random
 
@@ -10,7 +10,7 @@ KILLS_A_RUN, RUNS = 5, 2
 
 
 def measure(effort: Effort) -> FaultTable:
-    """A row for each run."""
+    """Return a table with a row per run."""
     draw = random.Random(effort.seed)
     corpus = write_corpus(effort.folder / "corpus", {"train": 26, "valid": 5})
     rows, failures = [], []

@@ -1,4 +1,4 @@
-"""Audio seconds a second by 1, 2 and 4 local processes on the same cores, at one effective batch."""
+"""Speed of 1, 2 and 4 local processes on the same cores with the same global batch, in seconds of audio per second."""
 
 import json
 import os
@@ -18,14 +18,14 @@ from tests.warm import ROOT
 
 UTTERANCES = 32
 STEPS, FEW_STEPS, ROUNDS = 10, 2, 3
-MIN_SPEED = 0.95  # of one process on all threads
+MIN_SPEED = 0.95  # of two processes, as a share of one process on all threads
 MODULE = "benchmarks.measuring.scaling.fixed_run"
 VOCABULARY = 1000
 
 
 @dataclass(frozen=True)
 class Setting:
-    """So many ranks of so many threads."""
+    """Number of ranks, and threads of each."""
 
     name: str
     world_size: int
@@ -34,17 +34,18 @@ class Setting:
 
 
 def start_and_wait(command: Sequence[str], world_size: int, **environment: str) -> None:
-    """Runs the command as so many ranks on this machine to their end; an AssertionError where one fails."""
+    """Run the command as `world_size` ranks on this machine until they end; raise AssertionError if one fails."""
     ranks = [
         subprocess.Popen(command, cwd=ROOT, env=place | environment, stderr=subprocess.PIPE, text=True)
         for place in environments_of(world_size)
     ]
+    # A rank whose peers have failed would wait for them, hence the timeout.
     errors = [rank.communicate(timeout=2 * PATIENCE)[1] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
 
 
 def settings(cores: int) -> list[Setting]:
-    """What is compared: all use the same cores."""
+    """Return the compared settings; all use the same cores."""
     return [
         Setting(f"1 process, {cores} threads", 1, cores),
         Setting("2 processes, data parallel", 2, max(1, cores // 2)),
@@ -54,7 +55,7 @@ def settings(cores: int) -> list[Setting]:
 
 
 def measure(effort: Effort) -> FaultTable:
-    """A row for each setting, the best of several rounds in turn."""
+    """Return a table with a row per setting: the best of several rounds, in which the settings alternate."""
     cores = len(os.sched_getaffinity(0))
     found: dict[str, list[dict[str, float]]] = {setting.name: [] for setting in settings(cores)}
     for _ in range(effort.count(ROUNDS, short=1)):
@@ -62,6 +63,7 @@ def measure(effort: Effort) -> FaultTable:
             found[setting.name].append(run(setting, effort.folder / "outcome.json", effort.count(STEPS, FEW_STEPS)))
     rows, rates = [], {}
     for setting in settings(cores):
+        # The best round: other processes of the machine can only make a step slower.
         best = min(found[setting.name], key=lambda one: one["step"])
         rates[setting.name] = best["audio"] / best["step"]
         architecture = architecture_of(TrainConfig(model=PRESETS["minimal"]), VOCABULARY)
@@ -81,8 +83,9 @@ def measure(effort: Effort) -> FaultTable:
 
 
 def run(setting: Setting, outcome: Path, steps: int) -> dict[str, float]:
-    """What one setting's steps took."""
+    """Return the step time, the share of the sums and the seconds of audio of one setting."""
     arguments = (str(outcome), str(UTTERANCES), str(steps), str(setting.sharded))
     command = [sys.executable, "-m", MODULE, *arguments]
+    # PASSIVE: spinning idle threads of one rank would take cores from the others.
     start_and_wait(command, setting.world_size, OMP_NUM_THREADS=str(setting.threads), OMP_WAIT_POLICY="passive")
     return json.loads(outcome.read_text())

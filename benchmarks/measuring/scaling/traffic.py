@@ -1,4 +1,7 @@
-"""What crosses the network in a step, and how long that takes by a model of the network: no other is needed here."""
+"""Bytes that cross the network in a step, and their time according to a model of the network.
+
+Runs on one machine, without any network.
+"""
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
 from konkanivani.base.config import PRESETS, TextConfig, TrainConfig
@@ -7,24 +10,25 @@ from konkanivani.recipe.planning.ranks import Ranks, traffic_bytes
 
 WORLDS = (2, 4, 8, 64)
 GIGABITS = (1, 10, 100)
-LATENCY = 50e-6  # seconds a message, of which a sum over N ranks is 2 (N - 1) in a row
+LATENCY = 50e-6  # seconds per message; a sum over N ranks in a ring has 2 (N - 1) consecutive messages
 MICRO_BATCHES = 4
-COMPUTING = 1.0  # seconds of a step that are not the network's
+COMPUTING = 1.0  # seconds of computation in a step
 
 
 def seconds(sent: int, ranks: Ranks, gigabits: float) -> float:
-    """The time of so many bytes sent by each rank of a ring: bytes / bandwidth + messages x latency."""
+    """Return the seconds for `sent` bytes from each rank of a ring: bytes / bandwidth + messages x latency."""
     return sent / (gigabits * 1e9 / 8) + 2 * (ranks.world_size - 1) * LATENCY
 
 
 def measure(_: Effort) -> FaultTable:
-    """A row for each preset, way and world."""
+    """Return a table with a row per preset, kind of parallelism and world size."""
     rows = []
     for preset, shape in PRESETS.items():
         architecture = architecture_of(TrainConfig(model=shape), TextConfig().vocab_size)
         for sharded in (False, True):
             for world_size in WORLDS:
                 ranks = Ranks(world_size, sharded)
+                # Sharded weights are gathered for every micro-batch; otherwise gradients are summed once per step.
                 sent = traffic_bytes(architecture, ranks) * (MICRO_BATCHES if sharded else 1)
                 taken = [seconds(sent, ranks, gigabits) for gigabits in GIGABITS]
                 shares = [f"{time:.3f} s, {time / (COMPUTING + time):.0%}" for time in taken]

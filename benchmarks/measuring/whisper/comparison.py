@@ -1,4 +1,4 @@
-"""A step of ours beside transformers': tables of time and memory, and the ratios of the two."""
+"""Tables of time and memory of a Whisper step in this trainer and in transformers, and their ratios."""
 
 import os
 import statistics
@@ -18,7 +18,7 @@ from konkanivani.memory.plan import STATE_BYTES
 
 THEIRS = "transformers"
 CONTESTANTS = "benchmarks.measuring.whisper.contestants"
-LOSS_SHARE = 0.001  # that the last losses may lie apart: both sides do the same work (half precision: ten times that)
+LOSS_SHARE = 0.001  # largest relative difference of the last losses (half precision: ten times that)
 ON_CARD = "card"
 HEARD = {"window": "all of the window", "speech": "the speech alone"}
 TRAINED = {"all": "all weights", "decoder": "the decoder alone", "lora": "LoRA of rank 32 on q and v"}
@@ -26,7 +26,7 @@ TRAINED = {"all": "all weights", "decoder": "the decoder alone", "lora": "LoRA o
 
 @dataclass(frozen=True)
 class WhisperComparison:
-    """What was measured; the last result is theirs."""
+    """Results of all settings; the last one is that for transformers."""
 
     terms: WhisperTerms
     rounds: int
@@ -34,7 +34,7 @@ class WhisperComparison:
     results: tuple[Result, ...]
 
     def markdown(self) -> str:
-        """The tables, with what they were measured on above them."""
+        """Return a description of the measurement and the tables as Markdown."""
         terms, theirs = self.terms, self.results[-1]
         return "\n".join(
             [
@@ -55,16 +55,20 @@ class WhisperComparison:
         )
 
     def as_json(self) -> dict[str, object]:
-        """Everything, for a program."""
+        """Return all fields as JSON-serialisable values."""
         return asdict(self)
 
 
 def compare(
     terms: WhisperTerms, rounds: int, at_once: tuple[int, ...], weights: tuple[str, ...] = (ON_CARD,)
 ) -> WhisperComparison:
-    """Ours, so many micro-batches at once and with its weights in each of these places, and transformers.
+    """Compare this trainer with transformers.
 
-    A NumericsError where the losses say that the two do not do the same.
+    Raises NumericsError if the losses show that the two do not compute the same step.
+
+    Args:
+        at_once: Numbers of concurrent micro-batches of this trainer.
+        weights: Locations of this trainer's weights, keys of PLACEMENTS or "card".
     """
     pieces = terms.utterances // terms.together
     entries = (
@@ -75,6 +79,7 @@ def compare(
     pythons = dict.fromkeys((OURS, THEIRS), Path(sys.executable))
     results = race(entries, pythons, terms, rounds, CONTESTANTS, aside=("features",))
     losses = [result.loss for result in results]
+    # With the speech alone, the encoder input differs from that in transformers, and so does the loss.
     is_same_work = terms.audio_context == "window"
     if is_same_work and max(losses) - min(losses) > (10 if terms.mixed_precision else 1) * LOSS_SHARE * max(losses):
         raise NumericsError(
@@ -95,7 +100,7 @@ def _precision(terms: WhisperTerms) -> str:
 
 
 def _above_state(result: Result) -> float:
-    """What a step takes beside weights, gradients and moments of what is trained, in MiB."""
+    """Return the peak minus weights, gradients and moments of the trained parameters, in MiB."""
     return result.peak_mib - STATE_BYTES * result.parameters / MIB
 
 

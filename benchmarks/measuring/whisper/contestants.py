@@ -1,4 +1,4 @@
-"""The contestants of the race between two steps of a Whisper model."""
+"""Contestants of the comparison of Whisper steps."""
 
 import os
 
@@ -9,10 +9,10 @@ from benchmarks.measuring.whisper.work import WhisperTerms
 
 
 def build(entry: dict, terms: dict) -> Contestant:
-    """The contestant, its toolkit imported."""
+    """Import the toolkit of an entry and return the contestant."""
     entry, terms = Entry(**entry), WhisperTerms(**terms)
     if entry.toolkit == "konkanivani":
-        bootstrap.set_malloc_options(os.environ)  # as at the head of each of our scripts
+        bootstrap.set_malloc_options(os.environ)  # as in every training script
         from benchmarks.measuring.whisper.ours import KonkaniVani
 
         return KonkaniVani(entry, terms)

@@ -1,4 +1,4 @@
-"""The product's own step of a Whisper model as a contestant."""
+"""This trainer's step of a Whisper model as a contestant."""
 
 import dataclasses
 import sys
@@ -32,13 +32,13 @@ TUNINGS = {
 PLACEMENTS = {
     "": ON_CARD,
     "half": Placement(half_precision=True),
-    "host": Placement(offloaded_blocks=sys.maxsize),
+    "host": Placement(offloaded_blocks=sys.maxsize),  # all blocks
     "ahead": Placement(offloaded_blocks=sys.maxsize, prefetch=True),
 }
 
 
 class KonkaniVani:
-    """`train_step` with every block recomputed, `together` utterances a micro-batch."""
+    """`train_step` with all blocks recomputed and `together` utterances per micro-batch."""
 
     version = "this tree"
 
@@ -50,6 +50,7 @@ class KonkaniVani:
                 gradient_accumulation_steps=terms.utterances // terms.together,
                 concurrent_micro_batches=entry.at_once,
             ),
+            # The loss of transformers: cross entropy without smoothing.
             loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0),
             optimizer=SCHEDULE,
             memory=MemoryConfig(mixed_precision=terms.mixed_precision, gradient_checkpointing="always"),
@@ -59,18 +60,19 @@ class KonkaniVani:
         architecture = WhisperArchitecture(terms.shape, TUNINGS[terms.train], terms.audio_context)
         device, layout = choose_device(terms.device), StateLayout(placement=PLACEMENTS[entry.setting])
         self.parts = build_step_parts(config, architecture, device, TOTAL_STEPS, layout=layout)
+        # Both sides get equal weights, since both derive them from the names in the checkpoint files.
         fill(_named_as_in_files(self.parts.model))
         self.parameters = sum(parameter.numel() for parameter in trained_parameters(self.parts.model))
         self.steps = 0
         warm_up(self.parts, self.global_batch)
 
     def step(self) -> float:
-        """One optimizer step; the loss in nats a label."""
+        """Run one optimizer step; return the loss in nats per label."""
         self.steps += 1
         return train_step(self.parts, self.global_batch, self.steps).loss
 
     def features(self) -> float:
-        """The features of the step alone; their mean."""
+        """Compute only the features of the step; return their mean."""
         means = []
         for batch in self.global_batch.micro_batches:
             batch = batch.to(self.parts.forward.device)
@@ -79,15 +81,17 @@ class KonkaniVani:
         return float(torch.stack(means).mean())
 
     def resident_peak_mib(self) -> float:
-        """The run's, which the monitor begins anew each phase on a CPU."""
+        """Return the peak resident memory over all phases, in MiB."""
+        # On a CPU, the monitor resets VmHWM in each phase, so that it must be read from the monitor.
         return self.parts.forward.monitor.overall_peak_mib()
 
     def peak_bytes(self) -> int:
-        """The peak of one more step."""
+        """Return the peak of one more step, in bytes."""
         return round(peak_mib(self.parts, self.global_batch) * MIB)
 
 
 def _named_as_in_files(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the parameters under the names of transformers and peft, from which `fill` derives their values."""
     down, up = LOW_RANK_TENSORS
     for name, parameter in model.named_parameters():
         name = name.replace(down, "lora_A").replace(up, "lora_B")

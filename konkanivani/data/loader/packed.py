@@ -10,51 +10,46 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
 from konkanivani.data.batch import Batch, GlobalBatch
 
+Value = TypeVar("Value", GlobalBatch, Batch)
+"""Item of a data loader: a global batch for training, or a batch for evaluation."""
+
 ALIGNMENT = 64  # bytes: the width of the widest SIMD registers, and PyTorch's own alignment of CPU tensors
 
-Value = TypeVar("Value", GlobalBatch, Batch)
-"""What a data loader loads: global batches for training, or batches for evaluation."""
 
+@dataclass(frozen=True)
+class Place:
+    """Location of a tensor in the shared memory; `start` and `end` in bytes."""
 
-class _Layout:
-    """Consecutive places of tensors in a block of memory; `end` is the first byte after the latest place."""
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
 
-    def __init__(self) -> None:
-        self.end = 0
+    @property
+    def end(self) -> int:
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
 
-    def add(self, tensor: torch.Tensor) -> int:
-        """Assign the next place to a tensor of this shape and type, and return its first byte."""
-        start = math.ceil(self.end / ALIGNMENT) * ALIGNMENT
-        self.end = start + tensor.nbytes
-        return start
-
-    def next_view(self, memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """Assign the next place to a tensor of this shape and type, and return the memory there as such a tensor."""
-        start = self.add(tensor)
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as a view of the memory."""
         # view(dtype) requires a start divisible by the item size; ALIGNMENT is a multiple of every item size.
-        return memory[start : self.end].view(tensor.dtype).view(tensor.shape)
+        return memory[self.start : self.end].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
 class Packed(Generic[Value]):
-    """Packed batch: `hollow` is the batch with its tensors on the meta device, `memory` (bytes,) uint8 their contents.
+    """Packed batch: `hollow` is the batch with a `Place` for each tensor, `memory` (bytes,) uint8 their contents."""
 
-    The contents are in the order in which `with_each` visits the tensors.
-    """
-
-    hollow: Value
+    hollow: Any
     memory: torch.Tensor
 
     def unpack(self) -> Value:
         """Return the original batch; its tensors are views of the memory."""
-        layout = _Layout()
-        return self.hollow.with_each(lambda tensor: layout.next_view(self.memory, tensor))
+        return cast("Value", self.hollow.with_each(lambda place: place.of(self.memory)))
 
     def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed[Value]:
         return dataclasses.replace(self, memory=change(self.memory))
@@ -62,15 +57,17 @@ class Packed(Generic[Value]):
 
 def pack(value: Value) -> Packed[Value]:
     """Copy the tensors into shared memory; PyTorch raises a `RuntimeError` if /dev/shm is too small."""
-    sizes = _Layout()
+    tensors: list[torch.Tensor] = []
+    places: list[Place] = []
 
-    def hollow_out(tensor: torch.Tensor) -> torch.Tensor:
-        sizes.add(tensor)
-        # A tensor on the meta device has a shape and a type but no memory; it is sent without a file descriptor.
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    def place(tensor: torch.Tensor) -> Any:
+        end = places[-1].end if places else 0
+        places.append(Place(math.ceil(end / ALIGNMENT) * ALIGNMENT, tensor.dtype, tensor.shape))
+        tensors.append(tensor)
+        return places[-1]
 
-    hollow = value.with_each(hollow_out)
-    memory = torch.empty(sizes.end, dtype=torch.uint8).share_memory_()
-    places = _Layout()
-    value.with_each(lambda tensor: places.next_view(memory, tensor).copy_(tensor))
+    hollow = value.with_each(place)
+    memory = torch.empty(places[-1].end, dtype=torch.uint8).share_memory_()
+    for tensor, its_place in zip(tensors, places, strict=True):
+        its_place.of(memory).copy_(tensor)
     return Packed(hollow, memory)
