@@ -97,6 +97,7 @@ def evaluation_limits(config: TrainConfig, framing: FrameLengths | None = None) 
         config.data.min_duration,
         config.data.max_validation_duration,
         max_tokens=10**9,
+        fastest_speed=1.0,
         duration_flag="--max_validation_duration",
         framing=framing or Framing(config.features, config.model.subsampling),
         is_aligned=config.loss.ctc_weight != 0,
