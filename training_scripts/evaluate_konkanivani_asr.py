@@ -80,8 +80,10 @@ class Flags:
     @property
     def output_path(self) -> Path | None:
         """`output`, or the default file next to the checkpoint."""
-        if self.output is not None or self.checkpoint is None:  # no file is added to a --pretrained folder
-            return None if self.output is None else Path(self.output)
+        if self.output is not None:
+            return Path(self.output)
+        if self.checkpoint is None or self.manifest is None:  # no file is added to a --pretrained folder
+            return None
         checkpoint = Path(self.checkpoint)
         decode = self.decoding.decode
         searched = "" if decode == DecodingConfig.decode else f".{decode}"  # one file per decoding method
@@ -92,7 +94,7 @@ def score(flags: Flags) -> str:
     """Evaluate, write the output files, and return the text to print."""
     with print_on_local_rank0():
         check_flags(flags)
-    if flags.model is None:
+    if flags.hypotheses is not None:
         check_output(flags)
         return report_on(flags, read_pairs(flags.references, flags.hypotheses, flags.format))
     # Imported late: scoring transcripts does not need torch.
@@ -123,6 +125,7 @@ def report_on(flags: Flags, raw: TextPairs) -> str:
 
 def recognize(flags: Flags, topology: "Topology") -> TextPairs:
     """Recognize the manifest with the model, as in the final scoring of training; each rank processes its share."""
+    assert flags.model is not None and flags.manifest is not None  # check_flags requires both
     # Read before torch is imported, so that errors in it are reported at once.
     manifest = read_manifest(flags.manifest, flags.audio_roots)
     from konkanivani.base.device import choose_device
@@ -161,9 +164,9 @@ def check_flags(flags: Flags) -> None:
     of_texts = (flags.references, flags.hypotheses)
     # Exactly one of the two inputs, each complete.
     is_checkpoint = None not in of_checkpoint and of_texts == (None, None)
-    is_text = of_checkpoint == (None, None) and flags.hypotheses is not None
-    if is_text and flags.references is None:
-        is_text = is_json_file(flags.hypotheses)
+    is_text = False
+    if of_checkpoint == (None, None) and flags.hypotheses is not None:
+        is_text = flags.references is not None or is_json_file(flags.hypotheses)
     if not is_checkpoint and not is_text:
         raise UsageError(
             "Give --checkpoint and --manifest to evaluate a checkpoint, or --references and --hypotheses to "

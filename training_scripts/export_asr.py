@@ -115,7 +115,9 @@ def export(flags: Flags) -> str:
     speech_model = build_speech_model(checkpoint, torch.device("cpu"))
     check_finite(flags.checkpoint, speech_model.model.state_dict())
     # Before anything is written, so that an error in the manifest leaves no files.
-    utterances = None if flags.manifest is None else read_utterances(flags, checkpoint, speech_model)
+    utterances = None
+    if flags.manifest is not None:
+        utterances = read_utterances(flags.manifest, flags.audio_roots, checkpoint, speech_model)
     forms = [Exported("checkpoint", Path(flags.checkpoint), recognize_with(speech_model))]
     if flags.bundle is not None:
         forms.append(export_bundle(Path(flags.bundle), speech_model))
@@ -216,17 +218,19 @@ def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
     return forms
 
 
-def read_utterances(flags: Flags, checkpoint: "Checkpoint", speech_model: "SpeechModel") -> "EvaluationSet":
-    """Return the utterances of --manifest for the evaluation."""
+def read_utterances(
+    manifest: str, audio_roots: tuple[str, ...], checkpoint: "Checkpoint", speech_model: "SpeechModel"
+) -> "EvaluationSet":
+    """Return the utterances of the manifest for the evaluation."""
     from konkanivani.base.flags import config_from_text
     from konkanivani.data.rejections import Rejections
     from konkanivani.recipe.speech import build_evaluation_set
 
     config = config_from_text(checkpoint.config)
-    config = replace(config, data=replace(config.data, audio_roots=flags.audio_roots))
+    config = replace(config, data=replace(config.data, audio_roots=audio_roots))
     rejections = Rejections(None, parse_share(config.data.max_rejected, "--max_rejected"))
     return build_evaluation_set(
-        flags.manifest, config, speech_model.tokenizer, speech_model.architecture, speech_model.device, rejections
+        manifest, config, speech_model.tokenizer, speech_model.architecture, speech_model.device, rejections
     )
 
 

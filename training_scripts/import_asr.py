@@ -40,8 +40,8 @@ class Flags:
     """Overwrite an existing output file."""
 
 
-def check_flags(flags: Flags) -> None:
-    """Check the flags before any work.
+def check_flags(flags: Flags) -> tuple[str, str]:
+    """Check the flags before any work, and return the paths of input and output.
 
     Raises UsageError if input or output is missing or unsuitable, and ResourceError if the output cannot be written.
     """
@@ -56,19 +56,20 @@ def check_flags(flags: Flags) -> None:
     if is_name_of_a_run(output):
         raise UsageError(f"{output} is reserved for checkpoints of a run, which --resume reads. Name it imported.pt.")
     check_new_file(output, flags.force)
+    return flags.model, flags.output
 
 
 def run_import(flags: Flags) -> str:
     """Write the checkpoint; return a summary of the imported and skipped parts, and the next commands."""
-    check_flags(flags)
+    model, output_name = check_flags(flags)
     from konkanivani.inference.nemo.imported import import_nemo
     from konkanivani.training.checkpoint.checkpoint import write_checkpoint
 
-    output = Path(flags.output)
-    found = import_nemo(Path(flags.model), flags.language, output.parent)
+    output = Path(output_name)
+    found = import_nemo(Path(model), flags.language, output.parent)
     with atomic_write(output) as partial:
         write_checkpoint(partial, found.checkpoint)
-    name = shlex.quote(flags.output)
+    name = shlex.quote(output_name)
     size = output.stat().st_size
     return (
         f"{found.sentences()}\n{output}: {size / 1e6:.1f} MB. Next steps:\n  python3 "

@@ -27,7 +27,7 @@ from konkanivani.base.errors import DataError, UsageError
 from konkanivani.base.files import check_new_file
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
-    from konkanivani.data.text import Tokenizer
+    from konkanivani.data.vocabulary import Vocabulary
     from konkanivani.decoding.arpa import Ngrams
 
 MAX_ORDER = 16
@@ -75,7 +75,7 @@ def check_flags(flags: Flags) -> None:
 class TextCorpus:
     """Normalised sentences and their counts, which are complete once all sentences have been read."""
 
-    tokenizer: "Tokenizer"
+    tokenizer: "Vocabulary"
     digits: Literal["keep", "spell"]
     sentences: int = 0
     words: int = 0
@@ -90,6 +90,7 @@ class TextCorpus:
         """
         from konkanivani.data.text import normalize_text
 
+        unknown_token = self.tokenizer.special.unknown
         for text in chain(*map(self._lines_of, files), *map(self._transcripts_of, manifests)):
             normalised = normalize_text(text, self.digits)
             if not normalised:
@@ -99,7 +100,8 @@ class TextCorpus:
             # Words for the perplexity per word, which is comparable between tokenizers.
             self.words += len(normalised.split())
             self.tokens += len(tokens)
-            self.unknown += tokens.count(self.tokenizer.special.unknown)
+            if unknown_token is not None:
+                self.unknown += tokens.count(unknown_token)
             yield tokens
         if not self.sentences:
             raise DataError(

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal, TypeVar, cast
 
 from konkanivani.base.config import AUTO, DEFAULT_EFFECTIVE_BATCH_SIZE, DEFAULT_RATE, DataConfig, TrainConfig
 from konkanivani.base.rules import settings_of, with_values
@@ -28,6 +29,15 @@ SMALL_WIDTH = 128
 MANY_WORDS = 100
 MIN_HOURS = 0.75
 TUNED_GLOBAL_BATCH_SIZE = 16  # utterances, as in the published fine-tuning recipes of the pretrained models
+
+Value = TypeVar("Value")
+
+
+def resolved(value: Value | Literal["auto"]) -> Value:
+    """Return the value of a setting that `resolve` has set; raise a ValueError if it is still "auto"."""
+    if value == AUTO:
+        raise ValueError("an automatic setting is used before it is resolved")
+    return cast(Value, value)  # mypy does not narrow a type variable by a comparison
 
 
 @dataclass(frozen=True)

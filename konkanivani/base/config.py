@@ -10,6 +10,8 @@ AUTO: Final = "auto"
 DEFAULT_RATE = 1e-3
 DEFAULT_EFFECTIVE_BATCH_SIZE = 8
 AudioContext = Literal["window", "speech"]
+Preset = Literal["original", "optimized", "minimal"]
+DecodingMethod = Literal["greedy", "prefix", "attention", "joint"]
 # Old flag names, accepted on command lines and in checkpoints.
 OLD_NAMES = {
     # Keys are the old names, values the current ones.
@@ -181,13 +183,6 @@ class AugmentConfig:
     time_mask_share: float = 0.08
     """SpecAugment: maximum length of a time mask, as a fraction of the utterance."""
 
-    @property
-    def resolved_speeds(self) -> tuple[float, ...]:
-        """`speed_perturbation`, which must no longer be "auto"."""
-        if self.speed_perturbation == AUTO:
-            raise ValueError("speed_perturbation is still auto; auto_defaults.resolve sets it")
-        return self.speed_perturbation
-
 
 @dataclass(frozen=True)
 class LossConfig:
@@ -269,7 +264,7 @@ class TuningConfig:
 class DecodingConfig:
     """Decoding."""
 
-    decode: Literal["greedy", "prefix", "attention", "joint"] = "greedy"
+    decode: DecodingMethod = "greedy"
     """greedy (best CTC path), prefix (CTC beam search), attention (decoder beam search) or joint (both scores)."""
     beam: int = 10
     """Beam size."""
@@ -339,7 +334,7 @@ class MemoryConfig:
 class RunConfig:
     """Run length, folders and checkpoints."""
 
-    preset: Literal["original", "optimized", "minimal"] = "original"
+    preset: Preset = "original"
     """Model size: original 256, 12+6; optimized 192, 8+4; minimal 128, 6+3 (dimension, encoder+decoder layers). Single
     flags override it; with --init_from the default is the checkpoint's."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -415,7 +410,7 @@ class TrainConfig:
 
 
 # The name "original" is the default shape of ModelConfig.
-PRESETS = {
+PRESETS: dict[Preset, ModelConfig] = {
     "original": ModelConfig(d_model=256, encoder_layers=12, decoder_layers=6),
     "optimized": ModelConfig(d_model=192, encoder_layers=8, decoder_layers=4),
     "minimal": ModelConfig(d_model=128, encoder_layers=6, decoder_layers=3),

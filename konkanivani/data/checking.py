@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 
+from konkanivani.base.auto_defaults import resolved
 from konkanivani.base.config import FeatureConfig, TrainConfig
 from konkanivani.base.console import count
 from konkanivani.base.errors import DataError
@@ -83,7 +84,7 @@ def training_limits(config: TrainConfig, framing: FrameLengths | None = None) ->
         data.min_duration,
         data.max_duration,
         data.max_tokens,
-        max(config.augment.resolved_speeds),
+        max(resolved(config.augment.speed_perturbation)),
         framing=framing or Framing(config.features, config.model.subsampling),
         is_aligned=config.loss.ctc_weight != 0,
     )
@@ -91,12 +92,15 @@ def training_limits(config: TrainConfig, framing: FrameLengths | None = None) ->
 
 def evaluation_limits(config: TrainConfig, framing: FrameLengths | None = None) -> Limits:
     """Return the limits of validation and test utterances, which have their own maximum duration."""
-    return dataclasses.replace(
-        training_limits(config, framing),
-        max_duration=config.data.max_validation_duration,
+    # Not from the training limits: in an imported checkpoint the speeds may still be "auto".
+    return Limits(
+        config.data.min_duration,
+        config.data.max_validation_duration,
         max_tokens=10**9,
         fastest_speed=1.0,
         duration_flag="--max_validation_duration",
+        framing=framing or Framing(config.features, config.model.subsampling),
+        is_aligned=config.loss.ctc_weight != 0,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from konkanivani.base.config import DecodingConfig
+from konkanivani.base.config import DecodingConfig, DecodingMethod
 from konkanivani.base.errors import UsageError
 from konkanivani.base.lengths import Lengths
 from konkanivani.data.generation import FREE, GenerationRules
@@ -102,11 +102,16 @@ def greedy_decode(architecture: Architecture, tokenizer: Vocabulary) -> Decode:
     return BeamDecode(1, 0.0, 0.0, None, 0.0, tokenizer.special, tokenizer.rules)
 
 
-def ways_to_decode(architecture: Architecture) -> list[str]:
+def ways_to_decode(architecture: Architecture) -> list[DecodingMethod]:
     """Return the values of `DecodingConfig.decode` that the model has the heads for, the best one last."""
     has_ctc = architecture.has_ctc
     has_decoder = architecture.has_decoder
-    ways = {"greedy": True, "prefix": has_ctc, "attention": has_decoder, "joint": has_ctc and has_decoder}
+    ways: dict[DecodingMethod, bool] = {
+        "greedy": True,
+        "prefix": has_ctc,
+        "attention": has_decoder,
+        "joint": has_ctc and has_decoder,
+    }
     return [way for way, is_possible in ways.items() if is_possible]
 
 

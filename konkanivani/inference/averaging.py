@@ -13,7 +13,7 @@ import torch
 from konkanivani.base.errors import CheckpointError
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.rules import settings_of
-from konkanivani.inference.pretrained import STATE
+from konkanivani.inference.pretrained import STATE, model_weights
 from konkanivani.inference.provenance import STATE as PROVENANCE
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 from konkanivani.training.checkpoint.checkpointer import BEST, EPOCH_NAME, LAST, PREVIOUS, epochs_in
@@ -37,7 +37,8 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_
     run.
     """
     sums: dict[str, torch.Tensor] = {}
-    first = newest = None
+    first: NamedCheckpoint | None = None
+    newest: NamedCheckpoint | None = None
     first_run: Checkpoint | None = None
     count = 0
     for named in checkpoints:
@@ -45,8 +46,8 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_
         run = dataclasses.replace(named.checkpoint, states={PROGRESS: named.checkpoint.states.get(PROGRESS, {})})
         first_run = first_run or run
         named = _model_alone(named)
-        model = named.checkpoint.states["model"]
-        if first is None:
+        model = model_weights(named.checkpoint)
+        if first is None or newest is None:
             first = newest = named
             # Integer buffers are not averaged.
             sums = {name: tensor.double() for name, tensor in model.items() if tensor.is_floating_point()}
@@ -66,14 +67,14 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_
         if named.checkpoint.step > newest.checkpoint.step:
             newest = named
         count += 1
-    if first is None:
+    if newest is None:
         raise CheckpointError("No checkpoint to average. Give the paths of checkpoint_*.pt files.")
     model = {
         # Round to the checkpoint's dtype once, after the division.
         name: (sums[name] / count).to(tensor.dtype) if name in sums else tensor
-        for name, tensor in newest.checkpoint.states["model"].items()
+        for name, tensor in model_weights(newest.checkpoint).items()
     }
-    return dataclasses.replace(newest.checkpoint, states={**newest.checkpoint.states, "model": model})
+    return dataclasses.replace(newest.checkpoint, states={**newest.checkpoint.states, "model": {**model}})
 
 
 def different_runs(one: Checkpoint, other: Checkpoint) -> str | None:
@@ -100,7 +101,7 @@ def different_runs(one: Checkpoint, other: Checkpoint) -> str | None:
 def _counter(checkpoint: Checkpoint, name: str) -> float:
     """Return a counter of the training run, or 0 if the checkpoint holds none."""
     value = checkpoint.states.get(PROGRESS, {}).get(name)
-    return value if type(value) in (int, float) else 0.0
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
 
 
 def newest_epochs(directory: str | Path, count: int) -> list[Path]:
@@ -128,7 +129,7 @@ def _model_alone(named: NamedCheckpoint) -> NamedCheckpoint:
     model = named.checkpoint.states.get("model")
     if not model or not all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
         raise CheckpointError(f"The checkpoint {named.name} contains no model weights. Use another one.")
-    weights = [tensor for tensor in model.values() if tensor.is_floating_point()]
+    weights = [tensor for tensor in model_weights(named.checkpoint).values() if tensor.is_floating_point()]
     if not all(torch.isfinite(tensor).all() for tensor in weights):
         raise CheckpointError(f"The checkpoint {named.name} contains weights that are not finite. Leave it out.")
     states = {name: state for name, state in named.checkpoint.states.items() if name in ("model", STATE, PROVENANCE)}
@@ -156,4 +157,4 @@ def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.states["model"].items()}
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in model_weights(checkpoint).items()}

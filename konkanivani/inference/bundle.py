@@ -59,7 +59,7 @@ class Contents:
         for name, tensor in sorted(self.tensors.items()):
             # The shape is hashed too: a transposed tensor may have the same bytes.
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 
@@ -77,12 +77,14 @@ def is_bundle(path: Path) -> bool:
 def bundle_bytes(speech_model: SpeechModel) -> bytes:
     """Return the model as a bundle, byte-identical for equal models.
 
-    Raises a CheckpointError if a weight is not finite.
+    Raises a CheckpointError if a weight is not finite, and a UsageError if the model is not KonkaniVani's own.
     """
+    shape = speech_model.architecture
+    if not isinstance(shape, HybridArchitecture):
+        raise UsageError("A bundle cannot contain a --pretrained model: export it with --whisper or --adapter.")
     tensors = {name: tensor.cpu().contiguous() for name, tensor in speech_model.model.state_dict().items()}
     check_finite("the model to export", tensors)
     tensors[TOKENIZER] = torch.frombuffer(bytearray(speech_model.tokenizer.model), dtype=torch.uint8)
-    shape = speech_model.architecture
     model = dataclasses.asdict(shape.model)
     features = stored_features(shape.features)
     # Format 1 with the defaults of all newer settings describes the same model.
@@ -159,15 +161,14 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
     is_first = description["format"] == 1
     dimensions = description["model"]
     features = _features(description["features"], path) if is_first else description["features"]
-    wanted = [_of_format_1(usual) if is_first else usual for usual in (MODEL, FEATURES)]
-    if [set(dimensions), set(features)] != list(map(set, wanted)):
+    names = [set(_of_format_1(usual) if is_first else usual) for usual in (MODEL, FEATURES)]
+    if not isinstance(dimensions, dict) or not isinstance(features, dict) or [set(dimensions), set(features)] != names:
         raise ValueError("its dimensions have unknown names")
     longest_seconds = description["longest_seconds"]
-    digits = description["digits"]
     # Python's JSON parser accepts NaN and Infinity.
     if type(longest_seconds) is not float or not 0 < longest_seconds < math.inf:
         raise ValueError(f"longest_seconds is {longest_seconds}")
-    config = _config({**dimensions, **features, "digits": digits})
+    config = _config({**dimensions, **features, "digits": description["digits"]})
     tokenizer = _tokenizer(weights.pop(TOKENIZER))
     has_ctc = "ctc_head.weight" in weights
     architecture = HybridArchitecture(config.model, config.features, tokenizer.size, has_ctc)
@@ -179,11 +180,12 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
     model.load_state_dict(weights, assign=True)
     front_end = architecture.build_front_end(AugmentConfig()).to(device)
     source = description.get("provenance")
+    digits = config.text.digits
     heard = SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
     return dataclasses.replace(heard, provenance=provenance_of(source))
 
 
-def _of_format_1(settings: Mapping[str, object]) -> Mapping[str, object]:
+def _of_format_1(settings: Mapping[str, object]) -> dict[str, object]:
     """Return the settings that format 1 contains."""
     return {name: value for name, value in settings.items() if name not in SINCE_FORMAT_2}
 
@@ -212,7 +214,7 @@ def _tokenizer(model: torch.Tensor) -> Tokenizer:
         raise ValueError(error) from None
 
 
-def _features(found: object, path: Path) -> Mapping[str, object]:
+def _features(found: object, path: Path) -> dict[str, object]:
     """Return the feature settings of a format 1 bundle; raise a CheckpointError if this version cannot compute them."""
     found = found if isinstance(found, dict) else {}
     ours = described(FeatureConfig())

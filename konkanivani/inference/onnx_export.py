@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from konkanivani.base.errors import ResourceError, UsageError
+from konkanivani.base.config import FeatureConfig
+from konkanivani.base.errors import ResourceError
 from konkanivani.base.lengths import SAMPLE_RATE, Lengths
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.ctc import collapse_repeats
 from konkanivani.inference.onnx_graph import RecognitionGraph
 from konkanivani.inference.speech_model import SpeechModel
@@ -58,10 +59,6 @@ def build_onnx(speech_model: SpeechModel) -> bytes:
     """
     import onnx
 
-    if not speech_model.architecture.has_ctc:
-        raise UsageError(
-            "ONNX files contain the encoder and the CTC head, but this model has no CTC head: export it as a bundle."
-        )
     graph = RecognitionGraph(speech_model)
     # A batch of 1 would be specialised to a constant dimension.
     example = torch.zeros(2, SAMPLE_RATE), torch.tensor([SAMPLE_RATE, SAMPLE_RATE // 2])
@@ -77,9 +74,11 @@ def build_onnx(speech_model: SpeechModel) -> bytes:
         program = torch.onnx.export(
             traced, (), dynamo=True, verbose=False, opset_version=OPSET, input_names=INPUTS, output_names=OUTPUTS
         )
+    if program is None:
+        raise RuntimeError("torch.onnx.export returned no program")
     model = program.model_proto
     _tidy(model)
-    onnx.helper.set_model_props(model, _metadata(speech_model))
+    onnx.helper.set_model_props(model, _metadata(speech_model, graph.log_mel.config))
     onnx.checker.check_model(model)
     return model.SerializeToString(deterministic=True)
 
@@ -105,7 +104,7 @@ def quantize(model: bytes) -> bytes:
         return path.read_bytes()
 
 
-def _metadata(speech_model: SpeechModel) -> dict[str, str]:
+def _metadata(speech_model: SpeechModel, features: FeatureConfig) -> dict[str, str]:
     tokenizer = speech_model.tokenizer
     provenance = speech_model.provenance
     return {
@@ -116,11 +115,11 @@ def _metadata(speech_model: SpeechModel) -> dict[str, str]:
         "blank": str(BLANK),
         "token_texts": json.dumps(token_texts(tokenizer), ensure_ascii=False),
         "sentencepiece_model": base64.b64encode(tokenizer.model).decode(),
-        "features": json.dumps(described(speech_model.architecture.features)),
+        "features": json.dumps(described(features)),
     } | ({"provenance": json.dumps(provenance.state_dict())} if provenance else {})
 
 
-def token_texts(tokenizer: Tokenizer) -> list[str]:
+def token_texts(tokenizer: Vocabulary) -> list[str]:
     """Return the text of each token id. A transcript is their concatenation, stripped."""
     pieces = [tokenizer.piece(token).replace("\u2581", " ") for token in range(tokenizer.size)]
     return ["" if token in tokenizer.special else piece for token, piece in enumerate(pieces)]

@@ -8,10 +8,15 @@ import sys
 import torch
 import torch.nn.functional as F
 
+from konkanivani.base.errors import UsageError
 from konkanivani.base.lengths import SUBSAMPLING, beyond, subsampled_length
 from konkanivani.inference.speech_model import SpeechModel
+from konkanivani.model.architecture import HybridArchitecture
+from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
-from konkanivani.model.front_end import LogMel, has_margins, log_power, normalize_features, with_margins
+from konkanivani.model.front_end import FrontEnd, LogMel, has_margins, log_power, normalize_features, with_margins
+
+NO_CTC_HEAD = "ONNX files contain the encoder and the CTC head, but this model has no CTC head: export it as a bundle."
 
 
 class MatrixLogMel(torch.nn.Module):
@@ -20,6 +25,9 @@ class MatrixLogMel(torch.nn.Module):
     Exporters do not support a real FFT of frames. The matrices, windowed cosines and sines (2 K, W) and mel filters (F,
     K), are kernels of convolutions: quantisation, which applies to matrix products, leaves them in full precision.
     """
+
+    waves: torch.Tensor
+    filters: torch.Tensor
 
     def __init__(self, log_mel: LogMel) -> None:
         super().__init__()
@@ -53,17 +61,28 @@ class MatrixLogMel(torch.nn.Module):
 class RecognitionGraph(torch.nn.Module):
     """Graph from waveforms (B, S) at 16 kHz to log probabilities (B, T', V), with lengths (B,) int64 for both.
 
-    The layers are shared with the speech model. A waveform too short for one encoder frame has output length 0.
+    The layers are shared with the speech model; a UsageError is raised if it has no CTC head. A waveform too short for
+    one encoder frame has output length 0.
     """
 
     def __init__(self, speech_model: SpeechModel) -> None:
         super().__init__()
-        self.log_mel = MatrixLogMel(speech_model.front_end.log_mel)
-        self.framing = speech_model.architecture.framing
-        self.encoder = speech_model.model.encoder
-        self.ctc_head = speech_model.model.ctc_head
+        model = speech_model.model
+        front_end = speech_model.front_end
+        architecture = speech_model.architecture
+        if not (
+            isinstance(architecture, HybridArchitecture)
+            and isinstance(model, KonkaniVaniASR)
+            and isinstance(front_end, FrontEnd)
+            and model.ctc_head is not None
+        ):
+            raise UsageError(NO_CTC_HEAD)
+        self.log_mel = MatrixLogMel(front_end.log_mel)
+        self.framing = architecture.framing
+        self.encoder = model.encoder
+        self.ctc_head = model.ctc_head
         # Zeros for two encoder frames, so that even an empty waveform has a time axis.
-        config = speech_model.architecture.features
+        config = architecture.features
         self.subsampling = self.framing.subsampling
         self.zeros_after = config.fft_samples + (3 * SUBSAMPLING[self.subsampling] - 2) * config.hop_samples
 

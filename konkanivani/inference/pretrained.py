@@ -24,7 +24,9 @@ STATE = "pretrained"  # key of an Origin in a checkpoint's states
 class Pretrained(Protocol):
     """A validated model folder; its weights are read only on request."""
 
-    path: Path
+    @property
+    def path(self) -> Path:
+        """Path of the folder."""
 
     def settled(self, config: PretrainedConfig) -> PretrainedConfig:
         """Return the settings with unset values replaced by the folder's."""
@@ -95,7 +97,7 @@ def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
         weight = full_tensor(weights[name].detach()).to("cpu", torch.float32).contiguous()
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
         # NumPy has no bfloat16, but every dtype can be viewed as bytes.
-        digest.update(weight.reshape(-1).view(torch.uint8).numpy())
+        digest.update(weight.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -114,11 +116,21 @@ def restored_architecture(checkpoint: Checkpoint, config: TrainConfig) -> Archit
 
 def tuned_whisper(checkpoint: Checkpoint, config: TrainConfig) -> TunedWhisper:
     """Return a checkpoint's fine-tuned model for export; raise a UsageError if its run did not use `--pretrained`."""
-    if STATE not in checkpoint.states:
-        raise UsageError("The checkpoint is not of a --pretrained model: export it with --bundle, --onnx or --int8.")
     architecture = restored_architecture(checkpoint, config)
+    if not isinstance(architecture, WhisperArchitecture):
+        raise UsageError("The checkpoint is not of a --pretrained model: export it with --bundle, --onnx or --int8.")
     weights = whole_weights(checkpoint, config, architecture.build_without_values().state_dict())
     return TunedWhisper(config, architecture, weights, checkpoint.tokenizer)
+
+
+def model_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return the model weights in a checkpoint; raise a CheckpointError if one of them is not a tensor."""
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in checkpoint.states["model"].items():
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError("The checkpoint contains no model weights. Use another one.")
+        weights[name] = tensor
+    return weights
 
 
 def whole_weights(
@@ -131,7 +143,7 @@ def whole_weights(
 
     Raises a CheckpointError if the folder does not exist or contains other weights.
     """
-    found = checkpoint.states["model"]
+    found = model_weights(checkpoint)
     missing = set(like) - set(found)
     if not missing or STATE not in checkpoint.states:
         return found

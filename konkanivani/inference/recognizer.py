@@ -35,6 +35,7 @@ from konkanivani.inference.word_times import (
     spread_words,
     timed_words,
 )
+from konkanivani.model.whisper.network import Whisper
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
 OURS = PretrainedConfig()
@@ -108,14 +109,15 @@ class Recognizer:
         heard = self.speech_model
         seconds = piece.end - piece.start
         framing = heard.architecture.framing
-        if isinstance(heard.tokenizer, PromptedVocabulary):
+        model = heard.model
+        if isinstance(heard.tokenizer, PromptedVocabulary) and isinstance(model, Whisper):
             # Whisper's encoder pads to 30 s. Attention to padding would distort the alignment.
             frames = max(1, math.ceil(len(piece.waveform) / framing.encoder_hop))
-            return attended_words(heard.model.decoder, encoded[:frames], tokens, heard.tokenizer, framing)
-        if not heard.architecture.has_ctc:
+            return attended_words(model.decoder, encoded[:frames], tokens, heard.tokenizer, framing)
+        if model.ctc_head is None:
             return spread_words(tokens, heard.tokenizer, framing, seconds)
         # Softmax in fp32: `forced_align` sums over all frames.
-        aligned = align_tokens(heard.model.ctc_head(encoded).float().log_softmax(dim=-1), tokens)
+        aligned = align_tokens(model.ctc_head(encoded).float().log_softmax(dim=-1), tokens)
         words = group_words(aligned, heard.tokenizer, framing)
         # Before `timed_words`, so that this piece contributes to its own times.
         delay.learn(words, piece)
@@ -156,10 +158,10 @@ def build_recognizer(
     elif is_bundle(Path(path)):
         speech_model = read_bundle(Path(path), choose_device(device))
     else:
-        speech_model = build_speech_model(read_checkpoint(path), choose_device(device))
+        speech_model = build_speech_model(read_checkpoint(Path(path)), choose_device(device))
     longest = min(speech_model.longest_seconds, MAX_PIECE) if longest_seconds is None else longest_seconds
     speech_model = with_word_times(speech_model)
-    decode = build_decode(decoding, speech_model.architecture, speech_model.tokenizer, speech_model.device)
+    decode: Decode = build_decode(decoding, speech_model.architecture, speech_model.tokenizer, speech_model.device)
     # Fallback needs scores of the decoder and Whisper's "no speech" token.
     if isinstance(decode, BeamDecode) and isinstance(speech_model.tokenizer, PromptedVocabulary):
         decode = FallbackDecode(decode, speech_model.tokenizer)

@@ -21,9 +21,9 @@ from konkanivani.inference.pretrained import STATE, Pretrained, restored_archite
 from konkanivani.inference.provenance import Provenance, read_provenance
 from konkanivani.inference.whisper.vocabulary import vocabulary_of
 from konkanivani.model.architecture import Architecture, Dimensions
-from konkanivani.model.asr import KonkaniVaniASR, SkipInit
+from konkanivani.model.asr import SkipInit, SpeechNetwork
 from konkanivani.model.blocks import run_directly
-from konkanivani.model.front_end import FrontEnd
+from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states
 
 # bounds for untrusted files, checked before any allocation
@@ -42,8 +42,8 @@ class SpeechModel:
     """
 
     architecture: Architecture
-    model: KonkaniVaniASR
-    front_end: FrontEnd
+    model: SpeechNetwork
+    front_end: FeatureExtractor
     tokenizer: Vocabulary
     device: torch.device
     longest_seconds: float
@@ -70,7 +70,7 @@ def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechMo
     with SkipInit():
         model = architecture.build()
     front_end = architecture.build_front_end(config.augment).to(device)
-    load_states(dataclasses.replace(checkpoint, states={"model": weights}), {"model": model})
+    load_states(dataclasses.replace(checkpoint, states={"model": {**weights}}), {"model": model})
     longest_seconds = float(min(config.data.max_duration, architecture.longest_seconds))
     digits = config.text.digits
     times = config.pretrained.timestamp_share > 0
@@ -123,7 +123,8 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
     for name, tensor in model.state_dict().items():
         if architecture.has_base and name not in weights and name not in trained:
             continue  # frozen and stored in the pretrained folder only
-        if not isinstance(weights.get(name), torch.Tensor) or weights[name].shape != tensor.shape:
+        weight = weights.get(name)
+        if not isinstance(weight, torch.Tensor) or weight.shape != tensor.shape:
             raise CheckpointError(
                 f"The checkpoint's model cannot be loaded: the shape of {name} does not match its settings. "
                 "Use another checkpoint."
@@ -133,15 +134,17 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
 
 def is_within_bounds(model: Dimensions) -> bool:
     """Return whether the dimensions are plausible for a model of this project."""
-    numbers = [value for value in dataclasses.astuple(model) if isinstance(value, int)]
+    numbers = [value for value in vars(model).values() if isinstance(value, int)]
     return max(numbers) <= MAX_DIMENSION and model.encoder_layers + model.decoder_layers <= MAX_LAYERS
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Vocabulary:
     """Return the checkpoint's tokenizer; raise a CheckpointError if it is invalid or does not fit the weights."""
+    # Only runs from a pretrained Whisper model have this state.
+    is_pretrained = STATE in checkpoint.states
+    tokenizer: Vocabulary
     try:
-        # Only runs from a pretrained Whisper model have this state.
-        tokenizer = (vocabulary_of if STATE in checkpoint.states else Tokenizer)(checkpoint.tokenizer)
+        tokenizer = vocabulary_of(checkpoint.tokenizer) if is_pretrained else Tokenizer(checkpoint.tokenizer)
     except DataError as error:
         raise CheckpointError(f"The checkpoint's tokenizer cannot be used: {error} Use another checkpoint.") from None
     if tokenizer.size != checkpoint.vocab_size:

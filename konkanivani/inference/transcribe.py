@@ -220,7 +220,7 @@ class _Progress:
     def __enter__(self) -> "_Progress":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_details: object) -> None:
         self._bar.close()
         # After an exception other ranks may not reach the collective below.
         if kind is not None or self._topology.is_single_process:
@@ -262,11 +262,18 @@ def _short_audio_told(progress: _Progress) -> Iterator[None]:
         # `catch_warnings` restores `showwarning` at the end of the block.
         shown = warnings.showwarning
 
-        def tell(message: Warning, category: type[Warning], *place: object) -> None:
+        def tell(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
             if issubclass(category, ShortAudio):
                 progress.write(f"{message} Transcribing the available part.\n", sys.stderr)
             else:
-                shown(message, category, *place)
+                shown(message, category, filename, lineno, file, line)
 
         warnings.showwarning = tell
         yield

@@ -16,6 +16,7 @@ from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.data.loader.loading import load_batches
 from konkanivani.data.text import normalize_text
 from konkanivani.decoding.decode import greedy_decode
+from konkanivani.decoding.network import ctc_head_of
 from konkanivani.evaluation.metrics import ErrorRates, error_rates
 from konkanivani.inference.onnx_export import OnnxModel
 from konkanivani.inference.speech_model import SpeechModel
@@ -83,12 +84,13 @@ def check_bundle(read: SpeechModel, speech_model: SpeechModel, path: Path) -> No
 @torch.no_grad()
 def check_onnx(found: OnnxModel, speech_model: SpeechModel, path: Path, tolerance: float) -> None:
     """Raise a NumericsError if a probability differs by more than `tolerance` from the checkpoint's."""
+    ctc_head = ctc_head_of(speech_model.model)
     waveforms, lengths = check_signal()
     # One padded batch in ONNX against single waveforms in PyTorch: padding must not change the output.
     together, encoded_lengths = found.log_probabilities(waveforms, lengths)
     for row, length in enumerate(lengths):
         encoded, wanted_lengths = speech_model.encode(waveforms[row : row + 1, :length], (length,))
-        wanted = speech_model.model.ctc_head(encoded).softmax(dim=-1)[0]
+        wanted = ctc_head(encoded).softmax(dim=-1)[0]
         got = together[row, : len(wanted)].exp()
         # `not <=` is true for NaN.
         if encoded_lengths[row] != wanted_lengths[0] or not _farthest(got, wanted) <= tolerance:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torchaudio
 
-from konkanivani.base.lengths import SAMPLE_RATE, Framing, ctc_frames_needed
+from konkanivani.base.lengths import SAMPLE_RATE, FrameLengths, ctc_frames_needed
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.inference.segmentation import Piece
 from konkanivani.inference.transcript import Word
@@ -74,7 +74,7 @@ class SpokenTokens:
     text: str
     tokens: tuple[AlignedToken, ...]
     letters: tuple[AlignedToken, ...]
-    framing: Framing
+    framing: FrameLengths
 
     @property
     def first_letter(self) -> float:
@@ -89,11 +89,13 @@ class SpokenTokens:
     @property
     def confidence(self) -> float | None:
         """Mean probability of the tokens, or None if they were not aligned."""
-        probabilities = [token.probability for token in self.tokens]
-        return None if None in probabilities else sum(probabilities) / len(probabilities)
+        probabilities = [token.probability for token in self.tokens if token.probability is not None]
+        if len(probabilities) < len(self.tokens):
+            return None
+        return sum(probabilities) / len(probabilities)
 
 
-def group_words(aligned: list[AlignedToken], tokenizer: Vocabulary, framing: Framing) -> list[SpokenTokens]:
+def group_words(aligned: list[AlignedToken], tokenizer: Vocabulary, framing: FrameLengths) -> list[SpokenTokens]:
     """Group tokens into words at the spaces of `Vocabulary.decode`; special tokens are dropped."""
     groups: list[list[AlignedToken]] = []
     for token in aligned:
@@ -170,7 +172,7 @@ def timed_words(words: list[SpokenTokens], delays: EmissionDelay, seconds: float
 
 
 def attended_words(
-    decoder: Decoder, encoded: torch.Tensor, tokens: list[int], vocabulary: PromptedVocabulary, framing: Framing
+    decoder: Decoder, encoded: torch.Tensor, tokens: list[int], vocabulary: PromptedVocabulary, framing: FrameLengths
 ) -> list[Word]:
     """Return the words of a hypothesis (U) with times from cross-attention to encoded speech (T', D).
 
@@ -193,7 +195,7 @@ def attended_words(
     return timed
 
 
-def spread_words(tokens: list[int], tokenizer: Vocabulary, framing: Framing, seconds: float) -> list[Word]:
+def spread_words(tokens: list[int], tokenizer: Vocabulary, framing: FrameLengths, seconds: float) -> list[Word]:
     """Return the words of a hypothesis (U), spread evenly over `seconds` for lack of an alignment."""
     words = group_words(spread_tokens(seconds, tokens), tokenizer, framing)
     return [Word(word.text, word.tokens[0].first, word.tokens[-1].end, None) for word in words]

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from konkanivani.base.auto_defaults import resolved
 from konkanivani.base.config import AugmentConfig, FeatureConfig, LossConfig, ModelConfig, TrainConfig, TuningConfig
 from konkanivani.base.lengths import FrameLengths, Framing
 from konkanivani.model.adapters import merged, tune
@@ -125,9 +126,7 @@ class HybridArchitecture:
 
     def objective(self, loss: LossConfig) -> Objective:
         """Return the training objective: one term per head."""
-        weight = loss.ctc_weight
-        if isinstance(weight, str):
-            raise ValueError("ctc_weight is still to be chosen from the corpus")
+        weight = resolved(loss.ctc_weight)
         terms = []
         if self.has_ctc:
             terms.append(LossTerm("ctc", weight, has_end=False))

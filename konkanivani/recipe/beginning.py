@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from konkanivani.base.auto_defaults import resolved
 from konkanivani.base.config import TrainConfig, TuningConfig
 from konkanivani.base.console import say
 from konkanivani.base.errors import UsageError
@@ -30,7 +31,7 @@ from konkanivani.training.step import StepParts
 
 def count_steps(config: TrainConfig, planner: EpochPlanner) -> int:
     """Return the number of optimizer steps of the whole run."""
-    return limit_steps(config, config.run.epochs * planner.global_batches_per_epoch())
+    return limit_steps(config, resolved(config.run.epochs) * planner.global_batches_per_epoch())
 
 
 def limit_steps(config: TrainConfig, steps: int) -> int:
@@ -72,7 +73,10 @@ def load_weights(
         change = None if remembered is None else remembered.change_to(corpus)
         _fit_cursor(state, start.resumed, planner, change)
     if start.initial:
-        _take_weights(start.initial, start.config.tuning, stateful["model"], whole_model(start, step), tokenizer)
+        whole = whole_model(start, step)
+        # The rules of the flags reject --init_from with --pretrained.
+        assert isinstance(whole, KonkaniVaniASR)
+        _take_weights(start.initial, start.config.tuning, stateful["model"], whole, tokenizer)
 
 
 def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner, change: CorpusChange | None) -> None:
@@ -98,7 +102,8 @@ def _take_weights(
     """Copy the checkpoint weights that fit into `whole`, and load them into `stateful` if that is sharded."""
     config = config_from_text(initial.config)
     # Low-rank products are merged into the weights, since the new run may have no adapters.
-    _, weights = architecture_of(config, initial.vocab_size).plain(initial.states["model"])
+    stored = {name: value for name, value in initial.states["model"].items() if isinstance(value, torch.Tensor)}
+    _, weights = architecture_of(config, initial.vocab_size).plain(stored)
     transfer = transfer_weights(
         whole, weights, config.model, initial.tokenizer == tokenizer.model and not tuning.new_tokenizer
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from konkanivani.base.auto_defaults import resolved
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import Report, announced, count, duration_words, silent
 from konkanivani.base.device import choose_device
@@ -29,7 +30,7 @@ from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import frozen_count, parameter_count
 from konkanivani.recipe.beginning import count_steps, load_weights, settle_stages, whole_model
 from konkanivani.recipe.build_step import StateLayout, build_step_parts
-from konkanivani.recipe.continuation import schedule_rates
+from konkanivani.recipe.continuation import schedule_rates, stored_state
 from konkanivani.recipe.origin import load_base, make_origin
 from konkanivani.recipe.planning.plan import resolve_placement, resolve_plan
 from konkanivani.recipe.planning.ranks import Ranks, needs_sharding
@@ -125,7 +126,7 @@ def _validation_within(plan: MemoryPlan | None, validation: EvaluationSet | None
 def _micro_batch_limits(config: TrainConfig, step: StepParts, plan: MemoryPlan | None) -> tuple[SizeLimit, ...]:
     """Return the number of utterances per micro-batch, by their length; print the memory plan if there is one."""
     if plan is None:
-        return same_size(config.data.batch_size)
+        return same_size(resolved(config.data.batch_size))
     print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
     return tuple(SizeLimit(bucket.seconds, bucket.utterances) for bucket in plan.buckets)
 
@@ -168,19 +169,18 @@ def stateful_parts(start: Start, step: StepParts, state: TrainState) -> Mapping[
     """Return the stateful parts of a run by their names in checkpoints, with the provenance of its initial weights."""
     optimizer = OptimizerState(step.model, step.optimizer)
     sharded = is_sharded(step.model)
-    model = TrainedPart(step.model) if step.architecture.has_base else step.model
+    model: Stateful = TrainedPart(step.model) if step.architecture.has_base else step.model
     origin = make_origin(start.pretrained, start.resumed, step.architecture, step.model)
-    return (
-        ({STATE: origin} if origin else {})
-        | provenance_part(start.resumed or start.initial)
-        | {
-            "model": FullState(model, step.topology) if sharded else model,
-            "optimizer": FullState(optimizer, step.topology) if sharded else optimizer,
-            "scaler": step.scaler,
-            "progress": state,
-            "splits": step.oom_history,
-        }
-    )
+    origins: dict[str, Stateful] = {STATE: origin} if origin else {}
+    return {
+        **origins,
+        **provenance_part(start.resumed or start.initial),
+        "model": FullState(model, step.topology) if sharded else model,
+        "optimizer": FullState(optimizer, step.topology) if sharded else optimizer,
+        "scaler": step.scaler,
+        "progress": state,
+        "splits": step.oom_history,
+    }
 
 
 def take_checkpoint_folder(start: Start, run_directory: Path | None) -> Checkpointer:
@@ -191,9 +191,10 @@ def take_checkpoint_folder(start: Start, run_directory: Path | None) -> Checkpoi
     if run_directory is not None:  # first: a partial file of a killed run is no checkpoint to keep
         checkpointer.discard_unfinished()
     if run_directory is not None and start.resumed:
+        assert start.resumed_path is not None  # it is set together with `resumed`
         move_newer_aside(checkpointer, run_directory, start.resumed_path, start.resumed)
-        progress = start.resumed.states["progress"]
-        checkpointer.restore_best(progress["epochs_finished"] - progress["epochs_without_improvement"])
+        saved = stored_state(start.resumed)
+        checkpointer.restore_best(saved.epochs_finished - saved.epochs_without_improvement)
     elif run_directory is not None:
         move_aside(checkpointer, run_directory)
     return checkpointer

@@ -114,7 +114,8 @@ def memory_conditions(config: TrainConfig, architecture: Architecture, device: t
     memory = config.memory
     concurrent_micro_batches = choose_concurrency(config, device, is_sharded=False)
     precision = memory.mixed_precision, memory.amp_dtype
-    step = architecture, config.loss, precision, memory.gradient_checkpointing, concurrent_micro_batches
+    step: tuple[object, ...] = (architecture, config.loss, precision, memory.gradient_checkpointing)
+    step = *step, concurrent_micro_batches
     # The default is left out, so that older plans stay valid.
     if memory.weights != AUTO or memory.host_budget is not None:
         step = *step, memory.weights, memory.host_budget

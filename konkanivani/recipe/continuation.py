@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from konkanivani.base.auto_defaults import resolved
 from konkanivani.base.config import OptimizerConfig, TrainConfig
 from konkanivani.base.console import say
 from konkanivani.base.flags import config_from_text
@@ -29,12 +30,12 @@ def schedule_rates(start: Start, config: TrainConfig, planner: EpochPlanner, sta
     # The stored length minus the steps that remained then is the finished part, whatever batches were skipped.
     uncapped = (
         old.uncapped_steps
-        - _steps_to_come(stored, old.steps_per_epoch, state.epoch, _stored_window(start.resumed))
+        - _steps_to_come(stored, old.steps_per_epoch, state.epoch, stored_state(start.resumed).consumed)
         + _steps_to_come(config, planner.global_batches_per_epoch(), state.epoch, state.consumed)
     )
     counted = replace(old, uncapped_steps=max(1, uncapped), steps_per_epoch=planner.global_batches_per_epoch())
     run_steps = limit_steps(config, counted.uncapped_steps)
-    is_over = run_steps <= state.step or state.epoch >= config.run.epochs
+    is_over = run_steps <= state.step or state.epoch >= resolved(config.run.epochs)
     if is_over:
         return counted
     # No step has been made yet: start a schedule of the new length.
@@ -52,17 +53,19 @@ def schedule_rates(start: Start, config: TrainConfig, planner: EpochPlanner, sta
 
 def _begin(config: TrainConfig, planner: EpochPlanner) -> RateSchedule:
     per_epoch = planner.global_batches_per_epoch()
-    return RateSchedule.of_length(count_steps(config, planner), config.run.epochs * per_epoch, per_epoch)
+    return RateSchedule.of_length(count_steps(config, planner), resolved(config.run.epochs) * per_epoch, per_epoch)
 
 
 def _steps_to_come(config: TrainConfig, steps_per_epoch: int, epoch: int, window: int) -> int:
     """Return the steps from this position to the end of the last epoch."""
-    return max(0, (config.run.epochs - epoch) * steps_per_epoch - window)
+    return max(0, (resolved(config.run.epochs) - epoch) * steps_per_epoch - window)
 
 
-def _stored_window(checkpoint: Checkpoint) -> int:
-    """Return the position in the epoch at which the checkpoint was saved, before another corpus has moved it."""
-    return int(checkpoint.states["progress"]["window"])
+def stored_state(checkpoint: Checkpoint) -> TrainState:
+    """Return the counters with which the checkpoint was saved, before another corpus has moved the cursor."""
+    state = TrainState()
+    state.load_state_dict(checkpoint.states["progress"])
+    return state
 
 
 def _stored_schedule(start: Start, checkpoint: Checkpoint, stored: TrainConfig, planner: EpochPlanner) -> RateSchedule:
@@ -71,20 +74,20 @@ def _stored_schedule(start: Start, checkpoint: Checkpoint, stored: TrainConfig, 
     if state is not None:
         return read_schedule(state)
     per_epoch = _steps_per_epoch_before(start, checkpoint, stored, planner)
-    steps = stored.run.epochs * per_epoch
+    steps = resolved(stored.run.epochs) * per_epoch
     return RateSchedule.of_length(limit_steps(stored, steps), steps, per_epoch)
 
 
 def _steps_per_epoch_before(start: Start, checkpoint: Checkpoint, stored: TrainConfig, planner: EpochPlanner) -> int:
     """Return the steps of an epoch of an older version's checkpoint, counted from its steps or from its corpus."""
-    progress = checkpoint.states["progress"]
+    saved = stored_state(checkpoint)
     corpus = remembered_corpus(start)
     if checkpoint.plan_digest == planner.digest():
         return planner.global_batches_per_epoch()
-    if progress["epoch"]:
+    if saved.epoch:
         # Global batches consumed in the finished epochs, skipped ones included.
-        consumed = progress["step"] + progress["skipped_steps"] - progress["window"]
-        return max(1, round(consumed / progress["epoch"]))
+        consumed = saved.step + saved.skipped_steps - saved.consumed
+        return max(1, round(consumed / saved.epoch))
     if corpus is None:
         return planner.global_batches_per_epoch()
     utterances = max(1, round(corpus.utterances * stored.data.train_subset / 100))

@@ -44,7 +44,9 @@ def check_corpus(start: Start, corpus: Fingerprint) -> None:
 def warn_of_shared(corpus: Fingerprint, *others: Manifest | None) -> None:
     """Warn about manifests that share utterances with the training set: their error rates are too optimistic."""
     for other in others:
-        shared = 0.0 if other is None else corpus.shared(make_fingerprint(other))
+        if other is None:
+            continue
+        shared = corpus.shared(make_fingerprint(other))
         if shared >= WARNED_OF:
             say(
                 f"{shared:.0%} of the utterances of {other.path} are also in the training set, so its error "
@@ -71,15 +73,18 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, tex
     """
     if not (start.resumed or keeps_tokens(start)):
         return
+    unknown_token = tokenizer.special.unknown
+    if unknown_token is None:
+        return
     remembered = remembered_corpus(start)
-    characters = Counter()
-    tokens = Counter()
+    characters: Counter[str] = Counter()
+    tokens: Counter[int] = Counter()
     # Tokenizing a large corpus takes long: an unchanged one is only sampled.
     for text in islice(texts, TOLD_BY if remembered is not None and remembered.is_unchanged(corpus) else None):
         characters.update(text)
         tokens.update(tokenizer.encode(text))
-    unknown = {c: number for c, number in characters.items() if tokenizer.special.unknown in tokenizer.encode(c)}
-    part = tokens[tokenizer.special.unknown] / max(1, tokens.total())
+    unknown = {c: number for c, number in characters.items() if unknown_token in tokenizer.encode(c)}
+    part = tokens[unknown_token] / max(1, tokens.total())
     if not unknown:
         return
     commonest = sorted(unknown, key=unknown.__getitem__, reverse=True)

@@ -43,7 +43,7 @@ def check_disk(config: TrainConfig, architecture: Architecture) -> tuple[DiskRoo
     run = config.run
     checkpoints = max_checkpoints(run) * checkpoint_bytes(architecture, config.optimizer)
     if run.resume:
-        checkpoints -= _held_bytes(run)  # replaced checkpoints free their space
+        checkpoints -= _held_bytes(Path(run.checkpoint_dir), run.resume)  # replaced checkpoints free their space
     least = DRY_RUN_FILES * checkpoint_bytes(architecture, config.optimizer) if run.dry_run else 0
     checkpoints = max(least, checkpoints)
     needs = (Path(run.checkpoint_dir), checkpoints), (Path(run.log_dir), max_epochs(run) * LOG_BYTES_AN_EPOCH)
@@ -92,12 +92,12 @@ def free_disk(folder: Path) -> int:
     return found.f_bavail * found.f_frsize if found.f_blocks else 2**62
 
 
-def _held_bytes(run: RunConfig) -> int:
+def _held_bytes(checkpoint_dir: Path, resumed: str) -> int:
     """Return the bytes of existing checkpoints that the resumed run will replace.
 
     Hard links to one file count once. Checkpoints newer than the resumed one are not included: they are moved aside and
     stay.
     """
-    found = [path.stat() for path in Path(run.checkpoint_dir).glob("checkpoint_*.pt") if path.is_file()]
-    newest = float("inf") if run.resume == "auto" else os.stat(run.resume).st_mtime_ns
+    found = [path.stat() for path in checkpoint_dir.glob("checkpoint_*.pt") if path.is_file()]
+    newest = float("inf") if resumed == "auto" else os.stat(resumed).st_mtime_ns
     return sum({entry.st_ino: entry.st_size for entry in found if entry.st_mtime_ns <= newest}.values())

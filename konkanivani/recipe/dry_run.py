@@ -99,8 +99,9 @@ def _try_steps(start: Start, clock: StageClock) -> tuple[Estimate, int]:
         train(_until(run, steps_before + STEPS))
         estimate = _estimate(run, steps_before)
         clock.done("two steps", estimate.sentence())
-        if run.validation is not None:
-            evaluation = _few(run).evaluate(run.step.forward, run.decode)
+        few = _few(run)
+        if few is not None:
+            evaluation = few.evaluate(run.step.forward, run.decode)
             clock.done("validation", f"{count(len(evaluation.scored), 'utterance')}, loss {evaluation.losses.all:.2f}")
         saved = read_checkpoint(_kept(run, SECOND))
         check_equal(run.checkpoint(), saved, "The checkpoint read back differs from the state saved")
@@ -121,7 +122,7 @@ def _try_going_on(folder: Path, clock: StageClock) -> float:
     with silence_output():  # its messages were printed before
         start = resolve_start(parse_args(["--resume", str(folder / SECOND), "--keep_checkpoints", "2"]))
         run = build_run(start)
-    check_equal(run.checkpoint(), read_checkpoint(start.resumed_path), "The resumed state differs from the state saved")
+    check_equal(run.checkpoint(), read_checkpoint(folder / SECOND), "The resumed state differs from the state saved")
     with run.logbook:
         train(_until(run, run.state.step + 1))
     undisturbed, resumed = (read_checkpoint(folder / name) for name in (THIRD, LAST))

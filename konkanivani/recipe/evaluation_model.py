@@ -11,6 +11,7 @@ from konkanivani.base.config import DecodingConfig, PretrainedConfig, TrainConfi
 from konkanivani.base.console import say
 from konkanivani.base.device import choose_device
 from konkanivani.base.distributed import ALONE, Topology, broadcast_from_rank0
+from konkanivani.base.errors import UsageError
 from konkanivani.base.flags import defaults_beside
 from konkanivani.base.units import parse_share
 from konkanivani.data.manifest import Manifest
@@ -57,7 +58,7 @@ def load_evaluation_model(path: str | Path, device: torch.device, topology: Topo
     architecture = restored_architecture(checkpoint, config)
     forward = build_forward(config, architecture, device)
     weights = whole_weights(checkpoint, config, forward.model.state_dict())
-    load_states(dataclasses.replace(checkpoint, states={"model": weights}), {"model": forward.model})
+    load_states(dataclasses.replace(checkpoint, states={"model": dict(weights)}), {"model": forward.model})
     return EvaluationModel(checkpoint.step, config, tokenizer, forward, topology)
 
 
@@ -66,6 +67,8 @@ def load_pretrained_evaluation(
 ) -> EvaluationModel:
     """Load the pretrained folder in `asked` unchanged; all other settings have their defaults."""
     config = resolve(dataclasses.replace(defaults_beside(TrainConfig(pretrained=asked)), pretrained=asked))
+    if asked.pretrained is None:
+        raise UsageError("--pretrained is missing. Give the folder of a pretrained model.")
     pretrained = read_pretrained(asked.pretrained)
     forward = build_forward(config, pretrained.architecture(config.tuning, asked), device)
     forward.model.load_state_dict(pretrained.weights())
@@ -137,22 +140,26 @@ def score_forgetting(config: TrainConfig, checkpoint: Path, topology: Topology) 
     """Score --forgetting_manifest with greedy decoding before and after training; None if it is not given."""
     asked = config.pretrained
     device = choose_device(config.run.device)
-    if asked.forgetting_manifest is None:
+    manifest = asked.forgetting_manifest
+    # The rules of the flags reject --forgetting_manifest without --pretrained.
+    if manifest is None or asked.pretrained is None:
         return None
+    pretrained = read_pretrained(asked.pretrained)
     # The pretrained model is scored at its own audio context, not at the context of this run.
     asked = dataclasses.replace(asked, language=asked.forgetting_language or asked.language, audio_context=None)
-    tokenizer = read_pretrained(asked.pretrained).vocabulary(asked)
-    before = _kept_rates(load_pretrained_evaluation(asked, device, topology), config)
+    tokenizer = pretrained.vocabulary(asked)
+    roots = config.data.audio_roots
+    before = _kept_rates(load_pretrained_evaluation(asked, device, topology), manifest, roots)
     # Both models get the language and task tokens of --forgetting_language, not of the training.
     trained = dataclasses.replace(load_evaluation_model(checkpoint, device, topology), tokenizer=tokenizer)
-    found = Forgetting(before, _kept_rates(trained, config))
-    say(found.sentence(asked.forgetting_manifest))
+    found = Forgetting(before, _kept_rates(trained, manifest, roots))
+    say(found.sentence(manifest))
     return found
 
 
-def _kept_rates(trained: EvaluationModel, config: TrainConfig) -> ErrorRates:
+def _kept_rates(trained: EvaluationModel, manifest: str, named_roots: tuple[str, ...]) -> ErrorRates:
     decode = greedy_decode(trained.architecture, trained.tokenizer)
-    return evaluate_manifest(trained, config.pretrained.forgetting_manifest, decode, config.data.audio_roots).rates
+    return evaluate_manifest(trained, manifest, decode, named_roots).rates
 
 
 def best_checkpoint(directory: str | Path) -> Path:

@@ -63,7 +63,7 @@ def resume_pretrained(asked: CommandLine, config: TrainConfig, checkpoint: Check
     pretrained = read_pretrained(config.pretrained.pretrained or "")
     stored = checkpoint.states[STATE]
     # Checks the parts that are known so far; frozen weights are compared later.
-    Origin(pretrained.description(), stored["frozen"], pretrained.path).load_state_dict(stored)
+    Origin(pretrained.description(), str(stored["frozen"]), pretrained.path).load_state_dict(stored)
     return pretrained
 
 
@@ -88,7 +88,9 @@ def make_origin(
     """
     if pretrained is None:
         stored = resumed.states.get(STATE) if resumed else None
-        return None if stored is None else Origin({n: v for n, v in stored.items() if n != "frozen"}, stored["frozen"])
+        if stored is None:
+            return None
+        return Origin({name: value for name, value in stored.items() if name != "frozen"}, str(stored["frozen"]))
     # Checkpoints omit frozen weights; their digest shows on resume whether the folder still holds the same ones.
     named = model.named_parameters() if architecture.has_base else ()
     frozen = {name: weight for name, weight in named if not weight.requires_grad}

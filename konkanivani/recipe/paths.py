@@ -18,7 +18,8 @@ def check_paths(config: TrainConfig, is_complete: bool = True) -> None:
     """
     problems = ErrorCollector()
     run = config.run
-    for checkpoint in {run.resume or run.init_from} - {None, "auto"}:
+    checkpoint = run.resume or run.init_from
+    if checkpoint is not None and checkpoint != "auto":
         with problems.collect():
             check_is_there(Path(checkpoint))
     if is_complete and config.data.train_manifest is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from konkanivani.base.auto_defaults import CorpusSize, as_stored, decisions, resolve
+from konkanivani.base.auto_defaults import CorpusSize, as_stored, decisions, resolve, resolved
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import count, duration_words, say
 from konkanivani.base.distributed import broadcast_from_rank0
@@ -94,6 +94,8 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
             with problems.collect():
                 rejections.begin(manifest)
     problems.raise_all()
+    # check_paths has required --train_manifest, and an error of reading it has been raised.
+    assert train is not None and corpus is not None
     warn_of_shared(corpus, valid, test)
     start = settle(start, measure_corpus_size(train))
     config = start.config
@@ -103,15 +105,17 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     check_spelling(start, corpus, tokenizer, normalized_texts(train, config.text.digits))
     with problems.collect():
         training = build_training_speech(config, train, tokenizer, architecture, rejections, noise_reverb)
-    validation = tested = None
-    with problems.collect():
-        validation = valid and evaluation_set(valid, config, tokenizer, architecture, device, rejections)
-    with problems.collect():
-        tested = test and evaluation_set(test, config, tokenizer, architecture, device, rejections)
+    evaluated: list[EvaluationSet | None] = []
+    settings = config, tokenizer, architecture, device, rejections
+    for manifest in (valid, test):
+        with problems.collect():
+            evaluated.append(None if manifest is None else evaluation_set(manifest, *settings))
     problems.raise_all()
+    validation, tested = evaluated
     say_removed([manifest for manifest in manifests if manifest is not None], tokenizer)
     # Each rank evaluates its share of the validation set.
-    validation = validation and dataclasses.replace(validation, topology=start.topology)
+    if validation is not None:
+        validation = dataclasses.replace(validation, topology=start.topology)
     test_utterances = len(tested.speech.utterances) if tested else 0
     return RunData(config, corpus, tokenizer, training, validation, rejections, test_utterances)
 
@@ -164,9 +168,9 @@ def choose_tokenizer(start: Start, manifest: Manifest) -> Vocabulary:
     # An empty corpus is an error even if the tokenizer is a checkpoint's.
     if not texts:
         raise no_text(manifest)
-    if keeps_tokens(start):
+    if start.initial is not None and keeps_tokens(start):
         return load_tokenizer(start.initial)
-    return train_tokenizer(texts, text.tokenizer_type, text.vocab_size)
+    return train_tokenizer(texts, resolved(text.tokenizer_type), text.vocab_size)
 
 
 def normalized_texts(manifest: Manifest, digits: Digits) -> Iterator[str]:
@@ -184,22 +188,16 @@ def build_training_speech(
 ) -> TrainDataset:
     """Return the training set; rejected utterances are added to `rejections`."""
     # The slowest speed gives the longest audio, for which the limits have to hold.
-    slowest = min(config.augment.speed_perturbation)
+    speeds = resolved(config.augment.speed_perturbation)
     limits = training_limits(config, architecture.framing)
     most = architecture.most_tokens - more_tokens(config)
-    limits = limits.within(architecture.longest_seconds, most, slowest)
+    limits = limits.within(architecture.longest_seconds, most, slowest_speed=min(speeds))
     kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
     # Drawn from the usable utterances, so that --train_subset is a percentage of those.
     if config.data.train_subset < 100:
         kept = kept.part(choose_subset(len(kept), config.data.train_subset, config.run.seed))
     return TrainDataset(
-        kept,
-        tokenizer,
-        config.augment.speed_perturbation,
-        config.run.seed,
-        manifest.path,
-        noise_reverb,
-        config.pretrained.timestamp_share,
+        kept, tokenizer, speeds, config.run.seed, manifest.path, noise_reverb, config.pretrained.timestamp_share
     )
 
 

@@ -70,8 +70,13 @@ def resolve_start(asked: CommandLine, report: Report = silent, topology: Topolog
         return _resolve(asked, report)
     check_ranks(asked.config, topology)
     found = _resolve(ask_restarted(asked, topology), report) if topology.is_first else None
-    # Locks are open files of rank 0 and cannot be pickled.
-    sent = broadcast_from_rank0(topology, lambda: dataclasses.replace(found, locks=()))
+
+    def without_locks() -> Start:
+        # Locks are open files of rank 0 and cannot be pickled.
+        assert found is not None  # only rank 0 calls this function
+        return dataclasses.replace(found, locks=())
+
+    sent = broadcast_from_rank0(topology, without_locks)
     return dataclasses.replace(found or sent, topology=topology)
 
 

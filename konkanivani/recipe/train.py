@@ -2,12 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from konkanivani.base.command_line import ignore_lost_output
-from konkanivani.base.config import AUTO, DecodingConfig, TrainConfig
+from konkanivani.base.config import AUTO, DecodingConfig, DecodingMethod, TrainConfig
 from konkanivani.base.console import say, table_lines
 from konkanivani.base.device import choose_device
 from konkanivani.base.distributed import Topology, broadcast_from_rank0, check_same
@@ -108,9 +108,9 @@ def score_test(run: Run, checkpoint: Path) -> dict[str, Evaluation | None]:
     """
     data = run.settings.data
     device = run.step.forward.device
-    # A dict removes the duplicate if the best method is greedy decoding.
     best = ways_to_decode(run.step.architecture)[-1]
-    ways = dict.fromkeys(("greedy", best if data.test_decode == AUTO else data.test_decode))
+    other = best if data.test_decode == AUTO else data.test_decode
+    ways: list[DecodingMethod] = ["greedy"] if other == "greedy" else ["greedy", other]
     if data.test_manifest is None:
         return dict.fromkeys(ways)
     trained = load_evaluation_model(checkpoint, device, run.topology)
@@ -154,7 +154,7 @@ def memory_table(run: Run) -> str:
 def _columns(phases: tuple[PhaseMemory, ...], seconds: list[float]) -> Iterator[list[str]]:
     """Yield the table's columns, title first; columns without values on this device are omitted."""
     yield ["phase", *(phase.phase for phase in phases)]
-    columns = {
+    columns: dict[str, Sequence[float | None]] = {
         "planned": [phase.planned_mib for phase in phases],
         "peak": [phase.peak_mib for phase in phases],
         "fragmentation": [phase.fragmentation_mib for phase in phases],
@@ -171,12 +171,14 @@ def summary_line(
     run: Run, scores: dict[str, Evaluation | None], forgetting: Forgetting | None, checkpoint: str, tensorboard: str
 ) -> str:
     """Return the results as one line of JSON; error rates are shares, null if there was no test or validation."""
-    rates = {}
+    rates: dict[str, float | None] = {}
     for decode, test in scores.items():
         by = "" if decode == "greedy" else f"_{decode}"
-        patterns = {s.utterance.pattern for s in test.scored} - {""} if test else set()
         rates[f"test_wer{by}"] = test.rates.wer if test else None
         rates[f"test_cer{by}"] = test.rates.cer if test else None
+        if test is None:
+            continue
+        patterns = {each.utterance.pattern for each in test.scored} - {""}
         for pattern in sorted(patterns):
             scored = [each for each in test.scored if each.utterance.pattern == pattern]
             rates[f"test_cer_{pattern}_patterns{by}"] = rates_over(scored).cer

@@ -15,10 +15,13 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from konkanivani.base.errors import CheckpointError, ResourceError, explained
 from konkanivani.base.line_endings import conversion_hint
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 CONFIG = "model_config.yaml"
 WEIGHTS = "model_weights.ckpt"
@@ -64,9 +67,10 @@ def open_nemo(path: Path, folder: Path) -> Iterator[NemoArchive]:
         raise CheckpointError(f"There is no model at {path}. Give the path of a .nemo file.")
     with contextlib.ExitStack() as stack:
         with explained(ResourceError, f"The model {path} cannot be read", "Fix that and start again."):
-            raw = file = stack.enter_context(open(path, "rb"))
+            raw = stack.enter_context(open(path, "rb"))
+            file: io.BufferedIOBase = raw
             is_packed = raw.read(2) == b"\x1f\x8b"
-            room = None
+            room: BinaryIO | None = None
             raw.seek(0)
             # torch.load reads a zip archive in any order, but seeking back in a gzip stream decompresses it again.
             if is_packed:
@@ -79,10 +83,10 @@ def open_nemo(path: Path, folder: Path) -> Iterator[NemoArchive]:
         yield found
 
 
-def _read_members(file: BinaryIO, path: Path, room: BinaryIO | None) -> NemoArchive:
+def _read_members(file: io.BufferedIOBase, path: Path, room: BinaryIO | None) -> NemoArchive:
     """Return the required members; gzipped weights are copied to `room`."""
     found: dict[str, bytes] = {}
-    weights = None
+    weights: BinaryIO | None = None
     small = 0
     most = MOST_INFLATED * path.stat().st_size
     for count, member in enumerate(_walk(file, path)):
@@ -111,19 +115,21 @@ def _read_members(file: BinaryIO, path: Path, room: BinaryIO | None) -> NemoArch
     for name in (CONFIG, WEIGHTS):
         if name not in found:
             raise refused(path, f"it contains no {name}", "Use a file saved by NeMo")
+    assert weights is not None  # set together with found[WEIGHTS]
     licence = next((text for name, text in found.items() if LICENCE.match(name)), b"").decode(errors="replace")
     tokenizers = {name: text for name, text in found.items() if name.endswith(TOKENIZER)}
     first = next((line.strip() for line in licence.splitlines() if line.strip()), "")
     return NemoArchive(path, found[CONFIG], tokenizers, first[:200], weights)
 
 
-def _walk(file: BinaryIO, path: Path) -> Iterator[tarfile.TarInfo]:
+def _walk(file: io.BufferedIOBase, path: Path) -> Iterator[tarfile.TarInfo]:
     """Yield every member's header with `file` positioned at its data; only headers and extended headers are read."""
     # `tarfile` would read an extended header of any stated length into memory.
     while True:
         try:
             member = tarfile.TarInfo.frombuf(file.read(BLOCK), "utf-8", "surrogateescape")
-        except tarfile.EOFHeaderError:  # a block of zeros marks the end
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # typeshed lacks it
+            # A block of zeros marks the end.
             while file.read(2**20):  # reads to the end of a gzipped file, so that its checksum is verified
                 pass
             return
@@ -143,14 +149,14 @@ def _walk(file: BinaryIO, path: Path) -> Iterator[tarfile.TarInfo]:
         file.seek(start + -(-member.size // BLOCK) * BLOCK)
 
 
-def _whole(file: BinaryIO, size: int) -> bytes:
+def _whole(file: io.BufferedIOBase, size: int) -> bytes:
     data = file.read(size)
     if len(data) < size:
         raise EOFError
     return data
 
 
-def _weights(file: BinaryIO, size: int, room: BinaryIO | None) -> BinaryIO:
+def _weights(file: io.BufferedIOBase, size: int, room: BinaryIO | None) -> BinaryIO:
     """Return the weights as a seekable file: a part of `file`, or of a gzipped archive the copy in `room`."""
     if room is None:
         return io.BufferedReader(_Part(file, file.tell(), size))
@@ -163,7 +169,7 @@ def _weights(file: BinaryIO, size: int, room: BinaryIO | None) -> BinaryIO:
 class _Part(io.RawIOBase):
     """Read-only view of `size` bytes of an open file from offset `start`."""
 
-    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+    def __init__(self, file: io.BufferedIOBase, start: int, size: int) -> None:
         super().__init__()
         self._file = file
         self._start = start
@@ -183,9 +189,10 @@ class _Part(io.RawIOBase):
     def tell(self) -> int:
         return self._place
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        view = memoryview(buffer)
         self._file.seek(self._start + self._place)
-        data = self._file.read(max(0, min(len(buffer), self._size - self._place)))
-        buffer[: len(data)] = data
+        data = self._file.read(max(0, min(len(view), self._size - self._place)))
+        view[: len(data)] = data
         self._place += len(data)
         return len(data)

@@ -4,12 +4,20 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeGuard, TypeVar
 
 from konkanivani.base.errors import CheckpointError, ResourceError
 from konkanivani.inference.nemo.archive import refused
 
 MAX_DEPTH = 64
 PACKAGE = "PyYAML"  # the extra `import` of setup.cfg
+
+Value = TypeVar("Value")
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value is an int or a float; a bool, which `isinstance` would accept, is neither."""
+    return type(value) in (int, float)
 
 
 class Section:
@@ -26,13 +34,14 @@ class Section:
         """Return the value of `key` and mark it as read, or return the default if the key is missing."""
         return self.left.pop(key, default)
 
-    def only(self, key: str, *built: object) -> object:
+    def only(self, key: str, *built: Value) -> Value:
         """Return the value of `key`, which must be one of the supported values `built`; the first is the default."""
         value = self.get(key, built[0])
-        # Compare types too: in Python True == 1 and 1 == 1.0.
-        if not any(type(value) is type(one) and value == one for one in built):
-            raise self.unbuilt(key, value, " or ".join(map(repr, built)))
-        return value
+        for one in built:
+            # Compare types too: in Python True == 1 and 1 == 1.0.
+            if type(value) is type(one) and value == one:
+                return one
+        raise self.unbuilt(key, value, " or ".join(map(repr, built)))
 
     def only_all(self, built: Mapping[str, tuple[object, ...]]) -> None:
         """Apply `only` to several keys."""
@@ -42,8 +51,8 @@ class Section:
     def number(self, key: str, default: float | None, least: float, most: float) -> int | float:
         """Return a number from `least` to `most`."""
         value = self.get(key, default)
-        # `isinstance` would accept bool. A NaN fails the comparison.
-        if type(value) not in (int, float) or not least <= value <= most:
+        # A NaN fails the comparison.
+        if not is_number(value) or not least <= value <= most:
             raise self.unbuilt(key, value, f"a number from {least} to {most}")
         return value
 

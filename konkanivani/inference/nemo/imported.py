@@ -108,7 +108,7 @@ def _imported(
         vocab_size=pieces.tokenizer.size,
         step=0,
         plan_digest=0,
-        states={"model": weights, STATE: provenance.state_dict()},
+        states={"model": {**weights}, STATE: provenance.state_dict()},
     )
     numbers = sum(tensor.numel() for tensor in weights.values())
     return Imported(checkpoint, architecture, numbers, provenance, " and ".join(left) or "nothing")

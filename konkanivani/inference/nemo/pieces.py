@@ -16,6 +16,7 @@ TRAINER = 2
 TEXT = 1
 KIND = 3
 CONTROL = 3
+assert OUR_TOKENS.blank is not None and OUR_TOKENS.unknown is not None  # only Whisper's vocabulary lacks them
 # Fields 40 to 43 of TrainerSpec: ids of the unknown, start, end and padding tokens. Fields 46 to 48: their pieces.
 IDS = {40: OUR_TOKENS.unknown, 41: OUR_TOKENS.start, 42: OUR_TOKENS.end, 43: OUR_TOKENS.blank}
 NAMES = {46: "<s>", 47: "</s>", 48: "<blank>"}

@@ -8,11 +8,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from konkanivani.base.config import FeatureConfig, ModelConfig
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.inference.nemo.archive import refused
-from konkanivani.inference.nemo.configuration import Section, read_yaml
+from konkanivani.inference.nemo.configuration import Section, is_number, read_yaml
 
 # Last part of `target`: sections that lead to the CTC head, and the prefix of its tensors.
 HEADS = {
@@ -46,7 +47,10 @@ ENCODER = {
     **{"causal_downsampling": (False,), "global_tokens": (0,), "global_attn_separate": (False,)},
     **{"untie_biases": (True, False)},  # tied biases are stored once per block
 }
-SUBSAMPLINGS = {("striding", 4): "striding", ("dw_striding", 8): "separable"}
+SUBSAMPLINGS: dict[tuple[str, int], Literal["striding", "separable"]] = {
+    ("striding", 4): "striding",
+    ("dw_striding", 8): "separable",
+}
 ENCODER_UNUSED = (
     *("_target_", "global_tokens_spacing", "pos_emb_max_len", "subsampling_conv_chunking_factor", "use_pytorch_sdpa"),
     *("use_pytorch_sdpa_backends", "sync_max_audio_length", "dropout_pre_encoder", "dropout_emb", "dropout_att"),
@@ -81,10 +85,11 @@ def read_settings(text: bytes, path: Path) -> NemoSettings:
         reason = f"its target is {target!r:.80}, but only {' or '.join(HEADS)} is supported"
         raise refused(path, reason, "Use another model")
     names, prefix = HEADS[target]
-    features = _features(Section(path, "preprocessor", values.get("preprocessor")), _edges(version, path))
-    model = _encoder(Section(path, "encoder", values.get("encoder")), features.mel_bins)
+    features = _features(Section(path, "preprocessor", whole.get("preprocessor")), _edges(version, path))
+    model = _encoder(Section(path, "encoder", whole.get("encoder")), features.mel_bins)
     # A hybrid model may set `multisoftmax` in the section of its RNNT decoder only.
-    has_masks = isinstance(values.get("decoder"), dict) and values["decoder"].get("multisoftmax") is True
+    decoder = whole.get("decoder")
+    has_masks = isinstance(decoder, dict) and decoder.get("multisoftmax") is True
     for name in names:
         values = Section(path, ".".join(names), values).get(name)
     head = Section(path, ".".join(names), values)
@@ -101,7 +106,7 @@ def read_settings(text: bytes, path: Path) -> NemoSettings:
     return NemoSettings(model, features, prefix, tokenizers, listed, f"NeMo {version}", licence)
 
 
-def _edges(version: str, path: Path) -> str:
+def _edges(version: str, path: Path) -> Literal["zeros", "reflected"]:
     """Return the padding of waveforms in the NeMo version that saved the file."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or int(found[1]) not in KNOWN_MAJORS:
@@ -110,7 +115,7 @@ def _edges(version: str, path: Path) -> str:
     return "zeros" if (int(found[1]), int(found[2])) >= ZEROS_SINCE else "reflected"
 
 
-def _features(section: Section, frame_padding: str) -> FeatureConfig:
+def _features(section: Section, frame_padding: Literal["zeros", "reflected"]) -> FeatureConfig:
     section.ignore(*FEATURES_UNUSED)
     section.only_all(FEATURES)
     window = _samples(section, "window_size", 0.02)
@@ -120,7 +125,9 @@ def _features(section: Section, frame_padding: str) -> FeatureConfig:
     if type(transform) is not int or not window <= transform <= 2**16:
         raise section.unbuilt("n_fft", transform, f"a number from {window} to {2**16}")
     preemphasis = section.get("preemph", 0.97)
-    if preemphasis is not None and (type(preemphasis) not in (int, float) or not 0 <= preemphasis < 1):
+    if preemphasis is None:
+        preemphasis = 0
+    if not is_number(preemphasis) or not 0 <= preemphasis < 1:
         raise section.unbuilt("preemph", preemphasis, "a number from 0 to below 1")
     guard = section.only("log_zero_guard_type", "add", "clamp")
     smallest = section.get("log_zero_guard_value", 2.0**-24)
@@ -134,8 +141,8 @@ def _features(section: Section, frame_padding: str) -> FeatureConfig:
         window_samples=window,
         hop_samples=_samples(section, "window_stride", 0.01),
         smallest_power=smallest,
-        log_floor_mode={"add": "added", "clamp": "floor"}[guard],
-        preemphasis=float(preemphasis or 0),
+        log_floor_mode="added" if guard == "add" else "floor",
+        preemphasis=float(preemphasis),
         window="symmetric",
         frame_padding=frame_padding,
         mel_scale="slaney",
@@ -149,7 +156,7 @@ def _samples(section: Section, key: str, default: float) -> int:
     """Return a length in samples, which the configuration may give in seconds."""
     seconds = section.get(key, default)
     samples = section.get(f"n_{key}")
-    if samples is None and type(seconds) in (int, float) and 0 < seconds < 1:
+    if samples is None and is_number(seconds) and 0 < seconds < 1:
         # Truncated, as in NeMo.
         samples = int(seconds * SAMPLE_RATE)
     if type(samples) is not int or not 0 < samples < SAMPLE_RATE:

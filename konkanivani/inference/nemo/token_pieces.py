@@ -3,6 +3,7 @@
 import base64
 import re
 import struct
+from typing import Any
 
 from konkanivani.inference.nemo.pieces import PIECE, TEXT, TRAINER, field
 
@@ -20,8 +21,12 @@ BYTE_PAIRS = 2
 UNCHANGING = {"Strip", "Replace"}  # SentencePiece normalises spaces in the same way by itself
 
 
-def sentencepiece_of(tokenizer: object) -> bytes:
-    """Return the serialized SentencePiece model; raise a ValueError for another kind of tokenizer."""
+def sentencepiece_of(tokenizer: Any) -> bytes:
+    """Return the serialized SentencePiece model; raise a ValueError for another kind of tokenizer.
+
+    Args:
+        tokenizer: content of a tokenizer.json, not yet checked.
+    """
     try:
         model = tokenizer["model"]
         added = tokenizer["normalizer"]
@@ -31,7 +36,7 @@ def sentencepiece_of(tokenizer: object) -> bytes:
         are_bytes = bool(model.get("byte_fallback"))
         spaces = tokenizer["pre_tokenizer"]["type"], tokenizer["pre_tokenizer"].get("prepend_scheme")
         characters = _characters(added)
-        ranks = {}
+        ranks: dict[str, int] = {}
         for rank, pair in enumerate(merges):
             pair = pair.split(" ") if isinstance(pair, str) else pair
             # Of two merges with the same result, the earlier one counts.
@@ -56,7 +61,7 @@ def sentencepiece_of(tokenizer: object) -> bytes:
     return pieces + field(TRAINER, trainer) + field(NORMALIZER, field(CHARACTERS, characters))
 
 
-def _characters(normalizer: object) -> bytes:
+def _characters(normalizer: Any) -> bytes:
     """Return the precompiled character map of the normalizer, b"" without one."""
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     kinds = [step["type"] for step in steps]

@@ -3,7 +3,7 @@
 V tokens of this project's tokenizer, D model dimension, K kernel size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -53,7 +53,10 @@ def take_weights(
     needed = sources(ours, settings.model)
     head = [f"{settings.head}.{leaf}" for leaf in ("weight", "bias")]
     shapes = _shapes(needed.values())
-    shapes |= {head[0]: (rows[0] + 1, settings.model.d_model, 1), head[1]: (rows[0] + 1,)}
+    blank = rows[0]
+    if blank is None:
+        raise ValueError("the first of the rows is the blank's, which every file has")
+    shapes |= {head[0]: (blank + 1, settings.model.d_model, 1), head[1]: (blank + 1,)}
     _check(found, shapes, path)
     # Free unused tensors, such as an RNNT decoder, before new ones are made.
     for name in found.keys() - shapes.keys():
@@ -74,7 +77,7 @@ def take_weights(
     return weights
 
 
-def _shapes(needed: Sequence[Source]) -> Shapes:
+def _shapes(needed: Collection[Source]) -> Shapes:
     """Return the shape of every tensor that the encoder is made of, by its name in the file."""
     shapes = {name: source.shape for source in needed for name in source.names}
     norms = {source.norm: source.shape[:1] for source in needed if source.norm}

@@ -90,7 +90,7 @@ def first_frames(costs: np.ndarray) -> list[int]:
         # Overwritten until the path leaves the row, so the first column remains.
         first[row - 1] = max(0, int(column) - 1)
         # In column 0 only steps down remain.
-        way = ways[row, column] if column else DOWN
-        row = row - (way != RIGHT)
-        column = column - (way != DOWN)
+        step = int(ways[row, column]) if column else DOWN
+        row = row - (step != RIGHT)
+        column = column - (step != DOWN)
     return first

@@ -208,18 +208,19 @@ class BytePairs:
 
 def _spelt(ids: Mapping[str, int], source: str) -> list[str]:
     """Return the tokens sorted by id; raise a DataError if an id is missing or duplicated."""
-    spelt: list[str | None] = [None] * len(ids)
+    spelt: dict[int, str] = {}
     for piece, token in ids.items():
         if not 0 <= token < MOST_TOKENS:
             raise DataError(f"{source} gives the token {_shown(piece)} the id {token}, which is out of range. {OTHER}")
         if token >= len(ids):
             continue  # the count then shows that another id is missing or duplicated
-        if spelt[token] is not None:
+        if token in spelt:
             raise DataError(f"{source} has the id {token} twice: {_shown(spelt[token])} and {_shown(piece)}. {OTHER}")
         spelt[token] = piece
-    if None in spelt:
-        raise DataError(f"{source} has {len(ids)} tokens but none with the id {spelt.index(None)}. {OTHER}")
-    return spelt
+    for token in range(len(ids)):
+        if token not in spelt:
+            raise DataError(f"{source} has {len(ids)} tokens but none with the id {token}. {OTHER}")
+    return [spelt[token] for token in range(len(ids))]
 
 
 def _bytes_of(piece: str, byte_of: Mapping[str, int]) -> bytes:

@@ -19,9 +19,9 @@ from konkanivani.base.lengths import Lengths
 from konkanivani.base.randomness import derive_seed
 from konkanivani.decoding.decode import BeamDecode
 from konkanivani.decoding.hypothesis import Hypothesis
+from konkanivani.decoding.network import Network
 from konkanivani.decoding.scorers import AttentionScorer, FullScorer
 from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
-from konkanivani.model.whisper.network import Whisper
 
 LOOP_COPIES = 4
 """Minimum number of copies of a token sequence at the end of a hypothesis to count as a loop."""
@@ -60,7 +60,7 @@ class FallbackDecode:
     seed: int = 0
 
     @torch.no_grad()
-    def __call__(self, model: Whisper, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
+    def __call__(self, model: Network, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
         heard = _Heard(model, encoded, encoded_lengths)
         first = self.inner.search(model, encoded, encoded_lengths, best=1)
         found = [list(hypotheses[0].tokens) if hypotheses else [] for hypotheses in first]
@@ -144,7 +144,7 @@ class FallbackDecode:
 class _Heard:
     """Batch of encoded utterances (B, T', D) with the model; a subset of it can be decoded again."""
 
-    model: Whisper
+    model: Network
     encoded: torch.Tensor
     lengths: Lengths
 
@@ -198,7 +198,7 @@ def say(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: int) ->
     """
     rows = list(limits)
     step = 0
-    tokens = {row: [] for row in limits}
+    tokens: dict[int, list[int]] = {row: [] for row in limits}
     totals = dict.fromkeys(limits, 0.0)
     while rows:
         log_probabilities = _allowed(scorer.score()[:, 0], [limits[row] <= step for row in rows], end)

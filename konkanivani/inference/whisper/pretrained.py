@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.base.config import PretrainedConfig, TuningConfig
+from konkanivani.base.config import AudioContext, PretrainedConfig, TuningConfig
 from konkanivani.base.errors import CheckpointError
 from konkanivani.inference.whisper.byte_pairs import read_byte_pairs
 from konkanivani.inference.whisper.vocabulary import ModelTokens, Prompt, PromptedVocabulary, is_english_only
@@ -35,11 +35,14 @@ class PretrainedWhisper:
 
     def settled(self, config: PretrainedConfig) -> PretrainedConfig:
         """Return the settings with the folder's audio context if they name none."""
-        return dataclasses.replace(config, audio_context=config.audio_context or self.folder.audio_context)
+        return dataclasses.replace(config, audio_context=self._audio_context(config))
 
     def architecture(self, tuning: TuningConfig, config: PretrainedConfig) -> WhisperArchitecture:
         """Return the architecture with the layers to train and the audio context of the settings."""
-        return WhisperArchitecture(self.folder.shape, tuning, self.settled(config).audio_context)
+        return WhisperArchitecture(self.folder.shape, tuning, self._audio_context(config))
+
+    def _audio_context(self, config: PretrainedConfig) -> AudioContext:
+        return config.audio_context or self.folder.audio_context
 
     def vocabulary(self, config: PretrainedConfig) -> PromptedVocabulary:
         """Return the tokenizer with the language and task of `config` as the prompt of its labels."""
@@ -82,10 +85,13 @@ def read_pretrained_whisper(path: Path) -> PretrainedWhisper:
 
 def restored_shape(state: Mapping[str, object]) -> WhisperShape:
     """Return the dimensions stored in `description`; raise a CheckpointError if they are invalid."""
-    found = {name: state.get(name) for name in MOST}
-    # The checkpoint is untrusted: bound every dimension before a network of that size is built.
-    if not all(type(value) is int and 1 <= value <= MOST[name] for name, value in found.items()):
-        raise CheckpointError("The checkpoint's model has invalid dimensions. Use another checkpoint.")
+    found: dict[str, int] = {}
+    for name, most in MOST.items():
+        value = state.get(name)
+        # The checkpoint is untrusted: bound every dimension before a network of that size is built.
+        if type(value) is not int or not 1 <= value <= most:
+            raise CheckpointError("The checkpoint's model has invalid dimensions. Use another checkpoint.")
+        found[name] = value
     shape = WhisperShape(**found)
     if shape.d_model % 2 or shape.d_model % shape.attention_heads:
         raise CheckpointError(

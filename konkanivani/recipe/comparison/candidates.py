@@ -20,7 +20,7 @@ from konkanivani.data.rejections import Rejections
 
 # Flags of a single run, which a comparison sets for each candidate itself.
 OF_ONE_RUN = frozenset(("preset", "checkpoint_dir", "log_dir", "resume", "fresh", "init_from", "dry_run"))
-PRETRAINED_DEFAULTS = {"language", "task", *(leaf.name for leaf in dataclasses.fields(TuningConfig))}
+PRETRAINED_DEFAULTS = frozenset(("language", "task", *(leaf.name for leaf in dataclasses.fields(TuningConfig))))
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def choose_candidates(pretrained: Sequence[str], presets: Sequence[str], flags: 
     ]
 
 
-def _words(flags: Sequence[Flag], left_out: frozenset[str] | set[str]) -> tuple[str, ...]:
+def _words(flags: Sequence[Flag], left_out: frozenset[str]) -> tuple[str, ...]:
     return tuple(word for flag in flags if flag.name not in left_out for word in flag.words)
 
 

@@ -40,12 +40,13 @@ def compare(
         place = folder / candidate.name
         beginning = f"Model {number} of {len(candidates)}, {candidate.name}"
         kept = read_kept(place)
-        if kept is None or not kept.is_finished:
-            say(f"{beginning}: training in {place}.", sys.stderr)
-            kept = _train(candidate, conditions[candidate.name], place, trainer)
-        else:
+        if kept is not None and kept.outcome is not None and kept.is_finished:
             say(f"{beginning}: already trained.", sys.stderr)
-        outcomes.append(kept.outcome)
+            outcome = kept.outcome
+        else:
+            say(f"{beginning}: training in {place}.", sys.stderr)
+            outcome = _train(candidate, conditions[candidate.name], place, trainer)
+        outcomes.append(outcome)
         with atomic_write(folder / REPORT) as partial:
             partial.write_text(report_of(outcomes) + "\n", encoding="utf-8")
     return outcomes
@@ -56,7 +57,7 @@ def report_of(outcomes: Sequence[Outcome]) -> str:
     return json.dumps({"models": [dataclasses.asdict(outcome) for outcome in outcomes]}, ensure_ascii=False)
 
 
-def _train(candidate: Candidate, conditions: Mapping[str, str], place: Path, trainer: Trainer) -> Kept:
+def _train(candidate: Candidate, conditions: Mapping[str, str], place: Path, trainer: Trainer) -> Outcome:
     kept = Kept(conditions)
     write_kept(place, kept)
     folders = ("--checkpoint_dir", str(place / "checkpoints"), "--log_dir", str(place / "logs"))
@@ -64,11 +65,11 @@ def _train(candidate: Candidate, conditions: Mapping[str, str], place: Path, tra
     if ended.exit_code == 0:
         # The trainer prints its JSON line last.
         summary = json.loads(ended.said[-1])
-        kept = dataclasses.replace(kept, summary=summary, outcome=outcome_of(candidate.name, candidate.source, summary))
+        outcome = outcome_of(candidate.name, candidate.source, summary)
+        write_kept(place, dataclasses.replace(kept, summary=summary, outcome=outcome))
     else:
         # An interrupted run has no outcome, so that the next call resumes it: raise before a failure is recorded.
         trainer.check()
-        failed = Outcome(candidate.name, candidate.source, ended.exit_code, ended.reason)
-        kept = dataclasses.replace(kept, outcome=failed)
-    write_kept(place, kept)
-    return kept
+        outcome = Outcome(candidate.name, candidate.source, ended.exit_code, ended.reason)
+        write_kept(place, dataclasses.replace(kept, outcome=outcome))
+    return outcome

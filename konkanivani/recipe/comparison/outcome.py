@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from konkanivani.base.console import table_lines
 from konkanivani.base.files import atomic_write
@@ -83,7 +84,7 @@ def read_kept(folder: Path) -> Kept | None:
         return None
 
 
-def outcome_of(name: str, source: str, summary: Mapping[str, object]) -> Outcome:
+def outcome_of(name: str, source: str, summary: Mapping[str, Any]) -> Outcome:
     """Return the outcome of a successful run from its JSON line, its log and its checkpoint."""
     # The suffix of a second decoding method, for example "test_wer_joint" next to "test_wer" (greedy).
     way = [key.removeprefix("test_wer_") for key in summary if key.startswith("test_wer_")]
@@ -110,7 +111,7 @@ def outcome_of(name: str, source: str, summary: Mapping[str, object]) -> Outcome
     )
 
 
-def _logged_steps(path: Path) -> list[Mapping[str, object]]:
+def _logged_steps(path: Path) -> list[Mapping[str, Any]]:
     """Return the log's step records; an empty list if the log is unreadable, for example after the disk was full."""
     try:
         with open(path, encoding="utf-8") as file:

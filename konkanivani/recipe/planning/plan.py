@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from konkanivani.base.auto_defaults import resolved
 from konkanivani.base.config import AUTO, TrainConfig
 from konkanivani.base.console import count
 from konkanivani.base.errors import ResourceError, UsageError
@@ -62,8 +63,7 @@ def resolve_plan(
         if plan.conditions == conditions:
             return plan
         print("The checkpoint's memory plan was made under different conditions: making a new plan.", flush=True)
-    budget = config.memory.memory_budget
-    budget = parse_budget(budget) if budget else free
+    budget = parse_budget(config.memory.memory_budget) if config.memory.memory_budget else free
     rate = float(train.tokens.sum() / train.seconds.sum())
     costs = costs_per_rank(device_costs(device), architecture, ranks)
     # The longest utterance in a micro-batch of one, with all recomputation that is allowed, decides on the placement.
@@ -190,7 +190,7 @@ def _check_every_utterance_fits(
         return
     limit = max((bucket.seconds for bucket in buckets if bucket.utterances), default=0.0)
     # Slow speed perturbation lengthens audio, and --max_duration applies to the recording. Rounded down to 0.1 s.
-    as_recorded = int(10 * limit * min(config.augment.speed_perturbation)) / 10
+    as_recorded = int(10 * limit * min(resolved(config.augment.speed_perturbation))) / 10
     rows = [int(i) for i in np.argsort(-train.seconds) if train.seconds[i] > limit]
     named = ", ".join(f"{train.utterances[i].id} ({train.seconds[i]:.1f} s)" for i in rows[:3])
     helps = []

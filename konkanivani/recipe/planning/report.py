@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 
-from konkanivani.base.auto_defaults import resolve
-from konkanivani.base.config import PRESETS, ModelConfig, TrainConfig
+from konkanivani.base.auto_defaults import resolve, resolved
+from konkanivani.base.config import PRESETS, ModelConfig, Preset, TrainConfig
 from konkanivani.base.rules import settings_of
 from konkanivani.base.units import GIB, MIB, budget_text, peak_text
 from konkanivani.memory.devices import DeviceCosts
@@ -169,7 +169,7 @@ def answer(request: PlanRequest) -> Answer:
 def plan_presets(
     config: TrainConfig,
     costs: DeviceCosts,
-    presets: Mapping[str, ModelConfig] = PRESETS,
+    presets: Mapping[Preset, ModelConfig] = PRESETS,
     budgets: tuple[float, ...] = TABLE_BUDGETS,
 ) -> str:
     """Return a table of presets by budgets in GiB: micro-batch of 10 s utterances, and longest utterance in seconds."""
@@ -217,7 +217,8 @@ def _cells(request: PlanRequest, budgets: tuple[float, ...]) -> list[str]:
 def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int, given: Collection[str]) -> str:
     """Return trainer flags: the given ones, and those that keep to the budget with the longest duration that fits."""
     # Slow speed perturbation lengthens an utterance; --max_duration limits it as recorded.
-    longest = min(config.data.max_duration, answers[-1].longest_seconds * min(config.augment.speed_perturbation))
+    slowest = min(resolved(config.augment.speed_perturbation))
+    longest = min(config.data.max_duration, answers[-1].longest_seconds * slowest)
     words = [] if {"preset", "init_from", "pretrained"} & set(given) else ["--preset", config.run.preset]
     for setting in settings_of(config):
         if setting.name in set(given) - DECIDED:

@@ -56,9 +56,10 @@ class PlanRequest:
     def planner(self) -> Iterator[Planner]:
         """Yield a planner of this configuration that reuses and stores traces."""
         asked = self.config.data.concurrent_micro_batches
-        plans_for_one = self.costs.is_cuda or asked == AUTO or not self.placement.is_on_card
         # auto runs two in parallel only if memory is left: plan for one.
-        concurrent_micro_batches = 1 if plans_for_one else asked
+        concurrent_micro_batches = 1 if asked == AUTO else asked
+        if self.costs.is_cuda or not self.placement.is_on_card:
+            concurrent_micro_batches = 1
         with kept_traces(self.config, self.architecture, self.costs, self.placement) as traces:
             yield Planner(traces, self.budget, _tokens_per_second(self.config), concurrent_micro_batches)
 

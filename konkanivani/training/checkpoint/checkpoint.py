@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -33,7 +33,7 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Mapping[str, object]: ...
 
-    def load_state_dict(self, state: Mapping[str, object]) -> object: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
 
 
 @dataclass(frozen=True)
