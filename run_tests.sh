@@ -26,6 +26,7 @@ stage() {
 stage "ruff check" "$PYTHON" -m ruff check .
 stage "ruff format" "$PYTHON" -m ruff format --check .
 stage "lint-imports" "$PYTHON" -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
+stage "mypy" "$PYTHON" -m mypy
 # Each process runs one test file at a time. One process more than there are cores, because tests wait for children.
 cores="$("$PYTHON" -c "import os; print(len(os.sched_getaffinity(0)))")"
 stage "pytest" "$PYTHON" -m pytest --numprocesses "$((cores < 4 ? cores + 1 : 4))" --dist loadfile "$@"

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeVar
 
 from konkanivani.base.config import AUTO, DEFAULT_EFFECTIVE_BATCH_SIZE, DEFAULT_RATE, DataConfig, TrainConfig
 from konkanivani.base.rules import settings_of, with_values
@@ -37,7 +37,7 @@ def resolved(value: Value | Literal["auto"]) -> Value:
     """Return the value of a setting that `resolve` has set; raise a ValueError if it is still "auto"."""
     if value == AUTO:
         raise ValueError("an automatic setting is used before it is resolved")
-    return cast(Value, value)  # mypy does not narrow a type variable by a comparison
+    return value
 
 
 @dataclass(frozen=True)
