@@ -16,8 +16,6 @@ from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
 from konkanivani.model.front_end import FrontEnd, LogMel, has_margins, log_power, normalize_features, with_margins
 
-NO_CTC_HEAD = "ONNX files contain the encoder and the CTC head, but this model has no CTC head: export it as a bundle."
-
 
 class MatrixLogMel(torch.nn.Module):
     """`LogMel` with the Fourier transform as a matrix product, and lengths (B,) as tensors.
@@ -76,7 +74,10 @@ class RecognitionGraph(torch.nn.Module):
             and isinstance(front_end, FrontEnd)
             and model.ctc_head is not None
         ):
-            raise UsageError(NO_CTC_HEAD)
+            raise UsageError(
+                "ONNX files contain the encoder and the CTC head, but this model has no CTC head. Export it as a "
+                "bundle."
+            )
         self.log_mel = MatrixLogMel(front_end.log_mel)
         self.framing = architecture.framing
         self.encoder = model.encoder

@@ -122,11 +122,8 @@ def accumulate(task: GradientTask, plan: MicroBatchPlan) -> torch.Tensor | None:
         # Only on a CPU: elsewhere dropout draws from the generator of the device.
         return dropout_seed(derive_seed(seed, number)) if parts.forward.device.type == "cpu" else nullcontext()
 
-    counts = loss_counts(task.global_batch)
-
-    def work(batch: Batch) -> LossSums:
-        return task.forward_and_backward(parts, batch, counts)
-
+    # A partial adds no Python frame to the step.
+    work = partial(task.forward_and_backward, parts, counts=loss_counts(task.global_batch))
     if plan.concurrent_micro_batches > 1:
         results = map_ordered(
             plan.concurrent_micro_batches, work, plan.micro_batches, masks, trained_parameters(parts.model)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -187,8 +188,12 @@ class StepParts:
         return dataclasses.replace(self, forward=dataclasses.replace(self.forward, recompute=policy))
 
 
-ForwardAndBackward = Callable[[StepParts, Batch, LossCounts], LossSums]
-"""Adds the scaled gradient of one micro-batch to the parameters' `.grad`; returns its summed losses."""
+class ForwardAndBackward(Protocol):
+    """Function that adds the scaled gradient of one micro-batch to the parameters' `.grad`."""
+
+    def __call__(self, parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
+        """Return the summed losses of the micro-batch."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ def diagnose(manifests: tuple[str, ...], config: TrainConfig, audio_utterances: 
                 tokenizer = build_tokenizer(manifest, config)
         except KonkaniVaniError as error:
             refusals.append(str(error))
-    health = measure_corpus(parts, HealthRequest(config, tokenizer, audio_utterances))
+    # Without a usable training manifest, the automatic settings get the defaults for much speech.
+    health = measure_corpus(parts, HealthRequest(resolve(config), tokenizer, audio_utterances))
     findings = find_all(health, tuple(refusals), config)
     verdict = reach_verdict(health, findings)
     size = tokenizer.size if tokenizer else 0
