@@ -107,7 +107,7 @@ def test_what_has_always_been_is_written_as_it_always_was():
     assert "reflected" in told["edges"] and (told["preemphasis"], told["power_guard"]) == (0.97, "added")
 
 
-@pytest.mark.parametrize("kind", ["striding", *further("separable")])  # by 8 too: test_used.py
+@pytest.mark.parametrize("kind", further("striding", "separable"))  # separable by default: test_used.py
 def test_onnx_files_say_what_the_model_says(kind, tmp_path):
     speech_model = speech_model_of(*SHAPES[kind])
     (tmp_path / "m.onnx").write_bytes(build_onnx(speech_model))

@@ -11,7 +11,7 @@ from konkanivani.base.errors import NumericsError
 from konkanivani.inference.whisper.pretrained import read_pretrained_whisper
 from konkanivani.model.whisper import export
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
-from tests.conftest import Corpus, run_folders, run_here, run_trainer, well, write_corpus
+from tests.conftest import Corpus, crossed, run_folders, run_here, run_trainer, well, write_corpus
 from tests.whisper.small_model import write_model
 
 EXPORT = "training_scripts/export_asr.py"
@@ -64,8 +64,7 @@ def expected_tensors(base: Path, checkpoint: Path, is_halved: bool) -> tuple[Ten
     return expected, trained
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("number_format", FORMATS)
+@pytest.mark.parametrize(("number_format", "mode"), crossed(FORMATS, MODES))
 def test_commands_export_the_trained_weights_rounded(corpus, number_format, mode, tmp_path):
     base = train(tmp_path, corpus, number_format, mode)
     checkpoint, out = tmp_path / "checkpoints" / "checkpoint_last.pt", tmp_path / "out"
