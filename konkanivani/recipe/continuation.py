@@ -56,9 +56,9 @@ def _begin(config: TrainConfig, planner: EpochPlanner) -> RateSchedule:
     return RateSchedule.of_length(count_steps(config, planner), resolved(config.run.epochs) * per_epoch, per_epoch)
 
 
-def _steps_to_come(config: TrainConfig, steps_per_epoch: int, epoch: int, window: int) -> int:
+def _steps_to_come(config: TrainConfig, steps_per_epoch: int, epoch: int, consumed: int) -> int:
     """Return the steps from this position to the end of the last epoch."""
-    return max(0, (resolved(config.run.epochs) - epoch) * steps_per_epoch - window)
+    return max(0, (resolved(config.run.epochs) - epoch) * steps_per_epoch - consumed)
 
 
 def stored_state(checkpoint: Checkpoint) -> TrainState:

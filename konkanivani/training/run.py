@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from konkanivani.base.auto_defaults import resolved
 from konkanivani.base.config import RunConfig, TrainConfig
 from konkanivani.base.distributed import ALONE, Topology, gather
 from konkanivani.base.flags import config_to_text
@@ -85,13 +86,10 @@ class Run:
 
     def is_finished(self) -> bool:
         """Return whether the maximum of epochs or steps is reached, or validation has stopped improving."""
-        epochs = self.config.epochs
-        if isinstance(epochs, str):
-            raise ValueError("--epochs auto has to be resolved before training.")
         limit = self.config.max_steps
         patience = self.config.early_stop_epochs
         return (
-            self.state.epoch >= epochs
+            self.state.epoch >= resolved(self.config.epochs)
             or (limit is not None and self.state.step >= limit)
             or (patience is not None and self.state.epochs_without_improvement >= patience)
         )

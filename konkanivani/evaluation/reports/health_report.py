@@ -5,7 +5,7 @@ import dataclasses
 import io
 import json
 
-from konkanivani.base.auto_defaults import resolve
+from konkanivani.base.auto_defaults import resolve, resolved
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import KonkaniVaniError
 from konkanivani.data.health.findings import Diagnosis, find_all, reach_verdict
@@ -45,11 +45,8 @@ def build_tokenizer(manifest: Manifest, config: TrainConfig) -> Tokenizer:
     texts = {normalize_text(text, config.text.digits) for text in iterate_texts(manifest)} - {""}
     if not texts:
         raise no_text(manifest)
-    kind = config.text.tokenizer_type
-    if kind == "auto":
-        raise ValueError("`auto` must be resolved before a tokenizer is trained.")
     with contextlib.redirect_stdout(io.StringIO()):  # its message on a smaller vocabulary is in the report, too
-        return train_tokenizer(texts, kind, config.text.vocab_size)
+        return train_tokenizer(texts, resolved(config.text.tokenizer_type), config.text.vocab_size)
 
 
 def health_json(diagnosis: Diagnosis) -> str:
