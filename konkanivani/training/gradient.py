@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from konkanivani.base.distributed import all_reduce_max, gather, new_bucket, raise_rank_lost, sum_tensors
+from konkanivani.base.distributed import all_reduce_max, full_tensor, gather, new_bucket, raise_rank_lost, sum_tensors
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.randomness import derive_seed, dropout_seed, seed_step
 from konkanivani.data.batch import Batch, Example, collate
@@ -23,7 +23,6 @@ from konkanivani.model.asr import SpeechNetwork, trained_parameters
 from konkanivani.model.losses import LossCounts, LossSums
 from konkanivani.training.concurrent import map_ordered
 from konkanivani.training.optimizer import gradient_of
-from konkanivani.training.sharding import full_tensor
 from konkanivani.training.step import GradientTask, StepGradient, StepParts, loss_counts
 
 
