@@ -20,7 +20,7 @@ from konkanivani.base.command_line import (
     with_default,
     wrap_description,
 )
-from konkanivani.base.config import TrainConfig
+from konkanivani.base.config import TRAINING_ONLY, TrainConfig
 from konkanivani.base.console import announced, progress_bar
 from konkanivani.base.flags import COMMON_FLAGS, config_from_text, config_to_text, contradictions, parse_args
 from konkanivani.base.rules import settings_of
@@ -89,6 +89,13 @@ def test_settings_of_imported_checkpoints_are_accepted_and_stored_but_not_listed
     assert parse_args(["--resume", "auto", *words]).merge_into_checkpoint(config).features == config.features
     other = parse_args(["--resume", "auto", "--window", "periodic"]).merge_into_checkpoint(config)
     assert contradictions(config, other) == ["--window is periodic here and symmetric in the checkpoint"]
+
+
+@pytest.mark.parametrize("name", ["transcribe", "evaluate_konkanivani_asr"])
+def test_flags_of_training_are_not_listed_by_other_scripts(name):
+    listed = listed_flags(shown_help(ROOT / f"training_scripts/{name}.py"))
+    assert "audio_context" in listed and not set(TRAINING_ONLY) & set(listed)
+    assert set(TRAINING_ONLY) <= set(listed_flags(shown_help(TRAINER, "all")))
 
 
 def test_negative_control_a_field_of_the_same_name_elsewhere_is_listed():

@@ -13,7 +13,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -52,14 +52,16 @@ def read_flags(
     default: Flags | None = None,
     shown: type | None = None,
     common: Sequence[HelpSection] = (),
+    hidden: Collection[str] = (),
 ) -> Flags:
     """Return a `kind` from the command line; missing fields are from `default`, and nested fields have no prefix.
 
     An unknown or mistyped flag ends the process with exit code 2 and the nearest name. `--help` prints the script's
     docstring and the flags of `shown`, or of `kind`: those in `common`, if any, or all of them after `--help all`.
+    Flags in `hidden` are accepted, but not printed.
     """
     if {"-h", "--help"} & set(arguments):
-        _print_help(shown or kind, None if shown else default, arguments, common)
+        _print_help(shown or kind, None if shown else default, arguments, common, hidden)
     # Imported late: --help does not need it.
     import tyro
 
@@ -76,13 +78,15 @@ def read_flags(
         sys.exit(_leave_pipe())
 
 
-def _print_help(kind: type, default: object, arguments: list[str], common: Sequence[HelpSection]) -> NoReturn:
+def _print_help(
+    kind: type, default: object, arguments: list[str], common: Sequence[HelpSection], hidden: Collection[str]
+) -> NoReturn:
     """Print the help of `kind` and end the process; `all` after `--help` lists every flag."""
     place = next(index for index, word in enumerate(arguments) if word in ("-h", "--help"))
     show_all = arguments[place + 1 : place + 2] == ["all"]
     description = (sys.modules["__main__"].__doc__ or "").strip()
     try:
-        print(format_help(kind, default, description, common, show_all), flush=True)
+        print(format_help(kind, default, description, common, show_all, hidden), flush=True)
     except BrokenPipeError:  # the reader of the pipe, such as head, has ended
         sys.exit(_leave_pipe())
     sys.exit(0)
@@ -255,12 +259,20 @@ class HelpFlag(NamedTuple):
         return "\n".join([text[0], *(" " * TEXT_COLUMN + line for line in text[1:])])
 
 
-def format_help(kind: type, default: object, description: str, common: Sequence[HelpSection], show_all: bool) -> str:
+def format_help(
+    kind: type,
+    default: object,
+    description: str,
+    common: Sequence[HelpSection],
+    show_all: bool,
+    hidden: Collection[str] = (),
+) -> str:
     """Return the help of a script whose flags are the fields of `kind`.
 
     With `common`, only these sections are listed, unless `show_all` is set; a last line names `--help all`.
+    Flags in `hidden` are left out.
     """
-    flags = flags_of(kind, default)
+    flags = [flag for flag in flags_of(kind, default) if flag.name not in hidden]
     positional = " ".join(flag.values for flag in flags if flag.is_positional)
     usage = f"usage: {_program()} {positional + ' ' if positional else ''}[--FLAG VALUE ...]"
     sections = [usage, wrap_description(description)]

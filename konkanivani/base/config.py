@@ -17,6 +17,8 @@ Value = TypeVar("Value")
 # Type of a setting whose default fits every native model; only an imported checkpoint brings another value. Checkpoints
 # store it and command lines accept it, so that older commands work, but `--help` does not list it.
 Imported = Annotated[Value, IMPORTED]
+# Settings of PretrainedConfig that have no effect without training.
+TRAINING_ONLY = ("timestamp_share", "forgetting_manifest", "forgetting_language")
 # Old flag names, accepted on command lines and in checkpoints.
 OLD_NAMES = {
     # Keys are the old names, values the current ones.
@@ -206,7 +208,7 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class PretrainedConfig:
-    """Fine-tuning of a pretrained Whisper model."""
+    """Pretrained Whisper model."""
 
     pretrained: str | None = None
     """Folder of a Whisper model in Hugging Face format."""
