@@ -248,11 +248,10 @@ class PromptedVocabulary:
             return otherwise
         ids = settings[name]
         ids = [] if ids is None else ids
-        if not isinstance(ids, list) or not all(
-            type(token) is int and -1 <= token < self._tokens.size for token in ids
-        ):
+        size = self._tokens.size
+        if not isinstance(ids, list) or not all(type(token) is int and -1 <= token < size for token in ids):
             raise DataError(
-                f"generation_config.json: {name} is not a list of the model's tokens, 0 to {self._tokens.size - 1}. {OTHER}"
+                f"generation_config.json: {name} is not a list of the model's tokens, 0 to {size - 1}. {OTHER}"
             )
         # As in OpenAI's code, [-1] stands for the default list.
         return otherwise if ids == [-1] else tuple(ids)
