@@ -40,7 +40,7 @@ DEV_NULL = Path(os.devnull)
 IMPORTED = (
     *("numpy.random", "PIL.GifImagePlugin", "PIL.PngImagePlugin", "html", "safetensors.torch"),
     *("multiprocessing.popen_fork", "multiprocessing.synchronize"),
-    *("torch.utils.tensorboard.summary", "tensorboard.summary.writer.record_writer"),
+    *("torch.utils.tensorboard",),
     *("torch.utils.serialization", "torch._dynamo"),  # _dynamo is imported by a trace
     *("konkanivani.recipe.train", "konkanivani.recipe.dry_run", "konkanivani.recipe.evaluation_model"),
     *("konkanivani.data.preparation.prepare", "konkanivani.data.synthetic.builtin_corpus"),
