@@ -42,7 +42,9 @@ class Installer:
     """
 
     def __init__(self, root: Path, python: Path, spare_cache: Path, lock: IO[str]) -> None:
-        self._root, self._python, self._lock = root, python, lock
+        self._root = root
+        self._python = python
+        self._lock = lock
         self._pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input"]
         # A configured user = true is an error inside an environment.
         self._environment = {**os.environ, "PIP_USER": "0"}
@@ -126,7 +128,7 @@ def explain_failure(output: str, root: Path) -> SetupError:
             f"files ({os.environ.get('TMPDIR', '/tmp')}), or set TMPDIR to another disk, and start again"
         )
     if NO_PERMISSION.search(output):
-        return SetupError(f"No write permission ({last_line(output)}): copy the folder to a place that you own")
+        return SetupError(f"The installer has no write permission ({last_line(output)}): copy the folder to a place that you own")
     if NO_NETWORK.search(output):
         return NothingChanged(
             "The package index could not be reached: check the network (and, where you use them, HTTPS_PROXY and "
