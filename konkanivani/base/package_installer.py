@@ -128,7 +128,9 @@ def explain_failure(output: str, root: Path) -> SetupError:
             f"files ({os.environ.get('TMPDIR', '/tmp')}), or set TMPDIR to another disk, and start again"
         )
     if NO_PERMISSION.search(output):
-        return SetupError(f"The installer has no write permission ({last_line(output)}): copy the folder to a place that you own")
+        return SetupError(
+            f"The installer has no write permission ({last_line(output)}): copy the folder to a place that you own"
+        )
     if NO_NETWORK.search(output):
         return NothingChanged(
             "The package index could not be reached: check the network (and, where you use them, HTTPS_PROXY and "
