@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base import process_defaults
 from konkanivani.base.device import TORCH_RANGE, check_gpu_architecture, choose_device
-from konkanivani.base.environment import Requirements, Stamp, Venv, creating_command, is_version_in
 from konkanivani.base.errors import ResourceError
-from konkanivani.base.package_installer import Installer, NothingChanged, SetupError, explain_failure
-from konkanivani.base.process_defaults import add_huge_pages, set_allocator_defaults, set_process_defaults
-from konkanivani.base.torch_build import (
+from konkanivani.base.startup import process_defaults
+from konkanivani.base.startup.environment import Requirements, Stamp, Venv, creating_command, is_version_in
+from konkanivani.base.startup.package_installer import Installer, NothingChanged, SetupError, explain_failure
+from konkanivani.base.startup.process_defaults import add_huge_pages, set_allocator_defaults, set_process_defaults
+from konkanivani.base.startup.torch_build import (
     CPU,
     CU126,
     CU128,
@@ -71,10 +71,11 @@ def load_bootstrap(root: Path):
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """Copy the files that the set-up needs, without .venv."""
-    modules = ("environment", "package_installer", "process_defaults", "torch_build", "__init__")
     paths = ["training_scripts/bootstrap.py", "setup.cfg", "pyproject.toml", "konkanivani/__init__.py"]
-    for name in [*paths, *(f"konkanivani/base/{module}.py" for module in modules)]:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    paths.append("konkanivani/base/__init__.py")
+    startup = (ROOT / "konkanivani/base/startup").glob("*.py")
+    for name in [*paths, *(path.relative_to(ROOT) for path in startup)]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
 
@@ -165,12 +166,12 @@ class TestWheels:
 
     @pytest.mark.parametrize(("build", "words"), [(CPU, "works as well"), (CU126, "does not support this GPU")])
     def test_fall_back_with_a_line_where_pytorchs_index_is_out_of_reach(self, monkeypatch, build, words):
-        monkeypatch.setattr("konkanivani.base.torch_build.is_answering", lambda url, seconds: False)
+        monkeypatch.setattr("konkanivani.base.startup.torch_build.is_answering", lambda url, seconds: False)
         choice = fall_back_if_unreachable(build)
         assert choice.build == DEFAULT and words in choice.notice
 
     def test_are_kept_where_the_index_answers(self, monkeypatch):
-        monkeypatch.setattr("konkanivani.base.torch_build.is_answering", lambda url, seconds: True)
+        monkeypatch.setattr("konkanivani.base.startup.torch_build.is_answering", lambda url, seconds: True)
         assert fall_back_if_unreachable(CU126) == BuildChoice(CU126)
 
     def test_an_address_where_nobody_listens_does_not_answer(self):
@@ -201,7 +202,7 @@ class TestStamp:
         monkeypatch.setattr(Venv, "missing", lambda *_: [])
         monkeypatch.setattr(Venv, "check_disk", lambda *_: None)
         monkeypatch.setattr(Venv, "compile", lambda *_: None)
-        monkeypatch.setattr("konkanivani.base.torch_build.is_answering", lambda *_: False)
+        monkeypatch.setattr("konkanivani.base.startup.torch_build.is_answering", lambda *_: False)
         monkeypatch.setattr(Installer, "_find_uv", lambda self: None)
         monkeypatch.setattr(Installer, "install", lambda self, *arguments: calls.append(arguments))
         return venv
@@ -283,7 +284,7 @@ class TestWhatCannotBeDone:
 
     def test_no_ensurepip(self, venv, monkeypatch):
         venv.folder.mkdir()
-        monkeypatch.setattr("konkanivani.base.environment.has_module", lambda name: False)
+        monkeypatch.setattr("konkanivani.base.startup.environment.has_module", lambda name: False)
         monkeypatch.setenv("PATH", "/nonexistent")
         with pytest.raises(SetupError, match=r"apt install python3\.\d+-venv"):
             venv.create()
@@ -297,14 +298,14 @@ class TestWhatCannotBeDone:
         ],
     )
     def test_makes_the_environment_by_what_there_is(self, monkeypatch, modules, has_uv, words):
-        monkeypatch.setattr("konkanivani.base.environment.has_module", lambda name: name in modules)
+        monkeypatch.setattr("konkanivani.base.startup.environment.has_module", lambda name: name in modules)
         monkeypatch.setattr(shutil, "which", lambda name: name if has_uv else None)
         assert creating_command("python", Path("x")) == words
 
     def test_the_last_words_of_what_could_not_make_it(self, venv, monkeypatch):
         venv.folder.mkdir()
         failed = [sys.executable, "-c", "print('line'); print('last words'); raise SystemExit(1)"]
-        monkeypatch.setattr("konkanivani.base.environment.creating_command", lambda python, folder: failed)
+        monkeypatch.setattr("konkanivani.base.startup.environment.creating_command", lambda python, folder: failed)
         with pytest.raises(SetupError, match="last words"):
             venv.create()
 
@@ -510,7 +511,7 @@ class TestMalloc:
     # Without the pad, whose 16 MiB would take a few of the blocks if the heap grew now.
     PROGRAM = (
         "import os, sys; sys.path.insert(0, '.')\n"
-        "from konkanivani.base import process_defaults\n"
+        "from konkanivani.base.startup import process_defaults\n"
         "status = lambda: int(open('/proc/self/status').read().split('VmRSS:')[1].split()[0])\n"
         "process_defaults.MALLOC_THRESHOLD, process_defaults.MALLOC_TOP_PAD = 1 << 20, 0\n"
         "answer = process_defaults.set_malloc_options(os.environ) if sys.argv[1] == 'set' else None\n"
@@ -561,7 +562,7 @@ class TestMalloc:
     # Size in KiB of the first heap of the process while another thread has 40 blocks of 1 MiB.
     OF_A_THREAD = (
         "import os, sys, threading; sys.path.insert(0, '.')\n"
-        "from konkanivani.base import process_defaults\n"
+        "from konkanivani.base.startup import process_defaults\n"
         "sys.argv[1] == 'set' and process_defaults.set_malloc_options(os.environ)\n"
         "def hold():\n"
         "    blocks = [bytearray(1 << 20) for _ in range(40)]\n"

@@ -19,8 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from konkanivani.base.package_installer import Installer, NothingChanged, SetupError, explain_failure, say
-from konkanivani.base.torch_build import GIB, TorchBuild, choose_build, fall_back_if_unreachable, read_nvidia_smi
+from konkanivani.base.startup.package_installer import Installer, NothingChanged, SetupError, explain_failure, say
+from konkanivani.base.startup.torch_build import (
+    GIB,
+    TorchBuild,
+    choose_build,
+    fall_back_if_unreachable,
+    read_nvidia_smi,
+)
 
 # Module of a distribution, if it is not the distribution's name with "_" for "-".
 MODULE_NAMES = {"PyYAML": "yaml", "import-linter": "importlinter", "nvidia-ml-py": "pynvml", "pytest-xdist": "xdist"}
@@ -125,7 +131,7 @@ class Venv:
         """Return the requirements that are missing; None if the environment's Python or pip does not start."""
         question = (
             "import json, pip, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
-            "from konkanivani.base.environment import Requirements\n"
+            "from konkanivani.base.startup.environment import Requirements\n"
             "print(json.dumps(Requirements(Path(sys.argv[1])).missing(sys.argv[2:])))"
         )
         command = [str(self.python), "-B", "-c", question, str(self.root), *sorted(extras)]

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from konkanivani.base.torch_build import last_line
+from konkanivani.base.startup.torch_build import last_line
 
 # Lines of pip and uv that are shown: files of 100 MB and more.
 LARGE_DOWNLOAD = re.compile(r"Downloading \S+ \((\d{3,}(\.\d+)? ?Mi?B|[\d.]+ ?Gi?B)\)")
