@@ -5,7 +5,8 @@
 prints only the path of the Python to use on stdout; progress goes to stderr. Every script calls
 `rerun_under_venv()` first. Exit codes: 0 done, 2 usage, 6 no environment could be created (one sentence says why).
 
-Standard library only. Python 3.6 to 3.9 can parse this file, and end in `leave_unsuitable_python`.
+Standard library only. Python 3.6 to 3.9 can parse this file, and end in `leave_unsuitable_python`; for an older Python
+it is a SyntaxError, so the shell scripts do not start it with one.
 """
 
 import os
