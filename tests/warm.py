@@ -30,8 +30,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
+from konkanivani.base.startup.process_defaults import set_process_defaults
 from tests.patience import PATIENCE
-from training_scripts.bootstrap import set_process_defaults
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ROOT = Path(__file__).resolve().parent.parent
