@@ -1,4 +1,4 @@
-"""Tiny files written by NeMo, its results on them (benchmarks/import_parity.py recreates both), and changed files."""
+"""Tiny files written by NeMo, its results on them, and changed files; benchmarks/peers/nemo_import.py recreates them."""
 
 import copy
 import functools
