@@ -167,6 +167,20 @@ def test_every_flag_that_is_named_exists():
     assert {"--resume", "--init_from", "--compare", "--held_out", "--onnx", "--html", "--timestamps"} <= moved
 
 
+def named_benchmarks(text: str) -> list[tuple[str, str]]:
+    """Return path and subcommand, or an empty string, of each benchmark that a page names."""
+    return re.findall(r"(benchmarks/[\w/]+\.\w+)(?:\s([a-z]\w*)(?=[\s`]))?", text)
+
+
+def test_every_benchmark_that_is_named_exists():
+    named = [pair for page in (README, CONTRIBUTING, *PAGES) for pair in named_benchmarks(page.read_text("utf-8"))]
+    assert len(named) > 20 and {subcommand for _, subcommand in named} >= {"speed", "compare", "word_times"}
+    for path, subcommand in named:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert ("SUBCOMMANDS = {" in text) == bool(subcommand), (path, subcommand)
+        assert not subcommand or f'"{subcommand}": lambda' in text, (path, subcommand)
+
+
 def test_every_page_says_what_it_is_for_and_leads_somewhere():
     for page in (README, CONTRIBUTING, *PAGES):
         said = page.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Tiny files written by NeMo, its results on them, and changed files; benchmarks/peers/nemo_import.py recreates them."""
+"""Tiny files of NeMo with its results on them (benchmarks/peers/nemo_import.py recreates both), and changed files."""
 
 import copy
 import functools
