@@ -212,7 +212,7 @@ def run_alone(flags: Flags, folder: Path) -> str:
     with start_whole(flags, folder) as whole:
         to_first_step = whole.advance(1).seconds
         output = whole.end()
-    table = output[output.index("Memory in MiB") : output.index("Look at the run")]
+    table = output[output.index("Peak memory (MiB)") : output.index("View the run")]
     return f"From its start to the end of its first step: {to_first_step:.1f} s.\n{table.rstrip()}"
 
 

@@ -350,13 +350,14 @@ def compare(flags: Flags) -> str:
 
 def measure_on_cpu(case: Case) -> CpuCell:
     """Plan and measure the case, in three processes."""
-    planned, (live, waiting) = in_child(planned_of, case), in_child(live_of, case)
-    return CpuCell(case, planned, live, waiting, in_child(resident_of, case))
+    planned = Planned(*in_child(planned_of, case))
+    live, waiting = in_child(measure_live, case)
+    return CpuCell(case, planned, live, waiting, in_child(measure_resident, case))
 
 
 def measure_on_cuda(case: Case) -> CudaCell:
     """Plan and measure the case, in two processes."""
-    return CudaCell(case, in_child(planned_of, case), *in_child(cuda_of, case))
+    return CudaCell(case, Planned(*in_child(planned_of, case)), *in_child(measure_cuda, case))
 
 
 def in_child(measure: Callable[[Case], Result], case: Case) -> Result:
@@ -372,31 +373,10 @@ def in_child(measure: Callable[[Case], Result], case: Case) -> Result:
             ) from None
 
 
-# Functions of the child processes. They import torch, so that usage errors do not have to wait for it.
-
-
-def planned_of(case: Case) -> Planned:
-    """Return `trace_plan`."""
-
-    return trace_plan(case)
-
-
-def live_of(case: Case) -> tuple[int, int]:
-    """Return `measure_live`."""
-
-    return measure_live(case)
-
-
-def resident_of(case: Case) -> int:
-    """Return `measure_resident`."""
-
-    return measure_resident(case)
-
-
-def cuda_of(case: Case) -> tuple[int, int, int]:
-    """Return `measure_cuda`."""
-
-    return measure_cuda(case)
+def planned_of(case: Case) -> tuple[int, int, int]:
+    """Return `trace_plan` as a tuple."""
+    # A class of this script would be pickled as `__mp_main__.Planned`, which the parent process need not know.
+    return dataclasses.astuple(trace_plan(case))
 
 
 if __name__ == "__main__":

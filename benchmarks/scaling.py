@@ -42,7 +42,7 @@ from konkanivani.data.text import OUR_TOKENS
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.recipe.planning.ranks import Ranks, traffic_bytes
-from konkanivani.training import step as training_step
+from konkanivani.training import gradient
 from konkanivani.training.gradient import accumulate, finish_gradient
 from konkanivani.training.step import GradientTask, StepParts, forward_and_backward, loss_counts, train_step, update
 from tests.conftest import write_corpus
@@ -177,7 +177,7 @@ class SumClock:
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._sum = training_step.sum_tensors
+        self._sum = gradient.sum_tensors
 
     def __call__(self, topology: Topology, tensors: list[torch.Tensor], bucket: torch.Tensor) -> None:
         started = time.perf_counter()
@@ -189,7 +189,7 @@ def run_rank(outcome: str, utterances: str, steps: str, sharded: str) -> None:
     """Run one rank: warm up and time the steps; the first rank writes the median and the share of the sums."""
     topology, clock = read_topology(), SumClock()
     # Replaced in the module that calls it, where the name is looked up.
-    training_step.sum_tensors = clock
+    gradient.sum_tensors = clock
     with process_group(topology, TIMEOUT):
         parts, global_batch = build_parts(topology, sharded == "True"), fixed_global_batch(int(utterances), topology)
         for step in range(WARM_UP):

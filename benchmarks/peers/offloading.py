@@ -253,7 +253,7 @@ def train_and_compare(flags: TrainFlags) -> str:
             f"seconds of the steps: {', '.join(seconds)}; a checkpoint of {size / 2**20:.0f} MiB",
             f"records of the last checkpoint that are equal, bit for bit: "
             f"{sum(one == other for one, other in zip(last, again, strict=True))} of {len(last)}",
-            whole.said[whole.said.index("Memory in MiB") :].partition("Look at")[0].rstrip(),
+            whole.said[whole.said.index("Peak memory (MiB)") :].partition("View the run")[0].rstrip(),
         ]
     )
 
