@@ -75,10 +75,11 @@ class TurnTaker:
         """Let the process log `steps` more steps, then stop it; raise DataError if it ends early."""
         logged, left = [], steps
         started, steal = time.perf_counter(), Steal()
-        self._signal(signal.SIGCONT)
         while left > 0:
             if self._process.poll() is not None:
                 raise self._ended()
+            # Sent again in each round: a worker that is forked during the stop can miss the first one.
+            self._signal(signal.SIGCONT)
             time.sleep(POLL_SECONDS)
             news = self._news()
             left -= sum(record["kind"] == "step" for record in news)
@@ -89,8 +90,10 @@ class TurnTaker:
 
     def end(self) -> str:
         """Let the process run to its end and return its output; raise DataError if it fails."""
-        self._signal(signal.SIGCONT)
-        if self._process.wait():
+        while self._process.poll() is None:
+            self._signal(signal.SIGCONT)  # repeated, as in `advance`
+            time.sleep(POLL_SECONDS)
+        if self._process.returncode:
             raise self._ended()
         return self._printed.read_text(encoding="utf-8")
 
