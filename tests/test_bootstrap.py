@@ -39,7 +39,9 @@ from tests.conftest import further
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = sorted((ROOT / "training_scripts").glob("[a-z]*.py")) + sorted((ROOT / "benchmarks").glob("*.py"))
+SCRIPTS = sorted((ROOT / "training_scripts").glob("[a-z]*.py")) + [
+    path for path in sorted((ROOT / "benchmarks").glob("**/*.py")) if path.read_text().startswith("#!")
+]
 NO_DRIVER = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
 OLD_TABLE = "| NVIDIA-SMI 470.82.01    Driver Version: 470.82.01    CUDA Version: 11.4     |"
 
@@ -607,17 +609,6 @@ class TestMalloc:
 
 
 class TestScripts:
-    def test_benchmarks_answer_help_and_usage_errors_without_waiting_for_torch(self):
-        """Complements tests/faults/test_streams.py: runs the module code of benchmarks without their main part."""
-        paths = [str(path) for path in SCRIPTS if path.parent.name == "benchmarks"]
-        heads = (
-            "import pathlib, runpy, sys; from tests.faults.beginnings import without_torch; without_torch()\n"
-            "for path in sys.argv[1:]:\n"
-            "    sys.path.insert(0, str(pathlib.Path(path).parent)); runpy.run_path(path, run_name='head')\n"
-        )
-        process = run(sys.executable, ["-c", heads, *paths], ROOT)
-        assert process.returncode == 0 and len(paths) > 1, process.stderr
-
     @pytest.mark.parametrize("path", [p for p in SCRIPTS if p.name != "bootstrap.py"], ids=lambda path: path.name)
     def test_old_pythons_can_read_a_script_far_enough_to_say_so(self, path):
         tree = ast.parse(path.read_text(), feature_version=(3, 6))
