@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.measuring.fixed_step import build_global_batch, build_speech, take_features_as_given
 from konkanivani.base.config import LossConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 
 VOCABULARY = 1000

@@ -80,9 +80,8 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
         check_pretrained(flags)
     # On stderr, so that --json leaves one line on stdout.
     print(f"Tracing training steps ({HOW_LONG}).", file=sys.stderr, flush=True)
-    from konkanivani.recipe.planning.ranks import choose_ranks
-    from konkanivani.recipe.planning.report import plan_budget, plan_presets
-    from konkanivani.recipe.planning.table import plan_whisper
+    from konkanivani.planning.plan import choose_ranks
+    from konkanivani.planning.report import plan_budget, plan_presets, plan_whisper
 
     costs = cpu_costs()
     if gpu or flags.train.run.device == "cuda":
@@ -113,7 +112,7 @@ def check_pretrained(flags: Flags) -> None:
     """Raise the errors of planning with this --pretrained folder before any tracing."""
     if flags.presets or flags.table:
         raise UsageError("--presets and --table do not apply to --pretrained: omit them or --pretrained.")
-    from konkanivani.recipe.origin import planned_architecture
+    from konkanivani.planning.plan import planned_architecture
 
     # On the meta device, without allocating weights.
     planned_architecture(flags.train).build_without_values()

@@ -20,7 +20,7 @@ from konkanivani.data.text import SpecialTokens
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import name_in_file
 from konkanivani.model.whisper.shape import WhisperShape
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 
 LABELS = (4, 20, 4, 20)  # per utterance, end token included; unequal, so that a mean of micro-batch means differs

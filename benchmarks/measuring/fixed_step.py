@@ -20,11 +20,11 @@ from konkanivani.base.units import MIB
 from konkanivani.data.batch import Example, GlobalBatch, collate
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import MemoryMonitor, peak_resident_mib, resident_mib
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.planning.tensors import LiveBytes
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, StepReport, train_step
 
 MEL_BINS = FeatureConfig().mel_bins

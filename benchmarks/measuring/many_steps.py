@@ -19,11 +19,11 @@ from konkanivani.base.randomness import derive_seed
 from konkanivani.data.batch import GlobalBatch
 from konkanivani.data.batching import same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import resident_mib, set_mmap_threshold
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.planning.tensors import LiveBytes
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, StepReport, train_step
 
 GROWTH_PERCENT = 5.0  # limit of the growth of resident memory after SETTLED_STEP

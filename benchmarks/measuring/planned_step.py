@@ -13,13 +13,12 @@ from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.data.batch import GlobalBatch, collate
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import MIB, reset_peak_resident, resident_mib, set_mmap_threshold
-from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.recipe.planning.state import device_costs
-from konkanivani.recipe.planning.tracing import build_tracer
+from konkanivani.planning.plan import device_costs
+from konkanivani.planning.tensors import LiveBytes
+from konkanivani.planning.tracer import BatchShape, build_tracer
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 
 STEPS = 3  # steps over which the resident memory and CUDA's allocator are measured

@@ -19,9 +19,9 @@ from konkanivani.model.adapters import reset_output_heads
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.transfer import transfer_weights
-from konkanivani.recipe.build_step import build_forward
 from konkanivani.recipe.corpus import remembered_corpus
 from konkanivani.recipe.start import Start
+from konkanivani.training.build_step import build_forward
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, Stateful, check_states, load_states
 from konkanivani.training.optimizer import resolve_warmup
 from konkanivani.training.sharding import is_sharded

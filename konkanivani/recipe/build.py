@@ -28,16 +28,14 @@ from konkanivani.memory.oom_history import forget_sizes, read_sizes
 from konkanivani.memory.plan import MemoryPlan, plan_sentences
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import frozen_count, parameter_count
+from konkanivani.planning.plan import Ranks, device_costs, needs_sharding, resolve_placement, resolve_plan
 from konkanivani.recipe.beginning import count_steps, load_weights, settle_stages, whole_model
-from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.recipe.continuation import schedule_rates, stored_state
 from konkanivani.recipe.origin import load_base, make_origin
-from konkanivani.recipe.planning.plan import resolve_placement, resolve_plan
-from konkanivani.recipe.planning.ranks import Ranks, needs_sharding
-from konkanivani.recipe.planning.state import device_costs
 from konkanivani.recipe.run_folders import listing_rejected, make_run_directory, move_aside, move_newer_aside
 from konkanivani.recipe.speech import RunData, build_speech, loader_config, more_tokens, speech_sizes
 from konkanivani.recipe.start import Start
+from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.checkpoint.checkpoint import Stateful
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.checkpoint.trained_part import TrainedPart

@@ -5,18 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from konkanivani.base.auto_defaults import MAX_EPOCHS
-from konkanivani.base.config import AUTO, OptimizerConfig, RunConfig, TrainConfig
+from konkanivani.base.config import AUTO, RunConfig, TrainConfig
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB
 from konkanivani.model.architecture import Architecture
+from konkanivani.planning.plan import checkpoint_bytes
 from konkanivani.recipe.paths import nearest_folder
-from konkanivani.training.optimizers.build import build_optimizer
 
-RECORD_BYTES = 400  # name, checksum and alignment of one tensor; a parameter has two to six tensors
-SETTINGS_BYTES = MIB  # flags, tokenizer, counters
 BESIDE_EPOCHS = 4  # the last, the previous, the best, and the one being written
 DRY_RUN_FILES = 6  # 2 + BESIDE_EPOCHS: its resumed part runs with --keep_checkpoints 2
-ADAMW = OptimizerConfig()
 # 2.3 kB per step, audio and picture of one utterance; a full disk stops the logs but not the run.
 LOG_BYTES_AN_EPOCH = MIB
 
@@ -73,16 +70,6 @@ def max_checkpoints(run: RunConfig) -> int:
 def max_epochs(run: RunConfig) -> int:
     """Return the largest number of epochs of the run."""
     return MAX_EPOCHS if run.epochs == AUTO else run.epochs
-
-
-def checkpoint_bytes(architecture: Architecture, optimizer: OptimizerConfig = ADAMW) -> int:
-    """Return an upper bound of a checkpoint's size in bytes."""
-    model = architecture.build_without_values()
-    state = [tensor for kinds in build_optimizer(model, optimizer).state.values() for tensor in kinds.values()]
-    tensors = [*model.parameters(), *model.buffers()]
-    if architecture.has_base:
-        tensors = [tensor for tensor in tensors if tensor.requires_grad]
-    return sum(tensor.nbytes + RECORD_BYTES for tensor in [*tensors, *state]) + SETTINGS_BYTES
 
 
 def free_disk(folder: Path) -> int:

@@ -24,8 +24,8 @@ from konkanivani.evaluation.transcripts import ScoredText
 from konkanivani.inference.pretrained import read_pretrained, restored_architecture, whole_weights
 from konkanivani.inference.speech_model import load_tokenizer, settings_of_weights
 from konkanivani.model.architecture import Architecture
-from konkanivani.recipe.build_step import build_forward
 from konkanivani.recipe.speech import build_evaluation_set
+from konkanivani.training.build_step import build_forward
 from konkanivani.training.checkpoint.checkpoint import load_states, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import BEST, LAST
 from konkanivani.training.step import ForwardPass

@@ -1,7 +1,6 @@
 """Source of the model that a run trains: its own settings, a pretrained folder (--pretrained), or a checkpoint."""
 
 import dataclasses
-from pathlib import Path
 
 import torch
 
@@ -19,7 +18,6 @@ from konkanivani.inference.pretrained import (
 )
 from konkanivani.model.adapters import LOW_RANK_TENSORS
 from konkanivani.model.architecture import Architecture, architecture_of
-from konkanivani.model.whisper.folder import read_whisper_architecture
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 
 
@@ -104,12 +102,3 @@ def architecture_for(
     if pretrained is not None:
         return pretrained.architecture(config.tuning, config.pretrained)
     return architecture_of(config, vocab_size) if resumed is None else restored_architecture(resumed, config)
-
-
-def planned_architecture(config: TrainConfig) -> Architecture:
-    """Return the architecture for these settings before a corpus is read; weights of a folder are not read."""
-    if config.pretrained.pretrained is None:
-        return architecture_of(config, config.text.vocab_size)
-    read = read_whisper_architecture(Path(config.pretrained.pretrained))
-    context = config.pretrained.audio_context or read.audio_context
-    return dataclasses.replace(read, tuning=config.tuning, audio_context=context)

@@ -69,13 +69,6 @@ def nearest_folder(path: Path) -> Path:
     return next((place for place in (path, *path.parents) if os.path.exists(place)), Path("."))
 
 
-def cache_folder() -> Path | None:
-    """Return the user's cache folder for results that can be recomputed; None if it is not an absolute path."""
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    # XDG Base Directory Specification: a relative path is invalid and has to be ignored.
-    return Path(folder) / "konkanivani" if os.path.isabs(folder) else None
-
-
 def _check_manifest(flag: str, path: Path) -> None:
     try:
         mode = os.stat(path).st_mode

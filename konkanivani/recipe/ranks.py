@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,12 +11,10 @@ from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import count
 from konkanivani.base.distributed import Topology, print_on_rank0, read_topology
 from konkanivani.base.errors import UsageError
-from konkanivani.base.files import digest_of_file
+from konkanivani.base.files import digest_of_files
 from konkanivani.base.flags import config_to_text
 from konkanivani.base.process_group import process_group
 from konkanivani.recipe.paths import check_manifests, named_manifests
-
-PACKAGE = Path(__file__).parents[1]
 
 
 def take_card(topology: Topology) -> None:
@@ -53,19 +51,8 @@ def digest_of_flags(config: TrainConfig) -> str:
     return hashlib.sha256(config_to_text(config).encode()).hexdigest()
 
 
-def digest_of_code() -> str:
-    """Return a digest of the names and contents of this package's source files."""
-    # Sorted, because file systems list a directory in different orders.
-    return _digest(sorted(PACKAGE.rglob("*.py")), PACKAGE)
-
-
 def digest_of_data(config: TrainConfig) -> str:
     """Return a digest of the contents of the run's manifests; raises a DataError if one cannot be read."""
     check_manifests(config)
     # Without names: the same manifests may have different paths on each machine.
-    return _digest([Path(path) for path in named_manifests(config).values()], None)
-
-
-def _digest(paths: Iterable[Path], folder: Path | None) -> str:
-    named = [(str(path.relative_to(folder)) if folder else "", digest_of_file(path)) for path in paths]
-    return hashlib.sha256(repr(named).encode()).hexdigest()
+    return digest_of_files(Path(path) for path in named_manifests(config).values())

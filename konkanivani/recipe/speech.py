@@ -29,8 +29,8 @@ from konkanivani.data.text import Digits, normalize_text, train_tokenizer
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.inference.speech_model import load_tokenizer
 from konkanivani.model.architecture import Architecture
+from konkanivani.planning.plan import SpeechSizes
 from konkanivani.recipe.corpus import check_corpus, check_spelling, keeps_tokens, warn_of_shared
-from konkanivani.recipe.planning.plan import SpeechSizes
 from konkanivani.recipe.start import Start
 from konkanivani.training.validation import EvaluationSet
 

@@ -11,6 +11,7 @@ from konkanivani.base.config import AUTO, DecodingConfig, DecodingMethod, TrainC
 from konkanivani.base.console import say, table_lines
 from konkanivani.base.device import choose_device
 from konkanivani.base.distributed import Topology, broadcast_from_rank0, check_same
+from konkanivani.base.files import digest_of_code
 from konkanivani.base.flags import CommandLine
 from konkanivani.decoding.decode import build_decode, ways_to_decode
 from konkanivani.memory.monitor import PhaseMemory
@@ -25,7 +26,7 @@ from konkanivani.recipe.evaluation_model import (
     load_evaluation_model,
     score_forgetting,
 )
-from konkanivani.recipe.ranks import digest_of_code, digest_of_data, digest_of_flags, in_ranks
+from konkanivani.recipe.ranks import digest_of_data, digest_of_flags, in_ranks
 from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.run_lock import given_up_if_refused
 from konkanivani.training.logs.records import RehearsalRecord

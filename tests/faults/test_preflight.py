@@ -22,11 +22,12 @@ from konkanivani.base.errors import (
 )
 from konkanivani.base.flags import config_to_text
 from konkanivani.model.architecture import architecture_of
+from konkanivani.planning.plan import checkpoint_bytes
 from konkanivani.recipe import disk
 from konkanivani.recipe import speech as run_speech
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.recipe.disk import check_disk, checkpoint_bytes, max_checkpoints
+from konkanivani.recipe.disk import check_disk, max_checkpoints
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.checkpoint.run_lock import RunLock

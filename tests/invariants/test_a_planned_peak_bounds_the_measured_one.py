@@ -11,9 +11,9 @@ from konkanivani.data.batching import same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cuda_costs
-from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.planning.tracer import BatchShape
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 from tests.conftest import crossed, further
 from tests.invariants.parts import measured_peak

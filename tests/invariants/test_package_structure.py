@@ -20,7 +20,7 @@ from tests.conftest import ROOT, run_script
 PACKAGE = ROOT / "konkanivani"
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_LOOP_LINES = 500, 50, 40
 MAX_CALLS_TO_LOOP, MAX_CALLS_TO_BACKWARD, MAX_FILES_IN_A_STEP = 2, 5, 20
-MAX_FILES_IN_A_FOLDER, MAX_ENTRIES, MAX_PACKAGE_IMPORTS = 16, 10, 31
+MAX_FILES_IN_A_FOLDER, MAX_ENTRIES, MAX_PACKAGE_IMPORTS = 16, 11, 37
 
 # Names that were replaced by standard terms on 2026-11-27. Stored keys and old flags keep them, in strings only.
 FORMER_NAMES = set(
@@ -137,7 +137,7 @@ def test_the_architecture_page_names_existing_files():
         path for path in paths_of(page.replace("manifest.py", "manifesto.py")) if not path.exists()
     ]  # negative control
     packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
-    assert all(f" {package} " in page for package in packages) and len(packages) == 9
+    assert all(f" {package} " in page for package in packages) and len(packages) == 10
 
 
 def test_negative_control_each_limit_reports_its_excess():

@@ -20,9 +20,9 @@ import bootstrap
 from konkanivani.base.auto_defaults import resolve
 from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig
 from konkanivani.data.batch import Batch, GlobalBatch
-from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.planning.tensors import LiveBytes
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import train_step
 from tests.invariants.parts import OTHER_PARTS, features_of
 

@@ -14,7 +14,7 @@ from nemo.collections.asr.losses.ctc import CTCLoss
 from nemo.collections.asr.modules import AudioToMelSpectrogramPreprocessor, ConformerEncoder, ConvASRDecoder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.planning.tensors import LiveBytes
 
 TOKENS = 120
 

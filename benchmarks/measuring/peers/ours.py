@@ -22,7 +22,7 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import resident_mib
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 
 

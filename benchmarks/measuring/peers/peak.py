@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.planning.tensors import LiveBytes
 
 
 def peak_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], float], device: str) -> int:

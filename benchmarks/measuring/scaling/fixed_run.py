@@ -24,8 +24,8 @@ from konkanivani.data.batch import Example, GlobalBatch
 from konkanivani.data.batching import partition, same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.training import step as training_step
+from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts, train_step
 
 VOCABULARY, MICRO_BATCH, WARM_UP = 1000, 4, 3

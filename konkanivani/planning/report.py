@@ -1,0 +1,447 @@
+"""Report of a memory plan before training, as a table or as JSON, planned in worker processes."""
+
+import dataclasses
+import gc
+import json
+import math
+import shlex
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import repeat
+from multiprocessing import get_context
+
+import torch
+
+from konkanivani.base.auto_defaults import resolve, resolved
+from konkanivani.base.config import AUTO, PRESETS, ModelConfig, Preset, TrainConfig, TuningConfig
+from konkanivani.base.rules import settings_of
+from konkanivani.base.units import GIB, MIB, budget_text, peak_text
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.devices import DeviceCosts
+from konkanivani.memory.plan import BucketPlan
+from konkanivani.memory.weights.placement import ON_CARD, Placement
+from konkanivani.model.architecture import Architecture
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.planning.plan import (
+    ONE_RANK,
+    Ranks,
+    check_host,
+    check_state,
+    checkpoint_bytes,
+    costs_per_rank,
+    fits,
+    planned_architecture,
+    resolve_placement,
+    state_bytes,
+    traffic_bytes,
+)
+from konkanivani.planning.planner import ALWAYS, MAX_UTTERANCES, NEVER, Planner
+from konkanivani.planning.tracer import BatchShape, Peak, kept_traces
+
+TABLE_BUDGETS = (2.0, 4.0, 8.0, 14.7, 24.0)
+# Flags that the plan itself sets.
+DECIDED = {"memory_budget", "batch_size", "effective_batch_size", "gradient_accumulation_steps"} | {
+    *("gradient_checkpointing", "max_duration", "shard")
+}
+BUCKETS = (2.0, 5.0, 10.0, 20.0)
+# Read Konkani: at most 15 characters per second, and at least 2.5 characters per subword.
+TOKENS_PER_SECOND = {"char": 15, "bpe": 6, "unigram": 6}
+BYTE_PAIRS_PER_SECOND = 17  # 1.13 tokens of Whisper's byte-pair encoding per character of Konkani
+
+# Table of the published Whisper models: width, heads, blocks of the encoder and of the decoder, inner width, mel bands,
+# tokens (Radford et al., 2022).
+SIZES = {
+    "tiny": WhisperShape(384, 6, 4, 4, 1536, 80, 51_865),
+    "base": WhisperShape(512, 8, 6, 6, 2048, 80, 51_865),
+    "small": WhisperShape(768, 12, 12, 12, 3072, 80, 51_865),
+    "medium": WhisperShape(1024, 16, 24, 24, 4096, 80, 51_865),
+    "turbo": WhisperShape(1280, 20, 32, 4, 5120, 128, 51_866),
+    "large-v3": WhisperShape(1280, 20, 32, 32, 5120, 128, 51_866),
+}
+TRAINED = {
+    "everything": TuningConfig(),
+    "--freeze encoder": TuningConfig(freeze="encoder"),
+    "--lora_rank 32": TuningConfig(lora_rank=32, lora_targets=("query", "value")),
+}
+PLACES = {"card": ON_CARD, "half": Placement(half_precision=True), "host": Placement(offloaded_blocks=99)}
+WINDOW = BatchShape(1, 30.0, 444)  # one 30 s utterance with the longest label: text tokens after start and prompt
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Question to the planner, with or without recomputing every block; picklable for a worker process."""
+
+    config: TrainConfig
+    costs: DeviceCosts
+    budget: int
+    mode: str
+    placement: Placement = ON_CARD
+
+    def fits(self, placement: Placement) -> bool:
+        """Return whether one of the longest utterances fits with this placement of the weights."""
+        return fits(self.config, self.architecture, self.costs, self.budget, self.longest_peak, placement)
+
+    def longest_peak(self, placement: Placement) -> Peak:
+        """Return the peaks of one of the longest utterances with this placement of the weights."""
+        window = self.architecture.longest_seconds
+        longest = BUCKETS[-1] if window == math.inf else window
+        with dataclasses.replace(self, placement=placement).planner() as planner:
+            return planner.phases(BatchShape(1, longest, self.tokens(longest)), self.policy)
+
+    @contextmanager
+    def planner(self) -> Iterator[Planner]:
+        """Yield a planner of this configuration that reuses and stores traces."""
+        asked = self.config.data.concurrent_micro_batches
+        # auto runs two in parallel only if memory is left: plan for one.
+        concurrent_micro_batches = 1 if asked == AUTO else asked
+        if self.costs.is_cuda or not self.placement.is_on_card:
+            concurrent_micro_batches = 1
+        with kept_traces(self.config, self.architecture, self.costs, self.placement) as traces:
+            yield Planner(traces, self.budget, _tokens_per_second(self.config), concurrent_micro_batches)
+
+    @property
+    def architecture(self) -> Architecture:
+        """The architecture to plan for."""
+        return planned_architecture(self.config)
+
+    def tokens(self, seconds: float) -> int:
+        """Return the most tokens of `seconds` of read Konkani, within the decoder's limit."""
+        return int(min(max(1, round(seconds * _tokens_per_second(self.config))), self.architecture.most_tokens))
+
+    def longest_utterance(self, planner: Planner) -> float:
+        """Return the longest utterance in seconds that trains alone; 0 if none fits.
+
+        With Whisper's 30 s window, all utterances cost the same.
+        """
+        window = self.architecture.longest_seconds
+        if window == math.inf:
+            return planner.longest_utterance(self.tokens, self.policy)
+        fits = planner.peak(BatchShape(1, window, self.tokens(window)), self.policy) <= planner.budget
+        return window if fits else 0.0
+
+    def tell(self, found: str) -> None:
+        """Report an intermediate result on stderr; the answer itself goes to stdout."""
+        way = "keeping activations" if self.mode == "never" else "recomputing all"
+        # A single write, since two processes share stderr.
+        sys.stderr.write(f"  {_name(self.config)}, {way}: {found}\n")
+
+    @property
+    def policy(self) -> RecomputePolicy:
+        """Policy that corresponds to `mode`."""
+        return NEVER if self.mode == "never" else ALWAYS
+
+
+def settle_placement(request: PlanRequest, ranks: Ranks) -> tuple[Placement, Peak]:
+    """Return the placement of the weights and the peaks of one of the longest utterances.
+
+    Runs in a worker process, because a process that has traced can no longer be forked safely. Raises a ResourceError
+    if the state alone exceeds the budget or the host memory.
+    """
+    device = torch.device("cuda" if request.costs.is_cuda else "cpu")
+    placement = resolve_placement(request.config, request.architecture, device, ranks, request.fits)
+    if placement.is_on_card:
+        check_state(request.config, request.architecture, request.costs, request.budget)
+    peak = request.longest_peak(placement)
+    check_host(peak.host, request.config, request.costs, placement)
+    return placement, peak
+
+
+def peak_of_validation(request: PlanRequest) -> int:
+    """Return the peak bytes of validation, which recomputes nothing."""
+    config = request.config
+    longest = min(config.data.max_validation_duration, request.architecture.longest_seconds)
+    with request.planner() as planner:
+        _, peak = planner.validation_seconds(longest, request.tokens(longest), config.data.validation_batch_seconds)
+    return peak
+
+
+def two_processes() -> ProcessPoolExecutor:
+    """Return a pool of two worker processes: tracing is single-threaded Python, so that two of them halve the time."""
+    return ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=_prepare_worker)
+
+
+def _prepare_worker() -> None:
+    """Prepare a forked worker: use one thread, and freeze the garbage collector's objects."""
+    # OpenMP's threads do not survive the fork, and waiting for them would deadlock.
+    torch.set_num_threads(1)
+    # Inherited objects live as long as the process: the garbage collector need not scan them.
+    gc.freeze()
+
+
+def _tokens_per_second(config: TrainConfig) -> int:
+    is_ours = config.pretrained.pretrained is None
+    return TOKENS_PER_SECOND[config.text.tokenizer_type] if is_ours else BYTE_PAIRS_PER_SECOND
+
+
+def _name(config: TrainConfig) -> str:
+    return config.pretrained.pretrained or config.run.init_from or config.run.preset
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Planned buckets with or without recomputing every block; sizes in bytes, lengths in seconds."""
+
+    gradient_checkpointing: str
+    buckets: tuple[BucketPlan, ...]
+    longest_seconds: float
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """Planner's answers under one budget, in bytes; `flags` is a command line for the trainer."""
+
+    device: str
+    precision: str
+    budget: int
+    state: int
+    workspace: int
+    context: int
+    validation_peak: int
+    answers: tuple[Answer, ...]
+    flags: str
+    world_size: int = 1
+    sharded: bool = False
+    state_of_rank: int = 0
+    traffic: int = 0
+    placement: str = ""
+    host: int = 0
+    checkpoint: int = 0
+
+    def as_json(self) -> str:
+        """Return the report as one line of JSON."""
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+
+    def as_table(self) -> str:
+        """Return the report as a table for the user."""
+        beside = f"workspaces {_mib(self.workspace)}" + (f", context {_mib(self.context)}" if self.context else "")
+        host = f", host memory {_mib(self.host)}" if self.host else ""
+        lines = [
+            f"Traced for {self.device} in {self.precision}; budget {_mib(self.budget)}.",
+            f"State (weights, gradients, optimizer): {_mib(self.state)}. Other memory: {beside}.",
+            *self._ranks(),
+            f"{self.placement}{host}; a checkpoint needs {_mib(self.checkpoint)} of disk space.",
+            "",
+            f"{'':24}{'utterances of':>14}{'at once':>9}{'audio':>9}{'activations':>13}{'peak':>11}",
+        ]
+        for answer in self.answers:
+            title = f"{'keeping activations' if answer.gradient_checkpointing == 'never' else 'recomputing all'}"
+            for bucket in answer.buckets:
+                lines.append(f"{title:24}{self._row(bucket)}")
+                title = ""
+            longest = f"{answer.longest_seconds:g} s" if answer.longest_seconds else "none"
+            lines.append(f"{'':24}longest utterance that fits: {longest}")
+        lines += ["", f"Validation: peak {_mib(self.validation_peak)}.", "", f"Flags for the trainer: {self.flags}"]
+        return "\n".join(lines)
+
+    def _ranks(self) -> list[str]:
+        """Return a line about sharding and traffic if there are several ranks."""
+        if self.world_size == 1:
+            return []
+        way = (
+            "sharded: each rank holds at most"
+            if self.sharded
+            else "replicated: each rank, with an all-reduce bucket, holds"
+        )
+        return [
+            (
+                f"{self.world_size} ranks, state {way} {_mib(self.state_of_rank)}; each sends {_mib(self.traffic)} "
+                f"per {'micro-batch' if self.sharded else 'step'}. The table is for one rank."
+            )
+        ]
+
+    def _row(self, bucket: BucketPlan) -> str:
+        if not bucket.utterances:
+            return f"{bucket.seconds:12.0f} s{'none':>9}{'':22}{peak_text(bucket.peak):>11}"
+        activations = bucket.peak - self.state_of_rank - self.workspace - self.context
+        return (
+            f"{bucket.seconds:12.0f} s{bucket.utterances:9}{bucket.utterances * bucket.seconds:7.0f} s"
+            f"{_mib(activations):>13}{peak_text(bucket.peak):>11}"
+        )
+
+
+def plan_budget(
+    config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks = ONE_RANK, given: Collection[str] = ()
+) -> PlanReport:
+    """Plan this configuration for `budget` bytes per rank; `given` are the flags that the user has set.
+
+    Raises a ResourceError if not even the model's state fits.
+    """
+    config = resolve(config)
+    architecture = planned_architecture(config)
+    costs = costs_per_rank(costs, architecture, ranks)
+    # Tracing must not start in this process: it forks the workers.
+    with two_processes() as pool:
+        placement, longest = pool.submit(settle_placement, PlanRequest(config, costs, budget, "always"), ranks).result()
+        requests = [PlanRequest(config, costs, budget, mode, placement) for mode in ("never", "always")]
+        awaited = pool.map(answer, requests)
+        validation_peak = pool.submit(peak_of_validation, requests[0]).result()  # runs in the first worker that is free
+        answers = tuple(awaited)
+    # With offloading, only the trace knows the part of the state that is on the GPU.
+    state = state_bytes(config, architecture) if placement.is_on_card else longest.state
+    return PlanReport(
+        device=costs.name,
+        precision="half precision" if config.memory.mixed_precision else "full precision",
+        budget=budget,
+        state=state,
+        workspace=costs.workspace,
+        context=costs.context,
+        validation_peak=validation_peak,
+        answers=answers,
+        flags=_flags(config, answers, budget, given) + (" --shard always" if ranks.sharded else ""),
+        world_size=ranks.world_size,
+        sharded=ranks.sharded,
+        state_of_rank=state + costs.among_ranks,
+        traffic=traffic_bytes(architecture, ranks),
+        placement=placement.describe(len(architecture.build_without_values().blocks)).capitalize(),
+        host=longest.host,
+        checkpoint=checkpoint_bytes(architecture, config.optimizer),
+    )
+
+
+def answer(request: PlanRequest) -> Answer:
+    policy = request.policy
+    buckets = []
+    with request.planner() as planner:
+        for seconds in sorted({min(seconds, request.architecture.longest_seconds) for seconds in BUCKETS}):
+            buckets.append(planner.largest_batch(seconds, request.tokens(seconds), policy, MAX_UTTERANCES))
+            request.tell(f"micro-batch of {buckets[-1].utterances} utterances of {seconds:g} s")
+        longest = request.longest_utterance(planner)
+    request.tell(f"the longest utterance, {longest:g} s")
+    return Answer(request.mode, tuple(buckets), longest)
+
+
+def plan_presets(
+    config: TrainConfig,
+    costs: DeviceCosts,
+    presets: Mapping[Preset, ModelConfig] = PRESETS,
+    budgets: tuple[float, ...] = TABLE_BUDGETS,
+) -> str:
+    """Return a table of presets by budgets in GiB: micro-batch of 10 s utterances, and longest utterance in seconds."""
+    config = resolve(config)
+    runs = [(dataclasses.replace(config.run, preset=name), shape) for name, shape in presets.items()]
+    shaped = [dataclasses.replace(config, run=run, model=shape) for run, shape in runs]
+    # Budget 0: _cells sets it for each column.
+    requests = [PlanRequest(shape, costs, 0, mode) for shape in shaped for mode in ("never", "always")]
+    with two_processes() as pool:
+        cells = list(pool.map(_cells, requests, repeat(budgets)))
+    lines = [
+        (
+            f"Traced for {costs.name}, {config.text.vocab_size} tokens: micro-batch of 10 s utterances / longest "
+            "utterance that fits, in s;"
+        ),
+        "each pair without, then with recomputation of every block.",
+        "",
+        f"{'':12}" + "".join(f"{f'{gib:g} GiB':>26}" for gib in budgets),
+    ]
+    for name, never, always in zip(presets, cells[::2], cells[1::2], strict=True):
+        lines.append(f"{name:12}" + "".join(f"{'  '.join(pair):>26}" for pair in zip(never, always, strict=True)))
+    return "\n".join(lines)
+
+
+def _cells(request: PlanRequest, budgets: tuple[float, ...]) -> list[str]:
+    """Return the table cells of a request, one per budget in GiB."""
+    policy = request.policy
+    cells = []
+    state = state_bytes(request.config, request.architecture)
+    with request.planner() as planner:
+        for gib in budgets:
+            # The traces do not depend on the budget: one planner serves all budgets.
+            planner.budget = int(gib * GIB)
+            if state + planner.beside() > planner.budget:
+                # The state alone does not fit: no trace is needed.
+                cells.append("- / -")
+                continue
+            largest_batch = planner.largest_batch(10.0, request.tokens(10.0), policy, MAX_UTTERANCES).utterances
+            longest = request.longest_utterance(planner)
+            cells.append(f"{largest_batch}{'+' if largest_batch == MAX_UTTERANCES else ''} / {longest:g}")
+            request.tell(f"{gib:g} GiB, {cells[-1]}")
+    return cells
+
+
+def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int, given: Collection[str]) -> str:
+    """Return trainer flags: the given ones, and those that keep to the budget with the longest duration that fits."""
+    # Slow speed perturbation lengthens an utterance; --max_duration limits it as recorded.
+    slowest = min(resolved(config.augment.speed_perturbation))
+    longest = min(config.data.max_duration, answers[-1].longest_seconds * slowest)
+    words = [] if {"preset", "init_from", "pretrained"} & set(given) else ["--preset", config.run.preset]
+    for setting in settings_of(config):
+        if setting.name in set(given) - DECIDED:
+            values = setting.value if isinstance(setting.value, tuple) else [setting.value]
+            # A switch has no value.
+            words += [f"--{setting.name}", *(str(value) for value in values if value is not True)]
+    words += ["--memory_budget", budget_text(budget)]
+    words += ["--batch_size", "auto", "--effective_batch_size", str(config.global_batch_size)]
+    words += ["--gradient_checkpointing", "auto", "--max_duration", f"{longest:g}"]
+    return shlex.join(words)
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:.0f} MiB"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Peak memory of the process in bytes: on the GPU in training and in validation, and on the host."""
+
+    train: int
+    valid: int
+    host: int
+
+    def words(self, most: int) -> str:
+        """Format the peaks in MiB, with a star if both fit into `most` bytes."""
+        fits = "*" if max(self.train, self.valid) <= most else " "
+        return f"{self.train >> 20:,} / {self.valid >> 20:,}{fits}"
+
+
+@dataclass(frozen=True)
+class Question:
+    """Input of one table cell: model size, trained part, weight placement."""
+
+    size: str
+    trained: str
+    place: str
+    config: TrainConfig
+    costs: DeviceCosts
+
+
+def answer_cell(question: Question) -> Cell:
+    """Plan one utterance of 30 s with the longest label, every block recomputed."""
+    config = question.config
+    costs = question.costs
+    architecture = WhisperArchitecture(SIZES[question.size], TRAINED[question.trained])
+    with kept_traces(config, architecture, costs, PLACES[question.place]) as traces:
+        # A budget of 1 PiB: the planner reports the peak without shrinking the batch.
+        planner = Planner(traces, 2**50, WINDOW.tokens / WINDOW.seconds)
+        step = planner.phases(WINDOW, ALWAYS)
+        _, valid = planner.validation_seconds(WINDOW.seconds, WINDOW.tokens, WINDOW.seconds)
+    return Cell(step.bytes + costs.beside, valid, step.host)
+
+
+def plan_whisper(config: TrainConfig, costs: DeviceCosts, budget: int, sizes: tuple[str, ...] = tuple(SIZES)) -> str:
+    """Return the table as text: one line per model size and trained part."""
+    memory = dataclasses.replace(config.memory, mixed_precision=True, gradient_checkpointing=AUTO)
+    loss = dataclasses.replace(config.loss, ctc_weight=0.0, label_smoothing=0.0)
+    config = resolve(dataclasses.replace(config, memory=memory, loss=loss))
+    rows = [(size, trained) for size in sizes for trained in TRAINED]
+    # pool.map keeps the order of its input, row by row.
+    with two_processes() as pool:
+        questions = [Question(*row, place, config, costs) for row in rows for place in PLACES]
+        cells = iter(list(pool.map(answer_cell, questions)))
+    lines = [
+        (
+            f"Peak MiB on {costs.name} (budget {budget >> 20:,}) in training / validation: one utterance of 30 s "
+            "with its"
+        ),
+        "longest label, half precision, all blocks recomputed, AdamW. *: it fits. Last column: host memory.",
+        "",
+        f"{'':10}{'trained':18}" + "".join(f"{f'--weights {place}':>19}" for place in PLACES) + f"{'host':>10}",
+    ]
+    for size, trained in rows:
+        found = [next(cells) for _ in PLACES]
+        words = "".join(f"{cell.words(budget):>19}" for cell in found)
+        lines.append(f"{size:10}{trained:18}{words}{found[-1].host >> 20:>10,}")
+    return "\n".join(lines)

@@ -1,0 +1,390 @@
+"""Peak memory of a training step, measured by running the step on tensors without data, and a cache of the results.
+
+The actual training step runs on tensors that have a shape but no data (tensors.py), and the bytes of all live storages
+are counted at each operation, so that no separate memory model has to match the code. For a CUDA GPU, sizes are rounded
+as its allocator does, and autocast is made to behave as on CUDA; costs that a trace cannot see are in DeviceCosts.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.errors import ResourceError
+from konkanivani.base.files import atomic_write, cache_folder, digest_of_code
+from konkanivani.base.lengths import SAMPLE_RATE, Lengths
+from konkanivani.data.batch import Batch, GlobalBatch, largest_batch
+from konkanivani.decoding.ctc import argmax_tokens
+from konkanivani.decoding.network import Network, decoder_of
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.devices import DeviceCosts
+from konkanivani.memory.monitor import MemoryMonitor
+from konkanivani.memory.plan import model_state_bytes
+from konkanivani.memory.weights.placement import ON_CARD, Placement
+from konkanivani.model.architecture import Architecture
+from konkanivani.model.asr import trained_parameters
+from konkanivani.model.cache import FIRST_ROOM
+from konkanivani.model.encoder import Encoder
+from konkanivani.model.front_end import FeatureExtractor
+from konkanivani.model.kernels.products import is_onednn_preferred
+from konkanivani.planning.tensors import TRACED_DEVICE, TRACED_HOST, LiveBytes, Shapes
+from konkanivani.training.build_step import StateLayout, build_step_parts
+from konkanivani.training.optimizer import Optimizer
+from konkanivani.training.step import StepParts, train_step
+from konkanivani.training.validation import recognize
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Size of a micro-batch: number of utterances, seconds of each, tokens of each."""
+
+    utterances: int
+    seconds: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of tensors: the state (weights, gradients, optimizer) and the peak of each phase, state included.
+
+    `host` is the peak in host memory of offloaded tensors.
+    """
+
+    state: int
+    forward: int
+    backward: int
+    update: int
+    host: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Peak of the whole step."""
+        return max(self.forward, self.backward, self.update)
+
+    def side_by_side(self, count: int) -> "Peak":
+        """Return the peak of `count` concurrent micro-batches, if their memory beyond the state peaks together."""
+        forward, backward = (self.state + count * (phase - self.state) for phase in (self.forward, self.backward))
+        return dataclasses.replace(self, forward=forward, backward=backward)
+
+
+class StepTracer:
+    """Tracer of one model's steps for one device. Building it takes a second, a trace a tenth of a second or more."""
+
+    def __init__(
+        self, build: Callable[[FeatureExtractor], StepParts], front_end: torch.nn.Module, costs: DeviceCosts
+    ) -> None:
+        """Build the step inside the tracing mode.
+
+        Args:
+            build: returns the parts of the step, on the traced device, with the front end that it is given.
+            front_end: a real module, which is copied.
+        """
+        self._mode = Shapes()
+        self.costs = costs
+        front_end = copy.deepcopy(front_end).cpu()
+        with self._mode:
+            for module in front_end.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, self._mode.from_tensor(buffer))
+            parts = build(front_end)
+            # Every micro-batch but a step's first one finds gradients, and takes more memory than the first one.
+            for parameter in trained_parameters(parts.model):
+                parameter.grad = torch.empty_like(parameter)
+        encoder = parts.model.encoder
+        # A CPU skips padding by packing, a GPU pads. Packed as one utterance takes the same memory in fewer operators.
+        if isinstance(encoder, Encoder):
+            encoder.packs = not costs.is_cuda
+            encoder.packs_as_one = True
+        # The trace uses a CPU's autocast, which runs layer norms in half precision; CUDA's runs them in fp32.
+        if costs.is_cuda and parts.forward.amp_dtype is not None:
+            for module in parts.model.modules():
+                if isinstance(module, torch.nn.LayerNorm):
+                    module.register_forward_pre_hook(_cast_input_to_fp32)
+        self._parts = dataclasses.replace(
+            parts,
+            optimizer=_OptimizerWithoutReset(parts.optimizer),
+            # A tensor without data has no values to read: .item() and .tolist() would fail.
+            read=lambda numbers: [0.0] * numbers.numel(),
+        )
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks that can be recomputed."""
+        return len(self._parts.model.blocks)
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the model runs in half precision."""
+        return self._parts.forward.amp_dtype is not None
+
+    def state(self) -> int:
+        """Return the bytes of weights, gradients and optimizer state on the device."""
+        # With offloading, a part of the state is on the host: count by device.
+        if not (self._parts.forward.weights and self.costs.is_cuda):
+            return model_state_bytes(self._parts.model, self._parts.optimizer.tensors)
+        state, _ = self._counted()
+        self._count_state(state, with_gradients=True)
+        return state.live
+
+    def trace(self, shape: BatchShape, recompute: RecomputePolicy) -> Peak:
+        """Trace a step at a micro-batch of this size that is not the step's first one."""
+        batch = self._batch(shape)
+        tokens = shape.utterances * shape.tokens
+        return self.trace_global_batch(GlobalBatch((batch,), tokens, shape.utterances, 0.0, 0.0), recompute)
+
+    def trace_global_batch(self, global_batch: GlobalBatch, recompute: RecomputePolicy) -> Peak:
+        """Trace a step over a global batch of real or traced tensors; of its inputs, count only the largest."""
+        live, host = self._counted()
+        phases = _TracedPhases(live)
+        # One micro-batch at a time: the planner adds up concurrent ones.
+        forward = dataclasses.replace(
+            self._parts.forward, recompute=recompute, monitor=phases, concurrent_micro_batches=1
+        )
+        parts = dataclasses.replace(self._parts, forward=forward)
+        for counted in (live, host):
+            self._count_state(counted, with_gradients=True)
+        with self._mode:
+            batches = tuple(batch.with_each(self._mode.from_tensor) for batch in global_batch.micro_batches)
+            inputs = [batch.tensors() for batch in batches]
+            live.count(tensor for tensors in inputs for tensor in tensors)
+            sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in inputs]
+            with live, host if parts.forward.weights else contextlib.nullcontext():
+                train_step(parts, dataclasses.replace(global_batch, micro_batches=batches), 0)
+        # All inputs were counted, but in training only one micro-batch is on the device at a time.
+        others = sum(sizes) - max(sizes)
+        return Peak(
+            state=self.state(),
+            forward=phases.peaks["forward"] - others,
+            # Attention allocates its workspace inside the kernel, where the trace cannot see it.
+            backward=phases.peaks["backward"]
+            - others
+            + self._attention_workspace(largest_batch(global_batch.micro_batches)),
+            update=phases.peaks["update"] - others,
+            host=host.peak if self.costs.is_cuda else 0,
+        )
+
+    def trace_validation(self, shape: BatchShape) -> int:
+        """Return the peak bytes of recognising a batch, weights and optimizer state included, without gradients."""
+        live, _ = self._counted()
+        self._count_state(live, with_gradients=False)
+        forward = dataclasses.replace(self._parts.forward, monitor=_TracedPhases(live))
+        forward.model.eval()
+        batch = self._batch(shape)
+        with self._mode, torch.no_grad(), live, forward.decoder_on_device():
+            recognize(forward, batch, _greedy_on_the_device)
+        return live.peak
+
+    def _counted(self) -> tuple[LiveBytes, LiveBytes]:
+        """Return byte counters of the device and of host memory; a CPU counts both as the device."""
+        return LiveBytes(self.costs.rounding, TRACED_DEVICE if self.costs.is_cuda else None), LiveBytes(
+            place=TRACED_HOST
+        )
+
+    def _count_state(self, live: LiveBytes, with_gradients: bool) -> None:
+        live.count(self._parts.state_tensors())
+        if with_gradients:
+            gradients = (parameter.grad for parameter in trained_parameters(self._parts.model))
+            live.count(gradient for gradient in gradients if gradient is not None)
+
+    def _attention_workspace(self, batch: Batch) -> int:
+        architecture = self._parts.architecture
+        frames = architecture.framing.encoded_length(max(batch.sample_lengths))
+        return self.costs.attention_workspace(batch.size, frames, architecture.model.d_model, self.is_half)
+
+    def _batch(self, shape: BatchShape) -> Batch:
+        """Return a batch without data; with several utterances, one is a frame shorter, because padding costs masks."""
+        samples = round(shape.seconds * SAMPLE_RATE)
+        tokens = max(1, shape.tokens)
+        shorter = 1 if shape.utterances > 1 else 0
+        a_frame_less = max(1, samples - self._parts.architecture.framing.encoder_hop)
+        with self._mode:
+            return Batch(
+                utterance_ids=tuple(map(str, range(shape.utterances))),
+                waveforms=torch.empty(shape.utterances, samples),
+                sample_lengths=(samples,) * (shape.utterances - shorter) + (a_frame_less,) * shorter,
+                tokens=torch.empty(shape.utterances, tokens, dtype=torch.long),
+                token_lengths=(tokens,) * shape.utterances,
+                decoder_tokens=torch.empty(shape.utterances, tokens + 1, dtype=torch.long),
+                targets=torch.empty(shape.utterances, tokens + 1, dtype=torch.long),
+                augment_seeds=None,
+            )
+
+
+class _TracedPhases(MemoryMonitor):
+    """Memory monitor that records the traced peak of each phase in bytes."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        super().__init__(TRACED_DEVICE, empty_cache_interval=0)
+        self.peaks: dict[str, int] = {}
+        self._live = live
+
+    def end_phase(self, phase: str) -> None:
+        """Attribute the peak since the last call to `phase`."""
+        self.peaks[phase] = max(self.peaks.get(phase, 0), self._live.restart_peak())
+
+
+class _OptimizerWithoutReset(Optimizer):
+    """An optimizer whose gradients stay allocated, as they do from one micro-batch of a step to the next."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        # Not the base class's constructor, which would allocate the state once more.
+        self._optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+        self.workspace = optimizer.workspace
+
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        self._optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Keep the gradients."""
+
+
+def _cast_input_to_fp32(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Cast the input of a layer norm under autocast, as CUDA's autocast does; a forward pre-hook."""
+    return tuple(tensor.float() for tensor in inputs) if torch.is_autocast_enabled("cpu") else inputs
+
+
+def _greedy_on_the_device(model: Network, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
+    """Run the device part of greedy decoding; the rest runs on the host.
+
+    Without CTC, the decoder's cache grows until a hypothesis has the decoder's maximum number of tokens or, if there is
+    no maximum, one token per encoder frame.
+    """
+    if model.ctc_head is not None:
+        argmax_tokens(model, encoded)
+        return []
+    decoder = decoder_of(model)
+    cache = decoder.begin(encoded, encoded_lengths, beam=1)
+    tokens = torch.empty(len(encoded), 1, dtype=torch.long)
+    most = encoded.shape[1] if math.isinf(decoder.most_tokens) else decoder.most_tokens
+    while cache.length < most:
+        decoder.output(decoder.step(tokens, cache)).double().log_softmax(dim=-1)
+        cache.length = max(FIRST_ROOM, 2 * cache.length - 2)  # next length at which the cache has to be enlarged
+    return []
+
+
+class Traces:
+    """Cached results of a tracer; the tracer itself takes a second to build and is created on first use."""
+
+    def __init__(
+        self,
+        build: Callable[[], StepTracer],
+        blocks: int,
+        costs: DeviceCosts,
+        encoder_hop: int,
+        longest_seconds: float = math.inf,
+    ) -> None:
+        """`encoder_hop` is in samples per encoder frame; `longest_seconds` is the longest input of the model."""
+        self.blocks = blocks
+        self.costs = costs
+        self.encoder_hop = encoder_hop
+        self._build = build
+        self.longest_seconds = longest_seconds
+        self._peaks: dict[tuple[BatchShape, int], Peak] = {}
+        self._validation_peaks: dict[BatchShape, int] = {}
+
+    @functools.cached_property
+    def tracer(self) -> StepTracer:
+        """The tracer, built on first use."""
+        return self._build()
+
+    def peak(self, shape: BatchShape, recompute: RecomputePolicy) -> Peak:
+        """Return the peaks of a training step at this batch shape."""
+        # Policies with the same number of recomputed blocks at this length share a trace.
+        key = shape, min(recompute(shape.seconds).count, self.blocks)
+        if key not in self._peaks:
+            self._peaks[key] = self.tracer.trace(shape, recompute)
+        return self._peaks[key]
+
+    def validation_peak(self, shape: BatchShape) -> int:
+        """Return the peak bytes of validation at this batch shape."""
+        if shape not in self._validation_peaks:
+            self._validation_peaks[shape] = self.tracer.trace_validation(shape)
+        return self._validation_peaks[shape]
+
+    def read(self, path: Path) -> None:
+        """Merge the traces in the file at `path`; a missing or damaged file is ignored."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            # The first line is the CRC-32 of the JSON text that follows.
+            checksum, text = path.read_text(encoding="utf-8").split("\n", 1)
+            if int(checksum, 16) == zlib.crc32(text.encode()):
+                peaks, validation_peaks = json.loads(text)
+                self._peaks |= {(BatchShape(*row[:3]), row[3]): Peak(*row[4:]) for row in peaks}
+                self._validation_peaks |= {BatchShape(*row[:3]): row[3] for row in validation_peaks}
+
+    def write(self, path: Path) -> None:
+        """Write all traces to `path`.
+
+        A failure is ignored: it only costs the next run some seconds of tracing.
+        """
+        peaks = [(*_row(shape), count, *_row(peak)) for (shape, count), peak in self._peaks.items()]
+        text = json.dumps([peaks, [(*_row(shape), peak) for shape, peak in self._validation_peaks.items()]])
+        with contextlib.suppress(OSError, ResourceError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as partial:
+                partial.write_text(f"{zlib.crc32(text.encode()):08x}\n{text}", encoding="utf-8")
+
+
+def _row(value: BatchShape | Peak) -> Iterable[float]:
+    return vars(value).values()
+
+
+def build_tracer(
+    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
+) -> StepTracer:
+    """Return a tracer of this configuration's step; with --freeze_steps, of the later and larger step."""
+    tuning = dataclasses.replace(architecture.tuning, freeze_steps=0)
+    architecture = dataclasses.replace(architecture, tuning=tuning)
+    layout = StateLayout(placement=placement, host=TRACED_HOST)
+
+    def build(front_end: FeatureExtractor) -> StepParts:
+        return build_step_parts(config, architecture, TRACED_DEVICE, 1, front_end, layout)
+
+    return StepTracer(build, architecture.build_front_end(config.augment), costs)
+
+
+@contextlib.contextmanager
+def kept_traces(
+    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
+) -> Iterator[Traces]:
+    """Yield the cached traces of this configuration's step, and write them back with the new ones at the end."""
+    blocks = len(architecture.build_without_values().blocks)
+    hop = architecture.framing.encoder_hop
+    traces = Traces(
+        lambda: build_tracer(config, architecture, costs, placement), blocks, costs, hop, architecture.longest_seconds
+    )
+    path = traces_path(config, architecture, costs, placement)
+    if path is None:
+        yield traces
+        return
+    traces.read(path)
+    yield traces
+    traces.read(path)  # merge the traces that other processes have written meanwhile
+    traces.write(path)
+
+
+def traces_path(
+    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
+) -> Path | None:
+    """Return the cache file, named by a digest of everything that the traces depend on; None without a cache folder."""
+    folder = cache_folder()
+    if folder is None:
+        return None
+    precision = config.memory.mixed_precision, config.memory.amp_dtype
+    step = architecture, config.augment, config.loss, config.optimizer, precision
+    device = costs.is_cuda, costs.rounding, is_onednn_preferred()
+    # Any change of the code or of PyTorch may change a trace.
+    depends = repr((step, device, placement, digest_of_code(), torch.__version__))
+    return folder / f"traces_{hashlib.sha256(depends.encode()).hexdigest()[:32]}.json"
