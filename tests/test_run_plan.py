@@ -120,7 +120,7 @@ def test_a_smaller_budget_cuts_smaller_and_then_recomputes(corpus, tmp_path):
     for run in (roomy, tight):
         assert run.plan.peak <= run.plan.budget
         train(run)
-        step = read_log(Path(run.checkpointer.directory).parent)[0]
+        step = read_log(Path(run.storage.checkpointer.directory).parent)[0]
         assert step["utterances"] == 8 and step["splits"] == 0
         planned = {phase["phase"]: phase["planned_mib"] for phase in step["memory"]}
         assert planned["forward"] > 0 and planned["backward"] > 0

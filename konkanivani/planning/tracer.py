@@ -39,6 +39,7 @@ from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.kernels.products import is_onednn_preferred
 from konkanivani.planning.tensors import TRACED_DEVICE, TRACED_HOST, LiveBytes, Shapes
 from konkanivani.training.build_step import StateLayout, build_step_parts
+from konkanivani.training.gradient import local_gradient
 from konkanivani.training.optimizer import Optimizer
 from konkanivani.training.step import StepParts, train_step
 from konkanivani.training.validation import recognize
@@ -114,7 +115,7 @@ class StepTracer:
             parts,
             optimizer=_OptimizerWithoutReset(parts.optimizer),
             # A tensor without data has no values to read: .item() and .tolist() would fail.
-            read=lambda numbers: [0.0] * numbers.numel(),
+            compute_gradient=functools.partial(local_gradient, read=_read_zeros),
         )
 
     @property
@@ -147,10 +148,8 @@ class StepTracer:
         live, host = self._counted()
         phases = _TracedPhases(live)
         # One micro-batch at a time: the planner adds up concurrent ones.
-        forward = dataclasses.replace(
-            self._parts.forward, recompute=recompute, monitor=phases, concurrent_micro_batches=1
-        )
-        parts = dataclasses.replace(self._parts, forward=forward)
+        forward = dataclasses.replace(self._parts.forward, recompute=recompute, concurrent_micro_batches=1)
+        parts = dataclasses.replace(self._parts, forward=forward, monitor=phases)
         for counted in (live, host):
             self._count_state(counted, with_gradients=True)
         with self._mode:
@@ -177,7 +176,7 @@ class StepTracer:
         """Return the peak bytes of recognising a batch, weights and optimizer state included, without gradients."""
         live, _ = self._counted()
         self._count_state(live, with_gradients=False)
-        forward = dataclasses.replace(self._parts.forward, monitor=_TracedPhases(live))
+        forward = self._parts.forward
         forward.model.eval()
         batch = self._batch(shape)
         with self._mode, torch.no_grad(), live, forward.decoder_on_device():
@@ -249,6 +248,10 @@ class _OptimizerWithoutReset(Optimizer):
 
     def zero_grad(self) -> None:
         """Keep the gradients."""
+
+
+def _read_zeros(numbers: torch.Tensor) -> list[float]:
+    return [0.0] * numbers.numel()
 
 
 def _cast_input_to_fp32(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -45,7 +45,7 @@ from konkanivani.training.logs.progress import Progress
 from konkanivani.training.logs.records import Resumed
 from konkanivani.training.logs.utilisation import Utilisation
 from konkanivani.training.optimizer import OptimizerState
-from konkanivani.training.run import Run
+from konkanivani.training.run import Run, RunLogs, RunStorage, TrainingData
 from konkanivani.training.sharding import FullState, is_sharded
 from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts
@@ -78,26 +78,28 @@ def build_run(start: Start, report: Report = silent) -> Run:
     limits = _micro_batch_limits(config, step, plan)
     # From here on, files of an earlier run are moved: all checks have passed.
     checkpointer = take_checkpoint_folder(start, run_directory)
-    return Run(
-        config=config.run,
-        settings=config,
+    data = TrainingData(
         tokenizer=speech.tokenizer,
-        state=state,
-        step=step,
-        global_batches=_global_batches(start, speech, planner, limits, loader_config(config, device)),
-        plan=plan,
-        watch=BudgetWatch(plan.budget / MIB if plan and device.type == "cpu" else float("inf"), resident_before),
-        validation=_validation_within(plan, speech.validation),
-        decode=greedy_decode(step.architecture, speech.tokenizer),
-        stateful=stateful,
-        plan_digest=planner.digest(),
-        checkpointer=checkpointer,
-        locks=start.locks,
         corpus=speech.corpus,
+        global_batches=_global_batches(start, speech, planner, limits, loader_config(config, device)),
+        validation=_validation_within(plan, speech.validation),
+    )
+    logs = RunLogs(
         logbook=_open_logbook(run_directory, config, state),
-        interruption=Interruption(start.topology, checkpointer.discard_unfinished),
         progress=Progress(state.step, step.total_steps),
         utilisation=Utilisation(step.architecture, device, step.forward.amp_dtype or torch.float32),
+        watch=BudgetWatch(plan.budget / MIB if plan and device.type == "cpu" else float("inf"), resident_before),
+    )
+    return Run(
+        config=config,
+        state=state,
+        step=step,
+        data=data,
+        plan=plan,
+        decode=greedy_decode(step.architecture, speech.tokenizer),
+        storage=RunStorage(checkpointer, stateful, planner.digest(), start.locks),
+        logs=logs,
+        interruption=Interruption(start.topology, checkpointer.discard_unfinished),
         topology=start.topology,
     )
 
@@ -259,7 +261,7 @@ def keep_to_plan(step: StepParts, plan: MemoryPlan, resident_before: float) -> S
     if device.type == "cpu":
         # Without it, freed tensors leave holes in glibc's heap, and resident memory exceeds the plan.
         set_mmap_threshold()
-    step.forward.monitor.expect(plan.planned_peaks(before=resident_before if device.type == "cpu" else 0.0))
+    step.monitor.expect(plan.planned_peaks(before=resident_before if device.type == "cpu" else 0.0))
     enforce_budget(device, plan.budget, plan.context)
     step = step.recomputing(plan.recompute_policy())
     return replace(step, forward=replace(step.forward, concurrent_micro_batches=plan.concurrent_micro_batches))

@@ -43,12 +43,14 @@ def train_and_report(asked: CommandLine) -> str:
     """
     with ignore_lost_output(), in_ranks(asked.config.run.rank_timeout) as topology:
         run = build_in_ranks(asked, topology)
-        with run.logbook, write_sizes_on_error(run):
+        with run.logs.logbook, write_sizes_on_error(run):
             # A resumed run has been tested before, unless its memory plan is new.
-            if is_rehearsed(run.settings) and (run.state.step == 0 or run.settings.memory.replan):
+            if is_rehearsed(run.config) and (run.state.step == 0 or run.config.memory.replan):
                 tell_rehearsal(run)
             if run.state.step and run.is_finished():
-                limits = ((name, getattr(run.config, name)) for name in ("epochs", "max_steps", "early_stop_epochs"))
+                limits = (
+                    (name, getattr(run.config.run, name)) for name in ("epochs", "max_steps", "early_stop_epochs")
+                )
                 named = " ".join(f"--{name} {limit}" for name, limit in limits if limit)
                 say(
                     f"Training is complete: with {named}, step {run.state.step} is the last. Raise the limit to "
@@ -83,7 +85,7 @@ def is_rehearsed(config: TrainConfig) -> bool:
 
 def score_and_sum_up(run: Run) -> str:
     """Score the test manifest with the best checkpoint and return the run's results as one line of JSON."""
-    config = run.settings
+    config = run.config
     # Only the first rank needs to see the checkpoint folder.
     best = broadcast_from_rank0(run.topology, lambda: best_checkpoint(config.run.checkpoint_dir))
     scores = score_test(run, best)
@@ -98,7 +100,7 @@ def write_sizes_on_error(run: Run) -> Iterator[None]:
     try:
         yield
     except RestartAfterOom:
-        write_sizes(run.checkpointer.directory, run.topology.rank, run.step.oom_history)
+        write_sizes(run.storage.checkpointer.directory, run.topology.rank, run.step.oom_history)
         raise
 
 
@@ -107,7 +109,7 @@ def score_test(run: Run, checkpoint: Path) -> dict[str, Evaluation | None]:
 
     Values are None if there is no test manifest.
     """
-    data = run.settings.data
+    data = run.config.data
     device = run.step.forward.device
     best = ways_to_decode(run.step.architecture)[-1]
     other = best if data.test_decode == AUTO else data.test_decode
@@ -123,8 +125,8 @@ def score_test(run: Run, checkpoint: Path) -> dict[str, Evaluation | None]:
 def tell_rehearsal(run: Run) -> None:
     """Run the largest batches, undo them, and print and log their peak memory next to the planned peaks."""
     tried = rehearse(run)
-    phases = run.step.forward.monitor.report()
-    run.logbook.log(RehearsalRecord(run.state.step, memory=phases))
+    phases = run.monitor.report()
+    run.logs.logbook.log(RehearsalRecord(run.state.step, memory=phases))
     measured = ", ".join(
         f"{phase.phase} {phase.peak_mib:.0f}" + (f" (planned {phase.planned_mib:.0f})" if phase.planned_mib else "")
         for phase in phases
@@ -137,7 +139,7 @@ def tell_rehearsal(run: Run) -> None:
 
 def memory_table(run: Run) -> str:
     """Return a table of peak memory, planned peak and time per phase, with the number of out-of-memory retries."""
-    monitor = run.step.forward.monitor
+    monitor = run.monitor
     phases = monitor.report_run()
     clearing = monitor.report_clearing_of_run()
     seconds = [monitor.seconds_of(phase.phase) for phase in phases]
@@ -192,12 +194,12 @@ def summary_line(
         "trained_parameters": parameter_count(run.step.model),
         "steps": run.state.step,
         "epochs": run.state.epochs_finished,
-        "best_valid_score": run.state.best_score if run.validation else None,
-        "audio_seconds_per_second": run.progress.audio_seconds_per_second(),
-        "waiting_for_data_share": run.progress.waiting_share(),
-        "peak_memory_mib": run.step.forward.monitor.overall_peak_mib(),
+        "best_valid_score": run.state.best_score if run.data.validation else None,
+        "audio_seconds_per_second": run.logs.progress.audio_seconds_per_second(),
+        "waiting_for_data_share": run.logs.progress.waiting_share(),
+        "peak_memory_mib": run.monitor.overall_peak_mib(),
         "memory_splits": run.state.splits,
-        "allocator_retries": allocator_retries(run.step.forward.monitor.report_run()),
+        "allocator_retries": allocator_retries(run.monitor.report_run()),
         "checkpoint": checkpoint,
         "tensorboard": tensorboard,
     }

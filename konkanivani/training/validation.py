@@ -141,7 +141,6 @@ def recognize_all(
         hypotheses = [hypothesis for piece in pieces for hypothesis in piece.hypotheses]
         # strict=True: a decoder that drops an utterance would shift all later hypotheses.
         scored += [ScoredUtterance(u, tokenizer.decode(h)) for u, h in zip(utterances, hypotheses, strict=True)]
-        forward.monitor.end_phase("validation")
     return RecognizedPortion(tuple(totals.tolist()), int(blanks), frames, tokens, tuple(scored))
 
 

@@ -293,7 +293,7 @@ def test_negative_control_the_same_manifests_unspoilt_start(tmp_path):
     run = build_run(begin_run(flags, lambda *stage: told.append(stage)), lambda *stage: told.append(stage))
     assert [stage for stage, _ in told] == ["flags", "paths", "disk", "data", "plan"]
     assert "6 training utterances" in told[3][1] and "2 for validation; 2 for testing; 0 skipped" in told[3][1]
-    assert len(run.validation.speech.utterances) == 2
+    assert len(run.data.validation.speech.utterances) == 2
 
 
 # Order
