@@ -48,19 +48,20 @@ def train_and_report(asked: CommandLine) -> str:
             if is_rehearsed(run.config) and (run.state.step == 0 or run.config.memory.replan):
                 tell_rehearsal(run)
             if run.state.step and run.is_finished():
-                limits = (
-                    (name, getattr(run.config.run, name)) for name in ("epochs", "max_steps", "early_stop_epochs")
-                )
-                named = " ".join(f"--{name} {limit}" for name, limit in limits if limit)
-                say(
-                    f"Training is complete: with {named}, step {run.state.step} is the last. Raise the limit to "
-                    "train longer."
-                )
+                say_complete(run)
             train(run)
         run.interruption.end_training()
         say(memory_table(run))
         line = score_and_sum_up(run)
     return line if topology.is_first else ""
+
+
+def say_complete(run: Run) -> None:
+    """Print which limits have ended a resumed run."""
+    flags = run.config.run
+    limits = {"--epochs": flags.epochs, "--max_steps": flags.max_steps, "--early_stop_epochs": flags.early_stop_epochs}
+    named = " ".join(f"{flag} {limit}" for flag, limit in limits.items() if limit)
+    say(f"Training is complete: with {named}, step {run.state.step} is the last. Raise the limit to train longer.")
 
 
 def build_in_ranks(asked: CommandLine, topology: Topology) -> Run:

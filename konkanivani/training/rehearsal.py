@@ -100,11 +100,10 @@ def _ids(global_batch: GlobalBatch) -> list[tuple[str, ...]]:
 
 def _global_batch_of(run: Run, speech: TrainDataset, order: np.ndarray) -> GlobalBatch:
     """Return the first utterances of the order, up to one full micro-batch, as two identical micro-batches."""
+    stream = run.data.global_batches
     readable = _readable(run, speech, order)
     first = next(readable)
-    most = min(
-        largest_size(first.seconds, run.data.global_batches.limits), run.data.global_batches.planner.global_batch_size
-    )
+    most = min(largest_size(first.seconds, stream.limits), stream.planner.global_batch_size)
     speeches = [first, *islice(readable, most - 1)]
     piece = split_into_micro_batches(speeches, stream.limits, run.data.tokenizer.special)
     return dataclasses.replace(

@@ -135,6 +135,5 @@ def log_spectrogram(run: Run, speech: EvalDataset, utterance_id: str) -> None:
         with full_weights(forward.model), forward.autocast():
             logits, _ = forward.model.ctc_logits(features, lengths)
         posteriors = logits[0].float().softmax(dim=-1).cpu()
-    run.logs.logbook.log(
-        SpectrogramRecord(run.state.step, utterance_id, waveform, features[0].float().cpu(), posteriors)
-    )
+    record = SpectrogramRecord(run.state.step, utterance_id, waveform, features[0].float().cpu(), posteriors)
+    run.logs.logbook.log(record)
