@@ -16,7 +16,8 @@ from konkanivani.memory.devices import cpu_costs
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts
-from konkanivani.planning.tracer import BatchShape, StepTracer, build_tracer
+from konkanivani.planning.tracer import BatchShape, StepTracer
+from konkanivani.planning.traces import build_tracer
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, forward_and_backward
 from tests.conftest import crossed, further

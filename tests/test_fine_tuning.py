@@ -19,7 +19,7 @@ from konkanivani.memory.plan import model_state_bytes
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.adapters import VOCAB_DEPENDENT_PREFIXES
 from konkanivani.model.architecture import architecture_of
-from konkanivani.planning.tracer import build_tracer
+from konkanivani.planning.traces import build_tracer
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import evaluate_manifest, load_evaluation_model
 from konkanivani.training.build_step import StateLayout, build_step_parts

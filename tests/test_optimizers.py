@@ -15,7 +15,7 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
-from konkanivani.planning.plan import checkpoint_bytes, needs_sharding, state_bytes
+from konkanivani.planning.sizes import checkpoint_bytes, needs_sharding, state_bytes
 from konkanivani.planning.tensors import LiveBytes
 from konkanivani.training.build_step import StateLayout, build_step_parts, memory_conditions
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint, write_checkpoint

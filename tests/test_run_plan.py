@@ -17,7 +17,8 @@ from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.model.architecture import architecture_of
 from konkanivani.planning import plan as run_plan
 from konkanivani.planning import tracer
-from konkanivani.planning.plan import ONE_RANK, bucket_edges
+from konkanivani.planning.plan import bucket_edges
+from konkanivani.planning.sizes import ONE_RANK
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.train import is_rehearsed
 from konkanivani.training import rehearsal

@@ -12,7 +12,8 @@ from konkanivani.model.architecture import architecture_of
 from konkanivani.planning import tensors, tracer
 from konkanivani.planning.planner import ALWAYS, NEVER
 from konkanivani.planning.tensors import Shape, Shapes
-from konkanivani.planning.tracer import BatchShape, Peak, build_tracer
+from konkanivani.planning.tracer import BatchShape, Peak
+from konkanivani.planning.traces import build_tracer
 from tests.conftest import further
 
 MODEL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=8)

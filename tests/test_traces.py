@@ -15,7 +15,8 @@ from konkanivani.planning import plan as run_plan
 from konkanivani.planning import tracer as tracer_module
 from konkanivani.planning.planner import ALWAYS, NEVER
 from konkanivani.planning.report import PlanRequest, answer, peak_of_validation
-from konkanivani.planning.tracer import BatchShape, Peak, Traces
+from konkanivani.planning.tracer import BatchShape, Peak
+from konkanivani.planning.traces import Traces
 from konkanivani.recipe.build import build_run
 from tests.conftest import TINY_MODEL, Corpus, run_folders, write_corpus
 from tests.starts import begin_run

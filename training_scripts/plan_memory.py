@@ -80,8 +80,9 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
         check_pretrained(flags)
     # On stderr, so that --json leaves one line on stdout.
     print(f"Tracing training steps ({HOW_LONG}).", file=sys.stderr, flush=True)
-    from konkanivani.planning.plan import choose_ranks
-    from konkanivani.planning.report import plan_budget, plan_presets, plan_whisper
+    from konkanivani.planning.report import plan_budget, plan_presets
+    from konkanivani.planning.sizes import choose_ranks
+    from konkanivani.planning.whisper_table import plan_whisper
 
     costs = cpu_costs()
     if gpu or flags.train.run.device == "cuda":
@@ -100,7 +101,7 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
 
 def beginning_with_weights(train: TrainConfig, path: Path, given: frozenset[str]) -> TrainConfig:
     """Return the settings with the shape and vocabulary size of the --init_from checkpoint at `path`."""
-    from konkanivani.recipe.start import begin_with
+    from konkanivani.recipe.startup import begin_with
 
     asked, initial = begin_with(CommandLine(train, train, given), path)
     # The vocabulary size sets the size of the output head and of the logits.
@@ -112,7 +113,7 @@ def check_pretrained(flags: Flags) -> None:
     """Raise the errors of planning with this --pretrained folder before any tracing."""
     if flags.presets or flags.table:
         raise UsageError("--presets and --table do not apply to --pretrained: omit them or --pretrained.")
-    from konkanivani.planning.plan import planned_architecture
+    from konkanivani.planning.sizes import planned_architecture
 
     # On the meta device, without allocating weights.
     planned_architecture(flags.train).build_without_values()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from konkanivani.base.flags import parse_args
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.start import resolve_start
+from konkanivani.recipe.startup import resolve_start
 from konkanivani.training.loop import freeze_gc
 from konkanivani.training.step import train_step
 

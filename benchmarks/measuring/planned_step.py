@@ -15,9 +15,10 @@ from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MIB, reset_peak_resident, resident_mib, set_mmap_threshold
 from konkanivani.model.architecture import architecture_of
-from konkanivani.planning.plan import device_costs
+from konkanivani.planning.sizes import device_costs
 from konkanivani.planning.tensors import LiveBytes
-from konkanivani.planning.tracer import BatchShape, build_tracer
+from konkanivani.planning.tracer import BatchShape
+from konkanivani.planning.traces import build_tracer
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 

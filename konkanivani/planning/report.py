@@ -9,14 +9,12 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import repeat
 from multiprocessing import get_context
 
 import torch
 
 from konkanivani.base.auto_defaults import resolve, resolved
-from konkanivani.base.config import AUTO, PRESETS, ModelConfig, Preset, TrainConfig, TuningConfig
+from konkanivani.base.config import AUTO, PRESETS, ModelConfig, Preset, TrainConfig
 from konkanivani.base.rules import settings_of
 from konkanivani.base.units import GIB, MIB, budget_text, peak_text
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
@@ -24,9 +22,9 @@ from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import BucketPlan
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import Architecture
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.shape import WhisperShape
-from konkanivani.planning.plan import (
+from konkanivani.planning.plan import resolve_placement
+from konkanivani.planning.planner import ALWAYS, MAX_UTTERANCES, NEVER, Planner
+from konkanivani.planning.sizes import (
     ONE_RANK,
     Ranks,
     check_host,
@@ -35,12 +33,11 @@ from konkanivani.planning.plan import (
     costs_per_rank,
     fits,
     planned_architecture,
-    resolve_placement,
     state_bytes,
     traffic_bytes,
 )
-from konkanivani.planning.planner import ALWAYS, MAX_UTTERANCES, NEVER, Planner
-from konkanivani.planning.tracer import BatchShape, Peak, kept_traces
+from konkanivani.planning.tracer import BatchShape, Peak
+from konkanivani.planning.traces import kept_traces
 
 TABLE_BUDGETS = (2.0, 4.0, 8.0, 14.7, 24.0)
 # Flags that the plan itself sets.
@@ -52,26 +49,8 @@ BUCKETS = (2.0, 5.0, 10.0, 20.0)
 TOKENS_PER_SECOND = {"char": 15, "bpe": 6, "unigram": 6}
 BYTE_PAIRS_PER_SECOND = 17  # 1.13 tokens of Whisper's byte-pair encoding per character of Konkani
 
-# Table of the published Whisper models: width, heads, blocks of the encoder and of the decoder, inner width, mel bands,
-# tokens (Radford et al., 2022).
-SIZES = {
-    "tiny": WhisperShape(384, 6, 4, 4, 1536, 80, 51_865),
-    "base": WhisperShape(512, 8, 6, 6, 2048, 80, 51_865),
-    "small": WhisperShape(768, 12, 12, 12, 3072, 80, 51_865),
-    "medium": WhisperShape(1024, 16, 24, 24, 4096, 80, 51_865),
-    "turbo": WhisperShape(1280, 20, 32, 4, 5120, 128, 51_866),
-    "large-v3": WhisperShape(1280, 20, 32, 32, 5120, 128, 51_866),
-}
-TRAINED = {
-    "everything": TuningConfig(),
-    "--freeze encoder": TuningConfig(freeze="encoder"),
-    "--lora_rank 32": TuningConfig(lora_rank=32, lora_targets=("query", "value")),
-}
-PLACES = {"card": ON_CARD, "half": Placement(half_precision=True), "host": Placement(offloaded_blocks=99)}
-WINDOW = BatchShape(1, 30.0, 444)  # one 30 s utterance with the longest label: text tokens after start and prompt
 
-
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class PlanRequest:
     """Question to the planner, with or without recomputing every block; picklable for a worker process."""
 
@@ -181,7 +160,7 @@ def _name(config: TrainConfig) -> str:
     return config.pretrained.pretrained or config.run.init_from or config.run.preset
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Answer:
     """Planned buckets with or without recomputing every block; sizes in bytes, lengths in seconds."""
 
@@ -190,7 +169,7 @@ class Answer:
     longest_seconds: float
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class PlanReport:
     """Planner's answers under one budget, in bytes; `flags` is a command line for the trainer."""
 
@@ -327,7 +306,7 @@ def plan_presets(
     # Budget 0: _cells sets it for each column.
     requests = [PlanRequest(shape, costs, 0, mode) for shape in shaped for mode in ("never", "always")]
     with two_processes() as pool:
-        cells = list(pool.map(_cells, requests, repeat(budgets)))
+        cells = list(pool.map(_cells, requests, [budgets] * len(requests)))
     lines = [
         (
             f"Traced for {costs.name}, {config.text.vocab_size} tokens: micro-batch of 10 s utterances / longest "
@@ -381,67 +360,3 @@ def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int, given:
 
 def _mib(size: int) -> str:
     return f"{size / MIB:.0f} MiB"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Peak memory of the process in bytes: on the GPU in training and in validation, and on the host."""
-
-    train: int
-    valid: int
-    host: int
-
-    def words(self, most: int) -> str:
-        """Format the peaks in MiB, with a star if both fit into `most` bytes."""
-        fits = "*" if max(self.train, self.valid) <= most else " "
-        return f"{self.train >> 20:,} / {self.valid >> 20:,}{fits}"
-
-
-@dataclass(frozen=True)
-class Question:
-    """Input of one table cell: model size, trained part, weight placement."""
-
-    size: str
-    trained: str
-    place: str
-    config: TrainConfig
-    costs: DeviceCosts
-
-
-def answer_cell(question: Question) -> Cell:
-    """Plan one utterance of 30 s with the longest label, every block recomputed."""
-    config = question.config
-    costs = question.costs
-    architecture = WhisperArchitecture(SIZES[question.size], TRAINED[question.trained])
-    with kept_traces(config, architecture, costs, PLACES[question.place]) as traces:
-        # A budget of 1 PiB: the planner reports the peak without shrinking the batch.
-        planner = Planner(traces, 2**50, WINDOW.tokens / WINDOW.seconds)
-        step = planner.phases(WINDOW, ALWAYS)
-        _, valid = planner.validation_seconds(WINDOW.seconds, WINDOW.tokens, WINDOW.seconds)
-    return Cell(step.bytes + costs.beside, valid, step.host)
-
-
-def plan_whisper(config: TrainConfig, costs: DeviceCosts, budget: int, sizes: tuple[str, ...] = tuple(SIZES)) -> str:
-    """Return the table as text: one line per model size and trained part."""
-    memory = dataclasses.replace(config.memory, mixed_precision=True, gradient_checkpointing=AUTO)
-    loss = dataclasses.replace(config.loss, ctc_weight=0.0, label_smoothing=0.0)
-    config = resolve(dataclasses.replace(config, memory=memory, loss=loss))
-    rows = [(size, trained) for size in sizes for trained in TRAINED]
-    # pool.map keeps the order of its input, row by row.
-    with two_processes() as pool:
-        questions = [Question(*row, place, config, costs) for row in rows for place in PLACES]
-        cells = iter(list(pool.map(answer_cell, questions)))
-    lines = [
-        (
-            f"Peak MiB on {costs.name} (budget {budget >> 20:,}) in training / validation: one utterance of 30 s "
-            "with its"
-        ),
-        "longest label, half precision, all blocks recomputed, AdamW. *: it fits. Last column: host memory.",
-        "",
-        f"{'':10}{'trained':18}" + "".join(f"{f'--weights {place}':>19}" for place in PLACES) + f"{'host':>10}",
-    ]
-    for size, trained in rows:
-        found = [next(cells) for _ in PLACES]
-        words = "".join(f"{cell.words(budget):>19}" for cell in found)
-        lines.append(f"{size:10}{trained:18}{words}{found[-1].host >> 20:>10,}")
-    return "\n".join(lines)

@@ -1,30 +1,28 @@
 """Dry run: test a training run within a minute, from its flags to resuming its checkpoint, and delete all its files."""
 
-import contextlib
 import dataclasses
 import gc
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from konkanivani.base.command_line import silence_output
-from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import StageClock, count, duration_words
 from konkanivani.base.distributed import read_topology
-from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.base.files import scratch_folder
+from konkanivani.base.errors import UsageError
 from konkanivani.base.flags import CommandLine, parse_args
 from konkanivani.base.signals import stop_at_signals
 from konkanivani.base.units import MIB
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.start import Start, resolve_start
-from konkanivani.recipe.train import json_value, tell_rehearsal
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.recipe.final_scores import json_value
+from konkanivani.recipe.run_folders import scratch_config
+from konkanivani.recipe.startup import Start, resolve_start
+from konkanivani.recipe.train import tell_rehearsal
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
-from konkanivani.training.checkpoint.compare import differences, relative_difference
+from konkanivani.training.checkpoint.compare import check_equal, relative_difference
 from konkanivani.training.checkpoint.run_lock import RunLock
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
@@ -168,23 +166,3 @@ def _estimate(run: Run, steps_before: int) -> Estimate:
         peak_memory_mib=run.monitor.overall_peak_mib(),
         checkpoint_mib=(run.storage.checkpointer.directory / LAST).stat().st_size / MIB,
     )
-
-
-def check_equal(one: Checkpoint, other: Checkpoint, what: str) -> None:
-    """Raise a CheckpointError if two states differ in any bit."""
-    found = differences(one, other)
-    if found:
-        raise CheckpointError(
-            f"{what}: {count(len(found), 'value', 'differs/differ')}, first {found[0]}. Check the disk and memory of "
-            "this machine; if they are fine, report this as a bug."
-        )
-
-
-@contextlib.contextmanager
-def scratch_config(config: TrainConfig) -> Iterator[TrainConfig]:
-    """Yield the configuration with scratch folders inside the run's: same disk, same permissions."""
-    run = config.run
-    with scratch_folder(Path(run.checkpoint_dir)) as checkpoints, scratch_folder(Path(run.log_dir)) as logs:
-        folders = dataclasses.replace(run, checkpoint_dir=str(checkpoints), log_dir=str(logs))
-        tuning = dataclasses.replace(config.tuning, freeze_steps=0)  # train all layers: --freeze_steps are the cheapest
-        yield dataclasses.replace(config, run=folders, tuning=tuning)

@@ -24,7 +24,6 @@ import torch
 from konkanivani.data import dataset as speech
 from konkanivani.data.audio import source as audio_source
 from konkanivani.recipe import run_folders as replaced
-from konkanivani.recipe import start
 from konkanivani.recipe.run_folders import LogFolder
 from konkanivani.training import build_step as assembly
 from konkanivani.training import gradient, loop, step
@@ -324,4 +323,4 @@ def forget(module: str, name: str) -> None:
 
 def unowned_logs() -> None:
     """Open a log folder by name, without a lock."""
-    start.take_log_folder = lambda run, _: LogFolder(run, None)
+    startup.take_log_folder = lambda run, _: LogFolder(run, None)

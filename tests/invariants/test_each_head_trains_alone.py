@@ -13,7 +13,8 @@ from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
 from konkanivani.model.architecture import architecture_of
-from konkanivani.planning.tracer import BatchShape, build_tracer
+from konkanivani.planning.tracer import BatchShape
+from konkanivani.planning.traces import build_tracer
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.train import train_and_report
 from konkanivani.training.build_step import build_step_parts

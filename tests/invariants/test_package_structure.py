@@ -137,6 +137,11 @@ def test_parameter_objects_have_few_fields():
     assert names >= RECORDS
 
 
+def test_files_have_few_imports():
+    # An exporter imports optional packages inside its functions.
+    assert set(import_heavy(sources(PACKAGE))) <= {"inference/onnx_export.py"}
+
+
 def test_no_folder_has_too_many_files():
     assert full_folders(sources(PACKAGE)) == []
     entries = [path.name for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "__init__.py")]

@@ -12,7 +12,8 @@ from konkanivani.inference.speech_model import build_speech_model
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
 from konkanivani.model.architecture import architecture_of
-from konkanivani.planning.tracer import BatchShape, build_tracer
+from konkanivani.planning.tracer import BatchShape
+from konkanivani.planning.traces import build_tracer
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import load_evaluation_model
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint

@@ -19,7 +19,8 @@ from konkanivani.memory.weights import placement as placements
 from konkanivani.memory.weights.fetching import WeightPrefetcher
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import architecture_of
-from konkanivani.planning.tracer import BatchShape, build_tracer
+from konkanivani.planning.tracer import BatchShape
+from konkanivani.planning.traces import build_tracer
 from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.optimizer import set_learning_rate
 from konkanivani.training.step import StepParts

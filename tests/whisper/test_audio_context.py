@@ -25,8 +25,9 @@ from konkanivani.model.whisper import network
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.export import write_whisper_folder
 from konkanivani.model.whisper.folder import read_whisper_architecture, read_whisper_folder
-from konkanivani.planning.plan import planned_architecture
-from konkanivani.planning.tracer import BatchShape, build_tracer
+from konkanivani.planning.sizes import planned_architecture
+from konkanivani.planning.tracer import BatchShape
+from konkanivani.planning.traces import build_tracer
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 from tests.invariants.parts import measured_peak, relative_difference

@@ -15,7 +15,8 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.shape import WhisperShape
 from konkanivani.planning.tensors import LiveBytes
-from konkanivani.planning.tracer import BatchShape, StepTracer, build_tracer
+from konkanivani.planning.tracer import BatchShape, StepTracer
+from konkanivani.planning.traces import build_tracer
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts
 from konkanivani.training.validation import recognize

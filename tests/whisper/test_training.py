@@ -21,7 +21,7 @@ from konkanivani.model.flops import step_flop
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.front_end import WhisperFrontEnd
 from konkanivani.model.whisper.shape import WhisperShape
-from konkanivani.planning.tracer import build_tracer
+from konkanivani.planning.traces import build_tracer
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.optimizers.build import build_optimizer
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts, train_step

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.measuring.faults.effort import Effort, FaultTable
 from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.model.architecture import architecture_of
-from konkanivani.planning.plan import Ranks, traffic_bytes
+from konkanivani.planning.sizes import Ranks, traffic_bytes
 from tests.invariants.ranks import environments_of
 from tests.patience import PATIENCE
 from tests.warm import ROOT

@@ -6,7 +6,7 @@ Runs on one machine, without any network.
 from benchmarks.measuring.faults.effort import Effort, FaultTable
 from konkanivani.base.config import PRESETS, TextConfig, TrainConfig
 from konkanivani.model.architecture import architecture_of
-from konkanivani.planning.plan import Ranks, traffic_bytes
+from konkanivani.planning.sizes import Ranks, traffic_bytes
 
 WORLDS = (2, 4, 8, 64)
 GIGABITS = (1, 10, 100)
