@@ -75,7 +75,7 @@ def build(corpus: Corpus, folder: Path, *more: str) -> Run:
 
 def train_until(run: Run, step: int) -> None:
     """Train up to this step and save, with unchanged settings, like a run stopped by a signal."""
-    train(run, last_step=step)
+    train(run, last_step=min(step, run.step.total_steps))
 
 
 def logged_rates(folder: Path) -> list[float]:

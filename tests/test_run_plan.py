@@ -16,9 +16,9 @@ from konkanivani.memory.devices import cpu_costs
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.model.architecture import architecture_of
 from konkanivani.planning import plan as run_plan
-from konkanivani.planning import tracer
 from konkanivani.planning.plan import bucket_edges
 from konkanivani.planning.sizes import ONE_RANK
+from konkanivani.planning.traces import build_tracer
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.train import is_rehearsed
 from konkanivani.training import rehearsal
@@ -112,7 +112,7 @@ def test_a_smaller_budget_cuts_smaller_and_then_recomputes(corpus, tmp_path):
     auto = ("--batch_size", "auto", "--gradient_checkpointing", "auto", "--max_steps", "1", *deep)
     roomy = built(corpus, tmp_path / "roomy", *auto, "--memory_budget", "330MiB")
     config = parse_flags([*TINY_MODEL, *deep])
-    one = tracer.build_tracer(config, architecture_of(config, 30), cpu_costs())
+    one = build_tracer(config, architecture_of(config, 30), cpu_costs())
     longest = roomy.plan.buckets[-1]
     needed = one.trace(run_plan.BatchShape(1, longest.seconds, longest.tokens), run_plan.RecomputePolicy.first(1))
     tight_budget = f"{(needed.bytes + one.costs.workspace) // 1024 + 1}KiB"

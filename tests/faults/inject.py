@@ -24,6 +24,7 @@ import torch
 from konkanivani.data import dataset as speech
 from konkanivani.data.audio import source as audio_source
 from konkanivani.recipe import run_folders as replaced
+from konkanivani.recipe import startup
 from konkanivani.recipe.run_folders import LogFolder
 from konkanivani.training import build_step as assembly
 from konkanivani.training import gradient, loop, step
