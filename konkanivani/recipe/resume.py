@@ -194,7 +194,7 @@ def schedule_rates(start: Start, config: TrainConfig, planner: EpochPlanner, sta
     corpus. It is computed as a difference to the stored length, because batches that cannot be read make no step.
     """
     if start.resumed is None:
-        return _begin(config, planner)
+        return _new_schedule(config, planner)
     stored = config_from_text(start.resumed.config)
     old = _stored_schedule(start, start.resumed, stored, planner)
     # The stored length minus the steps that remained then is the finished part, whatever batches were skipped.
@@ -221,7 +221,7 @@ def schedule_rates(start: Start, config: TrainConfig, planner: EpochPlanner, sta
     return schedule
 
 
-def _begin(config: TrainConfig, planner: EpochPlanner) -> RateSchedule:
+def _new_schedule(config: TrainConfig, planner: EpochPlanner) -> RateSchedule:
     per_epoch = planner.global_batches_per_epoch()
     return RateSchedule.of_length(count_steps(config, planner), resolved(config.run.epochs) * per_epoch, per_epoch)
 

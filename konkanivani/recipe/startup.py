@@ -106,7 +106,7 @@ def _resolve(asked: CommandLine, report: Report) -> Start:
         return _resume_newest(asked, report)
     if config.run.resume:
         return _resume(asked, Path(config.run.resume), read_checkpoint(config.run.resume), report)
-    config, initial, pretrained = _check_beginning(asked, report)
+    config, initial, pretrained = _check_new_run(asked, report)
     # The lock creates the folder: only after all checks.
     lock = _take_folder(config.run)
     folder = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
@@ -115,10 +115,10 @@ def _resolve(asked: CommandLine, report: Report) -> Start:
             f"{folder.directory} contains checkpoints of a run. Resume it with --resume auto, start a new run "
             "with --fresh (they are moved to a separate folder), or choose another --checkpoint_dir."
         )
-    return _begin(config, lock, initial=initial, pretrained=pretrained)
+    return _start_in_folders(config, lock, initial=initial, pretrained=pretrained)
 
 
-def begin_with(asked: CommandLine, path: Path) -> tuple[CommandLine, Checkpoint]:
+def start_from_checkpoint(asked: CommandLine, path: Path) -> tuple[CommandLine, Checkpoint]:
     """Return the command line merged into the settings of the checkpoint at `path`, and that checkpoint."""
     initial = read_checkpoint(path)
     stored = settings_of_weights(initial)
@@ -130,7 +130,7 @@ def begin_with(asked: CommandLine, path: Path) -> tuple[CommandLine, Checkpoint]
     return dataclasses.replace(asked, config=asked.merge_into_init(stored)), initial
 
 
-def _begin(
+def _start_in_folders(
     config: TrainConfig,
     lock: RunLock | None,
     resumed: Checkpoint | None = None,
@@ -145,18 +145,18 @@ def _begin(
     return Start(dataclasses.replace(config, run=logs.run), locks, resumed, path, initial, pretrained)
 
 
-def _check_beginning(asked: CommandLine, report: Report) -> tuple[TrainConfig, Checkpoint | None, Pretrained | None]:
+def _check_new_run(asked: CommandLine, report: Report) -> tuple[TrainConfig, Checkpoint | None, Pretrained | None]:
     """Return the settings of a new run, and its --init_from checkpoint or --pretrained model, if any."""
     initial = None
     if asked.config.run.init_from:
         check_paths(asked.config)
-        asked, initial = begin_with(asked, Path(asked.config.run.init_from))
-    config, pretrained = begin_pretrained(asked.config)
-    _check_places(config, architecture_for(config, config.text.vocab_size, pretrained), report)
+        asked, initial = start_from_checkpoint(asked, Path(asked.config.run.init_from))
+    config, pretrained = start_pretrained(asked.config)
+    _check_paths_and_disk(config, architecture_for(config, config.text.vocab_size, pretrained), report)
     return config, initial, pretrained
 
 
-def _check_places(config: TrainConfig, architecture: Architecture, report: Report) -> None:
+def _check_paths_and_disk(config: TrainConfig, architecture: Architecture, report: Report) -> None:
     # Raises for precision flags that only torch can check.
     choose_precision(config.memory, choose_device(config.run.device))
     check_paths(config)
@@ -172,10 +172,10 @@ def _resume(
     if "checkpoint_dir" not in asked.explicit:  # a checkpoint resumes in its own folder, wherever it was trained
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, checkpoint_dir=str(path.parent)))
     pretrained = resume_pretrained(asked, config, checkpoint)
-    _check_places(config, architecture_for(config, checkpoint.vocab_size, pretrained, checkpoint), report)
+    _check_paths_and_disk(config, architecture_for(config, checkpoint.vocab_size, pretrained, checkpoint), report)
     lock = lock or _take_folder(config.run)
     _check_folder_is_its_own(path, Path(config.run.checkpoint_dir))
-    return _begin(config, lock, checkpoint, path, pretrained=pretrained)
+    return _start_in_folders(config, lock, checkpoint, path, pretrained=pretrained)
 
 
 def _resume_newest(asked: CommandLine, report: Report) -> Start:
@@ -189,9 +189,9 @@ def _resume_newest(asked: CommandLine, report: Report) -> Start:
             return _resume(asked, *found, report, lock)
         # A new run after all: the flags of a run that starts are checked now.
         check_idle_flags(asked.config, asked.explicit)
-        config, initial, pretrained = _check_beginning(asked, report)
+        config, initial, pretrained = _check_new_run(asked, report)
         say(f"No checkpoint in {folder}: starting a new run.")
-        return _begin(config, lock, initial=initial, pretrained=pretrained)
+        return _start_in_folders(config, lock, initial=initial, pretrained=pretrained)
 
 
 def _take_folder(run: RunConfig) -> RunLock | None:
@@ -253,7 +253,7 @@ def _check_folder_is_its_own(resumed: Path, folder: Path) -> None:
         )
 
 
-def begin_pretrained(config: TrainConfig) -> tuple[TrainConfig, Pretrained | None]:
+def start_pretrained(config: TrainConfig) -> tuple[TrainConfig, Pretrained | None]:
     """Read the folder of --pretrained, if given, and return the settings completed by it (language, learning rate).
 
     Errors are raised here, before any folder is created: unsupported tuning, a missing language, unusable weights.

@@ -30,7 +30,7 @@ def train(run: Run, last_step: int | None = None) -> None:
         closing(run.data.global_batches.from_cursor(state.cursor, run.interruption.check)) as global_batches,
         freeze_gc(),
     ):
-        score_beginning(run, interruptible)
+        validate_initial_weights(run, interruptible)
         while True:
             if state.has_epoch_to_finish:
                 with save_on_error(saver):
@@ -84,7 +84,7 @@ def save_and_exit_from_signal_thread(saver: "PeriodicSaver", error: Interrupted)
         raise error
 
 
-def score_beginning(run: Run, interruptible: Callable[[], AbstractContextManager[None]]) -> None:
+def validate_initial_weights(run: Run, interruptible: Callable[[], AbstractContextManager[None]]) -> None:
     """Validate the initial weights of a run before its first step, as a reference for fine-tuning.
 
     Does nothing for random weights, without a validation set, or in a resumed run.
