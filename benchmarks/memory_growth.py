@@ -50,12 +50,12 @@ from konkanivani.base.units import MIB
 from konkanivani.data.batch import Example, GlobalBatch
 from konkanivani.data.batching import same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import resident_mib, set_mmap_threshold
 from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.planning.tensors import LiveBytes
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, StepReport, train_step
 
 WARM_UP_SECONDS = 2.0

@@ -35,7 +35,7 @@ from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.errors import DataError, UsageError
 from konkanivani.base.flags import parse_args
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.start import resolve_start
+from konkanivani.recipe.startup import resolve_start
 from konkanivani.training.loop import freeze_gc
 from konkanivani.training.step import train_step
 

@@ -47,13 +47,13 @@ from konkanivani.base.units import GIB, MIB
 from konkanivani.data.batch import GlobalBatch, collate
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import reset_peak_resident, resident_mib, set_mmap_threshold
-from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.recipe.planning.state import device_costs
-from konkanivani.recipe.planning.tracing import build_tracer
+from konkanivani.planning.sizes import device_costs
+from konkanivani.planning.tensors import LiveBytes
+from konkanivani.planning.tracer import BatchShape
+from konkanivani.planning.traces import build_tracer
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 
 LIVE_SHARE = 0.02  # largest deviation of the plan, as a share of the live bytes

@@ -40,9 +40,9 @@ from konkanivani.data.batch import Example, GlobalBatch
 from konkanivani.data.batching import partition, same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.build_step import StateLayout, build_step_parts
-from konkanivani.recipe.planning.ranks import Ranks, traffic_bytes
+from konkanivani.planning.sizes import Ranks, traffic_bytes
 from konkanivani.training import gradient
+from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.gradient import accumulate, finish_gradient
 from konkanivani.training.step import GradientTask, StepParts, forward_and_backward, loss_counts, train_step, update
 from tests.conftest import write_corpus

@@ -3,7 +3,7 @@
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import Report, silent
 from konkanivani.base.flags import parse_args
-from konkanivani.recipe.start import Start, resolve_start
+from konkanivani.recipe.startup import Start, resolve_start
 
 
 def begin_run(arguments: list[str], report: Report = silent) -> Start:

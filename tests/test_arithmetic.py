@@ -11,7 +11,7 @@ from konkanivani.base.config import DataConfig, FeatureConfig, MemoryConfig, Mod
 from konkanivani.model.architecture import HybridArchitecture, architecture_of
 from konkanivani.model.encoder import Subsampling, build_subsampling
 from konkanivani.model.flops import forward_layers, step_flop
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.logs.utilisation import Utilisation
 from konkanivani.training.step import train_step
 from tests.invariants.parts import global_batch, speeches

@@ -388,7 +388,7 @@ class FlakyRun:
     def __init__(self, failing: set[int]):
         self.failing, self.saves = failing, 0
         self.topology, self.is_sharded = ALONE, False
-        self.logbook = self.checkpointer = self.step = self.forward = self.monitor = self
+        self.logs = self.storage = self.logbook = self.checkpointer = self.monitor = self
         self.state = TrainState()
         self.phases: list[str] = []
 

@@ -15,7 +15,6 @@ from konkanivani.base.config import FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.base.flags import config_from_text, config_to_text, contradictions
 from konkanivani.base.lengths import SMALL_CHUNK_FRAMES, Framing, subsampled_length
 from konkanivani.base.rules import settings_of
-from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.architecture import HybridArchitecture
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.attention import SequenceLayout
@@ -24,6 +23,7 @@ from konkanivani.model.encoder import Encoder, PaddedSubsampling
 from konkanivani.model.front_end import LogMel
 from konkanivani.model.relative import RelativePositions, RelativeSelfAttention
 from konkanivani.model.transfer import transfer_weights
+from konkanivani.planning.tensors import LiveBytes
 from tests.invariants.parts import OTHER_FEATURES, OTHER_PARTS, relative_difference
 from tests.starts import parse_flags
 from tests.test_convolutions import differences, gradients

@@ -51,7 +51,7 @@ def build(folder: Path, manifest: str, *more: str) -> Run:
 
 def train_until(run: Run, step: int) -> None:
     """Train up to this step and save, with unchanged settings, like a run stopped by a signal."""
-    train(dataclasses.replace(run, config=dataclasses.replace(run.config, max_steps=step)))
+    train(run, last_step=min(step, run.step.total_steps))
 
 
 def cosine(step: int, steps: int) -> float:

@@ -13,14 +13,13 @@ from konkanivani.base.randomness import seed_step
 from konkanivani.data.batch import GlobalBatch
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
-from konkanivani.memory.tracer import BatchShape, StepTracer, TracedStep
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts
-from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.recipe.planning.tracing import build_tracer
-from konkanivani.training.step import StepParts, forward_and_backward, train_step
-from konkanivani.training.validation import recognize
+from konkanivani.planning.tracer import BatchShape, StepTracer
+from konkanivani.planning.traces import build_tracer
+from konkanivani.training.build_step import build_step_parts
+from konkanivani.training.step import StepParts, forward_and_backward
 from tests.conftest import crossed, further
 from tests.invariants.parts import (
     KINDS,
@@ -115,7 +114,7 @@ def test_in_chunks_too_the_traced_peak_is_the_real_steps_peak(mode, model):
     parts = build(front_end)
     parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=RecomputePolicy(mode)))
     measured = measured_peak(parts, global_batch(spoken, 2))
-    tracer = StepTracer(TracedStep(build, train_step, recognize), front_end, cpu_costs())
+    tracer = StepTracer(build, front_end, cpu_costs())
     traced = tracer.trace_global_batch(global_batch(spoken, 2), RecomputePolicy(mode)).bytes
     assert abs(traced - measured) <= 0.02 * measured
 

@@ -17,8 +17,8 @@ from konkanivani.data.text import OUR_TOKENS
 from konkanivani.model import front_end
 from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.recipe import build_step
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.training import build_step
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.gradient import GradientTask
 from konkanivani.training.step import StepParts, StepReport, forward_and_backward, train_step
 from tests.conftest import crossed

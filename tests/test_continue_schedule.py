@@ -75,7 +75,7 @@ def build(corpus: Corpus, folder: Path, *more: str) -> Run:
 
 def train_until(run: Run, step: int) -> None:
     """Train up to this step and save, with unchanged settings, like a run stopped by a signal."""
-    train(dataclasses.replace(run, config=dataclasses.replace(run.config, max_steps=step)))
+    train(run, last_step=min(step, run.step.total_steps))
 
 
 def logged_rates(folder: Path) -> list[float]:
@@ -203,7 +203,7 @@ def test_rates_of_layers_that_are_frozen_at_first_are_reported(corpus, base, tmp
     train_until(build_run(begin_run(flags)), 4)
     longer = ["--max_steps", "40", "--continue_schedule"]
     run = build_run(begin_run([*flags, *longer, "stretch"]))
-    tuning, schedule = run.settings.tuning, run.step.schedule
+    tuning, schedule = run.config.tuning, run.step.schedule
     assert run.step.rates.delayed_warmup_factor(schedule, tuning, 4) == pytest.approx(3 / 10)
     before, after = run_rate(3, 10), 0.001 * 5 / 10
     lower = f"(layers below the head: {before * 2 / 3:.2e}, then {after * 0.3:.2e})"

@@ -32,7 +32,7 @@ from konkanivani.memory.oom_history import forget_sizes, read_sizes, write_sizes
 from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.memory.recovery import MicroBatchPlan, OomAttempt, OomHistory, OomRetry, Outcome, RestartAfterOom
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.planning.ranks import Ranks, choose_ranks, costs_per_rank, traffic_bytes
+from konkanivani.planning.sizes import Ranks, choose_ranks, costs_per_rank, traffic_bytes
 from konkanivani.training.interruption import Interruption
 from konkanivani.training.logs.logbook import Logbook
 from tests.invariants.parts import global_batch, speeches

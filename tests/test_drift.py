@@ -11,7 +11,7 @@ from benchmarks.memory_growth import Moment, RandomGlobalBatches, follow_steps, 
 from konkanivani.base.config import ModelConfig, TrainConfig
 from konkanivani.data.batch import GlobalBatch
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, StepReport
 from tests.conftest import run_script, well
 

@@ -19,10 +19,10 @@ from konkanivani.memory.plan import model_state_bytes
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.adapters import VOCAB_DEPENDENT_PREFIXES
 from konkanivani.model.architecture import architecture_of
+from konkanivani.planning.traces import build_tracer
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.recipe.evaluation_model import evaluate_manifest, load_evaluation_model
-from konkanivani.recipe.planning.tracing import build_tracer
+from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
@@ -112,7 +112,7 @@ def test_stopped_on_either_side_of_the_switch_it_goes_on_bit_for_bit_with_its_ra
 def test_the_encoder_has_its_own_rate_and_what_begins_later_a_warm_up_of_its_own(base, corpus, tmp_path):
     flags = (*corpus.flags(), *run_folders(tmp_path), *STEADY, "--init_from", str(base))
     run = build_run(begin_run([*flags, "--freeze_steps", "5", "--encoder_rate_factor", "0.25"]))
-    schedule, tuning = OptimizerConfig(warmup_steps=2), run.settings.tuning
+    schedule, tuning = OptimizerConfig(warmup_steps=2), run.config.tuning
     shares = [delayed_warmup_factor(schedule, tuning, step, 100) for step in range(9)]
     assert shares == [0, 0, 0, 0, 0, 0.5, 1, 1, 1]
     names = {parameter: name for name, parameter in run.step.model.named_parameters()}
@@ -255,7 +255,7 @@ def test_a_little_that_is_unknown_is_told_and_the_tokenizer_kept(base, tmp_path,
     written = texted_corpus(tmp_path / "nearly", train_texts, range(6, 7))
     flags = (*written.flags(), *run_folders(tmp_path), "--init_from", str(base), "--num_workers", "0")
     run = build_run(begin_run(list(flags)))
-    assert run.tokenizer.model == read_checkpoint(base).tokenizer
+    assert run.data.tokenizer.model == read_checkpoint(base).tokenizer
     said = capsys.readouterr().out
     assert "x 1 times" in said and "trained as the unknown token" in said
 
@@ -279,11 +279,11 @@ def test_a_new_tokenizer_has_a_head_that_begins_with_zeros_and_a_rare_blank(base
     assert not any(weights[name].any() for name in HEADS - {"ctc_head.bias"})
     assert weights["decoder.embedding.weight"].any()
     assert all(name.startswith(VOCAB_DEPENDENT_PREFIXES) for name in changed(before, weights))
-    tuning, steps = run.settings.tuning, run.step.total_steps
+    tuning, steps = run.config.tuning, run.step.total_steps
     assert tuning.encoder_factor == 0.1 and tuning.freeze_steps == min(500, steps // 10)  # equal to the warm-up
     assert "not loaded (randomly initialised): 5 tensors" in capsys.readouterr().out
     control = build_run(begin_run([*flags[:-3], "--fresh", "--num_workers", "0"]))
-    assert control.settings.tuning.freeze_steps == 0 and control.settings.tuning.encoder_factor == 1.0
+    assert control.config.tuning.freeze_steps == 0 and control.config.tuning.encoder_factor == 1.0
     assert torch.equal(control.step.model.ctc_head.weight, before["ctc_head.weight"])
 
 

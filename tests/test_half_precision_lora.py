@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.recipe import build_step
 from konkanivani.recipe.build import build_run
+from konkanivani.training import build_step
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train

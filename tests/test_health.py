@@ -48,7 +48,7 @@ from konkanivani.evaluation.reports.health_report import build_tokenizer, diagno
 from konkanivani.evaluation.reports.health_text import health_lines, sparkline
 from konkanivani.evaluation.reports.html import PAGE_START, write_page
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.speech import build_training_speech
+from konkanivani.recipe.run_data import build_training_speech
 from tests.conftest import run_here
 from tests.page_parts import PageParts
 

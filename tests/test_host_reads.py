@@ -1,6 +1,7 @@
 """A step synchronises with its device once: it reads the norm and the losses to decide about the update."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -10,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.measuring.fixed_step import build_global_batch, build_speech, take_features_as_given
 from konkanivani.base.config import LossConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.training.build_step import build_step_parts
+from konkanivani.training.gradient import local_gradient
 from konkanivani.training.step import StepParts, train_step
 
 VOCABULARY = 1000
@@ -50,7 +52,7 @@ def step_on(device: str, memory: MemoryConfig, loss: LossConfig = BOTH_LOSSES) -
         reads.append(tensor.numel())
         return tensor.tolist()
 
-    return dataclasses.replace(parts, read=read), reads
+    return dataclasses.replace(parts, compute_gradient=functools.partial(local_gradient, read=read)), reads
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -99,7 +101,8 @@ def test_on_a_card_nothing_else_waits():
 
     torch.cuda.set_sync_debug_mode("error")
     try:
-        train_step(dataclasses.replace(parts, read=read), global_batch, 8)
+        watched = dataclasses.replace(parts, compute_gradient=functools.partial(local_gradient, read=read))
+        train_step(watched, global_batch, 8)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert reads == [3]  # one number less without CTC

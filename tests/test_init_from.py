@@ -170,7 +170,7 @@ def test_the_same_shape_begins_with_the_checkpoints_validation_loss(corpus, trai
     original = load_evaluation_model(path, torch.device("cpu"))
     expected = evaluate_manifest(original, corpus.manifest("valid"), greedy_ctc)
     assert validation["loss"] == expected.losses.all == read_log(trained, "validation")[-1]["loss"]
-    assert run.state.step == 0 and run.tokenizer.model == original.tokenizer.model
+    assert run.state.step == 0 and run.data.tokenizer.model == original.tokenizer.model
     assert "not loaded (randomly initialised): 0 tensors" in capsys.readouterr().out
 
 

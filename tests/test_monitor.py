@@ -16,7 +16,7 @@ from konkanivani.base.units import MIB
 from konkanivani.memory import monitor as monitor_module
 from konkanivani.memory.monitor import CacheClearing, MemoryMonitor, reset_peak_resident
 from konkanivani.memory.monitor import peak_resident_mib as system_peak_mib
-from konkanivani.recipe.train import allocator_retries, memory_table, summary_line
+from konkanivani.recipe.final_scores import allocator_retries, memory_table, summary_line
 from konkanivani.training.state import TrainState
 from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, run_trainer
 
@@ -174,9 +174,11 @@ def run_with(monitor: MemoryMonitor, splits: int = 0) -> SimpleNamespace:
     """Return the parts of a run that the table and the summary use."""
     progress = SimpleNamespace(audio_seconds_per_second=lambda: 1.0, waiting_share=lambda: 0.0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1, bias=False).requires_grad_(False))
-    step = SimpleNamespace(forward=SimpleNamespace(monitor=monitor), model=model)
+    step = SimpleNamespace(model=model)
     state = TrainState(splits=splits)
-    return SimpleNamespace(state=state, step=step, validation=None, progress=progress, topology=ALONE)
+    data = SimpleNamespace(validation=None)
+    logs = SimpleNamespace(progress=progress)
+    return SimpleNamespace(state=state, step=step, data=data, logs=logs, monitor=monitor, topology=ALONE)
 
 
 def test_the_table_at_the_end_on_a_card(allocator):

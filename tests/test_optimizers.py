@@ -12,14 +12,12 @@ from konkanivani.base.config import DataConfig, ModelConfig, OptimizerConfig, Tr
 from konkanivani.base.errors import UsageError
 from konkanivani.base.flags import config_from_text, config_to_text, contradictions
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
-from konkanivani.recipe.build_step import StateLayout, build_step_parts, memory_conditions
-from konkanivani.recipe.disk import checkpoint_bytes
-from konkanivani.recipe.planning.ranks import needs_sharding
-from konkanivani.recipe.planning.state import state_bytes
+from konkanivani.planning.sizes import checkpoint_bytes, needs_sharding, state_bytes
+from konkanivani.planning.tensors import LiveBytes
+from konkanivani.training.build_step import StateLayout, build_step_parts, memory_conditions
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint, write_checkpoint
 from konkanivani.training.optimizer import Optimizer, OptimizerState
 from konkanivani.training.optimizers import adafactor, adamw8bit

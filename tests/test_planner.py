@@ -13,12 +13,12 @@ from konkanivani.base.units import MIB, parse_budget
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.known_gpus import KNOWN_GPUS, find_gpu
-from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
-from konkanivani.memory.tracer import BatchShape
-from konkanivani.memory.traces import Traces
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.planning.report import plan_budget, plan_presets
-from konkanivani.recipe.planning.state import check_state
+from konkanivani.planning.planner import ALWAYS, NEVER, Planner, plan_bucket
+from konkanivani.planning.report import plan_budget, plan_presets
+from konkanivani.planning.sizes import check_state
+from konkanivani.planning.tracer import BatchShape
+from konkanivani.planning.traces import Traces
 from tests.conftest import TINY_MODEL, crossed, run_script, well
 from tests.tracers import ONLY_TENSORS, traces_of
 from tests.warm import warm_parent

@@ -15,11 +15,11 @@ from konkanivani.memory.budget import BudgetWatch, available_bytes
 from konkanivani.memory.devices import cpu_costs
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.model.architecture import architecture_of
+from konkanivani.planning import plan as run_plan
+from konkanivani.planning.plan import bucket_edges
+from konkanivani.planning.sizes import ONE_RANK
+from konkanivani.planning.traces import build_tracer
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.planning import plan as run_plan
-from konkanivani.recipe.planning import tracing
-from konkanivani.recipe.planning.plan import bucket_edges
-from konkanivani.recipe.planning.ranks import ONE_RANK
 from konkanivani.recipe.train import is_rehearsed
 from konkanivani.training import rehearsal
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
@@ -112,7 +112,7 @@ def test_a_smaller_budget_cuts_smaller_and_then_recomputes(corpus, tmp_path):
     auto = ("--batch_size", "auto", "--gradient_checkpointing", "auto", "--max_steps", "1", *deep)
     roomy = built(corpus, tmp_path / "roomy", *auto, "--memory_budget", "330MiB")
     config = parse_flags([*TINY_MODEL, *deep])
-    one = tracing.build_tracer(config, architecture_of(config, 30), cpu_costs())
+    one = build_tracer(config, architecture_of(config, 30), cpu_costs())
     longest = roomy.plan.buckets[-1]
     needed = one.trace(run_plan.BatchShape(1, longest.seconds, longest.tokens), run_plan.RecomputePolicy.first(1))
     tight_budget = f"{(needed.bytes + one.costs.workspace) // 1024 + 1}KiB"
@@ -121,7 +121,7 @@ def test_a_smaller_budget_cuts_smaller_and_then_recomputes(corpus, tmp_path):
     for run in (roomy, tight):
         assert run.plan.peak <= run.plan.budget
         train(run)
-        step = read_log(Path(run.checkpointer.directory).parent)[0]
+        step = read_log(Path(run.storage.checkpointer.directory).parent)[0]
         assert step["utterances"] == 8 and step["splits"] == 0
         planned = {phase["phase"]: phase["planned_mib"] for phase in step["memory"]}
         assert planned["forward"] > 0 and planned["backward"] > 0

@@ -7,13 +7,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from konkanivani.base.config import MemoryConfig, ModelConfig, TrainConfig
-from konkanivani.memory import shapes, tracer
 from konkanivani.memory.devices import cpu_costs, cuda_costs
-from konkanivani.memory.planner import ALWAYS, NEVER
-from konkanivani.memory.shapes import Shape, Shapes
-from konkanivani.memory.tracer import BatchShape, Peak
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.planning.tracing import build_tracer
+from konkanivani.planning import tensors, tracer
+from konkanivani.planning.planner import ALWAYS, NEVER
+from konkanivani.planning.tensors import Shape, Shapes
+from konkanivani.planning.tracer import BatchShape, Peak
+from konkanivani.planning.traces import build_tracer
 from tests.conftest import further
 
 MODEL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=8)
@@ -28,7 +28,7 @@ class Fakes(FakeTensorMode):
         if func is torch.ops.aten._ctc_loss.default:
             scores, (frames, batch, _), most = args[0], args[0].shape, max(args[3])
             return scores.new_empty(batch), scores.new_empty(batch, frames, 2 * most + 1)
-        if func is shapes.CTC_BACKWARD:
+        if func is tensors.CTC_BACKWARD:
             return torch.empty_like(args[1])
         return super().dispatch(func, types, args, kwargs)
 
@@ -55,25 +55,25 @@ def test_peaks_are_those_of_fake_tensors(half, is_card, monkeypatch):
 
 def test_negative_control_a_view_that_is_taken_for_new_memory_is_seen(monkeypatch):
     expected = untouched(half=False, is_card=False)
-    kind_of = shapes._kind_of
-    monkeypatch.setattr(shapes, "_kind_of", lambda one: {"views": "makes new"}.get(kind_of(one), kind_of(one)))
+    kind_of = tensors._kind_of
+    monkeypatch.setattr(tensors, "_kind_of", lambda one: {"views": "makes new"}.get(kind_of(one), kind_of(one)))
     assert traced(Shapes, False, False, monkeypatch) != expected
 
 
 def test_negative_control_a_layout_that_a_kernel_decides_on_is_seen(monkeypatch):
     expected = untouched(half=True, is_card=False)
-    monkeypatch.setattr(shapes, "OF_THE_KERNEL", frozenset())
+    monkeypatch.setattr(tensors, "OF_THE_KERNEL", frozenset())
     assert traced(Shapes, True, False, monkeypatch) != expected
 
 
 def test_ctc_is_as_large_as_it_is():
     given = torch.randn(30, 3, 11).log_softmax(-1), torch.randint(1, 11, (3, 7)), (30, 21, 9), (7, 5, 3), 0, False
     losses, alphas = torch.ops.aten._ctc_loss(*given)
-    gradient = shapes.CTC_BACKWARD(torch.ones(3), *given[:4], losses, alphas, 0)
+    gradient = tensors.CTC_BACKWARD(torch.ones(3), *given[:4], losses, alphas, 0)
     with (mode := Shapes()):
         scores, tokens, *others = *map(mode.from_tensor, given[:2]), *given[2:]
         made = torch.ops.aten._ctc_loss(scores, tokens, *others)
-        by_scores = shapes.CTC_BACKWARD(torch.ones(3), scores, tokens, *others[:2], *made, 0)
+        by_scores = tensors.CTC_BACKWARD(torch.ones(3), scores, tokens, *others[:2], *made, 0)
         found = [(one.shape, one.dtype) for one in (*made, by_scores)]
     assert found == [(one.shape, one.dtype) for one in (losses, alphas, gradient)]
 

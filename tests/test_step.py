@@ -148,7 +148,8 @@ def test_the_garbage_collector_leaves_out_what_was_there_before_training_and_onl
 
 def test_25_skips_in_a_row_or_no_scale_end_the_run():
     run = type("Run", (), {})()
-    run.checkpointer = type("Keeper", (), {"newest_before": lambda _self, _step: "somewhere"})()
+    keeper = type("Keeper", (), {"newest_before": lambda _self, _step: "somewhere"})()
+    run.storage = type("Storage", (), {"checkpointer": keeper})()
     run.step = dataclasses.replace(double_parts(), scaler=torch.amp.GradScaler("cpu", enabled=True))
     report = train_step(double_parts(), global_batch(speeches(2), 1), 0)
     run.state = TrainState(consecutive_skips=MAX_SKIPS_IN_A_ROW - 1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.measuring.fixed_step import build_global_batch, build_speech
-from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.planning.tensors import LiveBytes
 from tests.conftest import ROOT, run_script, well
 
 PEERS = ROOT.parent / "shared" / "peers" / "step_bench.py"

@@ -149,7 +149,7 @@ def test_the_checkpoint_carries_the_tokenizer_byte_for_byte(corpus: Corpus, tmp_
     run = build_run(begin_run(flags))
     train(run)
     checkpoint = read_checkpoint(tmp_path / "checkpoints" / LAST)
-    assert checkpoint.tokenizer == run.tokenizer.model
+    assert checkpoint.tokenizer == run.data.tokenizer.model
     assert checkpoint.vocab_size == Tokenizer(checkpoint.tokenizer).size == run.step.architecture.vocab_size
     resumed = build_run(begin_run([*flags, "--resume", "auto"]))
-    assert resumed.tokenizer.model == run.tokenizer.model
+    assert resumed.tokenizer.model == run.data.tokenizer.model

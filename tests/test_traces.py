@@ -11,14 +11,13 @@ from konkanivani.base.config import ModelConfig, TrainConfig
 from konkanivani.base.units import MIB
 from konkanivani.memory.devices import cpu_costs, cuda_costs
 from konkanivani.memory.plan import MemoryPlan
-from konkanivani.memory.planner import ALWAYS, NEVER
-from konkanivani.memory.tracer import BatchShape, Peak
-from konkanivani.memory.traces import Traces
+from konkanivani.planning import plan as run_plan
+from konkanivani.planning import traces as traces_module
+from konkanivani.planning.planner import ALWAYS, NEVER
+from konkanivani.planning.report import PlanRequest, answer, peak_of_validation
+from konkanivani.planning.tracer import BatchShape, Peak
+from konkanivani.planning.traces import Traces
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.planning import plan as run_plan
-from konkanivani.recipe.planning import tracing
-from konkanivani.recipe.planning.report import answer
-from konkanivani.recipe.planning.request import PlanRequest, peak_of_validation
 from tests.conftest import TINY_MODEL, Corpus, run_folders, write_corpus
 from tests.starts import begin_run
 
@@ -112,7 +111,7 @@ def test_a_second_fresh_run_plans_without_a_trace(corpus, tmp_path, monkeypatch)
     def no_tracing(*_):
         raise AssertionError("it traces")
 
-    monkeypatch.setattr(tracing, "build_tracer", no_tracing)
+    monkeypatch.setattr(traces_module, "build_tracer", no_tracing)
     assert planned(corpus, tmp_path / "second", "--seed", "5", "--replan") == first
     assert planned(corpus, tmp_path / "roomy", budget="580MiB").buckets == first.buckets
     # Negative controls: another model, another precision, other sources.
@@ -120,7 +119,7 @@ def test_a_second_fresh_run_plans_without_a_trace(corpus, tmp_path, monkeypatch)
         planned(corpus, tmp_path / "third", "--d_model", "64")
     with pytest.raises(AssertionError, match="it traces"):
         planned(corpus, tmp_path / "fourth", "--mixed_precision", "--amp_dtype", "bf16")
-    monkeypatch.setattr(tracing, "digest_of_code", lambda: "other")
+    monkeypatch.setattr(traces_module, "digest_of_code", lambda: "other")
     with pytest.raises(AssertionError, match="it traces"):
         planned(corpus, tmp_path / "fifth")
 
@@ -134,7 +133,7 @@ def test_a_second_question_to_the_planner_is_answered_without_a_trace(tmp_path, 
     def no_tracing(*_):
         raise AssertionError("it traces")
 
-    monkeypatch.setattr(tracing, "build_tracer", no_tracing)
+    monkeypatch.setattr(traces_module, "build_tracer", no_tracing)
     assert (answer(request), peak_of_validation(request)) == first
     with pytest.raises(AssertionError, match="it traces"):  # negative control
         answer(dataclasses.replace(request, budget=311 * MIB))
@@ -150,4 +149,4 @@ def test_without_a_home_nothing_is_kept(corpus, tmp_path, monkeypatch):
 
 def test_what_a_card_takes_for_itself_is_no_part_of_a_trace():
     devices = cpu_costs(), cuda_costs("T4", (7, 5), 2**28), cuda_costs("T4", (7, 5), 2**29)
-    assert len({tracing.traces_path(TrainConfig(), 100, costs) for costs in devices}) == 2
+    assert len({traces_module.traces_path(TrainConfig(), 100, costs) for costs in devices}) == 2

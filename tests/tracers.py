@@ -7,10 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from konkanivani.base.config import TrainConfig
 from konkanivani.memory.devices import DeviceCosts
-from konkanivani.memory.tracer import StepTracer
-from konkanivani.memory.traces import Traces
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.planning.tracing import build_tracer
+from konkanivani.planning.tracer import StepTracer
+from konkanivani.planning.traces import Traces, build_tracer
 
 VOCAB_SIZE = 40
 ONLY_TENSORS = DeviceCosts("a device", is_cuda=False, rounding=1, workspace=0, context=0)

@@ -98,7 +98,7 @@ def score(flags: Flags) -> str:
         check_output(flags)
         return report_on(flags, read_pairs(flags.references, flags.hypotheses, flags.format))
     # Imported late: scoring transcripts does not need torch.
-    from konkanivani.recipe.ranks import in_ranks
+    from konkanivani.recipe.preflight import in_ranks
 
     with in_ranks() as topology:
         pairs = recognize(flags, topology)

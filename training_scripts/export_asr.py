@@ -224,7 +224,7 @@ def read_utterances(
     """Return the utterances of the manifest for the evaluation."""
     from konkanivani.base.flags import config_from_text
     from konkanivani.data.rejections import Rejections
-    from konkanivani.recipe.speech import build_evaluation_set
+    from konkanivani.recipe.run_data import build_evaluation_set
 
     config = config_from_text(checkpoint.config)
     config = replace(config, data=replace(config.data, audio_roots=audio_roots))

@@ -75,14 +75,14 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
         raise UsageError(f"--device cpu contradicts --gpu {flags.gpu}: give only one of them.")
     size = parse_budget(budget) if budget else gpu.memory if gpu else 0
     if flags.train.run.init_from is not None:
-        flags = replace(flags, train=beginning_with_weights(flags.train, Path(flags.train.run.init_from), given))
+        flags = replace(flags, train=with_shape_of_checkpoint(flags.train, Path(flags.train.run.init_from), given))
     if flags.train.pretrained.pretrained is not None:
         check_pretrained(flags)
     # On stderr, so that --json leaves one line on stdout.
     print(f"Tracing training steps ({HOW_LONG}).", file=sys.stderr, flush=True)
-    from konkanivani.recipe.planning.ranks import choose_ranks
-    from konkanivani.recipe.planning.report import plan_budget, plan_presets
-    from konkanivani.recipe.planning.table import plan_whisper
+    from konkanivani.planning.report import plan_budget, plan_presets
+    from konkanivani.planning.sizes import choose_ranks
+    from konkanivani.planning.whisper_table import plan_whisper
 
     costs = cpu_costs()
     if gpu or flags.train.run.device == "cuda":
@@ -99,11 +99,11 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
     return report.as_json() if flags.json else report.as_table()
 
 
-def beginning_with_weights(train: TrainConfig, path: Path, given: frozenset[str]) -> TrainConfig:
+def with_shape_of_checkpoint(train: TrainConfig, path: Path, given: frozenset[str]) -> TrainConfig:
     """Return the settings with the shape and vocabulary size of the --init_from checkpoint at `path`."""
-    from konkanivani.recipe.start import begin_with
+    from konkanivani.recipe.startup import start_from_checkpoint
 
-    asked, initial = begin_with(CommandLine(train, train, given), path)
+    asked, initial = start_from_checkpoint(CommandLine(train, train, given), path)
     # The vocabulary size sets the size of the output head and of the logits.
     size = train.text.vocab_size if train.tuning.new_tokenizer else initial.vocab_size
     return replace(asked.config, text=replace(asked.config.text, vocab_size=size))
@@ -113,7 +113,7 @@ def check_pretrained(flags: Flags) -> None:
     """Raise the errors of planning with this --pretrained folder before any tracing."""
     if flags.presets or flags.table:
         raise UsageError("--presets and --table do not apply to --pretrained: omit them or --pretrained.")
-    from konkanivani.recipe.origin import planned_architecture
+    from konkanivani.planning.sizes import planned_architecture
 
     # On the meta device, without allocating weights.
     planned_architecture(flags.train).build_without_values()

@@ -65,7 +65,7 @@ def transcribe(flags: Flags) -> str:
     with print_on_local_rank0():
         check_flags(flags)
     # Imported after the flags are checked: usage errors do not wait for torch.
-    from konkanivani.recipe.ranks import in_ranks
+    from konkanivani.recipe.preflight import in_ranks
 
     with in_ranks() as topology:
         said = transcribe_portion(flags, topology)
@@ -87,7 +87,7 @@ def transcribe_files(flags: Flags, topology: "Topology", spooled: Path | None) -
     """Transcribe this rank's share of the files; `spooled` is the file with the standard input, or None."""
     from konkanivani.inference.recognizer import build_recognizer
     from konkanivani.inference.transcribe import Transcription, find_recordings
-    from konkanivani.recipe.evaluation_model import best_checkpoint
+    from konkanivani.recipe.final_scores import best_checkpoint
 
     recordings = find_recordings(flags.files, spooled)
     checkpoint = Path(flags.checkpoint) if flags.checkpoint else best_checkpoint("checkpoints")

@@ -21,11 +21,11 @@ from konkanivani.base.units import MIB
 from konkanivani.data.batch import Example, GlobalBatch, collate
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import MemoryMonitor, peak_resident_mib, resident_mib
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.planning.tensors import LiveBytes
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, StepReport, train_step
 
 MEL_BINS = FeatureConfig().mel_bins
@@ -97,7 +97,7 @@ def measure(config: TrainConfig, steps: int, recomputed_blocks: int | None = Non
     times, reports = zip(*timed_steps(parts, global_batch, steps), strict=True)
     # Read before `peak_mib`, whose counter keeps an entry per tensor in host memory. On a CPU, each phase of the
     # monitor resets the system's peak, so that VmHWM alone would be too low.
-    resident_peak = peak_resident_mib() if device.type == "cuda" else parts.forward.monitor.overall_peak_mib()
+    resident_peak = peak_resident_mib() if device.type == "cuda" else parts.monitor.overall_peak_mib()
     step_seconds = statistics.median(times)
     return StepResult(
         peer="konkanivani",
@@ -199,10 +199,9 @@ def peak_mib(parts: StepParts, global_batch: GlobalBatch) -> float:
     if parts.forward.device.type == "cuda":
         # The monitor resets the allocator's peak at the end of each phase and keeps the largest value; a
         # new monitor does not contain the earlier steps.
-        monitor = MemoryMonitor(parts.forward.device, parts.forward.monitor.empty_cache_interval)
+        monitor = MemoryMonitor(parts.forward.device, parts.monitor.empty_cache_interval)
         torch.cuda.reset_peak_memory_stats(parts.forward.device)
-        monitored = dataclasses.replace(parts.forward, monitor=monitor)
-        train_step(dataclasses.replace(parts, forward=monitored), global_batch, step=0)
+        train_step(dataclasses.replace(parts, monitor=monitor), global_batch, step=0)
         return monitor.overall_peak_mib()
     # Weights and optimizer state exist before the mode is active, which only sees new tensors.
     live = LiveBytes()

@@ -35,11 +35,11 @@ from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB
 from konkanivani.data.batch import GlobalBatch
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import peak_resident_mib, reset_peak_resident, resident_mib
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.planning.tensors import LiveBytes
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 
 CTC_SHARE, LABEL_SMOOTHING = 0.3, 0.1  # of the joint loss in every toolkit

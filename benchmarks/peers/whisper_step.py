@@ -58,7 +58,7 @@ from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import name_in_file
 from konkanivani.model.whisper.shape import WhisperShape
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 
 THEIRS = "transformers"

@@ -33,7 +33,7 @@ from konkanivani.model.asr import trained_parameters
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import name_in_file
 from konkanivani.model.whisper.shape import WhisperShape
-from konkanivani.recipe.build_step import StateLayout, build_step_parts
+from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.optimizer import learning_rate
 from konkanivani.training.step import train_step
 

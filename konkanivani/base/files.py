@@ -15,6 +15,7 @@ from konkanivani.base.console import say
 from konkanivani.base.errors import ResourceError, UsageError, explained
 from konkanivani.base.signals import defer_signals
 
+PACKAGE = Path(__file__).parents[1]
 PIECE_BYTES = 2**20
 
 
@@ -117,6 +118,25 @@ def digest_of_file(path: Path) -> str:
         while piece := file.read(PIECE_BYTES):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def digest_of_files(paths: Iterable[Path], folder: Path | None = None) -> str:
+    """Return a digest of the contents of files and, with `folder`, of their names relative to it."""
+    named = [(str(path.relative_to(folder)) if folder else "", digest_of_file(path)) for path in paths]
+    return hashlib.sha256(repr(named).encode()).hexdigest()
+
+
+def digest_of_code() -> str:
+    """Return a digest of the names and contents of this package's source files."""
+    # Sorted, because file systems list a directory in different orders.
+    return digest_of_files(sorted(PACKAGE.rglob("*.py")), PACKAGE)
+
+
+def cache_folder() -> Path | None:
+    """Return the user's cache folder for results that can be recomputed; None if it is not an absolute path."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    # XDG Base Directory Specification: a relative path is invalid and has to be ignored.
+    return Path(folder) / "konkanivani" if os.path.isabs(folder) else None
 
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

@@ -1,30 +1,28 @@
 """Dry run: test a training run within a minute, from its flags to resuming its checkpoint, and delete all its files."""
 
-import contextlib
 import dataclasses
 import gc
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from konkanivani.base.command_line import silence_output
-from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import StageClock, count, duration_words
 from konkanivani.base.distributed import read_topology
-from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.base.files import scratch_folder
+from konkanivani.base.errors import UsageError
 from konkanivani.base.flags import CommandLine, parse_args
 from konkanivani.base.signals import stop_at_signals
 from konkanivani.base.units import MIB
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.start import Start, resolve_start
-from konkanivani.recipe.train import json_value, tell_rehearsal
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.recipe.final_scores import json_value
+from konkanivani.recipe.run_folders import scratch_config
+from konkanivani.recipe.startup import Start, resolve_start
+from konkanivani.recipe.train import tell_rehearsal
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
-from konkanivani.training.checkpoint.compare import differences, relative_difference
+from konkanivani.training.checkpoint.compare import check_equal, relative_difference
 from konkanivani.training.checkpoint.run_lock import RunLock
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
@@ -91,24 +89,24 @@ def _try_steps(start: Start, clock: StageClock) -> tuple[Estimate, int]:
     """
     run = build_run(start, clock.done)
     clock.done("model", "built" if start.resumed is None else f"built, at step {run.state.step}")
-    with run.logbook:
+    with run.logs.logbook:
         tell_rehearsal(run)
         clock.done("rehearsal", "the largest batches fit in memory")
         steps_before = run.state.step
-        run.progress.lap()  # restart the clock: set-up is not training time
-        train(_until(run, steps_before + STEPS))
+        run.logs.progress.lap()  # restart the clock: set-up is not training time
+        _train_until(run, steps_before + STEPS)
         estimate = _estimate(run, steps_before)
         clock.done("two steps", estimate.sentence())
         few = _few(run)
         if few is not None:
-            evaluation = few.evaluate(run.step.forward, run.decode)
+            evaluation = run.evaluate(few)
             clock.done("validation", f"{count(len(evaluation.scored), 'utterance')}, loss {evaluation.losses.all:.2f}")
         saved = read_checkpoint(_kept(run, SECOND))
         check_equal(run.checkpoint(), saved, "The checkpoint read back differs from the state saved")
         compared = sum(isinstance(value, torch.Tensor) for state in saved.states.values() for value in state.values())
         clock.done("saved", f"read back and verified, {count(compared, 'tensor')}, {estimate.checkpoint_mib:.0f} MiB")
         # The reference for the resumed run: the same step without an interruption.
-        train(_until(run, run.state.step + 1))
+        _train_until(run, run.state.step + 1)
         _kept(run, THIRD)
     return estimate, compared
 
@@ -123,8 +121,8 @@ def _try_going_on(folder: Path, clock: StageClock) -> float:
         start = resolve_start(parse_args(["--resume", str(folder / SECOND), "--keep_checkpoints", "2"]))
         run = build_run(start)
     check_equal(run.checkpoint(), read_checkpoint(folder / SECOND), "The resumed state differs from the state saved")
-    with run.logbook:
-        train(_until(run, run.state.step + 1))
+    with run.logs.logbook:
+        _train_until(run, run.state.step + 1)
     undisturbed, resumed = (read_checkpoint(folder / name) for name in (THIRD, LAST))
     difference = relative_difference(undisturbed, resumed)
     # A CPU has to be exact; on CUDA, only a difference above CLOSE is an error.
@@ -137,27 +135,25 @@ def _try_going_on(folder: Path, clock: StageClock) -> float:
 
 def _kept(run: Run, name: str) -> Path:
     """Rename the last checkpoint, so that no later save (end of an epoch, --save_steps) overwrites it."""
-    return (run.checkpointer.directory / LAST).rename(run.checkpointer.directory / name)
+    return (run.storage.checkpointer.directory / LAST).rename(run.storage.checkpointer.directory / name)
 
 
-def _until(run: Run, step: int) -> Run:
-    """Return the run limited to `step` steps, in any number of epochs, with a small validation set."""
-    # Only the step limit may end the run, neither the number of epochs nor early stopping.
-    config = dataclasses.replace(run.config, max_steps=step, epochs=run.state.epoch + 100, early_stop_epochs=None)
-    return dataclasses.replace(run, config=config, validation=_few(run))
+def _train_until(run: Run, step: int) -> None:
+    """Train up to optimizer step `step`, in any number of epochs, with a small validation set."""
+    train(dataclasses.replace(run, data=dataclasses.replace(run.data, validation=_few(run))), last_step=step)
 
 
 def _few(run: Run) -> EvaluationSet | None:
-    if run.validation is None:
+    if run.data.validation is None:
         return None
-    middle = run.validation.plan[len(run.validation.plan) // 2]
-    return dataclasses.replace(run.validation, plan=[middle[:MAX_VALIDATED]])
+    middle = run.data.validation.plan[len(run.data.validation.plan) // 2]
+    return dataclasses.replace(run.data.validation, plan=[middle[:MAX_VALIDATED]])
 
 
 def _estimate(run: Run, steps_before: int) -> Estimate:
     """Estimate the run's cost by audio seconds per second: global batches differ in length."""
-    planner = run.global_batches.planner
-    speed = run.progress.audio_seconds_per_second() * (1 - run.progress.waiting_share())
+    planner = run.data.global_batches.planner
+    speed = run.logs.progress.audio_seconds_per_second() * (1 - run.logs.progress.waiting_share())
     epoch = float(planner.durations.sum()) / speed
     a_step = epoch / planner.global_batches_per_epoch()
     steps = max(0, run.step.total_steps - steps_before)
@@ -167,26 +163,6 @@ def _estimate(run: Run, steps_before: int) -> Estimate:
         seconds_per_step=a_step,
         seconds_per_epoch=epoch,
         seconds_in_all=a_step * steps,
-        peak_memory_mib=run.step.forward.monitor.overall_peak_mib(),
-        checkpoint_mib=(run.checkpointer.directory / LAST).stat().st_size / MIB,
+        peak_memory_mib=run.monitor.overall_peak_mib(),
+        checkpoint_mib=(run.storage.checkpointer.directory / LAST).stat().st_size / MIB,
     )
-
-
-def check_equal(one: Checkpoint, other: Checkpoint, what: str) -> None:
-    """Raise a CheckpointError if two states differ in any bit."""
-    found = differences(one, other)
-    if found:
-        raise CheckpointError(
-            f"{what}: {count(len(found), 'value', 'differs/differ')}, first {found[0]}. Check the disk and memory of "
-            "this machine; if they are fine, report this as a bug."
-        )
-
-
-@contextlib.contextmanager
-def scratch_config(config: TrainConfig) -> Iterator[TrainConfig]:
-    """Yield the configuration with scratch folders inside the run's: same disk, same permissions."""
-    run = config.run
-    with scratch_folder(Path(run.checkpoint_dir)) as checkpoints, scratch_folder(Path(run.log_dir)) as logs:
-        folders = dataclasses.replace(run, checkpoint_dir=str(checkpoints), log_dir=str(logs))
-        tuning = dataclasses.replace(config.tuning, freeze_steps=0)  # train all layers: --freeze_steps are the cheapest
-        yield dataclasses.replace(config, run=folders, tuning=tuning)

@@ -8,8 +8,6 @@ import torch
 
 from konkanivani.base.auto_defaults import resolve
 from konkanivani.base.config import DecodingConfig, PretrainedConfig, TrainConfig
-from konkanivani.base.console import say
-from konkanivani.base.device import choose_device
 from konkanivani.base.distributed import ALONE, Topology, broadcast_from_rank0
 from konkanivani.base.errors import UsageError
 from konkanivani.base.flags import defaults_beside
@@ -17,17 +15,15 @@ from konkanivani.base.units import parse_share
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.vocabulary import Vocabulary
-from konkanivani.decoding.decode import Decode, build_decode, greedy_decode
+from konkanivani.decoding.decode import Decode, build_decode
 from konkanivani.evaluation.hypotheses import CheckpointRun, TextPairs
-from konkanivani.evaluation.metrics import ErrorRates
 from konkanivani.evaluation.transcripts import ScoredText
 from konkanivani.inference.pretrained import read_pretrained, restored_architecture, whole_weights
 from konkanivani.inference.speech_model import load_tokenizer, settings_of_weights
 from konkanivani.model.architecture import Architecture
-from konkanivani.recipe.build_step import build_forward
-from konkanivani.recipe.speech import build_evaluation_set
+from konkanivani.recipe.run_data import build_evaluation_set
+from konkanivani.training.build_step import build_forward
 from konkanivani.training.checkpoint.checkpoint import load_states, read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import BEST, LAST
 from konkanivani.training.step import ForwardPass
 from konkanivani.training.validation import Evaluation
 
@@ -119,50 +115,3 @@ def recognize_manifest(trained: EvaluationModel, path: str, manifest: Manifest, 
         decoding=decoding,
     )
     return TextPairs(texts, run, "spell" if trained.config.text.digits == "spell" else "konkanivani")
-
-
-@dataclass(frozen=True)
-class Forgetting:
-    """Error rates on --forgetting_manifest: by the pretrained folder and by the run's best checkpoint."""
-
-    before: ErrorRates
-    after: ErrorRates
-
-    def sentence(self, manifest: str) -> str:
-        """Return a sentence with both error rates for the user."""
-        return (
-            f"On {manifest}, before and after training: WER {self.before.wer:.1%} and {self.after.wer:.1%}, "
-            f"CER {self.before.cer:.1%} and {self.after.cer:.1%}."
-        )
-
-
-def score_forgetting(config: TrainConfig, checkpoint: Path, topology: Topology) -> Forgetting | None:
-    """Score --forgetting_manifest with greedy decoding before and after training; None if it is not given."""
-    asked = config.pretrained
-    device = choose_device(config.run.device)
-    manifest = asked.forgetting_manifest
-    # The rules of the flags reject --forgetting_manifest without --pretrained.
-    if manifest is None or asked.pretrained is None:
-        return None
-    pretrained = read_pretrained(asked.pretrained)
-    # The pretrained model is scored at its own audio context, not at the context of this run.
-    asked = dataclasses.replace(asked, language=asked.forgetting_language or asked.language, audio_context=None)
-    tokenizer = pretrained.vocabulary(asked)
-    roots = config.data.audio_roots
-    before = _kept_rates(load_pretrained_evaluation(asked, device, topology), manifest, roots)
-    # Both models get the language and task tokens of --forgetting_language, not of the training.
-    trained = dataclasses.replace(load_evaluation_model(checkpoint, device, topology), tokenizer=tokenizer)
-    found = Forgetting(before, _kept_rates(trained, manifest, roots))
-    say(found.sentence(manifest))
-    return found
-
-
-def _kept_rates(trained: EvaluationModel, manifest: str, named_roots: tuple[str, ...]) -> ErrorRates:
-    decode = greedy_decode(trained.architecture, trained.tokenizer)
-    return evaluate_manifest(trained, manifest, decode, named_roots).rates
-
-
-def best_checkpoint(directory: str | Path) -> Path:
-    """Return the folder's best checkpoint by validation, or the last one if nothing was validated."""
-    best = Path(directory) / BEST
-    return best if best.is_file() else Path(directory) / LAST

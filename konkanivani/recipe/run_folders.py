@@ -11,10 +11,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from konkanivani.base.config import RunConfig
+from konkanivani.base.config import RunConfig, TrainConfig
 from konkanivani.base.console import count, say
 from konkanivani.base.errors import ResourceError, UsageError, explained
-from konkanivani.base.files import visible_entries
+from konkanivani.base.files import scratch_folder, visible_entries
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer, first_free_name
 from konkanivani.training.checkpoint.run_lock import LOCK_NAME, LOGGING, RunLock, check_nobody_works
@@ -215,3 +215,13 @@ def make_run_directory(run: RunConfig) -> Path:
     with explained(ResourceError, f"The log folder {directory} cannot be created", "Choose another --log_dir."):
         directory.mkdir(parents=True, exist_ok=True)
     return directory
+
+
+@contextlib.contextmanager
+def scratch_config(config: TrainConfig) -> Iterator[TrainConfig]:
+    """Yield the configuration with scratch folders inside the run's: same disk, same permissions."""
+    run = config.run
+    with scratch_folder(Path(run.checkpoint_dir)) as checkpoints, scratch_folder(Path(run.log_dir)) as logs:
+        folders = dataclasses.replace(run, checkpoint_dir=str(checkpoints), log_dir=str(logs))
+        tuning = dataclasses.replace(config.tuning, freeze_steps=0)  # train all layers: --freeze_steps are the cheapest
+        yield dataclasses.replace(config, run=folders, tuning=tuning)

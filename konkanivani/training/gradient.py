@@ -26,14 +26,19 @@ from konkanivani.training.optimizer import gradient_of
 from konkanivani.training.step import GradientTask, StepGradient, StepParts, loss_counts
 
 
-def local_gradient(task: GradientTask) -> StepGradient | None:
-    """Return the gradient in a single process; see ComputeGradient."""
+def local_gradient(
+    task: GradientTask, read: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
+) -> StepGradient | None:
+    """Return the gradient in a single process; see ComputeGradient.
+
+    `read` copies the numbers of the step from the device; in a memory trace, tensors have no values to copy.
+    """
     parts = task.parts
     attempts: OomRetry[StepGradient] = OomRetry(task.plan, parts.oom_history, partial(drop_gradient, parts))
     for attempt in attempts:
         with attempt:
             totals = accumulate(task, attempt.plan)
-            attempt.result = None if totals is None else finish_gradient(parts, totals)
+            attempt.result = None if totals is None else finish_gradient(parts, totals, read=read)
     if attempts.result is None:
         return None
     return dataclasses.replace(attempts.result, splits=attempts.retries)
@@ -136,7 +141,7 @@ def accumulate(task: GradientTask, plan: MicroBatchPlan) -> torch.Tensor | None:
                 parts.optimizer.zero_grad()
                 return None
             totals += torch.stack(next(results))
-            parts.forward.monitor.maybe_empty_cache()
+            parts.monitor.maybe_empty_cache()
     return totals
 
 
@@ -153,11 +158,14 @@ def one_after_another(
 
 
 def finish_gradient(
-    parts: StepParts, totals: torch.Tensor, whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+    parts: StepParts,
+    totals: torch.Tensor,
+    whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+    read: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist,
 ) -> StepGradient:
     """Unscale and clip the gradient in the parameters' `.grad`; return it with the summed losses (terms,) of `totals`.
 
-    `whole` reduces the norm of this rank's shards to the norm over all ranks.
+    `whole` reduces the norm of this rank's shards to the norm over all ranks; `read` copies numbers from the device.
     """
     # GradScaler uses nothing of an optimizer but its `param_groups`.
     parts.scaler.unscale_(cast("torch.optim.Optimizer", parts.optimizer))
@@ -165,7 +173,7 @@ def finish_gradient(
     norm = norm.to(totals.device)
     scale = parts.scaler.scale(torch.ones_like(norm))  # get_scale() would synchronize with the device once more
     # One read for all numbers of the step.
-    numbers = parts.read(torch.cat([totals, torch.stack([norm, scale]).double()]))
+    numbers = read(torch.cat([totals, torch.stack([norm, scale]).double()]))
     return StepGradient(tuple(numbers[:-2]), norm=numbers[-2], scale=numbers[-1])
 
 

@@ -18,32 +18,31 @@ MAX_SKIPS_IN_A_ROW = 25
 MIN_SCALE = 1e-5  # of the GradScaler
 
 
-def train(run: Run) -> None:
-    """Train until `run.is_finished()`; on return the newest checkpoint has the final state."""
+def train(run: Run, last_step: int | None = None) -> None:
+    """Train until `run.is_finished(last_step)`; on return the newest checkpoint has the final state."""
     state = run.state
     saver = PeriodicSaver(run)
-    monitor = run.step.forward.monitor
-    monitor.end_phase("start")
+    run.monitor.end_phase("start")
     interruptible = partial(run.interruption.interruptible, partial(save_and_exit_from_signal_thread, saver))
     # closing(): an error too must stop the loader's workers and finish the line of the progress bar.
     with (
-        closing(run.progress),
-        closing(run.global_batches.from_cursor(state.cursor, run.interruption.check)) as global_batches,
+        closing(run.logs.progress),
+        closing(run.data.global_batches.from_cursor(state.cursor, run.interruption.check)) as global_batches,
         freeze_gc(),
     ):
-        score_beginning(run, interruptible)
+        validate_initial_weights(run, interruptible)
         while True:
             if state.has_epoch_to_finish:
                 with save_on_error(saver):
                     is_best = finish_epoch(run, interruptible)
                 # Outside of save_on_error: a failure of this save must not trigger another one.
                 saver.save(epoch=state.epoch, is_best=is_best)
-            if run.is_finished():
+            if run.is_finished(last_step):
                 break
             with save_on_error(saver):
                 with interruptible():
-                    global_batch, cursor = run.progress.wait_for_next(global_batches)
-                monitor.end_phase("data")
+                    global_batch, cursor = run.logs.progress.wait_for_next(global_batches)
+                run.monitor.end_phase("data")
                 report = train_step(run.step, global_batch, state.step, run.interruption.is_requested, interruptible)
                 if report is None:
                     run.interruption.check()
@@ -53,7 +52,7 @@ def train(run: Run) -> None:
             if not report.is_skipped:
                 state.add_up(report.loss, report.gradient_norm > run.step.schedule.max_grad_norm)
             log_step(run, global_batch, report)
-            monitor.end_phase("log")
+            run.monitor.end_phase("log")
             check_numerics(run, report)
             saver.save_if_due()
     saver.save(is_final=True)
@@ -67,8 +66,7 @@ def freeze_gc() -> Iterator[None]:
     sixteenth step (docs/experiments.md). If the caller has frozen objects already, this does nothing, and they stay
     frozen.
     """
-    # get_objects() leaves out frozen objects, such as the gc module here. get_freeze_count() would iterate over all.
-    if not any(found is gc for found in gc.get_objects()):
+    if gc.get_freeze_count():
         yield
         return
     gc.collect()
@@ -81,41 +79,41 @@ def freeze_gc() -> Iterator[None]:
 
 def save_and_exit_from_signal_thread(saver: "PeriodicSaver", error: Interrupted) -> None:
     """Save the state of the last complete step and exit, in another thread than the one that computes the next step."""
-    saver.run.progress.close()
+    saver.run.logs.progress.close()
     with save_on_error(saver):
         raise error
 
 
-def score_beginning(run: Run, interruptible: Callable[[], AbstractContextManager[None]]) -> None:
+def validate_initial_weights(run: Run, interruptible: Callable[[], AbstractContextManager[None]]) -> None:
     """Validate the initial weights of a run before its first step, as a reference for fine-tuning.
 
     Does nothing for random weights, without a validation set, or in a resumed run.
     """
     state = run.state
-    begins = run.config.init_from or run.settings.pretrained.pretrained
-    if run.validation is None or not begins or state.step or state.initial_cer < math.inf:
+    begins = run.config.run.init_from or run.config.pretrained.pretrained
+    if run.data.validation is None or not begins or state.step or state.initial_cer < math.inf:
         return
     with interruptible():
-        evaluation = run.validation.evaluate(run.step.forward, run.decode, run.interruption.check)
+        evaluation = run.evaluate(run.data.validation)
     state.initial_wer = evaluation.rates.wer
     state.initial_cer = evaluation.rates.cer
     log_validation(run, evaluation, state.learning(run.step.total_steps))
-    run.progress.lap()
+    run.logs.progress.lap()
 
 
 def finish_epoch(run: Run, interruptible: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
     """Validate the epoch just consumed; return whether it is the best so far (by CER, else by loss)."""
-    if run.validation is None:
+    if run.data.validation is None:
         tell_failures(run, run.state.learning(run.step.total_steps))
         # Without validation every epoch counts as the best one.
         return run.state.finish_epoch(score=float(-run.state.epoch))
     with interruptible():
-        evaluation = run.validation.evaluate(run.step.forward, run.decode, run.interruption.check)
+        evaluation = run.evaluate(run.data.validation)
     score = evaluation.rates.cer
     learning = run.state.learning(run.step.total_steps, score, evaluation.blank_share)
     log_validation(run, evaluation, learning)
     tell_failures(run, learning)
-    run.progress.lap()  # validation is not training time
+    run.logs.progress.lap()  # validation is not training time
     # The CER is NaN if no reference has a character.
     return run.state.finish_epoch(score if score == score else evaluation.losses.all)
 
@@ -124,7 +122,7 @@ def tell_failures(run: Run, learning: EpochLearning) -> None:
     """Print warnings if the run does not learn."""
     if run.topology.is_first:
         for failure in failures(learning):
-            run.progress.tell(f"warning: {failure}")
+            run.logs.progress.tell(f"warning: {failure}")
 
 
 def check_numerics(run: Run, report: StepReport) -> None:
@@ -136,7 +134,7 @@ def check_numerics(run: Run, report: StepReport) -> None:
     if state.consecutive_skips < MAX_SKIPS_IN_A_ROW and not has_no_scale:
         return
     reason = f"the loss scale fell to {report.scale:g}" if has_no_scale else f"{state.consecutive_skips} steps in a row"
-    good = run.checkpointer.newest_before(state.step)
+    good = run.storage.checkpointer.newest_before(state.step)
     known = f"The last good checkpoint is {good}" if good else "No checkpoint was saved before"
     retry = f"Resume from it with --resume {good}" if good else "Start again with --fresh"
     other = ", or --amp_dtype bf16 if the GPU supports it" if scaler.is_enabled() else ""

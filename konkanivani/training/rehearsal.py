@@ -49,7 +49,7 @@ def rehearse(run: Run) -> tuple[Rehearsal, ...]:
         ResourceError: an utterance does not fit in memory even alone.
         DataError: an utterance cannot be read.
     """
-    saved = run.checkpointer.directory / SAVED
+    saved = run.storage.checkpointer.directory / SAVED
     before = run.checkpoint()
     if run.topology.is_first:
         saved.parent.mkdir(parents=True, exist_ok=True)
@@ -58,11 +58,11 @@ def rehearse(run: Run) -> tuple[Rehearsal, ...]:
     del before
     try:
         tried = [_try_global_batch(run, name, global_batch) for name, global_batch in costliest_global_batches(run)]
-        if run.validation is not None:
-            tried.append(_try_validation(run, run.validation))
+        if run.data.validation is not None:
+            tried.append(_try_validation(run, run.data.validation))
         # From the file, because unsharded state consists of the tensors that the trials have modified in place.
         before = broadcast_from_rank0(run.topology, lambda: read_checkpoint(saved))
-        load_states(before, {name: part for name, part in run.stateful.items() if name not in KEPT})
+        load_states(before, {name: part for name, part in run.storage.stateful.items() if name not in KEPT})
     finally:
         if run.topology.is_first:
             saved.unlink()
@@ -75,7 +75,7 @@ def costliest_global_batches(run: Run) -> list[tuple[str, GlobalBatch]]:
     They contain the longest utterances, the ones with the most tokens, and the longest of the bucket with the highest
     planned peak. Each has its micro-batch twice, because the second pass runs while gradients exist, like most passes.
     """
-    speech = run.global_batches.speech
+    speech = run.data.global_batches.speech
     # The lowest speed of speed perturbation makes the longest audio.
     slowest = dataclasses.replace(speech, speeds=(min(speech.speeds),))
     durations = speech.utterances.durations
@@ -100,11 +100,12 @@ def _ids(global_batch: GlobalBatch) -> list[tuple[str, ...]]:
 
 def _global_batch_of(run: Run, speech: TrainDataset, order: np.ndarray) -> GlobalBatch:
     """Return the first utterances of the order, up to one full micro-batch, as two identical micro-batches."""
+    stream = run.data.global_batches
     readable = _readable(run, speech, order)
     first = next(readable)
-    most = min(largest_size(first.seconds, run.global_batches.limits), run.global_batches.planner.global_batch_size)
+    most = min(largest_size(first.seconds, stream.limits), stream.planner.global_batch_size)
     speeches = [first, *islice(readable, most - 1)]
-    piece = split_into_micro_batches(speeches, run.global_batches.limits, run.tokenizer.special)
+    piece = split_into_micro_batches(speeches, stream.limits, run.data.tokenizer.special)
     return dataclasses.replace(
         piece,
         micro_batches=piece.micro_batches * 2,
@@ -119,7 +120,7 @@ def _readable(run: Run, speech: TrainDataset, order: np.ndarray) -> Iterator[Exa
     for number in order:
         found = speech[0, int(number)]
         if isinstance(found, Rejection):
-            run.global_batches.rejections.add([found])
+            run.data.global_batches.rejections.add([found])
         else:
             yield found
 
@@ -141,5 +142,5 @@ def _try_validation(run: Run, validation: EvaluationSet) -> Rehearsal:
     longest = max(validation.plan, key=lambda batch: len(batch) * durations[batch[0]])
     one_batch = dataclasses.replace(validation, plan=[longest], topology=ALONE)  # each rank tries it
     with run.interruption.interruptible(run.interruption.stop_unsaved):
-        one_batch.evaluate(run.step.forward, run.decode, run.interruption.check)
+        run.evaluate(one_batch)
     return Rehearsal("validation", len(longest), float(durations[longest[0]]), 0)

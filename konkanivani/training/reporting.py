@@ -29,12 +29,12 @@ def log_step(run: Run, global_batch: GlobalBatch, report: StepReport) -> None:
     A skipped global batch has no step number of its own; it also appears in the count of the next step's record.
     """
     # Whole time since the last lap, so waiting for data and saving are included.
-    seconds = run.progress.lap()
-    monitor = run.step.forward.monitor
-    run.progress.show(report, global_batch.audio_seconds, seconds, monitor.overall_peak_mib())
-    run.watch.look(monitor.overall_peak_mib())
+    seconds = run.logs.progress.lap()
+    monitor = run.monitor
+    run.logs.progress.show(report, global_batch.audio_seconds, seconds, monitor.overall_peak_mib())
+    run.logs.watch.look(monitor.overall_peak_mib())
     if report.is_skipped:
-        run.logbook.log(skip_record(run, global_batch, report))
+        run.logs.logbook.log(skip_record(run, global_batch, report))
         return
     clearing = monitor.report_clearing()
     record = StepRecord(
@@ -53,15 +53,15 @@ def log_step(run: Run, global_batch: GlobalBatch, report: StepReport) -> None:
         tokens=global_batch.tokens,
         utterances=global_batch.utterances,
         seconds=seconds,
-        waiting_seconds=run.progress.last_wait,
-        model_flops_utilisation=run.utilisation.model_flops_utilisation(global_batch, seconds),
-        gpu_utilisation=run.utilisation.gpu_utilisation(),
+        waiting_seconds=run.logs.progress.last_wait,
+        model_flops_utilisation=run.logs.utilisation.model_flops_utilisation(global_batch, seconds),
+        gpu_utilisation=run.logs.utilisation.gpu_utilisation(),
         splits=report.splits,
         cache_clearings=clearing.count if clearing else None,
         cache_clearing_seconds=clearing.seconds if clearing else None,
         memory=monitor.report(),
     )
-    run.logbook.log(record)
+    run.logs.logbook.log(record)
 
 
 def skip_record(run: Run, global_batch: GlobalBatch, report: StepReport) -> SkipRecord:
@@ -94,7 +94,7 @@ def log_validation(run: Run, evaluation: Evaluation, learning: EpochLearning) ->
     """Log error rates, five utterances with hypotheses, and the spectrogram and audio of the first of them."""
     # Sorted by id, so that every validation shows the same utterances.
     shown = sorted(evaluation.scored, key=lambda scored: scored.utterance.id)[:5]
-    memory = [phase for phase in run.step.forward.monitor.report() if phase.phase == "validation"]
+    memory = [phase for phase in run.monitor.report() if phase.phase == "validation"]
     record = ValidationRecord(
         step=run.state.step,
         epoch=run.state.epoch,
@@ -113,10 +113,10 @@ def log_validation(run: Run, evaluation: Evaluation, learning: EpochLearning) ->
         memory=memory[0] if memory else None,
         rank_peaks_mib=run.rank_peaks_mib(),
     )
-    run.logbook.log(record)
+    run.logs.logbook.log(record)
     # FSDP2: the whole model must run once on each rank before the CTC part alone may run.
-    if run.state.step and run.validation is not None:
-        log_spectrogram(run, run.validation.speech, shown[0].utterance.id)
+    if run.state.step and run.data.validation is not None:
+        log_spectrogram(run, run.data.validation.speech, shown[0].utterance.id)
 
 
 @torch.no_grad()
@@ -135,4 +135,5 @@ def log_spectrogram(run: Run, speech: EvalDataset, utterance_id: str) -> None:
         with full_weights(forward.model), forward.autocast():
             logits, _ = forward.model.ctc_logits(features, lengths)
         posteriors = logits[0].float().softmax(dim=-1).cpu()
-    run.logbook.log(SpectrogramRecord(run.state.step, utterance_id, waveform, features[0].float().cpu(), posteriors))
+    record = SpectrogramRecord(run.state.step, utterance_id, waveform, features[0].float().cpu(), posteriors)
+    run.logs.logbook.log(record)

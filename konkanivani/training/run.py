@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from konkanivani.base.auto_defaults import resolved
-from konkanivani.base.config import RunConfig, TrainConfig
+from konkanivani.base.config import TrainConfig
 from konkanivani.base.distributed import ALONE, Topology, gather
 from konkanivani.base.flags import config_to_text
 from konkanivani.data.fingerprint import Fingerprint
@@ -12,6 +12,7 @@ from konkanivani.data.loader.loading import GlobalBatchStream
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.decode import Decode
 from konkanivani.memory.budget import BudgetWatch
+from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, Stateful
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
@@ -23,43 +24,75 @@ from konkanivani.training.logs.utilisation import Utilisation
 from konkanivani.training.sharding import is_sharded
 from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts
-from konkanivani.training.validation import EvaluationSet
+from konkanivani.training.validation import Evaluation, EvaluationSet
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Data of a run: the global batches of its epochs, its validation set, and how both were made."""
+
+    tokenizer: Vocabulary
+    corpus: Fingerprint
+    global_batches: GlobalBatchStream
+    validation: EvaluationSet | None
+
+
+@dataclass(frozen=True)
+class RunStorage:
+    """Content and place of a run's checkpoints.
+
+    Args:
+        stateful: parts of the run by their names in a checkpoint.
+        plan_digest: digest of the order of the data.
+        locks: locks of the run's folders.
+    """
+
+    checkpointer: Checkpointer
+    stateful: Mapping[str, Stateful]
+    plan_digest: int
+    locks: tuple[RunLock, ...]
+
+
+@dataclass(frozen=True)
+class RunLogs:
+    """Log files, progress bar and device utilisation of a run, and the watch over its memory budget."""
+
+    logbook: Logbook
+    progress: Progress
+    utilisation: Utilisation
+    watch: BudgetWatch
 
 
 @dataclass(frozen=True)
 class Run:
-    """Parts that the training loop works with; only `state` changes.
+    """Parts that the training loop works with; only `state` changes."""
 
-    Args:
-        config: part of `settings` that decides when the run ends and how often it saves.
-        settings: flags that are stored in the checkpoint.
-    """
-
-    config: RunConfig
-    settings: TrainConfig
-    tokenizer: Vocabulary
+    config: TrainConfig
     state: TrainState
     step: StepParts
-    global_batches: GlobalBatchStream
+    data: TrainingData
     plan: MemoryPlan | None
-    watch: BudgetWatch
-    validation: EvaluationSet | None
     decode: Decode
-    stateful: Mapping[str, Stateful]
-    plan_digest: int
-    checkpointer: Checkpointer
-    locks: tuple[RunLock, ...]
-    corpus: Fingerprint
-    logbook: Logbook
+    storage: RunStorage
+    logs: RunLogs
     interruption: Interruption
-    progress: Progress
-    utilisation: Utilisation
     topology: Topology = ALONE
+
+    @property
+    def monitor(self) -> MemoryMonitor:
+        """Monitor of memory and time per phase."""
+        return self.step.monitor
+
+    def evaluate(self, utterances: EvaluationSet) -> Evaluation:
+        """Return losses and error rates over a set; an interruption raises Interrupted."""
+        evaluation = utterances.evaluate(self.step.forward, self.decode, self.interruption.check)
+        self.monitor.end_phase("validation")
+        return evaluation
 
     def rank_peaks_mib(self) -> tuple[float, ...]:
         """Return each rank's peak memory so far, in MiB; empty in a single-process run."""
         # A collective: all ranks call it, also if only the first one logs the result.
-        peaks = gather(self.topology, self.step.forward.monitor.overall_peak_mib())
+        peaks = gather(self.topology, self.monitor.overall_peak_mib())
         return () if self.topology.is_single_process else tuple(peaks)
 
     @property
@@ -73,23 +106,28 @@ class Run:
         If the state is sharded, this is a collective: all ranks call it, and the first one receives the whole tensors.
         """
         return Checkpoint(
-            config=config_to_text(self.settings),
-            tokenizer=self.tokenizer.model,
-            vocab_size=self.tokenizer.size,
+            config=config_to_text(self.config),
+            tokenizer=self.data.tokenizer.model,
+            vocab_size=self.data.tokenizer.size,
             step=self.state.step,
-            plan_digest=self.plan_digest,
+            plan_digest=self.storage.plan_digest,
             # The state_dicts may be collectives; `stateful` has the same order on all ranks.
-            states={name: dict(part.state_dict()) for name, part in self.stateful.items()}
-            | {"corpus": dict(self.corpus.state_dict()), "schedule": dict(self.step.rates.state_dict())}
+            states={name: dict(part.state_dict()) for name, part in self.storage.stateful.items()}
+            | {"corpus": dict(self.data.corpus.state_dict()), "schedule": dict(self.step.rates.state_dict())}
             | ({"plan": self.plan.state_dict()} if self.plan else {}),
         )
 
-    def is_finished(self) -> bool:
-        """Return whether the maximum of epochs or steps is reached, or validation has stopped improving."""
-        limit = self.config.max_steps
-        patience = self.config.early_stop_epochs
+    def is_finished(self, last_step: int | None = None) -> bool:
+        """Return whether the maximum of epochs or steps is reached, or validation has stopped improving.
+
+        With `last_step`, return whether that step is reached, whatever the configuration.
+        """
+        if last_step is not None:
+            return self.state.step >= last_step
+        limit = self.config.run.max_steps
+        patience = self.config.run.early_stop_epochs
         return (
-            self.state.epoch >= resolved(self.config.epochs)
+            self.state.epoch >= resolved(self.config.run.epochs)
             or (limit is not None and self.state.step >= limit)
             or (patience is not None and self.state.epochs_without_improvement >= patience)
         )

@@ -44,7 +44,7 @@ class PeriodicSaver:
 
     def save_if_due(self) -> None:
         """Save checkpoint_last.pt if --save_steps or --save_minutes have passed."""
-        config = self.run.config
+        config = self.run.config.run
         state = self.run.state
         by_steps = config.save_steps and state.step % config.save_steps == 0
         by_time = config.save_minutes and time.monotonic() - self._saved_at >= 60 * config.save_minutes
@@ -69,9 +69,9 @@ class PeriodicSaver:
                 self.run.checkpoint()  # a collective: the first rank receives the whole tensors
             return
         checkpoint = self.run.checkpoint()
-        self.run.logbook.flush()
+        self.run.logs.logbook.flush()
         try:
-            self.run.checkpointer.save(checkpoint, epoch, is_best)
+            self.run.storage.checkpointer.save(checkpoint, epoch, is_best)
             self._failures = 0
             self._saved_state = self.run.state.state_dict()
         except ResourceError as error:
@@ -80,7 +80,7 @@ class PeriodicSaver:
                 raise
             say(f"{error} Training continues; the previous checkpoint is kept, and the next save retries.")
         finally:
-            self.run.step.forward.monitor.end_phase("save")
+            self.run.monitor.end_phase("save")
 
     def _is_saved(self) -> bool:
         """Return whether no step and no validation came after the last save; always False for sharded weights."""

@@ -47,7 +47,6 @@ class ForwardPass:
     model: SpeechNetwork
     front_end: FeatureExtractor
     recompute: Callable[[float], OffloadedBlockRunner]
-    monitor: MemoryMonitor
     device: torch.device
     amp_dtype: torch.dtype | None
     objective: Objective
@@ -142,9 +141,8 @@ class StepParts:
     seed: int
     oom_history: OomHistory
     compute_gradient: ComputeGradient
+    monitor: MemoryMonitor
     topology: Topology = ALONE
-    read: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
-    """The only read from the device in a step; a memory trace, whose tensors have no values, replaces it by zeros."""
 
     @property
     def total_steps(self) -> int:
@@ -259,9 +257,9 @@ def forward_and_backward(parts: StepParts, batch: Batch, counts: LossCounts) -> 
     """Add the scaled contribution of one micro-batch to the parameters' `.grad`; return its summed losses."""
     # The output gets no name here: a local variable would keep the encoder output alive through the backward pass.
     sums = parts.forward(batch)[1]
-    parts.forward.monitor.end_phase("forward")
+    parts.monitor.end_phase("forward")
     parts.scaler.scale(parts.forward.objective.total(sums, counts)).backward()
-    parts.forward.monitor.end_phase("backward")
+    parts.monitor.end_phase("backward")
     # Detached: the graph would otherwise stay alive through the next micro-batch.
     return tuple(summed.detach() for summed in sums)
 
@@ -281,7 +279,7 @@ def update(parts: StepParts, gradient: StepGradient, counts: LossCounts, step: i
     parts.optimizer.zero_grad()
     # GradScaler.step() is not used: the norm has been checked above. update() uses the overflow flag set by unscale_().
     parts.scaler.update()
-    parts.forward.monitor.end_phase("update")
+    parts.monitor.end_phase("update")
     losses = parts.forward.objective.losses(gradient.loss_sums, counts)
     return StepReport(
         loss=losses.all,

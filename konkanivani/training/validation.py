@@ -5,7 +5,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from konkanivani.training.sharding import full_weights
 from konkanivani.training.step import ForwardPass
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ScoredUtterance:
     """An utterance with its hypothesis; reference and hypothesis are in the form of the training targets."""
 
@@ -38,7 +37,7 @@ class ScoredUtterance:
     hypothesis: str
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Evaluation:
     """Result of an evaluation.
 
@@ -64,7 +63,7 @@ def rates_over(scored: list[ScoredUtterance]) -> ErrorRates:
     )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RecognizedBatch:
     """Results of one batch; `loss_sums` and `blanks` are on the device.
 
@@ -95,7 +94,7 @@ def recognize(forward: ForwardPass, batch: Batch, decode: Decode) -> RecognizedB
     return RecognizedBatch(torch.stack(sums).double(), blanks, frames, hypotheses)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RecognizedPortion:
     """Host-side results of several batches: summed losses, blank frames, frames, tokens and utterances in order."""
 
@@ -141,7 +140,6 @@ def recognize_all(
         hypotheses = [hypothesis for piece in pieces for hypothesis in piece.hypotheses]
         # strict=True: a decoder that drops an utterance would shift all later hypotheses.
         scored += [ScoredUtterance(u, tokenizer.decode(h)) for u, h in zip(utterances, hypotheses, strict=True)]
-        forward.monitor.end_phase("validation")
     return RecognizedPortion(tuple(totals.tolist()), int(blanks), frames, tokens, tuple(scored))
 
 
@@ -160,7 +158,7 @@ def join_portions(portions: Sequence[RecognizedPortion], objective: Objective, s
     )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class EvaluationSet:
     """Utterances to evaluate, with their plan of batches.
 

@@ -23,10 +23,10 @@ import torch
 
 from konkanivani.data import dataset as speech
 from konkanivani.data.audio import source as audio_source
-from konkanivani.recipe import build_step as assembly
 from konkanivani.recipe import run_folders as replaced
-from konkanivani.recipe import start
+from konkanivani.recipe import startup
 from konkanivani.recipe.run_folders import LogFolder
+from konkanivani.training import build_step as assembly
 from konkanivani.training import gradient, loop, step
 from konkanivani.training.checkpoint import checkpoint, checkpointer
 from tests.invariants.failing import ERRORS
@@ -324,4 +324,4 @@ def forget(module: str, name: str) -> None:
 
 def unowned_logs() -> None:
     """Open a log folder by name, without a lock."""
-    start.take_log_folder = lambda run, _: LogFolder(run, None)
+    startup.take_log_folder = lambda run, _: LogFolder(run, None)

@@ -22,6 +22,6 @@ def train_small_run(folder: Path) -> Path:
     arguments = [*SMALL_MODEL, *corpus.flags(), *flags, "--num_workers", "0", *run_folders(folder)]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build_run(begin_run(arguments))
-        with run.logbook:
+        with run.logs.logbook:
             train(run)
     return folder

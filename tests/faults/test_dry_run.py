@@ -18,10 +18,11 @@ from konkanivani.base.flags import parse_args
 from konkanivani.base.signals import stopping_signals
 from konkanivani.recipe import dry_run as dry
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.dry_run import check_equal, dry_run
+from konkanivani.recipe.dry_run import dry_run
+from konkanivani.training.checkpoint import compare
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS
-from konkanivani.training.checkpoint.compare import differences, relative_difference
+from konkanivani.training.checkpoint.compare import check_equal, differences, relative_difference
 from konkanivani.training.checkpoint.run_lock import RunLock
 from konkanivani.training.loop import train
 from tests.conftest import ROOT, TRAINER, Corpus, read_log, run_folders, run_trainer, well, write_corpus
@@ -258,7 +259,7 @@ def test_negative_control_a_resume_that_forgets_something_is_found(few, tmp_path
     monkeypatch.setattr(OptimizerState, "load_state_dict", lambda self, state: None)
     with pytest.raises(CheckpointError, match="The resumed state differs from the state saved: .*optimizer/"):
         dry_run(parse_args(flags(few, tmp_path, "--dry_run")))
-    monkeypatch.setattr(dry, "differences", lambda one, other: [])
+    monkeypatch.setattr(compare, "differences", lambda one, other: [])
     summary = json.loads(dry_run(parse_args(flags(few, tmp_path, "--dry_run"))))
     assert summary["resumed_difference"] > 0
     assert os.listdir(tmp_path) == []

@@ -43,8 +43,8 @@ def build(corpus: Corpus, folder: Path) -> Run:
 
 def train_until(run: Run, step: int) -> None:
     """Train up to this step and save, with unchanged settings, like a run stopped by a signal."""
-    with run.logbook:
-        train(dataclasses.replace(run, config=dataclasses.replace(run.config, max_steps=step)))
+    with run.logs.logbook:
+        train(run, last_step=step)
 
 
 @pytest.fixture(scope="module")

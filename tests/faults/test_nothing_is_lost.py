@@ -149,8 +149,8 @@ def test_validating_on_what_is_trained_on_is_warned_of_and_on_other_speech_is_no
 def test_negative_control_without_the_question_the_weights_go_on_with_the_other_corpus(desk, english):
     before = holdings(desk.folder)
     unasked = (
-        ("forget", "konkanivani.recipe.speech", "check_corpus"),
-        ("forget", "konkanivani.recipe.speech", "check_spelling"),
+        ("forget", "konkanivani.recipe.run_data", "check_corpus"),
+        ("forget", "konkanivani.recipe.run_data", "check_spelling"),
     )
     ended = desk.train(english, "mine", "mine", "--resume", "auto", "--epochs", "5", faults=unasked)
     assert ended.code == 0 and before.lost(holdings(desk.folder)) > 0
@@ -207,7 +207,7 @@ def test_negative_control_without_moving_aside_the_newer_ones_are_written_over(d
     before, older = holdings(desk.folder), desk.checkpoint("mine", "epoch_2")
     more = "--max_steps", "10", "--learning_rate", "0.0003", "--log_dir", str(desk.folder / "runs")
     ended = desk.type(
-        "--resume", str(older), *more, faults=(("forget", "konkanivani.recipe.build", "move_newer_aside"),)
+        "--resume", str(older), *more, faults=(("forget", "konkanivani.recipe.run_output", "move_newer_aside"),)
     )
     assert ended.code == 0 and before.lost(holdings(desk.folder)) > 0
 

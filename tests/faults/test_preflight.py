@@ -22,11 +22,11 @@ from konkanivani.base.errors import (
 )
 from konkanivani.base.flags import config_to_text
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe import disk
-from konkanivani.recipe import speech as run_speech
+from konkanivani.planning.sizes import checkpoint_bytes
+from konkanivani.recipe import preflight, run_data, run_tokenizer
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.recipe.disk import check_disk, checkpoint_bytes, max_checkpoints
+from konkanivani.recipe.preflight import check_disk, max_checkpoints
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.checkpoint.run_lock import RunLock
@@ -180,9 +180,9 @@ def test_the_disk_must_hold_every_checkpoint_that_there_will_be_at_once(tmp_path
     undecided = dataclasses.replace(config, run=dataclasses.replace(run, epochs="auto"))
     (undecided_room,) = check_disk(undecided, architecture_of(config, 1000))
     assert undecided_room.needed == room.needed + 40 * 2**20  # the upper bound is required
-    monkeypatch.setattr(disk, "free_disk", lambda folder: room.needed)
+    monkeypatch.setattr(preflight, "free_disk", lambda folder: room.needed)
     check_disk(config, architecture_of(config, 1000))
-    monkeypatch.setattr(disk, "free_disk", lambda folder: room.needed - 1)
+    monkeypatch.setattr(preflight, "free_disk", lambda folder: room.needed - 1)
     with pytest.raises(ResourceError) as caught:
         check_disk(config, architecture_of(config, 1000))
     said = str(caught.value)
@@ -193,11 +193,11 @@ def test_each_file_system_must_hold_what_is_written_to_it(tmp_path, monkeypatch)
     run = RunConfig(checkpoint_dir=str(tmp_path / "checkpoints"), log_dir=str(tmp_path / "runs"), epochs=20)
     config = TrainConfig(run=run, model=PRESETS["minimal"])
     (together,) = check_disk(config, architecture_of(config, 1000))
-    monkeypatch.setattr(disk, "nearest_folder", lambda path: Path("/proc" if path.name == "runs" else tmp_path))
-    monkeypatch.setattr(disk, "free_disk", lambda folder: 0 if folder.name == "runs" else 2**40)
+    monkeypatch.setattr(preflight, "nearest_folder", lambda path: Path("/proc" if path.name == "runs" else tmp_path))
+    monkeypatch.setattr(preflight, "free_disk", lambda folder: 0 if folder.name == "runs" else 2**40)
     with pytest.raises(ResourceError, match=r"needs 20 MiB for \S+runs, has 0 MiB \(20971520 and 0 bytes\)"):
         check_disk(config, architecture_of(config, 1000))
-    monkeypatch.setattr(disk, "free_disk", lambda folder: 2**40)
+    monkeypatch.setattr(preflight, "free_disk", lambda folder: 2**40)
     apart = check_disk(config, architecture_of(config, 1000))
     assert [room.needed for room in apart] == [together.needed - 20 * 2**20, 20 * 2**20]
     same = dataclasses.replace(config, run=dataclasses.replace(run, log_dir=run.checkpoint_dir))
@@ -235,8 +235,8 @@ def test_a_resumed_run_needs_no_room_for_what_it_will_replace(tmp_path):
 
 
 def test_a_disk_that_is_too_full_ends_with_6_before_any_data_is_read(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "free_disk", lambda folder: 1000)
-    monkeypatch.setattr(run_speech, "read_manifest", _never)
+    monkeypatch.setattr(preflight, "free_disk", lambda folder: 1000)
+    monkeypatch.setattr(run_data, "read_manifest", _never)
     assert "Not enough disk space" in refusal(ResourceError, *corpus.flags(), *run_folders(tmp_path))
     assert os.listdir(tmp_path) == []
 
@@ -257,7 +257,7 @@ def spoil_rows(corpus: Corpus, split: str, **fields: object) -> str:
 
 def test_what_is_wrong_with_all_manifests_is_told_at_once_before_a_tokenizer_is_trained(tmp_path, monkeypatch):
     corpus = write_corpus(tmp_path / "corpus", {"train": 6, "valid": 2, "test": 2})
-    monkeypatch.setattr(run_speech, "train_tokenizer", _never)
+    monkeypatch.setattr(run_tokenizer, "train_tokenizer", _never)
     train_rows = spoil_rows(corpus, "train", audio_filepath="nowhere.flac")
     valid = spoil_rows(corpus, "valid", duration=-1)
     (tmp_path / "empty.jsonl").touch()
@@ -292,7 +292,7 @@ def test_negative_control_the_same_manifests_unspoilt_start(tmp_path):
     run = build_run(begin_run(flags, lambda *stage: told.append(stage)), lambda *stage: told.append(stage))
     assert [stage for stage, _ in told] == ["flags", "paths", "disk", "data", "plan"]
     assert "6 training utterances" in told[3][1] and "2 for validation; 2 for testing; 0 skipped" in told[3][1]
-    assert len(run.validation.speech.utterances) == 2
+    assert len(run.data.validation.speech.utterances) == 2
 
 
 # Order
@@ -308,18 +308,18 @@ def test_every_stage_is_refused_before_the_next_one_costs_anything(corpus, tmp_p
         ("plan", ("--memory_budget", "2MiB"), ResourceError),
     ]
     behind = {
-        "flags": ("konkanivani.recipe.start.check_paths",),
-        "paths": ("konkanivani.recipe.start.check_disk", "konkanivani.recipe.start.RunLock"),
-        "disk": ("konkanivani.recipe.start.RunLock", "konkanivani.recipe.build.build_speech"),
-        "data": ("konkanivani.recipe.build.plan_memory", "konkanivani.recipe.build.build_step_parts"),
-        "plan": ("konkanivani.recipe.build.build_step_parts",),
+        "flags": ("konkanivani.recipe.startup.check_paths",),
+        "paths": ("konkanivani.recipe.startup.check_disk", "konkanivani.recipe.startup.RunLock"),
+        "disk": ("konkanivani.recipe.startup.RunLock", "konkanivani.recipe.build.build_speech"),
+        "data": ("konkanivani.recipe.planned_step.plan_memory", "konkanivani.recipe.planned_step.build_step_parts"),
+        "plan": ("konkanivani.recipe.planned_step.build_step_parts",),
     }
     for stage, flags, kind in wrong:
         with monkeypatch.context() as patch:
             for name in behind[stage]:
                 patch.setattr(name, _never)
             if stage == "disk":
-                patch.setattr(disk, "free_disk", lambda folder: 0)
+                patch.setattr(preflight, "free_disk", lambda folder: 0)
             started = time.process_time()
             refusal(kind, *corpus.flags(), *run_folders(tmp_path / stage), *flags)
             assert time.process_time() - started < 60  # within the first minute

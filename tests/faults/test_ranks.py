@@ -17,8 +17,7 @@ import torch
 from konkanivani.base.config import DataConfig, RunConfig, TrainConfig
 from konkanivani.base.distributed import ALONE, Topology, read_topology
 from konkanivani.base.errors import UsageError
-from konkanivani.recipe.ranks import take_card
-from konkanivani.recipe.start import check_ranks
+from konkanivani.recipe.preflight import check_ranks, take_card
 from tests.conftest import TINY_MODEL, TRAINER, Corpus, further, read_log, run_folders, run_trainer, well, write_corpus
 from tests.faults.under_torchrun import (
     RankRun,

@@ -131,7 +131,7 @@ def test_a_signal_breaks_off_validation_which_is_done_anew_when_the_run_goes_on(
         patched.setattr(evaluation, "recognize", recognize_and_signal)
         train(run)
     assert len(calls) == 1 and run.state.epochs_finished == 0
-    run.locks[0]._file.close()
+    run.storage.locks[0]._file.close()
     train(resumed := build_run(begin_run([*flags, "--resume", "auto"])))
     assert (resumed.state.step, resumed.state.epochs_finished) == (2, 1)
     assert [record["utterances"] for record in read_log(tmp_path, "validation")] == [5]

@@ -9,10 +9,10 @@ from konkanivani.base.distributed import ALONE, Topology
 from konkanivani.data.batch import Example, GlobalBatch
 from konkanivani.data.batching import same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.build_step import StateLayout, build_step_parts
+from konkanivani.planning.tensors import LiveBytes
+from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts, train_step
 
 VOCAB_SIZE = 20

@@ -79,7 +79,7 @@ def step_within(growth: float, parts: StepParts, cut: GlobalBatch, path: Path) -
             report = train_step(parts, cut, step=3)
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))
             weights = {name: p.detach() for name, p in parts.model.named_parameters()}
-            taken, in_backward = memory_bytes("VmPeak") - before, parts.forward.monitor.has_failed_in_backward()
+            taken, in_backward = memory_bytes("VmPeak") - before, parts.monitor.has_failed_in_backward()
             torch.save(vars(Outcome(taken, report.splits, in_backward, report.loss, weights)), path)
             code = 0
         except ResourceError:
@@ -92,7 +92,7 @@ def step_within(growth: float, parts: StepParts, cut: GlobalBatch, path: Path) -
 def compare(recompute: str, cut: GlobalBatch, folder: str) -> dict[str, float | bool]:
     """Compare both steps with this recomputation mode."""
     parts = double_parts(SHAPES[recompute], recompute)
-    parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, monitor=PhaseNames()))
+    parts = dataclasses.replace(parts, monitor=PhaseNames())
     undisturbed = step_within(math.inf, parts, cut, Path(folder) / "undisturbed.pt")
     split = step_within(SHARES[recompute] * undisturbed.growth, parts, cut, Path(folder) / "split.pt")
     return {

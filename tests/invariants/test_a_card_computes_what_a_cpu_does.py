@@ -12,7 +12,7 @@ import torch
 from konkanivani.base.config import MemoryConfig, TrainConfig
 from konkanivani.decoding.ctc import argmax_tokens
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.build_step import StateLayout, build_step_parts
+from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts, train_step
 from tests.invariants.parts import (
     CPU,

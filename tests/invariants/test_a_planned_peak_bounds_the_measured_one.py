@@ -11,9 +11,9 @@ from konkanivani.data.batching import same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cuda_costs
-from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.planning.tracer import BatchShape
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 from tests.conftest import crossed, further
 from tests.invariants.parts import measured_peak
@@ -93,9 +93,9 @@ def test_on_cuda_the_plan_bounds_what_the_allocator_gave(policy, half):
     costs = cuda_costs("this card", torch.cuda.get_device_capability())
     parts, global_batch = parts_of(config, POLICIES[policy], device), global_batch_of((8.0, 8.0), 1)
     train_step(parts, global_batch, 0)
-    parts.forward.monitor.report()
+    parts.monitor.report()
     train_step(parts, global_batch, 1)
-    measured = max(phase.peak_mib for phase in parts.forward.monitor.report()) * 2**20
+    measured = max(phase.peak_mib for phase in parts.monitor.report()) * 2**20
     planned = tracer_of(config, costs).trace(BatchShape(1, 8.0, 10), POLICIES[policy]).bytes + costs.workspace
     assert measured <= planned <= 1.1 * measured + 32 * 2**20
 

@@ -12,12 +12,12 @@ from konkanivani.base.flags import parse_args
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
-from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.architecture import architecture_of
+from konkanivani.planning.tracer import BatchShape
+from konkanivani.planning.traces import build_tracer
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.recipe.train import train_and_report
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.gradient import local_gradient
 from konkanivani.training.step import GradientTask, StepParts, forward_and_backward
 from tests.conftest import TINY_MODEL, read_log, run_folders, run_script, well, write_corpus

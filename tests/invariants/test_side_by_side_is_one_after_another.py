@@ -15,11 +15,11 @@ import torch
 from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.data.batch import Batch, Example, GlobalBatch, collate, order_for_concurrency
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.losses import LossCounts, LossSums, Objective
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.planning.tensors import LiveBytes
 from konkanivani.training import step
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.concurrent import OrderedAccumulation, map_ordered
 from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step

@@ -11,11 +11,11 @@ from konkanivani.base.errors import CheckpointError
 from konkanivani.inference.speech_model import build_speech_model
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
-from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.architecture import architecture_of
+from konkanivani.planning.tracer import BatchShape
+from konkanivani.planning.traces import build_tracer
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import load_evaluation_model
-from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train

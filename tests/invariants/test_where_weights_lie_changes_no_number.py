@@ -15,13 +15,13 @@ from konkanivani.base.config import MemoryConfig, TrainConfig
 from konkanivani.decoding.decode import Decode
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cuda_costs
-from konkanivani.memory.tracer import BatchShape
 from konkanivani.memory.weights import placement as placements
 from konkanivani.memory.weights.fetching import WeightPrefetcher
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.build_step import StateLayout, build_step_parts
-from konkanivani.recipe.planning.tracing import build_tracer
+from konkanivani.planning.tracer import BatchShape
+from konkanivani.planning.traces import build_tracer
+from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.optimizer import set_learning_rate
 from konkanivani.training.step import StepParts
 from konkanivani.training.validation import recognize

@@ -22,7 +22,7 @@ from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import DIMENSIONS, TWINS, name_in_file
 from konkanivani.model.whisper.network import Whisper
 from konkanivani.model.whisper.shape import WhisperShape
-from konkanivani.recipe.build_step import StateLayout, build_step_parts
+from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
 from tests.conftest import WORDS
 from tests.invariants.parts import CPU, VOCAB_SIZE, global_batch, speeches

@@ -19,16 +19,16 @@ from konkanivani.decoding.decode import greedy_decode
 from konkanivani.inference.whisper.export import TunedWhisper
 from konkanivani.inference.whisper.pretrained import PretrainedWhisper
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.blocks import run_directly
 from konkanivani.model.flops import step_flop
 from konkanivani.model.whisper import network
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.export import write_whisper_folder
 from konkanivani.model.whisper.folder import read_whisper_architecture, read_whisper_folder
-from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.recipe.origin import planned_architecture
-from konkanivani.recipe.planning.tracing import build_tracer
+from konkanivani.planning.sizes import planned_architecture
+from konkanivani.planning.tracer import BatchShape
+from konkanivani.planning.traces import build_tracer
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 from tests.invariants.parts import measured_peak, relative_difference
 from tests.starts import parse_flags

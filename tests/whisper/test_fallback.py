@@ -15,9 +15,9 @@ from konkanivani.decoding.decode import BeamDecode
 from konkanivani.inference.whisper import generation
 from konkanivani.inference.whisper.generation import FallbackDecode, compression_ratio, say
 from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
-from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.whisper.network import Whisper
 from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.planning.tensors import LiveBytes
 from tests.conftest import WORDS, further
 from tests.whisper.folders import FRAMES, reference, transformers
 from tests.whisper.test_parity import ours_of

@@ -12,12 +12,12 @@ from konkanivani.data.generation import GenerationRules
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.decoding.decode import BeamDecode
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.live_bytes import LiveBytes
-from konkanivani.memory.tracer import BatchShape, StepTracer
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.shape import WhisperShape
-from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.recipe.planning.tracing import build_tracer
+from konkanivani.planning.tensors import LiveBytes
+from konkanivani.planning.tracer import BatchShape, StepTracer
+from konkanivani.planning.traces import build_tracer
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts
 from konkanivani.training.validation import recognize
 from tests.conftest import crossed, further

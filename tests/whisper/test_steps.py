@@ -12,7 +12,7 @@ from konkanivani.base.config import LossConfig, OptimizerConfig, TrainConfig
 from konkanivani.data.batch import Batch, GlobalBatch, split_batch
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import name_in_file
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 from tests.whisper.folders import KINDS, labels_of, ours_of, reference, spoken
 

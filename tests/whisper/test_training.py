@@ -21,8 +21,8 @@ from konkanivani.model.flops import step_flop
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.front_end import WhisperFrontEnd
 from konkanivani.model.whisper.shape import WhisperShape
-from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.recipe.planning.tracing import build_tracer
+from konkanivani.planning.traces import build_tracer
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.optimizers.build import build_optimizer
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts, train_step
 from tests.invariants.parts import measured_peak, relative_difference

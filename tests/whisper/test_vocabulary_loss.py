@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.whisper import vocabulary_loss
 from konkanivani.model.whisper.network import TiedEmbedding
 from konkanivani.model.whisper.vocabulary_loss import vocabulary_loss_sum
+from konkanivani.planning.tensors import LiveBytes
 
 VOCABULARY = 300
 

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from konkanivani.base.console import count
 from konkanivani.base.errors import CheckpointError
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 
@@ -44,3 +45,13 @@ def _weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
             raise CheckpointError(f"The checkpoint's weight {name!r:.80} is not a tensor. Use another checkpoint.")
         weights[name] = value
     return weights
+
+
+def check_equal(one: Checkpoint, other: Checkpoint, what: str) -> None:
+    """Raise a CheckpointError if two states differ in any bit."""
+    found = differences(one, other)
+    if found:
+        raise CheckpointError(
+            f"{what}: {count(len(found), 'value', 'differs/differ')}, first {found[0]}. Check the disk and memory of "
+            "this machine; if they are fine, report this as a bug."
+        )

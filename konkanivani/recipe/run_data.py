@@ -1,41 +1,37 @@
-"""Speech of a run: manifests checked against the limits, the tokenizer of their texts, and evaluation batches."""
+"""Data of a run: manifests checked against the limits, and their training and evaluation sets."""
 
 import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from konkanivani.base.auto_defaults import CorpusSize, as_stored, decisions, resolve, resolved
+from konkanivani.base.auto_defaults import resolved
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import count, duration_words, say
 from konkanivani.base.distributed import broadcast_from_rank0
 from konkanivani.base.errors import ErrorCollector
-from konkanivani.base.flags import config_from_text
 from konkanivani.base.units import parse_share
 from konkanivani.data.batching import EpochPlanner, choose_subset, plan_evaluation
 from konkanivani.data.checking import Limits, check_any_usable, check_utterances, evaluation_limits, training_limits
 from konkanivani.data.dataset import EvalDataset, TrainDataset
 from konkanivani.data.fingerprint import Fingerprint, make_fingerprint
-from konkanivani.data.format_characters import ZWJ, FormatCharacterCount
 from konkanivani.data.loader.workers import LoaderConfig
-from konkanivani.data.manifest import Manifest, iterate_texts, measure_corpus_size, no_text, read_manifest
+from konkanivani.data.manifest import Manifest, measure_corpus_size, read_manifest
 from konkanivani.data.noise_reverb import NoiseReverb, read_noise_reverb
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.selection import Selection
-from konkanivani.data.text import Digits, normalize_text, train_tokenizer
+from konkanivani.data.text import Digits
 from konkanivani.data.vocabulary import Vocabulary
-from konkanivani.inference.speech_model import load_tokenizer
 from konkanivani.model.architecture import Architecture
-from konkanivani.recipe.corpus import check_corpus, check_spelling, keeps_tokens, warn_of_shared
-from konkanivani.recipe.planning.plan import SpeechSizes
-from konkanivani.recipe.start import Start
+from konkanivani.recipe.resume import check_corpus
+from konkanivani.recipe.run_tokenizer import check_spelling, choose_tokenizer, normalized_texts, say_removed
+from konkanivani.recipe.startup import Start, settle
 from konkanivani.training.validation import EvaluationSet
 
+WARNED_OF = 0.05  # a smaller share may come from two corpora that number their files alike
 
-@dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True)
 class RunData:
     """Training and validation sets of a run, the tokenizer, and the rejected utterances.
 
@@ -120,35 +116,6 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     return RunData(config, corpus, tokenizer, training, validation, rejections, test_utterances)
 
 
-def say_removed(manifests: list[Manifest], tokenizer: Vocabulary) -> None:
-    """Print one line that counts the format characters that the tokenizer drops from the transcripts, if any."""
-    removed = FormatCharacterCount()
-    for manifest in manifests:
-        removed.add_all(manifest.index.format_characters)
-    # The tokenizer is probed for whether it keeps zero-width joiners.
-    sentence = removed.sentence(keeps_joiners=ZWJ in tokenizer.normalize(f"क{ZWJ}क", "keep"))
-    if sentence:
-        say(sentence)
-
-
-def settle(start: Start, amount: CorpusSize) -> Start:
-    """Return the start with automatic settings resolved for this amount of speech, and print them.
-
-    Weights of --init_from keep their tokenizer type unless --new_tokenizer is given.
-    """
-    config = asked = start.config
-    used = asked.data.train_subset / 100
-    hours = amount.hours * used
-    utterances = round(amount.utterances * used)
-    amount = dataclasses.replace(amount, hours=hours, utterances=utterances, ranks=start.topology.world_size)
-    if start.initial and not config.tuning.new_tokenizer:
-        config = as_stored(config, config_from_text(start.initial.config), names=("tokenizer_type",))
-    config = resolve(config, amount)
-    if decided := decisions(asked, config):
-        say(f"Automatic settings for {duration_words(amount.hours)} of speech: {decided}")
-    return dataclasses.replace(start, config=config)
-
-
 def _read(path: str | None, named_roots: tuple[str, ...], problems: ErrorCollector) -> Manifest | None:
     """Return the manifest; None if no path is given or, with the error added to `problems`, if it cannot be read."""
     if path is not None:
@@ -157,25 +124,17 @@ def _read(path: str | None, named_roots: tuple[str, ...], problems: ErrorCollect
     return None
 
 
-def choose_tokenizer(start: Start, manifest: Manifest) -> Vocabulary:
-    """Return the tokenizer of the checkpoint or the pretrained folder, else train one on the manifest's texts."""
-    if start.resumed:
-        return load_tokenizer(start.resumed)
-    if start.pretrained:
-        return start.pretrained.vocabulary(start.config.pretrained)
-    text = start.config.text
-    texts = list(normalized_texts(manifest, text.digits))
-    # An empty corpus is an error even if the tokenizer is a checkpoint's.
-    if not texts:
-        raise no_text(manifest)
-    if start.initial is not None and keeps_tokens(start):
-        return load_tokenizer(start.initial)
-    return train_tokenizer(texts, resolved(text.tokenizer_type), text.vocab_size)
-
-
-def normalized_texts(manifest: Manifest, digits: Digits) -> Iterator[str]:
-    """Yield the normalised transcripts of the manifest that are not empty."""
-    return filter(None, (normalize_text(text, digits) for text in iterate_texts(manifest)))
+def warn_of_shared(corpus: Fingerprint, *others: Manifest | None) -> None:
+    """Warn about manifests that share utterances with the training set: their error rates are too optimistic."""
+    for other in others:
+        if other is None:
+            continue
+        shared = corpus.shared(make_fingerprint(other))
+        if shared >= WARNED_OF:
+            say(
+                f"{shared:.0%} of the utterances of {other.path} are also in the training set, so its error "
+                "rates are too optimistic. inspect_data.py lists them."
+            )
 
 
 def build_training_speech(
@@ -214,12 +173,6 @@ def choose_usable(
     rejections.add_many(left_out)
     check_any_usable(kept, left_out)
     return kept
-
-
-def speech_sizes(utterances: Selection, slowest: float, more: int = 0) -> SpeechSizes:
-    """Return the sizes of the utterances at the slowest speed, with `more` additional tokens each."""
-    # Token counts are uint16: widen them before the addition.
-    return SpeechSizes(utterances, utterances.durations / slowest, utterances.tokens.astype(np.int64) + more)
 
 
 def build_evaluation_set(

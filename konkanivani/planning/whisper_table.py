@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from konkanivani.base.auto_defaults import resolve
 from konkanivani.base.config import AUTO, TrainConfig, TuningConfig
 from konkanivani.memory.devices import DeviceCosts
-from konkanivani.memory.planner import ALWAYS, Planner
-from konkanivani.memory.tracer import BatchShape
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.shape import WhisperShape
-from konkanivani.recipe.planning.request import two_processes
-from konkanivani.recipe.planning.tracing import kept_traces
+from konkanivani.planning.planner import ALWAYS, Planner
+from konkanivani.planning.report import two_processes
+from konkanivani.planning.tracer import BatchShape
+from konkanivani.planning.traces import kept_traces
 
-# Width, heads, blocks of the encoder and of the decoder, inner width, mel bands, tokens (Radford et al., 2022).
+# Width, heads, blocks of the encoder and of the decoder, inner width, mel bands,
+# tokens (Radford et al., 2022).
 SIZES = {
     "tiny": WhisperShape(384, 6, 4, 4, 1536, 80, 51_865),
     "base": WhisperShape(512, 8, 6, 6, 2048, 80, 51_865),

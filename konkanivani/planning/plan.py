@@ -1,4 +1,4 @@
-"""Memory plan of a run, computed from its utterances, settings and device, or restored from the checkpoint."""
+"""Memory plan of a run: from its utterances, settings and device, or from its checkpoint."""
 
 import dataclasses
 import zlib
@@ -14,17 +14,17 @@ from konkanivani.base.config import AUTO, TrainConfig
 from konkanivani.base.console import count
 from konkanivani.base.errors import ResourceError, UsageError
 from konkanivani.base.units import budget_text, parse_budget, peak_text
+from konkanivani.data.selection import Selection
 from konkanivani.data.utterance import Utterances
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
-from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
-from konkanivani.memory.tracer import BatchShape, Peak
 from konkanivani.memory.weights.placement import ON_CARD, Placement, choose_placement
 from konkanivani.model.architecture import Architecture
-from konkanivani.recipe.build_step import choose_concurrency, memory_conditions
-from konkanivani.recipe.planning.ranks import Ranks, costs_per_rank
-from konkanivani.recipe.planning.state import check_host, check_state, device_costs, fits
-from konkanivani.recipe.planning.tracing import kept_traces
+from konkanivani.planning.planner import ALWAYS, NEVER, Planner, plan_bucket
+from konkanivani.planning.sizes import Ranks, check_host, check_state, costs_per_rank, device_costs, fits
+from konkanivani.planning.tracer import BatchShape, Peak
+from konkanivani.planning.traces import kept_traces
+from konkanivani.training.build_step import choose_concurrency, memory_conditions
 
 BUCKET_RATIO = 0.7  # between the longest utterances of neighbouring buckets
 MAX_BUCKETS = 8
@@ -40,6 +40,12 @@ class SpeechSizes:
     utterances: Utterances
     seconds: np.ndarray
     tokens: np.ndarray
+
+
+def speech_sizes(utterances: Selection, slowest: float, more: int = 0) -> SpeechSizes:
+    """Return the sizes of the utterances at the slowest speed, with `more` additional tokens each."""
+    # Token counts are uint16: widen them before the addition.
+    return SpeechSizes(utterances, utterances.durations / slowest, utterances.tokens.astype(np.int64) + more)
 
 
 def resolve_plan(

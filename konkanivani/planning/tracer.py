@@ -1,35 +1,37 @@
 """Peak memory of a training step, measured by running the step on tensors without data.
 
-The actual training step runs on tensors that have a shape but no data (shapes.py), and the bytes of all live storages
+The actual training step runs on tensors that have a shape but no data (tensors.py), and the bytes of all live storages
 are counted at each operation, so that no separate memory model has to match the code. For a CUDA GPU, sizes are rounded
-as its allocator does, and autocast is made to behave as on CUDA; costs that a trace cannot see are in devices.py.
+as its allocator does, and autocast is made to behave as on CUDA; costs that a trace cannot see are in DeviceCosts.
 """
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
 from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.data.batch import Batch, GlobalBatch, largest_batch
 from konkanivani.decoding.ctc import argmax_tokens
-from konkanivani.decoding.decode import Decode
 from konkanivani.decoding.network import Network, decoder_of
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
-from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.plan import model_state_bytes
-from konkanivani.memory.shapes import CARD, HOST, Shapes
-from konkanivani.model.architecture import Architecture
-from konkanivani.model.asr import SpeechNetwork, trained_parameters
+from konkanivani.model.asr import trained_parameters
 from konkanivani.model.cache import FIRST_ROOM
 from konkanivani.model.encoder import Encoder
 from konkanivani.model.front_end import FeatureExtractor
+from konkanivani.planning.tensors import TRACED_DEVICE, TRACED_HOST, LiveBytes, Shapes
+from konkanivani.training.gradient import local_gradient
+from konkanivani.training.optimizer import Optimizer
+from konkanivani.training.step import StepParts, train_step
+from konkanivani.training.validation import recognize
 
 
 @dataclass(frozen=True)
@@ -65,80 +67,45 @@ class Peak:
         return dataclasses.replace(self, forward=forward, backward=backward)
 
 
-class TracedParts(Protocol):
-    """Parts of a training step that a trace uses; a dataclass with a field `read`, the function for device reads."""
-
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-
-    @property
-    def architecture(self) -> Architecture:
-        """Architecture of the model."""
-
-    @property
-    def model(self) -> SpeechNetwork:
-        """The model."""
-
-    @property
-    def forward(self) -> Any:
-        """The forward pass, a dataclass."""
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer."""
-
-    def state_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that persist between steps."""
-
-
-Parts = TypeVar("Parts", bound=TracedParts)
-
-
-@dataclass(frozen=True)
-class TracedStep(Generic[Parts]):
-    """Functions to trace. They are parameters because this package does not import the training step.
-
-    `build` creates the parts on a CPU from a front end, `train` runs a step on a global batch, `recognize` decodes a
-    batch.
-    """
-
-    build: Callable[[FeatureExtractor], Parts]
-    train: Callable[[Parts, GlobalBatch, int], object]
-    recognize: Callable[[Any, Batch, Decode], object]
-
-
-class StepTracer(Generic[Parts]):
+class StepTracer:
     """Tracer of one model's steps for one device. Building it takes a second, a trace a tenth of a second or more."""
 
-    def __init__(self, step: TracedStep[Parts], front_end: torch.nn.Module, costs: DeviceCosts) -> None:
-        """Build the step's parts inside the tracing mode; `front_end` is a real module."""
+    def __init__(
+        self, build: Callable[[FeatureExtractor], StepParts], front_end: torch.nn.Module, costs: DeviceCosts
+    ) -> None:
+        """Build the step inside the tracing mode.
+
+        Args:
+            build: returns the parts of the step, on the traced device, with the front end that it is given.
+            front_end: a real module, which is copied.
+        """
         self._mode = Shapes()
-        self._step = step
         self.costs = costs
-        # A copy, because its buffers are replaced by tensors without data.
         front_end = copy.deepcopy(front_end).cpu()
         with self._mode:
             for module in front_end.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, self._mode.from_tensor(buffer))
-            parts = step.build(front_end)
-            gradients = [torch.empty_like(parameter) for parameter in trained_parameters(parts.model)]
+            parts = build(front_end)
+            # Every micro-batch but a step's first one finds gradients, and takes more memory than the first one.
+            for parameter in trained_parameters(parts.model):
+                parameter.grad = torch.empty_like(parameter)
         encoder = parts.model.encoder
         # A CPU skips padding by packing, a GPU pads. Packed as one utterance takes the same memory in fewer operators.
         if isinstance(encoder, Encoder):
             encoder.packs = not costs.is_cuda
             encoder.packs_as_one = True
-        # State of a micro-batch after the first one: gradients exist and stay allocated, so that zero_grad must not
-        # drop them.
-        parts.optimizer.zero_grad = lambda: None
-        for parameter, gradient in zip(trained_parameters(parts.model), gradients, strict=True):
-            parameter.grad = gradient
         # The trace uses a CPU's autocast, which runs layer norms in half precision; CUDA's runs them in fp32.
         if costs.is_cuda and parts.forward.amp_dtype is not None:
             for module in parts.model.modules():
                 if isinstance(module, torch.nn.LayerNorm):
-                    module.__class__ = LayerNormInFull
-        # A tensor without data has no values to read: .item() and .tolist() would fail.
-        self._parts = dataclasses.replace(parts, read=lambda numbers: [0.0] * numbers.numel())
+                    module.register_forward_pre_hook(_cast_input_to_fp32)
+        self._parts = dataclasses.replace(
+            parts,
+            optimizer=_OptimizerWithoutReset(parts.optimizer),
+            # A tensor without data has no values to read: .item() and .tolist() would fail.
+            compute_gradient=functools.partial(local_gradient, read=_read_zeros),
+        )
 
     @property
     def blocks(self) -> int:
@@ -168,12 +135,10 @@ class StepTracer(Generic[Parts]):
     def trace_global_batch(self, global_batch: GlobalBatch, recompute: RecomputePolicy) -> Peak:
         """Trace a step over a global batch of real or traced tensors; of its inputs, count only the largest."""
         live, host = self._counted()
-        phases = _Phases(live)
+        phases = _TracedPhases(live)
         # One micro-batch at a time: the planner adds up concurrent ones.
-        forward = dataclasses.replace(
-            self._parts.forward, recompute=recompute, monitor=phases, concurrent_micro_batches=1
-        )
-        parts = dataclasses.replace(self._parts, forward=forward)
+        forward = dataclasses.replace(self._parts.forward, recompute=recompute, concurrent_micro_batches=1)
+        parts = dataclasses.replace(self._parts, forward=forward, monitor=phases)
         for counted in (live, host):
             self._count_state(counted, with_gradients=True)
         with self._mode:
@@ -181,8 +146,8 @@ class StepTracer(Generic[Parts]):
             inputs = [batch.tensors() for batch in batches]
             live.count(tensor for tensors in inputs for tensor in tensors)
             sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in inputs]
-            with live, host if parts.forward.weights else nullcontext():
-                self._step.train(parts, dataclasses.replace(global_batch, micro_batches=batches), 0)
+            with live, host if parts.forward.weights else contextlib.nullcontext():
+                train_step(parts, dataclasses.replace(global_batch, micro_batches=batches), 0)
         # All inputs were counted, but in training only one micro-batch is on the device at a time.
         others = sum(sizes) - max(sizes)
         return Peak(
@@ -200,16 +165,18 @@ class StepTracer(Generic[Parts]):
         """Return the peak bytes of recognising a batch, weights and optimizer state included, without gradients."""
         live, _ = self._counted()
         self._count_state(live, with_gradients=False)
-        forward = dataclasses.replace(self._parts.forward, monitor=_Phases(live))
+        forward = self._parts.forward
         forward.model.eval()
         batch = self._batch(shape)
         with self._mode, torch.no_grad(), live, forward.decoder_on_device():
-            self._step.recognize(forward, batch, _greedy_on_the_device)
+            recognize(forward, batch, _greedy_on_the_device)
         return live.peak
 
     def _counted(self) -> tuple[LiveBytes, LiveBytes]:
         """Return byte counters of the device and of host memory; a CPU counts both as the device."""
-        return LiveBytes(self.costs.rounding, CARD if self.costs.is_cuda else None), LiveBytes(place=HOST)
+        return LiveBytes(self.costs.rounding, TRACED_DEVICE if self.costs.is_cuda else None), LiveBytes(
+            place=TRACED_HOST
+        )
 
     def _count_state(self, live: LiveBytes, with_gradients: bool) -> None:
         live.count(self._parts.state_tensors())
@@ -241,17 +208,44 @@ class StepTracer(Generic[Parts]):
             )
 
 
-class _Phases:
-    """Replacement of the memory monitor that records the traced peak of each phase in bytes."""
+class _TracedPhases(MemoryMonitor):
+    """Memory monitor that records the traced peak of each phase in bytes."""
 
     def __init__(self, live: LiveBytes) -> None:
+        super().__init__(TRACED_DEVICE, empty_cache_interval=0)
         self.peaks: dict[str, int] = {}
         self._live = live
 
     def end_phase(self, phase: str) -> None:
+        """Attribute the peak since the last call to `phase`."""
         self.peaks[phase] = max(self.peaks.get(phase, 0), self._live.restart_peak())
 
-    def maybe_empty_cache(self) -> None: ...
+
+class _OptimizerWithoutReset(Optimizer):
+    """An optimizer whose gradients stay allocated, as they do from one micro-batch of a step to the next."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        # Not the base class's constructor, which would allocate the state once more.
+        self._optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+        self.workspace = optimizer.workspace
+
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        self._optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Keep the gradients."""
+
+
+def _read_zeros(numbers: torch.Tensor) -> list[float]:
+    return [0.0] * numbers.numel()
+
+
+def _cast_input_to_fp32(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Cast the input of a layer norm under autocast, as CUDA's autocast does; a forward pre-hook."""
+    return tuple(tensor.float() for tensor in inputs) if torch.is_autocast_enabled("cpu") else inputs
 
 
 def _greedy_on_the_device(model: Network, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
@@ -271,10 +265,3 @@ def _greedy_on_the_device(model: Network, encoded: torch.Tensor, encoded_lengths
         decoder.output(decoder.step(tokens, cache)).double().log_softmax(dim=-1)
         cache.length = max(FIRST_ROOM, 2 * cache.length - 2)  # next length at which the cache has to be enlarged
     return []
-
-
-class LayerNormInFull(torch.nn.LayerNorm):
-    """Layer norm that computes in fp32 under autocast on a CPU, as CUDA's autocast does."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.float() if torch.is_autocast_enabled("cpu") else x)

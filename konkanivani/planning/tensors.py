@@ -1,23 +1,29 @@
-"""Tensors without data: a shape, a layout and a storage that takes no memory, on the GPU or on the host.
+"""Tensors without data, and a count of live tensor bytes, from which the planner takes the peaks of a step.
 
-During tracing, GPU tensors are placed on `cpu` and host tensors on `meta`.
+A tensor without data has a shape, a layout and a storage that takes no memory. It is on the traced device or, if its
+data would be in host memory beside a GPU, on the traced host.
 
 The result of an operation is computed on the meta device, once per combination of layouts: the blocks of a model are
 alike. If the layout depends on a CPU kernel, PyTorch's FakeTensor computes it, which takes a millisecond, ten times as
 much as the meta device. Views are computed on the meta tensor that holds the storage.
 """
 
-from collections.abc import Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 META = torch.device("meta")
-CARD = torch.device("cpu")
-HOST = META
+# Labels of the traced tensors. The traced GPU need not exist on this machine, and PyTorch refuses CUDA's autograd and
+# autocast without one. So the device is labelled `cpu`, whatever it is, and host memory beside a GPU `meta`.
+TRACED_DEVICE = torch.device("cpu")
+TRACED_HOST = META
 # No meta kernel exists for the backward pass of CTC: its result has the layout of the log probabilities.
 CTC_BACKWARD = torch.ops.aten._ctc_loss_backward.default
 # Convolutions may return channels-last layouts, and a half-precision layer norm chooses the dtype of its statistics.
@@ -42,7 +48,7 @@ class Shape(torch.Tensor):
         raise RuntimeError(f"{operation} was called on tensors without data outside of their mode.")
 
 
-def shape_of(meta: torch.Tensor, device: torch.device = CARD) -> Shape:
+def shape_of(meta: torch.Tensor, device: torch.device = TRACED_DEVICE) -> Shape:
     """Wrap a tensor of the meta device in a Shape that reports `device`."""
     made = torch.Tensor._make_wrapper_subclass(
         Shape, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=device
@@ -131,7 +137,7 @@ def _place_of(args: Sequence[object]) -> torch.device:
                 if tensor.dim():
                     return tensor.device
                 place = place or tensor.device
-    return place or CARD
+    return place or TRACED_DEVICE
 
 
 def _inner(value: object, given: dict[int, Shape]) -> object:
@@ -187,3 +193,59 @@ def _laid_out(layout: object, device: torch.device) -> object:
         # A new storage for each call: only the layout is cached.
         return shape_of(torch.empty_strided(size, stride, dtype=dtype, device=META), device)
     return [_laid_out(one, device) for one in layout] if isinstance(layout, list) else layout
+
+
+class LiveBytes(TorchDispatchMode):
+    """Dispatch mode that counts each storage returned by an operation until it is freed.
+
+    `live` and `peak` are bytes; each storage is rounded up to a multiple of `rounding`, as in an allocator. Views and
+    in-place results share a storage and count once. With `place`, only tensors on that device count. Workspaces inside
+    of kernels are not counted. Storages from before the mode have to be passed to `count`.
+    """
+
+    def __init__(self, rounding: int = 1, place: torch.device | None = None) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._rounding = rounding
+        self._place = place
+        self._sizes: dict[int, int] = {}
+        # Storages may be freed by another thread, or by the garbage collector during a count.
+        self._counting = threading.RLock()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise each operation passes through a wrapper of torch.compile
+
+    def count(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count the storages of these tensors, unless they are already counted."""
+        for tensor in tensors:
+            if self._place is not None and tensor.device != self._place:
+                continue
+            storage = tensor.untyped_storage()
+            size = -(-storage.nbytes() // self._rounding) * self._rounding
+            with self._counting:
+                if storage._cdata in self._sizes:
+                    continue
+                self._sizes[storage._cdata] = size
+                self.live += size
+                self.peak = max(self.peak, self.live)
+            # PyTorch keeps the Python object of a storage alive while C++ (for example autograd) holds the storage.
+            weakref.finalize(storage, self._forget, storage._cdata).atexit = False
+
+    def restart_peak(self) -> int:
+        """Return the peak in bytes since the last call and restart it at the live bytes."""
+        peak = self.peak
+        self.peak = self.live
+        return peak
+
+    def _forget(self, address: int) -> None:
+        with self._counting:
+            self.live -= self._sizes.pop(address)
+
+    def __torch_dispatch__(
+        self, operation: Callable, types: tuple, args: tuple = (), kwargs: Mapping | None = None
+    ) -> object:
+        result = operation(*args, **(kwargs or {}))
+        leaves = (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
+        self.count(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return result

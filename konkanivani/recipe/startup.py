@@ -1,22 +1,27 @@
-"""Start of a run: resolve its command line, read the checkpoint that it names, lock its folders."""
+"""Start of a run: resolve its command line, read the checkpoint or pretrained model that it names, lock its folders."""
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.base.config import RunConfig, TrainConfig
-from konkanivani.base.console import Report, count, say, silent
+from konkanivani.base.auto_defaults import CorpusSize, as_stored, decisions, resolve
+from konkanivani.base.config import AUTO, RunConfig, TrainConfig
+from konkanivani.base.console import Report, count, duration_words, say, silent
 from konkanivani.base.device import choose_device, choose_precision
 from konkanivani.base.distributed import ALONE, Topology, broadcast_from_rank0
 from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.flags import CommandLine, check_idle_flags, config_from_text, contradictions
-from konkanivani.base.rules import settings_of
-from konkanivani.inference.pretrained import Pretrained
+from konkanivani.base.rules import settings_of, with_values
+from konkanivani.inference.pretrained import (
+    Origin,
+    Pretrained,
+    check_base_is_there,
+    read_pretrained,
+    restored_architecture,
+)
 from konkanivani.inference.speech_model import settings_of_weights
-from konkanivani.model.architecture import Architecture
-from konkanivani.recipe.disk import check_disk
-from konkanivani.recipe.origin import architecture_for, begin_pretrained, resume_pretrained
-from konkanivani.recipe.paths import check_paths, named_manifests
+from konkanivani.model.architecture import Architecture, architecture_of
+from konkanivani.recipe.preflight import check_disk, check_paths, check_ranks, named_manifests
 from konkanivani.recipe.run_folders import take_log_folder
 from konkanivani.training.checkpoint.checkpoint import PRETRAINED_STATE, Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
@@ -80,29 +85,6 @@ def resolve_start(asked: CommandLine, report: Report = silent, topology: Topolog
     return dataclasses.replace(found or sent, topology=topology)
 
 
-def check_ranks(asked: TrainConfig, topology: Topology) -> None:
-    """Raise a UsageError if the ranks cannot train with these flags.
-
-    The global batch needs at least one utterance per rank, and torchrun --max_restarts needs --resume auto.
-    """
-    run = asked.run
-    problems = []
-    if asked.global_batch_size < topology.world_size:
-        problems.append(
-            f"the effective batch is {count(asked.global_batch_size, 'utterance')}, fewer than the "
-            f"{topology.world_size} ranks: use a larger --batch_size or --gradient_accumulation_steps, or "
-            "fewer ranks"
-        )
-    if topology.max_restarts and (run.fresh or run.resume not in (None, "auto")):
-        flag = "--fresh" if run.fresh else f"--resume {run.resume}"
-        problems.append(
-            f"with torchrun --max_restarts, {flag} would be applied again at each restart: use --resume auto, "
-            "and a --checkpoint_dir that is empty or contains the run to resume"
-        )
-    if problems:
-        raise UsageError(f"These ranks cannot train: {'; '.join(problems)}.")
-
-
 def ask_restarted(asked: CommandLine, topology: Topology) -> CommandLine:
     """Return the command line with --resume auto if torchrun has restarted the ranks and a checkpoint exists."""
     run = asked.config.run
@@ -123,7 +105,7 @@ def _resolve(asked: CommandLine, report: Report) -> Start:
         return _resume_newest(asked, report)
     if config.run.resume:
         return _resume(asked, Path(config.run.resume), read_checkpoint(config.run.resume), report)
-    config, initial, pretrained = _check_beginning(asked, report)
+    config, initial, pretrained = _check_new_run(asked, report)
     # The lock creates the folder: only after all checks.
     lock = _take_folder(config.run)
     folder = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
@@ -132,10 +114,10 @@ def _resolve(asked: CommandLine, report: Report) -> Start:
             f"{folder.directory} contains checkpoints of a run. Resume it with --resume auto, start a new run "
             "with --fresh (they are moved to a separate folder), or choose another --checkpoint_dir."
         )
-    return _begin(config, lock, initial=initial, pretrained=pretrained)
+    return _start_in_folders(config, lock, initial=initial, pretrained=pretrained)
 
 
-def begin_with(asked: CommandLine, path: Path) -> tuple[CommandLine, Checkpoint]:
+def start_from_checkpoint(asked: CommandLine, path: Path) -> tuple[CommandLine, Checkpoint]:
     """Return the command line merged into the settings of the checkpoint at `path`, and that checkpoint."""
     initial = read_checkpoint(path)
     stored = settings_of_weights(initial)
@@ -147,7 +129,7 @@ def begin_with(asked: CommandLine, path: Path) -> tuple[CommandLine, Checkpoint]
     return dataclasses.replace(asked, config=asked.merge_into_init(stored)), initial
 
 
-def _begin(
+def _start_in_folders(
     config: TrainConfig,
     lock: RunLock | None,
     resumed: Checkpoint | None = None,
@@ -162,18 +144,18 @@ def _begin(
     return Start(dataclasses.replace(config, run=logs.run), locks, resumed, path, initial, pretrained)
 
 
-def _check_beginning(asked: CommandLine, report: Report) -> tuple[TrainConfig, Checkpoint | None, Pretrained | None]:
+def _check_new_run(asked: CommandLine, report: Report) -> tuple[TrainConfig, Checkpoint | None, Pretrained | None]:
     """Return the settings of a new run, and its --init_from checkpoint or --pretrained model, if any."""
     initial = None
     if asked.config.run.init_from:
         check_paths(asked.config)
-        asked, initial = begin_with(asked, Path(asked.config.run.init_from))
-    config, pretrained = begin_pretrained(asked.config)
-    _check_places(config, architecture_for(config, config.text.vocab_size, pretrained), report)
+        asked, initial = start_from_checkpoint(asked, Path(asked.config.run.init_from))
+    config, pretrained = start_pretrained(asked.config)
+    _check_paths_and_disk(config, architecture_for(config, config.text.vocab_size, pretrained), report)
     return config, initial, pretrained
 
 
-def _check_places(config: TrainConfig, architecture: Architecture, report: Report) -> None:
+def _check_paths_and_disk(config: TrainConfig, architecture: Architecture, report: Report) -> None:
     # Raises for precision flags that only torch can check.
     choose_precision(config.memory, choose_device(config.run.device))
     check_paths(config)
@@ -189,10 +171,10 @@ def _resume(
     if "checkpoint_dir" not in asked.explicit:  # a checkpoint resumes in its own folder, wherever it was trained
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, checkpoint_dir=str(path.parent)))
     pretrained = resume_pretrained(asked, config, checkpoint)
-    _check_places(config, architecture_for(config, checkpoint.vocab_size, pretrained, checkpoint), report)
+    _check_paths_and_disk(config, architecture_for(config, checkpoint.vocab_size, pretrained, checkpoint), report)
     lock = lock or _take_folder(config.run)
     _check_folder_is_its_own(path, Path(config.run.checkpoint_dir))
-    return _begin(config, lock, checkpoint, path, pretrained=pretrained)
+    return _start_in_folders(config, lock, checkpoint, path, pretrained=pretrained)
 
 
 def _resume_newest(asked: CommandLine, report: Report) -> Start:
@@ -206,9 +188,9 @@ def _resume_newest(asked: CommandLine, report: Report) -> Start:
             return _resume(asked, *found, report, lock)
         # A new run after all: the flags of a run that starts are checked now.
         check_idle_flags(asked.config, asked.explicit)
-        config, initial, pretrained = _check_beginning(asked, report)
+        config, initial, pretrained = _check_new_run(asked, report)
         say(f"No checkpoint in {folder}: starting a new run.")
-        return _begin(config, lock, initial=initial, pretrained=pretrained)
+        return _start_in_folders(config, lock, initial=initial, pretrained=pretrained)
 
 
 def _take_folder(run: RunConfig) -> RunLock | None:
@@ -268,3 +250,74 @@ def _check_folder_is_its_own(resumed: Path, folder: Path) -> None:
             f"{resumed} is not in {folder}, and resuming would overwrite the checkpoints there. Move it there "
             "(and resume it there), or choose an empty --checkpoint_dir."
         )
+
+
+def start_pretrained(config: TrainConfig) -> tuple[TrainConfig, Pretrained | None]:
+    """Read the folder of --pretrained, if given, and return the settings completed by it (language, learning rate).
+
+    Errors are raised here, before any folder is created: unsupported tuning, a missing language, unusable weights.
+    """
+    if config.pretrained.pretrained is None:
+        return config, None
+    pretrained = read_pretrained(config.pretrained.pretrained)
+    config = dataclasses.replace(config, pretrained=pretrained.settled(config.pretrained))
+    # Built on the meta device and discarded: raises a UsageError if the tuning flags do not fit the model.
+    pretrained.architecture(config.tuning, config.pretrained).build_without_values()
+    tokenizer = pretrained.vocabulary(config.pretrained)
+    if config.pretrained.timestamp_share:
+        # Raises a UsageError if the tokenizer has no timestamp tokens.
+        tokenizer.encode_with_times("", 0.0, None)
+    if config.pretrained.forgetting_language is not None:
+        other = dataclasses.replace(config.pretrained, language=config.pretrained.forgetting_language)
+        pretrained.vocabulary(other)
+    # Reads all weights once and discards them: a damaged file is reported now, not after the data is prepared.
+    pretrained.check_weights()
+    if config.optimizer.learning_rate == AUTO:
+        config = with_values(config, {"learning_rate": pretrained.learning_rate(config.tuning)})
+    return config, pretrained
+
+
+def resume_pretrained(asked: CommandLine, config: TrainConfig, checkpoint: Checkpoint) -> Pretrained | None:
+    """Return the pretrained folder of a resumed run if needed: for frozen weights, or because --pretrained is given.
+
+    Raises a CheckpointError if the folder is missing or holds another model.
+    """
+    if PRETRAINED_STATE not in checkpoint.states:
+        return None
+    if "pretrained" not in asked.explicit:
+        # Without frozen weights the checkpoint is complete, and the folder is not needed.
+        if not restored_architecture(checkpoint, config).has_base:
+            return None
+        check_base_is_there(config, "Put it there, or give its path with --pretrained")
+    pretrained = read_pretrained(config.pretrained.pretrained or "")
+    stored = checkpoint.states[PRETRAINED_STATE]
+    # Checks the parts that are known so far; frozen weights are compared later.
+    Origin(pretrained.description(), str(stored["frozen"]), pretrained.path).load_state_dict(stored)
+    return pretrained
+
+
+def architecture_for(
+    config: TrainConfig, vocab_size: int, pretrained: Pretrained | None = None, resumed: Checkpoint | None = None
+) -> Architecture:
+    """Return the architecture that a run trains; `vocab_size` is used only for a model trained from scratch."""
+    if pretrained is not None:
+        return pretrained.architecture(config.tuning, config.pretrained)
+    return architecture_of(config, vocab_size) if resumed is None else restored_architecture(resumed, config)
+
+
+def settle(start: Start, amount: CorpusSize) -> Start:
+    """Return the start with automatic settings resolved for this amount of speech, and print them.
+
+    Weights of --init_from keep their tokenizer type unless --new_tokenizer is given.
+    """
+    config = asked = start.config
+    used = asked.data.train_subset / 100
+    hours = amount.hours * used
+    utterances = round(amount.utterances * used)
+    amount = dataclasses.replace(amount, hours=hours, utterances=utterances, ranks=start.topology.world_size)
+    if start.initial and not config.tuning.new_tokenizer:
+        config = as_stored(config, config_from_text(start.initial.config), names=("tokenizer_type",))
+    config = resolve(config, amount)
+    if decided := decisions(asked, config):
+        say(f"Automatic settings for {duration_words(amount.hours)} of speech: {decided}")
+    return dataclasses.replace(start, config=config)

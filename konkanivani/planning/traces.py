@@ -1,22 +1,34 @@
-"""Cache of the traced peaks of a model's training steps, in memory and in a file shared by runs.
+"""Traced peaks of a configuration's training step, cached in memory and in a file shared by runs.
 
 A trace is a pure function of the model, the device's costs and the code, so that later runs can reuse it. A damaged
 file is ignored.
 """
 
 import contextlib
+import dataclasses
 import functools
+import hashlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import torch
+
+from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import ResourceError
-from konkanivani.base.files import atomic_write
+from konkanivani.base.files import atomic_write, cache_folder, digest_of_code
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
-from konkanivani.memory.tracer import BatchShape, Peak, StepTracer
+from konkanivani.memory.weights.placement import ON_CARD, Placement
+from konkanivani.model.architecture import Architecture
+from konkanivani.model.front_end import FeatureExtractor
+from konkanivani.model.kernels.products import is_onednn_preferred
+from konkanivani.planning.tensors import TRACED_DEVICE, TRACED_HOST
+from konkanivani.planning.tracer import BatchShape, Peak, StepTracer
+from konkanivani.training.build_step import StateLayout, build_step_parts
+from konkanivani.training.step import StepParts
 
 
 class Traces:
@@ -83,3 +95,52 @@ class Traces:
 
 def _row(value: BatchShape | Peak) -> Iterable[float]:
     return vars(value).values()
+
+
+def build_tracer(
+    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
+) -> StepTracer:
+    """Return a tracer of this configuration's step; with --freeze_steps, of the later and larger step."""
+    tuning = dataclasses.replace(architecture.tuning, freeze_steps=0)
+    architecture = dataclasses.replace(architecture, tuning=tuning)
+    layout = StateLayout(placement=placement, host=TRACED_HOST)
+
+    def build(front_end: FeatureExtractor) -> StepParts:
+        return build_step_parts(config, architecture, TRACED_DEVICE, 1, front_end, layout)
+
+    return StepTracer(build, architecture.build_front_end(config.augment), costs)
+
+
+@contextlib.contextmanager
+def kept_traces(
+    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
+) -> Iterator[Traces]:
+    """Yield the cached traces of this configuration's step, and write them back with the new ones at the end."""
+    blocks = len(architecture.build_without_values().blocks)
+    hop = architecture.framing.encoder_hop
+    traces = Traces(
+        lambda: build_tracer(config, architecture, costs, placement), blocks, costs, hop, architecture.longest_seconds
+    )
+    path = traces_path(config, architecture, costs, placement)
+    if path is None:
+        yield traces
+        return
+    traces.read(path)
+    yield traces
+    traces.read(path)  # merge the traces that other processes have written meanwhile
+    traces.write(path)
+
+
+def traces_path(
+    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
+) -> Path | None:
+    """Return the cache file, named by a digest of everything that the traces depend on; None without a cache folder."""
+    folder = cache_folder()
+    if folder is None:
+        return None
+    precision = config.memory.mixed_precision, config.memory.amp_dtype
+    step = architecture, config.augment, config.loss, config.optimizer, precision
+    device = costs.is_cuda, costs.rounding, is_onednn_preferred()
+    # Any change of the code or of PyTorch may change a trace.
+    depends = repr((step, device, placement, digest_of_code(), torch.__version__))
+    return folder / f"traces_{hashlib.sha256(depends.encode()).hexdigest()[:32]}.json"

@@ -13,8 +13,8 @@ import numpy as np
 from konkanivani.base.lengths import CHUNK_FRAMES, SAMPLE_RATE
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.plan import BucketPlan
-from konkanivani.memory.tracer import BatchShape, Peak
-from konkanivani.memory.traces import Traces
+from konkanivani.planning.tracer import BatchShape, Peak
+from konkanivani.planning.traces import Traces
 
 MAX_SECONDS = 3600.0
 MAX_UTTERANCES = 512

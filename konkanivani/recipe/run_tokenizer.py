@@ -1,57 +1,46 @@
-"""Comparison of a run's corpus with the corpus of its checkpoint, and of its text with the checkpoint's tokenizer."""
+"""Tokenizer of a run: the checkpoint's, the pretrained model's, or one that is trained on the texts of the run."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
+from konkanivani.base.auto_defaults import resolved
 from konkanivani.base.console import say
-from konkanivani.base.errors import CheckpointError, DataError
+from konkanivani.base.errors import DataError
 from konkanivani.base.flags import config_from_text
-from konkanivani.data.fingerprint import Fingerprint, make_fingerprint, read_fingerprint
-from konkanivani.data.manifest import Manifest
+from konkanivani.data.fingerprint import Fingerprint
+from konkanivani.data.format_characters import ZWJ, FormatCharacterCount
+from konkanivani.data.manifest import Manifest, iterate_texts, no_text
+from konkanivani.data.text import Digits, normalize_text, train_tokenizer
 from konkanivani.data.vocabulary import Vocabulary
-from konkanivani.recipe.start import Start
+from konkanivani.inference.speech_model import load_tokenizer
+from konkanivani.recipe.resume import remembered_corpus
+from konkanivani.recipe.startup import Start
 
-MIN_SHARED = 0.5  # share of the smaller corpus's utterances: recordings may have been added and removed
-WARNED_OF = 0.05  # a smaller share may come from two corpora that number their files alike
 MAX_UNKNOWN = 0.005  # share of the tokens
 NAMED_CHARACTERS = 10
 TOLD_BY = 20_000  # texts to check if the corpus seems unchanged: its transcripts may have been corrected
 
 
-def remembered_corpus(start: Start) -> Fingerprint | None:
-    """Return the fingerprint of the checkpoint's corpus; None without a checkpoint, or if an old version wrote it."""
-    state = start.resumed.states.get("corpus") if start.resumed else None
-    return None if state is None else read_fingerprint(state)
+def choose_tokenizer(start: Start, manifest: Manifest) -> Vocabulary:
+    """Return the tokenizer of the checkpoint or the pretrained folder, else train one on the manifest's texts."""
+    if start.resumed:
+        return load_tokenizer(start.resumed)
+    if start.pretrained:
+        return start.pretrained.vocabulary(start.config.pretrained)
+    text = start.config.text
+    texts = list(normalized_texts(manifest, text.digits))
+    # An empty corpus is an error even if the tokenizer is a checkpoint's.
+    if not texts:
+        raise no_text(manifest)
+    if start.initial is not None and keeps_tokens(start):
+        return load_tokenizer(start.initial)
+    return train_tokenizer(texts, resolved(text.tokenizer_type), text.vocab_size)
 
 
-def check_corpus(start: Start, corpus: Fingerprint) -> None:
-    """Raise a CheckpointError if a resumed run has another corpus and --new_corpus is not given."""
-    remembered = remembered_corpus(start)
-    if remembered is None or remembered.shared(corpus) >= MIN_SHARED:
-        return
-    if start.config.run.new_corpus:
-        say(f"Resuming with a different corpus: {corpus.sentence()}, after {remembered.sentence()}.")
-        return
-    raise CheckpointError(
-        f"The run in {start.config.run.checkpoint_dir} was trained on {remembered.sentence()}, but the "
-        f"training manifest now is {corpus.sentence()}. Start a new run with another --checkpoint_dir, or with "
-        "--fresh instead of --resume (existing checkpoints are moved to a separate folder). To resume the old "
-        "run on the new corpus, give --new_corpus."
-    )
-
-
-def warn_of_shared(corpus: Fingerprint, *others: Manifest | None) -> None:
-    """Warn about manifests that share utterances with the training set: their error rates are too optimistic."""
-    for other in others:
-        if other is None:
-            continue
-        shared = corpus.shared(make_fingerprint(other))
-        if shared >= WARNED_OF:
-            say(
-                f"{shared:.0%} of the utterances of {other.path} are also in the training set, so its error "
-                "rates are too optimistic. inspect_data.py lists them."
-            )
+def normalized_texts(manifest: Manifest, digits: Digits) -> Iterator[str]:
+    """Yield the normalised transcripts of the manifest that are not empty."""
+    return filter(None, (normalize_text(text, digits) for text in iterate_texts(manifest)))
 
 
 def keeps_tokens(start: Start) -> bool:
@@ -102,3 +91,14 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, tex
     if start.resumed:
         advice = "Start a new run with --init_from and --new_tokenizer, in another --checkpoint_dir."
     raise DataError(f"{found}. That is more than {MAX_UNKNOWN:.1%}: the model could never output them. {advice}")
+
+
+def say_removed(manifests: list[Manifest], tokenizer: Vocabulary) -> None:
+    """Print one line that counts the format characters that the tokenizer drops from the transcripts, if any."""
+    removed = FormatCharacterCount()
+    for manifest in manifests:
+        removed.add_all(manifest.index.format_characters)
+    # The tokenizer is probed for whether it keeps zero-width joiners.
+    sentence = removed.sentence(keeps_joiners=ZWJ in tokenizer.normalize(f"क{ZWJ}क", "keep"))
+    if sentence:
+        say(sentence)

@@ -62,7 +62,6 @@ def build_forward(
         model=model,
         front_end=front_end or architecture.build_front_end(config.augment).to(device),
         recompute=RecomputePolicy(config.memory.gradient_checkpointing),
-        monitor=MemoryMonitor(device, config.memory.empty_cache_interval),
         device=device,
         amp_dtype=amp_dtype,
         objective=architecture.objective(config.loss),
@@ -99,6 +98,7 @@ def build_step_parts(
         rates=RateSchedule.of_length(total_steps),
         seed=config.run.seed,
         oom_history=OomHistory(memory_conditions(config, architecture, device)),
+        monitor=MemoryMonitor(device, config.memory.empty_cache_interval),
         compute_gradient=sharded_gradient
         if layout.sharded
         else local_gradient
