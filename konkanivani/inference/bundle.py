@@ -27,6 +27,7 @@ from konkanivani.inference.provenance import provenance_of
 from konkanivani.inference.speech_model import SpeechModel, check_finite, is_within_bounds
 from konkanivani.model.architecture import HybridArchitecture
 from konkanivani.model.front_end import described, stored_features
+from konkanivani.model.kernels.passes import optimize
 
 FORMAT = 2
 # Settings that format 1 lacks. A bundle in which all of them have their defaults is written as format 1, which older
@@ -178,6 +179,7 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
         raise ValueError("its weights do not match its dimensions")
     check_finite(str(path), weights)
     model.load_state_dict(weights, assign=True)
+    optimize(model)
     front_end = architecture.build_front_end(AugmentConfig()).to(device)
     source = description.get("provenance")
     digits = config.text.digits

@@ -27,9 +27,9 @@ from konkanivani.memory.plan import model_state_bytes
 from konkanivani.memory.shapes import CARD, HOST, Shapes
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import SpeechNetwork, trained_parameters
-from konkanivani.model.cache import FIRST_ROOM
-from konkanivani.model.encoder import Encoder
+from konkanivani.model.decoder import FIRST_CAPACITY
 from konkanivani.model.front_end import FeatureExtractor
+from konkanivani.model.kernels.packing import PackedEncoder
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class StepTracer(Generic[Parts]):
             gradients = [torch.empty_like(parameter) for parameter in trained_parameters(parts.model)]
         encoder = parts.model.encoder
         # A CPU skips padding by packing, a GPU pads. Packed as one utterance takes the same memory in fewer operators.
-        if isinstance(encoder, Encoder):
+        if isinstance(encoder, PackedEncoder):
             encoder.packs = not costs.is_cuda
             encoder.packs_as_one = True
         # State of a micro-batch after the first one: gradients exist and stay allocated, so that zero_grad must not
@@ -269,7 +269,7 @@ def _greedy_on_the_device(model: Network, encoded: torch.Tensor, encoded_lengths
     most = encoded.shape[1] if math.isinf(decoder.most_tokens) else decoder.most_tokens
     while cache.length < most:
         decoder.output(decoder.step(tokens, cache)).double().log_softmax(dim=-1)
-        cache.length = max(FIRST_ROOM, 2 * cache.length - 2)  # next length at which the cache has to be enlarged
+        cache.length = max(FIRST_CAPACITY, 2 * cache.length - 2)  # next length at which the cache has to be enlarged
     return []
 
 

@@ -19,7 +19,7 @@ from konkanivani.inference.verify import check_bundle, recognize_with
 from konkanivani.model.architecture import HybridArchitecture
 from konkanivani.model.blocks import run_directly
 from konkanivani.model.front_end import FrontEnd, described
-from konkanivani.model.kernels.ctc import BLANK
+from konkanivani.model.losses import BLANK
 from konkanivani.model.kernels.recompute import run_recomputed
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
