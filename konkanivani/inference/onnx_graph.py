@@ -4,6 +4,7 @@ B batch, S samples, T feature frames, T' encoder frames, F mel bins, K DFT bins,
 """
 
 import sys
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,17 +59,22 @@ class MatrixLogMel(torch.nn.Module):
 
 
 class GraphEncoder(Encoder):
-    """Twin of `Encoder` whose lengths are tensors (B,), for export; it always pads."""
+    """Twin of `Encoder` whose lengths are tensors (B,), annotated as Any; it always pads."""
 
-    def feature_padding(self, features: torch.Tensor, feature_lengths: torch.Tensor) -> torch.Tensor | None:  # type: ignore[override]
+    def encode_tensors(self, features: torch.Tensor, feature_lengths: Any) -> torch.Tensor:
+        """Return encoded (B, T', D), all frames in one chunk: a loop would be unrolled for the example's length."""
+        encoded, _, _ = self.with_middle(features, feature_lengths, keep_activations, sys.maxsize)
+        return encoded
+
+    def feature_padding(self, features: torch.Tensor, feature_lengths: Any) -> torch.Tensor | None:
         return beyond(feature_lengths, features.shape[1]) if self.subsampling.is_padded else None
 
-    def frame_padding(self, features: torch.Tensor, feature_lengths: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def frame_padding(self, features: torch.Tensor, feature_lengths: Any) -> torch.Tensor:
         # Attention without any key gives NaN: leave one frame unmasked.
         frames = self.encoded_lengths(feature_lengths).clamp_min(1)
         return beyond(frames, subsampled_length(features.shape[1], self.config.subsampling))
 
-    def encoded_lengths(self, feature_lengths: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def encoded_lengths(self, feature_lengths: Any) -> Any:
         return subsampled_length(feature_lengths, self.config.subsampling)
 
 
@@ -110,6 +116,5 @@ class RecognitionGraph(torch.nn.Module):
             waveforms = with_margins(waveforms, sample_lengths, self.framing)
         features = self.log_mel(waveforms, frames)
         encoded_lengths = subsampled_length(frames, self.subsampling)
-        # All frames in one chunk: a loop over chunks would be unrolled for the length of the example.
-        encoded, _, _ = self.encoder.with_middle(features, frames, keep_activations, sys.maxsize)
+        encoded = self.encoder.encode_tensors(features, frames)
         return self.ctc_head(encoded).log_softmax(dim=-1), encoded_lengths

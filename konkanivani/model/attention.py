@@ -32,6 +32,9 @@ class SequenceLayout:
         return None if self.padding is None else ~self.padding[:, None, None, :]
 
 
+UNPADDED = SequenceLayout()
+
+
 def key_mask_of(keys: torch.Tensor, lengths: Lengths) -> torch.Tensor | None:
     """Return the key mask (B, 1, 1, S) of keys (B, S, D), True for keys that are attended to; None if all are."""
     if min(lengths) == keys.shape[1]:

@@ -16,6 +16,7 @@ from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import CHUNK_FRAMES, SUBSAMPLING, Lengths, padding_mask, subsampled_length
 from konkanivani.base.randomness import dropout_generator
 from konkanivani.model.attention import (
+    UNPADDED,
     RelativePositions,
     RelativeSelfAttention,
     RotaryPositions,
@@ -211,7 +212,7 @@ class Subsampling(torch.nn.Module):
         self.pointwise = torch.nn.Conv2d(channels, channels, 1)
         self.output = torch.nn.Linear(channels * subsampled_length(mel_bins), d_model)
 
-    def forward(self, features: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+    def forward(self, features: torch.Tensor, layout: SequenceLayout = UNPADDED) -> torch.Tensor:
         # Not in half precision on a CPU: oneDNN's bf16 depthwise kernel may never terminate (DepthwiseConv).
         with torch.autocast("cpu", enabled=False):
             x = torch.relu(self.first(features[:, None]))
@@ -242,7 +243,7 @@ class PaddedSubsampling(torch.nn.Module):
         self.stages = torch.nn.ModuleList(torch.nn.Sequential(*stage) for stage in stages)
         self.output = torch.nn.Linear(channels * subsampled_length(mel_bins, kind), d_model)
 
-    def forward(self, features: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+    def forward(self, features: torch.Tensor, layout: SequenceLayout = UNPADDED) -> torch.Tensor:
         x = self.convolve(features, layout.padding)
         return self.output(x.transpose(1, 2).flatten(2))
 

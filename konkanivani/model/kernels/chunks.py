@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from konkanivani.base.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES, Lengths, subsampled_length
-from konkanivani.model.attention import RelativeSelfAttention, SequenceLayout, attend_by_distance
+from konkanivani.model.attention import UNPADDED, RelativeSelfAttention, SequenceLayout, attend_by_distance
 from konkanivani.model.conformer import PaddedSubsampling, Subsampling
 from konkanivani.model.kernels.ctc import long_ctc_losses
 from konkanivani.model.kernels.packing import PackedRelativeSelfAttention
@@ -25,7 +25,7 @@ GPU_CHUNK_FRAMES = 100  # encoder frames of a chunk on a GPU, where a full convo
 class ChunkedSubsampling(Subsampling):
     """Twin of `Subsampling`, whose first convolution computes sixteen numbers of each input."""
 
-    def forward(self, features: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+    def forward(self, features: torch.Tensor, layout: SequenceLayout = UNPADDED) -> torch.Tensor:
         frames = subsampled_length(features.shape[1])
         size = layout.chunk_frames
         if frames <= size:
@@ -39,7 +39,7 @@ class ChunkedSubsampling(Subsampling):
 class ChunkedPaddedSubsampling(PaddedSubsampling):
     """Twin of `PaddedSubsampling`."""
 
-    def forward(self, features: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+    def forward(self, features: torch.Tensor, layout: SequenceLayout = UNPADDED) -> torch.Tensor:
         frames = subsampled_length(features.shape[1], self.kind)
         size = layout.chunk_frames
         if self.kind == "striding" and features.device.type == "cuda":

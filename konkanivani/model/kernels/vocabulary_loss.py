@@ -179,8 +179,7 @@ def slice_vocabulary(model: torch.nn.Module) -> None:
 
 def use_fast_logits(model: torch.nn.Module) -> None:
     """Let Whisper compute logits by oneDNN if that is faster."""
-    kinds = {TiedEmbedding: FastTiedEmbedding, SlicedTiedEmbedding: FastSlicedTiedEmbedding}
-    replace_modules(model, kinds)
+    replace_modules(model, {TiedEmbedding: FastTiedEmbedding, SlicedTiedEmbedding: FastSlicedTiedEmbedding})
 
 
 class TiedGradient:
