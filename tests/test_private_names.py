@@ -162,5 +162,5 @@ def test_attention_of_spans_is_attention_of_each_alone():
         strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
-    whole = attention(x, norm, SequenceLayout(tables(12, x)))
+    whole = attention(norm(x), SequenceLayout(tables(12, x)))
     assert (whole - together).abs().max() > 1e-3  # negative control

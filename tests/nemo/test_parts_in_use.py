@@ -21,6 +21,7 @@ from konkanivani.model.architecture import HybridArchitecture
 from konkanivani.model.conformer import keep_activations
 from konkanivani.model.front_end import FrontEnd, described
 from konkanivani.model.kernels.chunks import ChunkedRelativeSelfAttention
+from konkanivani.model.kernels.passes import optimize
 from konkanivani.model.losses import BLANK
 from konkanivani.model.twin import twin_of
 from konkanivani.recipe.build import build_run
@@ -54,6 +55,7 @@ def speech_model_of(shape: ModelConfig, features: FeatureConfig) -> SpeechModel:
     torch.manual_seed(4)
     architecture = HybridArchitecture(shape, features, tokenizer.size)
     model = architecture.build().eval()
+    optimize(model)
     with torch.no_grad():
         model.ctc_head.weight.mul_(2.0)
         model.ctc_head.bias[BLANK] = -1.0
