@@ -54,7 +54,7 @@ from konkanivani.inference.recognizer import Recognizer
 from konkanivani.memory.monitor import peak_resident_mib, resident_mib
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.model.blocks import run_directly
+from konkanivani.model.kernels.passes import optimize
 
 JOINT_CTC_WEIGHT = 0.3
 
@@ -108,6 +108,7 @@ def measure_decoding(
     torch.manual_seed(0)
     architecture = architecture_of(TrainConfig(model=PRESETS[preset]), vocab_size)
     model = architecture.build().to(where).eval()
+    optimize(model)
     # The end token is never chosen, so that every search runs to its limit.
     with torch.no_grad():
         model.decoder.output.bias[OUR_TOKENS.end] = -1e4
@@ -118,7 +119,7 @@ def measure_decoding(
     @torch.no_grad()
     def encode() -> tuple[torch.Tensor, Lengths]:
         features, lengths = front_end(waveforms.to(where), (samples,) * speech.utterances, None)
-        return model.encoder(features, lengths, run_directly)
+        return model.encoder(features, lengths)
 
     limits = (max(1, round(speech.seconds * speech.tokens_per_second)),) * speech.utterances
 
@@ -186,7 +187,7 @@ def decode_without_cache(
     rows, lengths = encoded.expand(hypotheses, -1, -1), lengths * hypotheses
     said = torch.full((hypotheses, 1), OUR_TOKENS.start, device=encoded.device)
     for _ in range(tokens):
-        logits = model.decoder.output(model.decoder(said, rows, lengths, run_directly)[:, -1])
+        logits = model.decoder.output(model.decoder(said, rows, lengths)[:, -1])
         said = torch.cat([said, logits.argmax(dim=-1, keepdim=True)], dim=1)
     return logits
 

@@ -22,7 +22,7 @@ from konkanivani.inference.word_times import (
     group_words,
     timed_words,
 )
-from konkanivani.model.encoder import Subsampling
+from konkanivani.model.conformer import Subsampling
 
 FRAMING = Framing(FeatureConfig())
 

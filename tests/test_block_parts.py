@@ -17,11 +17,12 @@ from konkanivani.base.lengths import SMALL_CHUNK_FRAMES, Framing, subsampled_len
 from konkanivani.base.rules import settings_of
 from konkanivani.model.architecture import HybridArchitecture
 from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.model.attention import SequenceLayout
-from konkanivani.model.blocks import run_directly
-from konkanivani.model.encoder import Encoder, PaddedSubsampling
+from konkanivani.model.attention import RelativePositions, RelativeSelfAttention, SequenceLayout
+from konkanivani.model.conformer import Encoder, PaddedSubsampling, keep_activations
 from konkanivani.model.front_end import LogMel
-from konkanivani.model.relative import RelativePositions, RelativeSelfAttention
+from konkanivani.model.kernels.chunks import ChunkedPackedRelativeSelfAttention, ChunkedPaddedSubsampling
+from konkanivani.model.kernels.packing import PackedEncoder, PackedLayout
+from konkanivani.model.kernels.passes import optimize
 from konkanivani.model.transfer import transfer_weights
 from konkanivani.planning.tensors import LiveBytes
 from tests.invariants.parts import OTHER_FEATURES, OTHER_PARTS, relative_difference
@@ -118,6 +119,7 @@ def pair(biases: bool, dtype: torch.dtype, folds: bool = True) -> tuple[torch.nn
     theirs = parakeet(biases).to(dtype)
     ours = HybridArchitecture(dataclasses.replace(PARAKEET, biases=biases), FEATURES, VOCABULARY).build().to(dtype)
     ours.load_state_dict(as_ours(theirs.state_dict(), folds))
+    optimize(ours)
     return theirs, ours.eval()
 
 
@@ -134,7 +136,7 @@ def two_utterances() -> tuple[torch.Tensor, tuple[int, int], list[torch.Tensor]]
 @torch.no_grad()
 def test_our_parts_together_are_parakeets_encoder(biases, dtype, packs, monkeypatch):
     """Parakeet computes the sines of its distances in fp32, also in float64."""
-    monkeypatch.setattr(Encoder, "packs", packs)
+    monkeypatch.setattr(PackedEncoder, "packs", packs)
     bound = 1e-5 if dtype == torch.float32 else 1e-7
     theirs, ours = pair(biases, dtype)
     waveforms, samples, alone = two_utterances()
@@ -143,7 +145,7 @@ def test_our_parts_together_are_parakeets_encoder(biases, dtype, packs, monkeypa
     mask = torch.arange(features.shape[1])[None] < torch.tensor(lengths)[:, None]
     wanted = theirs.encoder(features.to(dtype), attention_mask=mask).last_hidden_state
     logits = theirs(features.to(dtype), attention_mask=mask).logits.log_softmax(-1)
-    found, encoded_lengths = ours.encoder(features.to(dtype), lengths, run_directly)
+    found, encoded_lengths = ours.encoder(features.to(dtype), lengths, keep_activations)
     assert encoded_lengths == tuple(subsampled_length(n, "separable") for n in lengths) and wanted.std() > 0.3
     for row, length in enumerate(encoded_lengths):
         assert float((found[row, :length] - wanted[row, :length]).abs().max()) < bound
@@ -151,7 +153,7 @@ def test_our_parts_together_are_parakeets_encoder(biases, dtype, packs, monkeypa
         assert float((heads - logits[row, :length]).abs().max()) < bound
         own, own_lengths = log_mel(alone[row][None], samples[row : row + 1])
         assert float((own[0] - features[row, : lengths[row]]).abs().max()) < bound or dtype == torch.float64
-        by_itself, _ = ours.encoder(features[row : row + 1, : lengths[row]].to(dtype), own_lengths, run_directly)
+        by_itself, _ = ours.encoder(features[row : row + 1, : lengths[row]].to(dtype), own_lengths, keep_activations)
         assert float((by_itself[0] - found[row, :length]).abs().max()) < bound
 
 
@@ -161,12 +163,12 @@ def test_negative_control_another_part_is_another_encoder():
     _, unfolded = pair(True, torch.float64, folds=False)
     features = torch.randn(1, 133, 80, dtype=torch.float64)
     wanted, mask = theirs.encoder(features).last_hidden_state, (133,)
-    assert relative_difference(wanted, ours.encoder(features, mask, run_directly)[0]) < 1e-6
-    assert relative_difference(wanted, unfolded.encoder(features, mask, run_directly)[0]) > 1e-2
+    assert relative_difference(wanted, ours.encoder(features, mask, keep_activations)[0]) < 1e-6
+    assert relative_difference(wanted, unfolded.encoder(features, mask, keep_activations)[0]) > 1e-2
     for change in ({"scaled_input": False}, {"entry_norm": True}, {"convolution_norm": "layer"}):
         other = Encoder(dataclasses.replace(PARAKEET, **change), 80).double().eval()
         other.load_state_dict(ours.encoder.state_dict(), strict=False)
-        assert relative_difference(wanted, other(features, mask, run_directly)[0]) > 1e-3
+        assert relative_difference(wanted, other(features, mask, keep_activations)[0]) > 1e-3
 
 
 def test_features_are_parakeets():
@@ -261,7 +263,7 @@ def plain_attention(
 
 def random_attention(width: int = 12, heads: int = 3) -> tuple[RelativeSelfAttention, torch.nn.LayerNorm]:
     torch.manual_seed(2)
-    attention = RelativeSelfAttention(width, heads).double()
+    attention = ChunkedPackedRelativeSelfAttention(width, heads).double()
     torch.nn.init.normal_(attention.content_bias)
     torch.nn.init.normal_(attention.position_bias)
     return attention, torch.nn.LayerNorm(width).double()
@@ -278,24 +280,24 @@ def test_attention_by_distance_is_what_is_written_down_and_so_is_its_gradient(ch
     padding = torch.arange(9)[None] >= torch.tensor([9, 6])[:, None]
     parameters = [x, *attention.parameters(), *norm.parameters()]
     wanted = plain_attention(attention, x, norm, padding)
-    found = attention(x, norm, laid_out(x, padding, chunk_frames=chunk_frames))
+    found = attention(norm(x), laid_out(x, padding, chunk_frames=chunk_frames))
     assert differences([wanted, *gradients(wanted, parameters)], [found, *gradients(found, parameters)]) < 1e-12
     with torch.no_grad():
-        assert relative_difference(wanted, attention(x, norm, laid_out(x, padding))) < 1e-12
+        assert relative_difference(wanted, attention(norm(x), laid_out(x, padding))) < 1e-12
         backwards = SequenceLayout((laid_out(x, None).positions[0].flip(0),), padding)
-        assert relative_difference(wanted, attention(x, norm, backwards)) > 1e-3  # negative control
+        assert relative_difference(wanted, attention(norm(x), backwards)) > 1e-3  # negative control
 
 
 def test_spans_attend_within_themselves_alone():
     attention, norm = random_attention()
     lengths = (7, 1, 4)
     x = torch.randn(1, sum(lengths), 12, dtype=torch.float64, requires_grad=True)
-    spans = SequenceLayout(RelativePositions(12).of_spans(lengths, x), lengths=lengths, chunk_frames=3)
-    found = attention(x, norm, spans)
-    wanted = torch.cat([attention(span, norm, laid_out(span, None)) for span in x.split(lengths, dim=1)], dim=1)
+    spans = PackedLayout(RelativePositions(12).of_spans(lengths, x), None, 3, lengths)
+    found = attention(norm(x), spans)
+    wanted = torch.cat([attention(norm(span), laid_out(span, None)) for span in x.split(lengths, dim=1)], dim=1)
     parameters = [x, *attention.parameters()]
     assert differences([wanted, *gradients(wanted, parameters)], [found, *gradients(found, parameters)]) < 1e-12
-    assert relative_difference(wanted, attention(x, norm, laid_out(x, None))) > 1e-3  # negative control
+    assert relative_difference(wanted, attention(norm(x), laid_out(x, None))) > 1e-3  # negative control
 
 
 def test_scores_are_in_full_precision_whatever_the_autocast(monkeypatch):
@@ -308,9 +310,9 @@ def test_scores_are_in_full_precision_whatever_the_autocast(monkeypatch):
 
     monkeypatch.setattr("torch.baddbmm", noted)
     x = torch.randn(1, 9, 12)
-    full = attention(x, norm, laid_out(x, None))
+    full = attention(norm(x), laid_out(x, None))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        half = attention(x, norm, laid_out(x, None))
+        half = attention(norm(x), laid_out(x, None))
     assert half.dtype == torch.bfloat16 and set(seen) == {torch.float32}
     assert 0 < relative_difference(full, half.float()) < 2e-2
 
@@ -323,7 +325,7 @@ def test_of_long_audio_no_more_pairs_are_there_at_once_than_chunks_allow():
         x = torch.randn(1, frames, 12, requires_grad=True)
         layout = laid_out(x, None, chunk_frames=chunk_frames)
         with LiveBytes() as live:
-            attention(x, norm, layout).sum().backward()
+            attention(norm(x), layout).sum().backward()
         return live.peak
 
     assert taken(1600, SMALL_CHUNK_FRAMES) < 4.2 * taken(400, SMALL_CHUNK_FRAMES) < taken(400, 400) * 2.5
@@ -346,7 +348,7 @@ def test_striding_is_two_full_convolutions():
 @pytest.mark.parametrize("kind", ["striding", "separable"])
 def test_padded_subsampling_in_chunks_and_in_a_batch_is_that_of_each_utterance_alone(kind):
     torch.manual_seed(0)
-    ours = PaddedSubsampling(80, 4, 8, kind).double()
+    ours = ChunkedPaddedSubsampling(80, 4, 8, kind).double()
     for stage in ours.stages:
         torch.nn.init.constant_(stage[-1].bias, 0.5)  # makes a non-zero output of zero input
     for longest in (*range(1, 20), 33, 64):
@@ -354,7 +356,7 @@ def test_padded_subsampling_in_chunks_and_in_a_batch_is_that_of_each_utterance_a
         padding = torch.arange(longest)[None] >= torch.tensor(lengths)[:, None]
         features = torch.randn(len(lengths), longest, 80, dtype=torch.float64).masked_fill(padding[:, :, None], 0.0)
         for chunk_frames in (1, 2, 3, 100):
-            found = ours(features, chunk_frames, padding)
+            found = ours(features, SequenceLayout((), padding, chunk_frames))
             for row, length in enumerate(lengths):
                 alone = ours(features[row : row + 1, :length])[0]
                 assert len(alone) == subsampled_length(length, kind)
@@ -362,10 +364,13 @@ def test_padded_subsampling_in_chunks_and_in_a_batch_is_that_of_each_utterance_a
 
 
 def test_negative_control_chunks_that_do_not_see_back_are_another_subsampling():
-    ours, features = PaddedSubsampling(80, 4, 8, "separable").double(), torch.randn(1, 64, 80, dtype=torch.float64)
+    ours, features = (
+        ChunkedPaddedSubsampling(80, 4, 8, "separable").double(),
+        torch.randn(1, 64, 80, dtype=torch.float64),
+    )
     pieces = torch.cat([ours(piece) for piece in features.split(16, dim=1)], dim=1)
     assert (
-        relative_difference(ours(features), ours(features, 2))
+        relative_difference(ours(features), ours(features, SequenceLayout(chunk_frames=2)))
         < 1e-12
         < 1e-3
         < relative_difference(ours(features), pieces)

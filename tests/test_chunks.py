@@ -14,6 +14,8 @@ from konkanivani.data.batch import GlobalBatch
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
 from konkanivani.model.architecture import architecture_of
+from konkanivani.model.attention import SequenceLayout
+from konkanivani.model.conformer import Subsampling
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts
 from konkanivani.planning.tracer import BatchShape, StepTracer
@@ -73,12 +75,12 @@ def test_any_chunks_give_the_losses_and_gradients_of_one_piece(
 def test_negative_control_chunks_without_common_features_are_another_gradient(monkeypatch):
     parts, cut = double_parts(), global_batch(speeches(2), 2)
     whole = losses_and_gradients(double_parts(), cut)
-    one_piece = parts.model.encoder.subsampling._one_piece
+    one_piece = Subsampling.forward
 
-    def without_the_last_three(features: torch.Tensor) -> torch.Tensor:
-        return one_piece(torch.cat([features[:, :-3], torch.zeros_like(features[:, -3:])], dim=1))
+    def without_the_last_three(self: Subsampling, features: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+        return one_piece(self, torch.cat([features[:, :-3], torch.zeros_like(features[:, -3:])], dim=1), layout)
 
-    monkeypatch.setattr(parts.model.encoder.subsampling, "_one_piece", without_the_last_three)
+    monkeypatch.setattr(Subsampling, "forward", without_the_last_three)
     assert largest_difference(whole, losses_and_gradients(in_chunks(parts, 9), cut)) > 1e-3
 
 
@@ -87,13 +89,13 @@ def test_negative_control_chunks_without_common_features_are_another_gradient(mo
 def test_subsampled_in_chunks_no_frame_is_lost_at_any_length(frames, chunk_frames):
     subsampling = double_parts().model.encoder.subsampling
     features = torch.randn(2, frames, 80, dtype=torch.float64)
-    whole = subsampling(features, CHUNK_FRAMES)
-    assert relative_difference(whole, subsampling(features, chunk_frames)) < BOUND
+    whole = subsampling(features)
+    assert relative_difference(whole, subsampling(features, SequenceLayout(chunk_frames=chunk_frames))) < BOUND
 
 
 def test_a_minute_is_run_in_one_piece(monkeypatch):
     """Up to CHUNK_FRAMES, no chunk is recomputed."""
-    for module in ("konkanivani.model.encoder", "konkanivani.model.losses", "konkanivani.model.kernels.ctc"):
+    for module in ("konkanivani.model.kernels.chunks", "konkanivani.model.kernels.ctc"):
         monkeypatch.setattr(f"{module}.run_recomputed", None)
     parts = double_parts()
     spoken = dataclasses.replace(speeches(1)[0], waveform=torch.randn(60 * 16_000, dtype=torch.float64))

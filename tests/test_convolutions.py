@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from konkanivani.model.encoder import Subsampling
+from konkanivani.model.conformer import Subsampling
 from konkanivani.model.kernels.depthwise import depthwise_conv
 from konkanivani.model.kernels.products import PointwiseConv
 from tests.invariants.parts import relative_difference

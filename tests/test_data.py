@@ -42,7 +42,7 @@ from konkanivani.data.manifest import Manifest, read_manifest, write_manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import OUR_TOKENS, train_tokenizer
 from konkanivani.data.utterance import Utterance
-from konkanivani.model.encoder import Subsampling
+from konkanivani.model.conformer import Subsampling
 from konkanivani.model.front_end import FrontEnd, SpecAugment
 from tests.conftest import Corpus
 from tests.patience import PATIENCE

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from konkanivani.model.kernels.dropout import Dropout, draw_mask
+from konkanivani.model.conformer import draw_mask
+from konkanivani.model.kernels.dropout import MaskedDropout
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.5])
 def test_the_share_is_met_and_the_mean_stays(share):
     torch.manual_seed(1)
-    dropped = Dropout(share)(torch.ones(1_000_003))
+    dropped = MaskedDropout(share)(torch.ones(1_000_003))
     zeros = float((dropped == 0).double().mean())
     assert abs(zeros - share) < 4 * (share * (1 - share) / 1e6) ** 0.5
     assert torch.allclose(dropped[dropped != 0], torch.tensor(1 / (1 - share)))
@@ -28,24 +29,24 @@ def test_every_position_of_the_64_bits_is_drawn_alike_and_on_its_own():
 def test_the_gradient_passes_where_the_number_did():
     torch.manual_seed(3)
     x = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
-    y = Dropout(0.3)(x)
+    y = MaskedDropout(0.3)(x)
     y.backward(torch.ones_like(y))
     assert torch.allclose(x.grad * x.detach(), y.detach())
     assert 0 < int((x.grad == 0).sum()) < x.numel()
 
 
 def test_the_seed_decides_and_evaluation_drops_nothing():
-    x, dropout = torch.randn(33, 3), Dropout(0.4)
+    x, dropout = torch.randn(33, 3), MaskedDropout(0.4)
     torch.manual_seed(4)
     first, second = dropout(x), dropout(x)
     torch.manual_seed(4)
     assert torch.equal(first, dropout(x)) and not torch.equal(first, second)
-    assert dropout.eval()(x) is x and Dropout(0.0)(x) is x
+    assert dropout.eval()(x) is x and MaskedDropout(0.0)(x) is x
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.5])
 def test_onto_a_residual_is_dropout_and_a_sum(weight):
-    dropout, found = Dropout(0.3), []
+    dropout, found = MaskedDropout(0.3), []
     x, branch = (torch.randn(7, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
     upstream = torch.randn(7, 5, dtype=torch.float64)
     for way in (dropout.add_residual, lambda x, branch, weight: x + weight * dropout(branch)):
@@ -60,6 +61,6 @@ def test_onto_a_residual_is_dropout_and_a_sum(weight):
 
 def test_onto_a_residual_in_full_precision_of_a_branch_in_half():
     x, branch = torch.randn(6, 4, requires_grad=True), torch.randn(6, 4, dtype=torch.bfloat16, requires_grad=True)
-    y = Dropout(0.3).add_residual(x, branch)
+    y = MaskedDropout(0.3).add_residual(x, branch)
     y.sum().backward()
     assert y.dtype == torch.float32 and branch.grad.dtype == torch.bfloat16

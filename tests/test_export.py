@@ -34,6 +34,7 @@ from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.inference.verify import TOLERANCE, check_bundle, check_onnx, check_signal, recognize_with
 from konkanivani.model.architecture import HybridArchitecture
 from konkanivani.model.front_end import LogMel, described
+from konkanivani.model.kernels.passes import optimize
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
 from tests.conftest import ROOT, WORDS, Corpus, run_script, speak, well
 from tests.patience import PATIENCE
@@ -53,6 +54,7 @@ def speech_model_of_shape(shape: ModelConfig, seed: int = 0) -> SpeechModel:
     torch.manual_seed(seed)
     architecture = HybridArchitecture(shape, FeatureConfig(), tokenizer.size)
     model = architecture.build().eval()
+    optimize(model)
     with torch.no_grad():
         model.ctc_head.weight.mul_(5.0)
     front_end = architecture.build_front_end(AugmentConfig())

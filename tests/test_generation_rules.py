@@ -13,7 +13,7 @@ from konkanivani.decoding.decode import BeamDecode, build_decode
 from konkanivani.decoding.rules import RuledScorer
 from konkanivani.decoding.scorers import AttentionScorer, gather_scores
 from konkanivani.model.architecture import HybridArchitecture
-from konkanivani.model.blocks import run_directly
+from konkanivani.model.conformer import keep_activations
 from tests.invariants.parts import MODEL
 
 processors = pytest.importorskip("transformers.generation.logits_process")
@@ -104,7 +104,7 @@ def test_a_prompt_is_what_stands_before_the_first_score():
         scorer = AttentionScorer(model, encoded, lengths, 2, SPECIAL, prompt=(5, 6, 7))
         found = scorer.score()
         tokens = torch.tensor([[SPECIAL.start, 5, 6, 7]] * 2)
-        whole = model.decoder.output(model.decoder(tokens, encoded, lengths, run_directly))[:, -1].double()
+        whole = model.decoder.output(model.decoder(tokens, encoded, lengths, keep_activations))[:, -1].double()
         assert torch.allclose(found, whole.log_softmax(-1)[:, None].expand_as(found), atol=1e-5)
         assert not found.isinf().any()  # without a blank, only the rules exclude tokens
         unlike = AttentionScorer(model, encoded, lengths, 2, SPECIAL, prompt=(5, 7, 6)).score()

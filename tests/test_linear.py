@@ -108,7 +108,7 @@ def test_attention_is_that_of_queries_and_keys_turned_by_their_positions(causal)
     if causal:
         scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), float("-inf"))
     expected = attention.output(torch.einsum("bhts,bshe->bthe", scores.softmax(-1), value).flatten(2))
-    found = attention(x, norm, SequenceLayout(RotaryPositions(4)(7, x)))
+    found = attention(norm(x), SequenceLayout(RotaryPositions(4)(7, x)))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     parameters = [x, *attention.parameters(), *norm.parameters()]
     for one, other in zip(

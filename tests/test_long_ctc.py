@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from konkanivani.base.lengths import Lengths, ctc_frames_needed
 from konkanivani.model.kernels import ctc
+from konkanivani.model.kernels.chunks import ChunkedLosses
 from konkanivani.model.kernels.ctc import ctc_chunk, interleave_blanks, log_skips, long_ctc_losses
-from konkanivani.model.losses import ctc_loss_sum
 from tests.invariants.parts import relative_difference
 
 BOUND = 1e-9
@@ -43,7 +43,7 @@ def differentiated(
     """Return the loss and its gradients for the hidden states and the head."""
     encoded = encoded.clone().requires_grad_()
     head.zero_grad()
-    loss = ctc_loss_sum(encoded, head, frames, tokens, token_lengths, chunk_frames)
+    loss = ChunkedLosses().ctc(encoded, head, frames, tokens, token_lengths, chunk_frames)
     (3 * loss).backward()
     return [loss.detach(), encoded.grad, head.weight.grad.clone(), head.bias.grad.clone()]
 
@@ -87,7 +87,7 @@ def test_one_frame_too_few_is_an_infinite_loss_as_with_pytorchs_kernel():
     tokens = [1, 1, 2]
     encoded, head, _ = problem(2, (3,), (3,))
     for chunk_frames in (0, ONE_PIECE):
-        loss = ctc_loss_sum(encoded, head, (3,), torch.tensor([tokens]), (3,), chunk_frames)
+        loss = ChunkedLosses().ctc(encoded, head, (3,), torch.tensor([tokens]), (3,), chunk_frames)
         assert loss == math.inf
 
 
@@ -201,4 +201,4 @@ def test_ctc_loss_of_the_kernel_is_the_references():
     encoded, head, tokens = problem(9, (30, 21), (7, 5))
     log_probabilities = F.log_softmax(head(encoded), dim=-1).transpose(0, 1)
     expected = F.ctc_loss(log_probabilities, tokens, torch.tensor((30, 21)), torch.tensor((7, 5)), reduction="sum")
-    assert torch.equal(expected, ctc_loss_sum(encoded, head, (30, 21), tokens, (7, 5), ONE_PIECE))
+    assert torch.equal(expected, ChunkedLosses().ctc(encoded, head, (30, 21), tokens, (7, 5), ONE_PIECE))

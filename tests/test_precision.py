@@ -1,32 +1,39 @@
 """A backward pass inside autocast equals one outside, bit for bit."""
 
+import functools
+
 import pytest
 import torch
 
 from konkanivani.base.config import ModelConfig
 from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.model.blocks import run_directly
+from konkanivani.model.conformer import keep_activations
 from konkanivani.model.kernels import products
+from konkanivani.model.kernels.chunks import ChunkedLosses
+from konkanivani.model.kernels.passes import optimize
 from konkanivani.model.kernels.recompute import run_recomputed
-from konkanivani.model.losses import attention_loss_sum, ctc_loss_sum
 
 MODEL = ModelConfig(
     d_model=64, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=8, dropout=0.0
 )
-WAYS = {"whole": (run_directly, 1000), "recomputed in chunks": (run_recomputed, 10)}
+WAYS = {
+    "whole": (keep_activations, 1000),
+    "recomputed in chunks": (lambda _number, block: functools.partial(run_recomputed, block), 10),
+}
 
 
 def gradients(half_forward: bool, half_backward: bool, way: str, utterances: int) -> dict[str, torch.Tensor]:
     """Return the gradients of every parameter for both losses, with either pass inside autocast or not."""
     torch.manual_seed(0)
     model, frames = KonkaniVaniASR(MODEL, 40, 80), (120, 104)[:utterances]
+    optimize(model)
     features, tokens = torch.randn(utterances, 120, 80), torch.randint(4, 40, (utterances, 15))
-    targets, (run_block, chunk) = torch.randint(4, 40, (utterances, 16)), WAYS[way]
+    targets, (wrap_block, chunk) = torch.randint(4, 40, (utterances, 16)), WAYS[way]
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half_forward):
-        output = model(features, frames, targets, run_block, chunk)
+        output = model(features, frames, targets, wrap_block, chunk)
         encoded = output.encoded, model.ctc_head, output.encoded_lengths
-        loss = ctc_loss_sum(*encoded, tokens, (15,) * utterances, chunk)
-        loss = loss + attention_loss_sum(output.decoded, model.decoder.output, targets, 0.1, chunk)
+        loss = ChunkedLosses().ctc(*encoded, tokens, (15,) * utterances, chunk)
+        loss = loss + ChunkedLosses().attention(output.decoded, model.decoder.output, targets, 0.1, chunk)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half_backward):
         loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -7,13 +7,15 @@ test_shapes.py, tests/invariants/test_padding_is_invisible.py.
 import ast
 import importlib
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from konkanivani.model.attention import RotaryPositions, SelfAttention, SequenceLayout
-from konkanivani.model.encoder import Encoder
-from konkanivani.model.kernels import products, rotary
+from konkanivani.model.attention import RotaryPositions, SequenceLayout
+from konkanivani.model.conformer import Encoder
+from konkanivani.model.kernels import packing, products
+from konkanivani.model.kernels.packing import PackedLayout, PackedSelfAttention, pack_encoder
 from tests.conftest import ROOT
 from tests.invariants.parts import MODEL
 
@@ -113,26 +115,32 @@ def test_without_onednns_products_they_are_pytorchs(monkeypatch):
 
 
 class Watched:
-    """Runner of blocks that records the layout of their frames."""
+    """`WrapBlock` that records the layout of the blocks' frames."""
 
     def __init__(self) -> None:
         self.layouts: list[SequenceLayout] = []
 
-    def __call__(self, block: torch.nn.Module, *inputs: object) -> torch.Tensor:
-        self.layouts += [each for each in inputs if isinstance(each, SequenceLayout)]
-        return block(*inputs)
+    def __call__(self, number: int, block: torch.nn.Module) -> Callable[..., torch.Tensor]:
+        def run(x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+            if number > 0:
+                self.layouts.append(layout)
+            return block(x, layout)
+
+        return run
 
 
 def test_without_attention_of_spans_a_batch_is_padded(monkeypatch):
     torch.manual_seed(0)
-    encoder, features = Encoder(MODEL, 80).eval(), torch.randn(2, 90, 80)
+    holder, features = torch.nn.ModuleDict({"encoder": Encoder(MODEL, 80).eval()}), torch.randn(2, 90, 80)
+    pack_encoder(holder)
+    encoder = holder["encoder"]
     seen = []
     for has_operator in (True, False):
-        monkeypatch.setattr(rotary, "HAS_OPERATOR", has_operator)
+        monkeypatch.setattr(packing, "HAS_OPERATOR", has_operator)
         runner = Watched()
         encoded, lengths = encoder(features, (90, 50), runner)
         seen.append([row[:length] for row, length in zip(encoded, lengths, strict=True)])
-        assert runner.layouts and all(bool(layout.lengths) == has_operator for layout in runner.layouts)
+        assert runner.layouts and all(isinstance(layout, PackedLayout) == has_operator for layout in runner.layouts)
     for one, other in zip(*seen, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -140,12 +148,12 @@ def test_without_attention_of_spans_a_batch_is_padded(monkeypatch):
 def test_attention_of_spans_is_attention_of_each_alone():
     """The kernel and its gradients equal the plain computation."""
     torch.manual_seed(0)
-    attention, norm = SelfAttention(12, heads=3, causal=False).double(), torch.nn.LayerNorm(12).double()
+    attention, norm = PackedSelfAttention(12, heads=3, causal=False).double(), torch.nn.LayerNorm(12).double()
     x, tables = torch.randn(1, 12, 12, dtype=torch.float64, requires_grad=True), RotaryPositions(4)
     positions = tuple(torch.cat([table[:5], table[:7]]) for table in tables(7, x))
-    together = attention(x, norm, SequenceLayout(positions, lengths=(5, 7)))
+    together = attention(norm(x), PackedLayout(positions, lengths=(5, 7)))
     parts = x.split((5, 7), 1)
-    alone = torch.cat([attention(part, norm, SequenceLayout(tables(part.shape[1], x))) for part in parts], 1)
+    alone = torch.cat([attention(norm(part), SequenceLayout(tables(part.shape[1], x))) for part in parts], 1)
     torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
     wanted = [x, *attention.parameters(), *norm.parameters()]
     for one, other in zip(
@@ -154,5 +162,5 @@ def test_attention_of_spans_is_attention_of_each_alone():
         strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
-    whole = attention(x, norm, SequenceLayout(tables(12, x)))
+    whole = attention(norm(x), SequenceLayout(tables(12, x)))
     assert (whole - together).abs().max() > 1e-3  # negative control

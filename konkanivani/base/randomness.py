@@ -41,7 +41,22 @@ def dropout_seed(seed: int) -> Iterator[None]:
 
     The draws of a micro-batch are then independent of the micro-batches that run concurrently.
     """
-    token = _GENERATOR.set(torch.Generator().manual_seed(seed))
+    with _drawing_from(torch.Generator().manual_seed(seed)):
+        yield
+
+
+@contextlib.contextmanager
+def dropout_state(state: torch.Tensor) -> Iterator[None]:
+    """Make dropout on the CPU draw from a separate generator that continues from `state`, in this thread only."""
+    generator = torch.Generator()
+    generator.set_state(state)
+    with _drawing_from(generator):
+        yield
+
+
+@contextlib.contextmanager
+def _drawing_from(generator: torch.Generator) -> Iterator[None]:
+    token = _GENERATOR.set(generator)
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ import torch
 
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths, padding_mask
 from konkanivani.decoding.network import Network, ctc_head_of
-from konkanivani.model.kernels.ctc import BLANK
+from konkanivani.model.losses import BLANK
 
 
 @torch.no_grad()

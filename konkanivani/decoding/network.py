@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from konkanivani.base.lengths import Lengths
-from konkanivani.model.cache import DecoderCache
+from konkanivani.model.decoder import DecoderCache
 
 
 class Heads(Protocol):

@@ -21,7 +21,7 @@ from konkanivani.base.lengths import Lengths
 from konkanivani.decoding.ctc import mask_padding_as_blank
 from konkanivani.decoding.fusion import Fusion, FusionScores
 from konkanivani.decoding.hypothesis import Hypothesis, first_best, sort_hypotheses
-from konkanivani.model.kernels.ctc import BLANK
+from konkanivani.model.losses import BLANK
 
 NO_TOKEN = -1
 

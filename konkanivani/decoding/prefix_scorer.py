@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from konkanivani.base.lengths import Lengths
 from konkanivani.decoding.ctc import mask_padding_as_blank
-from konkanivani.model.kernels.ctc import BLANK
+from konkanivani.model.losses import BLANK
 
 # Frames scored at once: B x K x 32 x C numbers exist at a time, not B x K x T' x C.
 FRAMES_AT_ONCE = 32

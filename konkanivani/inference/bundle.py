@@ -27,6 +27,7 @@ from konkanivani.inference.provenance import provenance_of
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.model.architecture import HybridArchitecture, is_within_bounds
 from konkanivani.model.front_end import described, stored_features
+from konkanivani.model.kernels.passes import optimize
 from konkanivani.training.checkpoint.checkpoint import check_finite
 
 FORMAT = 2
@@ -179,6 +180,7 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
         raise ValueError("its weights do not match its dimensions")
     check_finite(str(path), weights)
     model.load_state_dict(weights, assign=True)
+    optimize(model)
     front_end = architecture.build_front_end(AugmentConfig()).to(device)
     source = description.get("provenance")
     digits = config.text.digits

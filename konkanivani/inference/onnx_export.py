@@ -26,7 +26,7 @@ from konkanivani.decoding.ctc import collapse_repeats
 from konkanivani.inference.onnx_graph import RecognitionGraph
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.model.front_end import described
-from konkanivani.model.kernels.ctc import BLANK
+from konkanivani.model.losses import BLANK
 
 if TYPE_CHECKING:  # an extra
     import onnx

@@ -4,6 +4,7 @@ B batch, S samples, T feature frames, T' encoder frames, F mel bins, K DFT bins,
 """
 
 import sys
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,9 @@ from konkanivani.base.lengths import SUBSAMPLING, beyond, subsampled_length
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.model.architecture import HybridArchitecture
 from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.model.blocks import run_directly
+from konkanivani.model.conformer import Encoder, keep_activations
 from konkanivani.model.front_end import FrontEnd, LogMel, has_margins, log_power, normalize_features, with_margins
+from konkanivani.model.twin import twin_of
 
 
 class MatrixLogMel(torch.nn.Module):
@@ -56,6 +58,26 @@ class MatrixLogMel(torch.nn.Module):
         return normalize_features(features, padding, frames, self.config.std_ddof)
 
 
+class GraphEncoder(Encoder):
+    """Twin of `Encoder` whose lengths are tensors (B,), annotated as Any; it always pads."""
+
+    def encode_tensors(self, features: torch.Tensor, feature_lengths: Any) -> torch.Tensor:
+        """Return encoded (B, T', D), all frames in one chunk: a loop would be unrolled for the example's length."""
+        encoded, _, _ = self.with_middle(features, feature_lengths, keep_activations, sys.maxsize)
+        return encoded
+
+    def feature_padding(self, features: torch.Tensor, feature_lengths: Any) -> torch.Tensor | None:
+        return beyond(feature_lengths, features.shape[1]) if self.subsampling.is_padded else None
+
+    def frame_padding(self, features: torch.Tensor, feature_lengths: Any) -> torch.Tensor:
+        # Attention without any key gives NaN: leave one frame unmasked.
+        frames = self.encoded_lengths(feature_lengths).clamp_min(1)
+        return beyond(frames, subsampled_length(features.shape[1], self.config.subsampling))
+
+    def encoded_lengths(self, feature_lengths: Any) -> Any:
+        return subsampled_length(feature_lengths, self.config.subsampling)
+
+
 class RecognitionGraph(torch.nn.Module):
     """Graph from waveforms (B, S) at 16 kHz to log probabilities (B, T', V), with lengths (B,) int64 for both.
 
@@ -80,7 +102,7 @@ class RecognitionGraph(torch.nn.Module):
             )
         self.log_mel = MatrixLogMel(front_end.log_mel)
         self.framing = architecture.framing
-        self.encoder = model.encoder
+        self.encoder = twin_of(model.encoder, GraphEncoder)
         self.ctc_head = model.ctc_head
         # Zeros for two encoder frames, so that even an empty waveform has a time axis.
         config = architecture.features
@@ -94,9 +116,5 @@ class RecognitionGraph(torch.nn.Module):
             waveforms = with_margins(waveforms, sample_lengths, self.framing)
         features = self.log_mel(waveforms, frames)
         encoded_lengths = subsampled_length(frames, self.subsampling)
-        # Attention without any key gives NaN: leave one frame unmasked.
-        padding = beyond(encoded_lengths.clamp_min(1), subsampled_length(features.shape[1], self.subsampling))
-        feature_padding = beyond(frames, features.shape[1]) if self.encoder.subsampling.pads else None
-        # All frames in one chunk: a loop over chunks would be unrolled for the length of the example.
-        encoded, _ = self.encoder.encode(padding, features, feature_padding, run_directly, sys.maxsize)
+        encoded = self.encoder.encode_tensors(features, frames)
         return self.ctc_head(encoded).log_softmax(dim=-1), encoded_lengths

@@ -21,8 +21,8 @@ from konkanivani.inference.provenance import Provenance, read_provenance
 from konkanivani.inference.whisper.vocabulary import vocabulary_of
 from konkanivani.model.architecture import Architecture, is_within_bounds
 from konkanivani.model.asr import SkipInit, SpeechNetwork
-from konkanivani.model.blocks import run_directly
 from konkanivani.model.front_end import FeatureExtractor
+from konkanivani.model.kernels.passes import optimize
 from konkanivani.training.checkpoint.checkpoint import PRETRAINED_STATE, Checkpoint, load_states
 
 
@@ -50,7 +50,7 @@ class SpeechModel:
     def encode(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
         """Return encoded audio (B, T', D) and its lengths, for waveforms (B, S) at 16 kHz and their lengths."""
         features, feature_lengths = self.front_end(waveforms.to(self.device), sample_lengths, None)
-        return self.model.encoder(features, feature_lengths, run_directly)
+        return self.model.encoder(features, feature_lengths)
 
 
 def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechModel:
@@ -64,6 +64,7 @@ def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechMo
     # The initial values would be overwritten at once.
     with SkipInit():
         model = architecture.build()
+    optimize(model)
     front_end = architecture.build_front_end(config.augment).to(device)
     load_states(dataclasses.replace(checkpoint, states={"model": {**weights}}), {"model": model})
     longest_seconds = float(min(config.data.max_duration, architecture.longest_seconds))
@@ -84,6 +85,7 @@ def build_pretrained_model(pretrained: Pretrained, asked: PretrainedConfig, devi
     model = architecture.build_without_values()
     # The model is on the meta device: assign the tensors instead of copying their values.
     model.load_state_dict(pretrained.weights(), assign=True)
+    optimize(model)
     front_end = architecture.build_front_end(AugmentConfig()).to(device)
     longest = float(architecture.longest_seconds)
     return SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest, "keep")

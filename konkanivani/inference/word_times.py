@@ -21,7 +21,7 @@ from konkanivani.inference.transcript import Word
 from konkanivani.inference.whisper.alignment import attention_spans
 from konkanivani.inference.whisper.segments import timed_segments
 from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
-from konkanivani.model.kernels.ctc import BLANK
+from konkanivani.model.losses import BLANK
 from konkanivani.model.whisper.network import Decoder
 
 # Seconds, used until delays have been measured: from the start of a word to the middle of the frame that emits its

@@ -7,15 +7,53 @@ so that training starts from the original model, bit for bit. D and D' are the l
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 
 from konkanivani.base.config import TuningConfig
 from konkanivani.base.errors import UsageError
 from konkanivani.model.asr import KonkaniVaniASR, SpeechNetwork
-from konkanivani.model.encoder import SpeechEncoder
-from konkanivani.model.kernels.products import Linear, LowRank
+from konkanivani.model.conformer import SpeechEncoder
+from konkanivani.model.twin import twin_of
 
 LOW_RANK_TENSORS = ("low_rank.down", "low_rank.up")  # A and B; the layer's name comes first
 VOCAB_DEPENDENT_PREFIXES = ("ctc_head.", "decoder.embedding.", "decoder.output.")  # useless with another tokenizer
+
+
+class LowRank(torch.nn.Module):
+    """Low-rank product scale B A x of x (..., D), added to a frozen layer (LoRA; Hu et al., 2021).
+
+    A (r, D) is initialised at random and B (D', r) with zeros, so that training starts from the frozen layer's output.
+    """
+
+    def __init__(self, layer: torch.nn.Linear, rank: int, scale: float) -> None:
+        super().__init__()
+        self.down = torch.nn.Parameter(layer.weight.new_empty(rank, layer.in_features))
+        self.up = torch.nn.Parameter(layer.weight.new_empty(layer.out_features, rank))
+        self.scale = scale
+        torch.nn.init.kaiming_uniform_(self.down, a=5**0.5)
+        torch.nn.init.zeros_(self.up)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * F.linear(F.linear(x, self.down), self.up)
+
+
+class AdaptedLinear(torch.nn.Linear):
+    """Linear layer with a low-rank product, or None, whose own weight may be frozen in half precision."""
+
+    low_rank: LowRank | None
+
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear, low_rank: LowRank | None) -> "AdaptedLinear":
+        """Return a layer with the weights of `linear`."""
+        adapted = twin_of(linear, cls)
+        adapted.low_rank = low_rank
+        return adapted
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Autocast casts weights itself.
+        weight = self.weight if torch.is_autocast_enabled(x.device.type) else self.weight.to(x.dtype)
+        out = F.linear(x, weight, self.bias)
+        return out if self.low_rank is None else out + self.low_rank(x)
 
 
 def frozen_modules(encoder: SpeechEncoder, config: TuningConfig) -> list[torch.nn.Module]:
@@ -49,13 +87,14 @@ def tune(model: SpeechNetwork, config: TuningConfig) -> None:
         part.requires_grad_(False)
     if config.lora_rank:
         model.requires_grad_(False)
-        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
-        chosen = [layer for name, layer in layers.items() if name.rpartition(".")[2] in config.lora_targets]
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
+        chosen = {name: layer for name, layer in layers.items() if name.rpartition(".")[2] in config.lora_targets}
         if not chosen:
             known = sorted({name.rpartition(".")[2] for name in layers})
             raise UsageError(f"--lora_targets matches no layer of this model: choose from {', '.join(known)}.")
-        for layer in chosen:
-            layer.low_rank = LowRank(layer, config.lora_rank, config.scale)
+        for name, layer in chosen.items():
+            low_rank = LowRank(layer, config.lora_rank, config.scale)
+            model.set_submodule(name, AdaptedLinear.from_linear(layer, low_rank))
         # A new tokenizer's heads and embedding are not pretrained, so they are trained in full.
         for name, weight in model.named_parameters():
             weight.requires_grad_(
@@ -64,9 +103,18 @@ def tune(model: SpeechNetwork, config: TuningConfig) -> None:
         # Frozen weights have no moments and no updates to lose to rounding, so half precision halves their memory.
     if config.frozen_dtype == "half":
         for block in model.blocks:
-            for part in block.modules():
-                if isinstance(part, Linear) and not part.weight.requires_grad:
-                    part.weight = torch.nn.Parameter(part.weight.detach().half(), requires_grad=False)
+            halve_frozen_layers(block)
+
+
+def halve_frozen_layers(block: torch.nn.Module) -> None:
+    """Store the frozen weights of linear layers in half precision."""
+    for name, layer in list(block.named_modules()):
+        if isinstance(layer, torch.nn.Linear) and not layer.weight.requires_grad:
+            adapted = layer
+            if not isinstance(layer, AdaptedLinear):
+                adapted = AdaptedLinear.from_linear(layer, low_rank=None)
+                block.set_submodule(name, adapted)
+            adapted.weight = torch.nn.Parameter(layer.weight.detach().half(), requires_grad=False)
 
 
 @torch.no_grad()

@@ -12,11 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths
-from konkanivani.model.blocks import Block, BlockRunner, run_directly
+from konkanivani.model.conformer import Encoder, SpeechEncoder, WrapBlock, keep_activations
 from konkanivani.model.decoder import Decoder, TokenDecoder
-from konkanivani.model.encoder import Encoder, SpeechEncoder
-from konkanivani.model.kernels.products import Linear
-from konkanivani.model.losses import LossSums, Objective, Targets, attention_loss_sum, ctc_loss_sum
+from konkanivani.model.losses import HeadLosses, LossSums, Objective, Targets
 
 
 @dataclass(frozen=True)
@@ -38,11 +36,11 @@ class SpeechNetwork(torch.nn.Module):
     """Base of networks: an encoder with a CTC head, a decoder or both."""
 
     encoder: SpeechEncoder
-    ctc_head: Linear | None
+    ctc_head: torch.nn.Linear | None
     decoder: TokenDecoder | None
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[torch.nn.Module]:
         """Parts that can be recomputed in the backward pass, in forward order; the subsampling is the first."""
         return [self.encoder.subsampling, *self.encoder.blocks, *(self.decoder.blocks if self.decoder else ())]
 
@@ -56,7 +54,7 @@ class SpeechNetwork(torch.nn.Module):
         features: torch.Tensor,
         feature_lengths: Lengths,
         decoder_tokens: torch.Tensor,
-        run_block: BlockRunner = run_directly,
+        wrap_block: WrapBlock = keep_activations,
         chunk_frames: int = CHUNK_FRAMES,
     ) -> ASROutput:
         """Run with teacher forcing: features (B, T, F) with their lengths, decoder_tokens (B, U + 1)."""
@@ -70,13 +68,8 @@ class SpeechNetwork(torch.nn.Module):
         """Return logits (B, T', V) and their lengths from the encoder and CTC head alone, for greedy decoding."""
         if self.ctc_head is None:
             raise ValueError("a network without a CTC head has no CTC logits")
-        encoded, encoded_lengths = self.encoder(features, feature_lengths, run_directly)
+        encoded, encoded_lengths = self.encoder(features, feature_lengths)
         return self.ctc_head(encoded), encoded_lengths
-
-    def _number_blocks(self, keeps_attention: bool) -> None:
-        for number, block in enumerate(self.blocks):
-            block.number = number
-            block.keeps_attention = keeps_attention
 
 
 class KonkaniVaniASR(SpeechNetwork):
@@ -89,59 +82,63 @@ class KonkaniVaniASR(SpeechNetwork):
         super().__init__()
         self.config = config
         self.encoder = Encoder(config, mel_bins)
-        self.ctc_head = Linear(config.d_model, vocab_size) if has_ctc else None
+        self.ctc_head = torch.nn.Linear(config.d_model, vocab_size) if has_ctc else None
         # If the blank (token 0) starts rare, every frame raises it at once, and for long the model emits nothing else.
         if self.ctc_head is not None:
             self.ctc_head.bias.data[0] += 3.0  # docs/experiments.md, "CTC bias towards the blank"
         self.decoder = Decoder(config, vocab_size) if config.decoder_layers else None
-        self._number_blocks(keeps_attention=False)
+        self.losses = HeadLosses()
 
     def forward(
         self,
         features: torch.Tensor,
         feature_lengths: Lengths,
         decoder_tokens: torch.Tensor,
-        run_block: BlockRunner = run_directly,
+        wrap_block: WrapBlock = keep_activations,
         chunk_frames: int = CHUNK_FRAMES,
     ) -> ASROutput:
-        frames = self.encoder.with_middle(features, feature_lengths, run_block, chunk_frames)
+        frames = self.encoder.with_middle(features, feature_lengths, wrap_block, chunk_frames)
         encoded, _, encoded_lengths = frames
         decoded = None
         if self.decoder is not None:
-            decoded = self.decoder(decoder_tokens, encoded, encoded_lengths, run_block)
+            decoded = self.decoder(decoder_tokens, encoded, encoded_lengths, wrap_block)
         return ASROutput(*frames, decoded)
 
     def loss_sums(self, output: ASROutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
-        # Lambdas, so that only the objective's terms are computed.
-        sums = {
-            "ctc": lambda: self._ctc_loss_sum(output, spoken, objective.intermediate_ctc, chunk_frames),
-            "attention": lambda: self._attention_loss_sum(output, spoken, objective.label_smoothing, chunk_frames),
-        }
-        return tuple(sums[term.name]() for term in objective.terms)
+        sums = []
+        for term in objective.terms:
+            if term.name == "ctc":
+                sums.append(self._ctc_loss_sum(output, spoken, objective.intermediate_ctc, chunk_frames))
+            else:
+                sums.append(self._attention_loss_sum(output, spoken, objective.label_smoothing, chunk_frames))
+        return tuple(sums)
 
     def _attention_loss_sum(
         self, output: ASROutput, spoken: Targets, label_smoothing: float, chunk_frames: int
     ) -> torch.Tensor:
         if self.decoder is None or output.decoded is None:
             raise ValueError("a network without a decoder has no attention loss")
-        return attention_loss_sum(output.decoded, self.decoder.output, spoken.targets, label_smoothing, chunk_frames)
+        head = self.decoder.output
+        return self.losses.attention(output.decoded, head, spoken.targets, label_smoothing, chunk_frames)
 
-    def _ctc_loss_sum(self, output: ASROutput, spoken: Targets, of_middle: float, chunk_frames: int) -> torch.Tensor:
-        """Return the CTC loss; in training, the fraction `of_middle` of it is the middle block's.
+    def _ctc_loss_sum(
+        self, output: ASROutput, spoken: Targets, intermediate_ctc: float, chunk_frames: int
+    ) -> torch.Tensor:
+        """Return the CTC loss; in training, the fraction `intermediate_ctc` of it is the middle block's.
 
         (1 - w) L_CTC + w L_inter (Lee and Watanabe, 2021); both share the encoder's norm and the head.
         """
         head = self.ctc_head
         if head is None:
             raise ValueError("a network without a CTC head has no CTC loss")
-
-        def loss_sum(encoded: torch.Tensor) -> torch.Tensor:
-            lengths = output.encoded_lengths
-            return ctc_loss_sum(encoded, head, lengths, spoken.tokens, spoken.token_lengths, chunk_frames)
-
-        if not of_middle or not self.training:
-            return loss_sum(output.encoded)
-        return (1 - of_middle) * loss_sum(output.encoded) + of_middle * loss_sum(self.encoder.norm(output.middle))
+        lengths = output.encoded_lengths
+        targets = spoken.tokens, spoken.token_lengths
+        loss = self.losses.ctc(output.encoded, head, lengths, *targets, chunk_frames)
+        if not intermediate_ctc or not self.training or output.middle is None:
+            return loss
+        middle = self.encoder.norm(output.middle)
+        middle_loss = self.losses.ctc(middle, head, lengths, *targets, chunk_frames)
+        return (1 - intermediate_ctc) * loss + intermediate_ctc * middle_loss
 
 
 def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -1,13 +1,14 @@
 """CTC and attention losses as sums, and the counts of a global batch to divide them by.
 
-Both losses take hidden states and the output layer, since a long utterance's logits never exist all at once.
+Both losses take hidden states and the output layer, so that a pass (kernels/chunks.py) can compute a long utterance's
+logits in chunks.
 
 B batch, T' encoder frames, D model width, U tokens, V vocabulary.
 """
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -15,10 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths
-from konkanivani.model.kernels.ctc import BLANK, Head, long_ctc_losses
-from konkanivani.model.kernels.recompute import run_recomputed
 
+BLANK = 0
 TARGET_PADDING = -1
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""Output layer, (B, T', D) -> logits (B, T', V)."""
 
 
 class Targets(Protocol):
@@ -93,54 +96,52 @@ class Objective:
         return Losses(total, found.get("ctc"), found.get("attention"))
 
 
-def ctc_loss_sum(
-    encoded: torch.Tensor,
-    head: Head,
-    encoded_lengths: Lengths,
-    tokens: torch.Tensor,
-    token_lengths: Lengths,
-    chunk_frames: int = CHUNK_FRAMES,
-) -> torch.Tensor:
-    """Return the summed CTC loss of head(encoded (B, T', D)) against tokens (B, U); blank is 0.
+class HeadLosses:
+    """Losses of the CTC head and of the decoder's output layer.
 
-    Beyond `chunk_frames` frames, memory grows linearly with the frames, and the result is the same.
+    `chunk_frames` is for the pass that computes longer sequences in chunks.
     """
-    if encoded.shape[1] > chunk_frames:
-        losses = long_ctc_losses(encoded, head, encoded_lengths, tokens, token_lengths)
-        return losses.sum().to(_at_least_float32(encoded))
-    logits = head(encoded)
-    # In at least fp32 whatever the autocast: the forward variables span hundreds of nats (Graves et al., 2006).
-    with torch.autocast(logits.device.type, enabled=False):
-        log_probabilities = F.log_softmax(logits, dim=-1, dtype=_at_least_float32(logits)).transpose(0, 1)
-        # With lengths on the host the loss never waits for the GPU; PyTorch's annotations know only tensors.
-        lengths = encoded_lengths, token_lengths
-        return F.ctc_loss(log_probabilities, tokens, *lengths, BLANK, reduction="sum")  # type: ignore[arg-type]
+
+    def ctc(
+        self,
+        encoded: torch.Tensor,
+        head: Head,
+        encoded_lengths: Lengths,
+        tokens: torch.Tensor,
+        token_lengths: Lengths,
+        chunk_frames: int = CHUNK_FRAMES,
+    ) -> torch.Tensor:
+        """Return the summed CTC loss of head(encoded (B, T', D)) against tokens (B, U); blank is 0."""
+        logits = head(encoded)
+        # In at least fp32 whatever the autocast: the forward variables span hundreds of nats (Graves et al., 2006).
+        with torch.autocast(logits.device.type, enabled=False):
+            log_probabilities = F.log_softmax(logits, dim=-1, dtype=at_least_float32(logits)).transpose(0, 1)
+            # With lengths on the host the loss never waits for the GPU; PyTorch's annotations know only tensors.
+            lengths = encoded_lengths, token_lengths
+            return F.ctc_loss(log_probabilities, tokens, *lengths, BLANK, reduction="sum")  # type: ignore[arg-type]
+
+    def attention(
+        self,
+        decoded: torch.Tensor,
+        head: Head,
+        targets: torch.Tensor,
+        label_smoothing: float,
+        chunk_frames: int = CHUNK_FRAMES,
+    ) -> torch.Tensor:
+        """Return the summed, smoothed cross entropy of head(decoded (B, U + 1, D)) against targets (B, U + 1).
+
+        Padding is -1. In at least fp32 whatever the autocast.
+        """
+        return cross_entropy_sum(decoded, head, targets, label_smoothing)
 
 
-def attention_loss_sum(
-    decoded: torch.Tensor, head: Head, targets: torch.Tensor, label_smoothing: float, chunk_frames: int = CHUNK_FRAMES
-) -> torch.Tensor:
-    """Return the summed, smoothed cross entropy of head(decoded (B, U + 1, D)) against targets (B, U + 1).
-
-    Padding is -1. In at least fp32 whatever the autocast. Beyond `chunk_frames` tokens, chunks are computed one after
-    another and recomputed in the backward pass, and the result is the same.
-    """
-    if decoded.shape[1] <= chunk_frames:
-        return _cross_entropy_sum(decoded, head, targets, label_smoothing)
-    chunks = zip(decoded.split(chunk_frames, dim=1), targets.split(chunk_frames, dim=1), strict=True)
-    # Each chunk's logits are dropped after use and recomputed in the backward pass.
-    sums = [run_recomputed(_cross_entropy_sum, chunk, head, aims, label_smoothing) for chunk, aims in chunks]
-    return torch.stack(sums).sum()
-
-
-def _cross_entropy_sum(
-    decoded: torch.Tensor, head: Head, targets: torch.Tensor, label_smoothing: float
-) -> torch.Tensor:
+def cross_entropy_sum(decoded: torch.Tensor, head: Head, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    """Return the summed, smoothed cross entropy of head(decoded (B, U, D)) against targets (B, U), padded with -1."""
     logits = head(decoded)
     with torch.autocast(logits.device.type, enabled=False):
         return F.cross_entropy(
             # Cross entropy's log-softmax over V loses accuracy in half precision.
-            logits.flatten(0, 1).to(_at_least_float32(logits)),
+            logits.flatten(0, 1).to(at_least_float32(logits)),
             targets.flatten(),
             reduction="sum",
             label_smoothing=label_smoothing,
@@ -148,5 +149,6 @@ def _cross_entropy_sum(
         )
 
 
-def _at_least_float32(tensor: torch.Tensor) -> torch.dtype:
+def at_least_float32(tensor: torch.Tensor) -> torch.dtype:
+    """Return the tensor's dtype, or float32 if it is a half-precision dtype."""
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -24,9 +24,9 @@ from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.plan import model_state_bytes
 from konkanivani.model.asr import trained_parameters
-from konkanivani.model.cache import FIRST_ROOM
-from konkanivani.model.encoder import Encoder
+from konkanivani.model.decoder import FIRST_CAPACITY
 from konkanivani.model.front_end import FeatureExtractor
+from konkanivani.model.kernels.packing import PackedEncoder
 from konkanivani.planning.tensors import TRACED_DEVICE, TRACED_HOST, LiveBytes, Shapes
 from konkanivani.training.gradient import local_gradient
 from konkanivani.training.optimizer import Optimizer
@@ -92,7 +92,7 @@ class StepTracer:
                 parameter.grad = torch.empty_like(parameter)
         encoder = parts.model.encoder
         # A CPU skips padding by packing, a GPU pads. Packed as one utterance takes the same memory in fewer operators.
-        if isinstance(encoder, Encoder):
+        if isinstance(encoder, PackedEncoder):
             encoder.packs = not costs.is_cuda
             encoder.packs_as_one = True
         # The trace uses a CPU's autocast, which runs layer norms in half precision; CUDA's runs them in fp32.
@@ -263,5 +263,5 @@ def _greedy_on_the_device(model: Network, encoded: torch.Tensor, encoded_lengths
     most = encoded.shape[1] if math.isinf(decoder.most_tokens) else decoder.most_tokens
     while cache.length < most:
         decoder.output(decoder.step(tokens, cache)).double().log_softmax(dim=-1)
-        cache.length = max(FIRST_ROOM, 2 * cache.length - 2)  # next length at which the cache has to be enlarged
+        cache.length = max(FIRST_CAPACITY, 2 * cache.length - 2)  # next length at which the cache has to be enlarged
     return []

@@ -16,6 +16,7 @@ from konkanivani.memory.recovery import OomHistory
 from konkanivani.memory.weights.placement import HOST, ON_CARD, OffloadedWeights, Placement
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.front_end import FeatureExtractor
+from konkanivani.model.kernels.passes import ALL_PASSES, Passes, optimize
 from konkanivani.training.gradient import local_gradient, sharded_gradient, summed_gradient
 from konkanivani.training.optimizer import RateSchedule
 from konkanivani.training.optimizers.build import build_optimizer
@@ -45,11 +46,13 @@ def build_forward(
     device: torch.device,
     front_end: FeatureExtractor | None = None,
     layout: StateLayout = WHOLE,
+    passes: Passes = ALL_PASSES,
 ) -> ForwardPass:
-    """Return the forward pass with a model initialised from the seed; `front_end` replaces the default front end."""
+    """Return the forward pass with a model initialised from the seed and the `passes` applied."""
     config = resolve(config)  # remaining automatic settings that do not depend on the corpus
     torch.manual_seed(derive_seed(config.run.seed, "weights"))
     model = architecture.build()
+    optimize(model, passes)
     placement = layout.placement
     is_on_card = layout.placement.is_on_card
     if layout.sharded:
@@ -86,9 +89,10 @@ def build_step_parts(
     total_steps: int,
     front_end: FeatureExtractor | None = None,
     layout: StateLayout = WHOLE,
+    passes: Passes = ALL_PASSES,
 ) -> StepParts:
     """Return all parts of a training step, with a model initialised from the seed."""
-    forward = build_forward(config, architecture, device, front_end, layout)
+    forward = build_forward(config, architecture, device, front_end, layout, passes)
     is_single_process = layout.topology.is_single_process
     return StepParts(
         forward=forward,

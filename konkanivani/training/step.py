@@ -22,10 +22,10 @@ from konkanivani.data.batch import Batch, GlobalBatch, order_for_concurrency, sp
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.recovery import MicroBatchPlan, OomHistory
-from konkanivani.memory.weights.placement import OffloadedBlockRunner, OffloadedWeights
+from konkanivani.memory.weights.placement import OffloadedWeights
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import ASROutput, SpeechNetwork
-from konkanivani.model.blocks import BlockRunner
+from konkanivani.model.conformer import WrapBlock
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts, LossSums, Objective
 from konkanivani.training.optimizer import Optimizer, RateSchedule, non_head_parameters, set_learning_rate
@@ -46,7 +46,7 @@ class ForwardPass:
     architecture: Architecture
     model: SpeechNetwork
     front_end: FeatureExtractor
-    recompute: Callable[[float], OffloadedBlockRunner]
+    recompute: Callable[[float], WrapBlock]
     device: torch.device
     amp_dtype: torch.dtype | None
     objective: Objective
@@ -61,8 +61,8 @@ class ForwardPass:
         features, feature_lengths = self.front_end(batch.waveforms, batch.sample_lengths, batch.augment_seeds)
         with self.autocast():
             recompute = self.recompute(batch.longest_seconds)
-            run_block: BlockRunner = self.weights.around(recompute) if self.weights else recompute
-            output = self.model(features, feature_lengths, batch.decoder_tokens, run_block, self.chunk_frames)
+            wrap_block = self.weights.around(recompute) if self.weights else recompute
+            output = self.model(features, feature_lengths, batch.decoder_tokens, wrap_block, self.chunk_frames)
             return output, self.model.loss_sums(output, batch, self.objective, self.chunk_frames)
 
     def plan(self, micro_batches: tuple[Batch, ...]) -> MicroBatchPlan:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from konkanivani.model.encoder import Encoder
+from konkanivani.model.kernels.packing import PackedEncoder
 
 
 @pytest.fixture
@@ -21,5 +21,5 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture(params=[True, False], ids=["packed", "padded"])
 def is_packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Run a batch packed, as on a CPU, and padded, as on a GPU."""
-    monkeypatch.setattr(Encoder, "packs", request.param)
+    monkeypatch.setattr(PackedEncoder, "packs", request.param)
     return request.param

@@ -1,6 +1,7 @@
 """Step parts that run out of memory on request."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -50,7 +51,7 @@ class FailingFrontEnd:
 
 @dataclass
 class FailingBackward:
-    """Block runner that raises `error` in the backward pass of a block, when the later blocks have gradients."""
+    """`WrapBlock` that raises `error` in the backward pass of a block, when the later blocks have gradients."""
 
     blocks: int
     when: When
@@ -58,7 +59,10 @@ class FailingBackward:
     place: int = 0
     runs: int = 0
 
-    def __call__(self, block, x, *others):
+    def __call__(self, _number, block):
+        return functools.partial(self._run, block)
+
+    def _run(self, block, x, *others):
         output = block(x, *others)
         number, place = divmod(self.runs, self.blocks)
         self.runs += 1

@@ -11,6 +11,7 @@ from konkanivani.data.batching import same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import architecture_of
+from konkanivani.model.kernels.passes import ALL_PASSES, Passes
 from konkanivani.planning.tensors import LiveBytes
 from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts, train_step
@@ -78,6 +79,7 @@ def double_parts(
     placement: Placement = ON_CARD,
     optimizer: OptimizerConfig = ADAMW,
     device: torch.device = CPU,
+    passes: Passes = ALL_PASSES,
 ) -> StepParts:
     """Return step parts in float64, by default on the CPU, with consecutive micro-batches and SpecAugment."""
     one_after_another = DataConfig(concurrent_micro_batches=1)
@@ -88,7 +90,7 @@ def double_parts(
     try:
         architecture = architecture_of(config, vocab_size)
         layout = StateLayout(topology, sharded, placement)
-        return build_step_parts(config, architecture, device, 100, layout=layout)
+        return build_step_parts(config, architecture, device, 100, layout=layout, passes=passes)
     finally:
         torch.set_default_dtype(torch.float32)
 

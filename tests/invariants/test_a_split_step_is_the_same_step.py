@@ -214,12 +214,17 @@ def tensors_alive_at_the_retry(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return output
 
+    def wrap_block(_number, block):
+        return functools.partial(run_block, block)
+
     def release_memory():
         gc.collect()
         alive.append(sum(output() is not None for output in outputs))
 
     monkeypatch.setattr("konkanivani.memory.recovery.release_memory", release_memory)
-    parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=lambda _seconds: run_block))
+    parts = dataclasses.replace(
+        parts, forward=dataclasses.replace(parts.forward, recompute=lambda _seconds: wrap_block)
+    )
     assert train_step(parts, global_batch(SPOKEN, 2), step=3).splits == 1
     return alive
 

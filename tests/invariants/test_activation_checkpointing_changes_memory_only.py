@@ -1,6 +1,7 @@
 """Invariant 4: recomputing every block gives the same loss, gradients and buffers, bit for bit, with dropout."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from konkanivani.base.randomness import seed_step
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.model.encoder import Encoder
+from konkanivani.model.kernels.packing import PackedEncoder
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
 from tests.invariants.parts import KINDS, MODEL, double_parts, global_batch, speeches, with_dropout
 from tests.tracers import Calls
@@ -39,7 +40,7 @@ def test_bit_for_bit_with_dropout_and_really_recomputed(kind):
 
 def test_a_recomputed_block_is_computed_once_more_and_no_more(monkeypatch):
     """Count products: forward, two per forward product in backward, forward again. Subsampling is a block."""
-    monkeypatch.setattr(Encoder, "packs", False)  # packing runs attention and convolution once per utterance
+    monkeypatch.setattr(PackedEncoder, "packs", False)  # packing runs attention and convolution once per utterance
     per_global_batch, dropping = 2, with_dropout(MODEL, 0.3)
     products = [trained(double_parts(dropping, mode))[1] for mode in ("never", "always")]
     in_blocks = per_global_batch * (4 + 9 * MODEL.encoder_layers + 7 * MODEL.decoder_layers)
@@ -66,8 +67,8 @@ def test_negative_control_dropout_drawn_anew_is_another_gradient():
     kept, _ = trained(double_parts(model, "never"))
     parts = double_parts(model, "never")
 
-    def forgetful(block, *inputs):
-        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+    def forgetful(_number, block):
+        return functools.partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
 
     forward = dataclasses.replace(parts.forward, recompute=lambda _seconds: forgetful)
     other, _ = trained(dataclasses.replace(parts, forward=forward))

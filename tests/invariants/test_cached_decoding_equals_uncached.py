@@ -20,8 +20,8 @@ from konkanivani.decoding.decode import BeamDecode, Decode, build_decode
 from konkanivani.decoding.scorers import AttentionScorer
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.model.blocks import run_directly
-from konkanivani.model.cache import FIRST_ROOM, DecoderCache
+from konkanivani.model.conformer import keep_activations
+from konkanivani.model.decoder import FIRST_CAPACITY, DecoderCache
 from konkanivani.training.step import StepParts, train_step
 from konkanivani.training.validation import join_portions, recognize_all
 from tests.invariants.parts import (
@@ -80,13 +80,13 @@ def decoded_step_by_step(model: KonkaniVaniASR, tokens: torch.Tensor, encoded: t
 
 def decoded_at_once(model: KonkaniVaniASR, tokens: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        each = [model.decoder(tokens[:, k], encoded, LENGTHS, run_directly) for k in range(tokens.shape[1])]
+        each = [model.decoder(tokens[:, k], encoded, LENGTHS, keep_activations) for k in range(tokens.shape[1])]
     return torch.stack(each, dim=1)
 
 
 def test_cached_is_uncached_beyond_the_first_room():
     model, encoded = sharp_model(), random_encoded(LENGTHS)
-    tokens = torch.randint(VOCAB_SIZE, (3, 4, 2 * FIRST_ROOM + 5), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(VOCAB_SIZE, (3, 4, 2 * FIRST_CAPACITY + 5), generator=torch.Generator().manual_seed(1))
     cached, uncached = decoded_step_by_step(model, tokens, encoded), decoded_at_once(model, tokens, encoded)
     assert relative_difference(uncached, cached) < 1e-12
 
@@ -115,7 +115,7 @@ def followed_difference(model: KonkaniVaniASR, encoded: torch.Tensor) -> float:
         for length in range(1, 8):
             cached = model.decoder.step(tokens[:, :, -1], cache)
             rows, lengths = encoded[places], tuple(LENGTHS[place] for place in places)
-            uncached = [model.decoder(tokens[:, k], rows, lengths, run_directly)[:, -1] for k in range(4)]
+            uncached = [model.decoder(tokens[:, k], rows, lengths, keep_activations)[:, -1] for k in range(4)]
             worst = max(worst, relative_difference(torch.stack(uncached, dim=1), cached))
             sources = torch.randint(4, tokens.shape[:2], generator=generator)
             new = torch.randint(4, VOCAB_SIZE, tokens.shape[:2], generator=generator)
@@ -134,7 +134,7 @@ def greedy_without_cache(model: KonkaniVaniASR, encoded: torch.Tensor, length: i
     tokens = [OUR_TOKENS.start]
     while len(tokens) <= length:
         with torch.no_grad():
-            decoded = model.decoder(torch.tensor([tokens]), encoded[None, :length], (length,), run_directly)
+            decoded = model.decoder(torch.tensor([tokens]), encoded[None, :length], (length,), keep_activations)
             scores = model.decoder.output(decoded[0, -1]).log_softmax(dim=0)
         scores[[OUR_TOKENS.blank, OUR_TOKENS.start]] = -math.inf
         token = int(scores.argmax())
@@ -159,7 +159,7 @@ def attention_log_probability(model: KonkaniVaniASR, encoded: torch.Tensor, toke
     """Return the log-probability of the tokens and the end token, computed without a cache."""
     said = torch.tensor([[OUR_TOKENS.start, *tokens]])
     with torch.no_grad():
-        decoded = model.decoder(said, encoded[None], (len(encoded),), run_directly)
+        decoded = model.decoder(said, encoded[None], (len(encoded),), keep_activations)
         scores = model.decoder.output(decoded[0]).log_softmax(dim=-1)
     return sum(float(scores[u, token]) for u, token in enumerate((*tokens, OUR_TOKENS.end)))
 

@@ -18,6 +18,7 @@ from konkanivani.data.manifest import read_manifest
 from konkanivani.data.noise_reverb import read_noise_reverb
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
+from konkanivani.model.attention import SequenceLayout
 from konkanivani.training.step import StepParts
 from tests.conftest import Corpus, further, write_shards, write_surroundings
 from tests.invariants.parts import KINDS, double_parts, global_batch, relative_difference, speeches
@@ -145,7 +146,7 @@ def test_negative_control_without_the_convolutions_mask_padding_shows(monkeypatc
         monkeypatch.setattr(
             block.convolution,
             "forward",
-            lambda x, layout, forward=forward: forward(x, dataclasses.replace(layout, padding=None, lengths=None)),
+            lambda x, layout, forward=forward: forward(x, SequenceLayout(layout.positions)),
         )
     together = outputs(parts, spoken, 7)
     assert max(relative_difference(alone[name][0], together[name][0]) for name in alone) > 1e-6
@@ -156,6 +157,6 @@ def test_negative_control_without_the_subsamplings_mask_padding_shows(kind, monk
     parts, spoken = parts_of(kind), speeches(7)
     alone, subsampling = outputs(parts, spoken, 1), parts.model.encoder.subsampling
     forward = subsampling.forward
-    monkeypatch.setattr(subsampling, "forward", lambda features, chunk_frames, _: forward(features, chunk_frames))
+    monkeypatch.setattr(subsampling, "forward", lambda features, _layout: forward(features))
     together = outputs(parts, spoken, 7)
     assert max(relative_difference(alone[name][0], together[name][0]) for name in alone) > 1e-6

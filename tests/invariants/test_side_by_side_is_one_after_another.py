@@ -131,7 +131,7 @@ def test_negative_control_without_turns_it_matters_who_is_late(monkeypatch):
 
 def test_negative_control_masks_that_all_threads_draw_from_one_generator_are_others(monkeypatch):
     expected = trained(parts_of(1), threads=1, steps=1)
-    monkeypatch.setattr("konkanivani.model.kernels.dropout.dropout_generator", lambda: None)
+    monkeypatch.setattr("konkanivani.model.conformer.dropout_generator", lambda: None)
     assert not are_equal(trained(parts_of(2), steps=1), expected)
 
 

@@ -16,11 +16,14 @@ from konkanivani.inference.onnx_export import build_onnx, read_onnx
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.inference.verify import check_bundle, recognize_with
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.model.architecture import HybridArchitecture
-from konkanivani.model.blocks import run_directly
+from konkanivani.model.conformer import keep_activations
 from konkanivani.model.front_end import FrontEnd, described
-from konkanivani.model.kernels.ctc import BLANK
-from konkanivani.model.kernels.recompute import run_recomputed
+from konkanivani.model.kernels.chunks import ChunkedRelativeSelfAttention
+from konkanivani.model.kernels.passes import optimize
+from konkanivani.model.losses import BLANK
+from konkanivani.model.twin import twin_of
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.loop import train
@@ -52,6 +55,7 @@ def speech_model_of(shape: ModelConfig, features: FeatureConfig) -> SpeechModel:
     torch.manual_seed(4)
     architecture = HybridArchitecture(shape, features, tokenizer.size)
     model = architecture.build().eval()
+    optimize(model)
     with torch.no_grad():
         model.ctc_head.weight.mul_(2.0)
         model.ctc_head.bias[BLANK] = -1.0
@@ -143,14 +147,15 @@ def test_ctc_needs_as_many_frames_as_the_subsampling_leaves():
     assert by_4.frames_missing(np.full(4, 0.99), needed).tolist() == [False, False, False, True]
 
 
-@pytest.mark.parametrize(("run_block", "times"), [(run_directly, 1), (run_recomputed, 2)])
-def test_a_minute_s_attention_by_distance_is_computed_as_often_as_its_block(run_block, times, monkeypatch):
+@pytest.mark.parametrize(("wrap_block", "times"), [(keep_activations, 1), (RecomputePolicy("always")(1.0), 2)])
+def test_a_minute_s_attention_by_distance_is_computed_as_often_as_its_block(wrap_block, times, monkeypatch):
     """Longer speech is computed in chunks, which adds one recomputation."""
     softmax, calls = torch.Tensor.softmax, []
     monkeypatch.setattr(torch.Tensor, "softmax", lambda scores, dim: (calls.append(dim), softmax(scores, dim))[1])
-    attention, norm = random_attention()
+    attention, _ = random_attention()
+    attention = twin_of(attention, ChunkedRelativeSelfAttention)
     x = torch.randn(1, 9, 12, dtype=torch.float64, requires_grad=True)
     for layout, expected in ((laid_out(x, None), times), (laid_out(x, None, chunk_frames=8), 2 * (times + 1))):
         calls.clear()
-        run_block(attention, x, norm, layout).sum().backward()
+        wrap_block(0, attention)(x, layout).sum().backward()
         assert len(calls) == expected

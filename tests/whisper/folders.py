@@ -9,6 +9,7 @@ import torch
 
 from konkanivani.data.batch import Batch, Example, collate
 from konkanivani.data.text import SpecialTokens
+from konkanivani.model.kernels.passes import optimize
 from konkanivani.model.whisper.folder import name_in_file
 from konkanivani.model.whisper.network import Whisper
 from konkanivani.model.whisper.shape import WhisperShape
@@ -91,6 +92,7 @@ def ours_of(model: torch.nn.Module, kind: Kind) -> Whisper:
     )
     ours, theirs = Whisper(shape).to(next(model.parameters()).dtype), model.state_dict()
     ours.load_state_dict({name: theirs[name_in_file(name)].clone() for name in ours.state_dict()})
+    optimize(ours)
     return ours.eval()
 
 

@@ -16,7 +16,7 @@ from konkanivani.inference.speech_model import build_pretrained_model
 from konkanivani.inference.whisper.alignment import alignment_weights, attention_spans, first_frames
 from konkanivani.inference.whisper.vocabulary import vocabulary_of
 from konkanivani.inference.word_times import attended_words
-from konkanivani.model.blocks import run_directly
+from konkanivani.model.conformer import keep_activations
 from konkanivani.model.whisper.folder import read_whisper_folder
 from tests.whisper.folders import read_reference
 from tests.whisper.small_model import write_model
@@ -76,9 +76,9 @@ def test_what_heads_look_at_is_transformers(whisper_folders):
         found = theirs(
             input_features=features.transpose(1, 2), decoder_input_ids=tokens, output_attentions=True, use_cache=False
         )
-        encoded, _ = ours.encoder(features, (folder.shape.window_frames,), run_directly)
-        decoded, scores = ours.decoder.watched(tokens, encoded)
-        plain = ours.decoder(ours.decoder.embedding(tokens), encoded, run_directly)
+        encoded, _ = ours.encoder(features, (folder.shape.window_frames,), keep_activations)
+        decoded, scores = ours.decoder.with_scores(tokens, encoded)
+        plain = ours.decoder(ours.decoder.embedding(tokens), encoded, keep_activations)
     assert torch.allclose(scores.softmax(dim=-1), torch.stack(found.cross_attentions), rtol=0, atol=1e-12)
     assert torch.allclose(ours.decoder.output(decoded), found.logits, rtol=0, atol=1e-10)
     assert torch.allclose(decoded, plain, rtol=0, atol=1e-12)
@@ -91,7 +91,7 @@ class Looking(torch.nn.Module):
         super().__init__()
         self.frames, self.count, self.size = frames, count, size
 
-    def watched(self, tokens: torch.Tensor, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_scores(self, tokens: torch.Tensor, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = tokens.shape[1]
         scores = torch.zeros(1, 1, 1, rows, len(encoded[0]))
         for row, frame in zip(range(rows - len(self.frames), rows), self.frames, strict=True):

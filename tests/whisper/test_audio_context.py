@@ -19,7 +19,7 @@ from konkanivani.decoding.decode import greedy_decode
 from konkanivani.inference.whisper.export import TunedWhisper
 from konkanivani.inference.whisper.pretrained import PretrainedWhisper
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.model.blocks import run_directly
+from konkanivani.model.conformer import keep_activations
 from konkanivani.model.flops import step_flop
 from konkanivani.model.whisper import network
 from konkanivani.model.whisper.architecture import WhisperArchitecture
@@ -122,7 +122,7 @@ def test_greedy_search_says_the_same_alone_and_in_a_batch():
         for batch in global_batch(size, spoken).micro_batches:
             features, lengths = parts.forward.front_end(batch.waveforms, batch.sample_lengths, None)
             with torch.no_grad():
-                encoded = parts.model.encoder(features, lengths, run_directly)
+                encoded = parts.model.encoder(features, lengths, keep_activations)
             found |= dict(zip(batch.utterance_ids, decode(parts.model, *encoded), strict=True))
         said.append(found)
     assert said[0] == said[1] and len({tuple(tokens) for tokens in said[0].values()}) > 1
@@ -144,7 +144,7 @@ def test_it_is_transformers_layers_over_the_frames_of_the_speech(samples, whispe
         for layer in theirs.layers:
             found = layer(x, None)
             x = found[0] if isinstance(found, tuple) else found
-        encoded, encoded_lengths = model.encoder(features, lengths, run_directly)
+        encoded, encoded_lengths = model.encoder(features, lengths, keep_activations)
     assert encoded_lengths == (encoded.shape[1],) == (-(-lengths[0] // 2),)
     assert relative_difference(theirs.layer_norm(x), encoded) < 1e-12
 
@@ -157,14 +157,14 @@ def test_features_of_speech_are_the_first_of_its_window_and_a_window_makes_no_ma
     monkeypatch.setattr(network, "padding_mask", None)
     window_model, model = ARCHITECTURE.build(), SPEECH.build()
     model.load_state_dict(window_model.state_dict())
-    (plain, _), (same, _) = (each.encoder(whole, (100, 100), run_directly) for each in (window_model, model))
+    (plain, _), (same, _) = (each.encoder(whole, (100, 100), keep_activations) for each in (window_model, model))
     assert torch.equal(plain, same)  # a whole window needs no mask
     with pytest.raises(TypeError):
-        model.encoder(speech, frames, run_directly)
+        model.encoder(speech, frames, keep_activations)
     with pytest.raises(ValueError, match="57 frames do not match the window of 100"):
-        window_model.encoder(speech, frames, run_directly)
+        window_model.encoder(speech, frames, keep_activations)
     with pytest.raises(ValueError, match="102 frames do not match the window of 100"):
-        model.encoder(torch.randn(1, 102, 80), (102,), run_directly)
+        model.encoder(torch.randn(1, 102, 80), (102,), keep_activations)
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])

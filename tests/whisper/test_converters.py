@@ -8,7 +8,7 @@ import torch
 from konkanivani.base.config import AugmentConfig, PretrainedConfig
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.inference.pretrained import read_pretrained
-from konkanivani.model.blocks import run_directly
+from konkanivani.model.conformer import keep_activations
 from konkanivani.model.whisper.export import write_whisper_folder
 from konkanivani.model.whisper.folder import read_whisper_folder
 from tests.whisper.small_model import SECONDS, write_model
@@ -40,7 +40,7 @@ def test_what_ctranslate2_makes_of_an_exported_folder_says_the_same(tmp_path):
         torch.randn(4, SECONDS * 16_000), (SECONDS * 16_000,) * 4, None
     )
     with torch.no_grad():
-        encoded = model.encoder(features, lengths, run_directly)
+        encoded = model.encoder(features, lengths, keep_activations)
     ours = greedy_decode(architecture, vocabulary)(model, *encoded)
     prompt = [vocabulary.special.start, *vocabulary.prefix]
     found = theirs.generate(

@@ -27,7 +27,7 @@ from konkanivani.inference.whisper.vocabulary import (
     Prompt,
     PromptedVocabulary,
 )
-from konkanivani.model.blocks import run_directly
+from konkanivani.model.conformer import keep_activations
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.front_end import WhisperFrontEnd
 from konkanivani.model.whisper.network import Whisper
@@ -60,7 +60,7 @@ class Case:
     @functools.cached_property
     def encoded(self) -> tuple[torch.Tensor, tuple[int, ...]]:
         with torch.no_grad():
-            return self.ours.encoder(self.features, (self.features.shape[1],) * len(self.features), run_directly)
+            return self.ours.encoder(self.features, (self.features.shape[1],) * len(self.features), keep_activations)
 
     def speaking(self, with_times: bool) -> PromptedVocabulary:
         return self.vocabulary.saying_times() if with_times else self.vocabulary

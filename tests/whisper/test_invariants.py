@@ -18,7 +18,7 @@ from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.decode import BeamDecode
 from konkanivani.inference.pretrained import digest_of
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.model.cache import FIRST_ROOM
+from konkanivani.model.decoder import FIRST_CAPACITY
 from konkanivani.model.kernels import recompute
 from konkanivani.model.losses import LossCounts, LossSums
 from konkanivani.model.whisper.architecture import WhisperArchitecture
@@ -241,6 +241,6 @@ def test_generation_between_two_gradients_changes_neither(mode, recompute):
     for _ in range(2):
         said.append(validated(parts))
         assert are_equal(gradients(parts), alone)
-    assert said[0] == said[1] and max(len(one.hypothesis.split()) for one in said[0].scored) > FIRST_ROOM
+    assert said[0] == said[1] and max(len(one.hypothesis.split()) for one in said[0].scored) > FIRST_CAPACITY
     train_step(parts, global_batch(SPOKEN, 2), 0)
     assert validated(parts) != said[0] and not are_equal(gradients(parts), alone)  # negative control

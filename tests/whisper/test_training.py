@@ -16,7 +16,7 @@ from konkanivani.decoding.decode import greedy_decode
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.model.asr import frozen_count, trained_parameters
-from konkanivani.model.blocks import run_directly
+from konkanivani.model.conformer import keep_activations
 from konkanivani.model.flops import step_flop
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.front_end import WhisperFrontEnd
@@ -112,7 +112,7 @@ def test_losses_fall_and_decoding_between_steps_changes_nothing():
             if decodes and number % 8 == 5:
                 features, lengths = parts.forward.front_end(spoken[0].waveform[None], (len(spoken[0].waveform),), None)
                 with torch.no_grad():
-                    encoded = parts.model.encoder(features, lengths, run_directly)
+                    encoded = parts.model.encoder(features, lengths, keep_activations)
                 assert len(decode(parts.model, *encoded)) == 1
         found.append((losses, torch.cat([p.detach().flatten() for p in parts.model.parameters()])))
     (alone, weights), (between, weights_between) = found
@@ -185,7 +185,7 @@ def test_a_window_is_as_many_frames_whatever_is_said_in_it():
 def test_what_is_no_window_longer_than_one_or_of_too_many_tokens_is_refused():
     model, front_end = ARCHITECTURE.build(), ARCHITECTURE.build_front_end(AugmentConfig())
     with pytest.raises(ValueError, match="98 frames do not match the window of 100"):
-        model.encoder(torch.randn(1, 98, 80), (98,), run_directly)
+        model.encoder(torch.randn(1, 98, 80), (98,), keep_activations)
     with pytest.raises(DataError, match=r"1\.00 s is longer than the model's window of 1 s"):
         front_end(torch.zeros(1, 16_001), (16_001,), None)
     tokens = torch.zeros(1, 41, dtype=torch.long)

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from konkanivani.model.whisper import vocabulary_loss
-from konkanivani.model.whisper.network import TiedEmbedding
-from konkanivani.model.whisper.vocabulary_loss import vocabulary_loss_sum
+from konkanivani.model.kernels import vocabulary_loss
+from konkanivani.model.kernels.vocabulary_loss import SlicedTiedEmbedding, vocabulary_loss_sum
 from konkanivani.planning.tensors import LiveBytes
 
 VOCABULARY = 300
@@ -93,7 +92,7 @@ def test_logits_are_never_there_all_at_once():
 
 def test_an_embedding_that_is_the_head_too_has_the_sum_of_both_gradients():
     generator = torch.Generator().manual_seed(0)
-    embedding = TiedEmbedding(VOCABULARY, 8).double()
+    embedding = SlicedTiedEmbedding(VOCABULARY, 8).double()
     tokens = torch.tensor([[5, 5, 299, 0]])  # one token occurs twice
     factors = torch.randn(1, 4, 8, generator=generator, dtype=torch.float64)
     head_factors = torch.randn(VOCABULARY, 8, generator=generator, dtype=torch.float64)
@@ -112,7 +111,7 @@ def test_an_embedding_that_is_the_head_too_has_the_sum_of_both_gradients():
 def test_a_token_that_is_said_often_has_the_same_gradient_each_time():
     """PyTorch's index_put_ on several CPU threads is not deterministic, so a resumed run would differ."""
     torch.manual_seed(0)
-    embedding, tokens = TiedEmbedding(2000, 384), torch.randint(50, (1, 445))
+    embedding, tokens = SlicedTiedEmbedding(2000, 384), torch.randint(50, (1, 445))
     by_vectors, by_head = torch.randn(1, 445, 384), torch.randn(2000, 384)
     first = None
     for _ in range(50):
@@ -125,18 +124,18 @@ def test_a_token_that_is_said_often_has_the_same_gradient_each_time():
     assert apart(first.double(), expected) < 1e-6
 
 
-def tied_loss(embedding: TiedEmbedding, number: int) -> torch.Tensor:
+def tied_loss(embedding: SlicedTiedEmbedding, number: int) -> torch.Tensor:
     """Return the loss of micro-batch `number` in float32, with 40 labels and frequent repetitions."""
     generator = torch.Generator().manual_seed(number)
     tokens, targets = (torch.randint(30, (2, 20), generator=generator) for _ in range(2))
     vectors, head = embedding.with_head(tokens)
     decoded = vectors * torch.randn(1, 20, embedding.embedding_dim, generator=generator)
-    return vocabulary_loss_sum(decoded, head.weight, targets, 0.1, head.room)
+    return vocabulary_loss_sum(decoded, head.weight, targets, 0.1, head.gradient_buffer)
 
 
 def test_the_gradients_of_several_micro_batches_are_autograds_sum_bit_for_bit_without_a_second_gradient(columns):
     torch.manual_seed(0)
-    embedding, peaks = TiedEmbedding(VOCABULARY, 64), []
+    embedding, peaks = SlicedTiedEmbedding(VOCABULARY, 64), []
     first, *others = (torch.autograd.grad(tied_loss(embedding, number), embedding.weight)[0] for number in range(3))
     expected = first + others[0] + others[1]
     for hook in (None, lambda gradient: gradient):  # a hook sees each micro-batch's gradient separately

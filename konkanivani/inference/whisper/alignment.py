@@ -28,7 +28,7 @@ def attention_spans(
     """
     prefix = [vocabulary.special.start, *vocabulary.prefix]
     said = torch.tensor([[*prefix, *tokens, vocabulary.special.end]], device=encoded.device)
-    decoded, scores = decoder.watched(said[:, :-1], encoded[None])
+    decoded, scores = decoder.with_scores(said[:, :-1], encoded[None])
     likely = decoder.output(decoded[0, len(prefix) - 1 : -1]).float().softmax(dim=-1)
     probabilities = likely.gather(1, said[0, len(prefix) : -1, None])[:, 0].tolist()
     # The row of a token predicts the next one, so the last row of the prefix attends to the first token.

@@ -12,14 +12,15 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch.func import functional_call
 
 from konkanivani.memory.weights.fetching import WeightPrefetcher, is_matrix, on_own_pages, type_on_card
 from konkanivani.model.asr import SpeechNetwork
-from konkanivani.model.blocks import Block, BlockRunner
+from konkanivani.model.conformer import RunBlock, WrapBlock
 
 HOST = torch.device("cpu")
 
@@ -129,37 +130,38 @@ class OffloadedWeights:
         for master, half in self._halves.items():
             half.copy_(master)
 
-    def _add_halves(self, blocks: list[Block], dtype: torch.dtype, place: torch.device) -> None:
+    def _add_halves(self, blocks: list[torch.nn.Module], dtype: torch.dtype, place: torch.device) -> None:
         for block in blocks:
             self._halves |= {w: torch.empty_like(w, dtype=dtype, device=place) for w in matrices(block)}
 
-    def _give_own_pages(self, blocks: list[Block]) -> None:
+    def _give_own_pages(self, blocks: list[torch.nn.Module]) -> None:
         for weight in (weight for block in blocks for weight in block.parameters()):
             if weight in self._halves:
                 self._halves[weight] = on_own_pages(self._halves[weight])
             else:
                 weight.data = on_own_pages(weight.detach())
 
-    def around(self, run_block: "OffloadedBlockRunner") -> BlockRunner:
-        """Return a block runner that provides each block's weights on the GPU while the block runs."""
-        return lambda block, *inputs: run_block(self._with_weights(block), *inputs)
+    def around(self, wrap_block: WrapBlock) -> WrapBlock:
+        """Return a `WrapBlock` that also provides each block's weights on the GPU while the block runs."""
+        return lambda number, block: wrap_block(number, self._with_weights(number, block))
 
-    def _with_weights(self, block: Block) -> "Block | OffloadedBlock":
-        is_fetched = block.number < self.placement.offloaded_blocks
-        if block in self._at_hand or not (is_fetched or self.placement.half_precision):
+    def _with_weights(self, number: int, block: RunBlock) -> RunBlock:
+        is_fetched = number < self.placement.offloaded_blocks
+        if not isinstance(block, torch.nn.Module) or block in self._at_hand:
+            return block
+        if not (is_fetched or self.placement.half_precision):
             return block
         # Prefetch is chosen only if there is memory to spare: attention is then kept as in a block on the GPU.
-        keeps_attention = block.keeps_attention and self.placement.prefetch
-        return OffloadedBlock(block, self._brought, block.number, is_fetched, keeps_attention)
+        return OffloadedBlock(block, partial(self._provided, number), is_fetched, self.placement.prefetch)
 
-    def _brought(self, block: Block) -> dict[str, torch.Tensor]:
+    def _provided(self, number: int, block: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the block's weights on the GPU by name; their gradients flow to the masters."""
         masters = dict(block.named_parameters())
-        if block.number < self.placement.offloaded_blocks:
-            brought = self._fetcher.get(block.number)
+        if number < self.placement.offloaded_blocks:
+            provided = self._fetcher.get(number)
         else:
-            brought = {name: self._halves[weight] for name, weight in masters.items() if weight in self._halves}
-        return {name: self._in_place_of(masters[name], copy) for name, copy in brought.items()}
+            provided = {name: self._halves[weight] for name, weight in masters.items() if weight in self._halves}
+        return {name: self._in_place_of(masters[name], copy) for name, copy in provided.items()}
 
     def _in_place_of(self, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         copy = _MasterGradient.apply(master, copy) if master.requires_grad else copy
@@ -202,20 +204,14 @@ class OffloadedBlock:
     A fetched block has to be recomputed in the backward pass, or autograd would keep its weights on the GPU.
     """
 
-    block: Block
-    brought: Callable[[Block], dict[str, torch.Tensor]]
-    number: int
+    block: torch.nn.Module
+    provide_weights: Callable[[torch.nn.Module], dict[str, torch.Tensor]]
     is_fetched: bool
     keeps_attention: bool
+    """Whether attention's results are kept when the block is recomputed."""
 
     def __call__(self, *inputs: object) -> torch.Tensor:
-        return functional_call(self.block, self.brought(self.block), inputs)
-
-
-class OffloadedBlockRunner(Protocol):
-    """Block runner that runs offloaded blocks as well."""
-
-    def __call__(self, block: Block | OffloadedBlock, *inputs: object) -> torch.Tensor: ...
+        return functional_call(self.block, self.provide_weights(self.block), inputs)
 
 
 class _MasterGradient(torch.autograd.Function):

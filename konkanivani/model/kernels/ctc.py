@@ -14,20 +14,16 @@ impossible, so that the predecessors of all states are a shifted view.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from konkanivani.base.lengths import Lengths
 from konkanivani.model.kernels.recompute import run_recomputed
+from konkanivani.model.losses import BLANK, Head
 
-BLANK = 0
 # log(0): finite, so that differences are never inf - inf, and far below the log probability of any path.
 IMPOSSIBLE = -1e30
-
-# Per-position features (B, C, D) -> logits (B, C, V).
-Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 def long_ctc_losses(

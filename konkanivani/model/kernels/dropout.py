@@ -1,24 +1,16 @@
-"""Dropout whose masks are cheap to draw on a CPU and take one byte per number."""
+"""Dropout that keeps one byte per number and adds the residual in the same pass, for training on a CPU.
+
+Autograd would keep the mask as floats: a tenth of a step's activations.
+"""
 
 import torch
 import torch.nn.functional as F
 
-from konkanivani.base.randomness import dropout_generator
-
-LEVELS = 2**16
+from konkanivani.model.conformer import Dropout, draw_mask
 
 
-class Dropout(torch.nn.Module):
-    """Dropout of a tensor: in training each number is 0 with probability `p`, else divided by 1 - p.
-
-    Srivastava et al. (2014). On a CPU, torch's dropout draws a float per number and keeps it until the backward pass: a
-    fifteenth of a step's time, a tenth of its activations. Here 64 random bits serve four numbers, so that `p` is
-    rounded to 1 / 65,536, and one byte per number is kept.
-    """
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.p = p
+class MaskedDropout(Dropout):
+    """Twin of `Dropout` that draws the same masks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0:
@@ -35,13 +27,11 @@ class Dropout(torch.nn.Module):
         return torch.add(x, self(branch), alpha=weight)
 
 
-def draw_mask(like: torch.Tensor, p: float) -> torch.Tensor:
-    """Return a bool tensor of `like`'s shape, False with probability `p`, drawn as `dropout_seed` determines."""
-    bits = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
-    # From -2^63 up to the largest int64 inclusive (None): all 64 bits are random.
-    bits.random_(-(2**63), None, generator=dropout_generator())
-    numbers = bits.view(torch.int16)[: like.numel()].view(like.shape)
-    return numbers >= round(p * LEVELS) - LEVELS // 2
+def add_residual(x: torch.Tensor, branch: torch.Tensor, dropout: Dropout, weight: float = 1.0) -> torch.Tensor:
+    """Return x + weight * dropout(branch), in one pass if the dropout is a `MaskedDropout`."""
+    if isinstance(dropout, MaskedDropout):
+        return dropout.add_residual(x, branch, weight)
+    return torch.add(x, dropout(branch), alpha=weight)
 
 
 class _Masked(torch.autograd.Function):

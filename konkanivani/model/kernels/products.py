@@ -19,7 +19,9 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from konkanivani.model.adapters import AdaptedLinear
 from konkanivani.model.kernels.recompute import recomputed_part
+from konkanivani.model.twin import replace_modules, twin_of
 
 HAS_OPERATOR = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # PyTorch's own operator, not part of its public API
 MIN_ROWS = 64  # with fewer rows, reordering the matrix for oneDNN costs the time that the product saves
@@ -79,14 +81,14 @@ def without_autocast(backward: Callable[..., Gradients]) -> Callable[..., Gradie
     """
 
     @functools.wraps(backward)
-    def unsurrounded(ctx: Any, *gradients: torch.Tensor) -> Gradients:
+    def undisturbed(ctx: Any, *gradients: torch.Tensor) -> Gradients:
         device = gradients[0].device.type
         if not torch.is_autocast_enabled(device):
             return backward(ctx, *gradients)
         with torch.autocast(device, enabled=False):
             return backward(ctx, *gradients)
 
-    return unsurrounded
+    return undisturbed
 
 
 class Weighted(Protocol):
@@ -106,52 +108,52 @@ def fused_linear(
 
     In autocast the product is in half precision; the norm is in at least fp32 on every device.
     """
-    low_rank = getattr(linear, "low_rank", None)
+    low_rank = linear.low_rank if isinstance(linear, AdaptedLinear) else None
+    # The plain layers' products stay PyTorch's.
+    is_fast = type(linear) not in (torch.nn.Linear, AdaptedLinear)
     is_recomputed = recomputed_part.get() is not None
     if low_rank is None and torch.is_grad_enabled() and not is_recomputed:
         scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-        return _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activation)
+        return _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activation, is_fast)
     normed = x if norm is None else norm(_in_full(x))
     inner = activation(normed) if activation else normed
     # Recomputed activations are kept only briefly, so plain autograd, which is faster, does. Only under autocast
     # though, where its operands are in half precision already and a backward inside autocast rounds nothing further.
     if torch.is_grad_enabled() and not (is_recomputed and torch.is_autocast_enabled(inner.device.type)):
-        out = _Linear.apply(inner, linear.weight, linear.bias, None, None, 0.0, None)
+        out = _Linear.apply(inner, linear.weight, linear.bias, None, None, 0.0, None, is_fast)
     else:
-        out = fast_linear(inner, _as_multiplied(linear.weight, inner), linear.bias)
+        out = _product(is_fast)(inner, _as_multiplied(linear.weight, inner), linear.bias)
     return out if low_rank is None else out + low_rank(inner)
 
 
-class Linear(torch.nn.Linear):
-    """Linear layer of (..., T, D), computed by `fused_linear`, plus a low-rank product (LoRA) if it has one."""
+class FastLinear(torch.nn.Linear):
+    """Twin of a linear layer, computed by `fused_linear` and by oneDNN if that is faster."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return fused_linear(x, self)
+
+
+class FastAdaptedLinear(AdaptedLinear):
+    """Twin of `AdaptedLinear`, computed by `fused_linear` and by oneDNN if that is faster."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return fused_linear(x, self)
 
 
 class PointwiseConv(torch.nn.Conv2d):
-    """1 x 1 convolution of (B, C, T, F), computed as a matrix product: a quarter of oneDNN's time on a CPU."""
+    """Twin of a 1 x 1 convolution of (B, C, T, F), as a matrix product: a quarter of oneDNN's time on a CPU."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if torch.compiler.is_exporting() else _PointwiseConv.apply(x, self.weight, self.bias)
 
 
-class LowRank(torch.nn.Module):
-    """Low-rank product scale B A x of x (..., D), added to a frozen layer (LoRA; Hu et al., 2021).
-
-    A (r, D) is initialised at random and B (D', r) with zeros, so that training starts from the frozen layer's output.
-    """
-
-    def __init__(self, layer: Linear, rank: int, scale: float) -> None:
-        super().__init__()
-        self.down = torch.nn.Parameter(layer.weight.new_empty(rank, layer.in_features))
-        self.up = torch.nn.Parameter(layer.weight.new_empty(layer.out_features, rank))
-        self.scale = scale
-        torch.nn.init.kaiming_uniform_(self.down, a=5**0.5)
-        torch.nn.init.zeros_(self.up)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale * F.linear(F.linear(x, self.down), self.up)
+def use_fast_products(model: torch.nn.Module) -> None:
+    """Replace linear layers and 1 x 1 convolutions by twins with faster products on a CPU."""
+    replace_modules(model, {torch.nn.Linear: FastLinear, AdaptedLinear: FastAdaptedLinear})
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is torch.nn.Conv2d and child.kernel_size == (1, 1):
+                setattr(module, name, twin_of(child, PointwiseConv))
 
 
 class _Linear(torch.autograd.Function):
@@ -165,14 +167,17 @@ class _Linear(torch.autograd.Function):
         shift: torch.Tensor | None,
         epsilon: float,
         activation: Activation | None,
+        is_fast: bool,
     ) -> torch.Tensor:
+        ctx.is_fast = is_fast
         ctx.epsilon = epsilon
         ctx.activation = activation
         ctx.save_for_backward(x, weight, scale, shift)
         # Only x is saved: the norm and the activation are computed again in the backward pass.
         if scale is not None:
             x, _, _ = _normalize(x, scale, shift, epsilon)
-        rows = fast_linear((activation(x) if activation else x).flatten(0, -2), _as_multiplied(weight, x), bias)
+        inner = activation(x) if activation else x
+        rows = _product(is_fast)(inner.flatten(0, -2), _as_multiplied(weight, x), bias)
         # _unsafe_view is not a view to autograd, so queries and keys may be rotated in place.
         return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], -1])
 
@@ -185,22 +190,26 @@ class _Linear(torch.autograd.Function):
             normed, mean, inverse_deviation = _normalize(x, scale, shift, ctx.epsilon)
         inner = (ctx.activation(normed) if ctx.activation else normed).to(gradient.dtype)
         rows = gradient.flatten(0, -2)
-        grad_weight = weight_gradient(rows, inner.flatten(0, -2)) if ctx.needs_input_grad[1] else None
-        by_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            columns = inner.flatten(0, -2)
+            grad_weight = weight_gradient(rows, columns) if ctx.is_fast else rows.t() @ columns
+            del columns
+        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         del inner  # freed before the next product allocates its output
         # A frozen layer at the bottom of the network needs neither the input's nor the norm's gradient.
         if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[3]):
-            return None, grad_weight, by_bias, None, None, None, None
-        grad_inner = fast_linear(rows, weight.to(gradient.dtype).t()).view_as(x).to(normed.dtype)
+            return None, grad_weight, grad_bias, None, None, None, None, None
+        grad_inner = _product(ctx.is_fast)(rows, weight.to(gradient.dtype).t()).view_as(x).to(normed.dtype)
         if ctx.activation:
             grad_inner = ACTIVATIONS[ctx.activation](grad_inner, normed)
         if scale is None:
-            return grad_inner, grad_weight, by_bias, None, None, None, None
+            return grad_inner, grad_weight, grad_bias, None, None, None, None, None
         del normed
-        grad_x, by_scale, by_shift = torch.ops.aten.native_layer_norm_backward(
+        grad_x, grad_scale, grad_shift = torch.ops.aten.native_layer_norm_backward(
             grad_inner, _in_full(x), scale.shape, mean, inverse_deviation, scale, shift, [True, True, True]
         )
-        return grad_x, grad_weight, by_bias, by_scale, by_shift, None, None
+        return grad_x, grad_weight, grad_bias, grad_scale, grad_shift, None, None, None
 
 
 class _PointwiseConv(torch.autograd.Function):
@@ -209,17 +218,21 @@ class _PointwiseConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        places = torch.baddbmm(bias[:, None], weight.flatten(1).expand(len(x), -1, -1), x.flatten(2))
-        return torch.ops.aten._unsafe_view(places, x.shape)  # no view to autograd: the caller zeroes padding in place
+        out = torch.baddbmm(bias[:, None], weight.flatten(1).expand(len(x), -1, -1), x.flatten(2))
+        return torch.ops.aten._unsafe_view(out, x.shape)  # no view to autograd: the caller zeroes padding in place
 
     @staticmethod
     @without_autocast
     def backward(ctx, gradient: torch.Tensor) -> Backward:
         x, weight = (tensor.to(gradient.dtype) for tensor in ctx.saved_tensors)
-        places = gradient.flatten(2)
-        grad_x = (weight.flatten(1).t() @ places).view_as(x) if ctx.needs_input_grad[0] else None
-        grad_weight = (places @ x.flatten(2).mT).sum(0).view_as(weight) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, places.sum((0, 2)) if ctx.needs_input_grad[2] else None
+        grad_out = gradient.flatten(2)
+        grad_x = (weight.flatten(1).t() @ grad_out).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_weight = (grad_out @ x.flatten(2).mT).sum(0).view_as(weight) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, grad_out.sum((0, 2)) if ctx.needs_input_grad[2] else None
+
+
+def _product(is_fast: bool) -> Callable[..., torch.Tensor]:
+    return fast_linear if is_fast else F.linear
 
 
 def _as_multiplied(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

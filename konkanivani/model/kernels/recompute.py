@@ -7,8 +7,11 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from konkanivani.base.randomness import dropout_generator, dropout_state
+from konkanivani.model.twin import replace_modules
+from konkanivani.model.whisper.blocks import Attention
 
 Result = TypeVar("Result")
 Part = TypeVar("Part", bound=torch.nn.Module)
@@ -34,12 +37,24 @@ it is entered for attention alone.
 """
 
 
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool = False
-) -> torch.Tensor:
-    """Return PyTorch's attention; inside a part recomputed with `keeps_attention` its result is kept."""
-    with recomputed_part.get() or nullcontext():
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
+class KeptAttention(Attention):
+    """Twin of Whisper's attention, whose result is kept when a block is recomputed with `keeps_attention`."""
+
+    def attend_heads(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_mask: torch.Tensor | None,
+        is_causal: bool,
+    ) -> torch.Tensor:
+        with recomputed_part.get() or nullcontext():
+            return super().attend_heads(query, key, value, key_mask, is_causal)
+
+
+def keep_attention(model: torch.nn.Module) -> None:
+    """Replace Whisper's attention by twins whose results are kept when blocks are recomputed."""
+    replace_modules(model, {Attention: KeptAttention})
 
 
 def run_recomputed(
@@ -50,25 +65,29 @@ def run_recomputed(
     Args:
         keeps_random_state: restore the random generators for the recomputation. Needed unless the function draws no
             random numbers or draws them from its inputs alone.
-        keeps_attention: keep the results of `attend`, so that attention is not recomputed.
+        keeps_attention: keep the results of `KeptAttention`, so that attention is not recomputed.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
+    # PyTorch restores its default generators, but knows nothing of the one that dropout draws from in this thread.
+    masks = dropout_generator() if keeps_random_state else None
+    state = None if masks is None else masks.get_state()
 
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
         keepers = create_selective_checkpoint_contexts(ATTENTION) if keeps_attention else (nullcontext(), nullcontext())
-        return _within(keepers[0]), _within(keepers[1])
+        return _within(keepers[0], None), _within(keepers[1], state)
 
-    return checkpoint(
-        function, *inputs, use_reentrant=False, preserve_rng_state=keeps_random_state, context_fn=contexts
-    )
+    is_default = keeps_random_state and masks is None
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=is_default, context_fn=contexts)
 
 
 @contextmanager
-def _within(keeper: AbstractContextManager) -> Iterator[None]:
+def _within(keeper: AbstractContextManager, state: torch.Tensor | None) -> Iterator[None]:
+    """Set `recomputed_part` and, with a `state`, let dropout draw the masks of the forward pass again."""
     token = recomputed_part.set(keeper)
     try:
-        yield
+        with nullcontext() if state is None else dropout_state(state):
+            yield
     finally:
         recomputed_part.reset(token)
 

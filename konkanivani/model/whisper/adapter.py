@@ -15,7 +15,6 @@ import torch
 from konkanivani.base.config import TuningConfig
 from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.model.adapters import LOW_RANK_TENSORS
-from konkanivani.model.kernels.products import Linear
 from konkanivani.model.whisper.files import check_finite, write_json
 from konkanivani.model.whisper.folder import WhisperFolder, name_in_file
 from konkanivani.model.whisper.whole_folder import check_is_new, whole_folder
@@ -45,7 +44,9 @@ def write_adapter(base: WhisperFolder, weights: Mapping[str, torch.Tensor], tuni
     if not products:
         raise UsageError("The model has no LoRA adapter. Export its weights as a whole folder.")
     modules = base.architecture.build_without_values().named_modules()
-    layers = {name: (layer.out_features, layer.in_features) for name, layer in modules if isinstance(layer, Linear)}
+    layers = {
+        name: (layer.out_features, layer.in_features) for name, layer in modules if isinstance(layer, torch.nn.Linear)
+    }
     adapted = {name.removesuffix(f".{part}") for part in LOW_RANK_TENSORS for name in products if name.endswith(part)}
     # A layer that the base model does not have gets the shape (0, 0), which matches no tensor.
     _check_shapes(base, products, {name: layers.get(name, (0, 0)) for name in adapted}, tuning.lora_rank)

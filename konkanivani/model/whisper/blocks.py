@@ -1,4 +1,4 @@
-"""Blocks of Whisper (Radford et al., 2022): pre-norm Transformer blocks without dropout.
+"""Blocks of Whisper (Radford et al., 2022): pre-norm Transformer blocks without dropout, as OpenAI's model reads.
 
 Masks are for utterances shorter than the longest of their batch, and None if there are none.
 
@@ -10,14 +10,11 @@ import math
 import torch
 import torch.nn.functional as F
 
-from konkanivani.model.blocks import Block
-from konkanivani.model.cache import KeysAndValues
-from konkanivani.model.kernels.products import Linear, fused_linear
-from konkanivani.model.kernels.recompute import attend
+from konkanivani.model.decoder import KeysAndValues
 from konkanivani.model.whisper.shape import STRIDE, WhisperShape
 
 
-class Subsampling(Block):
+class Subsampling(torch.nn.Module):
     """Subsampling by 2, features (B, T, F) -> (B, T / 2, D): two convolutions over three frames, fixed positions added.
 
     `padding` (B, 1, T) is True after an utterance's end.
@@ -50,71 +47,84 @@ class Attention(torch.nn.Module):
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.query = Linear(d_model, d_model)
-        self.key = Linear(d_model, d_model, bias=False)
-        self.value = Linear(d_model, d_model)
-        self.output = Linear(d_model, d_model)
+        self.query = torch.nn.Linear(d_model, d_model)
+        self.key = torch.nn.Linear(d_model, d_model, bias=False)
+        self.value = torch.nn.Linear(d_model, d_model)
+        self.output = torch.nn.Linear(d_model, d_model)
 
-    def over_itself(
-        self, x: torch.Tensor, norm: torch.nn.LayerNorm, causal: bool, key_mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Attend from norm(x) to norm(x); if causal, only to earlier tokens and the token itself."""
-        # Three products, not one: keys have no bias, and Whisper's weights are stored separately.
-        query, key, value = (self._heads_of(x, linear, norm) for linear in (self.query, self.key, self.value))
-        return self._joined(attend(query, key, value, key_mask, causal))
-
-    def over(
+    def forward(
         self,
         x: torch.Tensor,
-        norm: torch.nn.LayerNorm,
+        encoded: torch.Tensor | None = None,
+        key_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        """Attend from x to encoded frames or, without these, to x; if causal, only to earlier tokens and itself."""
+        key, value = self.keys_and_values(x if encoded is None else encoded)
+        return self.attend(self.query(x), key, value, key_mask, is_causal)
+
+    def attend(
+        self,
+        query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         key_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
     ) -> torch.Tensor:
-        """Attend from norm(x) to given keys and values (B, H, S, E)."""
-        query = self._heads_of(x, self.query, norm)
-        return self._joined(attend(query, key, value, key_mask))
+        """Attend from projected queries (B, T, D) over given keys and values (B, H, S, E): (B, T, D)."""
+        attended = self.attend_heads(self.split_heads(query), key, value, key_mask, is_causal)
+        return self.output(attended.transpose(1, 2).flatten(2))
 
-    def scores(self, x: torch.Tensor, norm: torch.nn.LayerNorm, key: torch.Tensor) -> torch.Tensor:
+    def attend_heads(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_mask: torch.Tensor | None,
+        is_causal: bool,
+    ) -> torch.Tensor:
+        """Attend from queries (B, H, T, E) over keys and values (B, H, S, E): (B, H, T, E)."""
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, is_causal=is_causal)
+
+    def scores(self, x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Return the scores (B, H, T, S) over keys (B, H, S, E), before the softmax."""
-        query = self._heads_of(x, self.query, norm)
+        query = self.split_heads(self.query(x))
         return query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
 
     def keys_and_values(self, encoded: torch.Tensor) -> KeysAndValues:
         """Return keys and values of encoded (B, S, D), each (B, H, S, E)."""
-        return self._heads_of(encoded, self.key), self._heads_of(encoded, self.value)
+        return self.split_heads(self.key(encoded)), self.split_heads(self.value(encoded))
 
-    def step(self, x: torch.Tensor, norm: torch.nn.LayerNorm, kept: torch.Tensor, length: int) -> torch.Tensor:
+    def step(self, x: torch.Tensor, past: torch.Tensor, length: int) -> torch.Tensor:
         """Attend from the newest token (R, 1, D) alone, after `length` earlier ones.
 
-        `kept` (2, R, H, U, E) holds the earlier tokens' keys and values; the new token's are written to it.
+        `past` (2, R, H, U, E) holds the earlier tokens' keys and values; the new token's are written to it.
         """
-        for room, linear in zip(kept, (self.key, self.value), strict=True):
-            room[:, :, length] = self._heads_of(x, linear, norm)[:, :, 0]
-        key, value = kept[:, :, :, : length + 1]
-        return self.over(x, norm, key, value)
+        key, value = self.keys_and_values(x)
+        past[0, :, :, length] = key[:, :, 0]
+        past[1, :, :, length] = value[:, :, 0]
+        keys, values = past[:, :, :, : length + 1]
+        return self.attend(self.query(x), keys, values)
 
-    def _heads_of(self, x: torch.Tensor, linear: Linear, norm: torch.nn.LayerNorm | None = None) -> torch.Tensor:
-        return fused_linear(x, linear, norm).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-    def _joined(self, attended: torch.Tensor) -> torch.Tensor:
-        return self.output(attended.transpose(1, 2).flatten(2))
+    def split_heads(self, projected: torch.Tensor) -> torch.Tensor:
+        """Return projected (B, T, D) as (B, H, T, E)."""
+        return projected.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
 class FeedForward(torch.nn.Module):
-    """Feed-forward module with its residual: x + contract(GELU(expand(norm(x)))), x (B, T, D)."""
+    """Feed-forward module, (B, T, D) -> (B, T, D), with its norm; GELU is exact."""
 
     def __init__(self, d_model: int, inner: int) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(d_model)
-        self.expand = Linear(d_model, inner)
-        self.contract = Linear(inner, d_model)
+        self.expand = torch.nn.Linear(d_model, inner)
+        self.contract = torch.nn.Linear(inner, d_model)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + fused_linear(fused_linear(x, self.expand, self.norm), self.contract, activation=F.gelu)
+        return self.contract(F.gelu(self.expand(self.norm(x))))
 
 
-class EncoderBlock(Block):
+class EncoderBlock(torch.nn.Module):
     """Encoder block, (B, T, D) -> (B, T, D): self-attention, feed-forward."""
 
     def __init__(self, shape: WhisperShape) -> None:
@@ -124,11 +134,12 @@ class EncoderBlock(Block):
         self.feedforward = FeedForward(shape.d_model, shape.feedforward_dim)
 
     def forward(self, x: torch.Tensor, key_mask: torch.Tensor | None = None) -> torch.Tensor:
-        x = x + self.self_attention.over_itself(x, self.self_attention_norm, causal=False, key_mask=key_mask)
-        return self.feedforward(x)
+        x = x + self.self_attention(self.self_attention_norm(x), key_mask=key_mask)
+        x = x + self.feedforward(x)
+        return x
 
 
-class DecoderBlock(Block):
+class DecoderBlock(torch.nn.Module):
     """Decoder block, (B, T, D) -> (B, T, D): causal self-attention, attention over encoded (B, S, D), feed-forward.
 
     `encoded_mask` (B, 1, 1, S) is True for frames that are attended to.
@@ -143,36 +154,36 @@ class DecoderBlock(Block):
         self.feedforward = FeedForward(shape.d_model, shape.feedforward_dim)
 
     def forward(self, x: torch.Tensor, encoded: torch.Tensor, encoded_mask: torch.Tensor | None = None) -> torch.Tensor:
-        x = x + self.self_attention.over_itself(x, self.self_attention_norm, causal=True)
-        return self._with_encoded(x, self.cross_attention.keys_and_values(encoded), encoded_mask)
+        x = x + self.self_attention(self.self_attention_norm(x), is_causal=True)
+        x = x + self.cross_attention(self.cross_attention_norm(x), encoded, encoded_mask)
+        x = x + self.feedforward(x)
+        return x
 
-    def watched(self, x: torch.Tensor, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_scores(self, x: torch.Tensor, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the result of `forward` and the cross-attention scores (B, H, T, S), before the softmax."""
-        x = x + self.self_attention.over_itself(x, self.self_attention_norm, causal=True)
-        cross_kv = self.cross_attention.keys_and_values(encoded)
-        scores = self.cross_attention.scores(x, self.cross_attention_norm, cross_kv[0])
-        return self._with_encoded(x, cross_kv, None), scores
+        x = x + self.self_attention(self.self_attention_norm(x), is_causal=True)
+        normed = self.cross_attention_norm(x)
+        key, value = self.cross_attention.keys_and_values(encoded)
+        scores = self.cross_attention.scores(normed, key)
+        x = x + self.cross_attention.attend(self.cross_attention.query(normed), key, value)
+        return x + self.feedforward(x), scores
 
     def step(
         self,
         x: torch.Tensor,
-        kept: torch.Tensor,
+        past: torch.Tensor,
         length: int,
         cross_kv: KeysAndValues,
         encoded_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute the newest tokens (B, K, D) of K hypotheses per utterance -> (B, K, D).
 
-        `kept` (2, B, K, H, U, E) holds keys and values of the `length` tokens before.
+        `past` (2, B, K, H, U, E) holds keys and values of the `length` tokens before.
         """
         # Hypotheses have their own past, so self-attention has B K rows of one token. All K attend to the same encoded
         # frames, as K tokens of one sequence would.
-        rows = x.flatten(0, 1)[:, None]
-        attended = self.self_attention.step(rows, self.self_attention_norm, kept.flatten(1, 2), length)
-        return self._with_encoded(x + attended.view_as(x), cross_kv, encoded_mask)
-
-    def _with_encoded(
-        self, x: torch.Tensor, cross_kv: KeysAndValues, encoded_mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        x = x + self.cross_attention.over(x, self.cross_attention_norm, *cross_kv, encoded_mask)
-        return self.feedforward(x)
+        rows = self.self_attention_norm(x).flatten(0, 1)[:, None]
+        x = x + self.self_attention.step(rows, past.flatten(1, 2), length).view_as(x)
+        query = self.cross_attention.query(self.cross_attention_norm(x))
+        x = x + self.cross_attention.attend(query, *cross_kv, encoded_mask)
+        return x + self.feedforward(x)

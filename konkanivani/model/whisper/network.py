@@ -8,21 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from konkanivani.base.config import AudioContext
 from konkanivani.base.errors import DataError
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths, padding_mask
 from konkanivani.model.asr import ASROutput, SpeechNetwork
 from konkanivani.model.attention import key_mask_of
-from konkanivani.model.blocks import BlockList, BlockRunner, run_directly
-from konkanivani.model.cache import FIRST_ROOM, DecoderCache
-from konkanivani.model.decoder import TokenDecoder
-from konkanivani.model.encoder import SpeechEncoder
-from konkanivani.model.kernels.products import fused_linear
-from konkanivani.model.losses import LossSums, Objective, Targets
+from konkanivani.model.conformer import BlockList, SpeechEncoder, WrapBlock, keep_activations
+from konkanivani.model.decoder import FIRST_CAPACITY, DecoderCache, TokenDecoder
+from konkanivani.model.losses import LossSums, Objective, Targets, cross_entropy_sum
 from konkanivani.model.whisper.blocks import DecoderBlock, EncoderBlock, Subsampling
 from konkanivani.model.whisper.shape import STRIDE, WhisperShape
-from konkanivani.model.whisper.vocabulary_loss import vocabulary_loss_sum
 
 LONGEST_WAVE = 10_000.0  # longest wavelength of the encoder's fixed positions, over 2 pi
 INITIAL_DEVIATION = 0.02  # standard deviation of weights that are not read from a file
@@ -45,7 +42,11 @@ class Encoder(SpeechEncoder):
         self.norm = torch.nn.LayerNorm(shape.d_model)
 
     def forward(
-        self, features: torch.Tensor, feature_lengths: Lengths, run_block: BlockRunner, chunk_frames: int = CHUNK_FRAMES
+        self,
+        features: torch.Tensor,
+        feature_lengths: Lengths,
+        wrap_block: WrapBlock = keep_activations,
+        chunk_frames: int = CHUNK_FRAMES,
     ) -> tuple[torch.Tensor, Lengths]:
         """Encode; raise ValueError if features are longer than a window, or are not whole windows if they must be."""
         longest = features.shape[1]
@@ -57,12 +58,20 @@ class Encoder(SpeechEncoder):
             padding = padding_mask(feature_lengths, longest, features.device)[:, None, :]
         # The table may be in host memory: only the rows that are needed are copied to the features' device.
         positions = self.positions[: -(-longest // STRIDE)].to(features.device)
-        x = run_block(self.subsampling, features, positions, padding)
+        x = wrap_block(0, self.subsampling)(features, positions, padding)
         encoded_lengths = tuple(-(-length // STRIDE) for length in feature_lengths)
         key_mask = key_mask_of(x, encoded_lengths)
-        for block in self.blocks:
-            x = run_block(block, x, key_mask)
+        for number, block in enumerate(self.blocks, start=1):
+            x = wrap_block(number, block)(x, key_mask)
         return self.norm(x), encoded_lengths
+
+
+@dataclass(frozen=True)
+class TiedHead:
+    """Weight (V, D) of the output layer; `gradient_buffer` returns the tensor to add its gradient to, if given."""
+
+    weight: torch.Tensor
+    gradient_buffer: Callable[[], torch.Tensor] | None = None
 
 
 class TiedEmbedding(torch.nn.Embedding):
@@ -70,76 +79,25 @@ class TiedEmbedding(torch.nn.Embedding):
 
     bias = None
 
-    def with_head(self, tokens: torch.Tensor) -> tuple[torch.Tensor, "TiedHead"]:
-        """Return vectors (B, U, D) of tokens (B, U) and the output layer; used together, they have one gradient.
+    def with_head(self, tokens: torch.Tensor) -> tuple[torch.Tensor, TiedHead]:
+        """Return vectors (B, U, D) of tokens (B, U), on their device, and the output layer."""
+        vectors = self(tokens.to(self.weight.device)).to(tokens.device)
+        return vectors, TiedHead(self.weight)
 
-        The vectors are on the tokens' device, the output layer and the gradient on the weight's.
-        """
-        gradient = _TiedGradient(self.weight, tokens.to(self.weight.device))
-        vectors, head = _Tied.apply(self.weight, gradient)
-        return vectors.to(tokens.device), TiedHead(head, gradient.room)
-
-
-@dataclass(frozen=True)
-class TiedHead:
-    """Weight (V, D) of the output layer, and `room`, which returns the tensor to accumulate its gradient in."""
-
-    weight: torch.Tensor
-    room: Callable[[], torch.Tensor]
+    def logits(self, decoded: torch.Tensor) -> torch.Tensor:
+        """Return logits (…, V) of decoded (…, D)."""
+        return F.linear(decoded, self.weight)
 
 
-class _TiedGradient:
-    """Gradient of a weight (V, D) that is used twice, accumulated in place in the earlier micro-batches' gradient.
+class VocabularyLoss:
+    """Loss of the output layer over the vocabulary."""
 
-    Autograd would hold the sum of the earlier gradients and this one, each of the weight's size. Here the sum is taken
-    out of `.grad`, the output layer's gradient is added to it in slices, then the rows of the embedded vectors, and the
-    result is returned to autograd as this pass's gradient. Rounding is the same as autograd's: earlier + (output layer
-    + vectors).
-    """
-
-    def __init__(self, weight: torch.Tensor, tokens: torch.Tensor) -> None:
-        self._weight = weight
-        self.tokens = tokens
-        self._earlier: torch.Tensor | None = None  # (B, U, D)
-
-    def room(self) -> torch.Tensor:
-        """Return the tensor (V, D) to add the output layer's gradient to: the earlier sum, with tokens' rows zeroed."""
-        earlier = self._weight.grad
-        # A hook must see this pass's gradient alone.
-        if earlier is None or self._weight._backward_hooks:
-            return torch.zeros_like(self._weight)
-        self._weight.grad = None
-        # Rows of this batch's tokens are added at the end, for the same rounding as autograd's.
-        self._earlier = earlier[self.tokens]
-        earlier[self.tokens] = 0
-        return earlier
-
-    def finish(self, by_head: torch.Tensor, by_vectors: torch.Tensor) -> torch.Tensor:
-        """Return by_head (V, D) plus the vectors' gradient (B, U, D) and the earlier sum's rows, added in place."""
-        by_vectors = by_vectors.to(by_head.dtype)
-        # On a CPU, index_put_ accumulates in the order in which threads arrive: not reproducible.
-        if by_head.device.type == "cpu":
-            by_head.index_add_(0, self.tokens.flatten(), by_vectors.flatten(0, 1))
-        else:
-            by_head.index_put_((self.tokens,), by_vectors, accumulate=True)
-        # A repeated token has the same row several times: the sum is assigned, not accumulated.
-        if self._earlier is not None:
-            by_head[self.tokens] = by_head[self.tokens] + self._earlier
-            self._earlier = None
-        return by_head
-
-
-class _Tied(torch.autograd.Function):
-    """Embedding and output layer of one weight; autograd would hold a gradient of its size for each, and their sum."""
-
-    @staticmethod
-    def forward(ctx, weight: torch.Tensor, gradient: _TiedGradient) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.gradient = gradient
-        return torch.nn.functional.embedding(gradient.tokens, weight), weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, by_vectors: torch.Tensor, by_head: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.gradient.finish(by_head, by_vectors), None
+    def __call__(
+        self, decoded: torch.Tensor, head: TiedHead, targets: torch.Tensor, label_smoothing: float
+    ) -> torch.Tensor:
+        """Return the summed, smoothed cross entropy of decoded (B, U, D) against targets (B, U), padded with -1."""
+        weight = head.weight.to(decoded.device)
+        return cross_entropy_sum(decoded, lambda rows: F.linear(rows, weight), targets, label_smoothing)
 
 
 class Decoder(TokenDecoder):
@@ -152,6 +110,7 @@ class Decoder(TokenDecoder):
 
     def __init__(self, shape: WhisperShape) -> None:
         super().__init__()
+        self.first_number = 1 + shape.encoder_layers  # of its blocks, see WrapBlock
         self.embedding = TiedEmbedding(shape.vocab_size, shape.d_model)
         self.positions = torch.nn.Parameter(torch.empty(shape.target_positions, shape.d_model))
         self.blocks = BlockList(DecoderBlock(shape) for _ in range(shape.decoder_layers))
@@ -161,7 +120,7 @@ class Decoder(TokenDecoder):
         self,
         vectors: torch.Tensor,
         encoded: torch.Tensor,
-        run_block: BlockRunner,
+        wrap_block: WrapBlock = keep_activations,
         encoded_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if vectors.shape[1] > len(self.positions):
@@ -170,22 +129,22 @@ class Decoder(TokenDecoder):
                 f"{self.most_tokens}. Exclude it (lower --max_tokens), or cut it."
             )
         x = vectors + self.positions[: vectors.shape[1]].to(vectors.device)
-        for block in self.blocks:
-            x = run_block(block, x, encoded, encoded_mask)
+        for number, block in enumerate(self.blocks, start=self.first_number):
+            x = wrap_block(number, block)(x, encoded, encoded_mask)
         return self.norm(x)
 
-    def watched(self, tokens: torch.Tensor, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_scores(self, tokens: torch.Tensor, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode tokens (B, U) without padding; return decoded and all cross-attention scores (L, B, H, U, T')."""
         x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
         scores = []
         for block in self.blocks:
-            x, seen = block.watched(x, encoded)
-            scores.append(seen)
+            x, block_scores = block.with_scores(x, encoded)
+            scores.append(block_scores)
         return self.norm(x), torch.stack(scores)
 
     def output(self, decoded: torch.Tensor) -> torch.Tensor:
         """Return logits (…, V) of decoded (…, D)."""
-        return fused_linear(decoded, self.embedding)
+        return self.embedding.logits(decoded)
 
     @property
     def most_tokens(self) -> int:
@@ -197,9 +156,9 @@ class Decoder(TokenDecoder):
         cross_kv = [block.cross_attention.keys_and_values(encoded) for block in self.blocks]
         keys, _ = cross_kv[0]
         batch, heads, _, head_width = keys.shape
-        room = (2, batch, beam, heads, FIRST_ROOM, head_width)
+        shape = (2, batch, beam, heads, FIRST_CAPACITY, head_width)
         encoded_mask = key_mask_of(encoded, encoded_lengths)
-        return DecoderCache([keys.new_empty(room) for _ in self.blocks], cross_kv, encoded_mask)
+        return DecoderCache([keys.new_empty(shape) for _ in self.blocks], cross_kv, encoded_mask)
 
     def step(self, tokens: torch.Tensor, cache: DecoderCache) -> torch.Tensor:
         """Append the next tokens (B, K) to the hypotheses in `cache` and return decoded (B, K, D).
@@ -208,8 +167,8 @@ class Decoder(TokenDecoder):
         """
         cache.grow()
         x = self.embedding(tokens) + self.positions[cache.length]
-        for block, kept, cross_kv in zip(self.blocks, cache.self_kv, cache.cross_kv, strict=True):
-            x = block.step(x, kept, cache.length, cross_kv, cache.encoded_mask)
+        for block, past, cross_kv in zip(self.blocks, cache.self_kv, cache.cross_kv, strict=True):
+            x = block.step(x, past, cache.length, cross_kv, cache.encoded_mask)
         cache.length += 1
         return self.norm(x)
 
@@ -235,7 +194,7 @@ class Whisper(SpeechNetwork):
         self.encoder = Encoder(shape, audio_context)
         self.decoder = Decoder(shape)
         self._initialise()
-        self._number_blocks(keeps_attention=True)
+        self.loss = VocabularyLoss()
 
     @property
     def sliced_weights(self) -> tuple[torch.Tensor, ...]:
@@ -247,22 +206,20 @@ class Whisper(SpeechNetwork):
         features: torch.Tensor,
         feature_lengths: Lengths,
         decoder_tokens: torch.Tensor,
-        run_block: BlockRunner = run_directly,
+        wrap_block: WrapBlock = keep_activations,
         chunk_frames: int = CHUNK_FRAMES,
     ) -> WhisperOutput:
         """Run with teacher forcing: features (B, T, F) with lengths, decoder_tokens (B, U + 1) with start token."""
-        encoded, encoded_lengths = self.encoder(features, feature_lengths, run_block, chunk_frames)
+        encoded, encoded_lengths = self.encoder(features, feature_lengths, wrap_block, chunk_frames)
         vectors, head = self.decoder.embedding.with_head(decoder_tokens)
-        decoded = self.decoder(vectors, encoded, run_block, key_mask_of(encoded, encoded_lengths))
+        decoded = self.decoder(vectors, encoded, wrap_block, key_mask_of(encoded, encoded_lengths))
         return WhisperOutput(encoded, None, encoded_lengths, decoded, head)
 
     def loss_sums(self, output: ASROutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
-        """Return the objective's only term, summed over all labels; transcripts are too short to need chunks."""
+        """Return the objective's only term, summed over all labels."""
         if not isinstance(output, WhisperOutput):
             raise TypeError("the output is not of a Whisper network")
-        head = output.head
-        smoothing = objective.label_smoothing
-        return (vocabulary_loss_sum(output.decoded, head.weight, spoken.targets, smoothing, head.room),)
+        return (self.loss(output.decoded, output.head, spoken.targets, objective.label_smoothing),)
 
     def _initialise(self) -> None:
         for module in self.modules():
