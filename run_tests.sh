@@ -9,7 +9,7 @@ cd -P "$(dirname "${BASH_SOURCE[0]}")"
 
 BASE=""
 for name in python3 python python3.14 python3.13 python3.12 python3.11 python3.10; do
-    if "$name" -c "" 2>/dev/null; then BASE="$name"; break; fi
+    if "$name" -c "import sys; sys.exit(sys.version_info < (3, 6))" 2>/dev/null; then BASE="$name"; break; fi
 done
 if [[ -z "$BASE" ]]; then
     echo "error: no python3 is on PATH: install Python 3.10 to 3.14 and start this again." >&2

@@ -30,7 +30,7 @@ fi
 
 BASE=""
 for name in python3 python python3.14 python3.13 python3.12 python3.11 python3.10; do
-    if "$name" -c "" 2>/dev/null; then BASE="$name"; break; fi
+    if "$name" -c "import sys; sys.exit(sys.version_info < (3, 6))" 2>/dev/null; then BASE="$name"; break; fi
 done
 if [[ -z "$BASE" ]]; then
     echo "error: no python3 on PATH. Install Python 3.10 to 3.14 and start again." >&2

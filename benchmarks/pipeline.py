@@ -17,17 +17,136 @@ import bootstrap
 
 bootstrap.rerun_under_venv()
 
+import json
+import os
 import shlex
+import signal
 import statistics
+import subprocess
 import tempfile
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import astuple, dataclass
+from itertools import islice
 
-from benchmarks.measuring.taking_turns import Turn, TurnTaker, taking_turns
+from benchmarks.measuring.fixed_step import Steal
 from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.errors import UsageError
+from konkanivani.base.errors import DataError, UsageError
+from konkanivani.base.flags import parse_args
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.start import resolve_start
+from konkanivani.training.loop import freeze_gc
+from konkanivani.training.step import train_step
 
 ROOT = Path(__file__).resolve().parent.parent
+BARE = "bare"  # first argument of the process of bare steps
+POLL_SECONDS = 0.005  # about a thousandth of a turn
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Wall time in seconds from the process's continuation to its last record, and the records that it logged.
+
+    `complaint` is a message if the host took too much CPU time during the turn, otherwise empty.
+    """
+
+    seconds: float
+    complaint: str
+    logged: tuple[dict, ...]
+
+    def records(self, kind: str) -> list[dict]:
+        """Return the logged records of one kind."""
+        return [record for record in self.logged if record["kind"] == kind]
+
+
+class TurnTaker:
+    """Python process, with its child processes, that runs only during its turns and appends records to `log`."""
+
+    def __init__(self, arguments: Sequence[str], folder: Path, log: Path) -> None:
+        self._name, self._log, self._read = Path(arguments[0]).name, log, 0
+        self._printed = folder / "printed.txt"
+        folder.mkdir(parents=True)
+        with self._printed.open("w", encoding="utf-8") as printed:
+            both = {"stdout": printed, "stderr": subprocess.STDOUT}
+            self._process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, start_new_session=True, **both)
+
+    def advance(self, steps: int) -> Turn:
+        """Let the process log `steps` more steps, then stop it; raise DataError if it ends early."""
+        logged, left = [], steps
+        started, steal = time.perf_counter(), Steal()
+        while left > 0:
+            if self._process.poll() is not None:
+                raise self._ended()
+            # Sent again in each round: a worker that is forked during the stop can miss the first one.
+            self._signal(signal.SIGCONT)
+            time.sleep(POLL_SECONDS)
+            news = self._news()
+            left -= sum(record["kind"] == "step" for record in news)
+            logged += news
+        seconds = time.perf_counter() - started
+        self._signal(signal.SIGSTOP)
+        return Turn(seconds, steal.complaint(), tuple(logged))
+
+    def end(self) -> str:
+        """Let the process run to its end and return its output; raise DataError if it fails."""
+        while self._process.poll() is None:
+            self._signal(signal.SIGCONT)  # repeated, as in `advance`
+            time.sleep(POLL_SECONDS)
+        if self._process.returncode:
+            raise self._ended()
+        return self._printed.read_text(encoding="utf-8")
+
+    def kill(self) -> None:
+        """Kill the process and its children unless it has ended."""
+        # SIGKILL also ends a stopped process.
+        if self._process.poll() is None:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+
+    def _ended(self) -> DataError:
+        # The end of the output, which has the error message.
+        words = self._printed.read_text(encoding="utf-8").strip()[-500:]
+        return DataError(f"{self._name} ended with {self._process.returncode}: {words} Fix that and start again.")
+
+    def _signal(self, number: signal.Signals) -> None:
+        # The process leads its own group (start_new_session), which includes its data-loading workers.
+        os.killpg(self._process.pid, number)
+
+    def _news(self) -> list[dict]:
+        """Return the records that were completely written since the last call."""
+        if not self._log.exists():
+            return []
+        with self._log.open("rb") as log:
+            log.seek(self._read)
+            news = log.read()
+        # The last line may be incomplete; it is read next time.
+        news = news[: news.rfind(b"\n") + 1]
+        self._read += len(news)
+        return [json.loads(line) for line in news.splitlines()]
+
+
+@contextmanager
+def taking_turns(arguments: Sequence[str], folder: Path, log: Path) -> Iterator[TurnTaker]:
+    """Start the process, and kill it on exit from the context."""
+    process = TurnTaker(arguments, folder, log)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def run_bare_steps(log: Path, steps: int, flags: list[str]) -> None:
+    """Run `steps` optimizer steps of the run with these training flags."""
+    run = build_run(resolve_start(parse_args(flags)))
+    with closing(run.global_batches.from_cursor(run.state.cursor)) as stream:
+        global_batches = [global_batch for global_batch, _ in islice(stream, steps)]
+    with freeze_gc():  # as in the training loop, which keeps garbage collection out of the steps
+        for step, global_batch in enumerate(global_batches):
+            train_step(run.step, global_batch, step)
+            # The records that TurnTaker counts.
+            with log.open("a", encoding="utf-8") as lines:
+                print(json.dumps({"kind": "step", "audio_seconds": global_batch.audio_seconds}), file=lines)
 
 
 @dataclass(frozen=True)
@@ -96,7 +215,7 @@ def run_alone(flags: Flags, folder: Path) -> str:
     with start_whole(flags, folder) as whole:
         to_first_step = whole.advance(1).seconds
         output = whole.end()
-    table = output[output.index("Memory in MiB") : output.index("Look at the run")]
+    table = output[output.index("Peak memory (MiB)") : output.index("View the run")]
     return f"From its start to the end of its first step: {to_first_step:.1f} s.\n{table.rstrip()}"
 
 
@@ -137,10 +256,13 @@ def start_whole(flags: Flags, folder: Path) -> AbstractContextManager[TurnTaker]
 def start_bare(flags: Flags, folder: Path) -> AbstractContextManager[TurnTaker]:
     """Start the bare steps, with one more than is measured."""
     log, steps = folder / "steps.jsonl", flags.skipped + flags.steps + 1
-    arguments = ["-m", "benchmarks.measuring.bare_steps", str(log), str(steps), *trainer_flags(flags, folder)]
+    arguments = [__file__, BARE, str(log), str(steps), *trainer_flags(flags, folder)]
     return taking_turns(arguments, folder, log)
 
 
 if __name__ == "__main__":
-    flags = read_flags(Flags, sys.argv[1:])
-    sys.exit(run_script(lambda: compare(flags)))
+    if sys.argv[1:2] == [BARE]:
+        run_bare_steps(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    else:
+        flags = read_flags(Flags, sys.argv[1:])
+        sys.exit(run_script(lambda: compare(flags)))

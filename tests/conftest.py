@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import soundfile
 
+from konkanivani.base.startup.process_defaults import mend_streams
 from tests.leftovers import descendants, end_leftovers, heed_what_nohup_ignores
 from tests.patience import PATIENCE
 from tests.warm import DEV_NULL, ROOT, THREADS, Fork, Job, WarmParent, can_fork, warm_parent
-from training_scripts.bootstrap import mend_streams
 
 heed_what_nohup_ignores()
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.measuring.many_steps import Moment, RandomGlobalBatches, follow_steps, summarize
+from benchmarks.memory_growth import Moment, RandomGlobalBatches, follow_steps, summarize
 from konkanivani.base.config import ModelConfig, TrainConfig
 from konkanivani.data.batch import GlobalBatch
 from konkanivani.model.architecture import architecture_of
@@ -41,7 +41,7 @@ class KeptGlobalBatches:
 
 def test_the_script_finds_no_growth():
     flags = ("--steps", "6", *SMALL_FLAGS, "--subsampling_channels", "8", "--shortest", "0.5", "--longest", "1.5")
-    done = well(run_script("benchmarks/drift.py", *flags, "--json"))
+    done = well(run_script("benchmarks/memory_growth.py", "steps", *flags, "--json"))
     found = json.loads(done.stdout.splitlines()[-1])
     weights_and_moments = 3 * 4 * found["params"]
     assert weights_and_moments < found["live_first"] < weights_and_moments + 2**20

@@ -19,7 +19,7 @@ import safetensors.torch
 import soundfile
 import torch
 
-from benchmarks.measuring.eight_bits import WAYS, Way, measure_ways
+from benchmarks.accuracy import WAYS, Way, measure_ways
 from konkanivani.base.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, NumericsError, ResourceError
 from konkanivani.base.files import atomic_write

@@ -11,10 +11,18 @@ from typing import Literal
 
 import pytest
 
-from konkanivani.base.command_line import WIDTH, flags_of, format_help, with_default, wrap_description
-from konkanivani.base.config import TrainConfig
+from konkanivani.base.command_line import (
+    WIDTH,
+    HelpSection,
+    flags_of,
+    format_help,
+    value_names,
+    with_default,
+    wrap_description,
+)
+from konkanivani.base.config import TRAINING_ONLY, TrainConfig
 from konkanivani.base.console import announced, progress_bar
-from konkanivani.base.flags import COMMON_FLAGS
+from konkanivani.base.flags import COMMON_FLAGS, config_from_text, config_to_text, contradictions, parse_args
 from konkanivani.base.rules import settings_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,9 +32,16 @@ SCRIPTS = sorted(
 TRAINER = ROOT / "training_scripts/train_konkanivani_asr.py"
 
 
-def shown_help(script: Path, *words: str) -> str:
+# Settings that only an imported checkpoint changes.
+IMPORTED_SETTINGS = frozenset(
+    "attention_positions convolution_norm subsampling scaled_input entry_norm biases fft_samples window_samples "
+    "hop_samples smallest_power log_floor_mode preemphasis window frame_padding mel_scale std_ddof".split()
+)
+
+
+def shown_help(script: Path, *words: str, word: str = "--help") -> str:
     """Return the output of `--help`."""
-    command = [sys.executable, str(script), "--help", *words]
+    command = [sys.executable, str(script), word, *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
@@ -47,13 +62,52 @@ def test_help_keeps_to_80_columns_and_keeps_examples_whole(script):
 
 
 def test_the_trainer_lists_common_flags_in_their_order_and_all_on_request():
-    names = [setting.name for setting in settings_of(TrainConfig())]
-    assert 25 <= len(COMMON_FLAGS) <= 40 and len(set(COMMON_FLAGS)) == len(COMMON_FLAGS)
+    names = [setting.name for setting in settings_of(TrainConfig()) if setting.name not in IMPORTED_SETTINGS]
+    common = [name for section in COMMON_FLAGS for name in section.names]
+    assert 25 <= len(common) <= 40 and len(set(common)) == len(common)
     shown = shown_help(TRAINER)
-    assert listed_flags(shown) == list(COMMON_FLAGS)
-    assert shown.splitlines()[-1] == f"All {len(names)} flags: --help all"
+    assert listed_flags(shown) == common
+    assert [f"{section.title}:" in shown.splitlines() for section in COMMON_FLAGS] == [True] * len(COMMON_FLAGS)
+    assert shown.splitlines()[-1] == f"These are the {len(common)} common flags. All {len(names)} flags: --help all"
+    assert shown_help(TRAINER, word="-h") == shown
     everything = shown_help(TRAINER, "all")
     assert listed_flags(everything) == names and "--help all" not in everything
+    assert len(shown.splitlines()) <= 110 and len(everything.splitlines()) <= 270
+
+
+def test_settings_of_imported_checkpoints_are_accepted_and_stored_but_not_listed():
+    assert IMPORTED_SETTINGS <= {setting.name for setting in settings_of(TrainConfig())}
+    assert not IMPORTED_SETTINGS & {flag.name for flag in flags_of(TrainConfig)}
+    words = ["--window", "symmetric", "--biases=False", "--fft-samples", "1024", "--scaled_input"]
+    config = parse_args(words).config
+    assert (config.features.window, config.model.biases) == ("symmetric", False)
+    assert (config.features.fft_samples, config.model.scaled_input) == (1024, True)
+    text = config_to_text(config)
+    assert all(f"--{name} " in text for name in IMPORTED_SETTINGS)
+    assert config_from_text(text) == config
+    # Repeated with its checkpoint the flag changes nothing, and another value is refused by name.
+    assert parse_args(["--resume", "auto", *words]).merge_into_checkpoint(config).features == config.features
+    other = parse_args(["--resume", "auto", "--window", "periodic"]).merge_into_checkpoint(config)
+    assert contradictions(config, other) == ["--window is periodic here and symmetric in the checkpoint"]
+
+
+@pytest.mark.parametrize("name", ["transcribe", "evaluate_konkanivani_asr"])
+def test_flags_of_training_are_not_listed_by_other_scripts(name):
+    listed = listed_flags(shown_help(ROOT / f"training_scripts/{name}.py"))
+    assert "audio_context" in listed and not set(TRAINING_ONLY) & set(listed)
+    assert set(TRAINING_ONLY) <= set(listed_flags(shown_help(TRAINER, "all")))
+
+
+def test_negative_control_a_field_of_the_same_name_elsewhere_is_listed():
+    assert [flag.name for flag in flags_of(OwnWindow)] == ["window"]
+
+
+@dataclass(frozen=True)
+class OwnWindow:
+    """Input."""
+
+    window: int = 3
+    """A flag of another script."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +129,18 @@ def test_types_defaults_and_wrapped_texts():
     assert [rows[name].values for name in rows] == ["STR", "FLOAT|auto", "INT ...", ""]
     assert rows["path"].text == "File to read. (required)" and rows["sizes"].text.strip() == "(default: 1 2)"
     assert rows["rate"].text.startswith("Rate (default auto: 3), in a text") and "wrapped over two" in rows["rate"].text
+    assert value_names(Literal["none", "encoder"] | int) == "{none,encoder}|INT"
     assert rows["is_fast"].lines() == "  --is_fast                 Run fast."
-    shown = format_help(Flags, None, "Do it.", ("is_fast",), show_all=False)
-    assert listed_flags(shown) == ["is_fast"] and "All 4 flags" in shown
+    shown = format_help(Flags, None, "Do it.", (HelpSection("Speed", ("is_fast",)),), show_all=False)
+    assert listed_flags(shown) == ["is_fast"] and "All 4 flags" in shown and "\nSpeed:\n" in shown
 
 
 @pytest.mark.parametrize(
     ("text", "value", "shown"),
     [
         ("Minutes (0: never).", 0.0, "Minutes (default 0: never)."),
-        ("Minutes (0: never).", 10.0, "Minutes (0: never). (default: 10.0)"),
+        ("Minutes (0: never).", 10.0, "Minutes (0: never; default: 10)."),
+        ("Search (beam).", 10.0, "Search (beam). (default: 10)"),
         ("Folder (None: here).", None, "Folder (default: here)."),
         ("Overwrite.", False, "Overwrite."),
         ("Weight (0: none; auto: 0.7).", "auto", "Weight (0: none; default auto: 0.7)."),

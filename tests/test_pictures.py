@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measuring.drawing.outlines import has_devanagari, outlined_text, read_outlines
-from benchmarks.measuring.drawing.svg import page, text
+from benchmarks.measuring.svg import has_devanagari, outlined_text, page, read_outlines, text
 from konkanivani.base.errors import DataError
 from tests.conftest import ROOT
 
@@ -61,7 +60,7 @@ def test_negative_control_text_drawn_with_a_font_is_found():
 
 
 def test_a_word_without_an_outline_is_refused():
-    with pytest.raises(DataError, match="no outline of अआइ. Run .*shape_words.py"):
+    with pytest.raises(DataError, match="no outline of अआइ. Run .*drawings.py --font"):
         text("text", 0, 0, "हांव अआइ")
 
 

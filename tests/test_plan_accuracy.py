@@ -5,8 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.measuring.cells import GIB, MIB, Case, CpuCell, CudaCell, Planned, full_grid, grid, table
-from benchmarks.measuring.planned_step import build_global_batch
+from benchmarks.plan_accuracy import (
+    GIB,
+    MIB,
+    Case,
+    CpuCell,
+    CudaCell,
+    Planned,
+    build_global_batch,
+    full_grid,
+    grid,
+    table,
+)
 from tests.conftest import run_script, well
 
 CASE = Case("minimal", 20.0, 1, 8, "never", False, "cpu")

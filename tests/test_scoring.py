@@ -492,6 +492,6 @@ def test_flags_that_cannot_work_are_refused(tmp_path, monkeypatch, capsys, flags
 
 def test_the_simulated_coverage_is_far_too_small_of_two_speakers():
     flags = ("--trials", "60", "--utterances", "40", "--speakers", "2", "20", "--spreads", "0")
-    done = well(run_script("benchmarks/interval_coverage.py", *flags))
+    done = well(run_script("benchmarks/accuracy.py", "intervals", *flags))
     [of_two, of_twenty] = [list(map(float, re.findall(r"([\d.]+)%", line))) for line in done.stdout.splitlines()[1:]]
     assert of_two[1] < 75 < of_twenty[1] and min(of_two[0], of_twenty[0]) > 80

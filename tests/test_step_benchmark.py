@@ -1,4 +1,4 @@
-"""The step and long-audio benchmarks measure the stated values, on the batch of earlier measurements."""
+"""The benchmarks of a step and of memory growth measure the stated values, on the batch of earlier measurements."""
 
 import ast
 import json
@@ -53,8 +53,8 @@ def test_recomputing_lowers_the_peak_and_not_the_loss(kept, tmp_path):
 
 @pytest.mark.full
 def test_of_long_utterances_each_length_is_measured_for_itself():
-    flags = "--preset minimal --tokens_per_second 2 --seconds 4 62 --json"
-    done = well(run_script("benchmarks/long_audio.py", *flags.split()))
+    flags = "duration --preset minimal --tokens_per_second 2 --seconds 4 62 --json"
+    done = well(run_script("benchmarks/memory_growth.py", *flags.split()))
     found = json.loads(done.stdout.splitlines()[-1])
     short, long = found["steps"]
     assert [(step["seconds"], step["tokens"], step["splits"]) for step in (short, long)] == [(4, 8, 0), (62, 124, 0)]
@@ -66,18 +66,19 @@ def test_of_long_utterances_each_length_is_measured_for_itself():
 
 
 CANNOT_WORK = {
-    "step": ("--batch 3 --accum 2", "--dropout 1", "--acum 2"),
-    "long_audio": ("--seconds 0", "--seconds 1e9", "--tokens_per_second 0"),
-    "plan_accuracy": ("--seconds 0.5", "--seconds 1e9", "--presets", "--precisions fp8"),
-    "drift": ("--steps 1", "--shortest 0", "--longest 0.7", "--batch_size 0", "--distinct 0"),
+    "step.py": ("--batch 3 --accum 2", "--dropout 1", "--acum 2"),
+    "memory_growth.py duration": ("--seconds 0", "--seconds 1e9", "--tokens_per_second 0"),
+    "plan_accuracy.py": ("--seconds 0.5", "--seconds 1e9", "--presets", "--precisions fp8"),
+    "memory_growth.py steps": ("--steps 1", "--shortest 0", "--longest 0.7", "--batch_size 0", "--distinct 0"),
 }
 SAID = {"--batch": "divide --batch", "--acum": "--accum"}  # expected text, if it is not the flag
 
 
 @pytest.mark.parametrize("script, given", [(script, given) for script in CANNOT_WORK for given in CANNOT_WORK[script]])
 def test_flags_that_cannot_work_end_with_two(script, given):
-    flag, *values = given.split()
-    done = run_script(f"benchmarks/{script}.py", flag, *values)
+    flag = given.split()[0]
+    path, *words = f"benchmarks/{script} {given}".split()
+    done = run_script(path, *words)
     assert done.returncode == 2 and SAID.get(flag, flag) in done.stderr and "Traceback" not in done.stderr
 
 

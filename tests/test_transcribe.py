@@ -433,7 +433,7 @@ def test_a_recording_is_loaded_as_in_training(trained):
 def test_the_benchmark_of_a_long_file_says_what_it_took(trained):
     manifest = trained.recordings.parent / "test.jsonl"
     given = ("--checkpoint", str(trained.checkpoint), "--manifest", str(manifest), "--minutes", "0.5", "--json")
-    done = well(run_script("benchmarks/long_file.py", *given))
+    done = well(run_script("benchmarks/decoding.py", "long_file", *given))
     found = json.loads(done.stdout)
     assert found["audio_seconds"] >= 30 and found["segments"] == found["utterances"] > 10
     assert 0 <= found["rss_growth_mib"] < 600 and found["times_real_time"] > 0 and found["cer"] < 0.5

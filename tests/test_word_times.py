@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from benchmarks.measuring.spoken_words import check_speech, matches, summary
+from benchmarks.accuracy import check_speech, matches, summary
 from konkanivani.base.errors import DataError
 from konkanivani.data.synthetic.builtin_corpus import SplitSizes, plan_corpus
 from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpokenWord, SpokenWords
@@ -80,6 +80,6 @@ def test_the_summary_is_of_absolute_differences():
     ("flags", "exit_code"), [(("--utterances", "0"), 2), (("--checkpoint", "nowhere.pt"), 4), (("--minutes", "1"), 2)]
 )
 def test_flags_that_cannot_work_end_with_a_sentence(flags, exit_code):
-    done = run_script("benchmarks/word_times.py", *flags)
+    done = run_script("benchmarks/accuracy.py", "word_times", *flags)
     assert done.returncode == exit_code and flags[0].strip("-") in done.stderr and "Traceback" not in done.stderr
     assert done.stdout == ""

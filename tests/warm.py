@@ -30,8 +30,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
+from konkanivani.base.startup.process_defaults import set_process_defaults
 from tests.patience import PATIENCE
-from training_scripts.bootstrap import set_process_defaults
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,7 +40,7 @@ DEV_NULL = Path(os.devnull)
 IMPORTED = (
     *("numpy.random", "PIL.GifImagePlugin", "PIL.PngImagePlugin", "html", "safetensors.torch"),
     *("multiprocessing.popen_fork", "multiprocessing.synchronize"),
-    *("torch.utils.tensorboard.summary", "tensorboard.summary.writer.record_writer"),
+    *("torch.utils.tensorboard",),
     *("torch.utils.serialization", "torch._dynamo"),  # _dynamo is imported by a trace
     *("konkanivani.recipe.train", "konkanivani.recipe.dry_run", "konkanivani.recipe.evaluation_model"),
     *("konkanivani.data.preparation.prepare", "konkanivani.data.synthetic.builtin_corpus"),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from konkanivani.base.command_line import end_script, print_on_local_rank0, read_flags, run_script
-from konkanivani.base.config import DecodingConfig, PretrainedConfig
+from konkanivani.base.config import TRAINING_ONLY, DecodingConfig, PretrainedConfig
 from konkanivani.base.errors import UsageError
 from konkanivani.base.files import check_own_file
 from konkanivani.base.rules import check_decoding, check_pretrained
@@ -187,7 +187,7 @@ def check_flags(flags: Flags) -> None:
 def main() -> str:
     """Evaluate according to the command line."""
     with print_on_local_rank0():
-        flags = read_flags(Flags, sys.argv[1:], Flags())
+        flags = read_flags(Flags, sys.argv[1:], Flags(), hidden=TRAINING_ONLY)
     return score(flags)
 
 

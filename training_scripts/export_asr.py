@@ -102,9 +102,9 @@ def export(flags: Flags) -> str:
     import torch
 
     from konkanivani.inference.onnx_export import require_onnx
-    from konkanivani.inference.speech_model import build_speech_model, check_finite
+    from konkanivani.inference.speech_model import build_speech_model
     from konkanivani.inference.verify import Exported, compare, recognize_with
-    from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+    from konkanivani.training.checkpoint.checkpoint import check_finite, read_checkpoint
 
     if flags.onnx is not None or flags.int8 is not None:
         require_onnx()
@@ -141,9 +141,9 @@ def with_folder(checkpoint: "Checkpoint", folder: str) -> "Checkpoint":
 
 def check_kind(flags: Flags, checkpoint: "Checkpoint") -> None:
     """Raise UsageError if a format does not suit the kind of model (native or pretrained)."""
-    from konkanivani.inference.pretrained import STATE
+    from konkanivani.training.checkpoint.checkpoint import PRETRAINED_STATE
 
-    is_ours = STATE not in checkpoint.states
+    is_ours = PRETRAINED_STATE not in checkpoint.states
     if is_ours and (flags.folders or flags.pretrained is not None):
         named = "--pretrained is" if flags.pretrained is not None else "--whisper and --adapter are"
         raise UsageError(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from konkanivani.base.command_line import end_script, print_on_local_rank0, read_flags, run_script
-from konkanivani.base.config import DecodingConfig, PretrainedConfig
+from konkanivani.base.config import TRAINING_ONLY, DecodingConfig, PretrainedConfig
 from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.rules import check_decoding, check_pretrained
 from konkanivani.data.audio.standard_input import SIGN, spooled_input
@@ -122,7 +122,7 @@ def check_flags(flags: Flags) -> None:
 def main() -> str:
     """Transcribe according to the command line."""
     with print_on_local_rank0():
-        flags = read_flags(Flags, sys.argv[1:])
+        flags = read_flags(Flags, sys.argv[1:], hidden=TRAINING_ONLY)
     return transcribe(flags)
 
 

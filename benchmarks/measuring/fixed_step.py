@@ -1,9 +1,10 @@
-"""Time and peak memory of one optimizer step on a fixed batch of features.
+"""Time and peak memory of one optimizer step on a fixed batch, random utterances, and stolen CPU time.
 
 B batch, T feature frames, F mel bins, U tokens.
 """
 
 import dataclasses
+import os
 import random
 import statistics
 import time
@@ -15,7 +16,7 @@ import torch
 from konkanivani.base.config import FeatureConfig, TrainConfig
 from konkanivani.base.device import choose_device
 from konkanivani.base.errors import NumericsError
-from konkanivani.base.lengths import Lengths
+from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.base.units import MIB
 from konkanivani.data.batch import Example, GlobalBatch, collate
 from konkanivani.data.text import OUR_TOKENS
@@ -209,3 +210,37 @@ def peak_mib(parts: StepParts, global_batch: GlobalBatch) -> float:
     with live:
         train_step(parts, global_batch, step=0)
     return live.peak / MIB
+
+
+LOUDNESS = 0.1  # standard deviation of the samples
+
+
+def random_example(seconds: float, vocabulary: int, generator: torch.Generator) -> Example:
+    """Return `seconds` seconds of noise with tokens and a SpecAugment seed, all drawn from `generator`."""
+    waveform = LOUDNESS * torch.randn(round(seconds * SAMPLE_RATE), generator=generator)
+    count = max(1, round(seconds * TOKENS_PER_SECOND))
+    tokens = torch.randint(FIRST_TOKEN, vocabulary, (count,), generator=generator).tolist()
+    seed = int(torch.randint(2**31, (), generator=generator))
+    return Example(utterance_id=f"noise {seed}", waveform=waveform, tokens=tokens, augment_seed=seed)
+
+
+MAX_STOLEN = 0.02  # largest acceptable share of the cores' time; above it, a timing depends on the host
+
+
+class Steal:
+    """Counter of the stolen CPU time since its creation."""
+
+    def __init__(self) -> None:
+        self._began, self._before = time.perf_counter(), _stolen_seconds()
+
+    def complaint(self) -> str:
+        """Return the reason why the measurement since then is unreliable, or an empty string."""
+        share = (_stolen_seconds() - self._before) / (time.perf_counter() - self._began) / os.cpu_count()
+        return f"{share:.0%} of the cores went to other machines" if share > MAX_STOLEN else ""
+
+
+def _stolen_seconds() -> float:
+    """Return the stolen seconds of all cores since the start of the machine."""
+    with open("/proc/stat", encoding="ascii") as counts:
+        # First line: "cpu" and the sums over all cores in clock ticks; steal is the eighth of them.
+        return int(counts.readline().split()[8]) / os.sysconf("SC_CLK_TCK")

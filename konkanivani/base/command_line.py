@@ -13,17 +13,25 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, NamedTuple, NoReturn, TextIO, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from konkanivani.base.config import OLD_NAMES
+from konkanivani.base.config import IMPORTED, OLD_NAMES
 from konkanivani.base.console import say
 from konkanivani.base.errors import KonkaniVaniError, ReportedByOtherRank, ResourceError
 
 Flags = TypeVar("Flags")
+
+
+class HelpSection(NamedTuple):
+    """Title and flags of one section of `--help`."""
+
+    title: str
+    names: tuple[str, ...]
+
 
 WIDTH = 80
 TEXT_COLUMN = 28
@@ -43,15 +51,17 @@ def read_flags(
     arguments: list[str],
     default: Flags | None = None,
     shown: type | None = None,
-    common: Sequence[str] = (),
+    common: Sequence[HelpSection] = (),
+    hidden: Collection[str] = (),
 ) -> Flags:
     """Return a `kind` from the command line; missing fields are from `default`, and nested fields have no prefix.
 
     An unknown or mistyped flag ends the process with exit code 2 and the nearest name. `--help` prints the script's
-    docstring and the flags of `shown`, or of `kind`: those in `common`, if any, or all after `--help all`.
+    docstring and the flags of `shown`, or of `kind`: those in `common`, if any, or all of them after `--help all`.
+    Flags in `hidden` are accepted, but not printed.
     """
     if {"-h", "--help"} & set(arguments):
-        _print_help(shown or kind, None if shown else default, arguments, common)
+        _print_help(shown or kind, None if shown else default, arguments, common, hidden)
     # Imported late: --help does not need it.
     import tyro
 
@@ -68,13 +78,15 @@ def read_flags(
         sys.exit(_leave_pipe())
 
 
-def _print_help(kind: type, default: object, arguments: list[str], common: Sequence[str]) -> NoReturn:
+def _print_help(
+    kind: type, default: object, arguments: list[str], common: Sequence[HelpSection], hidden: Collection[str]
+) -> NoReturn:
     """Print the help of `kind` and end the process; `all` after `--help` lists every flag."""
     place = next(index for index, word in enumerate(arguments) if word in ("-h", "--help"))
     show_all = arguments[place + 1 : place + 2] == ["all"]
     description = (sys.modules["__main__"].__doc__ or "").strip()
     try:
-        print(format_help(kind, default, description, common, show_all), flush=True)
+        print(format_help(kind, default, description, common, show_all, hidden), flush=True)
     except BrokenPipeError:  # the reader of the pipe, such as head, has ended
         sys.exit(_leave_pipe())
     sys.exit(0)
@@ -247,19 +259,28 @@ class HelpFlag(NamedTuple):
         return "\n".join([text[0], *(" " * TEXT_COLUMN + line for line in text[1:])])
 
 
-def format_help(kind: type, default: object, description: str, common: Sequence[str], show_all: bool) -> str:
+def format_help(
+    kind: type,
+    default: object,
+    description: str,
+    common: Sequence[HelpSection],
+    show_all: bool,
+    hidden: Collection[str] = (),
+) -> str:
     """Return the help of a script whose flags are the fields of `kind`.
 
-    With `common`, only these flags are listed, in this order, unless `show_all` is set; a last line names `--help all`.
+    With `common`, only these sections are listed, unless `show_all` is set; a last line names `--help all`.
+    Flags in `hidden` are left out.
     """
-    flags = flags_of(kind, default)
+    flags = [flag for flag in flags_of(kind, default) if flag.name not in hidden]
     positional = " ".join(flag.values for flag in flags if flag.is_positional)
     usage = f"usage: {_program()} {positional + ' ' if positional else ''}[--FLAG VALUE ...]"
     sections = [usage, wrap_description(description)]
     if common and not show_all:
         by_name = {flag.name: flag for flag in flags}
-        sections.append(_section("common flags", [by_name[name] for name in common]))
-        sections.append(f"All {len(flags)} flags: --help all")
+        sections += [_section(part.title, [by_name[name] for name in part.names]) for part in common]
+        listed = sum(len(part.names) for part in common)
+        sections.append(f"These are the {listed} common flags. All {len(flags)} flags: --help all")
     else:
         groups = dict.fromkeys(flag.group for flag in flags)
         sections += [_section(group, [flag for flag in flags if flag.group == group]) for group in groups]
@@ -294,7 +315,10 @@ def _wrapped(lines: list[str]) -> str:
 
 
 def flags_of(kind: type, default: object = None) -> list[HelpFlag]:
-    """Return the flags of a dataclass and of the dataclasses in its fields, in the order of declaration."""
+    """Return the flags that `--help` lists: fields of a dataclass and of its nested dataclasses, in their order.
+
+    Settings of imported checkpoints (`config.Imported`) are left out.
+    """
     found: list[HelpFlag] = []
     hints = get_type_hints(kind, include_extras=True)
     plain_hints = get_type_hints(kind)
@@ -305,6 +329,8 @@ def flags_of(kind: type, default: object = None) -> list[HelpFlag]:
             found += flags_of(plain_hints[field.name], value)
             continue
         metadata = getattr(hints[field.name], "__metadata__", ())
+        if IMPORTED in metadata:
+            continue
         # tyro's marker is compared by its repr, so that this module need not import tyro.
         is_positional = any(repr(item) == "Positional" for item in metadata)
         metavar = next((item.metavar for item in metadata if getattr(item, "metavar", None)), None)
@@ -344,7 +370,9 @@ def value_names(hint: object) -> str:
     if origin in (Union, UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not NoneType]
         names = [value_names(kind) for kind in kinds]
-        return names[0] if len(names) == 1 else "|".join(name.strip("{}") for name in names)
+        # Braces around a single choice, such as {auto}, are left out.
+        names = [name if "," in name else name.strip("{}") for name in names]
+        return "|".join(names)
     if origin is Literal:
         return "{" + ",".join(map(str, get_args(hint))) + "}"
     if origin is tuple:
@@ -363,7 +391,8 @@ def _default_of(field: dataclasses.Field, default: object) -> object:
 def with_default(text: str, value: object) -> str:
     """Return the help of a flag with its default: "(auto: 3)" becomes "(default auto: 3)", "(None: 3)" "(default: 3)".
 
-    A text that does not explain its default gets it at the end, unless it is off or empty.
+    A text that does not explain its default gets it at the end, unless it is off or empty. It joins a last parenthesis
+    that explains another value: "(0: never)." becomes "(0: never; default: 10).".
     """
     if value is dataclasses.MISSING:
         return f"{text} (required)"
@@ -375,7 +404,9 @@ def with_default(text: str, value: object) -> str:
     explained = re.sub(rf"([(;] ?){re.escape(name)}:", rf"\g<1>{shown}:", text, count=1)
     if explained != text or value in (None, False, ""):
         return explained
-    return f"{text} (default: {value})"
+    if re.search(r"\([^()]*: [^()]*\)\.$", text):
+        return f"{text[:-2]}; default: {name})."
+    return f"{text} (default: {name})"
 
 
 def _group_of(kind: type) -> str:

@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Annotated, Final, Literal, TypeVar
 
 AUTO: Final = "auto"
 DEFAULT_RATE = 1e-3
@@ -12,6 +12,13 @@ DEFAULT_EFFECTIVE_BATCH_SIZE = 8
 AudioContext = Literal["window", "speech"]
 Preset = Literal["original", "optimized", "minimal"]
 DecodingMethod = Literal["greedy", "prefix", "attention", "joint"]
+IMPORTED: Final = "imported"
+Value = TypeVar("Value")
+# Type of a setting whose default fits every native model; only an imported checkpoint brings another value. Checkpoints
+# store it and command lines accept it, so that older commands work, but `--help` does not list it.
+Imported = Annotated[Value, IMPORTED]
+# Settings of PretrainedConfig that have no effect without training.
+TRAINING_ONLY = ("timestamp_share", "forgetting_manifest", "forgetting_language")
 # Old flag names, accepted on command lines and in checkpoints.
 OLD_NAMES = {
     # Keys are the old names, values the current ones.
@@ -26,39 +33,39 @@ OLD_NAMES = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of the network."""
+    """Model shape."""
 
     # The head dimension must be even, since rotary positions rotate pairs of channels.
     d_model: int = 256
-    """Model dimension of the encoder and the decoder."""
+    """Model dimension of encoder and decoder."""
     encoder_layers: int = 12
     """Number of encoder blocks."""
     decoder_layers: int = 6
-    """Number of attention decoder blocks (0: CTC only)."""
+    """Number of decoder blocks (0: CTC only)."""
     attention_heads: int = 4
-    """Number of attention heads; d_model / attention_heads must be even."""
+    """Attention heads; d_model / heads must be even."""
     feedforward_dim: int | None = None
-    """Hidden dimension of the feed-forward layers (None: 4 x d_model)."""
+    """Feed-forward dimension (None: 4 x d_model)."""
     encoder_type: Literal["conformer", "transformer"] = "conformer"
     """Type of encoder block."""
     convolution_kernel: int = 31
-    """Kernel size, in frames, of a Conformer block's depthwise convolution (odd)."""
+    """Kernel size of the Conformer convolution (odd)."""
     subsampling_channels: int = 64
     """Channels of the subsampling convolutions."""
     dropout: float = 0.1
-    """Dropout probability on every residual branch."""
-    attention_positions: Literal["rotary", "relative"] = "rotary"
+    """Dropout probability."""
+    attention_positions: Imported[Literal["rotary", "relative"]] = "rotary"
     """Position encoding of the encoder's attention: rotary, or relative (Transformer-XL, with biases per head)."""
-    convolution_norm: Literal["layer", "none"] = "layer"
+    convolution_norm: Imported[Literal["layer", "none"]] = "layer"
     """Normalisation after a Conformer block's depthwise convolution; none: for a folded BatchNorm."""
-    subsampling: Literal["valid", "striding", "separable"] = "valid"
+    subsampling: Imported[Literal["valid", "striding", "separable"]] = "valid"
     """Subsampling: valid (4x, unpadded), striding (4x, padded) or separable (8x, padded, depthwise separable)."""
-    scaled_input: bool = False
+    scaled_input: Imported[bool] = False
     """Multiply the input of the encoder blocks by sqrt(d_model)."""
     # Literal instead of bool, so that the flag takes a value: there are no negative flags.
-    entry_norm: Literal[True, False] = True
+    entry_norm: Imported[Literal[True, False]] = True
     """Apply a layer norm before the first Conformer block, as before every other block."""
-    biases: Literal[True, False] = True
+    biases: Imported[Literal[True, False]] = True
     """Add biases to the linear layers and convolutions of the encoder blocks."""
 
     @property
@@ -73,26 +80,25 @@ class FeatureConfig:
 
     mel_bins: int = 80
     """Number of mel bins."""
-    fft_samples: int = 512
+    fft_samples: Imported[int] = 512
     """FFT size, in samples."""
-    window_samples: int = 400
+    window_samples: Imported[int] = 400
     """Length of the centred Hann window, in samples (400: 25 ms)."""
-    hop_samples: int = 160
+    hop_samples: Imported[int] = 160
     """Hop between feature frames, in samples (160: 10 ms)."""
-    # The defaults of this group are the features of native models; the other values are for imported ones.
-    smallest_power: float = 1e-10
+    smallest_power: Imported[float] = 1e-10
     """Lower bound of the mel power before the logarithm, or a constant added to it (see --log_floor_mode)."""
-    log_floor_mode: Literal["floor", "added"] = "floor"
+    log_floor_mode: Imported[Literal["floor", "added"]] = "floor"
     """How --smallest_power keeps the logarithm finite: floor (clamp) or added."""
-    preemphasis: float = 0.0
+    preemphasis: Imported[float] = 0.0
     """Pre-emphasis coefficient: x[n] - c x[n-1] (0: off)."""
-    window: Literal["periodic", "symmetric"] = "periodic"
+    window: Imported[Literal["periodic", "symmetric"]] = "periodic"
     """Periodic or symmetric Hann window."""
-    frame_padding: Literal["none", "zeros", "reflected"] = "none"
+    frame_padding: Imported[Literal["none", "zeros", "reflected"]] = "none"
     """Padding at both ends of the waveform: none, zeros, or reflected."""
-    mel_scale: Literal["htk", "slaney"] = "htk"
+    mel_scale: Imported[Literal["htk", "slaney"]] = "htk"
     """Mel scale: htk, or slaney with area normalisation."""
-    std_ddof: Literal["population", "sample"] = "population"
+    std_ddof: Imported[Literal["population", "sample"]] = "population"
     """Divisor of the standard deviation in feature normalisation: n (population) or n - 1 (sample)."""
 
 
@@ -105,43 +111,43 @@ class DataConfig:
     valid_manifest: str | None = None
     """JSONL manifest for validation after each epoch."""
     test_manifest: str | None = None
-    """JSONL manifest scored once after training, by greedy CTC."""
+    """JSONL manifest to score after training (greedy CTC)."""
     audio_roots: tuple[str, ...] = ()
-    """Folders, besides each manifest's own, that may contain its audio; rows outside of them are rejected."""
+    """Folders that may contain audio, besides each manifest's own."""
     test_decode: Literal["auto", "greedy", "prefix", "attention", "joint"] = "auto"
-    """Second scoring of the test manifest, with beam 10 (auto: joint if the model has both heads; greedy: none)."""
+    """Second scoring of the test manifest, with beam 10 (auto: joint if possible; greedy: none)."""
     batch_size: int | Literal["auto"] = 2
-    """Utterances per micro-batch; auto: chosen per length to fit --memory_budget (or the free memory)."""
+    """Utterances per micro-batch; auto: chosen per length to fit the memory."""
     gradient_accumulation_steps: int | Literal["auto"] = "auto"
-    """Micro-batches per optimizer step (auto: an effective batch of 8 utterances; with under ten hours of speech, of at
-    most 20 s of audio)."""
+    """Micro-batches per optimizer step (auto: an effective batch of 8 utterances; under ten hours of speech, 20 s of
+    audio)."""
     effective_batch_size: int | None = None
     """Utterances per optimizer step with --batch_size auto (None: as --gradient_accumulation_steps auto)."""
     concurrent_micro_batches: int | Literal["auto"] = "auto"
     """CPU only: run N micro-batches in parallel, each on a share of the cores; faster, but needs more memory (auto: 2
     if there are two threads and the memory plan allows it)."""
     train_subset: float = 100.0
-    """Percentage of the training utterances to use, drawn with the seed."""
+    """Percentage of the training utterances to use."""
     first_epoch: Literal["auto", "shuffled", "shortest_first"] = "auto"
-    """Order of the first epoch: shuffled, or shortest_first, which helps CTC to align early (auto: shortest_first when
-    training from scratch on under ten hours of speech)."""
+    """Order of the first epoch: shuffled, or shortest_first, which helps CTC to align early (auto: shortest_first from
+    scratch under ten hours of speech)."""
     min_duration: float = 0.2
-    """Skip training utterances shorter than this, in seconds."""
+    """Skip shorter training utterances, in seconds."""
     max_duration: float = 20.0
-    """Skip training utterances longer than this, in seconds."""
+    """Skip longer training utterances, in seconds."""
     max_tokens: int = 400
-    """Skip training utterances with more tokens than this."""
+    """Skip training utterances with more tokens."""
     max_validation_duration: float = 30.0
-    """Skip validation and test utterances longer than this, in seconds."""
+    """Skip longer validation and test utterances, in seconds."""
     validation_batch_seconds: float = 60.0
-    """Padded audio per validation batch, in seconds."""
+    """Seconds of padded audio per validation batch."""
     # Parsed in units.py, which also accepts a plain fraction.
     max_rejected: str = "1%"
-    """Maximum share of broken manifest rows, such as 1% or 0.01; they are skipped, more are an error."""
+    """Maximum share of broken manifest rows, which are skipped, such as 1% or 0.01."""
     num_workers: int = 2
-    """Data loading processes (0: load in the training process)."""
+    """Data loading processes (0: the training process)."""
     loader_timeout: float = 300.0
-    """Seconds to wait for a data loading process before failing."""
+    """Seconds to wait for a data loading process."""
 
 
 @dataclass(frozen=True)
@@ -149,39 +155,42 @@ class TextConfig:
     """Text normalisation and tokenizer."""
 
     tokenizer_type: Literal["auto", "unigram", "bpe", "char"] = "auto"
-    """SentencePiece model type, trained on the training manifest (auto: char under ten hours, else unigram)."""
+    """SentencePiece model type (auto: char under ten hours of speech, else unigram)."""
     vocab_size: int = 1000
-    """Vocabulary size in tokens; reduced if the text is too short for it."""
+    """Vocabulary size; reduced if the text is too short."""
     digits: Literal["keep", "spell"] = "keep"
-    """Keep digits, or spell each one as its Konkani word."""
+    """Keep digits, or spell each as its Konkani word."""
 
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """Augmentation of the training audio, drawn per (seed, epoch, utterance)."""
+    """Augmentation of the training audio.
+
+    Drawn per (seed, epoch, utterance).
+    """
 
     speed_perturbation: tuple[float, ...] | Literal["auto"] = "auto"
     """Speed factors to draw from (auto: 1 under ten hours of speech, else 0.9, 1 and 1.1)."""
     rir_manifest: str | None = None
-    """JSONL manifest of room impulse responses for reverberation: audio_filepath, duration."""
+    """JSONL manifest of room impulse responses: audio_filepath, duration."""
     rir_prob: float = 0.3
-    """Probability of adding reverberation to an utterance, with --rir_manifest."""
+    """Probability of reverberation, with --rir_manifest."""
     noise_manifest: str | None = None
-    """JSONL manifest of noise to add to the speech: audio_filepath, duration; text is optional."""
+    """JSONL manifest of noise to add: audio_filepath, duration."""
     noise_snr: str = "5:25"
-    """Range of the signal-to-noise ratio in dB, drawn uniformly, with --noise_manifest."""
+    """Signal-to-noise ratio in dB, lowest:highest."""
     noise_prob: float = 0.5
-    """Probability of adding noise to an utterance, with --noise_manifest."""
+    """Probability of noise, with --noise_manifest."""
     gain: float = 0.0
-    """Random gain of up to this many dB up or down, then clipped at full scale (0: off)."""
+    """Random gain of up to N dB up or down (0: off)."""
     frequency_masks: int = 2
     """SpecAugment: frequency masks per utterance."""
     frequency_mask_bins: int = 15
-    """SpecAugment: maximum width of a frequency mask, in mel bins."""
+    """SpecAugment: maximum width in mel bins."""
     time_masks: int = 2
     """SpecAugment: time masks per utterance."""
     time_mask_share: float = 0.08
-    """SpecAugment: maximum length of a time mask, as a fraction of the utterance."""
+    """SpecAugment: maximum length, as a fraction of the utterance."""
 
 
 @dataclass(frozen=True)
@@ -194,17 +203,17 @@ class LossConfig:
     intermediate_ctc_weight: float = 0.0
     """Share of the CTC loss computed after the middle encoder block, with the same head."""
     label_smoothing: float = 0.1
-    """Label smoothing of the attention loss."""
+    """Label smoothing of attention."""
 
 
 @dataclass(frozen=True)
 class PretrainedConfig:
-    """Fine-tuning of a pretrained Whisper model."""
+    """Pretrained Whisper model."""
 
     pretrained: str | None = None
-    """Folder of a pretrained Whisper model in Hugging Face format; it sets shape, features and tokenizer."""
+    """Folder of a Whisper model in Hugging Face format."""
     language: str | None = None
-    """Language code of the transcripts, one that the model knows (it has no Konkani: use mr or hi)."""
+    """Language code of the transcripts; Whisper has no Konkani: use mr or hi."""
     task: Literal["transcribe", "translate"] = "transcribe"
     """Transcribe in the spoken language, or translate to English."""
     audio_context: AudioContext | None = None
@@ -221,25 +230,25 @@ class PretrainedConfig:
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """Trained parts of a model with initial weights (--pretrained, --init_from)."""
+    """Fine-tuning with --init_from or --pretrained: trained parts and LoRA."""
 
     freeze: Literal["none", "encoder"] | int = "none"
-    """Freeze the encoder, or its first N blocks and everything before them."""
+    """Freeze the encoder, or everything up to its first N blocks."""
     train_layers: int | None = None
-    """Train only the last N encoder blocks and everything after them; freeze the rest (None: train all)."""
+    """Train only the last N encoder blocks and everything after them (None: train all)."""
     new_tokenizer: bool = False
-    """Train a new tokenizer on the corpus, with a new output head, instead of those of --init_from."""
+    """With --init_from: train a new tokenizer and head."""
     freeze_steps: int | None = None
     """Train only the head for the first N steps, then warm up the other layers (None: the warm-up steps with
     --new_tokenizer, else 0)."""
     encoder_rate_factor: float | None = None
     """Multiplier of the encoder's learning rate (None: 0.1 with --new_tokenizer, else 1)."""
     frozen_dtype: Literal["fp32", "half"] = "fp32"
-    """Number format of frozen weight matrices; half precision halves their memory."""
+    """Number format of frozen weight matrices."""
     lora_rank: int = 0
-    """Rank of the LoRA adapters; all other weights are frozen (0: no LoRA)."""
+    """LoRA rank; all other weights are frozen (0: no LoRA)."""
     lora_alpha: float = 0.0
-    """LoRA alpha: the adapters are scaled by alpha / rank (0: twice the rank)."""
+    """LoRA scale is alpha / rank (0: twice the rank)."""
     lora_targets: tuple[str, ...] = ("query_key_value", "query", "key_value", "value")
     """Layers that get a LoRA adapter; also available: key, output, expand, contract, gate."""
 
@@ -285,19 +294,18 @@ class OptimizerConfig:
     optimizer: Literal["adamw", "adamw8bit", "adafactor"] = "adamw"
     """AdamW, AdamW with 8-bit moments, or Adafactor: 16, 10 and 8 bytes per trained parameter."""
     learning_rate: float | Literal["auto"] = "auto"
-    """Peak learning rate (auto: 1e-3, doubled for a small model trained from scratch on 45 min to 10 h of speech with a
-    large vocabulary)."""
+    """Peak learning rate (auto: 1e-3, or 2e-3 for a small model from scratch on 45 min to 10 h of speech)."""
     schedule: Literal["cosine", "inverse_sqrt"] = "cosine"
     """Decay after warm-up: cosine to 1 % of the peak at the last step, or inverse square root."""
     warmup_steps: int | Literal["auto"] = "auto"
-    """Linear warm-up steps (auto: 10 % of all steps, at most 500)."""
+    """Linear warm-up steps (auto: 10 %, at most 500)."""
     continue_schedule: Literal["keep", "stretch", "warm"] = "keep"
     """With --resume and a different number of steps: keep the schedule, then its final rate; stretch it over the new
     length; or warm: stretch it after a linear ramp from the latest rate, over --warmup_steps."""
     weight_decay: float = 0.01
-    """Decoupled weight decay of the weight matrices."""
+    """Decoupled weight decay of weight matrices."""
     max_grad_norm: float = 1.0
-    """Clip gradients to this norm, over the whole effective batch."""
+    """Clip gradients to this norm."""
 
 
 @dataclass(frozen=True)
@@ -305,29 +313,29 @@ class MemoryConfig:
     """Memory use."""
 
     mixed_precision: bool = False
-    """Train in mixed precision: fp16 with loss scaling on CUDA, bf16 on CPU."""
+    """Mixed precision: fp16 on CUDA, bf16 on a CPU."""
     amp_dtype: Literal["fp16", "bf16"] = "fp16"
-    """Number format of --mixed_precision."""
+    """Number format of --mixed_precision on CUDA."""
     gradient_checkpointing: Literal["always", "auto", "never"] = "never"
-    """Recompute activations in the backward pass: in every block, in as few as needed (auto), or never."""
+    """Recompute activations in the backward pass: always, in as few blocks as needed (auto), or never."""
     # Parsed in units.py: GB and GiB differ.
     memory_budget: str | None = None
-    """Maximum training memory, such as 4GiB or 4G (4GB is 7 % less): on a GPU all memory of the process, on a CPU its
-    growth (None: unlimited, or with auto the free memory)."""
+    """Maximum memory, such as 4GiB: all of the process on a GPU, its growth on a CPU (None: unlimited, or with auto the
+    free memory)."""
     weights: Literal["card", "half", "host", "auto"] = "auto"
     """Weight placement: on the GPU, in half precision on the GPU with fp32 masters on the host, or on the host and
     fetched block by block."""
     host_budget: str | None = None
     """Maximum host memory for offloaded state, such as 12GiB (None: the free memory)."""
     rehearsal: Literal["always", "auto", "never"] = "auto"
-    """Try the largest batches before the first epoch and undo them (auto: with a memory budget or an auto setting)."""
+    """Try the largest batches before the first epoch (auto: with a memory budget or an auto setting)."""
     shard: Literal["always", "auto", "never"] = "auto"
     """Under torchrun: shard weights, gradients and optimizer over the ranks with FSDP2 (auto: if they do not fit on
     one)."""
     replan: bool = False
     """Make a new memory plan and discard recorded OOM limits, instead of resuming with the checkpoint's."""
     empty_cache_interval: int = 50
-    """Release cached GPU memory (CPU: free heap pages) every N micro-batches (0: never)."""
+    """Release cached memory every N micro-batches (0: never)."""
 
 
 @dataclass(frozen=True)
@@ -335,60 +343,59 @@ class RunConfig:
     """Run length, folders and checkpoints."""
 
     preset: Preset = "original"
-    """Model size: original 256, 12+6; optimized 192, 8+4; minimal 128, 6+3 (dimension, encoder+decoder layers). Single
-    flags override it; with --init_from the default is the checkpoint's."""
+    """Model size (dimension, encoder + decoder layers): original 256, 12 + 6; optimized 192, 8 + 4; minimal 128, 6 + 3.
+    With --init_from: the checkpoint's."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to train on."""
     epochs: int | Literal["auto"] = "auto"
-    """Passes over the training data (auto: 30 hours of speech in total, between 20 and 60 passes)."""
+    """Passes over the training data (auto: 20 to 60, for 30 hours in total)."""
     max_steps: int | None = None
-    """Stop after N optimizer steps, regardless of --epochs."""
+    """Stop after N optimizer steps."""
     early_stop_epochs: int | None = None
-    """Stop after N epochs without a better validation result."""
+    """Stop after N epochs without validation improvement."""
     seed: int = 1234
     """Seed of all random numbers."""
     checkpoint_dir: str = "checkpoints"
     """Folder for checkpoints."""
     log_dir: str = "runs"
-    """Folder for logs; the run writes to log_dir/run_name."""
+    """Folder for logs; the run writes to its own subfolder."""
     run_name: str = "default"
     """Name of the run."""
     save_minutes: float = 10.0
-    """Save checkpoint_last.pt every N minutes (0: only by steps and epochs)."""
+    """Save checkpoint_last.pt every N minutes (0: off)."""
     save_steps: int = 0
-    """Save checkpoint_last.pt every N steps (0: only by minutes and epochs)."""
+    """Save checkpoint_last.pt every N steps (0: off)."""
     keep_checkpoints: int = 3
-    """Number of epoch checkpoints to keep, at least 2."""
+    """Number of epoch checkpoints to keep."""
     resume: str | None = None
-    """Checkpoint to resume from, or auto: the newest valid one in --checkpoint_dir."""
+    """Checkpoint to resume, or auto: the newest valid one in --checkpoint_dir."""
     fresh: bool = False
-    """Start a new run in a folder with checkpoints; move the old ones to a separate folder first."""
+    """Start a new run; move old checkpoints to a subfolder."""
     new_corpus: bool = False
-    """With --resume: allow a different training corpus than the checkpoint's."""
+    """With --resume: allow a different training corpus."""
     init_from: str | None = None
-    """Initialise weights, shape and tokenizer from this checkpoint and start a new run; a smaller shape truncates
-    it."""
+    """Start a new run with the weights, shape and tokenizer of this checkpoint."""
     rank_timeout: float = 600.0
-    """Under torchrun: seconds to wait for the other ranks before failing."""
+    """Under torchrun: seconds to wait for other ranks."""
     dry_run: bool = False
-    """Test everything in a minute and leave no files: data, plan, two steps, saving and resuming."""
+    """Test everything in a minute and leave no files."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Every setting of a training run."""
+    """Every setting of a training run, in the order of `--help all`."""
 
-    run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
     text: TextConfig = field(default_factory=TextConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     features: FeatureConfig = field(default_factory=FeatureConfig)
-    pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
-    tuning: TuningConfig = field(default_factory=TuningConfig)
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+    pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
 
     @property
     def global_batch_size(self) -> int:

@@ -207,3 +207,10 @@ def print_on_rank0(topology: Topology) -> Iterator[None]:
     """Discard the output of the block on stdout and stderr, except on rank 0."""
     with contextlib.nullcontext() if topology.is_first else silence_output():
         yield
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a tensor that may be sharded; a collective in that case."""
+    # Only a DTensor has this method; its class takes 0.7 s to import, which commands without ranks need not wait for.
+    gather: Callable[[], torch.Tensor] | None = getattr(tensor, "full_tensor", None)
+    return gather() if gather else tensor

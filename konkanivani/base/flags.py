@@ -10,23 +10,33 @@ from types import UnionType
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from konkanivani.base.auto_defaults import as_stored
-from konkanivani.base.command_line import read_flags, with_new_name
+from konkanivani.base.command_line import HelpSection, read_flags, with_new_name
 from konkanivani.base.config import AUTO, PRESETS, DataConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, ErrorCollector, UsageError
 from konkanivani.base.rules import Setting, check_config, settings_of, with_values
 
 # Listed by `--help` in this order; `--help all` lists every flag.
 COMMON_FLAGS = (
-    *("train_manifest", "valid_manifest", "test_manifest", "audio_roots"),
-    *("checkpoint_dir", "run_name", "device"),
-    *("preset", "tokenizer_type", "vocab_size"),
-    *("batch_size", "gradient_accumulation_steps", "max_duration", "num_workers"),
-    *("memory_budget", "mixed_precision", "gradient_checkpointing"),
-    *("epochs", "early_stop_epochs", "learning_rate", "seed", "ctc_weight"),
-    *("speed_perturbation", "noise_manifest"),
-    *("resume", "fresh", "dry_run", "save_minutes", "keep_checkpoints"),
-    *("init_from", "new_tokenizer", "pretrained", "language", "freeze", "lora_rank"),
-    "test_decode",
+    HelpSection(
+        "Data",
+        (
+            *("train_manifest", "valid_manifest", "test_manifest", "test_decode", "audio_roots", "max_duration"),
+            *("speed_perturbation", "noise_manifest", "num_workers"),
+        ),
+    ),
+    HelpSection("Model and tokenizer", ("preset", "tokenizer_type", "vocab_size")),
+    HelpSection("Training", ("epochs", "early_stop_epochs", "learning_rate", "ctc_weight", "seed")),
+    HelpSection(
+        "Device, batch size and memory",
+        (
+            *("device", "batch_size", "gradient_accumulation_steps", "mixed_precision", "gradient_checkpointing"),
+            "memory_budget",
+        ),
+    ),
+    HelpSection(
+        "Checkpoints", ("checkpoint_dir", "run_name", "resume", "fresh", "save_minutes", "keep_checkpoints", "dry_run")
+    ),
+    HelpSection("Fine-tuning", ("init_from", "new_tokenizer", "pretrained", "language", "freeze", "lora_rank")),
 )
 # Flags of this process only: their values in a checkpoint are ignored.
 SESSION_FLAGS = ("resume", "fresh", "new_corpus", "replan", "dry_run")

@@ -19,11 +19,10 @@ from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.decoding.fusion import Fusion
 from konkanivani.decoding.hypothesis import Hypothesis
 from konkanivani.decoding.language_model import LanguageModel, read_language_model
-from konkanivani.decoding.network import Network, ctc_head_of, decoder_of
+from konkanivani.decoding.network import Heads, Network, ctc_head_of, decoder_of
 from konkanivani.decoding.prefix_beam import prefix_beam_search
 from konkanivani.decoding.rules import RuledScorer
 from konkanivani.decoding.scorers import AttentionScorer, CTCScorer, FullScorer, LanguageModelScorer
-from konkanivani.model.architecture import Architecture
 
 
 class Decode(Protocol):
@@ -95,17 +94,17 @@ class BeamDecode:
         return RuledScorer(scorer, self.rules, self.special.end) if self.rules.forbids else scorer
 
 
-def greedy_decode(architecture: Architecture, tokenizer: Vocabulary) -> Decode:
+def greedy_decode(heads: Heads, tokenizer: Vocabulary) -> Decode:
     """Return greedy decoding: CTC's best path, or without a CTC head the decoder's likeliest token at each step."""
-    if architecture.has_ctc:
+    if heads.has_ctc:
         return greedy_ctc
     return BeamDecode(1, 0.0, 0.0, None, 0.0, tokenizer.special, tokenizer.rules)
 
 
-def ways_to_decode(architecture: Architecture) -> list[DecodingMethod]:
+def ways_to_decode(heads: Heads) -> list[DecodingMethod]:
     """Return the values of `DecodingConfig.decode` that the model has the heads for, the best one last."""
-    has_ctc = architecture.has_ctc
-    has_decoder = architecture.has_decoder
+    has_ctc = heads.has_ctc
+    has_decoder = heads.has_decoder
     ways: dict[DecodingMethod, bool] = {
         "greedy": True,
         "prefix": has_ctc,
@@ -115,24 +114,22 @@ def ways_to_decode(architecture: Architecture) -> list[DecodingMethod]:
     return [way for way, is_possible in ways.items() if is_possible]
 
 
-def build_decode(
-    config: DecodingConfig, architecture: Architecture, tokenizer: Vocabulary, device: torch.device
-) -> Decode:
+def build_decode(config: DecodingConfig, heads: Heads, tokenizer: Vocabulary, device: torch.device) -> Decode:
     """Return the decoding that the settings choose.
 
     Raises:
         UsageError: The model does not have the heads for it.
         DataError: The language model does not match the tokenizer.
     """
-    possible = ways_to_decode(architecture)
+    possible = ways_to_decode(heads)
     if config.decode not in possible:
-        missing = "CTC head" if not architecture.has_ctc else "attention decoder"
+        missing = "CTC head" if not heads.has_ctc else "attention decoder"
         raise UsageError(
             f"--decode {config.decode} needs the {missing}, which the model does not have: use --decode "
             f"{' or '.join(possible)}."
         )
     if config.decode == "greedy":
-        return greedy_decode(architecture, tokenizer)
+        return greedy_decode(heads, tokenizer)
     language_model = None
     weight = config.language_model_weight
     if config.language_model is not None and weight:  # with a weight of 0 the file need not exist

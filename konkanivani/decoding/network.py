@@ -12,6 +12,18 @@ from konkanivani.base.lengths import Lengths
 from konkanivani.model.decoder import DecoderCache
 
 
+class Heads(Protocol):
+    """Heads of a model, which decide the searches that it can be decoded with."""
+
+    @property
+    def has_ctc(self) -> bool:
+        """Whether there is a CTC head."""
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether there is an attention decoder."""
+
+
 class StepwiseDecoder(Protocol):
     """Attention decoder that appends one token at a time to the hypotheses in a cache."""
 

@@ -13,9 +13,8 @@ import torch
 from konkanivani.base.errors import CheckpointError
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.rules import settings_of
-from konkanivani.inference.pretrained import STATE, model_weights
-from konkanivani.inference.provenance import STATE as PROVENANCE
-from konkanivani.training.checkpoint.checkpoint import Checkpoint
+from konkanivani.inference.provenance import PROVENANCE_STATE
+from konkanivani.training.checkpoint.checkpoint import PRETRAINED_STATE, Checkpoint, model_weights
 from konkanivani.training.checkpoint.checkpointer import BEST, EPOCH_NAME, LAST, PREVIOUS, epochs_in
 
 PROGRESS = "progress"
@@ -132,13 +131,17 @@ def _model_alone(named: NamedCheckpoint) -> NamedCheckpoint:
     weights = [tensor for tensor in model_weights(named.checkpoint).values() if tensor.is_floating_point()]
     if not all(torch.isfinite(tensor).all() for tensor in weights):
         raise CheckpointError(f"The checkpoint {named.name} contains weights that are not finite. Leave it out.")
-    states = {name: state for name, state in named.checkpoint.states.items() if name in ("model", STATE, PROVENANCE)}
+    states = {
+        name: state
+        for name, state in named.checkpoint.states.items()
+        if name in ("model", PRETRAINED_STATE, PROVENANCE_STATE)
+    }
     return dataclasses.replace(named, checkpoint=dataclasses.replace(named.checkpoint, states=states))
 
 
 def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
     """Return reasons not to average two models: different settings of the shape, tokens or tensors."""
-    if one.states.get(STATE) != other.states.get(STATE):
+    if one.states.get(PRETRAINED_STATE) != other.states.get(PRETRAINED_STATE):
         return ["they started from different models"]
     pairs = zip(settings_of(config_from_text(one.config)), settings_of(config_from_text(other.config)), strict=True)
     found = [

@@ -24,10 +24,11 @@ from konkanivani.base.line_endings import conversion_hint
 from konkanivani.base.rules import check_config
 from konkanivani.data.text import Tokenizer
 from konkanivani.inference.provenance import provenance_of
-from konkanivani.inference.speech_model import SpeechModel, check_finite, is_within_bounds
-from konkanivani.model.architecture import HybridArchitecture
+from konkanivani.inference.speech_model import SpeechModel
+from konkanivani.model.architecture import HybridArchitecture, is_within_bounds
 from konkanivani.model.front_end import described, stored_features
 from konkanivani.model.kernels.passes import optimize
+from konkanivani.training.checkpoint.checkpoint import check_finite
 
 FORMAT = 2
 # Settings that format 1 lacks. A bundle in which all of them have their defaults is written as format 1, which older

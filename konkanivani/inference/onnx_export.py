@@ -94,7 +94,7 @@ def quantize(model: bytes) -> bytes:
             onnx.load_model_from_string(model),
             path,
             # Products only: with int8 convolutions too, the Kullback-Leibler divergence of the probabilities was six
-            # times as large, for 2 % of the size (benchmarks/int8.py).
+            # times as large, for 2 % of the size (benchmarks/accuracy.py int8).
             op_types_to_quantize=["MatMul"],
             # One scale per output.
             per_channel=True,

@@ -9,16 +9,14 @@ from typing import Protocol
 import torch
 
 from konkanivani.base.config import PretrainedConfig, TrainConfig, TuningConfig
+from konkanivani.base.distributed import full_tensor
 from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.inference.whisper.export import TunedWhisper
 from konkanivani.inference.whisper.pretrained import KIND, read_pretrained_whisper, restored_shape
 from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.training.checkpoint.checkpoint import Checkpoint
-from konkanivani.training.sharding import full_tensor
-
-STATE = "pretrained"  # key of an Origin in a checkpoint's states
+from konkanivani.training.checkpoint.checkpoint import PRETRAINED_STATE, Checkpoint, model_weights
 
 
 class Pretrained(Protocol):
@@ -103,7 +101,7 @@ def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
 
 def restored_architecture(checkpoint: Checkpoint, config: TrainConfig) -> Architecture:
     """Return the architecture of a checkpoint's model; raise a CheckpointError if its description is invalid."""
-    state = checkpoint.states.get(STATE)
+    state = checkpoint.states.get(PRETRAINED_STATE)
     if state is None:
         return architecture_of(config, checkpoint.vocab_size)
     if state.get("kind") != KIND:
@@ -123,16 +121,6 @@ def tuned_whisper(checkpoint: Checkpoint, config: TrainConfig) -> TunedWhisper:
     return TunedWhisper(config, architecture, weights, checkpoint.tokenizer)
 
 
-def model_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return the model weights in a checkpoint; raise a CheckpointError if one of them is not a tensor."""
-    weights: dict[str, torch.Tensor] = {}
-    for name, tensor in checkpoint.states["model"].items():
-        if not isinstance(tensor, torch.Tensor):
-            raise CheckpointError("The checkpoint contains no model weights. Use another one.")
-        weights[name] = tensor
-    return weights
-
-
 def whole_weights(
     checkpoint: Checkpoint, config: TrainConfig, like: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
@@ -145,14 +133,14 @@ def whole_weights(
     """
     found = model_weights(checkpoint)
     missing = set(like) - set(found)
-    if not missing or STATE not in checkpoint.states:
+    if not missing or PRETRAINED_STATE not in checkpoint.states:
         return found
     check_base_is_there(config, "Put it there, or use the working folder in which the run was started")
     pretrained = read_pretrained(config.pretrained.pretrained or "")
     base = pretrained.weights()
     # The run kept its frozen weights in the model's dtype: round in the same way, or the digest differs.
     rest = {name: base[name].to(like[name].dtype) for name in missing if name in base}
-    if digest_of(rest) != checkpoint.states[STATE].get("frozen"):
+    if digest_of(rest) != checkpoint.states[PRETRAINED_STATE].get("frozen"):
         raise CheckpointError(
             f"The checkpoint contains only the trained weights, and the folder {pretrained.path} is not the "
             "one that the run was started from. Restore the original folder."

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from konkanivani.base.errors import CheckpointError
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 
-STATE = "provenance"  # key in a checkpoint's states
+PROVENANCE_STATE = "provenance"  # key in a checkpoint's states
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def provenance_of(words: object) -> Provenance | None:
 def read_provenance(checkpoint: Checkpoint | None) -> Provenance | None:
     """Return the provenance of a checkpoint's weights, or None; raise a CheckpointError if it is malformed."""
     try:
-        return provenance_of(checkpoint.states.get(STATE)) if checkpoint else None
+        return provenance_of(checkpoint.states.get(PROVENANCE_STATE)) if checkpoint else None
     except ValueError as error:
         raise CheckpointError(f"The checkpoint cannot be used: {error}. Use another one.") from None
 
@@ -57,4 +57,4 @@ def read_provenance(checkpoint: Checkpoint | None) -> Provenance | None:
 def provenance_part(checkpoint: Checkpoint | None) -> dict[str, Provenance]:
     """Return the provenance as a stateful part of a run, which its checkpoints save; empty if there is none."""
     found = read_provenance(checkpoint)
-    return {STATE: found} if found else {}
+    return {PROVENANCE_STATE: found} if found else {}

@@ -4,7 +4,6 @@ B batch, S samples, T' encoder frames, D model dimension.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,18 +16,14 @@ from konkanivani.base.lengths import Lengths
 from konkanivani.base.rules import check_config
 from konkanivani.data.text import Tokenizer
 from konkanivani.data.vocabulary import Vocabulary
-from konkanivani.inference.pretrained import STATE, Pretrained, restored_architecture, whole_weights
+from konkanivani.inference.pretrained import Pretrained, restored_architecture, whole_weights
 from konkanivani.inference.provenance import Provenance, read_provenance
 from konkanivani.inference.whisper.vocabulary import vocabulary_of
-from konkanivani.model.architecture import Architecture, Dimensions
+from konkanivani.model.architecture import Architecture, is_within_bounds
 from konkanivani.model.asr import SkipInit, SpeechNetwork
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.kernels.passes import optimize
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states
-
-# bounds for untrusted files, checked before any allocation
-MAX_LAYERS = 256
-MAX_DIMENSION = 2**16
+from konkanivani.training.checkpoint.checkpoint import PRETRAINED_STATE, Checkpoint, load_states
 
 
 @dataclass(frozen=True)
@@ -134,16 +129,10 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
     return config
 
 
-def is_within_bounds(model: Dimensions) -> bool:
-    """Return whether the dimensions are plausible for a model of this project."""
-    numbers = [value for value in vars(model).values() if isinstance(value, int)]
-    return max(numbers) <= MAX_DIMENSION and model.encoder_layers + model.decoder_layers <= MAX_LAYERS
-
-
 def load_tokenizer(checkpoint: Checkpoint) -> Vocabulary:
     """Return the checkpoint's tokenizer; raise a CheckpointError if it is invalid or does not fit the weights."""
     # Only runs from a pretrained Whisper model have this state.
-    is_pretrained = STATE in checkpoint.states
+    is_pretrained = PRETRAINED_STATE in checkpoint.states
     tokenizer: Vocabulary
     try:
         tokenizer = vocabulary_of(checkpoint.tokenizer) if is_pretrained else Tokenizer(checkpoint.tokenizer)
@@ -155,10 +144,3 @@ def load_tokenizer(checkpoint: Checkpoint) -> Vocabulary:
             "Use another checkpoint."
         )
     return tokenizer
-
-
-def check_finite(name: str, weights: Mapping[str, torch.Tensor]) -> None:
-    """Raise a CheckpointError, which names the file `name`, if a weight is not a finite number."""
-    for tensor_name, tensor in weights.items():
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"The weights {tensor_name} of {name} are not finite numbers. Use another model.")

@@ -17,6 +17,10 @@ from konkanivani.model.flops import CTC_HEAD, Layer, forward_layers
 from konkanivani.model.front_end import FrontEnd
 from konkanivani.model.losses import LossTerm, Objective
 
+# Bounds for untrusted files, checked before any allocation.
+MAX_LAYERS = 256
+MAX_DIMENSION = 2**16
+
 
 class Dimensions(Protocol):
     """Size of a network."""
@@ -32,6 +36,12 @@ class Dimensions(Protocol):
     @property
     def decoder_layers(self) -> int:
         """Number of decoder blocks."""
+
+
+def is_within_bounds(model: Dimensions) -> bool:
+    """Return whether the dimensions are plausible for a model of this project."""
+    numbers = [value for value in vars(model).values() if isinstance(value, int)]
+    return max(numbers) <= MAX_DIMENSION and model.encoder_layers + model.decoder_layers <= MAX_LAYERS
 
 
 class Architecture(Protocol):

@@ -14,7 +14,6 @@ from konkanivani.base.flags import config_from_text
 from konkanivani.data.batching import EpochPlanner
 from konkanivani.data.fingerprint import CorpusChange, Fingerprint
 from konkanivani.data.vocabulary import Vocabulary
-from konkanivani.inference.speech_model import check_finite
 from konkanivani.model.adapters import reset_output_heads
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import KonkaniVaniASR
@@ -22,7 +21,7 @@ from konkanivani.model.transfer import transfer_weights
 from konkanivani.recipe.build_step import build_forward
 from konkanivani.recipe.corpus import remembered_corpus
 from konkanivani.recipe.start import Start
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, Stateful, check_states, load_states
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, Stateful, check_finite, check_states, load_states
 from konkanivani.training.optimizer import resolve_warmup
 from konkanivani.training.sharding import is_sharded
 from konkanivani.training.state import TrainState

@@ -19,7 +19,6 @@ from konkanivani.data.dataset import TrainDataset
 from konkanivani.data.loader.loading import GlobalBatchStream
 from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.decoding.decode import greedy_decode
-from konkanivani.inference.pretrained import STATE
 from konkanivani.inference.provenance import provenance_part
 from konkanivani.memory.budget import BudgetWatch, available_bytes, enforce_budget
 from konkanivani.memory.gpu import announce_card
@@ -38,7 +37,7 @@ from konkanivani.recipe.planning.state import device_costs
 from konkanivani.recipe.run_folders import listing_rejected, make_run_directory, move_aside, move_newer_aside
 from konkanivani.recipe.speech import RunData, build_speech, loader_config, more_tokens, speech_sizes
 from konkanivani.recipe.start import Start
-from konkanivani.training.checkpoint.checkpoint import Stateful
+from konkanivani.training.checkpoint.checkpoint import PRETRAINED_STATE, Stateful
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.checkpoint.trained_part import TrainedPart
 from konkanivani.training.interruption import Interruption
@@ -171,7 +170,7 @@ def stateful_parts(start: Start, step: StepParts, state: TrainState) -> Mapping[
     sharded = is_sharded(step.model)
     model: Stateful = TrainedPart(step.model) if step.architecture.has_base else step.model
     origin = make_origin(start.pretrained, start.resumed, step.architecture, step.model)
-    origins: dict[str, Stateful] = {STATE: origin} if origin else {}
+    origins: dict[str, Stateful] = {PRETRAINED_STATE: origin} if origin else {}
     return {
         **origins,
         **provenance_part(start.resumed or start.initial),

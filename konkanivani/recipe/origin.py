@@ -9,7 +9,6 @@ from konkanivani.base.config import AUTO, TrainConfig
 from konkanivani.base.flags import CommandLine
 from konkanivani.base.rules import with_values
 from konkanivani.inference.pretrained import (
-    STATE,
     Origin,
     Pretrained,
     check_base_is_there,
@@ -20,7 +19,7 @@ from konkanivani.inference.pretrained import (
 from konkanivani.model.adapters import LOW_RANK_TENSORS
 from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.model.whisper.folder import read_whisper_architecture
-from konkanivani.training.checkpoint.checkpoint import Checkpoint
+from konkanivani.training.checkpoint.checkpoint import PRETRAINED_STATE, Checkpoint
 
 
 def begin_pretrained(config: TrainConfig) -> tuple[TrainConfig, Pretrained | None]:
@@ -53,7 +52,7 @@ def resume_pretrained(asked: CommandLine, config: TrainConfig, checkpoint: Check
 
     Raises a CheckpointError if the folder is missing or holds another model.
     """
-    if STATE not in checkpoint.states:
+    if PRETRAINED_STATE not in checkpoint.states:
         return None
     if "pretrained" not in asked.explicit:
         # Without frozen weights the checkpoint is complete, and the folder is not needed.
@@ -61,7 +60,7 @@ def resume_pretrained(asked: CommandLine, config: TrainConfig, checkpoint: Check
             return None
         check_base_is_there(config, "Put it there, or give its path with --pretrained")
     pretrained = read_pretrained(config.pretrained.pretrained or "")
-    stored = checkpoint.states[STATE]
+    stored = checkpoint.states[PRETRAINED_STATE]
     # Checks the parts that are known so far; frozen weights are compared later.
     Origin(pretrained.description(), str(stored["frozen"]), pretrained.path).load_state_dict(stored)
     return pretrained
@@ -87,7 +86,7 @@ def make_origin(
     A collective call: the digest gathers sharded weights, so that all ranks have to call it.
     """
     if pretrained is None:
-        stored = resumed.states.get(STATE) if resumed else None
+        stored = resumed.states.get(PRETRAINED_STATE) if resumed else None
         if stored is None:
             return None
         return Origin({name: value for name, value in stored.items() if name != "frozen"}, str(stored["frozen"]))

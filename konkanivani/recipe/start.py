@@ -11,14 +11,14 @@ from konkanivani.base.distributed import ALONE, Topology, broadcast_from_rank0
 from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.flags import CommandLine, check_idle_flags, config_from_text, contradictions
 from konkanivani.base.rules import settings_of
-from konkanivani.inference.pretrained import STATE, Pretrained
+from konkanivani.inference.pretrained import Pretrained
 from konkanivani.inference.speech_model import settings_of_weights
 from konkanivani.model.architecture import Architecture
 from konkanivani.recipe.disk import check_disk
 from konkanivani.recipe.origin import architecture_for, begin_pretrained, resume_pretrained
 from konkanivani.recipe.paths import check_paths, named_manifests
 from konkanivani.recipe.run_folders import take_log_folder
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.training.checkpoint.checkpoint import PRETRAINED_STATE, Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.checkpoint.run_lock import RunLock, check_nobody_works, given_up_if_refused
 from konkanivani.training.logs.jsonl import LOG_NAME
@@ -139,7 +139,7 @@ def begin_with(asked: CommandLine, path: Path) -> tuple[CommandLine, Checkpoint]
     """Return the command line merged into the settings of the checkpoint at `path`, and that checkpoint."""
     initial = read_checkpoint(path)
     stored = settings_of_weights(initial)
-    if STATE in initial.states:
+    if PRETRAINED_STATE in initial.states:
         raise UsageError(
             f"--init_from {path} is a checkpoint of a run with --pretrained. Export its model with "
             "export_asr.py --whisper, and give that folder as --pretrained."
@@ -227,7 +227,7 @@ def _resumed_config(asked: CommandLine, checkpoint: Checkpoint, path: Path) -> T
         listed = "".join(f"\n  {difference}" for difference in found)
         anew = f"--init_from {path}"
         # --init_from rejects a checkpoint of a pretrained model; its exported folder is used instead.
-        if STATE in checkpoint.states:
+        if PRETRAINED_STATE in checkpoint.states:
             anew = "--pretrained and the folder that export_asr.py --whisper writes,"
         raise CheckpointError(
             f"The flags contradict the checkpoint {path}:{listed}\nOmit these flags to resume it, or start a "

@@ -114,8 +114,3 @@ def _shard_like(value: object, like: object) -> object:
     value = value.to(like.device, like.dtype)
     # src_data_rank=None: every rank has the tensor, so no scatter is needed.
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a tensor that may be sharded; a collective in that case."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

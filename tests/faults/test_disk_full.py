@@ -1,4 +1,4 @@
-"""Full disks; benchmarks/faults.py --parts room --full has all positions."""
+"""Full disks; benchmarks/faults.py --parts disk_full --full has all positions."""
 
 import os
 import subprocess

@@ -1,6 +1,6 @@
 """Invariant 10: the commands of the README and the pages run on a miniature corpus, and their statements are true.
 
-The first two commands of the README are run by `.ci/run` and `benchmarks/first_run.sh`.
+The first two commands of the README are run by `.ci/run`.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ COMPARISON, PLANNER = "training_scripts/compare_models.py", "training_scripts/pl
 SHAPE = (*TINY_MODEL[:2], "--encoder_layers", "1", *TINY_MODEL[4:])
 ELSEWHERE = ("benchmarks/", "--source egs/x", "--source FOLDER", "plan_memory.py --memory_budget", "--world 8")
 IN_PACKAGE = ("konkanivani/base/config.py", "konkanivani/data/preparation/prepare.py")
-FLAGS_IN = (*IN_PACKAGE, "training_scripts/*.py", "benchmarks/*.py")
+FLAGS_IN = (*IN_PACKAGE, "training_scripts/*.py", "benchmarks/**/*.py")
 OTHERS = "logdir host standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_id rdzv_endpoint local_addr"
 OTHERS += " nodes ntasks gpus signal discount_fallback help encoder_"  # flags of other programs, and one truncated flag
 OTHERS += " copy_files output_dir"  # CTranslate2
@@ -165,6 +165,20 @@ def test_every_flag_that_is_named_exists():
         assert set(re.findall(r"--([a-z][a-z0-9_]+)", page.read_text(encoding="utf-8"))) <= known, page.name
     moved = {word for page in PAGES for command in commands(page, "python3 ") for word in command.split()}
     assert {"--resume", "--init_from", "--compare", "--held_out", "--onnx", "--html", "--timestamps"} <= moved
+
+
+def named_benchmarks(text: str) -> list[tuple[str, str]]:
+    """Return path and subcommand, or an empty string, of each benchmark that a page names."""
+    return re.findall(r"(benchmarks/[\w/]+\.\w+)(?:\s([a-z]\w*)(?=[\s`]))?", text)
+
+
+def test_every_benchmark_that_is_named_exists():
+    named = [pair for page in (README, CONTRIBUTING, *PAGES) for pair in named_benchmarks(page.read_text("utf-8"))]
+    assert len(named) > 20 and {subcommand for _, subcommand in named} >= {"speed", "compare", "word_times"}
+    for path, subcommand in named:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert ("SUBCOMMANDS = {" in text) == bool(subcommand), (path, subcommand)
+        assert not subcommand or f'"{subcommand}": lambda' in text, (path, subcommand)
 
 
 def test_every_page_says_what_it_is_for_and_leads_somewhere():

@@ -1,4 +1,4 @@
-"""Tiny files written by NeMo, its results on them (benchmarks/import_parity.py recreates both), and changed files."""
+"""Tiny files of NeMo with its results on them (benchmarks/peers/nemo_import.py recreates both), and changed files."""
 
 import copy
 import functools

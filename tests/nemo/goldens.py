@@ -1,4 +1,4 @@
-"""Results of an imported model compared with golden tensors of NeMo (benchmarks/import_parity.py recreates them).
+"""Results of an imported model compared with golden tensors of NeMo (benchmarks/peers/nemo_import.py recreates them).
 
 B batch, T feature frames, T' encoder frames, V tokens.
 """

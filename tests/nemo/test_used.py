@@ -14,7 +14,7 @@ from konkanivani.base.rules import settings_of
 from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints
 from konkanivani.inference.bundle import read_bundle
 from konkanivani.inference.onnx_export import build_onnx, read_onnx
-from konkanivani.inference.provenance import STATE, provenance_of, read_provenance
+from konkanivani.inference.provenance import PROVENANCE_STATE, provenance_of, read_provenance
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.inference.speech_model import build_speech_model
 from konkanivani.inference.verify import check_signal
@@ -131,7 +131,7 @@ def test_a_run_that_begins_with_it_takes_all_of_it_and_keeps_where_it_comes_from
 
 
 def test_words_of_another_kind_are_no_provenance(imported):
-    words = read_checkpoint(imported / "striding.pt").states[STATE]
+    words = read_checkpoint(imported / "striding.pt").states[PROVENANCE_STATE]
     assert provenance_of(dict(words)) and provenance_of(None) is None
     for wrong in ([], {}, {**words, "more": "x"}, {**words, "file": 3}):
         with pytest.raises(ValueError, match="record has unknown fields"):

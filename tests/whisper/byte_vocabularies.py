@@ -1,12 +1,12 @@
 """Byte-pair vocabularies for tests: small generated ones, and a real one from a file of ranked byte strings."""
 
 import base64
+import functools
 import itertools
 import json
 import os
 from pathlib import Path
 
-from konkanivani.inference.whisper.byte_pairs import byte_characters
 from tests.conftest import ROOT
 
 DATA = Path(os.environ.get("KONKANIVANI_DATA", ROOT.parent / "shared" / "data"))
@@ -34,6 +34,15 @@ HOSTILE = (
     "ab" * 700 + " " * 900,
     "—“”‘’…!?!!??",
 )
+
+
+@functools.cache
+def byte_characters() -> tuple[str, ...]:
+    """Return the visible character that represents each of the 256 bytes in vocabulary files, as GPT-2 defines them."""
+    # Printable Latin-1 characters represent themselves, other bytes map to U+0100 and above.
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    invisible = iter(range(256, 512))
+    return tuple(chr(byte if byte in visible else next(invisible)) for byte in range(256))
 
 
 def write_files(folder: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]], added: dict[str, int]) -> Path:

@@ -11,18 +11,18 @@ from tests.patience import PATIENCE
 from tests.whisper.folders import transformers
 
 pytestmark = pytest.mark.full
-SCRIPT = "benchmarks/accumulation.py"
+SCRIPT = "benchmarks/peers/whisper_step.py"
 WITHOUT = """
 import importlib.util, runpy, sys
 find, missing = importlib.util.find_spec, sys.argv.pop()
 importlib.util.find_spec = lambda name, *given: None if name == missing else find(name, *given)
-runpy.run_path(sys.argv.pop(), run_name="__main__")
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
 def test_ours_is_the_same_however_it_is_cut_and_the_trainers_where_it_is_not():
     """The other results of the Trainer are not checked: they may be fixed."""
-    done = run_script(SCRIPT, "--json")
+    done = run_script(SCRIPT, "accumulation", "--json")
     assert done.returncode == 0 and done.stderr == ""
     found = json.loads(done.stdout)
     assert [(cut["batch"], cut["accumulation"]) for cut in found["cuts"]] == [(4, 1), (2, 2), (1, 4)]
@@ -33,9 +33,9 @@ def test_ours_is_the_same_however_it_is_cut_and_the_trainers_where_it_is_not():
 
 
 def test_the_table_is_of_the_seed_and_a_mean_of_means_is_told_apart():
-    from benchmarks.measuring.accumulated import measure
+    from benchmarks.peers.whisper_step import measure_accumulation
 
-    one, other = measure(1, divided=True), measure(2)
+    one, other = measure_accumulation(1, divided=True), measure_accumulation(2)
     first, second, third = one.cuts
     assert abs(first.our_loss - other.cuts[0].our_loss) > 1e-4
     assert second.trainer_loss == pytest.approx(first.our_loss, rel=1e-5)  # both halves have 24 labels
@@ -46,7 +46,7 @@ def test_the_table_is_of_the_seed_and_a_mean_of_means_is_told_apart():
 
 @pytest.mark.parametrize("missing", ["transformers", "accelerate"])
 def test_without_the_trainers_packages_it_ends_with_a_sentence(missing):
-    command = [sys.executable, "-c", WITHOUT, SCRIPT, missing]
+    command = [sys.executable, "-c", WITHOUT, SCRIPT, "accumulation", missing]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert (
@@ -57,5 +57,5 @@ def test_without_the_trainers_packages_it_ends_with_a_sentence(missing):
 
 @pytest.mark.parametrize("flags", [("--seed", "one"), ("--minutes", "1")])
 def test_flags_that_cannot_work_end_with_a_sentence(flags):
-    done = run_script(SCRIPT, *flags)
+    done = run_script(SCRIPT, "accumulation", *flags)
     assert done.returncode == 2 and flags[0].strip("-") in done.stderr and "Traceback" not in done.stderr

@@ -16,7 +16,7 @@ from konkanivani.data.formats.torn_rows import mend_rows
 GIVEN = ("train.tsv", "dev.tsv", "test.tsv")
 
 
-def find_utterances(source: SpeechFolder) -> Found:
+def find_common_voice_utterances(source: SpeechFolder) -> Found:
     """Yield the rows of train.tsv, dev.tsv and test.tsv, or of the table given by `--table`.
 
     Raises:

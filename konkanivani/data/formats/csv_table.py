@@ -25,7 +25,7 @@ from konkanivani.data.formats.tables import (
 DELIMITERS = ",;\t"
 
 
-def find_utterances(source: SpeechFolder) -> Found:
+def find_csv_utterances(source: SpeechFolder) -> Found:
     """Yield the rows of the table given by `--table`.
 
     Raises:

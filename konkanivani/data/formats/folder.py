@@ -16,7 +16,7 @@ from konkanivani.data.formats.splits import split_of_path
 from konkanivani.data.formats.tables import read_text
 
 
-def find_utterances(source: SpeechFolder) -> Found:
+def find_folder_utterances(source: SpeechFolder) -> Found:
     """Yield one utterance per recording, in the order of names, from its best-known audio format."""
     root = source.path.resolve()
     files = list(audio_files(source.path))

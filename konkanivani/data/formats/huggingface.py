@@ -40,7 +40,7 @@ class DatasetPart:
     rows: Iterable[dict[str, object]]
 
 
-def find_utterances(source: SpeechFolder) -> Found:
+def find_huggingface_utterances(source: SpeechFolder) -> Found:
     """Yield the rows of all tables.
 
     Raises:

@@ -30,7 +30,7 @@ MARKS = re.compile(r"\[[^\[\]]*\]|<[^<>]*>|\([^()]*\)")  # linear time, even wit
 TEXT_COLUMNS = ("normalized", "verbatim")
 
 
-def find_utterances(source: SpeechFolder) -> Found:
+def find_indicvoices_utterances(source: SpeechFolder) -> Found:
     """Yield the segments and rows of all JSON files below the folder.
 
     Raises:

@@ -26,7 +26,7 @@ from konkanivani.data.formats.tables import as_seconds, read_lines
 Entry = tuple[int, str]  # line number, and the rest of the line after its key
 
 
-def find_utterances(source: SpeechFolder) -> Found:
+def find_kaldi_utterances(source: SpeechFolder) -> Found:
     """Yield the lines of `text` of all data folders.
 
     Raises:

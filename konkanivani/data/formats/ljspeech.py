@@ -14,7 +14,7 @@ from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, Sp
 from konkanivani.data.formats.tables import read_cells
 
 
-def find_utterances(source: SpeechFolder) -> Found:
+def find_ljspeech_utterances(source: SpeechFolder) -> Found:
     """Yield the rows of metadata.csv, or of the table given by `--table`."""
     table = source.table_path() if source.table else source.path / "metadata.csv"
     file = source.name_of(table)

@@ -32,7 +32,7 @@ TARRED = "tarred_audio_manifest.json"
 SHARDED = "sharded_manifests"
 
 
-def find_utterances(source: SpeechFolder) -> Found:
+def find_nemo_utterances(source: SpeechFolder) -> Found:
     """Yield the rows of the manifests, or the members of the shards, in the folder and its direct subfolders.
 
     Raises:

@@ -27,7 +27,7 @@ INDEX = re.compile(r"line_index.*\.(tsv|csv)|utt_spk_text.*\.tsv|transcription\.
 SPEAKER = re.compile(r"([a-z]{2,4}_\d{3,6})_\d{6,}", re.IGNORECASE)
 
 
-def find_utterances(source: SpeechFolder) -> Found:
+def find_openslr_utterances(source: SpeechFolder) -> Found:
     """Yield the rows of all indices below the folder, or of the table given by `--table`.
 
     Raises:

@@ -15,18 +15,16 @@ from konkanivani.base.files import folder_lock, without_empty_folders, write_jso
 from konkanivani.base.units import parse_share
 from konkanivani.data.audio.roots import is_named_inside
 from konkanivani.data.format_characters import FormatCharacterCount
-from konkanivani.data.formats import (
-    common_voice,
-    csv_table,
-    folder,
-    huggingface,
-    indicvoices,
-    kaldi,
-    ljspeech,
-    nemo,
-    openslr,
-)
+from konkanivani.data.formats.common_voice import find_common_voice_utterances
+from konkanivani.data.formats.csv_table import find_csv_utterances
+from konkanivani.data.formats.folder import find_folder_utterances
 from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
+from konkanivani.data.formats.huggingface import find_huggingface_utterances
+from konkanivani.data.formats.indicvoices import find_indicvoices_utterances
+from konkanivani.data.formats.kaldi import find_kaldi_utterances
+from konkanivani.data.formats.ljspeech import find_ljspeech_utterances
+from konkanivani.data.formats.nemo import find_nemo_utterances
+from konkanivani.data.formats.openslr import find_openslr_utterances
 from konkanivani.data.formats.splits import SPLITS, Shares
 from konkanivani.data.manifest import write_manifest
 from konkanivani.data.preparation.corpus import AudioRoots, CheckedUtterance, Corpus, read_corpus
@@ -45,15 +43,15 @@ FormatName = Literal[
     "common_voice", "csv", "folder", "huggingface", "indicvoices", "kaldi", "ljspeech", "nemo", "openslr"
 ]
 READERS: dict[FormatName, Callable[[SpeechFolder], Found]] = {
-    "common_voice": common_voice.find_utterances,
-    "csv": csv_table.find_utterances,
-    "folder": folder.find_utterances,
-    "huggingface": huggingface.find_utterances,
-    "indicvoices": indicvoices.find_utterances,
-    "kaldi": kaldi.find_utterances,
-    "ljspeech": ljspeech.find_utterances,
-    "nemo": nemo.find_utterances,
-    "openslr": openslr.find_utterances,
+    "common_voice": find_common_voice_utterances,
+    "csv": find_csv_utterances,
+    "folder": find_folder_utterances,
+    "huggingface": find_huggingface_utterances,
+    "indicvoices": find_indicvoices_utterances,
+    "kaldi": find_kaldi_utterances,
+    "ljspeech": find_ljspeech_utterances,
+    "nemo": find_nemo_utterances,
+    "openslr": find_openslr_utterances,
 }
 REJECTED = "rejected.jsonl"
 REPORT = "report.json"

@@ -19,9 +19,8 @@ from konkanivani.inference.nemo.names import RNNT
 from konkanivani.inference.nemo.pieces import Pieces, read_pieces
 from konkanivani.inference.nemo.settings import NemoSettings, read_settings
 from konkanivani.inference.nemo.weights import Tensors, read_tensors, take_weights
-from konkanivani.inference.provenance import STATE, Provenance
-from konkanivani.inference.speech_model import is_within_bounds
-from konkanivani.model.architecture import HybridArchitecture, architecture_of
+from konkanivani.inference.provenance import PROVENANCE_STATE, Provenance
+from konkanivani.model.architecture import HybridArchitecture, architecture_of, is_within_bounds
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 
 FILTER_BANK = "preprocessor.featurizer.fb"
@@ -108,7 +107,7 @@ def _imported(
         vocab_size=pieces.tokenizer.size,
         step=0,
         plan_digest=0,
-        states={"model": {**weights}, STATE: provenance.state_dict()},
+        states={"model": {**weights}, PROVENANCE_STATE: provenance.state_dict()},
     )
     numbers = sum(tensor.numel() for tensor in weights.values())
     return Imported(checkpoint, architecture, numbers, provenance, " and ".join(left) or "nothing")

@@ -13,8 +13,8 @@ from konkanivani.base.errors import ResourceError
 from konkanivani.inference.nemo.archive import refused
 from konkanivani.inference.nemo.names import BATCH_NORM, LEFT, Source, sources
 from konkanivani.inference.nemo.settings import NemoSettings
-from konkanivani.inference.speech_model import check_finite
 from konkanivani.training.checkpoint.archive import load_tensors
+from konkanivani.training.checkpoint.checkpoint import check_finite
 
 NEVER = -1e4  # logit of a token that the file lacks: its probability is 0
 NORM_EPSILON = 1e-5  # default of torch.nn.BatchNorm1d, which NeMo uses

@@ -29,7 +29,7 @@ STEP_SECONDS = 0.02
 LATEST_FIRST = 50  # steps, 1 s: default bound of a hypothesis's first timestamp
 # English-only vocabularies contain language tokens too. They have one token less than the smallest multilingual one.
 ENGLISH_ONLY_SIZE = 51_864
-NEAREST = {"kok": "Konkani", "gom": "Konkani"}  # codes of languages without a token
+KONKANI = ("kok", "gom")  # codes without a token
 # Keys of generation_config.json that are read: decoding rules, and cross-attention heads for word times.
 GENERATION = ("suppress_tokens", "begin_suppress_tokens", "max_initial_timestamp_index", "alignment_heads")
 OTHER = "Use another model, or download its files again."
@@ -80,12 +80,11 @@ class PromptedVocabulary:
         self._prompt = prompt
         self._tokens = tokens
         self._says_times = says_times
-        self._source = byte_pairs.source
-        self._size = tokens.size
-        self._is_english_only = tokens.is_english_only
         # The embedding may be padded to more rows than there are tokens, but not fewer.
-        if byte_pairs.size > self._size:
-            raise DataError(f"{self._source} has {byte_pairs.size} tokens, but its model has {self._size}. {OTHER}")
+        if byte_pairs.size > tokens.size:
+            raise DataError(
+                f"{byte_pairs.source} has {byte_pairs.size} tokens, but its model has {tokens.size}. {OTHER}"
+            )
         self.special = SpecialTokens(None, None, self._named(START), self._named(END))
         self.no_times = self._named(NO_TIMES)
         # Some tokenizer files omit the timestamp tokens, which follow "no timestamps" in every model.
@@ -99,14 +98,14 @@ class PromptedVocabulary:
 
     def _named(self, name: str) -> int:
         if name not in self._pairs.names:
-            raise DataError(f"{self._source} has no token {name}: it is not a Whisper vocabulary. {OTHER}")
+            raise DataError(f"{self._pairs.source} has no token {name}: it is not a Whisper vocabulary. {OTHER}")
         return self._pairs.names[name]
 
     def _checked_beginning(self) -> tuple[int, ...]:
         """Return the language and task tokens of the prompt, or () for an English-only model."""
         language = self._prompt.language
         task = self._prompt.task
-        if self._is_english_only:
+        if self._tokens.is_english_only:
             if language is not None or task not in (None, TASKS[0]):
                 flag = "--language" if language is not None else f"--task {task}"
                 raise UsageError(f"{flag} is not supported by an English-only model: omit it, or use another model.")
@@ -116,26 +115,25 @@ class PromptedVocabulary:
         if language is None:
             raise UsageError(f"The language is missing: give --language with one of {', '.join(self.languages)}.")
         if language not in self.languages:
-            raise UsageError(self._unknown(language))
+            raise UsageError(f"--language {language or repr(language)}: {self._without_token(language)}")
         if task == TASKS[1] and f"<|{task}|>" not in self._pairs.names:
             raise UsageError(f"--task {task}: the model has no token for it. Omit it, or use another model.")
         return self._named(f"<|{language}|>"), self._named(f"<|{task or TASKS[0]}|>")
 
-    def _unknown(self, language: str) -> str:
+    def _without_token(self, language: str) -> str:
         there = ", ".join(self.languages)
         near = [code for code in ("mr", "hi") if code in self.languages]
-        if language in NEAREST and near:
-            return (
-                f"--language {language}: the model has no token for {NEAREST[language]}, and other programs "
-                f"would not recognise a new one. Use the closest language, {' or '.join(near)}; available: "
-                f"{there}."
-            )
-        return f"--language {language or repr(language)}: the model has no token for it. Use one of {there}."
+        if language not in KONKANI or not near:
+            return f"the model has no token for it. Use one of {there}."
+        return (
+            "the model has no token for Konkani, and other programs would not recognise a new one. Use the closest "
+            f"language, {' or '.join(near)}; available: {there}."
+        )
 
     @cached_property
     def languages(self) -> tuple[str, ...]:
         """Sorted codes of the languages that have a token; empty for an English-only model."""
-        if self._is_english_only:
+        if self._tokens.is_english_only:
             return ()
         return tuple(sorted(found[1] for name in self._pairs.names if (found := LANGUAGE.fullmatch(name))))
 
@@ -152,12 +150,12 @@ class PromptedVocabulary:
     @property
     def has_times(self) -> bool:
         """Whether the model has tokens for all timestamps."""
-        return self.first_time + TIMES <= self._size
+        return self.first_time + TIMES <= self._tokens.size
 
     @property
     def size(self) -> int:
         """Number of the model's tokens."""
-        return self._size
+        return self._tokens.size
 
     @cached_property
     def model(self) -> bytes:
@@ -179,8 +177,10 @@ class PromptedVocabulary:
 
         With `end` None the speech continues after Whisper's 30 s window, and the label has no end timestamp.
         """
-        times = [self.time_token(begin)], [] if end is None else [self.time_token(end)]
-        return [*self.prefix_with_times, *times[0], *self._pairs.encode(text), *times[1]]
+        label = [*self.prefix_with_times, self.time_token(begin), *self._pairs.encode(text)]
+        if end is not None:
+            label.append(self.time_token(end))
+        return label
 
     @property
     def alignment_heads(self) -> tuple[tuple[int, int], ...]:
@@ -248,9 +248,10 @@ class PromptedVocabulary:
             return otherwise
         ids = settings[name]
         ids = [] if ids is None else ids
-        if not isinstance(ids, list) or not all(type(token) is int and -1 <= token < self._size for token in ids):
+        size = self._tokens.size
+        if not isinstance(ids, list) or not all(type(token) is int and -1 <= token < size for token in ids):
             raise DataError(
-                f"generation_config.json: {name} is not a list of the model's tokens, 0 to {self._size - 1}. {OTHER}"
+                f"generation_config.json: {name} is not a list of the model's tokens, 0 to {size - 1}. {OTHER}"
             )
         # As in OpenAI's code, [-1] stands for the default list.
         return otherwise if ids == [-1] else tuple(ids)
@@ -278,16 +279,6 @@ class PromptedVocabulary:
         return tuple(sorted(found | {self._pairs.names[name] for name in names if name in self._pairs.names}))
 
 
-# Types of the first line of `PromptedVocabulary.model`.
-KINDS = {
-    "language": (str, type(None)),
-    "task": (str, type(None)),
-    "size": (int,),
-    "positions": (int,),
-    "is_english_only": (bool,),
-    "generation": (dict,),
-    "says_times": (bool,),
-}
 SIGNS = (
     *'"#()*+/:;<=>@[\\]^_`{|}~「」『』',
     *"<< >> <<< >>> -- --- -( -[ (' (\" (( )) ((( ))) [[ ]] {{ }} ♪♪ ♪♪♪".split(),
@@ -308,15 +299,23 @@ def vocabulary_of(model: bytes) -> PromptedVocabulary:
     """Return the vocabulary serialized in `PromptedVocabulary.model`; raise a DataError if the bytes are invalid."""
     about, _, pairs = model.partition(b"\n")
     try:
-        found = json.loads(about)
-        kinds = {name: type(found[name]) for name in KINDS}
-    except (ValueError, RecursionError, KeyError, TypeError):
+        match json.loads(about):
+            case {
+                "language": str() | None as language,
+                "task": str() | None as task,
+                "size": int(size),
+                "positions": int(positions),
+                "is_english_only": bool(english),
+                "generation": dict(generation),
+                "says_times": bool(says_times),
+            }:
+                prompt = Prompt(language, task)
+                tokens = ModelTokens(size, positions, english, generation)
+            case _:
+                raise ValueError("other keys or types")
+    except (ValueError, RecursionError):
         raise DataError(f"The tokenizer is not a Whisper tokenizer. {OTHER}") from None
-    if not all(kind in KINDS[name] for name, kind in kinds.items()):
-        raise DataError(f"The tokenizer is not a Whisper tokenizer. {OTHER}")
-    prompt = Prompt(found["language"], found["task"])
-    tokens = ModelTokens(found["size"], found["positions"], found["is_english_only"], found["generation"])
     try:
-        return PromptedVocabulary(byte_pairs_of(pairs, "The tokenizer"), prompt, tokens, found["says_times"])
+        return PromptedVocabulary(byte_pairs_of(pairs, "The tokenizer"), prompt, tokens, says_times)
     except UsageError as error:  # not an error of the user's flags
         raise DataError(f"The tokenizer lacks the tokens of its prompt. {error}") from None

@@ -20,6 +20,7 @@ from konkanivani.base.errors import CheckpointError, ResourceError
 from konkanivani.base.line_endings import conversion_hint
 from konkanivani.training.checkpoint.archive import first_number, load_archive
 
+PRETRAINED_STATE = "pretrained"  # key of the description of a pretrained model in `states`
 FORMAT = 2  # in format 1 the layer norm that is now at the input of a block was at its output
 DAMAGE = (None, errno.EINVAL, errno.EIO)  # errno of a read error that is caused by the content of the file
 
@@ -200,3 +201,20 @@ def load_states(checkpoint: Checkpoint, stateful: Mapping[str, Stateful]) -> Non
                 f"The checkpoint's {name} cannot be loaded: {reason:.200}. Use another checkpoint, or the version that "
                 "wrote it."
             ) from None
+
+
+def model_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return the model weights in a checkpoint; raise a CheckpointError if one of them is not a tensor."""
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in checkpoint.states["model"].items():
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError("The checkpoint contains no model weights. Use another one.")
+        weights[name] = tensor
+    return weights
+
+
+def check_finite(name: str, weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise a CheckpointError, which names the file `name`, if a weight is not a finite number."""
+    for tensor_name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"The weights {tensor_name} of {name} are not finite numbers. Use another model.")

@@ -49,6 +49,8 @@ class JsonLinesSink:
     def sync(self) -> None:
         sync_file(self._path)
 
+    def close(self) -> None: ...
+
     def _cut(self) -> None:
         # Line by line into a new file: constant memory, and a kill leaves the old log intact.
         with atomic_replace(self._path) as beside, open(self._path, "rb") as old, open(beside, "wb") as new:

@@ -1,7 +1,7 @@
 """Log of a run: each record is written to TensorBoard, JSON lines and the console.
 
-A failing sink never stops training. Therefore no file stays open between two records and no thread is used: a record is
-appended to each file atomically, or not at all.
+A failing sink never stops training. Each record is in the files when `log` returns, and no file stays open between two
+records.
 """
 
 import sys
@@ -85,7 +85,9 @@ class Logbook:
             self._attempt(sink, sink.sync)
 
     def close(self) -> None:
-        """Report the number of lost records, if any; no file or thread has to be closed."""
+        """Close the sinks, and report the number of lost records, if any."""
+        for sink in self._sinks:
+            self._attempt(sink, sink.close)
         for name, lost in self._lost.items():
             if lost:
                 self._tell(f"{name}: {lost} records were lost, see the warning above")
@@ -128,6 +130,8 @@ class ConsoleSink:
     def open(self) -> None: ...
 
     def sync(self) -> None: ...
+
+    def close(self) -> None: ...
 
     def write(self, record: Record) -> None:
         if isinstance(record, ValidationRecord):
