@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Count the calls of a training run from the script to the loop, and from the loop to the gradient.
+"""Count the calls of a training run from the script to the loop, to the first feed-forward layer and to the gradient.
 
     python3 benchmarks/walk.py
 
 Trains a tiny model on noise for three steps and traces calls of the project's functions (sys.setprofile). Counted are
-the calls from the script's `main` to the loop, the calls from the loop's step to `.backward()`, and the files that the
-third step executes until its update, with sequential or concurrent micro-batches.
+the calls from the script's `main` to the loop, the calls from the loop's step to the first product of a feed-forward
+module and to `.backward()`, and the files that the third step executes until its update. With `--plain` no passes are
+applied to the model.
 """
 
 import sys
@@ -29,6 +30,7 @@ from konkanivani.base.command_line import read_flags, run_script
 ROOT = Path(__file__).resolve().parent.parent
 OURS = (str(ROOT / "konkanivani"), str(ROOT / "training_scripts"))
 STEP = 3
+PRODUCTS = ("linear", "_linear_pointwise")
 TINY = "--d_model 16 --encoder_layers 1 --decoder_layers 1 --attention_heads 2 --subsampling_channels 4"
 QUICK = "--epochs 1 --batch_size 2 --gradient_accumulation_steps 2 --num_workers 0 --device cpu --tokenizer_type char"
 
@@ -39,8 +41,20 @@ class Flags:
 
     concurrent_micro_batches: int = 1
     """Concurrent micro-batches."""
+    plain: bool = False
+    """No passes over the built model."""
     json: bool = False
     """Print one line of JSON instead of a sentence."""
+
+
+def is_in_feed_forward(frame: FrameType | None) -> bool:
+    """Return whether the frame was called by a feed-forward module."""
+    while frame is not None:
+        kinds = type(frame.f_locals.get("self")).__mro__
+        if any(kind.__name__ == "FeedForward" for kind in kinds):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def own_calls(frame: FrameType | None, above: str) -> list[str]:
@@ -58,14 +72,18 @@ class Walk:
     """Calls that the profile function has recorded, in all threads of the run."""
 
     to_loop: list[str] = field(default_factory=list)
+    to_feed_forward: list[str] = field(default_factory=list)
     to_backward: list[str] = field(default_factory=list)
     files: set[str] = field(default_factory=set)
     functions: set[tuple[str, str]] = field(default_factory=set)
     steps: int = 0
     is_in_step: bool = False
 
-    def see(self, frame: FrameType, event: str, _argument: object) -> None:
+    def see(self, frame: FrameType, event: str, called: object) -> None:
         """Record one call."""
+        if event == "c_call" and not self.to_feed_forward and getattr(called, "__name__", "") in PRODUCTS:
+            names = own_calls(frame, above="train")
+            self.to_feed_forward = names if is_in_feed_forward(frame) else []
         if event != "call":
             return
         name, file = frame.f_code.co_name, frame.f_code.co_filename
@@ -104,6 +122,10 @@ def walk(flags: Flags) -> Walk:
     """Trace one run."""
     import train_konkanivani_asr
 
+    from konkanivani.recipe import build_step
+
+    if flags.plain:
+        build_step.optimize = lambda model, passes: None
     seen = Walk()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -125,6 +147,7 @@ def report(flags: Flags) -> str:
     """Return the counts as text or JSON."""
     seen = walk(flags)
     hops = {"script_to_loop": len(seen.to_loop) + 1, "step_to_backward": len(seen.to_backward)}
+    hops["step_to_feed_forward"] = len(seen.to_feed_forward)
     counts = hops | {"files_in_a_step": len(seen.files), "functions_in_a_step": len(seen.functions)}
     if flags.json:
         return json.dumps(counts)
@@ -133,6 +156,7 @@ def report(flags: Flags) -> str:
     return (
         f"From the script to the loop {hops['script_to_loop']} calls: {to_loop}.\n"
         f"From the step to the gradient {hops['step_to_backward']}: {' -> '.join(seen.to_backward)} -> .backward().\n"
+        f"To the first feed-forward product {hops['step_to_feed_forward']}: {' -> '.join(seen.to_feed_forward)}.\n"
         f"A step until its update: {len(seen.functions)} functions in {len(seen.files)} files: {files}."
     )
 

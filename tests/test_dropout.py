@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from konkanivani.model.conformer import draw_mask
-from konkanivani.model.kernels.dropout import MaskedDropout
+from konkanivani.model.kernels.fused import MaskedDropout
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.5])

@@ -6,7 +6,7 @@ of the gradient before they sum it, because a rank that ran out of memory during
 
 import dataclasses
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from typing import cast
@@ -126,35 +126,23 @@ def accumulate(task: GradientTask, plan: MicroBatchPlan) -> torch.Tensor | None:
         # Only on a CPU: elsewhere dropout draws from the generator of the device.
         return dropout_seed(derive_seed(seed, number)) if parts.forward.device.type == "cpu" else nullcontext()
 
-    # A partial adds no Python frame to the step.
     work = partial(task.forward_and_backward, parts, counts=loss_counts(task.global_batch))
+    results: AbstractContextManager[Iterator[LossSums]] = nullcontext(map(work, plan.micro_batches))
     if plan.concurrent_micro_batches > 1:
-        results = map_ordered(
-            plan.concurrent_micro_batches, work, plan.micro_batches, masks, trained_parameters(parts.model)
-        )
-    else:
-        results = one_after_another(work, plan.micro_batches, masks)
-    with closing(results):
-        for _ in plan.micro_batches:
+        trained = trained_parameters(parts.model)
+        results = closing(map_ordered(plan.concurrent_micro_batches, work, plan.micro_batches, masks, trained))
+    with results as sums:
+        for number in range(len(plan.micro_batches)):
             if task.is_interrupted():
-                results.close()
-                parts.optimizer.zero_grad()
-                return None
-            totals += torch.stack(next(results))
+                break
+            # Concurrent micro-batches set their masks in their own threads.
+            with masks(number):
+                totals += torch.stack(next(sums))
             parts.monitor.maybe_empty_cache()
-    return totals
-
-
-def one_after_another(
-    work: Callable[[Batch], LossSums],
-    micro_batches: Sequence[Batch],
-    within: Callable[[int], AbstractContextManager[None]],
-) -> Generator[LossSums, None, None]:
-    """Yield work(batch) for each micro-batch; micro-batch number n (from 0) is processed inside of within(n)."""
-    for number, batch in enumerate(micro_batches):
-        with within(number):
-            sums = work(batch)
-        yield sums
+        else:
+            return totals
+    parts.optimizer.zero_grad()
+    return None
 
 
 def finish_gradient(

@@ -10,8 +10,7 @@ from konkanivani.model.asr import KonkaniVaniASR, SpeechNetwork
 from konkanivani.model.conformer import Dropout
 from konkanivani.model.kernels.chunks import ChunkedLosses, compute_in_chunks
 from konkanivani.model.kernels.depthwise import use_fast_depthwise
-from konkanivani.model.kernels.dropout import MaskedDropout
-from konkanivani.model.kernels.fused import fuse_blocks, fuse_norms
+from konkanivani.model.kernels.fused import MaskedDropout, fuse_blocks, fuse_norms
 from konkanivani.model.kernels.packing import pack_encoder
 from konkanivani.model.kernels.products import use_fast_products
 from konkanivani.model.kernels.recompute import keep_attention
