@@ -54,6 +54,7 @@ from konkanivani.inference.recognizer import Recognizer
 from konkanivani.memory.monitor import peak_resident_mib, resident_mib
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.kernels.passes import optimize
 
 JOINT_CTC_WEIGHT = 0.3
 

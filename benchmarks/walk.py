@@ -122,7 +122,7 @@ def walk(flags: Flags) -> Walk:
     """Trace one run."""
     import train_konkanivani_asr
 
-    from konkanivani.recipe import build_step
+    from konkanivani.training import build_step
 
     if flags.plain:
         build_step.optimize = lambda model, passes: None
