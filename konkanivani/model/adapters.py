@@ -70,8 +70,11 @@ def frozen_modules(encoder: SpeechEncoder, config: TuningConfig) -> list[torch.n
     name, number = ("freeze", freeze) if train is None else ("train_layers", train)
     if isinstance(number, int) and number > blocks:
         raise UsageError(f"--{name} {number}: the encoder has only {blocks} blocks. Use fewer, or --freeze encoder.")
-    kept = (0 if freeze == "none" else freeze) if train is None else blocks - train
-    return [encoder.subsampling, *encoder.blocks[:kept]] if kept or train is not None else []
+    if train is not None:
+        return [encoder.subsampling, *encoder.blocks[: blocks - train]]
+    if freeze in ("none", 0):
+        return []
+    return [encoder.subsampling, *encoder.blocks[:freeze]]
 
 
 def tune(model: SpeechNetwork, config: TuningConfig) -> None:
