@@ -152,4 +152,4 @@ def test_the_checkpoint_carries_the_tokenizer_byte_for_byte(corpus: Corpus, tmp_
     assert checkpoint.tokenizer == run.data.tokenizer.model
     assert checkpoint.vocab_size == Tokenizer(checkpoint.tokenizer).size == run.step.architecture.vocab_size
     resumed = build_run(begin_run([*flags, "--resume", "auto"]))
-    assert resumed.tokenizer.model == run.data.tokenizer.model
+    assert resumed.data.tokenizer.model == run.data.tokenizer.model

@@ -46,6 +46,20 @@ def dropout_seed(seed: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def block_dropout(number: int) -> Iterator[None]:
+    """Make dropout on the CPU draw from a generator of block `number`, seeded from the micro-batch's seed.
+
+    The masks of a block then depend on no other block, and are those of runs that older versions began.
+    """
+    masks = dropout_generator()
+    if masks is None:
+        yield
+        return
+    with dropout_seed(derive_seed(masks.initial_seed(), number)):
+        yield
+
+
+@contextlib.contextmanager
 def dropout_state(state: torch.Tensor) -> Iterator[None]:
     """Make dropout on the CPU draw from a separate generator that continues from `state`, in this thread only."""
     generator = torch.Generator()

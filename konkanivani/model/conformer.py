@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import CHUNK_FRAMES, SUBSAMPLING, Lengths, padding_mask, subsampled_length
-from konkanivani.base.randomness import dropout_generator
+from konkanivani.base.randomness import block_dropout, dropout_generator
 from konkanivani.model.attention import (
     UNPADDED,
     RelativePositions,
@@ -334,7 +334,8 @@ class Encoder(SpeechEncoder):
         layout = SequenceLayout(self.positions(x.shape[1], x), padding, chunk_frames)
         middle = x
         for number, block in enumerate(self.blocks, start=1):
-            x = wrap_block(number, block)(x, layout)
+            with block_dropout(number):
+                x = wrap_block(number, block)(x, layout)
             if number == len(self.blocks) // 2:
                 middle = x
         return self.norm(x), middle, self.encoded_lengths(feature_lengths)

@@ -14,6 +14,7 @@ import torch
 
 from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import Lengths
+from konkanivani.base.randomness import block_dropout
 from konkanivani.model.attention import (
     CrossAttention,
     Positions,
@@ -172,7 +173,8 @@ class Decoder(TokenDecoder):
         layout = SequenceLayout(self.positions(x.shape[1], x))
         encoded_mask = key_mask_of(encoded, encoded_lengths)
         for number, block in enumerate(self.blocks, start=self.first_number):
-            x = wrap_block(number, block)(x, layout, encoded, encoded_mask)
+            with block_dropout(number):
+                x = wrap_block(number, block)(x, layout, encoded, encoded_mask)
         return self.norm(x)
 
     def begin(self, encoded: torch.Tensor, encoded_lengths: Lengths, beam: int) -> DecoderCache:

@@ -26,7 +26,7 @@ ADVICE = {
     "FOREIGN",
     "OTHER",
     "_no_folder(path)",
-    "self._unknown(language)",
+    "self._languages_to_use(language)",
     "_remedy(capability)",
     "_largest_preset(config, budget - beside)",
     "error",

@@ -115,19 +115,21 @@ class PromptedVocabulary:
         if language is None:
             raise UsageError(f"The language is missing: give --language with one of {', '.join(self.languages)}.")
         if language not in self.languages:
-            raise UsageError(f"--language {language or repr(language)}: {self._without_token(language)}")
+            named = language or repr(language)
+            raise UsageError(f"--language {named}: the model has no token for it. {self._languages_to_use(language)}")
         if task == TASKS[1] and f"<|{task}|>" not in self._pairs.names:
             raise UsageError(f"--task {task}: the model has no token for it. Omit it, or use another model.")
         return self._named(f"<|{language}|>"), self._named(f"<|{task or TASKS[0]}|>")
 
-    def _without_token(self, language: str) -> str:
+    def _languages_to_use(self, language: str) -> str:
+        """Return the languages to use in place of one without a token."""
         there = ", ".join(self.languages)
         near = [code for code in ("mr", "hi") if code in self.languages]
         if language not in KONKANI or not near:
-            return f"the model has no token for it. Use one of {there}."
+            return f"Use one of {there}."
         return (
-            "the model has no token for Konkani, and other programs would not recognise a new one. Use the closest "
-            f"language, {' or '.join(near)}; available: {there}."
+            "Other programs would not recognise a new one for Konkani. Use the closest language, "
+            f"{' or '.join(near)}; available: {there}."
         )
 
     @cached_property

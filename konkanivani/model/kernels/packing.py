@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.base.lengths import Lengths, subsampled_length
+from konkanivani.base.randomness import block_dropout
 from konkanivani.model.attention import RelativeSelfAttention, SelfAttention, SequenceLayout
 from konkanivani.model.conformer import DepthwiseConv, Encoder, WrapBlock
 from konkanivani.model.twin import replace_modules
@@ -60,7 +61,8 @@ class PackedEncoder(Encoder):
         packed = PackedLayout(positions, None, chunk_frames, (sum(lengths),) if is_one else lengths)
         middle = x
         for number, block in enumerate(self.blocks, start=1):
-            x = wrap_block(number, block)(x, packed)
+            with block_dropout(number):
+                x = wrap_block(number, block)(x, packed)
             if number == len(self.blocks) // 2:
                 middle = x
         return unpack(self.norm(x), lengths), unpack(middle, lengths), lengths

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from konkanivani.base.config import AudioContext
 from konkanivani.base.errors import DataError
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths, padding_mask
+from konkanivani.base.randomness import block_dropout
 from konkanivani.model.asr import ASROutput, SpeechNetwork
 from konkanivani.model.attention import key_mask_of
 from konkanivani.model.conformer import BlockList, SpeechEncoder, WrapBlock, keep_activations
@@ -62,7 +63,8 @@ class Encoder(SpeechEncoder):
         encoded_lengths = tuple(-(-length // STRIDE) for length in feature_lengths)
         key_mask = key_mask_of(x, encoded_lengths)
         for number, block in enumerate(self.blocks, start=1):
-            x = wrap_block(number, block)(x, key_mask)
+            with block_dropout(number):
+                x = wrap_block(number, block)(x, key_mask)
         return self.norm(x), encoded_lengths
 
 
@@ -130,7 +132,8 @@ class Decoder(TokenDecoder):
             )
         x = vectors + self.positions[: vectors.shape[1]].to(vectors.device)
         for number, block in enumerate(self.blocks, start=self.first_number):
-            x = wrap_block(number, block)(x, encoded, encoded_mask)
+            with block_dropout(number):
+                x = wrap_block(number, block)(x, encoded, encoded_mask)
         return self.norm(x)
 
     def with_scores(self, tokens: torch.Tensor, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
