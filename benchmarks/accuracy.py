@@ -39,19 +39,18 @@ import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from benchmarks.measuring.parts import run_subcommand
-from konkanivani.base.command_line import read_flags
-from konkanivani.base.config import DecodingConfig
-from konkanivani.base.errors import DataError, UsageError
+from konkanivani.command_line import read_flags
+from konkanivani.config import DecodingConfig
+from konkanivani.corpora.builtin import SplitSizes, SpokenSentence, plan_corpus, spoken_waveform
+from konkanivani.corpora.synthesis import SpeechSynthesizer, SpokenWords
 from konkanivani.data.audio.waveform import load_audio
+from konkanivani.data.index import Utterance
 from konkanivani.data.manifest import read_manifest
-from konkanivani.data.synthetic.builtin_corpus import SplitSizes, plan_corpus
-from konkanivani.data.synthetic.speech_synthesis import SpeechSynthesizer, SpokenWords
-from konkanivani.data.synthetic.spoken_sentences import SpokenSentence, spoken_waveform
-from konkanivani.data.utterance import Utterance
-from konkanivani.evaluation.bootstrap import percentiles, ratios, resample_sums
-from konkanivani.inference.onnx_export import OnnxModel, quantize, quietly, read_onnx
+from konkanivani.errors import DataError, UsageError
+from konkanivani.inference.export import OnnxModel, quantize, quietly, read_onnx
 from konkanivani.inference.recognizer import Recognizer
-from konkanivani.inference.transcript import Word
+from konkanivani.inference.subtitles import Word
+from konkanivani.scoring.metrics import percentiles, ratios, resample_sums
 
 
 @dataclass(frozen=True)
@@ -284,7 +283,7 @@ def measure_int8(flags: Int8Flags) -> str:
     if not Path(flags.onnx).is_file():
         raise DataError(f"There is no ONNX file at {flags.onnx}. Write one with export_asr.py --onnx.")
     manifest = read_manifest(flags.manifest)
-    from konkanivani.inference.onnx_export import require_onnx
+    from konkanivani.inference.export import require_onnx
 
     require_onnx()
     from konkanivani.data.audio.waveform import load_audio

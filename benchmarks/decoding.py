@@ -37,24 +37,24 @@ import soundfile
 import torch
 
 from benchmarks.measuring.parts import run_subcommand
-from konkanivani.base.command_line import read_flags
-from konkanivani.base.config import PRESETS, AugmentConfig, DecodingConfig, TrainConfig
-from konkanivani.base.device import choose_device
-from konkanivani.base.errors import ResourceError, UsageError
-from konkanivani.base.lengths import SAMPLE_RATE, Lengths
+from konkanivani.command_line import read_flags
+from konkanivani.config import PRESETS, AugmentConfig, DecodingConfig, TrainConfig
 from konkanivani.data.audio.waveform import load_audio
+from konkanivani.data.index import Utterance
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.decoding.decode import PrefixDecode
 from konkanivani.decoding.scorers import AttentionScorer, CTCScorer
+from konkanivani.device import choose_device
+from konkanivani.errors import ResourceError, UsageError
 from konkanivani.inference.recognizer import Recognizer
+from konkanivani.lengths import SAMPLE_RATE, Lengths
 from konkanivani.memory.monitor import peak_resident_mib, resident_mib
-from konkanivani.model.architecture import architecture_of
-from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.model.kernels.passes import optimize
+from konkanivani.models.architecture import architecture_of
+from konkanivani.models.asr import KonkaniVaniASR
+from konkanivani.ops.passes import optimize
 
 JOINT_CTC_WEIGHT = 0.3
 
@@ -293,8 +293,8 @@ def measure_long_file(flags: LongFileFlags) -> str:
     """Return the report."""
     if not 0 < flags.minutes <= 600 or not 0 <= flags.gap <= 60:
         raise UsageError("--minutes must be above 0 and at most 600, --gap from 0 to 60.")
-    from konkanivani.evaluation.metrics import error_rates
     from konkanivani.inference.recognizer import build_recognizer
+    from konkanivani.scoring.metrics import error_rates
 
     if flags.file is not None:
         recognizer = build_recognizer(flags.checkpoint, flags.decoding, "cpu")

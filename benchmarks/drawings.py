@@ -32,8 +32,8 @@ import numpy as np
 import soundfile
 
 from benchmarks.measuring.svg import OUTLINES, arrow, circle, outlined_text, page, path, rectangle, text
-from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.errors import DataError
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.errors import DataError
 
 ROOT = Path(__file__).resolve().parent.parent
 ROW = re.compile(

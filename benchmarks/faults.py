@@ -28,8 +28,8 @@ from functools import partial
 from typing import Literal, get_args
 
 from benchmarks.measuring.parts import Effort, FaultTable, PartsFlags, run_parts
-from konkanivani.base.command_line import read_flags
-from konkanivani.training.checkpoint.checkpointer import LAST
+from konkanivani.checkpoints.checkpointer import LAST
+from konkanivani.command_line import read_flags
 from tests.conftest import write_corpus
 from tests.faults.corrupt_checkpoints import flips, refuses_where_all_are_bad, truncations, try_damages
 from tests.faults.disk_full import (

@@ -39,22 +39,21 @@ import torch
 
 from benchmarks.measuring.fixed_step import FIRST_TOKEN, VOCABULARY, random_example
 from benchmarks.measuring.parts import run_subcommand
-from konkanivani.base.command_line import read_flags
-from konkanivani.base.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
-from konkanivani.base.device import choose_device
-from konkanivani.base.errors import ResourceError, UsageError
-from konkanivani.base.lengths import SAMPLE_RATE
-from konkanivani.base.randomness import derive_seed
-from konkanivani.base.rules import check_config
-from konkanivani.base.units import MIB
-from konkanivani.data.batch import Example, GlobalBatch
-from konkanivani.data.batching import same_size, split_into_micro_batches
+from konkanivani.command_line import read_flags
+from konkanivani.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from konkanivani.console import MIB
+from konkanivani.data.batching import Example, GlobalBatch, same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
+from konkanivani.device import choose_device
+from konkanivani.errors import ResourceError, UsageError
+from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.monitor import resident_mib, set_mmap_threshold
 from konkanivani.memory.plan import STATE_BYTES
-from konkanivani.model.architecture import architecture_of
-from konkanivani.model.asr import parameter_count
+from konkanivani.models.architecture import architecture_of
+from konkanivani.models.asr import parameter_count
 from konkanivani.planning.tensors import LiveBytes
+from konkanivani.randomness import derive_seed
+from konkanivani.rules import check_config
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, StepReport, train_step
 

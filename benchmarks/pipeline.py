@@ -31,9 +31,9 @@ from dataclasses import astuple, dataclass
 from itertools import islice
 
 from benchmarks.measuring.fixed_step import Steal
-from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.errors import DataError, UsageError
-from konkanivani.base.flags import parse_args
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.errors import DataError, UsageError
+from konkanivani.flags import parse_args
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.startup import resolve_start
 from konkanivani.training.loop import freeze_gc

@@ -38,17 +38,17 @@ from benchmarks.measuring.fixed_step import (
     wait_for_device,
     warm_up,
 )
-from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.config import PRESETS, MemoryConfig, RunConfig, TrainConfig
-from konkanivani.base.device import choose_device
-from konkanivani.base.errors import ResourceError, UsageError
-from konkanivani.base.lengths import SAMPLE_RATE
-from konkanivani.base.units import GIB, MIB
-from konkanivani.data.batch import GlobalBatch, collate
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.config import PRESETS, MemoryConfig, RunConfig, TrainConfig
+from konkanivani.console import GIB, MIB
+from konkanivani.data.batching import GlobalBatch, collate
 from konkanivani.data.text import OUR_TOKENS
+from konkanivani.device import choose_device
+from konkanivani.errors import ResourceError, UsageError
+from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import reset_peak_resident, resident_mib, set_mmap_threshold
-from konkanivani.model.architecture import architecture_of
+from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.sizes import device_costs
 from konkanivani.planning.tensors import LiveBytes
 from konkanivani.planning.tracer import BatchShape

@@ -32,14 +32,12 @@ import torch
 
 from benchmarks.measuring.fixed_step import VOCABULARY, random_example
 from benchmarks.measuring.parts import Effort, FaultTable, PartsFlags, run_parts
-from konkanivani.base.command_line import end_script, read_flags
-from konkanivani.base.config import PRESETS, TextConfig, TrainConfig
-from konkanivani.base.distributed import ALONE, Topology, read_topology
-from konkanivani.base.process_group import process_group
-from konkanivani.data.batch import Example, GlobalBatch
-from konkanivani.data.batching import partition, same_size, split_into_micro_batches
+from konkanivani.command_line import end_script, read_flags
+from konkanivani.config import PRESETS, TextConfig, TrainConfig
+from konkanivani.data.batching import Example, GlobalBatch, partition, same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.model.architecture import architecture_of
+from konkanivani.distributed import ALONE, Topology, process_group, read_topology
+from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.sizes import Ranks, traffic_bytes
 from konkanivani.training import gradient
 from konkanivani.training.build_step import StateLayout, build_step_parts

@@ -20,10 +20,10 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
-from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.config import PRESETS, DataConfig, MemoryConfig, RunConfig, TrainConfig
-from konkanivani.base.errors import UsageError
-from konkanivani.base.rules import check_config
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.config import PRESETS, DataConfig, MemoryConfig, RunConfig, TrainConfig
+from konkanivani.errors import UsageError
+from konkanivani.rules import check_config
 
 
 @dataclass(frozen=True)

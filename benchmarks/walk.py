@@ -25,7 +25,7 @@ import threading
 from dataclasses import dataclass, field
 from types import FrameType
 
-from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.command_line import read_flags, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = (str(ROOT / "konkanivani"), str(ROOT / "training_scripts"))

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from konkanivani.base.startup.process_defaults import mend_streams
+from konkanivani.install.process_defaults import mend_streams
 from tests.leftovers import descendants, end_leftovers, heed_what_nohup_ignores
 from tests.patience import PATIENCE
 from tests.warm import DEV_NULL, ROOT, THREADS, Fork, Job, WarmParent, can_fork, warm_parent
@@ -153,7 +153,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect further cases without `--full`, and skip GPU tests if no GPU is available."""
     import torch  # tests.warm must set the environment first
 
-    from konkanivani.base.device import choose_device
+    from konkanivani.device import choose_device
 
     on_card = config.getoption("--card")
     of_card = [item for item in items if item.get_closest_marker("card")]
@@ -218,7 +218,7 @@ def nobody_outlives_a_test() -> Iterator[None]:
 def synthesizer() -> Iterator[object]:
     """Yield a speech synthesizer, or skip the test if espeakng-loader is not installed."""
     pytest.importorskip("espeakng_loader", reason="espeakng-loader is not installed")
-    from konkanivani.data.synthetic.speech_synthesis import SpeechSynthesizer
+    from konkanivani.corpora.synthesis import SpeechSynthesizer
 
     with SpeechSynthesizer() as synthesizer:
         yield synthesizer

@@ -1,8 +1,8 @@
 """Runs started as from a command line."""
 
-from konkanivani.base.config import TrainConfig
-from konkanivani.base.console import Report, silent
-from konkanivani.base.flags import parse_args
+from konkanivani.config import TrainConfig
+from konkanivani.console import Report, silent
+from konkanivani.flags import parse_args
 from konkanivani.recipe.startup import Start, resolve_start
 
 

@@ -7,11 +7,10 @@ import math
 import pytest
 import torch
 
-from konkanivani.base.config import FeatureConfig
-from konkanivani.base.lengths import SAMPLE_RATE, Framing
+from konkanivani.config import FeatureConfig
 from konkanivani.data.text import Tokenizer, train_tokenizer
 from konkanivani.inference.segmentation import Piece
-from konkanivani.inference.transcript import Word
+from konkanivani.inference.subtitles import Word
 from konkanivani.inference.word_times import (
     AFTER_LAST_LETTER,
     FIRST_LETTER_DELAY,
@@ -22,7 +21,8 @@ from konkanivani.inference.word_times import (
     group_words,
     timed_words,
 )
-from konkanivani.model.conformer import Subsampling
+from konkanivani.lengths import SAMPLE_RATE, Framing
+from konkanivani.models.conformer import Subsampling
 
 FRAMING = Framing(FeatureConfig())
 

@@ -7,12 +7,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measuring.fixed_step import build_global_batch, build_speech, take_features_as_given
-from konkanivani.base.config import DataConfig, FeatureConfig, MemoryConfig, ModelConfig, TrainConfig
-from konkanivani.model.architecture import HybridArchitecture, architecture_of
-from konkanivani.model.conformer import Subsampling, build_subsampling
-from konkanivani.model.flops import forward_layers, step_flop
+from konkanivani.config import DataConfig, FeatureConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.models.architecture import HybridArchitecture, architecture_of
+from konkanivani.models.conformer import Subsampling, build_subsampling
+from konkanivani.models.flops import forward_layers, step_flop
 from konkanivani.training.build_step import build_step_parts
-from konkanivani.training.logs.utilisation import Utilisation
+from konkanivani.training.progress import Utilisation
 from konkanivani.training.step import train_step
 from tests.invariants.parts import global_batch, speeches
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from konkanivani.base.errors import DataError
 from konkanivani.data.audio.files import AudioSource, read_header, read_samples
+from konkanivani.errors import DataError
 from tests.conftest import well
 from tests.warm import warm_parent
 

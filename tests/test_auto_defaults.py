@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from konkanivani.base import auto_defaults
-from konkanivani.base.auto_defaults import CorpusSize, as_stored, decisions, resolve
-from konkanivani.base.config import (
+from konkanivani import auto_defaults
+from konkanivani.auto_defaults import CorpusSize, as_stored, decisions, resolve
+from konkanivani.config import (
     AUTO,
     PRESETS,
     AugmentConfig,
@@ -17,8 +17,8 @@ from konkanivani.base.config import (
     TextConfig,
     TrainConfig,
 )
-from konkanivani.base.flags import config_from_text, config_to_text, contradictions
 from konkanivani.data.manifest import measure_corpus_size, read_manifest
+from konkanivani.flags import config_from_text, config_to_text, contradictions
 from konkanivani.training.optimizer import learning_rate, resolve_warmup
 from tests.starts import parse_flags
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.config import TrainConfig
-from konkanivani.base.errors import CheckpointError
-from konkanivani.base.flags import config_to_text
-from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
-from konkanivani.training.state import TrainState
+from konkanivani.checkpoints.averaging import NamedCheckpoint, average_checkpoints
+from konkanivani.checkpoints.checkpoint import Checkpoint, write_checkpoint
+from konkanivani.config import TrainConfig
+from konkanivani.errors import CheckpointError
+from konkanivani.flags import config_to_text
+from konkanivani.training.run import TrainState
 from tests.conftest import run_here
 
 AVERAGE = "training_scripts/average_checkpoints.py"

@@ -13,17 +13,17 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.base.distributed import ALONE
-from konkanivani.base.errors import CheckpointError, DataError, KonkaniVaniError, ResourceError, UsageError
-from konkanivani.data.checking import Limits, reason_to_reject
+from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST, Checkpointer
+from konkanivani.data.filtering import Limits, reason_to_reject
+from konkanivani.data.index import Utterance
 from konkanivani.data.manifest import read_manifest
-from konkanivani.data.utterance import Utterance
+from konkanivani.distributed import ALONE
+from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.recipe.build import build_run
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
 from konkanivani.training.loop import train
-from konkanivani.training.saving import PeriodicSaver
-from konkanivani.training.state import TrainState
+from konkanivani.training.reporting import PeriodicSaver
+from konkanivani.training.run import TrainState
 from tests.conftest import TINY_MODEL, run_folders, run_trainer, well, write_corpus
 from tests.starts import begin_run, parse_flags
 

@@ -11,20 +11,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from konkanivani.base.config import FeatureConfig, ModelConfig, TrainConfig
-from konkanivani.base.flags import config_from_text, config_to_text, contradictions
-from konkanivani.base.lengths import SMALL_CHUNK_FRAMES, Framing, subsampled_length
-from konkanivani.base.rules import settings_of
-from konkanivani.model.architecture import HybridArchitecture
-from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.model.attention import RelativePositions, RelativeSelfAttention, SequenceLayout
-from konkanivani.model.conformer import Encoder, PaddedSubsampling, keep_activations
-from konkanivani.model.front_end import LogMel
-from konkanivani.model.kernels.chunks import ChunkedPackedRelativeSelfAttention, ChunkedPaddedSubsampling
-from konkanivani.model.kernels.packing import PackedEncoder, PackedLayout
-from konkanivani.model.kernels.passes import optimize
-from konkanivani.model.transfer import transfer_weights
+from konkanivani.config import FeatureConfig, ModelConfig, TrainConfig
+from konkanivani.flags import config_from_text, config_to_text, contradictions
+from konkanivani.lengths import SMALL_CHUNK_FRAMES, Framing, subsampled_length
+from konkanivani.models.architecture import HybridArchitecture
+from konkanivani.models.asr import KonkaniVaniASR
+from konkanivani.models.attention import RelativePositions, RelativeSelfAttention, SequenceLayout
+from konkanivani.models.conformer import Encoder, PaddedSubsampling, keep_activations
+from konkanivani.models.front_end import LogMel
+from konkanivani.models.transfer import transfer_weights
+from konkanivani.ops.chunks import ChunkedPackedRelativeSelfAttention, ChunkedPaddedSubsampling
+from konkanivani.ops.packing import PackedEncoder, PackedLayout
+from konkanivani.ops.passes import optimize
 from konkanivani.planning.tensors import LiveBytes
+from konkanivani.rules import settings_of
 from tests.invariants.parts import OTHER_FEATURES, OTHER_PARTS, relative_difference
 from tests.starts import parse_flags
 from tests.test_convolutions import differences, gradients

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from konkanivani.model.attention import SequenceLayout
-from konkanivani.model.conformer import ConvolutionModule
-from konkanivani.model.kernels.depthwise import depthwise_conv
+from konkanivani.models.attention import SequenceLayout
+from konkanivani.models.conformer import ConvolutionModule
+from konkanivani.ops.depthwise import depthwise_conv
 from tests.warm import warm_parent
 
 CONVOLVE = """
 import torch
-from konkanivani.model.attention import SequenceLayout
-from konkanivani.model.conformer import ConvolutionModule
-from konkanivani.model.kernels.depthwise import use_fast_depthwise
+from konkanivani.models.attention import SequenceLayout
+from konkanivani.models.conformer import ConvolutionModule
+from konkanivani.ops.depthwise import use_fast_depthwise
 torch.set_num_threads({threads})
 module, x = ConvolutionModule({width}, 31), torch.randn(1, {frames}, {width}, requires_grad=True)
 if {is_fast}:

@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.device import TORCH_RANGE, check_gpu_architecture, choose_device
-from konkanivani.base.errors import ResourceError
-from konkanivani.base.startup import process_defaults
-from konkanivani.base.startup.environment import Requirements, Stamp, Venv, creating_command, is_version_in
-from konkanivani.base.startup.package_installer import Installer, NothingChanged, SetupError, explain_failure
-from konkanivani.base.startup.process_defaults import add_huge_pages, set_allocator_defaults, set_process_defaults
-from konkanivani.base.startup.torch_build import (
+from konkanivani.device import TORCH_RANGE, check_gpu_architecture, choose_device
+from konkanivani.errors import ResourceError
+from konkanivani.install import process_defaults
+from konkanivani.install.environment import Requirements, Stamp, Venv, creating_command, is_version_in
+from konkanivani.install.package_installer import Installer, NothingChanged, SetupError, explain_failure
+from konkanivani.install.process_defaults import add_huge_pages, set_allocator_defaults, set_process_defaults
+from konkanivani.install.torch_build import (
     CPU,
     CU126,
     CU128,
@@ -74,8 +74,7 @@ def load_bootstrap(root: Path):
 def checkout(tmp_path: Path) -> Path:
     """Copy the files that the set-up needs, without .venv."""
     paths = ["training_scripts/bootstrap.py", "setup.cfg", "pyproject.toml", "konkanivani/__init__.py"]
-    paths.append("konkanivani/base/__init__.py")
-    startup = (ROOT / "konkanivani/base/startup").glob("*.py")
+    startup = (ROOT / "konkanivani/install").glob("*.py")
     for name in [*paths, *(path.relative_to(ROOT) for path in startup)]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -168,12 +167,12 @@ class TestWheels:
 
     @pytest.mark.parametrize(("build", "words"), [(CPU, "works as well"), (CU126, "does not support this GPU")])
     def test_fall_back_with_a_line_where_pytorchs_index_is_out_of_reach(self, monkeypatch, build, words):
-        monkeypatch.setattr("konkanivani.base.startup.torch_build.is_answering", lambda url, seconds: False)
+        monkeypatch.setattr("konkanivani.install.torch_build.is_answering", lambda url, seconds: False)
         choice = fall_back_if_unreachable(build)
         assert choice.build == DEFAULT and words in choice.notice
 
     def test_are_kept_where_the_index_answers(self, monkeypatch):
-        monkeypatch.setattr("konkanivani.base.startup.torch_build.is_answering", lambda url, seconds: True)
+        monkeypatch.setattr("konkanivani.install.torch_build.is_answering", lambda url, seconds: True)
         assert fall_back_if_unreachable(CU126) == BuildChoice(CU126)
 
     def test_an_address_where_nobody_listens_does_not_answer(self):
@@ -204,7 +203,7 @@ class TestStamp:
         monkeypatch.setattr(Venv, "missing", lambda *_: [])
         monkeypatch.setattr(Venv, "check_disk", lambda *_: None)
         monkeypatch.setattr(Venv, "compile", lambda *_: None)
-        monkeypatch.setattr("konkanivani.base.startup.torch_build.is_answering", lambda *_: False)
+        monkeypatch.setattr("konkanivani.install.torch_build.is_answering", lambda *_: False)
         monkeypatch.setattr(Installer, "_find_uv", lambda self: None)
         monkeypatch.setattr(Installer, "install", lambda self, *arguments: calls.append(arguments))
         return venv
@@ -286,7 +285,7 @@ class TestWhatCannotBeDone:
 
     def test_no_ensurepip(self, venv, monkeypatch):
         venv.folder.mkdir()
-        monkeypatch.setattr("konkanivani.base.startup.environment.has_module", lambda name: False)
+        monkeypatch.setattr("konkanivani.install.environment.has_module", lambda name: False)
         monkeypatch.setenv("PATH", "/nonexistent")
         with pytest.raises(SetupError, match=r"apt install python3\.\d+-venv"):
             venv.create()
@@ -300,14 +299,14 @@ class TestWhatCannotBeDone:
         ],
     )
     def test_makes_the_environment_by_what_there_is(self, monkeypatch, modules, has_uv, words):
-        monkeypatch.setattr("konkanivani.base.startup.environment.has_module", lambda name: name in modules)
+        monkeypatch.setattr("konkanivani.install.environment.has_module", lambda name: name in modules)
         monkeypatch.setattr(shutil, "which", lambda name: name if has_uv else None)
         assert creating_command("python", Path("x")) == words
 
     def test_the_last_words_of_what_could_not_make_it(self, venv, monkeypatch):
         venv.folder.mkdir()
         failed = [sys.executable, "-c", "print('line'); print('last words'); raise SystemExit(1)"]
-        monkeypatch.setattr("konkanivani.base.startup.environment.creating_command", lambda python, folder: failed)
+        monkeypatch.setattr("konkanivani.install.environment.creating_command", lambda python, folder: failed)
         with pytest.raises(SetupError, match="last words"):
             venv.create()
 
@@ -513,7 +512,7 @@ class TestMalloc:
     # Without the pad, whose 16 MiB would take a few of the blocks if the heap grew now.
     PROGRAM = (
         "import os, sys; sys.path.insert(0, '.')\n"
-        "from konkanivani.base.startup import process_defaults\n"
+        "from konkanivani.install import process_defaults\n"
         "status = lambda: int(open('/proc/self/status').read().split('VmRSS:')[1].split()[0])\n"
         "process_defaults.MALLOC_THRESHOLD, process_defaults.MALLOC_TOP_PAD = 1 << 20, 0\n"
         "answer = process_defaults.set_malloc_options(os.environ) if sys.argv[1] == 'set' else None\n"
@@ -564,7 +563,7 @@ class TestMalloc:
     # Size in KiB of the first heap of the process while another thread has 40 blocks of 1 MiB.
     OF_A_THREAD = (
         "import os, sys, threading; sys.path.insert(0, '.')\n"
-        "from konkanivani.base.startup import process_defaults\n"
+        "from konkanivani.install import process_defaults\n"
         "sys.argv[1] == 'set' and process_defaults.set_malloc_options(os.environ)\n"
         "def hold():\n"
         "    blocks = [bytearray(1 << 20) for _ in range(40)]\n"

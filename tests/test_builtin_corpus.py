@@ -11,13 +11,22 @@ from pathlib import Path
 import pytest
 import soundfile
 
-from konkanivani.base.errors import DataError, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.corpora.builtin import (
+    TEST_VOICES,
+    TRAIN_VOICES,
+    VALID_VOICES,
+    CorpusPlan,
+    SplitSizes,
+    SpokenSentence,
+    build_builtin_corpus,
+    pattern_sentences,
+    plan_corpus,
+    read_patterns,
+)
+from konkanivani.corpora.synthesis import SpeakingStyle, SpeechSynthesizer, reads_signs_by_name
 from konkanivani.data.manifest import read_manifest
-from konkanivani.data.synthetic.builtin_corpus import CorpusPlan, SplitSizes, build_builtin_corpus, plan_corpus
-from konkanivani.data.synthetic.builtin_patterns import pattern_sentences, read_patterns
-from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSynthesizer, reads_signs_by_name
-from konkanivani.data.synthetic.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES, SpokenSentence
 from konkanivani.data.text import normalize_text
+from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, UsageError
 from tests.conftest import run_here
 from tests.warm import DEV_NULL, Job, warm_parent
 

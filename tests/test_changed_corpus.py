@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.data.fingerprint import OLD_SKETCHED, CorpusChange, Fingerprint
+from konkanivani.checkpoints.checkpoint import read_checkpoint, write_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST
 from konkanivani.data.index import SKETCHED
+from konkanivani.data.manifest import OLD_SKETCHED, CorpusChange, Fingerprint
 from konkanivani.recipe.build import build_run
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, write_corpus

@@ -10,18 +10,16 @@ import pytest
 import soundfile
 import torch
 
+from konkanivani.corpora.recordings import content_key, extent_key
 from konkanivani.data.audio.files import AudioSource, UnusableAudio, read_blocks, read_samples
 from konkanivani.data.audio.waveform import load_audio, resample, stream_audio
+from konkanivani.data.augmentation import read_sounds
 from konkanivani.data.dataset import EvalDataset, TrainDataset
-from konkanivani.data.fingerprint import make_fingerprint
-from konkanivani.data.health.repeats import content_key, extent_key
-from konkanivani.data.index import open_index
-from konkanivani.data.manifest import Manifest, read_manifest
-from konkanivani.data.noise_reverb import read_sounds
+from konkanivani.data.index import BadRow, Utterance, open_index, parse_row, row_of
+from konkanivani.data.manifest import Manifest, make_fingerprint, read_manifest
 from konkanivani.data.rejections import Rejection
 from konkanivani.data.text import train_tokenizer
-from konkanivani.data.utterance import BadRow, Utterance, parse_row, row_of
-from konkanivani.evaluation.transcripts import read_transcripts
+from konkanivani.scoring.transcripts import read_transcripts
 from tests.conftest import TINY_MODEL, run_folders, run_script, run_trainer, speak, well
 from tests.test_formats import add_member, sentence, write_table
 from tests.test_prepare_data import prepare, rejected

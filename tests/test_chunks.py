@@ -7,19 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from konkanivani.base.config import DataConfig, ModelConfig, TrainConfig
-from konkanivani.base.lengths import CHUNK_FRAMES
-from konkanivani.base.randomness import seed_step
-from konkanivani.data.batch import GlobalBatch
+from konkanivani.config import DataConfig, ModelConfig, TrainConfig
+from konkanivani.data.batching import GlobalBatch
+from konkanivani.lengths import CHUNK_FRAMES
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
-from konkanivani.model.architecture import architecture_of
-from konkanivani.model.attention import SequenceLayout
-from konkanivani.model.conformer import Subsampling
-from konkanivani.model.front_end import FeatureExtractor
-from konkanivani.model.losses import LossCounts
+from konkanivani.models.architecture import architecture_of
+from konkanivani.models.attention import SequenceLayout
+from konkanivani.models.conformer import Subsampling
+from konkanivani.models.front_end import FeatureExtractor
+from konkanivani.models.losses import LossCounts
 from konkanivani.planning.tracer import BatchShape, StepTracer
 from konkanivani.planning.traces import build_tracer
+from konkanivani.randomness import seed_step
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, forward_and_backward
 from tests.conftest import crossed, further
@@ -95,7 +95,7 @@ def test_subsampled_in_chunks_no_frame_is_lost_at_any_length(frames, chunk_frame
 
 def test_a_minute_is_run_in_one_piece(monkeypatch):
     """Up to CHUNK_FRAMES, no chunk is recomputed."""
-    for module in ("konkanivani.model.kernels.chunks", "konkanivani.model.kernels.ctc"):
+    for module in ("konkanivani.ops.chunks", "konkanivani.ops.ctc"):
         monkeypatch.setattr(f"{module}.run_recomputed", None)
     parts = double_parts()
     spoken = dataclasses.replace(speeches(1)[0], waveform=torch.randn(60 * 16_000, dtype=torch.float64))

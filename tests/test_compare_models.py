@@ -10,10 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.base.errors import DataError, UsageError
-from konkanivani.recipe.comparison.candidates import check_data, choose_candidates, distinct_names, flags_in
-from konkanivani.recipe.comparison.outcome import KEPT, Kept, Outcome, read_kept, table_of, write_kept
-from konkanivani.recipe.comparison.trainer import Ended
+from konkanivani.cli.comparison import (
+    KEPT,
+    Ended,
+    Kept,
+    Outcome,
+    check_data,
+    choose_candidates,
+    distinct_names,
+    flags_in,
+    read_kept,
+    table_of,
+    write_kept,
+)
+from konkanivani.errors import DataError, UsageError
 from tests.conftest import ROOT, TINY_MODEL, Corpus, start_script, well, write_corpus
 from tests.patience import PATIENCE
 from tests.warm import fork_scripts, warm_parent

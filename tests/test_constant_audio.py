@@ -10,13 +10,12 @@ import math
 import pytest
 import torch
 
-from konkanivani.base.config import LossConfig, MemoryConfig, OptimizerConfig, TrainConfig
-from konkanivani.data.batch import Example, GlobalBatch
-from konkanivani.data.batching import same_size, split_into_micro_batches
+from konkanivani.config import LossConfig, MemoryConfig, OptimizerConfig, TrainConfig
+from konkanivani.data.batching import Example, GlobalBatch, same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.model import front_end
-from konkanivani.model.architecture import Architecture, architecture_of
-from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.models import front_end
+from konkanivani.models.architecture import Architecture, architecture_of
+from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.training import build_step
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.gradient import GradientTask

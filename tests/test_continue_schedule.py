@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.config import OptimizerConfig
-from konkanivani.base.errors import CheckpointError
+from konkanivani.checkpoints.checkpoint import read_checkpoint, write_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST
+from konkanivani.config import OptimizerConfig
+from konkanivani.errors import CheckpointError
 from konkanivani.recipe.build import build_run
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.optimizer import RateSchedule, change_length, read_schedule
 from konkanivani.training.run import Run

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from konkanivani.model.conformer import Subsampling
-from konkanivani.model.kernels.depthwise import depthwise_conv
-from konkanivani.model.kernels.products import PointwiseConv
+from konkanivani.models.conformer import Subsampling
+from konkanivani.ops.depthwise import depthwise_conv
+from konkanivani.ops.products import PointwiseConv
 from tests.invariants.parts import relative_difference
 
 BOUND = 1e-12

@@ -18,32 +18,33 @@ import torchaudio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from konkanivani.base.config import AugmentConfig, FeatureConfig
-from konkanivani.base.errors import DataError, ResourceError
-from konkanivani.base.lengths import Framing, ctc_frames_needed, speed_perturbed_samples, subsampled_length
-from konkanivani.base.randomness import utterance_generator
-from konkanivani.data.audio.augmentation import choose_speed, perturb_speed
+from konkanivani.config import AugmentConfig, FeatureConfig
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import change_rate, load_audio, one_thread
-from konkanivani.data.batch import Example, GlobalBatch, collate
+from konkanivani.data.augmentation import choose_speed, perturb_speed
 from konkanivani.data.batching import (
     Cursor,
     EpochPlanner,
+    Example,
+    GlobalBatch,
     choose_subset,
+    collate,
     plan_evaluation,
     same_size,
     split_into_micro_batches,
 )
 from konkanivani.data.dataset import TrainDataset
-from konkanivani.data.index import ARRAYS, ManifestIndex
-from konkanivani.data.loader.loading import GlobalBatchStream
-from konkanivani.data.loader.workers import LoaderConfig
+from konkanivani.data.index import ARRAYS, ManifestIndex, Utterance
+from konkanivani.data.loader import LoaderConfig
+from konkanivani.data.loading import GlobalBatchStream
 from konkanivani.data.manifest import Manifest, read_manifest, write_manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import OUR_TOKENS, train_tokenizer
-from konkanivani.data.utterance import Utterance
-from konkanivani.model.conformer import Subsampling
-from konkanivani.model.front_end import FrontEnd, SpecAugment
+from konkanivani.errors import DataError, ResourceError
+from konkanivani.lengths import Framing, ctc_frames_needed, speed_perturbed_samples, subsampled_length
+from konkanivani.models.conformer import Subsampling
+from konkanivani.models.front_end import FrontEnd, SpecAugment
+from konkanivani.randomness import utterance_generator
 from tests.conftest import Corpus
 from tests.patience import PATIENCE
 

@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from konkanivani.base.config import DecodingConfig
-from konkanivani.base.errors import UsageError
-from konkanivani.base.lengths import Lengths, ctc_frames_needed
-from konkanivani.base.rules import check_decoding
-from konkanivani.decoding import prefix_beam, prefix_scorer
-from konkanivani.decoding.ctc import collapse_repeats, mask_padding_as_blank
-from konkanivani.decoding.hypothesis import Hypothesis
-from konkanivani.decoding.prefix_beam import prefix_beam_search
-from konkanivani.decoding.prefix_scorer import CTCPrefixScorer, PrefixState
+from konkanivani.config import DecodingConfig
+from konkanivani.decoding import ctc as prefix_beam
+from konkanivani.decoding import scorers as prefix_scorer
+from konkanivani.decoding.ctc import collapse_repeats, mask_padding_as_blank, prefix_beam_search
+from konkanivani.decoding.network import Hypothesis
+from konkanivani.decoding.scorers import CTCPrefixScorer, PrefixState
+from konkanivani.errors import UsageError
+from konkanivani.lengths import Lengths, ctc_frames_needed
+from konkanivani.rules import check_decoding
 
 BOUND = 1e-9
 EVERY_PREFIX = 400  # exceeds the number of prefixes of 5 frames and 3 tokens

@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from konkanivani.base import command_line
-from konkanivani.base.config import PRESETS, MemoryConfig, ModelConfig, TrainConfig
-from konkanivani.base.distributed import (
+from konkanivani import command_line
+from konkanivani.config import PRESETS, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.data.batching import Cursor, EpochPlanner, partition, same_size
+from konkanivani.data.loader import LoaderConfig
+from konkanivani.data.loading import GlobalBatchStream
+from konkanivani.data.rejections import Rejections
+from konkanivani.distributed import (
     ALONE,
     RankLost,
     Topology,
@@ -22,19 +26,24 @@ from konkanivani.base.distributed import (
     new_bucket,
     raise_rank_lost,
 )
-from konkanivani.base.errors import ReportedByOtherRank, ResourceError, UsageError
-from konkanivani.data.batching import Cursor, EpochPlanner, partition, same_size
-from konkanivani.data.loader.loading import GlobalBatchStream
-from konkanivani.data.loader.workers import LoaderConfig
-from konkanivani.data.rejections import Rejections
+from konkanivani.errors import ReportedByOtherRank, ResourceError, UsageError
 from konkanivani.memory.devices import cuda_costs
-from konkanivani.memory.oom_history import forget_sizes, read_sizes, write_sizes
 from konkanivani.memory.plan import STATE_BYTES
-from konkanivani.memory.recovery import MicroBatchPlan, OomAttempt, OomHistory, OomRetry, Outcome, RestartAfterOom
-from konkanivani.model.architecture import architecture_of
+from konkanivani.memory.recovery import (
+    MicroBatchPlan,
+    OomAttempt,
+    OomHistory,
+    OomRetry,
+    Outcome,
+    RestartAfterOom,
+    forget_sizes,
+    read_sizes,
+    write_sizes,
+)
+from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.sizes import Ranks, choose_ranks, costs_per_rank, traffic_bytes
 from konkanivani.training.interruption import Interruption
-from konkanivani.training.logs.logbook import Logbook
+from konkanivani.training.logbook import Logbook
 from tests.invariants.parts import global_batch, speeches
 
 TWO = Topology(rank=1, world_size=2, local_rank=1, local_world_size=2)
@@ -169,7 +178,7 @@ def test_a_second_signal_does_not_end_a_rank_that_saves(monkeypatch):
 def test_a_rank_ends_before_what_python_frees_at_an_exit_can_abort(rank, code):
     """Negative control: without the rank variable, the same process aborts."""
     script = (
-        "import atexit, os; from konkanivani.base.command_line import end_script; "
+        "import atexit, os; from konkanivani.command_line import end_script; "
         "atexit.register(os.abort); print('told', end=''); end_script(0)"
     )
     alone = {name: value for name, value in os.environ.items() if name != "RANK"}

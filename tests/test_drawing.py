@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.data.preparation.prepare import Preparation, prepare_corpus
+from konkanivani.corpora.prepare import Preparation, prepare_corpus
 from tests.conftest import ROOT, well
 from tests.test_formats import SCRIPT, SPLITS, openslr_mucs, sentence, webdataset, write_sentence
 from tests.test_prepare_data import Table, prepare, table, twelve  # noqa: F401 - fixtures

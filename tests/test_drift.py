@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks.memory_growth import Moment, RandomGlobalBatches, follow_steps, summarize
-from konkanivani.base.config import ModelConfig, TrainConfig
-from konkanivani.data.batch import GlobalBatch
-from konkanivani.model.architecture import architecture_of
+from konkanivani.config import ModelConfig, TrainConfig
+from konkanivani.data.batching import GlobalBatch
+from konkanivani.models.architecture import architecture_of
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, StepReport
 from tests.conftest import run_script, well

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from konkanivani.model.conformer import draw_mask
-from konkanivani.model.kernels.fused import MaskedDropout
+from konkanivani.models.conformer import draw_mask
+from konkanivani.ops.fused import MaskedDropout
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.5])

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.errors import CheckpointError
-from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints, newest_epochs
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from konkanivani.training.checkpoint.checkpointer import Checkpointer
+from konkanivani.checkpoints.averaging import NamedCheckpoint, average_checkpoints, newest_epochs
+from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from konkanivani.checkpoints.checkpointer import Checkpointer
+from konkanivani.errors import CheckpointError
 from tests.conftest import ROOT, TINY_MODEL, Corpus, run_folders, run_here, run_script, run_trainer, well
 
 EVALUATE = "training_scripts/evaluate_konkanivani_asr.py"

@@ -20,22 +20,30 @@ import soundfile
 import torch
 
 from benchmarks.accuracy import WAYS, Way, measure_ways
-from konkanivani.base.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
-from konkanivani.base.errors import CheckpointError, NumericsError, ResourceError
-from konkanivani.base.files import atomic_write
-from konkanivani.base.flags import config_to_text
-from konkanivani.base.lengths import Framing, subsampled_length
+from konkanivani.checkpoints.checkpoint import Checkpoint, write_checkpoint
+from konkanivani.cli.verify_export import TOLERANCE, check_bundle, check_onnx, check_signal, recognize_with
+from konkanivani.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.data.text import Tokenizer, train_tokenizer
-from konkanivani.inference import bundle, onnx_export
+from konkanivani.errors import CheckpointError, NumericsError, ResourceError
+from konkanivani.files import atomic_write
+from konkanivani.flags import config_to_text
+from konkanivani.inference import bundle
+from konkanivani.inference import export as onnx_export
 from konkanivani.inference.bundle import Contents, bundle_bytes, is_bundle, read_bundle
-from konkanivani.inference.onnx_export import OnnxModel, quantize, read_onnx, require_onnx, token_texts
-from konkanivani.inference.onnx_graph import MatrixLogMel, RecognitionGraph
+from konkanivani.inference.export import (
+    MatrixLogMel,
+    OnnxModel,
+    RecognitionGraph,
+    quantize,
+    read_onnx,
+    require_onnx,
+    token_texts,
+)
 from konkanivani.inference.speech_model import SpeechModel
-from konkanivani.inference.verify import TOLERANCE, check_bundle, check_onnx, check_signal, recognize_with
-from konkanivani.model.architecture import HybridArchitecture
-from konkanivani.model.front_end import LogMel, described
-from konkanivani.model.kernels.passes import optimize
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
+from konkanivani.lengths import Framing, subsampled_length
+from konkanivani.models.architecture import HybridArchitecture
+from konkanivani.models.front_end import LogMel, described
+from konkanivani.ops.passes import optimize
 from tests.conftest import ROOT, WORDS, Corpus, run_script, speak, well
 from tests.patience import PATIENCE
 
@@ -315,7 +323,7 @@ from konkanivani.decoding.ctc import greedy_ctc
 speech_model = read_bundle(Path(sys.argv[2]), torch.device("cpu"))
 encoded = speech_model.encode(torch.randn(1, 16000), (16000,))
 print([speech_model.tokenizer.decode(tokens) for tokens in greedy_ctc(speech_model.model, *encoded)])
-trainer = ("konkanivani.training.step", "konkanivani.training.logs", "konkanivani.data.loader.loading", "tensorboard")
+trainer = ("konkanivani.training.step", "konkanivani.training.logs", "konkanivani.data.loading", "tensorboard")
 print([name for name in trainer if name in sys.modules])
 import konkanivani.training.loop
 

@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.config import DataConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig, TuningConfig
-from konkanivani.base.errors import CheckpointError, DataError, UsageError
-from konkanivani.base.flags import config_from_text, config_to_text
+from konkanivani.checkpoints.checkpoint import read_checkpoint, write_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST
+from konkanivani.config import DataConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig, TuningConfig
 from konkanivani.decoding.ctc import greedy_ctc
+from konkanivani.errors import CheckpointError, DataError, UsageError
+from konkanivani.flags import config_from_text, config_to_text
 from konkanivani.inference.speech_model import build_speech_model
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
 from konkanivani.memory.plan import model_state_bytes
-from konkanivani.memory.weights.placement import ON_CARD, Placement
-from konkanivani.model.adapters import VOCAB_DEPENDENT_PREFIXES
-from konkanivani.model.architecture import architecture_of
+from konkanivani.memory.weights import ON_CARD, Placement
+from konkanivani.models.adapters import VOCAB_DEPENDENT_PREFIXES
+from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.traces import build_tracer
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import evaluate_manifest, load_evaluation_model
 from konkanivani.training.build_step import StateLayout, build_step_parts
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.optimizer import delayed_warmup_factor
 from konkanivani.training.step import StepParts, train_step

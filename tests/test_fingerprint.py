@@ -6,10 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from konkanivani.base.errors import CheckpointError
 from konkanivani.data import index
-from konkanivani.data.fingerprint import OLD_SKETCHED, Fingerprint, make_fingerprint, read_fingerprint
-from konkanivani.data.manifest import read_manifest
+from konkanivani.data.manifest import OLD_SKETCHED, Fingerprint, make_fingerprint, read_fingerprint, read_manifest
+from konkanivani.errors import CheckpointError
 
 MANY = 3000
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import soundfile
 
-from konkanivani.data.format_characters import (
+from konkanivani.corpora.statistics import CharacterCount
+from konkanivani.data.index import BadRow, open_index, parse_row
+from konkanivani.data.text import (
     JOINERS,
     FormatCharacterCount,
     count_mapped_joiners,
     find_removed,
     find_unwritten,
+    normalize_text,
+    written_text,
 )
-from konkanivani.data.health.characters import CharacterCount
-from konkanivani.data.index import open_index
-from konkanivani.data.text import normalize_text, written_text
-from konkanivani.data.utterance import BadRow, parse_row
 from tests.conftest import TINY_MODEL, WORDS, run_folders, run_script, run_trainer, speak, well
 
 FORMAT = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) == "Cf"]

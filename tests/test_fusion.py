@@ -9,12 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.decoding import fusion as fusion_module
-from konkanivani.decoding.fusion import Fusion, FusionScores
-from konkanivani.decoding.hypothesis import Hypothesis
-from konkanivani.decoding.language_model import LanguageModel, build_language_model, score_sentences
+from konkanivani.decoding import language_model as fusion_module
+from konkanivani.decoding.ctc import prefix_beam_search
+from konkanivani.decoding.language_model import (
+    Fusion,
+    FusionScores,
+    LanguageModel,
+    build_language_model,
+    score_sentences,
+)
+from konkanivani.decoding.network import Hypothesis
 from konkanivani.decoding.ngram import estimate_ngrams
-from konkanivani.decoding.prefix_beam import prefix_beam_search
 from tests.test_decoding import all_sequences, is_close, problem
 
 FRAMES, VOCABULARY = 3, 6

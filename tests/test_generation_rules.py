@@ -5,15 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from konkanivani.base.config import DecodingConfig, FeatureConfig
-from konkanivani.base.errors import UsageError
-from konkanivani.data.generation import GenerationRules, TimeRules
-from konkanivani.data.text import SpecialTokens
+from konkanivani.config import DecodingConfig, FeatureConfig
+from konkanivani.data.text import GenerationRules, SpecialTokens, TimeRules
+from konkanivani.decoding.beam import RuledScorer
 from konkanivani.decoding.decode import BeamDecode, build_decode
-from konkanivani.decoding.rules import RuledScorer
 from konkanivani.decoding.scorers import AttentionScorer, gather_scores
-from konkanivani.model.architecture import HybridArchitecture
-from konkanivani.model.conformer import keep_activations
+from konkanivani.errors import UsageError
+from konkanivani.models.architecture import HybridArchitecture
+from konkanivani.models.conformer import keep_activations
 from tests.invariants.parts import MODEL
 
 processors = pytest.importorskip("transformers.generation.logits_process")

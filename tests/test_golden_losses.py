@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.base.config import LossConfig, OptimizerConfig
+from konkanivani.config import LossConfig, OptimizerConfig
 from konkanivani.training.step import StepParts, train_step
 from tests.invariants.parts import MODEL, double_parts, global_batch, speeches
 

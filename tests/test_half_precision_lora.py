@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from konkanivani.checkpoints.checkpoint import read_checkpoint, write_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST
 from konkanivani.recipe.build import build_run
 from konkanivani.training import build_step
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import Corpus, crossed, read_log, run_folders

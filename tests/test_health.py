@@ -15,40 +15,34 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.base.auto_defaults import resolve
-from konkanivani.base.config import DataConfig, TextConfig, TrainConfig
-from konkanivani.base.console import show_text
-from konkanivani.base.errors import DataError
-from konkanivani.base.files import check_own_file
-from konkanivani.data.audio.files import AudioSource, read_samples
-from konkanivani.data.batch import Example
-from konkanivani.data.batching import EpochPlanner, padded_seconds, same_size, split_into_micro_batches
-from konkanivani.data.health.characters import CharacterCount
-from konkanivani.data.health.findings import Diagnosis
-from konkanivani.data.health.health import CorpusPart, HealthRequest, fetch, measure_corpus, pick_evenly, robust_scores
-from konkanivani.data.health.histogram import Histogram, build_histogram, round_step
-from konkanivani.data.health.levels import clipped_runs, measure_levels
-from konkanivani.data.health.padding import measure_epoch
-from konkanivani.data.health.repeats import (
+from konkanivani.auto_defaults import resolve
+from konkanivani.config import DataConfig, TextConfig, TrainConfig
+from konkanivani.console import show_text
+from konkanivani.corpora.findings import Diagnosis
+from konkanivani.corpora.health import CorpusPart, HealthRequest, fetch, measure_corpus, pick_evenly, robust_scores
+from konkanivani.corpora.health_report import build_tokenizer, diagnose, draw_page, health_lines, sparkline
+from konkanivani.corpora.recordings import (
     content_key,
     extent_key,
     file_size,
+    measure_epoch,
     occur_again,
     repeats_across,
     repeats_within,
     text_key,
 )
+from konkanivani.corpora.statistics import CharacterCount, clipped_runs, measure_levels
+from konkanivani.data.audio.files import AudioSource, read_samples
+from konkanivani.data.augmentation import NoiseReverb
+from konkanivani.data.batching import EpochPlanner, Example, padded_seconds, same_size, split_into_micro_batches
 from konkanivani.data.manifest import Utterance, read_manifest
-from konkanivani.data.noise_reverb import NoiseReverb
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.evaluation.reports.charts import draw_histogram
-from konkanivani.evaluation.reports.health_page import draw_page
-from konkanivani.evaluation.reports.health_report import build_tokenizer, diagnose
-from konkanivani.evaluation.reports.health_text import health_lines, sparkline
-from konkanivani.evaluation.reports.html import PAGE_START, write_page
-from konkanivani.model.architecture import architecture_of
+from konkanivani.errors import DataError
+from konkanivani.files import check_own_file
+from konkanivani.models.architecture import architecture_of
 from konkanivani.recipe.run_data import build_training_speech
+from konkanivani.scoring.html import PAGE_START, Histogram, build_histogram, draw_histogram, round_step, write_page
 from tests.conftest import run_here
 from tests.page_parts import PageParts
 
@@ -127,7 +121,7 @@ def test_level_silence_and_offset_are_what_was_written(tmp_path):
 
 
 def test_of_a_long_recording_the_beginning_is_heard_and_the_rest_must_be_there(tmp_path, monkeypatch):
-    monkeypatch.setattr("konkanivani.data.health.levels.MAX_SECONDS", 1.0)
+    monkeypatch.setattr("konkanivani.corpora.statistics.MAX_SECONDS", 1.0)
     samples = np.where(np.arange(3 * RATE) < RATE, 0.1, 0.9) * np.sin(np.arange(3 * RATE))
     soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="FLOAT")
     for said in (3.0, 0.2, 9e8):

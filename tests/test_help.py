@@ -11,7 +11,7 @@ from typing import Literal
 
 import pytest
 
-from konkanivani.base.command_line import (
+from konkanivani.command_line import (
     WIDTH,
     HelpSection,
     flags_of,
@@ -20,10 +20,10 @@ from konkanivani.base.command_line import (
     with_default,
     wrap_description,
 )
-from konkanivani.base.config import TRAINING_ONLY, TrainConfig
-from konkanivani.base.console import announced, progress_bar
-from konkanivani.base.flags import COMMON_FLAGS, config_from_text, config_to_text, contradictions, parse_args
-from konkanivani.base.rules import settings_of
+from konkanivani.config import TRAINING_ONLY, TrainConfig
+from konkanivani.console import announced, progress_bar
+from konkanivani.flags import COMMON_FLAGS, config_from_text, config_to_text, contradictions, parse_args
+from konkanivani.rules import settings_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measuring.fixed_step import build_global_batch, build_speech, take_features_as_given
-from konkanivani.base.config import LossConfig, MemoryConfig, ModelConfig, TrainConfig
-from konkanivani.model.architecture import architecture_of
+from konkanivani.config import LossConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.models.architecture import architecture_of
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.gradient import local_gradient
 from konkanivani.training.step import StepParts, train_step

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.config import ModelConfig
-from konkanivani.base.errors import CheckpointError, UsageError
+from konkanivani.checkpoints.checkpoint import read_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST
+from konkanivani.config import ModelConfig
 from konkanivani.decoding.ctc import greedy_ctc
-from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.model.attention import RotaryPositions
-from konkanivani.model.transfer import WeightTransfer, transfer_weights
+from konkanivani.errors import CheckpointError, UsageError
+from konkanivani.models.asr import KonkaniVaniASR
+from konkanivani.models.attention import RotaryPositions
+from konkanivani.models.transfer import WeightTransfer, transfer_weights
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import evaluate_manifest, load_evaluation_model
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import finish_epoch, train
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer, well
 from tests.starts import begin_run

@@ -16,13 +16,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from konkanivani.base.command_line import read_flags
-from konkanivani.base.config import TextConfig, TrainConfig
-from konkanivani.base.errors import DataError, KonkaniVaniError, ResourceError
-from konkanivani.base.flags import config_to_text
+from konkanivani.checkpoints.checkpoint import Checkpoint, write_checkpoint
+from konkanivani.command_line import read_flags
+from konkanivani.config import TextConfig, TrainConfig
 from konkanivani.data.text import OUR_TOKENS, Tokenizer, train_tokenizer
 from konkanivani.decoding import ngram
-from konkanivani.decoding.arpa import LN_10, MAX_NGRAMS, Ngrams, read_arpa, write_arpa
 from konkanivani.decoding.language_model import (
     LanguageModel,
     RepeatedNgram,
@@ -30,8 +28,17 @@ from konkanivani.decoding.language_model import (
     read_language_model,
     score_sentences,
 )
-from konkanivani.decoding.ngram import USUAL_DISCOUNTS, estimate_ngrams
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
+from konkanivani.decoding.ngram import (
+    LN_10,
+    MAX_NGRAMS,
+    USUAL_DISCOUNTS,
+    Ngrams,
+    estimate_ngrams,
+    read_arpa,
+    write_arpa,
+)
+from konkanivani.errors import DataError, KonkaniVaniError, ResourceError
+from konkanivani.flags import config_to_text
 from tests.conftest import ROOT, WORDS, run_script, well
 
 SCRIPT = "training_scripts/train_language_model.py"

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from konkanivani.training.logs.learning import EpochLearning, failures
-from konkanivani.training.state import TrainState
+from konkanivani.training.progress import EpochLearning, failures
+from konkanivani.training.run import TrainState
 
 HEALTHY = EpochLearning(3000, 4000, 10_000, loss=0.5, first_loss=3.0, clipped_share=0.2, cer=0.3, blank_share=0.7)
 

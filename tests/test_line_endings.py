@@ -12,17 +12,16 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.base.errors import CheckpointError, DataError
-from konkanivani.base.line_endings import conversion_hint
+from konkanivani.checkpoints.checkpoint import read_checkpoint, write_checkpoint
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.text import Tokenizer, train_tokenizer
-from konkanivani.decoding.arpa import Ngrams, read_arpa, write_arpa
-from konkanivani.decoding.ngram import estimate_ngrams
+from konkanivani.decoding.ngram import Ngrams, estimate_ngrams, read_arpa, write_arpa
+from konkanivani.errors import CheckpointError, DataError
+from konkanivani.files import conversion_hint
 from konkanivani.inference.bundle import bundle_bytes, read_bundle
-from konkanivani.inference.nemo.imported import import_nemo
-from konkanivani.inference.whisper.byte_pairs import read_byte_pairs
-from konkanivani.model.whisper.files import header_of, read_json
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
+from konkanivani.models.nemo.weights import import_nemo
+from konkanivani.models.whisper.byte_pairs import read_byte_pairs
+from konkanivani.models.whisper.folder import header_of, read_json
 from tests.conftest import ROOT, WORDS
 from tests.nemo.files import FOLDER as NEMO_FILES
 from tests.test_export import SHAPE, as_checkpoint, speech_model_of_shape

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
-from konkanivani.model.attention import RotaryPositions, SelfAttention, SequenceLayout
-from konkanivani.model.kernels.products import fused_linear
+from konkanivani.models.attention import RotaryPositions, SelfAttention, SequenceLayout
+from konkanivani.ops.products import fused_linear
 
 WAYS = [(with_norm, activation) for with_norm in (False, True) for activation in (None, F.silu, F.gelu)]
 

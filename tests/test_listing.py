@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.base.files import visible_files
+from konkanivani.files import visible_files
 from konkanivani.inference.transcribe import find_recordings
 from tests.conftest import well
 from tests.test_formats import MINIATURES, add_member, sentence, sound_bytes, write_sentence

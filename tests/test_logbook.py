@@ -17,11 +17,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
 
-from konkanivani.base import files as appended_file
+from konkanivani import files as appended_file
 from konkanivani.memory.monitor import PLANNED, RESERVED, VALIDATION, PhaseMemory
-from konkanivani.training.logs import logbook as logbook_module
-from konkanivani.training.logs.logbook import Logbook
-from konkanivani.training.logs.records import (
+from konkanivani.training import logbook as logbook_module
+from konkanivani.training.logbook import Logbook
+from konkanivani.training.records import (
     CURVES,
     INITIAL,
     HypothesisPair,
@@ -30,7 +30,7 @@ from konkanivani.training.logs.records import (
     StepRecord,
     ValidationRecord,
 )
-from konkanivani.training.logs.tensorboard import (
+from konkanivani.training.tensorboard import (
     BIN_HEIGHT,
     ROW_HEIGHT,
     RULER_HEIGHT,

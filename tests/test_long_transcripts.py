@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from konkanivani.data.checking import MAX_TOKEN_RATE, SPARE_TOKENS, Limits, reason_to_reject
-from konkanivani.data.utterance import Utterance
+from konkanivani.data.filtering import MAX_TOKEN_RATE, SPARE_TOKENS, Limits, reason_to_reject
+from konkanivani.data.index import Utterance
 from tests.conftest import TINY_MODEL, WORDS, read_log, run_folders, run_script, run_trainer, speak, well
 
 LONG = " ".join(WORDS[number % 10] for number in range(1000))[:3000]

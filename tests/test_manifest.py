@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from konkanivani.base.lengths import SAMPLE_RATE, ctc_frames_needed, speed_perturbed_samples
-from konkanivani.data import index, token_counts
+from konkanivani.data import filtering as token_counts
+from konkanivani.data import index
 from konkanivani.data.batching import SizeLimit, cut_sizes, padded_seconds
-from konkanivani.data.checking import Limits, check_utterances, reason_to_reject
+from konkanivani.data.filtering import Limits, check_utterances, count_tokens, reason_to_reject
 from konkanivani.data.index import MISSING, open_index
 from konkanivani.data.manifest import Manifest, read_manifest
 from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
-from konkanivani.data.token_counts import count_tokens
+from konkanivani.lengths import SAMPLE_RATE, ctc_frames_needed, speed_perturbed_samples
 
 WORDS = ("एक", "दोन", "तीन", "चार", "पांच", "सात", "आठ", "णव")
 

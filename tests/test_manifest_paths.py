@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.data.audio.roots import audio_roots
-from konkanivani.data.audio.source import UnusableAudio, open_file
-from konkanivani.data.utterance import BadRow, Utterance, parse_row
+from konkanivani.data.audio.paths import audio_roots
+from konkanivani.data.audio.sound import UnusableAudio, open_file
+from konkanivani.data.index import BadRow, Utterance, parse_row
 
 
 def read(audio: str, folder: Path) -> Utterance:

@@ -14,7 +14,8 @@ import soundfile
 
 pytest.importorskip("av", reason="the extra `media` is not installed: pip install av")
 
-from konkanivani.data.audio import media_process, media_sound
+from konkanivani.data.audio import media as media_process
+from konkanivani.data.audio import media as media_sound
 from konkanivani.data.audio.files import (
     AudioSource,
     ShortAudio,
@@ -24,7 +25,7 @@ from konkanivani.data.audio.files import (
     read_header,
 )
 from konkanivani.data.audio.files import read_samples as read_all
-from konkanivani.data.audio.media_process import READERS
+from konkanivani.data.audio.media import READERS
 from konkanivani.data.audio.waveform import load_audio
 from tests.media_files import ENCODED, KINDS, Kind, rising_tone, write_media
 from tests.warm import warm_parent
@@ -247,7 +248,7 @@ def test_it_ends_with_the_process_that_it_belongs_to(voice):
     script = (
         "import os, sys\n"
         "from konkanivani.data.audio.files import AudioSource, read_blocks\n"
-        "from konkanivani.data.audio.media_process import READERS\n"
+        "from konkanivani.data.audio.media import READERS\n"
         "blocks = read_blocks(AudioSource(sys.argv[1]), 0.1)\n"
         "next(blocks)\n"
         "print(*(reader.process.pid for reader in READERS._all), flush=True)\n"

@@ -10,9 +10,9 @@ import soundfile
 
 pytest.importorskip("av", reason="the extra `media` is not installed: pip install av")
 
-from konkanivani.base.errors import DataError
+from konkanivani.corpora.prepare import Preparation, PreparationReport, prepare_corpus
 from konkanivani.data.audio import files as audio_file
-from konkanivani.data.preparation.prepare import Preparation, PreparationReport, prepare_corpus
+from konkanivani.errors import DataError
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_here, run_trainer, speak, well, write_corpus
 from tests.media_files import ENCODED, KINDS, Kind, write_media
 from tests.test_cut_audio import write_cut

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from konkanivani.base.distributed import ALONE
-from konkanivani.base.errors import CheckpointError
-from konkanivani.base.units import MIB
+from konkanivani.console import MIB
+from konkanivani.distributed import ALONE
+from konkanivani.errors import CheckpointError
 from konkanivani.memory import monitor as monitor_module
 from konkanivani.memory.monitor import CacheClearing, MemoryMonitor, reset_peak_resident
 from konkanivani.memory.monitor import peak_resident_mib as system_peak_mib
 from konkanivani.recipe.final_scores import allocator_retries, memory_table, summary_line
-from konkanivani.training.state import TrainState
+from konkanivani.training.run import TrainState
 from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, run_trainer
 
 LARGE = 200 * MIB

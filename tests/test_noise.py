@@ -11,22 +11,29 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.base.config import AugmentConfig
-from konkanivani.base.errors import DataError, UsageError
-from konkanivani.base.flags import config_from_text, config_to_text
-from konkanivani.base.units import DecibelRange, parse_snr
-from konkanivani.data import noise_reverb as noise_module
-from konkanivani.data.audio.augmentation import add_noise, reverberate, scale_and_clip
+from konkanivani.config import AugmentConfig
+from konkanivani.console import DecibelRange, parse_snr
+from konkanivani.data import augmentation as noise_module
 from konkanivani.data.audio.files import AudioSource
-from konkanivani.data.batch import GlobalBatch
-from konkanivani.data.batching import Cursor, EpochPlanner, same_size
+from konkanivani.data.augmentation import (
+    NoiseReverb,
+    Sound,
+    add_noise,
+    load_excerpt,
+    read_noise_reverb,
+    read_sounds,
+    reverberate,
+    scale_and_clip,
+)
+from konkanivani.data.batching import Cursor, EpochPlanner, GlobalBatch, same_size
 from konkanivani.data.dataset import TrainDataset
-from konkanivani.data.loader.loading import GlobalBatchStream
-from konkanivani.data.loader.workers import LoaderConfig
+from konkanivani.data.loader import LoaderConfig
+from konkanivani.data.loading import GlobalBatchStream
 from konkanivani.data.manifest import read_manifest
-from konkanivani.data.noise_reverb import NoiseReverb, Sound, load_excerpt, read_noise_reverb, read_sounds
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
+from konkanivani.errors import DataError, UsageError
+from konkanivani.flags import config_from_text, config_to_text
 from tests.conftest import TINY_MODEL, Corpus, further, read_log, run_folders, run_trainer, well
 from tests.starts import parse_flags
 

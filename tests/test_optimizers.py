@@ -8,21 +8,21 @@ import pytest
 import torch
 import transformers
 
-from konkanivani.base.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
-from konkanivani.base.errors import UsageError
-from konkanivani.base.flags import config_from_text, config_to_text, contradictions
+from konkanivani.checkpoints.checkpoint import Checkpoint, load_states, read_checkpoint, write_checkpoint
+from konkanivani.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from konkanivani.errors import UsageError
+from konkanivani.flags import config_from_text, config_to_text, contradictions
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.weights.placement import ON_CARD, Placement
-from konkanivani.model.architecture import architecture_of
-from konkanivani.model.asr import parameter_count
+from konkanivani.memory.weights import ON_CARD, Placement
+from konkanivani.models.architecture import architecture_of
+from konkanivani.models.asr import parameter_count
 from konkanivani.planning.sizes import checkpoint_bytes, needs_sharding, state_bytes
 from konkanivani.planning.tensors import LiveBytes
+from konkanivani.training import optimizers as adafactor
+from konkanivani.training import optimizers as adamw8bit
 from konkanivani.training.build_step import StateLayout, build_step_parts, memory_conditions
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint, write_checkpoint
 from konkanivani.training.optimizer import Optimizer, OptimizerState
-from konkanivani.training.optimizers import adafactor, adamw8bit
-from konkanivani.training.optimizers.blocks import BLOCK, Codebook, dynamic_shares
-from konkanivani.training.optimizers.build import KINDS, build_optimizer
+from konkanivani.training.optimizers import BLOCK, KINDS, Codebook, build_optimizer, dynamic_shares
 from konkanivani.training.step import StepParts, train_step
 from tests.conftest import crossed
 from tests.invariants.failing import ERRORS, failing_backward, failing_forward, once_at
@@ -195,7 +195,7 @@ def test_the_first_update_is_adamws(monkeypatch):
 
 def test_slices_of_8_bits_change_nothing(monkeypatch):
     whole = updated(ours("adamw8bit"))
-    monkeypatch.setattr(adamw8bit, "SLICE", 5)
+    monkeypatch.setattr(adamw8bit, "MAX_BLOCKS", 5)
     assert distance(whole, updated(ours("adamw8bit"))) == 0
 
 
@@ -251,7 +251,7 @@ def test_adafactor_is_the_papers(build):
 
 def test_slices_of_adafactor_change_nothing(monkeypatch):
     whole = updated(ours("adafactor"))
-    monkeypatch.setattr(adafactor, "SLICE", 300)
+    monkeypatch.setattr(adafactor, "MAX_ELEMENTS", 300)
     assert 0 < distance(whole, updated(ours("adafactor"))) < 1e-6
 
 

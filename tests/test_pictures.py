@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.measuring.svg import has_devanagari, outlined_text, page, read_outlines, text
-from konkanivani.base.errors import DataError
+from konkanivani.errors import DataError
 from tests.conftest import ROOT
 
 PICTURES = sorted((ROOT / "docs").glob("*.svg"))

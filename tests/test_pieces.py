@@ -9,11 +9,11 @@ import soundfile
 import torch
 import torchaudio
 
-from konkanivani.base.errors import DataError
-from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.data.audio.files import AudioSource, UnusableAudio
 from konkanivani.data.audio.waveform import load_audio, resample_blocks, stream_audio, stream_samples
+from konkanivani.errors import DataError
 from konkanivani.inference.segmentation import Piece, build_segmentation, segment_audio
+from konkanivani.lengths import SAMPLE_RATE
 
 
 def noise(seconds: float, level: float = 0.1, seed: int = 0, rate: int = SAMPLE_RATE) -> torch.Tensor:

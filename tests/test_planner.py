@@ -7,13 +7,13 @@ import shlex
 import pytest
 import torch
 
-from konkanivani.base.config import PRESETS, MemoryConfig, ModelConfig, TextConfig, TrainConfig
-from konkanivani.base.errors import ResourceError, UsageError
-from konkanivani.base.units import MIB, parse_budget
+from konkanivani.config import PRESETS, MemoryConfig, ModelConfig, TextConfig, TrainConfig
+from konkanivani.console import MIB, parse_budget
+from konkanivani.errors import ResourceError, UsageError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.known_gpus import KNOWN_GPUS, find_gpu
-from konkanivani.model.architecture import architecture_of
+from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.planner import ALWAYS, NEVER, Planner, plan_bucket
 from konkanivani.planning.report import plan_budget, plan_presets
 from konkanivani.planning.sizes import check_state

@@ -5,13 +5,13 @@ import functools
 import pytest
 import torch
 
-from konkanivani.base.config import ModelConfig
-from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.model.conformer import keep_activations
-from konkanivani.model.kernels import products
-from konkanivani.model.kernels.chunks import ChunkedLosses
-from konkanivani.model.kernels.passes import optimize
-from konkanivani.model.kernels.recompute import run_recomputed
+from konkanivani.config import ModelConfig
+from konkanivani.models.asr import KonkaniVaniASR
+from konkanivani.models.conformer import keep_activations
+from konkanivani.ops import products
+from konkanivani.ops.chunks import ChunkedLosses
+from konkanivani.ops.passes import optimize
+from konkanivani.ops.recompute import run_recomputed
 
 MODEL = ModelConfig(
     d_model=64, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=8, dropout=0.0

@@ -20,10 +20,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from konkanivani.base.errors import KonkaniVaniError
-from konkanivani.data.formats.splits import Shares, draw_splits, split_named
+from konkanivani.corpora.found import Shares, draw_splits, split_named
+from konkanivani.corpora.prepare import Preparation, prepare_corpus
 from konkanivani.data.manifest import read_manifest
-from konkanivani.data.preparation.prepare import Preparation, prepare_corpus
+from konkanivani.errors import KonkaniVaniError
 from tests.conftest import run_here, well
 from tests.patience import PATIENCE
 from tests.test_formats import (

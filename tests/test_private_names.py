@@ -12,10 +12,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from konkanivani.model.attention import RotaryPositions, SequenceLayout
-from konkanivani.model.conformer import Encoder
-from konkanivani.model.kernels import packing, products
-from konkanivani.model.kernels.packing import PackedLayout, PackedSelfAttention, pack_encoder
+from konkanivani.models.attention import RotaryPositions, SequenceLayout
+from konkanivani.models.conformer import Encoder
+from konkanivani.ops import packing, products
+from konkanivani.ops.packing import PackedLayout, PackedSelfAttention, pack_encoder
 from tests.conftest import ROOT
 from tests.invariants.parts import MODEL
 

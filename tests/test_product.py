@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from konkanivani.model.kernels import products
-from konkanivani.model.kernels.products import MIN_ROWS, fast_linear, weight_gradient
+from konkanivani.ops import products
+from konkanivani.ops.products import MIN_ROWS, fast_linear, weight_gradient
 from tests.tracers import Calls
 
 SHAPES = [(391, 256, 1024), (391, 1024, 256), (MIN_ROWS, 512, 1024), (97, 360, 1000)]

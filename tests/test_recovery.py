@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.command_line import is_out_of_memory
-from konkanivani.base.errors import CheckpointError, ResourceError
-from konkanivani.base.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
-from konkanivani.data.batch import Batch, split_batch
+from konkanivani.checkpoints.checkpoint import read_checkpoint, write_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST
+from konkanivani.command_line import is_out_of_memory
+from konkanivani.data.batching import Batch, split_batch
+from konkanivani.errors import CheckpointError, ResourceError
+from konkanivani.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
 from konkanivani.memory.recovery import MicroBatchPlan, OomHistory
 from konkanivani.recipe.build import build_run
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, write_corpus

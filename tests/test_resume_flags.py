@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.config import OLD_NAMES, PRESETS, TrainConfig
-from konkanivani.base.errors import CheckpointError, DataError
-from konkanivani.base.flags import config_from_text, config_to_text, contradictions
-from konkanivani.base.rules import settings_of, with_values
+from konkanivani.checkpoints.checkpoint import Checkpoint, load_states, read_checkpoint, write_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST
+from konkanivani.config import OLD_NAMES, PRESETS, TrainConfig
+from konkanivani.errors import CheckpointError, DataError
+from konkanivani.flags import config_from_text, config_to_text, contradictions
 from konkanivani.recipe.build import build_run
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint, write_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST
+from konkanivani.rules import settings_of, with_values
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer, well
 from tests.starts import begin_run, parse_flags

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from konkanivani.base.config import TrainConfig
-from konkanivani.base.errors import CheckpointError, ResourceError, UsageError
-from konkanivani.base.units import parse_budget
+from konkanivani.checkpoints.checkpoint import read_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST
+from konkanivani.config import TrainConfig
+from konkanivani.console import parse_budget
+from konkanivani.errors import CheckpointError, ResourceError, UsageError
 from konkanivani.memory.budget import BudgetWatch, available_bytes
 from konkanivani.memory.devices import cpu_costs
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
-from konkanivani.model.architecture import architecture_of
+from konkanivani.models.architecture import architecture_of
 from konkanivani.planning import plan as run_plan
 from konkanivani.planning.plan import bucket_edges
 from konkanivani.planning.sizes import ONE_RANK
@@ -22,8 +24,6 @@ from konkanivani.planning.traces import build_tracer
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.train import is_rehearsed
 from konkanivani.training import rehearsal
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer, well

@@ -18,23 +18,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from konkanivani.base.console import display_width
-from konkanivani.base.errors import DataError, KonkaniVaniError
-from konkanivani.evaluation.bootstrap import block_numbers, choose_unit, percentiles, ratios, resample_sums
-from konkanivani.evaluation.hypotheses import (
+from konkanivani.console import display_width
+from konkanivani.errors import DataError, KonkaniVaniError
+from konkanivani.scoring.metrics import (
+    Edit,
+    align_words,
+    block_numbers,
+    choose_unit,
+    count_edits,
+    error_rates,
+    percentiles,
+    ratios,
+    resample_sums,
+)
+from konkanivani.scoring.report import draw_score_page, score_json, score_lines
+from konkanivani.scoring.score import (
+    BUCKETS,
     NORMALIZERS,
     OtherSystem,
+    ScoreReport,
     TextFiles,
     TextPairs,
+    build_report,
     read_pairs,
     write_hypotheses,
 )
-from konkanivani.evaluation.metrics import Edit, align_words, count_edits, error_rates
-from konkanivani.evaluation.reports.score_json import score_json
-from konkanivani.evaluation.reports.score_page import draw_score_page
-from konkanivani.evaluation.reports.score_text import score_lines
-from konkanivani.evaluation.score import BUCKETS, ScoreReport, build_report
-from konkanivani.evaluation.transcripts import MAX_CHARACTERS, ScoredText
+from konkanivani.scoring.transcripts import MAX_CHARACTERS, ScoredText
 from tests.conftest import ROOT, run_script, well
 from tests.page_parts import PageParts
 

@@ -9,13 +9,19 @@ from pathlib import Path
 import pytest
 import soundfile
 
-from konkanivani.base.errors import DataError, UsageError
+from konkanivani.corpora.builtin import (
+    TEST_VOICES,
+    TRAIN_VOICES,
+    VALID_VOICES,
+    SplitSizes,
+    build_builtin_corpus,
+    plan_corpus,
+)
+from konkanivani.corpora.sentences import build_sentence_corpus, plan_splits, read_sentences
+from konkanivani.corpora.synthesis import SpeakingStyle, SpeechSynthesizer, UnspeakableError
 from konkanivani.data.manifest import Utterance, read_manifest
-from konkanivani.data.synthetic.builtin_corpus import SplitSizes, build_builtin_corpus, plan_corpus
-from konkanivani.data.synthetic.sentence_corpus import build_sentence_corpus, plan_splits, read_sentences
-from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSynthesizer, UnspeakableError
-from konkanivani.data.synthetic.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES
 from konkanivani.data.text import normalize_text
+from konkanivani.errors import DataError, UsageError
 from tests.conftest import TINY_MODEL, run_folders, run_here, run_trainer, well
 from tests.test_builtin_corpus import file_digests, kill_once_it_speaks
 

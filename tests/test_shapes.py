@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from konkanivani.base.config import MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.config import MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.memory.devices import cpu_costs, cuda_costs
-from konkanivani.model.architecture import architecture_of
+from konkanivani.models.architecture import architecture_of
 from konkanivani.planning import tensors, tracer
 from konkanivani.planning.planner import ALWAYS, NEVER
 from konkanivani.planning.tensors import Shape, Shapes

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from konkanivani.base.config import OptimizerConfig
-from konkanivani.base.errors import NumericsError
+from konkanivani.config import OptimizerConfig
 from konkanivani.data.batching import Cursor
-from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.errors import NumericsError
+from konkanivani.models.asr import KonkaniVaniASR
 from konkanivani.training.loop import MAX_SKIPS_IN_A_ROW, check_numerics, freeze_gc
 from konkanivani.training.optimizer import Optimizer, OptimizerState, learning_rate
-from konkanivani.training.optimizers.build import build_optimizer
-from konkanivani.training.state import TrainState
+from konkanivani.training.optimizers import build_optimizer
+from konkanivani.training.run import TrainState
 from konkanivani.training.step import StepParts, train_step
 from tests.invariants.parts import double_parts, global_batch, relative_difference, speeches
 
@@ -71,7 +71,7 @@ def test_the_update_allocates_no_state():
 
 TRAIN = """
 import sys
-from konkanivani.base.config import OptimizerConfig
+from konkanivani.config import OptimizerConfig
 from konkanivani.training.step import train_step
 from tests.invariants.parts import double_parts, global_batch, speeches
 {before}

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from konkanivani.data.formats.tables import Record
-from konkanivani.data.formats.torn_rows import mend_rows
+from konkanivani.corpora.tables import Record, mend_rows
 from konkanivani.data.manifest import read_manifest
 from tests.conftest import well
 from tests.test_formats import CV_HEAD, SPLITS, sentence, sound_bytes, split_of, write_sentence, write_table

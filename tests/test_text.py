@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from konkanivani.base.errors import DataError, UsageError
+from konkanivani.checkpoints.checkpoint import read_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST
 from konkanivani.data.text import DIGIT_WORDS, OUR_TOKENS, Tokenizer, normalize_text, train_tokenizer
+from konkanivani.errors import DataError, UsageError
 from konkanivani.recipe.build import build_run
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, WORDS, Corpus, run_folders
 from tests.starts import begin_run

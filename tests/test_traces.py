@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.base.auto_defaults import resolve
-from konkanivani.base.config import ModelConfig, TrainConfig
-from konkanivani.base.units import MIB
+from konkanivani.auto_defaults import resolve
+from konkanivani.config import ModelConfig, TrainConfig
+from konkanivani.console import MIB
 from konkanivani.memory.devices import cpu_costs, cuda_costs
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.planning import plan as run_plan

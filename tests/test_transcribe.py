@@ -16,18 +16,17 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.base.errors import CheckpointError, DataError, UsageError
-from konkanivani.data.audio import standard_input
+from konkanivani.checkpoints.checkpointer import BEST
+from konkanivani.data.audio import files as standard_input
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import load_audio
-from konkanivani.evaluation.metrics import error_rates
+from konkanivani.errors import CheckpointError, DataError, UsageError
 from konkanivani.inference.bundle import bundle_bytes
 from konkanivani.inference.recognizer import Recognizer, load_recognizer
 from konkanivani.inference.segmentation import build_segmentation
-from konkanivani.inference.subtitles import build_cues, render, srt_time
+from konkanivani.inference.subtitles import Segment, Word, build_cues, render, srt_time
 from konkanivani.inference.transcribe import Recording, find_recordings, output_paths
-from konkanivani.inference.transcript import Segment, Word
-from konkanivani.training.checkpoint.checkpointer import BEST
+from konkanivani.scoring.metrics import error_rates
 from tests.conftest import TINY_MODEL, TRAINER, run_folders, run_here, run_script, speak, well, write_corpus
 from tests.patience import PATIENCE
 from tests.warm import ROOT, Job, warm_parent
@@ -382,7 +381,7 @@ def test_standard_input_is_heard_as_its_file_is(trained, folder, tmp_path):
 
 
 def test_there_is_an_end_to_standard_input(monkeypatch):
-    monkeypatch.setattr(standard_input, "MAX_BYTES", 10 * standard_input.PIECE_BYTES)
+    monkeypatch.setattr(standard_input, "STDIN_LIMIT", 10 * standard_input.PIECE_BYTES)
     with open("/dev/zero") as endless:
         monkeypatch.setattr(sys, "stdin", endless)
         with pytest.raises(DataError, match="Save it as a file"), standard_input.spooled_input():

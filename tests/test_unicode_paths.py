@@ -11,7 +11,7 @@ import pytest
 import soundfile
 
 from konkanivani.data.audio.files import AudioSource, UnusableAudio, read_header, read_samples
-from konkanivani.data.audio.unicode_paths import existing_path
+from konkanivani.data.audio.paths import existing_path
 from konkanivani.data.manifest import read_manifest
 from tests.conftest import run_here, speak, well
 

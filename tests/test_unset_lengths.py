@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import soundfile
 
-from konkanivani.base.errors import DataError
 from konkanivani.data.audio import files
 from konkanivani.data.audio.files import AudioSource, UnusableAudio, read_blocks, read_header, read_samples
 from konkanivani.data.audio.waveform import load_audio, stream_audio, stream_samples
+from konkanivani.errors import DataError
 from tests.conftest import run_here, speak, well
 
 RATE = 16_000

@@ -8,12 +8,11 @@ import pytest
 import soundfile
 
 from benchmarks.accuracy import check_speech, matches, summary
-from konkanivani.base.errors import DataError
-from konkanivani.data.synthetic.builtin_corpus import SplitSizes, plan_corpus
-from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpokenWord, SpokenWords
-from konkanivani.data.synthetic.spoken_sentences import SpokenSentence, spoken_waveform
-from konkanivani.data.utterance import Utterance
-from konkanivani.inference.transcript import Word
+from konkanivani.corpora.builtin import SplitSizes, SpokenSentence, plan_corpus, spoken_waveform
+from konkanivani.corpora.synthesis import SpeakingStyle, SpokenWord, SpokenWords
+from konkanivani.data.index import Utterance
+from konkanivani.errors import DataError
+from konkanivani.inference.subtitles import Word
 from tests.conftest import run_script
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from konkanivani.data.loader.workers import Loaded, LoaderConfig, WorkersFailed, _begin_worker, load_in_order
+from konkanivani.data.loader import Loaded, LoaderConfig, WorkersFailed, _begin_worker, load_in_order
 from tests.patience import PATIENCE
 
 LONGER_THAN_WORKERS_ARE_LEFT_ALONE = 2.5  # seconds

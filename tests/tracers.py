@@ -5,9 +5,9 @@ from collections import Counter
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from konkanivani.base.config import TrainConfig
+from konkanivani.config import TrainConfig
 from konkanivani.memory.devices import DeviceCosts
-from konkanivani.model.architecture import architecture_of
+from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.tracer import StepTracer
 from konkanivani.planning.traces import Traces, build_tracer
 

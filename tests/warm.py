@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
-from konkanivani.base.startup.process_defaults import set_process_defaults
+from konkanivani.install.process_defaults import set_process_defaults
 from tests.patience import PATIENCE
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -43,9 +43,9 @@ IMPORTED = (
     *("torch.utils.tensorboard",),
     *("torch.utils.serialization", "torch._dynamo"),  # _dynamo is imported by a trace
     *("konkanivani.recipe.train", "konkanivani.recipe.dry_run", "konkanivani.recipe.evaluation_model"),
-    *("konkanivani.data.preparation.prepare", "konkanivani.data.synthetic.builtin_corpus"),
+    *("konkanivani.corpora.prepare", "konkanivani.corpora.builtin"),
     *("konkanivani.inference.recognizer", "konkanivani.inference.transcribe"),
-    *("konkanivani.evaluation.reports.health_page", "konkanivani.evaluation.reports.score_page"),
+    *("konkanivani.corpora.health_report", "konkanivani.scoring.report"),
 )
 # Variables that are read when an interpreter or a library starts: a fork cannot change the values of its parent.
 EARLY = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "ONEDNN_", "PYTORCH_", "LC_", "LANG")
@@ -234,7 +234,7 @@ def serve(descriptor: int, imported: Sequence[str]) -> NoReturn:
     del sys.modules["bootstrap"]
     for name in imported:
         importlib.import_module(name)
-    if flags := sys.modules.get("konkanivani.base.flags"):
+    if flags := sys.modules.get("konkanivani.flags"):
         flags.parse_args([])  # the imports and type analysis of tyro take a quarter of a short run
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for finalizer in weakref.finalize._registry:

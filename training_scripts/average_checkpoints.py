@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.console import count
-from konkanivani.base.errors import UsageError
-from konkanivani.base.files import atomic_write, check_new_file
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.console import count
+from konkanivani.errors import UsageError
+from konkanivani.files import atomic_write, check_new_file
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
-    from konkanivani.inference.averaging import NamedCheckpoint
+    from konkanivani.checkpoints.averaging import NamedCheckpoint
 
 AVERAGED = "checkpoint_averaged.pt"
 
@@ -59,8 +59,8 @@ def check_flags(flags: Flags) -> None:
 def average(flags: Flags) -> str:
     """Write the averaged checkpoint atomically and return a sentence on it."""
     check_flags(flags)
-    from konkanivani.inference.averaging import average_checkpoints, is_name_of_a_run, newest_epochs
-    from konkanivani.training.checkpoint.checkpoint import write_checkpoint
+    from konkanivani.checkpoints.averaging import average_checkpoints, is_name_of_a_run, newest_epochs
+    from konkanivani.checkpoints.checkpoint import write_checkpoint
 
     paths = [Path(path) for path in flags.checkpoints]
     if flags.checkpoint_dir is not None:
@@ -79,8 +79,8 @@ def average(flags: Flags) -> str:
 
 def read_each(paths: list[Path]) -> Iterator["NamedCheckpoint"]:
     """Yield the checkpoints, each read when it is needed, so that one at a time is in memory."""
-    from konkanivani.inference.averaging import NamedCheckpoint
-    from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+    from konkanivani.checkpoints.averaging import NamedCheckpoint
+    from konkanivani.checkpoints.checkpoint import read_checkpoint
 
     for path in paths:
         yield NamedCheckpoint(str(path), read_checkpoint(path))

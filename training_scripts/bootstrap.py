@@ -52,14 +52,9 @@ sys.path.insert(0, ROOT)
 import argparse
 from pathlib import Path
 
-from konkanivani.base.startup.environment import Requirements, Venv
-from konkanivani.base.startup.package_installer import SetupError, explain_failure
-from konkanivani.base.startup.process_defaults import (
-    add_huge_pages,
-    mend_streams,
-    set_malloc_options,
-    set_process_defaults,
-)
+from konkanivani.install.environment import Requirements, Venv
+from konkanivani.install.package_installer import SetupError, explain_failure
+from konkanivani.install.process_defaults import add_huge_pages, mend_streams, set_malloc_options, set_process_defaults
 
 RERUN_MARK = "KONKANIVANI_RERUN"
 

@@ -20,15 +20,24 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from konkanivani.base.command_line import end_script, ignore_lost_output, read_flags, run_script
-from konkanivani.base.console import say
-from konkanivani.base.errors import ReportedByOtherRank
-from konkanivani.base.files import check_own_file
-from konkanivani.recipe.comparison.candidates import Flag, check_data, choose_candidates, conditions_of, flags_in
-from konkanivani.recipe.comparison.comparison import REPORT, check_conditions, compare, report_of
-from konkanivani.recipe.comparison.outcome import table_of
-from konkanivani.recipe.comparison.trainer import Trainer
-from konkanivani.training.checkpoint.run_lock import FolderUse, RunLock
+from konkanivani.checkpoints.run_lock import FolderUse, RunLock
+from konkanivani.cli.comparison import (
+    REPORT,
+    Flag,
+    Trainer,
+    check_conditions,
+    check_data,
+    choose_candidates,
+    compare,
+    conditions_of,
+    flags_in,
+    report_of,
+    table_of,
+)
+from konkanivani.command_line import end_script, ignore_lost_output, read_flags, run_script
+from konkanivani.console import say
+from konkanivani.errors import ReportedByOtherRank
+from konkanivani.files import check_own_file
 
 TRAINER = Path(__file__).resolve().with_name("train_konkanivani_asr.py")
 COMPARING = FolderUse("comparison", "comparing models in", "--folder")

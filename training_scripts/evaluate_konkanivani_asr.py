@@ -16,23 +16,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from konkanivani.base.command_line import end_script, print_on_local_rank0, read_flags, run_script
-from konkanivani.base.config import TRAINING_ONLY, DecodingConfig, PretrainedConfig
-from konkanivani.base.errors import UsageError
-from konkanivani.base.files import check_own_file
-from konkanivani.base.rules import check_decoding, check_pretrained
+from konkanivani.command_line import end_script, print_on_local_rank0, read_flags, run_script
+from konkanivani.config import TRAINING_ONLY, DecodingConfig, PretrainedConfig
 from konkanivani.data.manifest import read_manifest
-from konkanivani.evaluation.hypotheses import HYPOTHESES, TextPairs, other_system, read_pairs, write_hypotheses
-from konkanivani.evaluation.metrics import count_edits
-from konkanivani.evaluation.reports.html import PAGE_START, write_page
-from konkanivani.evaluation.reports.score_json import score_json
-from konkanivani.evaluation.reports.score_page import draw_score_page
-from konkanivani.evaluation.reports.score_text import score_lines
-from konkanivani.evaluation.score import build_report
-from konkanivani.evaluation.transcripts import is_json_file, read_transcripts
+from konkanivani.errors import UsageError
+from konkanivani.files import check_own_file
+from konkanivani.rules import check_decoding, check_pretrained
+from konkanivani.scoring.html import PAGE_START, write_page
+from konkanivani.scoring.metrics import count_edits
+from konkanivani.scoring.report import draw_score_page, score_json, score_lines
+from konkanivani.scoring.score import HYPOTHESES, TextPairs, build_report, other_system, read_pairs, write_hypotheses
+from konkanivani.scoring.transcripts import is_json_file, read_transcripts
 
 if TYPE_CHECKING:
-    from konkanivani.base.distributed import Topology
+    from konkanivani.distributed import Topology
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,7 @@ def recognize(flags: Flags, topology: "Topology") -> TextPairs:
     assert flags.model is not None and flags.manifest is not None  # check_flags requires both
     # Read before torch is imported, so that errors in it are reported at once.
     manifest = read_manifest(flags.manifest, flags.audio_roots)
-    from konkanivani.base.device import choose_device
+    from konkanivani.device import choose_device
     from konkanivani.recipe.evaluation_model import (
         load_evaluation_model,
         load_pretrained_evaluation,

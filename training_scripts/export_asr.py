@@ -20,17 +20,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.console import say
-from konkanivani.base.errors import UsageError
-from konkanivani.base.files import atomic_write, check_new_file
-from konkanivani.base.units import parse_share
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.console import parse_share, say
 from konkanivani.data.manifest import read_manifest
+from konkanivani.errors import UsageError
+from konkanivani.files import atomic_write, check_new_file
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
+    from konkanivani.checkpoints.checkpoint import Checkpoint
+    from konkanivani.cli.verify_export import Exported, FormScore
     from konkanivani.inference.speech_model import SpeechModel
-    from konkanivani.inference.verify import Exported, FormScore
-    from konkanivani.training.checkpoint.checkpoint import Checkpoint
     from konkanivani.training.validation import EvaluationSet
 
 
@@ -101,10 +100,10 @@ def export(flags: Flags) -> str:
         read_manifest(flags.manifest, flags.audio_roots)
     import torch
 
-    from konkanivani.inference.onnx_export import require_onnx
+    from konkanivani.checkpoints.checkpoint import check_finite, read_checkpoint
+    from konkanivani.cli.verify_export import Exported, compare, recognize_with
+    from konkanivani.inference.export import require_onnx
     from konkanivani.inference.speech_model import build_speech_model
-    from konkanivani.inference.verify import Exported, compare, recognize_with
-    from konkanivani.training.checkpoint.checkpoint import check_finite, read_checkpoint
 
     if flags.onnx is not None or flags.int8 is not None:
         require_onnx()
@@ -132,7 +131,7 @@ def export(flags: Flags) -> str:
 
 def with_folder(checkpoint: "Checkpoint", folder: str) -> "Checkpoint":
     """Return the checkpoint with `folder` as the path of its pretrained model."""
-    from konkanivani.base.flags import config_from_text, config_to_text
+    from konkanivani.flags import config_from_text, config_to_text
 
     config = config_from_text(checkpoint.config)
     config = replace(config, pretrained=replace(config.pretrained, pretrained=folder))
@@ -141,7 +140,7 @@ def with_folder(checkpoint: "Checkpoint", folder: str) -> "Checkpoint":
 
 def check_kind(flags: Flags, checkpoint: "Checkpoint") -> None:
     """Raise UsageError if a format does not suit the kind of model (native or pretrained)."""
-    from konkanivani.training.checkpoint.checkpoint import PRETRAINED_STATE
+    from konkanivani.checkpoints.checkpoint import PRETRAINED_STATE
 
     is_ours = PRETRAINED_STATE not in checkpoint.states
     if is_ours and (flags.folders or flags.pretrained is not None):
@@ -161,11 +160,10 @@ def export_folders(flags: Flags, checkpoint: "Checkpoint") -> list["Exported"]:
     """Write the requested folders, and read the model back for the comparison."""
     import torch
 
-    from konkanivani.base.flags import config_from_text
-    from konkanivani.inference.pretrained import read_pretrained, tuned_whisper
-    from konkanivani.inference.speech_model import build_pretrained_model
-    from konkanivani.inference.verify import Exported, recognize_with, size_of
-    from konkanivani.inference.whisper.export import export_adapter, export_whisper, read_base
+    from konkanivani.cli.verify_export import Exported, recognize_with, size_of
+    from konkanivani.flags import config_from_text
+    from konkanivani.inference.speech_model import build_pretrained_model, read_pretrained, tuned_whisper
+    from konkanivani.models.whisper.export import export_adapter, export_whisper, read_base
 
     tuned = tuned_whisper(checkpoint, config_from_text(checkpoint.config))
     forms = []
@@ -186,8 +184,8 @@ def export_folders(flags: Flags, checkpoint: "Checkpoint") -> list["Exported"]:
 
 def export_bundle(path: Path, speech_model: "SpeechModel") -> "Exported":
     """Write the bundle, read it back and verify it."""
+    from konkanivani.cli.verify_export import Exported, check_bundle, recognize_with
     from konkanivani.inference.bundle import bundle_bytes, read_bundle
-    from konkanivani.inference.verify import Exported, check_bundle, recognize_with
 
     with atomic_write(path) as partial:
         partial.write_bytes(bundle_bytes(speech_model))
@@ -200,8 +198,8 @@ def export_bundle(path: Path, speech_model: "SpeechModel") -> "Exported":
 
 def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
     """Write the requested ONNX files, read them back and verify them."""
-    from konkanivani.inference.onnx_export import build_onnx, quantize, read_onnx
-    from konkanivani.inference.verify import TOLERANCE, Exported, check_onnx
+    from konkanivani.cli.verify_export import TOLERANCE, Exported, check_onnx
+    from konkanivani.inference.export import build_onnx, quantize, read_onnx
 
     say("Tracing the model for ONNX (up to a minute).")
     model = build_onnx(speech_model)
@@ -222,8 +220,8 @@ def read_utterances(
     manifest: str, audio_roots: tuple[str, ...], checkpoint: "Checkpoint", speech_model: "SpeechModel"
 ) -> "EvaluationSet":
     """Return the utterances of the manifest for the evaluation."""
-    from konkanivani.base.flags import config_from_text
     from konkanivani.data.rejections import Rejections
+    from konkanivani.flags import config_from_text
     from konkanivani.recipe.run_data import build_evaluation_set
 
     config = config_from_text(checkpoint.config)

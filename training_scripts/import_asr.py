@@ -21,9 +21,9 @@ from typing import Annotated
 
 import tyro
 
-from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.errors import UsageError
-from konkanivani.base.files import atomic_write, check_new_file
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.errors import UsageError
+from konkanivani.files import atomic_write, check_new_file
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def check_flags(flags: Flags) -> tuple[str, str]:
     """
     if flags.model is None or flags.output is None:
         raise UsageError("Give the .nemo file to read and the checkpoint to write, such as konkani.nemo konkani.pt.")
-    from konkanivani.inference.averaging import is_name_of_a_run
+    from konkanivani.checkpoints.averaging import is_name_of_a_run
 
     output = Path(flags.output)
     if output.resolve() == Path(flags.model).resolve():
@@ -62,8 +62,8 @@ def check_flags(flags: Flags) -> tuple[str, str]:
 def run_import(flags: Flags) -> str:
     """Write the checkpoint; return a summary of the imported and skipped parts, and the next commands."""
     model, output_name = check_flags(flags)
-    from konkanivani.inference.nemo.imported import import_nemo
-    from konkanivani.training.checkpoint.checkpoint import write_checkpoint
+    from konkanivani.checkpoints.checkpoint import write_checkpoint
+    from konkanivani.models.nemo.weights import import_nemo
 
     output = Path(output_name)
     found = import_nemo(Path(model), flags.language, output.parent)

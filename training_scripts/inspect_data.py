@@ -20,13 +20,13 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.config import TrainConfig
-from konkanivani.base.console import say
-from konkanivani.base.errors import DataError, UsageError
-from konkanivani.base.files import check_own_file
-from konkanivani.base.rules import check_config
-from konkanivani.evaluation.reports.html import PAGE_START, write_page
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.config import TrainConfig
+from konkanivani.console import say
+from konkanivani.errors import DataError, UsageError
+from konkanivani.files import check_own_file
+from konkanivani.rules import check_config
+from konkanivani.scoring.html import PAGE_START, write_page
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,7 @@ def inspect(flags: Flags) -> str:
     manifests = chosen_manifests(flags)
     if flags.audio_utterances < 0:
         raise UsageError(f"--audio_utterances {flags.audio_utterances} must be at least 0.")
-    from konkanivani.evaluation.reports.health_page import draw_page
-    from konkanivani.evaluation.reports.health_report import diagnose, health_json
-    from konkanivani.evaluation.reports.health_text import health_lines
+    from konkanivani.corpora.health_report import diagnose, draw_page, health_json, health_lines
 
     if flags.html is not None:
         # Before the work, so that its result can be written.

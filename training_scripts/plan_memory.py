@@ -19,14 +19,14 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.config import TrainConfig
-from konkanivani.base.errors import UsageError
-from konkanivani.base.flags import CommandLine, check_idle_flags, defaults_beside, explicit_flags
-from konkanivani.base.rules import check_config
-from konkanivani.base.units import parse_budget
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.config import TrainConfig
+from konkanivani.console import parse_budget
+from konkanivani.errors import UsageError
+from konkanivani.flags import CommandLine, check_idle_flags, defaults_beside, explicit_flags
 from konkanivani.memory.devices import cpu_costs, cuda_costs
 from konkanivani.memory.known_gpus import Gpu, find_gpu
+from konkanivani.rules import check_config
 
 HOW_LONG = "10 to 20 s the first time, 3 s when repeated, since traces are cached"
 

@@ -17,10 +17,10 @@ import sys
 import time
 from dataclasses import dataclass
 
-from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.errors import UsageError
-from konkanivani.data.synthetic.builtin_corpus import WHAT_IT_IS, SplitSizes, build_builtin_corpus
-from konkanivani.data.synthetic.sentence_corpus import SentenceReport, build_sentence_corpus
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.corpora.builtin import WHAT_IT_IS, SplitSizes, build_builtin_corpus
+from konkanivani.corpora.sentences import SentenceReport, build_sentence_corpus
+from konkanivani.errors import UsageError
 
 FULL = SplitSizes()
 MAX_NAMED = 10  # skipped lines to print; left_out.jsonl lists all

@@ -16,8 +16,8 @@ import sys
 import unicodedata
 from pathlib import Path
 
-from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.data.preparation.prepare import REJECTED, Preparation, PreparationReport, prepare_corpus
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.corpora.prepare import REJECTED, Preparation, PreparationReport, prepare_corpus
 
 # Folder names that are too common to name a run.
 COMMON_NAMES = ("corpus", "data", "manifest", "manifests", "out", "output", "prepared", "splits")

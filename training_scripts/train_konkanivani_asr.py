@@ -22,8 +22,8 @@ bootstrap.rerun_under_venv()
 
 import sys
 
-from konkanivani.base.command_line import end_script, print_on_local_rank0, run_script
-from konkanivani.base.flags import parse_args
+from konkanivani.command_line import end_script, print_on_local_rank0, run_script
+from konkanivani.flags import parse_args
 
 
 def main(arguments: list[str]) -> str:

@@ -21,14 +21,14 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.console import count
-from konkanivani.base.errors import DataError, UsageError
-from konkanivani.base.files import check_new_file
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.console import count
+from konkanivani.errors import DataError, UsageError
+from konkanivani.files import check_new_file
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
-    from konkanivani.data.vocabulary import Vocabulary
-    from konkanivani.decoding.arpa import Ngrams
+    from konkanivani.data.text import Vocabulary
+    from konkanivani.decoding.ngram import Ngrams
 
 MAX_ORDER = 16
 # Characters need a longer context for the same number of words.
@@ -109,14 +109,14 @@ class TextCorpus:
             )
 
     def _lines_of(self, file: str) -> Iterator[str]:
-        from konkanivani.data.synthetic.sentence_corpus import read_source_lines
+        from konkanivani.corpora.sentences import read_source_lines
 
         if Path(file).exists() and not Path(file).is_file():
             raise DataError(f"The sentences in {file} cannot be read: it is not a file. Give the path of a text file.")
         yield from (line.text for line in read_source_lines(file))
 
     def _transcripts_of(self, manifest: str) -> Iterator[str]:
-        from konkanivani.data.utterance import BadRow, parse_row
+        from konkanivani.data.index import BadRow, parse_row
 
         for row, line in enumerate(filter(None, self._lines_of(manifest)), start=1):
             try:  # the audio need not exist
@@ -135,11 +135,10 @@ class TextCorpus:
 def train(flags: Flags) -> str:
     """Write the language model; return the size of the text, of the model, and the perplexity of --held_out."""
     check_flags(flags)
-    from konkanivani.base.flags import config_from_text
-    from konkanivani.decoding.arpa import write_arpa
-    from konkanivani.decoding.ngram import estimate_ngrams
+    from konkanivani.checkpoints.checkpoint import read_checkpoint
+    from konkanivani.decoding.ngram import estimate_ngrams, write_arpa
+    from konkanivani.flags import config_from_text
     from konkanivani.inference.speech_model import load_tokenizer
-    from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
     checkpoint = read_checkpoint(flags.checkpoint)
     tokenizer = load_tokenizer(checkpoint)

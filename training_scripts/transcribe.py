@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from konkanivani.base.command_line import end_script, print_on_local_rank0, read_flags, run_script
-from konkanivani.base.config import TRAINING_ONLY, DecodingConfig, PretrainedConfig
-from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.base.rules import check_decoding, check_pretrained
-from konkanivani.data.audio.standard_input import SIGN, spooled_input
+from konkanivani.command_line import end_script, print_on_local_rank0, read_flags, run_script
+from konkanivani.config import TRAINING_ONLY, DecodingConfig, PretrainedConfig
+from konkanivani.data.audio.files import SIGN, spooled_input
+from konkanivani.errors import CheckpointError, UsageError
+from konkanivani.rules import check_decoding, check_pretrained
 
 if TYPE_CHECKING:
-    from konkanivani.base.distributed import Topology
+    from konkanivani.distributed import Topology
 
 # Bounds of --longest_piece and --pause, in seconds.
 MIN_PIECE = 1.0

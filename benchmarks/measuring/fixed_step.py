@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.base.config import FeatureConfig, TrainConfig
-from konkanivani.base.device import choose_device
-from konkanivani.base.errors import NumericsError
-from konkanivani.base.lengths import SAMPLE_RATE, Lengths
-from konkanivani.base.units import MIB
-from konkanivani.data.batch import Example, GlobalBatch, collate
+from konkanivani.config import FeatureConfig, TrainConfig
+from konkanivani.console import MIB
+from konkanivani.data.batching import Example, GlobalBatch, collate
 from konkanivani.data.text import OUR_TOKENS
+from konkanivani.device import choose_device
+from konkanivani.errors import NumericsError
+from konkanivani.lengths import SAMPLE_RATE, Lengths
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor, peak_resident_mib, resident_mib
-from konkanivani.model.architecture import architecture_of
-from konkanivani.model.asr import parameter_count
+from konkanivani.models.architecture import architecture_of
+from konkanivani.models.asr import parameter_count
 from konkanivani.planning.tensors import LiveBytes
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, StepReport, train_step

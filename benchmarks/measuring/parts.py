@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from konkanivani.base.command_line import run_script
-from konkanivani.base.errors import UsageError
+from konkanivani.command_line import run_script
+from konkanivani.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import cache
 from html import escape
 from pathlib import Path
 
-from konkanivani.base.errors import DataError
+from konkanivani.errors import DataError
 
 OUTLINES = Path(__file__).with_name("outlines.json")
 DEVANAGARI = re.compile("[\u0900-\u097f\ua8e0-\ua8ff]")

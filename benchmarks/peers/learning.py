@@ -35,8 +35,8 @@ from typing import Literal
 import soundfile
 
 from benchmarks.peers.processes import PACKAGES, peer_python
-from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.errors import DataError, UsageError
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.errors import DataError, UsageError
 
 PARTS = ("train", "valid", "test")
 SCRIPTS = Path(__file__).resolve().parents[2] / "training_scripts"

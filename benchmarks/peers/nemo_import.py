@@ -32,8 +32,8 @@ import sentencepiece
 import torch
 
 from benchmarks.peers.processes import peer_python
-from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.errors import ResourceError
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.errors import ResourceError
 
 LANGUAGES = "as bn brx doi kok gu hi kn ks mai ml mni mr ne or pa sa sat sd ta te ur".split()
 WIDTH, BLOCKS, PIECES, HIDDEN, CHANNELS, KERNEL, BINS = 512, 17, 256, 640, 512, 31, 80

@@ -41,8 +41,8 @@ import soundfile
 
 from benchmarks.measuring.parts import run_subcommand
 from benchmarks.peers.whisper_toolkits import config_of
-from konkanivani.base.command_line import read_flags
-from konkanivani.base.errors import DataError, ResourceError
+from konkanivani.command_line import read_flags
+from konkanivani.errors import DataError, ResourceError
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ def transformers_peak(size: str) -> int:
 
 def our_peaks(size: str) -> list[int]:
     """Return the peak bytes of this trainer's tensors on the GPU for each location of the weights."""
-    from konkanivani.base.auto_defaults import resolve
-    from konkanivani.base.config import AUTO, LossConfig, MemoryConfig, TrainConfig
+    from konkanivani.auto_defaults import resolve
+    from konkanivani.config import AUTO, LossConfig, MemoryConfig, TrainConfig
     from konkanivani.memory.activation_checkpointing import RecomputePolicy
     from konkanivani.memory.devices import cuda_costs
-    from konkanivani.model.whisper.architecture import WhisperArchitecture
+    from konkanivani.models.whisper.architecture import WhisperArchitecture
     from konkanivani.planning.tracer import BatchShape
     from konkanivani.planning.traces import build_tracer
     from konkanivani.planning.whisper_table import PLACES, SIZES

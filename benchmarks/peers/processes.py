@@ -31,10 +31,10 @@ import bootstrap
 import torch
 
 from benchmarks.measuring.fixed_step import Steal
-from konkanivani.base.errors import ResourceError
-from konkanivani.base.units import MIB
-from konkanivani.model.flops import product_rate
-from konkanivani.model.kernels.products import fast_linear
+from konkanivani.console import MIB
+from konkanivani.errors import ResourceError
+from konkanivani.models.flops import product_rate
+from konkanivani.ops.products import fast_linear
 
 OURS = "konkanivani"
 PACKAGES = ("speechbrain", "espnet", "matplotlib")

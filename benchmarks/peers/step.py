@@ -39,12 +39,12 @@ from benchmarks.measuring.fixed_step import VOCABULARY, build_speech
 from benchmarks.measuring.parts import run_subcommand
 from benchmarks.peers.processes import OURS, ROOT, SIDE, Entry, Result, pythons_of, race
 from benchmarks.peers.toolkits import Terms, model_of
-from konkanivani.base.command_line import read_flags
-from konkanivani.base.config import FeatureConfig
-from konkanivani.base.errors import ResourceError, UsageError
-from konkanivani.base.units import MIB
+from konkanivani.command_line import read_flags
+from konkanivani.config import FeatureConfig
+from konkanivani.console import MIB
+from konkanivani.errors import ResourceError, UsageError
 from konkanivani.memory.plan import STATE_BYTES
-from konkanivani.model.flops import forward_layers, step_flop
+from konkanivani.models.flops import forward_layers, step_flop
 
 LEANER = "within the leanest other's peak"
 # Weights, gradients and two moments in fp32 take 16 bytes per parameter.

@@ -29,15 +29,15 @@ from benchmarks.measuring.fixed_step import (
     warm_up,
 )
 from benchmarks.peers.processes import Contestant, Entry
-from konkanivani.base.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, TrainConfig
-from konkanivani.base.device import choose_device
-from konkanivani.base.errors import ResourceError
-from konkanivani.base.units import MIB
-from konkanivani.data.batch import GlobalBatch
+from konkanivani.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.console import MIB
+from konkanivani.data.batching import GlobalBatch
+from konkanivani.device import choose_device
+from konkanivani.errors import ResourceError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import peak_resident_mib, reset_peak_resident, resident_mib
-from konkanivani.model.architecture import architecture_of
-from konkanivani.model.asr import parameter_count
+from konkanivani.models.architecture import architecture_of
+from konkanivani.models.asr import parameter_count
 from konkanivani.planning.tensors import LiveBytes
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step

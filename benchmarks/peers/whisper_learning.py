@@ -39,8 +39,8 @@ import soundfile
 import torch
 
 from benchmarks.peers.learning import Sources, read_rows
-from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.errors import DataError, UsageError
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.errors import DataError, UsageError
 from tests.whisper.small_model import write_model
 
 if TYPE_CHECKING:

@@ -46,18 +46,17 @@ import torch
 from benchmarks.measuring.parts import run_subcommand
 from benchmarks.peers.processes import OURS, Entry, Result, race
 from benchmarks.peers.whisper_toolkits import DEFAULT_WINDOWS, WhisperTerms
-from konkanivani.base.command_line import read_flags
-from konkanivani.base.config import DataConfig, LossConfig, OptimizerConfig, TrainConfig
-from konkanivani.base.errors import NumericsError, UsageError
-from konkanivani.base.lengths import SAMPLE_RATE
-from konkanivani.base.units import MIB
-from konkanivani.data.batch import Example
-from konkanivani.data.batching import same_size, split_into_micro_batches
+from konkanivani.command_line import read_flags
+from konkanivani.config import DataConfig, LossConfig, OptimizerConfig, TrainConfig
+from konkanivani.console import MIB
+from konkanivani.data.batching import Example, same_size, split_into_micro_batches
 from konkanivani.data.text import SpecialTokens
+from konkanivani.errors import NumericsError, UsageError
+from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.plan import STATE_BYTES
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.folder import name_in_file
-from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.folder import name_in_file
+from konkanivani.models.whisper.network import WhisperShape
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 

@@ -19,20 +19,19 @@ import torch.nn.functional as F
 from benchmarks.measuring.fixed_step import MAX_WARM_UP_STEPS, peak_mib, warm_up
 from benchmarks.peers.processes import Contestant, Entry
 from benchmarks.peers.toolkits import peak_bytes
-from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, OptimizerConfig, TrainConfig, TuningConfig
-from konkanivani.base.device import choose_device
-from konkanivani.base.lengths import SAMPLE_RATE
-from konkanivani.base.units import MIB
-from konkanivani.data.batch import Example
-from konkanivani.data.batching import same_size, split_into_micro_batches
+from konkanivani.config import DataConfig, LossConfig, MemoryConfig, OptimizerConfig, TrainConfig, TuningConfig
+from konkanivani.console import MIB
+from konkanivani.data.batching import Example, same_size, split_into_micro_batches
 from konkanivani.data.text import SpecialTokens
+from konkanivani.device import choose_device
+from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.monitor import peak_resident_mib, reset_peak_resident, resident_mib
-from konkanivani.memory.weights.placement import ON_CARD, Placement
-from konkanivani.model.adapters import LOW_RANK_TENSORS
-from konkanivani.model.asr import trained_parameters
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.folder import name_in_file
-from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.memory.weights import ON_CARD, Placement
+from konkanivani.models.adapters import LOW_RANK_TENSORS
+from konkanivani.models.asr import trained_parameters
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.folder import name_in_file
+from konkanivani.models.whisper.network import WhisperShape
 from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.optimizer import learning_rate
 from konkanivani.training.step import train_step

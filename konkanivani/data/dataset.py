@@ -5,17 +5,15 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import Dataset
 
-from konkanivani.base.randomness import derive_seed, utterance_generator
-from konkanivani.data.audio.augmentation import choose_speed, perturb_speed
 from konkanivani.data.audio.files import UnusableAudio
-from konkanivani.data.audio.silence import speech_span
-from konkanivani.data.audio.waveform import load_audio
-from konkanivani.data.batch import Example
-from konkanivani.data.noise_reverb import NoiseReverb
+from konkanivani.data.audio.waveform import load_audio, speech_span
+from konkanivani.data.augmentation import NoiseReverb, choose_speed, perturb_speed
+from konkanivani.data.batching import Example
+from konkanivani.data.filtering import Selection
+from konkanivani.data.index import Utterance
 from konkanivani.data.rejections import Rejection
-from konkanivani.data.selection import Selection
-from konkanivani.data.utterance import Utterance
-from konkanivani.data.vocabulary import Vocabulary
+from konkanivani.data.text import Vocabulary
+from konkanivani.randomness import derive_seed, utterance_generator
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from konkanivani.base.console import count, is_or_are, say
-from konkanivani.base.errors import DataError
-from konkanivani.base.files import write_json_lines
+from konkanivani.console import count, is_or_are, say
 from konkanivani.data.manifest import Manifest
+from konkanivani.errors import DataError
+from konkanivani.files import write_json_lines
 
 NAMED = 3
 

@@ -1,4 +1,13 @@
-"""Normalisation of transcripts, and SentencePiece tokenizers of normalised text.
+"""Text: normalisation, format characters and tokenizers.
+
+| characters | scored and trained text | written text (Whisper) |
+|---|---|---|
+| ZWJ in a sequence of `EQUIVALENT` | mapped | mapped |
+| other ZWJ and ZWNJ (Bengali ya-phalaa, Kannada, Sinhala, Persian) | dropped | kept |
+| visible signs of `VISIBLE` (Arabic, Syriac, Kaithi) | dropped | kept |
+| all others (direction marks, BOM, soft hyphen, tags) | dropped | dropped |
+
+Unicode names no equivalent encoding without the joiner for the second row, so the joiner cannot be mapped.
 
 Normalisation applies these steps in order: Unicode NFC; joiner sequences with an equivalent encoding are mapped to it
 and other format characters are removed (format_characters.py); digits are kept or spelt one by one (`digits="spell"`);
@@ -10,16 +19,167 @@ import dataclasses
 import io
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import sentencepiece
 
-from konkanivani.base.console import announced
-from konkanivani.base.errors import DataError, UsageError
-from konkanivani.data.format_characters import drop_unwritten, map_equivalent
-from konkanivani.data.generation import FREE
+from konkanivani.console import announced, count
+from konkanivani.errors import DataError, UsageError
+
+# --------------------
+# Format characters (Unicode general category Cf) in transcripts: kept, mapped or dropped.
+
+
+MAX_NAMED = 8  # kinds of characters listed in a message
+ZWNJ = "\u200c"
+ZWJ = "\u200d"
+JOINERS = frozenset((ZWNJ, ZWJ))
+VISIBLE = frozenset("\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd")
+
+# Unicode Standard, chapter 12: rule R5 of Devanagari (eyelash ra) and the table of Malayalam chillus.
+EQUIVALENT = {
+    "\u0930\u094d\u200d": "\u0931\u094d",
+    "\u0d23\u0d4d\u200d": "\u0d7a",
+    "\u0d28\u0d4d\u200d": "\u0d7b",
+    "\u0d30\u0d4d\u200d": "\u0d7c",
+    "\u0d32\u0d4d\u200d": "\u0d7d",
+    "\u0d33\u0d4d\u200d": "\u0d7e",
+    "\u0d15\u0d4d\u200d": "\u0d7f",
+}
+_SEQUENCE = re.compile("|".join(EQUIVALENT))
+
+
+def map_equivalent(text: str) -> str:
+    """Replace each joiner sequence with the encoding that Unicode names as equivalent."""
+    if ZWJ not in text:
+        return text
+    return _SEQUENCE.sub(lambda found: EQUIVALENT[found.group()], text)
+
+
+def is_dropped_from_written(character: str) -> bool:
+    """Return whether `character` is a format character that written text does not keep."""
+    return unicodedata.category(character) == "Cf" and character not in JOINERS and character not in VISIBLE
+
+
+def drop_unwritten(text: str) -> str:
+    """Return `text` without format characters that have no effect on its letters."""
+    if text.isascii():
+        return text
+    return "".join(character for character in text if not is_dropped_from_written(character))
+
+
+# Category Cf without `VISIBLE`. Written out, because computing the ranges takes a sixth of a second at each start.
+_INVISIBLE = re.compile(
+    "[\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb\U00013430-\U0001343f"
+    "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001\U000e0020-\U000e007f]"
+)
+
+
+def find_removed(text: str) -> list[str]:
+    """Return the invisible format characters that scored text drops, in their order; a mapped joiner is not dropped."""
+    if text.isascii():
+        return []
+    return _find_invisible(map_equivalent(unicodedata.normalize("NFC", text)) if ZWJ in text else text)
+
+
+def find_unwritten(text: str) -> list[str]:
+    """Return the invisible format characters that even written text drops, in their order; joiners are kept."""
+    return [] if text.isascii() else [character for character in _find_invisible(text) if character not in JOINERS]
+
+
+def _find_invisible(text: str) -> list[str]:
+    # Python's Unicode version may be older than the ranges, with fewer characters in Cf.
+    return [character for character in _INVISIBLE.findall(text) if unicodedata.category(character) == "Cf"]
+
+
+def count_mapped_joiners(text: str) -> int:
+    """Return how many joiners of `text` are part of a sequence that is mapped to its equivalent encoding."""
+    return text.count(ZWJ) - find_removed(text).count(ZWJ) if ZWJ in text else 0
+
+
+@dataclass
+class FormatCharacterCount:
+    """Counts of invisible format characters removed from transcripts, and of the transcripts that contain any.
+
+    `unwritten_texts` counts the transcripts with a character that even written text drops, that is, not a joiner.
+    """
+
+    characters: Counter[str] = field(default_factory=Counter)
+    texts: int = 0
+    unwritten_texts: int = 0
+
+    def add(self, removed: Iterable[str]) -> None:
+        """Count the characters that `find_removed` finds in one transcript."""
+        found = Counter(removed)
+        if found:
+            self.characters += found
+            self.texts += 1
+            self.unwritten_texts += not JOINERS.issuperset(found)
+
+    def add_all(self, other: "FormatCharacterCount") -> None:
+        """Add the counts of other transcripts."""
+        self.characters += other.characters
+        self.texts += other.texts
+        self.unwritten_texts += other.unwritten_texts
+
+    def sentence(self, keeps_joiners: bool = False) -> str:
+        """Return one sentence with the counts; empty if nothing is removed. Written text keeps its joiners."""
+        left = {c: n for c, n in self.characters.items() if not (keeps_joiners and c in JOINERS)}
+        if not left:
+            return ""
+        texts = self.unwritten_texts if keeps_joiners else self.texts
+        codes = [f"U+{ord(character):04X}" for character in sorted(left)]
+        named = ", ".join(codes[:MAX_NAMED]) + (f" and {len(codes) - MAX_NAMED} more" if codes[MAX_NAMED:] else "")
+        removed = count(sum(left.values()), "invisible format character")
+        return f"Removed {removed} from {count(texts, 'transcript')} ({named})."
+
+
+# --------------------
+# Constraints of decoding: prompt, suppressed tokens, timestamp rules and maximum length.
+
+
+@dataclass(frozen=True)
+class TimeRules:
+    """Timestamp tokens, as in Whisper: all ids from `first` on.
+
+    `no_times` is the token for "no timestamps", which is never generated. The first generated token must be a
+    timestamp between `first` and `first + latest_first` (None: no upper bound).
+    """
+
+    no_times: int
+    first: int
+    latest_first: int | None = None
+
+
+@dataclass(frozen=True)
+class GenerationRules:
+    """Rules of decoding for one vocabulary; tokens are given by their ids.
+
+    `prompt` follows the start token. `suppressed` tokens are never generated, `suppressed_first` tokens not directly
+    after the prompt. A hypothesis has at most `most_tokens` tokens (None: the number of encoder frames).
+    """
+
+    prompt: tuple[int, ...] = ()
+    suppressed: tuple[int, ...] = ()
+    suppressed_first: tuple[int, ...] = ()
+    times: TimeRules | None = None
+    most_tokens: int | None = None
+
+    @property
+    def forbids(self) -> bool:
+        """Return whether any token is suppressed."""
+        return bool(self.suppressed or self.suppressed_first or self.times)
+
+
+FREE = GenerationRules()
+
+
+# --------------------
+# Normalisation of transcripts, and SentencePiece tokenizers of normalised text.
+
 
 WORD_BOUNDARY = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark before a word
 DIGIT_WORDS = ("शून्य", "एक", "दोन", "तीन", "चार", "पांच", "स", "सात", "आठ", "णव")
@@ -200,3 +360,54 @@ def _train_sentencepiece(texts: list[str], kind: str, vocab_size: int) -> bytes:
         minloglevel=2,
     )
     return model.getvalue()
+
+
+# --------------------
+# Interface of vocabularies, which convert transcripts to token ids and token ids to text.
+
+
+class Vocabulary(Protocol):
+    """Tokens of a recogniser: ids from 0 to `size` - 1, some of them special."""
+
+    special: SpecialTokens
+    """Ids without text."""
+    rules: GenerationRules
+    """Constraints of decoding with this vocabulary."""
+
+    @property
+    def model(self) -> bytes:
+        """Return the serialized vocabulary, as stored in a checkpoint; equal bytes mean equal vocabularies."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of tokens."""
+
+    def normalize(self, text: str, digits: Digits) -> str:
+        """Return a transcript normalised for `encode`, with digits kept or spelt."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the label of a normalised text, without the start and end tokens."""
+
+    def encode_with_times(self, text: str, begin: float, end: float | None) -> list[int]:
+        """Return the label with timestamps.
+
+        Args:
+            text: Normalised transcript.
+            begin: Start of the speech in seconds.
+            end: Its end in seconds; None if it continues past the end of the audio.
+
+        Raises:
+            UsageError: The vocabulary has no timestamp tokens.
+        """
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids; special tokens are omitted."""
+
+    def begins_word(self, token: int) -> bool:
+        """Return whether `token` is the first of a word."""
+
+    def seconds_of(self, token: int) -> float | None:
+        """Return the time of a timestamp token in seconds; None for other tokens."""
+
+    def piece(self, token: int) -> str:
+        """Return the string of one token, for display."""

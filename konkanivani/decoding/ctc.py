@@ -1,15 +1,31 @@
-"""Greedy CTC decoding (best path), and the masking of frames that all CTC decoders share.
+"""CTC prefix beam search: the likeliest token sequences, each summed over all alignments that the beam has kept.
 
 B batch, T' encoder frames, V vocabulary.
+
+Graves (2012), Sequence Transduction with Recurrent Neural Networks; Hannun et al. (2014), First-Pass Large Vocabulary
+Continuous Speech Recognition using Bi-Directional Recurrent DNNs, algorithm 1, with an optional language model. Every
+prefix in the beam has two probabilities: of its alignments that end in blank, and of its alignments that end in its
+last token. A repeated token can only extend the former.
+
+All computations are in float64: a path's log probability is about -10^5 after ten minutes, where float32 has steps of
+0.008.
+
+B batch, T' encoder frames, V vocabulary, U = T' maximal tokens, K beam, C tokens tried in a frame.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
-from konkanivani.base.lengths import CHUNK_FRAMES, Lengths, padding_mask
-from konkanivani.decoding.network import Network, ctc_head_of
-from konkanivani.model.losses import BLANK
+from konkanivani.decoding.language_model import Fusion, FusionScores
+from konkanivani.decoding.network import Hypothesis, Network, ctc_head_of, first_best, sort_hypotheses
+from konkanivani.lengths import CHUNK_FRAMES, Lengths, padding_mask
+from konkanivani.models.losses import BLANK
+
+# --------------------
+# Greedy CTC decoding (best path), and the masking of frames that all CTC decoders share.
 
 
 @torch.no_grad()
@@ -54,3 +70,140 @@ def mask_padding_as_blank(log_probabilities: torch.Tensor, encoded_lengths: Leng
     frames = log_probabilities[:, :longest].to(dtype).masked_fill(padding[:, :, None], -math.inf)
     frames[:, :, BLANK].masked_fill_(padding, 0.0)
     return frames
+
+
+# --------------------
+# CTC prefix beam search: the likeliest token sequences, each summed over all alignments that the beam has kept.
+
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class _Beam:
+    """K different prefixes per utterance, best first; unused places have probability zero."""
+
+    tokens: torch.Tensor  # (B, K, U), NO_TOKEN after the last
+    lengths: torch.Tensor  # (B, K)
+    last: torch.Tensor  # (B, K), BLANK of an empty prefix
+    in_blank: torch.Tensor  # (B, K), log probability of the alignments that end in blank
+    in_token: torch.Tensor  # (B, K), log probability of the alignments that end in the last token
+    fusion_scores: FusionScores | None  # language model scores, if there is a language model
+
+    @property
+    def log_probabilities(self) -> torch.Tensor:
+        return torch.logaddexp(self.in_blank, self.in_token)
+
+
+@torch.no_grad()
+def prefix_beam_search(
+    log_probabilities: torch.Tensor, encoded_lengths: Lengths, beam: int, best: int = 1, fusion: Fusion | None = None
+) -> list[tuple[Hypothesis, ...]]:
+    """Return each utterance's `best` likeliest hypotheses of log probabilities (B, T', V), likeliest first.
+
+    Fewer if the beam holds fewer of a probability above zero. The result does not depend on the batch. It is exact if
+    the beam holds every prefix. With `fusion`, its score replaces the log probability throughout.
+    """
+    # Ties: of equal hypotheses, smaller token ids come first; at the edge of the beam, the likelier parent prefix, then
+    # the unextended prefix, then the smaller last token.
+    if min(beam, best) < 1:
+        raise ValueError(f"Must be above zero: beam {beam}, best {best}.")
+    frames = mask_padding_as_blank(log_probabilities, encoded_lengths)
+    places = torch.zeros(len(frames), beam, dtype=torch.int64, device=frames.device)
+    impossible = torch.full_like(places, -math.inf, dtype=torch.float64)
+    certain = impossible.clone()  # only the empty prefix, with probability one
+    certain[:, 0] = 0.0
+    tokens = places[:, :, None].expand(-1, -1, frames.shape[1]).clone().fill_(NO_TOKEN)
+    blanks = places.clone().fill_(BLANK)
+    fused = fusion.begin(*places.shape) if fusion else None
+    prefixes = _Beam(tokens, places, blanks, certain, impossible, fused)
+    tried = torch.arange(1, frames.shape[2], device=frames.device).expand(len(frames), -1)  # all tokens but blank
+    for frame in range(frames.shape[1]):
+        emissions = frames[:, frame].double()
+        prefixes = _advance(prefixes, frame, emissions, tried)
+    return _hypotheses(prefixes, best)
+
+
+def _advance(beam: _Beam, frame: int, emissions: torch.Tensor, tried: torch.Tensor) -> _Beam:
+    """Return the beam after a frame with emissions (B, V), trying tokens (B, C); `frame` frames came before."""
+    before, (parents, has_parent) = beam.log_probabilities, _parents(beam, frame)
+    by_last = emissions.gather(1, beam.last)
+    # A prefix in the beam can also be reached from its parent, the prefix without its last token.
+    of_parents = _open_to(beam.last, *_gathered(parents, beam.last, beam.in_blank, before))
+    from_parent = (of_parents + by_last).masked_fill(~has_parent, -math.inf)
+    in_blank = before + emissions[:, BLANK, None]
+    in_token = torch.logaddexp(beam.in_token + by_last, from_parent)
+
+    ways = _open_to(tried[:, None], beam.last[:, :, None], beam.in_blank[:, :, None], before[:, :, None])
+    extended = ways + emissions.gather(1, tried)[:, None]
+    extended = extended.masked_fill(_already_there(beam, parents, has_parent, tried, emissions.shape[1]), -math.inf)
+
+    scores = torch.cat([torch.logaddexp(in_blank, in_token)[:, :, None], extended], dim=2)
+    fused = scores if beam.fusion_scores is None else scores + beam.fusion_scores.of(tried)
+    chosen = first_best(fused.flatten(1), scores.shape[1])  # (B, K): a prefix unchanged, or extended by a token
+    sources = chosen // scores.shape[2]
+    columns = chosen % scores.shape[2]
+    is_longer = columns > 0
+    new = F.pad(tried, (1, 0), value=NO_TOKEN).gather(1, columns)
+    lengths, last, in_blank, in_token = _gathered(sources, beam.lengths, beam.last, in_blank, in_token)
+    tokens = beam.tokens.gather(1, sources[:, :, None].expand_as(beam.tokens))
+    tokens.scatter_(2, lengths[:, :, None], new[:, :, None])
+    return _Beam(
+        tokens,
+        lengths=lengths + is_longer,
+        last=torch.where(is_longer, new, last),
+        in_blank=in_blank.masked_fill(is_longer, -math.inf),
+        in_token=torch.where(is_longer, scores.flatten(1).gather(1, chosen), in_token),
+        fusion_scores=beam.fusion_scores.follow(sources, is_longer, new) if beam.fusion_scores else None,
+    )
+
+
+def _open_to(token: torch.Tensor, last: torch.Tensor, in_blank: torch.Tensor, in_any: torch.Tensor) -> torch.Tensor:
+    """Return the log probability of the alignments that `token` can extend: after an equal token, those in blank."""
+    return torch.where(token == last, in_blank, in_any)
+
+
+def _parents(beam: _Beam, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the beam index of each prefix's (B, K) parent (without its last token), and whether it is in the beam.
+
+    No prefix has more than `longest` tokens.
+    """
+    # Prefixes are compared token by token: one that left the beam may have returned by another path.
+    ends = (beam.lengths - 1).clamp(min=0)[:, :, None]
+    shortened = beam.tokens.scatter(2, ends, NO_TOKEN)
+    is_parent = (beam.tokens[:, None, :, :longest] == shortened[:, :, None, :longest]).all(dim=3)
+    is_possible = beam.log_probabilities > -math.inf
+    is_parent &= is_possible[:, None] & (is_possible & (beam.lengths > 0))[:, :, None]
+    has_parent, parents = is_parent.to(torch.uint8).max(dim=2)
+    return parents, has_parent.bool()
+
+
+def _already_there(
+    beam: _Beam, parents: torch.Tensor, has_parent: torch.Tensor, tried: torch.Tensor, vocabulary: int
+) -> torch.Tensor:
+    """Return (B, K, C) bool: whether a prefix extended by a tried token (B, C) is in the beam, and counted there."""
+    batch, size = parents.shape
+    is_there = torch.zeros(batch, size * vocabulary, dtype=torch.bool, device=tried.device)
+    # Prefixes without a parent mark blank, which is never tried.
+    is_there.scatter_(1, parents * vocabulary + beam.last.masked_fill(~has_parent, BLANK), True)
+    return is_there.view(batch, size, vocabulary).gather(2, tried[:, None].expand(-1, size, -1))
+
+
+def _gathered(indices: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return each tensor (B, K) gathered at the indices (B, K)."""
+    return tuple(tensor.gather(1, indices) for tensor in tensors)
+
+
+def _hypotheses(beam: _Beam, best: int) -> list[tuple[Hypothesis, ...]]:
+    """Return the beam's hypotheses per utterance, likeliest first."""
+    found = []
+    ended = beam.log_probabilities if beam.fusion_scores is None else beam.log_probabilities + beam.fusion_scores.ended
+    rows = zip(beam.tokens.tolist(), beam.lengths.tolist(), ended.tolist(), strict=True)
+    for prefixes, lengths, scores in rows:
+        hypotheses = [
+            Hypothesis(tuple(tokens[:length]), score)
+            for tokens, length, score in zip(prefixes, lengths, scores, strict=True)
+            if score > -math.inf
+        ]
+        found.append(tuple(sort_hypotheses(hypotheses)[:best]))
+    return found

@@ -8,21 +8,15 @@ from typing import Protocol
 
 import torch
 
-from konkanivani.base.config import DecodingConfig, DecodingMethod
-from konkanivani.base.errors import UsageError
-from konkanivani.base.lengths import Lengths
-from konkanivani.data.generation import FREE, GenerationRules
-from konkanivani.data.text import OUR_TOKENS, SpecialTokens
-from konkanivani.data.vocabulary import Vocabulary
-from konkanivani.decoding.beam import Scorers, Weighted, beam_search
-from konkanivani.decoding.ctc import greedy_ctc
-from konkanivani.decoding.fusion import Fusion
-from konkanivani.decoding.hypothesis import Hypothesis
-from konkanivani.decoding.language_model import LanguageModel, read_language_model
-from konkanivani.decoding.network import Heads, Network, ctc_head_of, decoder_of
-from konkanivani.decoding.prefix_beam import prefix_beam_search
-from konkanivani.decoding.rules import RuledScorer
+from konkanivani.config import DecodingConfig, DecodingMethod
+from konkanivani.data.text import FREE, OUR_TOKENS, GenerationRules, SpecialTokens, Vocabulary
+from konkanivani.decoding.beam import RuledScorer, Scorers, Weighted, beam_search
+from konkanivani.decoding.ctc import greedy_ctc, prefix_beam_search
+from konkanivani.decoding.language_model import Fusion, LanguageModel, read_language_model
+from konkanivani.decoding.network import Heads, Hypothesis, Network, ctc_head_of, decoder_of
 from konkanivani.decoding.scorers import AttentionScorer, CTCScorer, FullScorer, LanguageModelScorer
+from konkanivani.errors import UsageError
+from konkanivani.lengths import Lengths
 
 
 class Decode(Protocol):

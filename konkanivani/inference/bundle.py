@@ -17,18 +17,17 @@ import safetensors
 import safetensors.torch
 import torch
 
-from konkanivani.base.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
-from konkanivani.base.errors import CheckpointError, DataError, ResourceError, UsageError
-from konkanivani.base.flags import config_from_text
-from konkanivani.base.line_endings import conversion_hint
-from konkanivani.base.rules import check_config
+from konkanivani.checkpoints.checkpoint import check_finite, provenance_of
+from konkanivani.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.data.text import Tokenizer
-from konkanivani.inference.provenance import provenance_of
+from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError
+from konkanivani.files import conversion_hint
+from konkanivani.flags import config_from_text
 from konkanivani.inference.speech_model import SpeechModel
-from konkanivani.model.architecture import HybridArchitecture, is_within_bounds
-from konkanivani.model.front_end import described, stored_features
-from konkanivani.model.kernels.passes import optimize
-from konkanivani.training.checkpoint.checkpoint import check_finite
+from konkanivani.models.architecture import HybridArchitecture, is_within_bounds
+from konkanivani.models.front_end import described, stored_features
+from konkanivani.ops.passes import optimize
+from konkanivani.rules import check_config
 
 FORMAT = 2
 # Settings that format 1 lacks. A bundle in which all of them have their defaults is written as format 1, which older

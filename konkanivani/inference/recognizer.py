@@ -13,20 +13,17 @@ from typing import Literal
 import numpy as np
 import torch
 
-from konkanivani.base.config import DecodingConfig, PretrainedConfig
-from konkanivani.base.device import choose_device
-from konkanivani.base.lengths import SAMPLE_RATE
-from konkanivani.base.rules import check_decoding
+from konkanivani.checkpoints.checkpoint import read_checkpoint
+from konkanivani.config import DecodingConfig, PretrainedConfig
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import stream_audio, stream_samples
 from konkanivani.decoding.decode import BeamDecode, Decode, build_decode
+from konkanivani.device import choose_device
 from konkanivani.inference.bundle import is_bundle, read_bundle
-from konkanivani.inference.pretrained import read_pretrained
 from konkanivani.inference.segmentation import Piece, SegmentationConfig, build_segmentation, segment_audio
-from konkanivani.inference.speech_model import SpeechModel, build_pretrained_model, build_speech_model
-from konkanivani.inference.transcript import Segment, Transcript, Word
-from konkanivani.inference.whisper.generation import FallbackDecode
-from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
+from konkanivani.inference.speech_model import SpeechModel, build_pretrained_model, build_speech_model, read_pretrained
+from konkanivani.inference.subtitles import Segment, Transcript, Word
+from konkanivani.inference.whisper_generation import FallbackDecode
 from konkanivani.inference.word_times import (
     EmissionDelay,
     align_tokens,
@@ -35,8 +32,10 @@ from konkanivani.inference.word_times import (
     spread_words,
     timed_words,
 )
-from konkanivani.model.whisper.network import Whisper
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.models.whisper.model import Whisper
+from konkanivani.models.whisper.vocabulary import PromptedVocabulary
+from konkanivani.rules import check_decoding
 
 OURS = PretrainedConfig()
 MAX_PIECE = 30.0  # seconds, even if the model was trained on longer utterances

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from konkanivani.base.lengths import SAMPLE_RATE
+from konkanivani.lengths import SAMPLE_RATE
 
 STEPS_A_SECOND = 100  # levels and cuts have a resolution of 10 ms
 STEP = SAMPLE_RATE // STEPS_A_SECOND  # samples

@@ -1,4 +1,4 @@
-"""Transcripts as plain text, JSON or subtitles, written segment by segment.
+"""Transcripts with times, and their formats: text, SRT, VTT and JSON.
 
 SubRip has no standard; WebVTT is specified by the W3C (w3.org/TR/webvtt1). Cues have at most two lines of 42 characters
 and last at most seven seconds (limits of Netflix's Timed Text Style Guides).
@@ -11,7 +11,62 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from konkanivani.inference.transcript import Segment, Transcript, Word
+# --------------------
+# Transcript of a recording as segments of words. Times are seconds from the start of the recording.
+
+
+@dataclass(frozen=True)
+class Word:
+    """Word with its start and end time; `confidence` is from 0 to 1, or None if unknown."""
+
+    text: str
+    start: float
+    end: float
+    confidence: float | None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One or more words that were recognised together, usually the speech between two pauses."""
+
+    words: tuple[Word, ...]
+
+    @property
+    def text(self) -> str:
+        """Words joined by spaces."""
+        return " ".join(word.text for word in self.words)
+
+    @property
+    def start(self) -> float:
+        """Start of the first word."""
+        return self.words[0].start
+
+    @property
+    def end(self) -> float:
+        """End of the last word."""
+        return self.words[-1].end
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """All segments of a recording, in order; empty if there is no speech."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def text(self) -> str:
+        """Segments joined by spaces."""
+        return " ".join(segment.text for segment in self.segments)
+
+    @property
+    def words(self) -> tuple[Word, ...]:
+        """Words of all segments."""
+        return tuple(word for segment in self.segments for word in segment.words)
+
+
+# --------------------
+# Transcripts as plain text, JSON or subtitles, written segment by segment.
+
 
 LINE_CHARACTERS = 42
 CUE_LINES = 2

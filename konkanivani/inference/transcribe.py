@@ -12,19 +12,16 @@ from typing import Literal, TextIO
 import numpy as np
 from tqdm import tqdm
 
-from konkanivani.base.command_line import is_out_of_memory
-from konkanivani.base.console import count, printable
-from konkanivani.base.distributed import ALONE, Topology, broadcast_from_rank0, gather
-from konkanivani.base.errors import DataError, ResourceError, UsageError
-from konkanivani.base.files import atomic_write, visible_files, without_empty_folders
-from konkanivani.data.audio.files import AudioSource, ShortAudio, UnusableAudio, claimed_header
-from konkanivani.data.audio.names import AUDIO_SUFFIXES
-from konkanivani.data.audio.standard_input import SIGN
-from konkanivani.data.audio.unicode_paths import existing_path
+from konkanivani.command_line import is_out_of_memory
+from konkanivani.console import count, printable
+from konkanivani.data.audio.files import SIGN, AudioSource, ShortAudio, UnusableAudio, claimed_header
+from konkanivani.data.audio.paths import AUDIO_SUFFIXES, existing_path
 from konkanivani.data.batching import partition
+from konkanivani.distributed import ALONE, Topology, broadcast_from_rank0, gather
+from konkanivani.errors import DataError, ResourceError, UsageError
+from konkanivani.files import atomic_write, visible_files, without_empty_folders
 from konkanivani.inference.recognizer import Recognizer
-from konkanivani.inference.subtitles import TextFormat, Timestamps, render
-from konkanivani.inference.transcript import Segment
+from konkanivani.inference.subtitles import Segment, TextFormat, Timestamps, render
 
 Existing = Literal["refuse", "keep", "replace"]
 Held = tuple[str, bool]  # text, and whether it is for stderr

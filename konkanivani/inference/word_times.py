@@ -14,15 +14,14 @@ from dataclasses import dataclass
 import torch
 import torchaudio
 
-from konkanivani.base.lengths import SAMPLE_RATE, FrameLengths, ctc_frames_needed
-from konkanivani.data.vocabulary import Vocabulary
+from konkanivani.data.text import Vocabulary
 from konkanivani.inference.segmentation import Piece
-from konkanivani.inference.transcript import Word
-from konkanivani.inference.whisper.alignment import attention_spans
-from konkanivani.inference.whisper.segments import timed_segments
-from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
-from konkanivani.model.losses import BLANK
-from konkanivani.model.whisper.network import Decoder
+from konkanivani.inference.subtitles import Word
+from konkanivani.lengths import SAMPLE_RATE, FrameLengths, ctc_frames_needed
+from konkanivani.models.losses import BLANK
+from konkanivani.models.whisper.alignment import attention_spans
+from konkanivani.models.whisper.model import Decoder
+from konkanivani.models.whisper.vocabulary import PromptedVocabulary, timed_segments
 
 # Seconds, used until delays have been measured: from the start of a word to the middle of the frame that emits its
 # first letter, and from the emission of its last letter to its end.

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from konkanivani.memory.weights.placement import OffloadedBlock
-from konkanivani.model.conformer import RunBlock
-from konkanivani.model.kernels.recompute import run_recomputed
+from konkanivani.memory.weights import OffloadedBlock
+from konkanivani.models.conformer import RunBlock
+from konkanivani.ops.recompute import run_recomputed
 
 ALL_BLOCKS = sys.maxsize
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from konkanivani.base.errors import ResourceError
+from konkanivani.errors import ResourceError
 
 SHARE_OF_FREE = 0.9  # the rest is a reserve for other programs
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from konkanivani.base.units import MIB
+from konkanivani.console import MIB
 
 FIRST_WITH_LARGE_WORKSPACE = (9, 0)
 

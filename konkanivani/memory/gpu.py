@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from konkanivani.base.units import GIB
+from konkanivani.console import GIB
 
 # Memory that no listed process holds is reported if it exceeds the driver's own use: a few hundred MiB, more on large
 # GPUs.

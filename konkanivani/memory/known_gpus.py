@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.base.errors import UsageError
-from konkanivani.base.units import GIB
+from konkanivani.console import GIB
+from konkanivani.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from konkanivani.base.units import MIB
+from konkanivani.console import MIB
 
 HOLE_BYTES = 256 * 1024  # below one activation of an utterance: 500 KiB at 20 s and a width of 256
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from konkanivani.base.errors import CheckpointError
-from konkanivani.base.units import MIB, budget_text, peak_text
+from konkanivani.console import MIB, budget_text, peak_text
+from konkanivani.errors import CheckpointError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.weights.placement import ON_CARD, Placement
-from konkanivani.model.asr import parameter_count
+from konkanivani.memory.weights import ON_CARD, Placement
+from konkanivani.models.asr import parameter_count
 
 STATE_BYTES = 16  # per trained parameter: weight, gradient and AdamW's two moments in fp32
 TRAINED_BYTES = 8  # per trained parameter: weight and gradient in fp32

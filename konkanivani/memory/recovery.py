@@ -1,20 +1,32 @@
-"""Recovery from out-of-memory errors: repeat the work in smaller pieces, with the same result."""
+"""Recovery from out-of-memory errors: a step is repeated with smaller micro-batches, which later runs remember.
+
+With sharded weights, all ranks exit if one of them runs out of memory; the newest checkpoint then predates the failure
+and does not contain it. The restarted run reads these files and uses smaller micro-batches. Each rank writes its own
+file, because ranks may be on different machines.
+"""
 
 import dataclasses
 import enum
 import gc
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Generic, TypeVar
 
 import torch
 from tqdm import tqdm
 
-from konkanivani.base.command_line import is_out_of_memory
-from konkanivani.base.errors import CheckpointError, ResourceError
-from konkanivani.base.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
-from konkanivani.data.batch import Batch, largest_batch, split_batch
+from konkanivani.command_line import is_out_of_memory
+from konkanivani.data.batching import Batch, largest_batch, split_batch
+from konkanivani.errors import CheckpointError, ResourceError
+from konkanivani.files import atomic_write
+from konkanivani.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
+
+# --------------------
+# Recovery from out-of-memory errors: repeat the work in smaller pieces, with the same result.
+
 
 Result = TypeVar("Result")
 ONE_BY_ONE = "one by one"
@@ -299,3 +311,39 @@ def _does_not_fit(batch: Batch, reason: str) -> ResourceError:
         "lower --max_duration (--max_validation_duration for validation and test sets), a smaller --preset or "
         "--mixed_precision, or stop other programs that use memory."
     )
+
+
+# --------------------
+# Sizes of micro-batches that ran out of memory, stored in the checkpoint folder.
+
+
+def write_sizes(directory: Path, rank: int, oom_history: OomHistory) -> None:
+    """Write a rank's out-of-memory history; raises a ResourceError if the folder is not writable."""
+    with atomic_write(_path(directory, rank)) as partial:
+        # Within atomic_write, which turns an OSError into a ResourceError.
+        directory.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(oom_history.state_dict()), encoding="utf-8")
+
+
+def read_sizes(directory: Path, conditions: int) -> dict[int, int]:
+    """Return the limits of all ranks under these conditions: whole seconds to the fewest utterances that failed."""
+    known = OomHistory(conditions)
+    for path in sorted(directory.glob(_path(directory, "*").name)):
+        found = OomHistory(conditions)
+        try:
+            found.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+            known.learn(found.sizes())
+        except (OSError, ValueError, AttributeError, CheckpointError, ResourceError):
+            # A damaged file is ignored: without its limits, the run fails and records them again.
+            continue
+    return known.sizes()
+
+
+def forget_sizes(directory: Path) -> None:
+    """Delete the histories of all ranks."""
+    for path in directory.glob(_path(directory, "*").name):
+        path.unlink(missing_ok=True)
+
+
+def _path(directory: Path, rank: int | str) -> Path:
+    return directory / f"did_not_fit_{rank}.json"

@@ -9,17 +9,16 @@ from functools import partial
 import numpy as np
 import torch
 
-from konkanivani.base.auto_defaults import resolved
-from konkanivani.base.config import AUTO, TrainConfig
-from konkanivani.base.console import count
-from konkanivani.base.errors import ResourceError, UsageError
-from konkanivani.base.units import budget_text, parse_budget, peak_text
-from konkanivani.data.selection import Selection
-from konkanivani.data.utterance import Utterances
+from konkanivani.auto_defaults import resolved
+from konkanivani.config import AUTO, TrainConfig
+from konkanivani.console import budget_text, count, parse_budget, peak_text
+from konkanivani.data.filtering import Selection
+from konkanivani.data.index import Utterances
+from konkanivani.errors import ResourceError, UsageError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
-from konkanivani.memory.weights.placement import ON_CARD, Placement, choose_placement
-from konkanivani.model.architecture import Architecture
+from konkanivani.memory.weights import ON_CARD, Placement, choose_placement
+from konkanivani.models.architecture import Architecture
 from konkanivani.planning.planner import ALWAYS, NEVER, Planner, plan_bucket
 from konkanivani.planning.sizes import Ranks, check_host, check_state, costs_per_rank, device_costs, fits
 from konkanivani.planning.tracer import BatchShape, Peak

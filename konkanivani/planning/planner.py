@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from konkanivani.base.lengths import CHUNK_FRAMES, SAMPLE_RATE
+from konkanivani.lengths import CHUNK_FRAMES, SAMPLE_RATE
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.plan import BucketPlan
 from konkanivani.planning.tracer import BatchShape, Peak

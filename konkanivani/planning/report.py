@@ -13,15 +13,14 @@ from multiprocessing import get_context
 
 import torch
 
-from konkanivani.base.auto_defaults import resolve, resolved
-from konkanivani.base.config import AUTO, PRESETS, ModelConfig, Preset, TrainConfig
-from konkanivani.base.rules import settings_of
-from konkanivani.base.units import GIB, MIB, budget_text, peak_text
+from konkanivani.auto_defaults import resolve, resolved
+from konkanivani.config import AUTO, PRESETS, ModelConfig, Preset, TrainConfig
+from konkanivani.console import GIB, MIB, budget_text, peak_text
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import BucketPlan
-from konkanivani.memory.weights.placement import ON_CARD, Placement
-from konkanivani.model.architecture import Architecture
+from konkanivani.memory.weights import ON_CARD, Placement
+from konkanivani.models.architecture import Architecture
 from konkanivani.planning.plan import resolve_placement
 from konkanivani.planning.planner import ALWAYS, MAX_UTTERANCES, NEVER, Planner
 from konkanivani.planning.sizes import (
@@ -38,6 +37,7 @@ from konkanivani.planning.sizes import (
 )
 from konkanivani.planning.tracer import BatchShape, Peak
 from konkanivani.planning.traces import kept_traces
+from konkanivani.rules import settings_of
 
 TABLE_BUDGETS = (2.0, 4.0, 8.0, 14.7, 24.0)
 # Flags that the plan itself sets.

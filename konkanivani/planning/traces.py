@@ -16,15 +16,15 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.base.config import TrainConfig
-from konkanivani.base.errors import ResourceError
-from konkanivani.base.files import atomic_write, cache_folder, digest_of_code
+from konkanivani.config import TrainConfig
+from konkanivani.errors import ResourceError
+from konkanivani.files import atomic_write, cache_folder, digest_of_code
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
-from konkanivani.memory.weights.placement import ON_CARD, Placement
-from konkanivani.model.architecture import Architecture
-from konkanivani.model.front_end import FeatureExtractor
-from konkanivani.model.kernels.products import is_onednn_preferred
+from konkanivani.memory.weights import ON_CARD, Placement
+from konkanivani.models.architecture import Architecture
+from konkanivani.models.front_end import FeatureExtractor
+from konkanivani.ops.products import is_onednn_preferred
 from konkanivani.planning.tensors import TRACED_DEVICE, TRACED_HOST
 from konkanivani.planning.tracer import BatchShape, Peak, StepTracer
 from konkanivani.training.build_step import StateLayout, build_step_parts

@@ -3,12 +3,12 @@
 import dataclasses
 from dataclasses import dataclass
 
-from konkanivani.base.auto_defaults import resolve
-from konkanivani.base.config import AUTO, TrainConfig, TuningConfig
+from konkanivani.auto_defaults import resolve
+from konkanivani.config import AUTO, TrainConfig, TuningConfig
 from konkanivani.memory.devices import DeviceCosts
-from konkanivani.memory.weights.placement import ON_CARD, Placement
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.memory.weights import ON_CARD, Placement
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.network import WhisperShape
 from konkanivani.planning.planner import ALWAYS, Planner
 from konkanivani.planning.report import two_processes
 from konkanivani.planning.tracer import BatchShape

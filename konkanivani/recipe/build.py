@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from konkanivani.base.console import Report, silent
-from konkanivani.base.device import choose_device
+from konkanivani.console import Report, silent
 from konkanivani.data.batching import EpochPlanner, SizeLimit
-from konkanivani.data.loader.loading import GlobalBatchStream
-from konkanivani.data.loader.workers import LoaderConfig
+from konkanivani.data.loader import LoaderConfig
+from konkanivani.data.loading import GlobalBatchStream
 from konkanivani.decoding.decode import greedy_decode
+from konkanivani.device import choose_device
 from konkanivani.memory.gpu import announce_card
 from konkanivani.memory.monitor import resident_mib
 from konkanivani.memory.plan import MemoryPlan
@@ -18,8 +18,7 @@ from konkanivani.recipe.run_folders import listing_rejected, make_run_directory
 from konkanivani.recipe.run_output import open_logs, stateful_parts, take_checkpoint_folder
 from konkanivani.recipe.startup import Start
 from konkanivani.training.interruption import Interruption
-from konkanivani.training.run import Run, RunStorage, TrainingData
-from konkanivani.training.state import TrainState
+from konkanivani.training.run import Run, RunStorage, TrainingData, TrainState
 from konkanivani.training.validation import EvaluationSet
 
 

@@ -8,22 +8,20 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.base.command_line import silence_output
-from konkanivani.base.console import StageClock, count, duration_words
-from konkanivani.base.distributed import read_topology
-from konkanivani.base.errors import UsageError
-from konkanivani.base.flags import CommandLine, parse_args
-from konkanivani.base.signals import stop_at_signals
-from konkanivani.base.units import MIB
+from konkanivani.checkpoints.averaging import check_equal, relative_difference
+from konkanivani.checkpoints.checkpoint import read_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST
+from konkanivani.checkpoints.run_lock import RunLock
+from konkanivani.command_line import silence_output
+from konkanivani.console import MIB, StageClock, count, duration_words
+from konkanivani.distributed import read_topology
+from konkanivani.errors import UsageError, stop_at_signals
+from konkanivani.flags import CommandLine, parse_args
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.final_scores import json_value
 from konkanivani.recipe.run_folders import scratch_config
 from konkanivani.recipe.startup import Start, resolve_start
 from konkanivani.recipe.train import tell_rehearsal
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST
-from konkanivani.training.checkpoint.compare import check_equal, relative_difference
-from konkanivani.training.checkpoint.run_lock import RunLock
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from konkanivani.training.validation import EvaluationSet

@@ -6,24 +6,29 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.base.auto_defaults import resolve
-from konkanivani.base.config import DecodingConfig, PretrainedConfig, TrainConfig
-from konkanivani.base.distributed import ALONE, Topology, broadcast_from_rank0
-from konkanivani.base.errors import UsageError
-from konkanivani.base.flags import defaults_beside
-from konkanivani.base.units import parse_share
+from konkanivani.auto_defaults import resolve
+from konkanivani.checkpoints.checkpoint import load_states, read_checkpoint
+from konkanivani.config import DecodingConfig, PretrainedConfig, TrainConfig
+from konkanivani.console import parse_share
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejections
-from konkanivani.data.vocabulary import Vocabulary
+from konkanivani.data.text import Vocabulary
 from konkanivani.decoding.decode import Decode, build_decode
-from konkanivani.evaluation.hypotheses import CheckpointRun, TextPairs
-from konkanivani.evaluation.transcripts import ScoredText
-from konkanivani.inference.pretrained import read_pretrained, restored_architecture, whole_weights
-from konkanivani.inference.speech_model import load_tokenizer, settings_of_weights
-from konkanivani.model.architecture import Architecture
+from konkanivani.distributed import ALONE, Topology, broadcast_from_rank0
+from konkanivani.errors import UsageError
+from konkanivani.flags import defaults_beside
+from konkanivani.inference.speech_model import (
+    load_tokenizer,
+    read_pretrained,
+    restored_architecture,
+    settings_of_weights,
+    whole_weights,
+)
+from konkanivani.models.architecture import Architecture
 from konkanivani.recipe.run_data import build_evaluation_set
+from konkanivani.scoring.score import CheckpointRun, TextPairs
+from konkanivani.scoring.transcripts import ScoredText
 from konkanivani.training.build_step import build_forward
-from konkanivani.training.checkpoint.checkpoint import load_states, read_checkpoint
 from konkanivani.training.step import ForwardPass
 from konkanivani.training.validation import Evaluation
 

@@ -7,22 +7,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.base.config import AUTO, DecodingConfig, DecodingMethod, TrainConfig
-from konkanivani.base.console import say, table_lines
-from konkanivani.base.device import choose_device
-from konkanivani.base.distributed import Topology
+from konkanivani.checkpoints.checkpointer import BEST, LAST
+from konkanivani.config import AUTO, DecodingConfig, DecodingMethod, TrainConfig
+from konkanivani.console import say, table_lines
 from konkanivani.decoding.decode import build_decode, greedy_decode, ways_to_decode
-from konkanivani.evaluation.metrics import ErrorRates
-from konkanivani.inference.pretrained import read_pretrained
+from konkanivani.device import choose_device
+from konkanivani.distributed import Topology
+from konkanivani.inference.speech_model import read_pretrained
 from konkanivani.memory.monitor import PhaseMemory
-from konkanivani.model.asr import frozen_count, parameter_count
+from konkanivani.models.asr import frozen_count, parameter_count
 from konkanivani.recipe.evaluation_model import (
     EvaluationModel,
     evaluate_manifest,
     load_evaluation_model,
     load_pretrained_evaluation,
 )
-from konkanivani.training.checkpoint.checkpointer import BEST, LAST
+from konkanivani.scoring.metrics import ErrorRates
 from konkanivani.training.run import Run
 from konkanivani.training.validation import Evaluation, rates_over
 

@@ -5,20 +5,19 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.base.auto_defaults import resolved
-from konkanivani.base.config import TrainConfig
-from konkanivani.base.console import Report, announced, count, duration_words
-from konkanivani.base.distributed import Topology, all_reduce_max, broadcast_from_rank0, gather
-from konkanivani.base.errors import UsageError
-from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
+from konkanivani.auto_defaults import resolved
+from konkanivani.config import TrainConfig
+from konkanivani.console import MIB, Report, announced, budget_text, count, duration_words, parse_budget, peak_text
 from konkanivani.data.batching import EpochPlanner, SizeLimit, same_size
 from konkanivani.data.dataset import TrainDataset
+from konkanivani.distributed import Topology, all_reduce_max, broadcast_from_rank0, gather
+from konkanivani.errors import UsageError
 from konkanivani.memory.budget import BudgetWatch, available_bytes, enforce_budget
 from konkanivani.memory.monitor import set_mmap_threshold
-from konkanivani.memory.oom_history import forget_sizes, read_sizes
 from konkanivani.memory.plan import MemoryPlan, plan_sentences
-from konkanivani.model.architecture import Architecture
-from konkanivani.model.asr import frozen_count, parameter_count
+from konkanivani.memory.recovery import forget_sizes, read_sizes
+from konkanivani.models.architecture import Architecture
+from konkanivani.models.asr import frozen_count, parameter_count
 from konkanivani.planning.plan import resolve_placement, resolve_plan, speech_sizes
 from konkanivani.planning.sizes import Ranks, device_costs, needs_sharding
 from konkanivani.recipe.resume import count_steps, load_base, whole_model

@@ -11,18 +11,16 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.base.auto_defaults import MAX_EPOCHS
-from konkanivani.base.config import AUTO, RunConfig, TrainConfig
-from konkanivani.base.console import count
-from konkanivani.base.distributed import Topology, print_on_rank0, read_topology
-from konkanivani.base.errors import DataError, ErrorCollector, ResourceError, UsageError
-from konkanivani.base.files import digest_of_files
-from konkanivani.base.flags import config_to_text
-from konkanivani.base.process_group import process_group
-from konkanivani.base.units import MIB
-from konkanivani.model.architecture import Architecture
+from konkanivani.auto_defaults import MAX_EPOCHS
+from konkanivani.checkpoints.checkpoint import check_is_there
+from konkanivani.config import AUTO, RunConfig, TrainConfig
+from konkanivani.console import MIB, count
+from konkanivani.distributed import Topology, print_on_rank0, process_group, read_topology
+from konkanivani.errors import DataError, ErrorCollector, ResourceError, UsageError
+from konkanivani.files import digest_of_files
+from konkanivani.flags import config_to_text
+from konkanivani.models.architecture import Architecture
 from konkanivani.planning.sizes import checkpoint_bytes
-from konkanivani.training.checkpoint.checkpoint import check_is_there
 
 BESIDE_EPOCHS = 4  # the last, the previous, the best, and the one being written
 DRY_RUN_FILES = 6  # 2 + BESIDE_EPOCHS: its resumed part runs with --keep_checkpoints 2

@@ -6,22 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from konkanivani.base.auto_defaults import resolved
-from konkanivani.base.config import OptimizerConfig, TrainConfig, TuningConfig
-from konkanivani.base.console import say
-from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.base.flags import config_from_text
-from konkanivani.data.batching import EpochPlanner
-from konkanivani.data.fingerprint import CorpusChange, Fingerprint, read_fingerprint
-from konkanivani.data.vocabulary import Vocabulary
-from konkanivani.inference.pretrained import Origin, Pretrained, digest_of
-from konkanivani.model.adapters import LOW_RANK_TENSORS, reset_output_heads
-from konkanivani.model.architecture import Architecture, architecture_of
-from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.model.transfer import transfer_weights
-from konkanivani.recipe.startup import Start
-from konkanivani.training.build_step import build_forward
-from konkanivani.training.checkpoint.checkpoint import (
+from konkanivani.auto_defaults import resolved
+from konkanivani.checkpoints.checkpoint import (
     PRETRAINED_STATE,
     Checkpoint,
     Stateful,
@@ -29,9 +15,23 @@ from konkanivani.training.checkpoint.checkpoint import (
     check_states,
     load_states,
 )
+from konkanivani.config import OptimizerConfig, TrainConfig, TuningConfig
+from konkanivani.console import say
+from konkanivani.data.batching import EpochPlanner
+from konkanivani.data.manifest import CorpusChange, Fingerprint, read_fingerprint
+from konkanivani.data.text import Vocabulary
+from konkanivani.errors import CheckpointError, UsageError
+from konkanivani.flags import config_from_text
+from konkanivani.inference.speech_model import Origin, Pretrained, digest_of
+from konkanivani.models.adapters import LOW_RANK_TENSORS, reset_output_heads
+from konkanivani.models.architecture import Architecture, architecture_of
+from konkanivani.models.asr import KonkaniVaniASR
+from konkanivani.models.transfer import transfer_weights
+from konkanivani.recipe.startup import Start
+from konkanivani.training.build_step import build_forward
 from konkanivani.training.optimizer import RateSchedule, change_length, read_schedule, resolve_warmup
+from konkanivani.training.run import TrainState
 from konkanivani.training.sharding import is_sharded
-from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts
 
 RATE_FLAGS = ("learning_rate", "schedule", "warmup_steps")

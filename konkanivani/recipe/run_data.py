@@ -5,24 +5,27 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.base.auto_defaults import resolved
-from konkanivani.base.config import TrainConfig
-from konkanivani.base.console import count, duration_words, say
-from konkanivani.base.distributed import broadcast_from_rank0
-from konkanivani.base.errors import ErrorCollector
-from konkanivani.base.units import parse_share
+from konkanivani.auto_defaults import resolved
+from konkanivani.config import TrainConfig
+from konkanivani.console import count, duration_words, parse_share, say
+from konkanivani.data.augmentation import NoiseReverb, read_noise_reverb
 from konkanivani.data.batching import EpochPlanner, choose_subset, plan_evaluation
-from konkanivani.data.checking import Limits, check_any_usable, check_utterances, evaluation_limits, training_limits
 from konkanivani.data.dataset import EvalDataset, TrainDataset
-from konkanivani.data.fingerprint import Fingerprint, make_fingerprint
-from konkanivani.data.loader.workers import LoaderConfig
-from konkanivani.data.manifest import Manifest, measure_corpus_size, read_manifest
-from konkanivani.data.noise_reverb import NoiseReverb, read_noise_reverb
+from konkanivani.data.filtering import (
+    Limits,
+    Selection,
+    check_any_usable,
+    check_utterances,
+    evaluation_limits,
+    training_limits,
+)
+from konkanivani.data.loader import LoaderConfig
+from konkanivani.data.manifest import Fingerprint, Manifest, make_fingerprint, measure_corpus_size, read_manifest
 from konkanivani.data.rejections import Rejections
-from konkanivani.data.selection import Selection
-from konkanivani.data.text import Digits
-from konkanivani.data.vocabulary import Vocabulary
-from konkanivani.model.architecture import Architecture
+from konkanivani.data.text import Digits, Vocabulary
+from konkanivani.distributed import broadcast_from_rank0
+from konkanivani.errors import ErrorCollector
+from konkanivani.models.architecture import Architecture
 from konkanivani.recipe.resume import check_corpus
 from konkanivani.recipe.run_tokenizer import check_spelling, choose_tokenizer, normalized_texts, say_removed
 from konkanivani.recipe.startup import Start, settle

@@ -11,14 +11,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from konkanivani.base.config import RunConfig, TrainConfig
-from konkanivani.base.console import count, say
-from konkanivani.base.errors import ResourceError, UsageError, explained
-from konkanivani.base.files import scratch_folder, visible_entries
-from konkanivani.training.checkpoint.checkpoint import Checkpoint
-from konkanivani.training.checkpoint.checkpointer import Checkpointer, first_free_name
-from konkanivani.training.checkpoint.run_lock import LOCK_NAME, LOGGING, RunLock, check_nobody_works
-from konkanivani.training.logs.jsonl import LOG_NAME
+from konkanivani.checkpoints.checkpoint import Checkpoint
+from konkanivani.checkpoints.checkpointer import Checkpointer, first_free_name
+from konkanivani.checkpoints.run_lock import LOCK_NAME, LOGGING, RunLock, check_nobody_works
+from konkanivani.config import RunConfig, TrainConfig
+from konkanivani.console import count, say
+from konkanivani.errors import ResourceError, UsageError, explained
+from konkanivani.files import scratch_folder, visible_entries
+from konkanivani.training.logbook import LOG_NAME
 
 REJECTED = "rejected.jsonl"
 REJECTED_BEFORE = "rejected_before.jsonl"

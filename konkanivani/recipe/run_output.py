@@ -5,24 +5,20 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.base.config import TrainConfig
-from konkanivani.base.flags import config_to_text
-from konkanivani.inference.provenance import provenance_part
+from konkanivani.checkpoints.checkpoint import PRETRAINED_STATE, Stateful, provenance_part
+from konkanivani.checkpoints.checkpointer import Checkpointer
+from konkanivani.config import TrainConfig
+from konkanivani.flags import config_to_text
 from konkanivani.memory.budget import BudgetWatch
 from konkanivani.recipe.resume import make_origin, stored_state
 from konkanivani.recipe.run_folders import move_aside, move_newer_aside
 from konkanivani.recipe.startup import Start
-from konkanivani.training.checkpoint.checkpoint import PRETRAINED_STATE, Stateful
-from konkanivani.training.checkpoint.checkpointer import Checkpointer
-from konkanivani.training.checkpoint.trained_part import TrainedPart
-from konkanivani.training.logs.logbook import Logbook
-from konkanivani.training.logs.progress import Progress
-from konkanivani.training.logs.records import Resumed
-from konkanivani.training.logs.utilisation import Utilisation
+from konkanivani.training.logbook import Logbook
 from konkanivani.training.optimizer import OptimizerState
-from konkanivani.training.run import RunLogs
-from konkanivani.training.sharding import FullState, is_sharded
-from konkanivani.training.state import TrainState
+from konkanivani.training.progress import Progress, Utilisation
+from konkanivani.training.records import Resumed
+from konkanivani.training.run import RunLogs, TrainState
+from konkanivani.training.sharding import FullState, TrainedPart, is_sharded
 from konkanivani.training.step import StepParts
 
 

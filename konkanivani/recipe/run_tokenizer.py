@@ -4,15 +4,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from konkanivani.base.auto_defaults import resolved
-from konkanivani.base.console import say
-from konkanivani.base.errors import DataError
-from konkanivani.base.flags import config_from_text
-from konkanivani.data.fingerprint import Fingerprint
-from konkanivani.data.format_characters import ZWJ, FormatCharacterCount
-from konkanivani.data.manifest import Manifest, iterate_texts, no_text
-from konkanivani.data.text import Digits, normalize_text, train_tokenizer
-from konkanivani.data.vocabulary import Vocabulary
+from konkanivani.auto_defaults import resolved
+from konkanivani.console import say
+from konkanivani.data.manifest import Fingerprint, Manifest, iterate_texts, no_text
+from konkanivani.data.text import ZWJ, Digits, FormatCharacterCount, Vocabulary, normalize_text, train_tokenizer
+from konkanivani.errors import DataError
+from konkanivani.flags import config_from_text
 from konkanivani.inference.speech_model import load_tokenizer
 from konkanivani.recipe.resume import remembered_corpus
 from konkanivani.recipe.startup import Start

@@ -4,29 +4,29 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.base.auto_defaults import CorpusSize, as_stored, decisions, resolve
-from konkanivani.base.config import AUTO, RunConfig, TrainConfig
-from konkanivani.base.console import Report, count, duration_words, say, silent
-from konkanivani.base.device import choose_device, choose_precision
-from konkanivani.base.distributed import ALONE, Topology, broadcast_from_rank0
-from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.base.flags import CommandLine, check_idle_flags, config_from_text, contradictions
-from konkanivani.base.rules import settings_of, with_values
-from konkanivani.inference.pretrained import (
+from konkanivani.auto_defaults import CorpusSize, as_stored, decisions, resolve
+from konkanivani.checkpoints.checkpoint import PRETRAINED_STATE, Checkpoint, read_checkpoint
+from konkanivani.checkpoints.checkpointer import Checkpointer
+from konkanivani.checkpoints.run_lock import RunLock, check_nobody_works, given_up_if_refused
+from konkanivani.config import AUTO, RunConfig, TrainConfig
+from konkanivani.console import Report, count, duration_words, say, silent
+from konkanivani.device import choose_device, choose_precision
+from konkanivani.distributed import ALONE, Topology, broadcast_from_rank0
+from konkanivani.errors import CheckpointError, UsageError
+from konkanivani.flags import CommandLine, check_idle_flags, config_from_text, contradictions
+from konkanivani.inference.speech_model import (
     Origin,
     Pretrained,
     check_base_is_there,
     read_pretrained,
     restored_architecture,
+    settings_of_weights,
 )
-from konkanivani.inference.speech_model import settings_of_weights
-from konkanivani.model.architecture import Architecture, architecture_of
+from konkanivani.models.architecture import Architecture, architecture_of
 from konkanivani.recipe.preflight import check_disk, check_paths, check_ranks, named_manifests
 from konkanivani.recipe.run_folders import take_log_folder
-from konkanivani.training.checkpoint.checkpoint import PRETRAINED_STATE, Checkpoint, read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import Checkpointer
-from konkanivani.training.checkpoint.run_lock import RunLock, check_nobody_works, given_up_if_refused
-from konkanivani.training.logs.jsonl import LOG_NAME
+from konkanivani.rules import settings_of, with_values
+from konkanivani.training.logbook import LOG_NAME
 
 # Settings of a checkpoint that name files and folders. They are printed on resume: the checkpoint may be from another
 # machine.

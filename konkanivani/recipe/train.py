@@ -3,22 +3,21 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from konkanivani.base.command_line import ignore_lost_output
-from konkanivani.base.config import TrainConfig
-from konkanivani.base.console import say
-from konkanivani.base.device import choose_device
-from konkanivani.base.distributed import Topology, broadcast_from_rank0, check_same
-from konkanivani.base.files import digest_of_code
-from konkanivani.base.flags import CommandLine
-from konkanivani.memory.oom_history import write_sizes
-from konkanivani.memory.recovery import RestartAfterOom
+from konkanivani.checkpoints.run_lock import given_up_if_refused
+from konkanivani.command_line import ignore_lost_output
+from konkanivani.config import TrainConfig
+from konkanivani.console import say
+from konkanivani.device import choose_device
+from konkanivani.distributed import Topology, broadcast_from_rank0, check_same
+from konkanivani.files import digest_of_code
+from konkanivani.flags import CommandLine
+from konkanivani.memory.recovery import RestartAfterOom, write_sizes
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.final_scores import best_checkpoint, memory_table, score_forgetting, score_test, summary_line
 from konkanivani.recipe.preflight import digest_of_data, digest_of_flags, in_ranks
 from konkanivani.recipe.startup import resolve_start
-from konkanivani.training.checkpoint.run_lock import given_up_if_refused
-from konkanivani.training.logs.records import RehearsalRecord
 from konkanivani.training.loop import train
+from konkanivani.training.records import RehearsalRecord
 from konkanivani.training.rehearsal import rehearse
 from konkanivani.training.run import Run
 

@@ -5,21 +5,21 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.base.auto_defaults import resolve
-from konkanivani.base.config import AUTO, TrainConfig
-from konkanivani.base.device import choose_precision
-from konkanivani.base.distributed import ALONE, Topology
-from konkanivani.base.randomness import derive_seed
+from konkanivani.auto_defaults import resolve
+from konkanivani.config import AUTO, TrainConfig
+from konkanivani.device import choose_precision
+from konkanivani.distributed import ALONE, Topology
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.recovery import OomHistory
-from konkanivani.memory.weights.placement import HOST, ON_CARD, OffloadedWeights, Placement
-from konkanivani.model.architecture import Architecture
-from konkanivani.model.front_end import FeatureExtractor
-from konkanivani.model.kernels.passes import ALL_PASSES, Passes, optimize
+from konkanivani.memory.weights import HOST, ON_CARD, OffloadedWeights, Placement
+from konkanivani.models.architecture import Architecture
+from konkanivani.models.front_end import FeatureExtractor
+from konkanivani.ops.passes import ALL_PASSES, Passes, optimize
+from konkanivani.randomness import derive_seed
 from konkanivani.training.gradient import local_gradient, sharded_gradient, summed_gradient
 from konkanivani.training.optimizer import RateSchedule
-from konkanivani.training.optimizers.build import build_optimizer
+from konkanivani.training.optimizers import build_optimizer
 from konkanivani.training.sharding import shard_model
 from konkanivani.training.step import ForwardPass, StepParts
 

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-from konkanivani.base.command_line import end_script, run_script
-from konkanivani.base.distributed import ALONE, Topology
-from konkanivani.base.errors import Interrupted
-from konkanivani.base.signals import defer_signals, stopping_signals
+from konkanivani.command_line import end_script, run_script
+from konkanivani.distributed import ALONE, Topology
+from konkanivani.errors import Interrupted, defer_signals, stopping_signals
 
 PATIENCE = 5.0  # seconds that a micro-batch may take after a signal; schedulers kill after 30 or more
 STOPPING = b"\nStopping: saving at the end of this micro-batch, or in 5 s without it (a second signal stops at once).\n"

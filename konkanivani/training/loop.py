@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 
-from konkanivani.base.errors import Interrupted, NumericsError
-from konkanivani.training.logs.learning import EpochLearning, failures
-from konkanivani.training.reporting import log_step, log_validation
+from konkanivani.errors import Interrupted, NumericsError
+from konkanivani.training.progress import EpochLearning, failures
+from konkanivani.training.reporting import PeriodicSaver, log_step, log_validation, save_on_error
 from konkanivani.training.run import Run
-from konkanivani.training.saving import PeriodicSaver, save_on_error
 from konkanivani.training.step import StepReport, train_step
 
 MAX_SKIPS_IN_A_ROW = 25

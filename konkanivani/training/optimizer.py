@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from konkanivani.base.config import DEFAULT_RATE, OptimizerConfig, TuningConfig
-from konkanivani.base.errors import CheckpointError
-from konkanivani.model.adapters import VOCAB_DEPENDENT_PREFIXES
+from konkanivani.config import DEFAULT_RATE, OptimizerConfig, TuningConfig
+from konkanivani.errors import CheckpointError
+from konkanivani.models.adapters import VOCAB_DEPENDENT_PREFIXES
 
 MAX_WARMUP_STEPS = 500
 MOMENTS = "exp_avg", "exp_avg_sq"

@@ -11,13 +11,12 @@ from itertools import islice
 
 import numpy as np
 
-from konkanivani.base.console import count
-from konkanivani.base.distributed import ALONE, broadcast_from_rank0
-from konkanivani.data.batch import Example, GlobalBatch, largest_batch
-from konkanivani.data.batching import largest_size, split_into_micro_batches
+from konkanivani.checkpoints.checkpoint import load_states, read_checkpoint, write_checkpoint
+from konkanivani.console import count
+from konkanivani.data.batching import Example, GlobalBatch, largest_batch, largest_size, split_into_micro_batches
 from konkanivani.data.dataset import TrainDataset
 from konkanivani.data.rejections import Rejection
-from konkanivani.training.checkpoint.checkpoint import load_states, read_checkpoint, write_checkpoint
+from konkanivani.distributed import ALONE, broadcast_from_rank0
 from konkanivani.training.run import Run
 from konkanivani.training.step import train_step
 from konkanivani.training.validation import EvaluationSet

@@ -13,10 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from konkanivani.base.distributed import Topology, raise_rank_lost
+from konkanivani.checkpoints.checkpoint import Stateful
+from konkanivani.distributed import Topology, raise_rank_lost
 from konkanivani.memory.plan import STATE_BYTES
-from konkanivani.model.asr import SpeechNetwork, parameter_count
-from konkanivani.training.checkpoint.checkpoint import Stateful
+from konkanivani.models.asr import SpeechNetwork, parameter_count
+
+# --------------------
+# Sharding of weights, gradients and optimizer state over the ranks with FSDP2, for models too large for one GPU.
 
 
 def shard_model(model: SpeechNetwork, topology: Topology, device: torch.device) -> None:
@@ -114,3 +117,33 @@ def _shard_like(value: object, like: object) -> object:
     value = value.to(like.device, like.dtype)
     # src_data_rank=None: every rank has the tensor, so no scatter is needed.
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+# --------------------
+# Checkpoint state of a model whose frozen weights stay in a pretrained model folder.
+
+
+class TrainedPart:
+    """Trainable weights of a model as a `Stateful` part of a checkpoint; the frozen ones are not saved."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        return {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the trainable weights by their names in the model."""
+        return {name: weight.detach() for name, weight in self._trained().items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Copy the weights into the model; raise RuntimeError if names or shapes differ."""
+        trained = self._trained()
+        if trained.keys() != state.keys():
+            raise RuntimeError(f"its weights do not match the trained part: {sorted(trained.keys() ^ state.keys())[0]}")
+        # In-place copies keep the parameter objects that the optimizer holds.
+        with torch.no_grad():
+            for name, weight in trained.items():
+                if weight.shape != state[name].shape:
+                    raise RuntimeError(f"its {name} has a different shape")
+                weight.copy_(state[name])

@@ -15,19 +15,19 @@ from typing import Protocol
 
 import torch
 
-from konkanivani.base.config import OptimizerConfig
-from konkanivani.base.distributed import ALONE, Topology
-from konkanivani.base.lengths import CHUNK_FRAMES
-from konkanivani.data.batch import Batch, GlobalBatch, order_for_concurrency, split_batch
+from konkanivani.config import OptimizerConfig
+from konkanivani.data.batching import Batch, GlobalBatch, order_for_concurrency, split_batch
+from konkanivani.distributed import ALONE, Topology
+from konkanivani.lengths import CHUNK_FRAMES
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.recovery import MicroBatchPlan, OomHistory
-from konkanivani.memory.weights.placement import OffloadedWeights
-from konkanivani.model.architecture import Architecture
-from konkanivani.model.asr import ASROutput, SpeechNetwork
-from konkanivani.model.conformer import WrapBlock
-from konkanivani.model.front_end import FeatureExtractor
-from konkanivani.model.losses import LossCounts, LossSums, Objective
+from konkanivani.memory.weights import OffloadedWeights
+from konkanivani.models.architecture import Architecture
+from konkanivani.models.asr import ASROutput, SpeechNetwork
+from konkanivani.models.conformer import WrapBlock
+from konkanivani.models.front_end import FeatureExtractor
+from konkanivani.models.losses import LossCounts, LossSums, Objective
 from konkanivani.training.optimizer import Optimizer, RateSchedule, non_head_parameters, set_learning_rate
 
 

@@ -9,22 +9,20 @@ from contextlib import closing
 import numpy as np
 import torch
 
-from konkanivani.base.distributed import ALONE, Topology, gather
-from konkanivani.base.errors import Interrupted
-from konkanivani.data.batch import Batch
-from konkanivani.data.batching import partition, plan_evaluation
+from konkanivani.data.batching import Batch, partition, plan_evaluation
 from konkanivani.data.dataset import EvalDataset
-from konkanivani.data.loader.loading import load_batches
-from konkanivani.data.loader.workers import LoaderConfig
+from konkanivani.data.index import Utterance
+from konkanivani.data.loader import LoaderConfig
+from konkanivani.data.loading import load_batches
 from konkanivani.data.rejections import Rejections
-from konkanivani.data.text import normalize_text
-from konkanivani.data.utterance import Utterance
-from konkanivani.data.vocabulary import Vocabulary
+from konkanivani.data.text import Vocabulary, normalize_text
 from konkanivani.decoding.ctc import argmax_tokens, blank_frames
 from konkanivani.decoding.decode import Decode
-from konkanivani.evaluation.metrics import ErrorRates, error_rates
+from konkanivani.distributed import ALONE, Topology, gather
+from konkanivani.errors import Interrupted
 from konkanivani.memory.recovery import MicroBatchPlan, OomHistory, OomRetry
-from konkanivani.model.losses import LossCounts, Losses, Objective
+from konkanivani.models.losses import LossCounts, Losses, Objective
+from konkanivani.scoring.metrics import ErrorRates, error_rates
 from konkanivani.training.sharding import full_weights
 from konkanivani.training.step import ForwardPass
 

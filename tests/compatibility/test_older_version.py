@@ -11,10 +11,10 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.base.flags import config_from_text, parse_args
+from konkanivani.checkpoints.checkpoint import read_checkpoint
 from konkanivani.data import index
+from konkanivani.flags import config_from_text, parse_args
 from konkanivani.inference.recognizer import load_recognizer
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from tests.conftest import run_script
 
 FIXTURES = Path(__file__).parent / "e4e55aa"

@@ -33,4 +33,4 @@ def without_torch(closed: Sequence[int] = (), error: BaseException | None = None
     close_streams(*closed)
     break_import("torch", AssertionError("PyTorch is imported."))
     if error:
-        break_import("konkanivani.base.command_line", error)
+        break_import("konkanivani.command_line", error)

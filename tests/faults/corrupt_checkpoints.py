@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.base.errors import CheckpointError
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
+from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST, Checkpointer
+from konkanivani.errors import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.base.errors import CheckpointError
-from konkanivani.training.checkpoint.checkpointer import LAST
+from konkanivani.checkpoints.checkpointer import LAST
+from konkanivani.errors import CheckpointError
 from tests.conftest import read_log
 from tests.faults.faulty_runs import Ended, Fault, end_of, run_faulty, start_faulty
 from tests.faults.resuming import ResumeBench, Settings, last_checkpoint, run_differences

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from konkanivani.training.checkpoint import checkpoint
-from konkanivani.training.checkpoint.checkpointer import BEST, LAST, PREVIOUS
+from konkanivani.checkpoints import checkpoint
+from konkanivani.checkpoints.checkpointer import BEST, LAST, PREVIOUS
 
 PARTIAL = LAST + ".partial"
 HALF = "after half of the bytes"
@@ -119,7 +119,7 @@ class Fuse:
 
     def _open(self, path: Path, mode: str) -> io.BufferedIOBase:
         file = builtins.open(path, mode)
-        if self.point.operation != "write" or path.name != PARTIAL or not self._is_due():
+        if mode == "rb" or self.point.operation != "write" or path.name != PARTIAL or not self._is_due():
             return file
         last = path.with_name(LAST)
         return _EndingFile(file.detach(), int(self.point.share * last.stat().st_size) if last.exists() else 0)

@@ -24,15 +24,15 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
-from konkanivani.base.config import TrainConfig
-from konkanivani.base.errors import DataError
-from konkanivani.base.rules import settings_of
+from konkanivani.checkpoints.checkpointer import LAST
+from konkanivani.config import TrainConfig
 from konkanivani.data import index
 from konkanivani.data.audio.files import AudioSource, read_header
 from konkanivani.data.audio.waveform import load_audio, stream_audio
 from konkanivani.data.manifest import read_manifest, read_recordings
+from konkanivani.errors import DataError
 from konkanivani.inference.recognizer import load_recognizer
-from konkanivani.training.checkpoint.checkpointer import LAST
+from konkanivani.rules import settings_of
 from tests.faults.untrusted_input import Sound, configured, read_sound
 from tests.faults.watching import MAX_SECONDS, Verdict, watch
 from tests.starts import begin_run, parse_flags

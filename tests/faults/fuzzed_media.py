@@ -5,10 +5,10 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from konkanivani.base.errors import DataError
 from konkanivani.data.audio.files import AudioSource, read_header
-from konkanivani.data.audio.media_process import READERS
+from konkanivani.data.audio.media import READERS
 from konkanivani.data.audio.waveform import load_audio, stream_audio
+from konkanivani.errors import DataError
 from tests.faults.fuzz import Change, Fuzzer, changed, changes_within
 from tests.faults.watching import CONTAINER_SECONDS
 from tests.media_files import ENCODED, KINDS, rising_tone, write_media

@@ -21,14 +21,14 @@ from types import SimpleNamespace
 
 import torch
 
+from konkanivani.checkpoints import checkpoint, checkpointer
 from konkanivani.data import dataset as speech
-from konkanivani.data.audio import source as audio_source
+from konkanivani.data.audio import sound as audio_source
 from konkanivani.recipe import run_folders as replaced
 from konkanivani.recipe import startup
 from konkanivani.recipe.run_folders import LogFolder
 from konkanivani.training import build_step as assembly
 from konkanivani.training import gradient, loop, step
-from konkanivani.training.checkpoint import checkpoint, checkpointer
 from tests.invariants.failing import ERRORS
 
 Around = Callable[[Callable], Callable]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.training.checkpoint.checkpoint import read_step
+from konkanivani.checkpoints.checkpoint import read_step
 from tests.conftest import TINY_MODEL, Corpus, read_log
 from tests.faults.fuse import BEST_NAME, EPOCH, POINTS, WORSE_IN_A_ROW, Fuse, Point
 from tests.faults.long_run import SCRIPT, Aftermath, LongRun

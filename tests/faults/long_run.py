@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from konkanivani.base.errors import CheckpointError
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
+from konkanivani.checkpoints.checkpoint import read_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST, Checkpointer
+from konkanivani.errors import CheckpointError
 from tests.conftest import ROOT, run_folders, start_cold
 from tests.patience import PATIENCE
 from tests.warm import Fork, Job, warm_parent

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+from konkanivani.checkpoints.checkpoint import read_checkpoint
 from tests.conftest import read_log
 from tests.faults.faulty_runs import Ended, Fault, run_faulty
 from tests.faults.resuming import POISONED, STEPS, Precision, ResumeBench, Settings, last_checkpoint

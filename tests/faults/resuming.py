@@ -14,8 +14,8 @@ import numpy as np
 import soundfile
 import torch
 
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST
+from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST
 from tests.conftest import (
     TINY_MODEL,
     TRAINER,

@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from konkanivani.base.command_line import run_script
+from konkanivani.command_line import run_script
 from tests.patience import PATIENCE
 
 PERIOD = 0.0005  # seconds

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from konkanivani.training.checkpoint import checkpoint
+from konkanivani.checkpoints import checkpoint
 
 
 class _Time(ctypes.Structure):

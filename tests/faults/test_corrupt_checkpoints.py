@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.errors import CheckpointError, ResourceError
-from konkanivani.training.checkpoint import checkpoint, checkpointer
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import BEST, LAST, PREVIOUS, Checkpointer
+from konkanivani.checkpoints import checkpoint, checkpointer
+from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.checkpoints.checkpointer import BEST, LAST, PREVIOUS, Checkpointer
+from konkanivani.errors import CheckpointError, ResourceError
 from tests.conftest import further
 from tests.faults.corrupt_checkpoints import flip, flips, refuses_where_all_are_bad, same, truncations, try_damages
 
@@ -47,7 +47,7 @@ def test_every_byte_of_the_list_of_records_flipped_is_detected_or_harmless(bits,
 
 
 def test_negative_control_without_the_sums_a_flipped_bit_is_read_wrongly(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("konkanivani.training.checkpoint.archive._check_sums", lambda archive: None)
+    monkeypatch.setattr("konkanivani.checkpoints.checkpoint._check_sums", lambda archive: None)
     found = try_damages(folder, flips((folder / LAST).read_bytes(), FLIPS, seed=1), tmp_path / "work")
     assert any("read wrongly" in outcome for outcome in found), found
 

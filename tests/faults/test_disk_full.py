@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
-from konkanivani.base.errors import ResourceError
+from konkanivani.checkpoints import checkpoint
+from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST, PREVIOUS, Checkpointer
 from konkanivani.data.rejections import Rejection, Rejections
-from konkanivani.training.checkpoint import checkpoint
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS, Checkpointer
+from konkanivani.errors import ResourceError
 from tests.conftest import ROOT
 from tests.faults.disk_full import (
     FULL_DISKS,
@@ -87,8 +87,8 @@ def test_a_second_trainer_is_refused_and_the_first_one_is_exact(bench, tmp_path)
 
 PRINTS_TO_A_FULL_DISK = """
 import sys
-from konkanivani.base.command_line import ignore_lost_output, run_script
-from konkanivani.base.errors import DataError
+from konkanivani.command_line import ignore_lost_output, run_script
+from konkanivani.errors import DataError
 
 def action():
     with ignore_lost_output():

@@ -12,18 +12,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.errors import CheckpointError, DataError, Interrupted, KonkaniVaniError, ResourceError, UsageError
-from konkanivani.base.files import scratch_folder
-from konkanivani.base.flags import parse_args
-from konkanivani.base.signals import stopping_signals
+from konkanivani.checkpoints import averaging as compare
+from konkanivani.checkpoints.averaging import check_equal, differences, relative_difference
+from konkanivani.checkpoints.checkpoint import Checkpoint
+from konkanivani.checkpoints.checkpointer import LAST, PREVIOUS
+from konkanivani.checkpoints.run_lock import RunLock
+from konkanivani.errors import (
+    CheckpointError,
+    DataError,
+    Interrupted,
+    KonkaniVaniError,
+    ResourceError,
+    UsageError,
+    stopping_signals,
+)
+from konkanivani.files import scratch_folder
+from konkanivani.flags import parse_args
 from konkanivani.recipe import dry_run as dry
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.dry_run import dry_run
-from konkanivani.training.checkpoint import compare
-from konkanivani.training.checkpoint.checkpoint import Checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS
-from konkanivani.training.checkpoint.compare import check_equal, differences, relative_difference
-from konkanivani.training.checkpoint.run_lock import RunLock
 from konkanivani.training.loop import train
 from tests.conftest import ROOT, TRAINER, Corpus, read_log, run_folders, run_trainer, well, write_corpus
 from tests.faults.beginnings import print_at_once

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from konkanivani.data.formats import shards
-from konkanivani.data.formats.shards import read_members
+from konkanivani.corpora import toolkits as shards
+from konkanivani.corpora.toolkits import read_members
 from konkanivani.inference.recognizer import load_recognizer
 from tests.faults.watching import watch
 

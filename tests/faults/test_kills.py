@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from konkanivani.training.checkpoint.checkpointer import LAST
+from konkanivani.checkpoints.checkpointer import LAST
 from tests.conftest import Corpus, write_corpus
 from tests.faults import killing
 from tests.faults.fuse import POINTS, WORSE_IN_A_ROW

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.base.errors import CheckpointError
+from konkanivani.checkpoints.checkpoint import read_checkpoint, read_step
+from konkanivani.checkpoints.checkpointer import BEST, LAST, PREVIOUS, Checkpointer
+from konkanivani.errors import CheckpointError
 from konkanivani.recipe.build import build_run
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint, read_step
-from konkanivani.training.checkpoint.checkpointer import BEST, LAST, PREVIOUS, Checkpointer
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.errors import CheckpointError
-from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints
+from konkanivani.checkpoints.averaging import NamedCheckpoint, average_checkpoints
+from konkanivani.checkpoints.checkpoint import read_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST
+from konkanivani.errors import CheckpointError
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.recipe.build import build_run
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.starts import begin_run
 
 CONFORMER, ZIPFORMER = "--encoder_type 'conformer'", "--encoder_type 'zipformer'"

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.base.flags import config_from_text
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+from konkanivani.checkpoints.checkpoint import read_checkpoint
+from konkanivani.flags import config_from_text
 from tests.conftest import WORDS, Corpus, write_corpus
 from tests.faults.faulty_runs import Ended, Fault, end_of, run_faulty, start_faulty
 from tests.faults.small_run import SMALL_MODEL

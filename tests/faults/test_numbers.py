@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from konkanivani.base.errors import DataError, NumericsError, UsageError
-from konkanivani.data.batch import Example, check_tokens
+from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST, PREVIOUS, Checkpointer
+from konkanivani.data.batching import Example, check_tokens
 from konkanivani.data.text import OUR_TOKENS, SpecialTokens
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS, Checkpointer
-from konkanivani.training.logs.logbook import Logbook, describe_skip
-from konkanivani.training.logs.records import Resumed, SkipRecord
+from konkanivani.errors import DataError, NumericsError, UsageError
+from konkanivani.training.logbook import Logbook, describe_skip
+from konkanivani.training.records import Resumed, SkipRecord
 from tests.conftest import read_log
 from tests.faults.non_finite import BROKEN_RUNS, OddBatch, bad_label_findings, broken_run_findings, odd_batch_findings
 from tests.starts import parse_flags

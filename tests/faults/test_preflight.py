@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.config import PRESETS, ModelConfig, RunConfig, TrainConfig
-from konkanivani.base.errors import (
+from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.checkpoints.checkpointer import Checkpointer
+from konkanivani.checkpoints.run_lock import RunLock
+from konkanivani.config import PRESETS, ModelConfig, RunConfig, TrainConfig
+from konkanivani.errors import (
     MAX_REPORTED,
     CheckpointError,
     DataError,
@@ -20,16 +23,13 @@ from konkanivani.base.errors import (
     ResourceError,
     UsageError,
 )
-from konkanivani.base.flags import config_to_text
-from konkanivani.model.architecture import architecture_of
+from konkanivani.flags import config_to_text
+from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.sizes import checkpoint_bytes
 from konkanivani.recipe import preflight, run_data, run_tokenizer
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.preflight import check_disk, max_checkpoints
 from konkanivani.training.build_step import build_step_parts
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import Checkpointer
-from konkanivani.training.checkpoint.run_lock import RunLock
 from konkanivani.training.loop import train
 from konkanivani.training.optimizer import OptimizerState
 from tests.conftest import TINY_MODEL, Corpus, run_folders, run_trainer, write_corpus

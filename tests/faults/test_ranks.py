@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.config import DataConfig, RunConfig, TrainConfig
-from konkanivani.base.distributed import ALONE, Topology, read_topology
-from konkanivani.base.errors import UsageError
+from konkanivani.config import DataConfig, RunConfig, TrainConfig
+from konkanivani.distributed import ALONE, Topology, read_topology
+from konkanivani.errors import UsageError
 from konkanivani.recipe.preflight import check_ranks, take_card
 from tests.conftest import TINY_MODEL, TRAINER, Corpus, further, read_log, run_folders, run_trainer, well, write_corpus
 from tests.faults.under_torchrun import (
@@ -105,8 +105,8 @@ class Place:
 
 ELSEWHERE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # one rank per machine
 TRAIN = (
-    "import sys; from konkanivani.base.command_line import end_script, run_script; "
-    "from konkanivani.base.flags import parse_args; from konkanivani.recipe.train import train_and_report; "
+    "import sys; from konkanivani.command_line import end_script, run_script; "
+    "from konkanivani.flags import parse_args; from konkanivani.recipe.train import train_and_report; "
     "end_script(run_script(lambda: train_and_report(parse_args(sys.argv[1:]))))"
 )
 

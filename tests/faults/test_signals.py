@@ -8,11 +8,10 @@ import signal
 import pytest
 import torch
 
-from konkanivani.base.errors import Interrupted
-from konkanivani.base.signals import defer_signals
+from konkanivani.checkpoints.checkpointer import Checkpointer
+from konkanivani.errors import Interrupted, defer_signals
 from konkanivani.recipe.build import build_run
 from konkanivani.training import validation as evaluation
-from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.interruption import PATIENCE
 from konkanivani.training.loop import train
 from tests.conftest import ROOT, TINY_MODEL, read_log, run_folders

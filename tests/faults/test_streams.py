@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST
+from konkanivani.checkpoints.checkpoint import read_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST
 from tests.conftest import ROOT, TRAINER, further, run_folders, script_command
 from tests.faults.beginnings import close_streams, without_torch
 from tests.faults.small_run import SMALL_MODEL

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 import soundfile
 
-from konkanivani.base.errors import CheckpointError, DataError, KonkaniVaniError
-from konkanivani.data.audio.roots import audio_roots, is_named_inside, resolved_inside
+from konkanivani.checkpoints.checkpointer import LAST
+from konkanivani.corpora.recordings import content_key
+from konkanivani.corpora.toolkits import read_members
+from konkanivani.data.audio.paths import audio_roots, is_named_inside, resolved_inside
 from konkanivani.data.audio.waveform import load_audio
-from konkanivani.data.formats.shards import read_members
-from konkanivani.data.health.repeats import content_key
 from konkanivani.data.manifest import read_manifest, read_recordings
+from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError
 from konkanivani.recipe.build import build_run
-from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.conftest import ROOT, further, of_each_kind, run_trainer, well
 from tests.faults.untrusted_input import HOSTILE, configured, exploding, read_sound, use_everywhere
 from tests.faults.watching import watch
@@ -304,7 +304,7 @@ def test_what_is_let_through_loads_weights_only_but_in_the_controls():
     for path in [*ROOT.glob("konkanivani/**/*.py"), *ROOT.glob("*_scripts/*.py")]:
         found += [(path.name, line) for line in path.read_text(encoding="utf-8").splitlines() if "noqa: S" in line]
         found += [(path.name, line) for line in path.read_text(encoding="utf-8").splitlines() if "noqa: TID" in line]
-    assert [name for name, _ in found] == ["archive.py"]
+    assert [name for name, _ in found] == ["checkpoint.py"]
     assert "weights_only=True" in found[0][1]
     pyproject = (ROOT / "pyproject.toml").read_text()
     assert all(f'"{rule}"' in pyproject for rule in ("S102", "S301", "S307", "S506", "S602", "S604", "S605", "TID251"))

@@ -19,8 +19,8 @@ from unittest.mock import patch
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from konkanivani.base.lengths import SAMPLE_RATE
-from konkanivani.model.front_end import FrontEnd
+from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.models.front_end import FrontEnd
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders, start_cold
 from tests.faults.resuming import run_differences
 from tests.invariants.ranks import environments_of
@@ -193,7 +193,7 @@ def train_as_rank(arguments: list[str]) -> None:
     sys.argv, sys.path[0] = [str(ROOT / TRAINER), *arguments], str(ROOT / "training_scripts")
     # The agent expects a return value, so `os._exit` must not end the process.
     told = SimpleNamespace(**vars(os) | {"_exit": sys.exit})
-    with patch("konkanivani.base.command_line.os", told):
+    with patch("konkanivani.command_line.os", told):
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as end:

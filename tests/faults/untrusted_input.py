@@ -14,10 +14,10 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED
 import torch
 import torch._dynamo  # creates a folder when it is first loaded, as building a model on `meta` does
 
-from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints
+from konkanivani.checkpoints.averaging import NamedCheckpoint, average_checkpoints
+from konkanivani.checkpoints.checkpoint import read_checkpoint
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.recipe.build import build_run
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from tests.starts import begin_run
 
 ROOT_OF_ZIP = "archive"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.base.errors import KonkaniVaniError
-from konkanivani.data.audio.media_process import PROGRAM
+from konkanivani.data.audio.media import PROGRAM
+from konkanivani.errors import KonkaniVaniError
 
 MAX_SECONDS = 5.0  # CPU seconds, or seconds of waiting for anything but the CPU
 CONTAINER_SECONDS = 30.0  # audio and video: starts another process, perhaps on a busy machine

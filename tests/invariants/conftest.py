@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from konkanivani.model.kernels.packing import PackedEncoder
+from konkanivani.ops.packing import PackedEncoder
 
 
 @pytest.fixture

@@ -4,14 +4,13 @@ import dataclasses
 
 import torch
 
-from konkanivani.base.config import DataConfig, FeatureConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig
-from konkanivani.base.distributed import ALONE, Topology
-from konkanivani.data.batch import Example, GlobalBatch
-from konkanivani.data.batching import same_size, split_into_micro_batches
+from konkanivani.config import DataConfig, FeatureConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig
+from konkanivani.data.batching import Example, GlobalBatch, same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.memory.weights.placement import ON_CARD, Placement
-from konkanivani.model.architecture import architecture_of
-from konkanivani.model.kernels.passes import ALL_PASSES, Passes
+from konkanivani.distributed import ALONE, Topology
+from konkanivani.memory.weights import ON_CARD, Placement
+from konkanivani.models.architecture import architecture_of
+from konkanivani.ops.passes import ALL_PASSES, Passes
 from konkanivani.planning.tensors import LiveBytes
 from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts, train_step

@@ -15,12 +15,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from konkanivani.base.command_line import end_script
-from konkanivani.base.distributed import ALONE, Topology, read_topology
-from konkanivani.base.process_group import process_group
-from konkanivani.data.batch import GlobalBatch
-from konkanivani.data.batching import partition
-from konkanivani.data.loader.loading import NO_UTTERANCES
+from konkanivani.command_line import end_script
+from konkanivani.data.batching import GlobalBatch, partition
+from konkanivani.data.loading import NO_UTTERANCES
+from konkanivani.distributed import ALONE, Topology, process_group, read_topology
 from konkanivani.training.sharding import FullState
 from konkanivani.training.step import StepParts, train_step
 from tests.invariants.failing import ERRORS, failing_forward, once_at

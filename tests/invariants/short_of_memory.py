@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 import torch._dynamo  # recomputation loads it: it must not happen within a measured step
 
-from konkanivani.base.errors import ResourceError
-from konkanivani.base.units import MIB
-from konkanivani.data.batch import GlobalBatch
+from konkanivani.console import MIB
+from konkanivani.data.batching import GlobalBatch
+from konkanivani.errors import ResourceError
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.training.step import StepParts, train_step
 from tests.invariants.parts import MODEL, double_parts, global_batch, relative_difference, speeches

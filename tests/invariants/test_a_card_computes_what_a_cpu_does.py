@@ -9,9 +9,9 @@ import dataclasses
 import pytest
 import torch
 
-from konkanivani.base.config import MemoryConfig, TrainConfig
+from konkanivani.config import MemoryConfig, TrainConfig
 from konkanivani.decoding.ctc import argmax_tokens
-from konkanivani.model.architecture import architecture_of
+from konkanivani.models.architecture import architecture_of
 from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts, train_step
 from tests.invariants.parts import (

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.errors import CheckpointError
-from konkanivani.training.checkpoint import checkpointer
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from konkanivani.training.checkpoint.checkpointer import Checkpointer
+from konkanivani.checkpoints import checkpointer
+from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from konkanivani.checkpoints.checkpointer import Checkpointer
+from konkanivani.errors import CheckpointError
 from tests.faults.fuse import POINTS, Fuse
 from tests.patience import PATIENCE
 
@@ -151,7 +151,7 @@ def test_a_signal_in_the_middle_of_a_write_is_no_full_disk(tmp_path, monkeypatch
         finally:
             raise RuntimeError("unexpected pos 64 vs 0")  # raised by the torch writer while it closes the archive
 
-    monkeypatch.setattr("konkanivani.training.checkpoint.checkpoint.torch.save", interrupted)
+    monkeypatch.setattr("konkanivani.checkpoints.checkpoint.torch.save", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_checkpoint(tmp_path / "checkpoint_last.pt", checkpoint(1))
     assert list(tmp_path.iterdir()) == []

@@ -10,10 +10,10 @@ from collections import Counter
 import pytest
 import torch
 
-from konkanivani.model.asr import trained_parameters
-from konkanivani.model.kernels import products
+from konkanivani.models.asr import trained_parameters
+from konkanivani.ops import products
 from konkanivani.training.optimizer import OptimizerState
-from konkanivani.training.optimizers.build import build_optimizer
+from konkanivani.training.optimizers import build_optimizer
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts, train_step
 from tests.invariants.parts import double_parts, global_batch, speeches
 

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from konkanivani.base.config import ModelConfig
-from konkanivani.base.errors import ResourceError
-from konkanivani.base.lengths import SMALL_CHUNK_FRAMES
-from konkanivani.data.batch import Example
-from konkanivani.data.utterance import Utterance
+from konkanivani.config import ModelConfig
+from konkanivani.data.batching import Example
+from konkanivani.data.index import Utterance
 from konkanivani.decoding.ctc import greedy_ctc
+from konkanivani.errors import ResourceError
+from konkanivani.lengths import SMALL_CHUNK_FRAMES
 from konkanivani.memory import recovery
-from konkanivani.model.kernels import ctc
+from konkanivani.ops import ctc
 from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import Evaluation, join_portions, recognize_all

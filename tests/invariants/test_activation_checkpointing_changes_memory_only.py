@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from konkanivani.base.randomness import seed_step
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.model.kernels.packing import PackedEncoder
+from konkanivani.ops.packing import PackedEncoder
+from konkanivani.randomness import seed_step
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
 from tests.invariants.parts import KINDS, MODEL, double_parts, global_batch, speeches, with_dropout
 from tests.tracers import Calls

@@ -11,17 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from konkanivani.base.config import DecodingConfig, TrainConfig
-from konkanivani.data.generation import FREE
-from konkanivani.data.text import OUR_TOKENS
-from konkanivani.data.utterance import Utterance
+from konkanivani.config import DecodingConfig, TrainConfig
+from konkanivani.data.index import Utterance
+from konkanivani.data.text import FREE, OUR_TOKENS
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.decode import BeamDecode, Decode, build_decode
 from konkanivani.decoding.scorers import AttentionScorer
-from konkanivani.model.architecture import architecture_of
-from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.model.conformer import keep_activations
-from konkanivani.model.decoder import FIRST_CAPACITY, DecoderCache
+from konkanivani.models.architecture import architecture_of
+from konkanivani.models.asr import KonkaniVaniASR
+from konkanivani.models.conformer import keep_activations
+from konkanivani.models.decoder import FIRST_CAPACITY, DecoderCache
 from konkanivani.training.step import StepParts, train_step
 from konkanivani.training.validation import join_portions, recognize_all
 from tests.invariants.parts import (

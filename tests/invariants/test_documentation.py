@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.base.config import PRESETS, TrainConfig
-from konkanivani.model.architecture import architecture_of
-from konkanivani.model.asr import parameter_count
+from konkanivani.config import PRESETS, TrainConfig
+from konkanivani.models.architecture import architecture_of
+from konkanivani.models.asr import parameter_count
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, run_script, well, write_corpus, write_surroundings
 from tests.nemo.files import NemoParts, changed, in_languages
 from tests.patience import PATIENCE
@@ -39,7 +39,7 @@ COMPARISON, PLANNER = "training_scripts/compare_models.py", "training_scripts/pl
 # The ONNX export traces every layer in about a second.
 SHAPE = (*TINY_MODEL[:2], "--encoder_layers", "1", *TINY_MODEL[4:])
 ELSEWHERE = ("benchmarks/", "--source egs/x", "--source FOLDER", "plan_memory.py --memory_budget", "--world 8")
-IN_PACKAGE = ("konkanivani/base/config.py", "konkanivani/data/preparation/prepare.py")
+IN_PACKAGE = ("konkanivani/config.py", "konkanivani/corpora/prepare.py")
 FLAGS_IN = (*IN_PACKAGE, "training_scripts/*.py", "benchmarks/**/*.py")
 OTHERS = "logdir host standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_id rdzv_endpoint local_addr"
 OTHERS += " nodes ntasks gpus signal discount_fallback help encoder_"  # flags of other programs, and one truncated flag

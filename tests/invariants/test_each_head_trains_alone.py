@@ -6,13 +6,13 @@ import json
 import pytest
 import torch
 
-from konkanivani.base.config import AugmentConfig, DataConfig, LossConfig, OptimizerConfig, TrainConfig
-from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.base.flags import parse_args
+from konkanivani.config import AugmentConfig, DataConfig, LossConfig, OptimizerConfig, TrainConfig
+from konkanivani.errors import CheckpointError, UsageError
+from konkanivani.flags import parse_args
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
-from konkanivani.model.architecture import architecture_of
+from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.tracer import BatchShape
 from konkanivani.planning.traces import build_tracer
 from konkanivani.recipe.build import build_run

@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from konkanivani.data.batch import GlobalBatch
-from konkanivani.data.batching import Cursor, EpochPlanner, same_size
+from konkanivani.data.augmentation import read_noise_reverb
+from konkanivani.data.batching import Cursor, EpochPlanner, GlobalBatch, same_size
 from konkanivani.data.dataset import TrainDataset
-from konkanivani.data.loader.loading import GlobalBatchStream
-from konkanivani.data.loader.workers import LoaderConfig
+from konkanivani.data.loader import LoaderConfig
+from konkanivani.data.loading import GlobalBatchStream
 from konkanivani.data.manifest import read_manifest
-from konkanivani.data.noise_reverb import read_noise_reverb
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
-from konkanivani.model.attention import SequenceLayout
+from konkanivani.models.attention import SequenceLayout
 from konkanivani.training.step import StepParts
 from tests.conftest import Corpus, further, write_shards, write_surroundings
 from tests.invariants.parts import KINDS, double_parts, global_batch, relative_difference, speeches

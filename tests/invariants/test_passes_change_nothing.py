@@ -9,14 +9,14 @@ import functools
 import pytest
 import torch
 
-from konkanivani.base.config import LossConfig, ModelConfig
-from konkanivani.base.randomness import dropout_seed, seed_step
+from konkanivani.config import LossConfig, ModelConfig
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.model.conformer import ConformerBlock, Dropout, Encoder, FeedForward
-from konkanivani.model.kernels import depthwise, products
-from konkanivani.model.kernels.passes import ALL_PASSES, NO_PASSES, Passes, optimize
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.models.conformer import ConformerBlock, Dropout, Encoder, FeedForward
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.ops import depthwise, products
+from konkanivani.ops.passes import ALL_PASSES, NO_PASSES, Passes, optimize
+from konkanivani.randomness import dropout_seed, seed_step
 from konkanivani.training.step import forward_and_backward, loss_counts
 from tests.invariants.parts import (
     KINDS,
@@ -117,8 +117,8 @@ def test_without_passes_the_model_has_plain_modules_only():
     model = double_parts(passes=NO_PASSES).model
     ours = {type(module) for module in model.modules() if type(module).__module__.startswith("konkanivani")}
     assert {ConformerBlock, Dropout, Encoder, FeedForward} < ours
-    assert not any("kernels" in kind.__module__ for kind in ours)
-    assert any("kernels" in type(module).__module__ for module in double_parts().model.modules())
+    assert not any(".ops." in kind.__module__ for kind in ours)
+    assert any(".ops." in type(module).__module__ for module in double_parts().model.modules())
 
 
 def whisper_results(passes: Passes) -> list[torch.Tensor]:

@@ -12,15 +12,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
-from konkanivani.data.batch import Batch, Example, GlobalBatch, collate, order_for_concurrency
+from konkanivani.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.data.batching import Batch, Example, GlobalBatch, collate, order_for_concurrency
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.model.architecture import architecture_of
-from konkanivani.model.losses import LossCounts, LossSums, Objective
+from konkanivani.models.architecture import architecture_of
+from konkanivani.models.losses import LossCounts, LossSums, Objective
 from konkanivani.planning.tensors import LiveBytes
 from konkanivani.training import step
 from konkanivani.training.build_step import build_step_parts
-from konkanivani.training.concurrent import OrderedAccumulation, map_ordered
+from konkanivani.training.gradient import OrderedAccumulation, map_ordered
 from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
 from tests.conftest import crossed
@@ -131,7 +131,7 @@ def test_negative_control_without_turns_it_matters_who_is_late(monkeypatch):
 
 def test_negative_control_masks_that_all_threads_draw_from_one_generator_are_others(monkeypatch):
     expected = trained(parts_of(1), threads=1, steps=1)
-    monkeypatch.setattr("konkanivani.model.conformer.dropout_generator", lambda: None)
+    monkeypatch.setattr("konkanivani.models.conformer.dropout_generator", lambda: None)
     assert not are_equal(trained(parts_of(2), steps=1), expected)
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from konkanivani.base.config import ModelConfig
-from konkanivani.data.batch import GlobalBatch
-from konkanivani.model.losses import LossCounts
+from konkanivani.config import ModelConfig
+from konkanivani.data.batching import GlobalBatch
+from konkanivani.models.losses import LossCounts
 from konkanivani.training.step import StepParts, StepReport, forward_and_backward, train_step
 from tests.conftest import further
 from tests.invariants.parts import KINDS, double_parts, global_batch, relative_difference, speeches

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.config import TrainConfig, TuningConfig
-from konkanivani.base.errors import CheckpointError
+from konkanivani.checkpoints.checkpoint import read_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST
+from konkanivani.config import TrainConfig, TuningConfig
+from konkanivani.errors import CheckpointError
 from konkanivani.inference.speech_model import build_speech_model
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
-from konkanivani.model.architecture import architecture_of
+from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.tracer import BatchShape
 from konkanivani.planning.traces import build_tracer
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import load_evaluation_model
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, run_folders, run_script, run_trainer, well
 from tests.invariants.parts import MODEL, VOCAB_SIZE

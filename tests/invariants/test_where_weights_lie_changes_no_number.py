@@ -11,14 +11,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from konkanivani.base.config import MemoryConfig, TrainConfig
+from konkanivani.config import MemoryConfig, TrainConfig
 from konkanivani.decoding.decode import Decode
+from konkanivani.memory import weights as placements
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cuda_costs
-from konkanivani.memory.weights import placement as placements
-from konkanivani.memory.weights.fetching import WeightPrefetcher
-from konkanivani.memory.weights.placement import ON_CARD, Placement
-from konkanivani.model.architecture import architecture_of
+from konkanivani.memory.weights import ON_CARD, Placement, WeightPrefetcher
+from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.tracer import BatchShape
 from konkanivani.planning.traces import build_tracer
 from konkanivani.training.build_step import StateLayout, build_step_parts

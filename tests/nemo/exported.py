@@ -12,19 +12,17 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.base.config import AugmentConfig, TrainConfig
-from konkanivani.base.errors import UsageError
-from konkanivani.base.flags import config_from_text
-from konkanivani.base.lengths import SAMPLE_RATE
-from konkanivani.base.rules import settings_of
-from konkanivani.inference.nemo.archive import CONFIG, TOKENIZER, WEIGHTS
-from konkanivani.inference.nemo.imported import FILTER_BANK
-from konkanivani.inference.nemo.names import BATCH_NORM, sources
-from konkanivani.inference.nemo.pieces import IDS, PIECE, TRAINER, field
-from konkanivani.inference.nemo.settings import HEADS, SUBSAMPLINGS, read_settings
-from konkanivani.inference.nemo.weights import NORM_EPSILON
+from konkanivani.checkpoints.checkpoint import Checkpoint
+from konkanivani.config import AugmentConfig, TrainConfig
+from konkanivani.errors import UsageError
+from konkanivani.flags import config_from_text
 from konkanivani.inference.speech_model import SpeechModel, build_speech_model
-from konkanivani.training.checkpoint.checkpoint import Checkpoint
+from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.models.nemo.archive import CONFIG, TOKENIZER, WEIGHTS
+from konkanivani.models.nemo.pieces import IDS, PIECE, TRAINER, field
+from konkanivani.models.nemo.settings import BATCH_NORM, HEADS, SUBSAMPLINGS, read_settings, sources
+from konkanivani.models.nemo.weights import FILTER_BANK, NORM_EPSILON
+from konkanivani.rules import settings_of
 
 TARGET = "EncDecCTCModelBPE"
 VERSIONS = {"zeros": "2.5.0", "reflected": "2.4.1"}  # NeMo's padding of the waveform depends on its version

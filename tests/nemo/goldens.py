@@ -12,8 +12,8 @@ import safetensors.torch
 import torch
 
 from konkanivani.decoding.decode import greedy_decode
-from konkanivani.inference.nemo.imported import import_nemo
 from konkanivani.inference.speech_model import SpeechModel, build_speech_model
+from konkanivani.models.nemo.weights import import_nemo
 from tests.nemo.files import FOLDER, NemoParts, changed
 
 NEAR = 1e-5

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.inference.nemo.imported import import_nemo
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+from konkanivani.checkpoints.checkpoint import read_checkpoint
+from konkanivani.models.nemo.weights import import_nemo
 from tests.conftest import run_script, well
 from tests.faults.test_error_texts import complaint
 from tests.faults.untrusted_input import Calls

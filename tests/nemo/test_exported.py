@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.errors import UsageError
-from konkanivani.inference.nemo.imported import import_nemo
+from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.checkpoints.checkpointer import LAST
+from konkanivani.errors import UsageError
 from konkanivani.inference.speech_model import build_speech_model
+from konkanivani.models.nemo.weights import import_nemo
 from konkanivani.recipe.build import build_run
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
-from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, Corpus, run_folders, run_script, well
 from tests.nemo.exported import SHAPE, write_nemo

@@ -8,9 +8,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.inference.nemo.imported import import_nemo
+from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.inference.speech_model import SpeechModel, build_speech_model
+from konkanivani.models.nemo.weights import import_nemo
 from tests.conftest import run_script, well
 from tests.nemo.files import read_parts
 from tests.nemo.goldens import NEAR, hear, in_their_order, sound

@@ -6,9 +6,9 @@ import pytest
 import sentencepiece
 import torch
 
-from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.inference.nemo.imported import Imported, import_nemo
+from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.inference.speech_model import build_speech_model
+from konkanivani.models.nemo.weights import Imported, import_nemo
 from tests.nemo.files import NemoParts, changed, in_languages, pieces, read_parts
 from tests.nemo.goldens import NEAR, golden, in_their_order, sound
 

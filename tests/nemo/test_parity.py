@@ -9,7 +9,7 @@ import pytest
 import sentencepiece
 import torch
 
-from konkanivani.inference.nemo.imported import import_nemo
+from konkanivani.models.nemo.weights import import_nemo
 from tests.nemo.files import FOLDER, NemoParts, changed, read_parts
 from tests.nemo.goldens import (
     FILES,

@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 import torch
 
-from konkanivani.base.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
-from konkanivani.data.checking import training_limits
+from konkanivani.checkpoints.checkpoint import read_checkpoint
+from konkanivani.cli.verify_export import check_bundle, recognize_with
+from konkanivani.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
+from konkanivani.data.filtering import training_limits
 from konkanivani.inference.bundle import bundle_bytes, read_bundle
-from konkanivani.inference.onnx_export import build_onnx, read_onnx
+from konkanivani.inference.export import build_onnx, read_onnx
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.inference.speech_model import SpeechModel
-from konkanivani.inference.verify import check_bundle, recognize_with
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.model.architecture import HybridArchitecture
-from konkanivani.model.conformer import keep_activations
-from konkanivani.model.front_end import FrontEnd, described
-from konkanivani.model.kernels.chunks import ChunkedRelativeSelfAttention
-from konkanivani.model.kernels.passes import optimize
-from konkanivani.model.losses import BLANK
-from konkanivani.model.twin import twin_of
+from konkanivani.models.architecture import HybridArchitecture
+from konkanivani.models.conformer import keep_activations
+from konkanivani.models.front_end import FrontEnd, described
+from konkanivani.models.losses import BLANK
+from konkanivani.models.twin import twin_of
+from konkanivani.ops.chunks import ChunkedRelativeSelfAttention
+from konkanivani.ops.passes import optimize
 from konkanivani.recipe.build import build_run
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, Corpus, further, run_folders, run_script, well
 from tests.invariants.parts import OTHER_FEATURES, OTHER_PARTS

@@ -9,16 +9,15 @@ import pytest
 import safetensors
 import torch
 
-from konkanivani.base.flags import config_from_text
-from konkanivani.base.rules import settings_of
-from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints
+from konkanivani.checkpoints.averaging import NamedCheckpoint, average_checkpoints
+from konkanivani.checkpoints.checkpoint import PROVENANCE_STATE, provenance_of, read_checkpoint, read_provenance
+from konkanivani.cli.verify_export import check_signal
+from konkanivani.flags import config_from_text
 from konkanivani.inference.bundle import read_bundle
-from konkanivani.inference.onnx_export import build_onnx, read_onnx
-from konkanivani.inference.provenance import PROVENANCE_STATE, provenance_of, read_provenance
+from konkanivani.inference.export import build_onnx, read_onnx
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.inference.speech_model import build_speech_model
-from konkanivani.inference.verify import check_signal
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+from konkanivani.rules import settings_of
 from tests.conftest import TRAINER, Corpus, run_folders, run_script, well, write_corpus
 from tests.nemo.files import FOLDER
 from tests.nemo.goldens import hear, sound

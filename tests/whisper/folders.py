@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.data.batch import Batch, Example, collate
+from konkanivani.data.batching import Batch, Example, collate
 from konkanivani.data.text import SpecialTokens
-from konkanivani.model.kernels.passes import optimize
-from konkanivani.model.whisper.folder import name_in_file
-from konkanivani.model.whisper.network import Whisper
-from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.models.whisper.folder import name_in_file
+from konkanivani.models.whisper.model import Whisper
+from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.ops.passes import optimize
 
 WHY = "transformers, which Whisper is held against, is not installed: pip install -e .[test]"
 transformers = pytest.importorskip("transformers", reason=WHY)

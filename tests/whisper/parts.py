@@ -6,7 +6,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from konkanivani.base.config import (
+from konkanivani.config import (
     AugmentConfig,
     DataConfig,
     LossConfig,
@@ -15,13 +15,13 @@ from konkanivani.base.config import (
     TrainConfig,
     TuningConfig,
 )
-from konkanivani.base.distributed import ALONE, Topology
-from konkanivani.data.batch import GlobalBatch
-from konkanivani.memory.weights.placement import ON_CARD, Placement
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.folder import DIMENSIONS, TWINS, name_in_file
-from konkanivani.model.whisper.network import Whisper
-from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.data.batching import GlobalBatch
+from konkanivani.distributed import ALONE, Topology
+from konkanivani.memory.weights import ON_CARD, Placement
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.folder import DIMENSIONS, TWINS, name_in_file
+from konkanivani.models.whisper.model import Whisper
+from konkanivani.models.whisper.network import WhisperShape
 from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
 from tests.conftest import WORDS

@@ -7,9 +7,9 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.folder import name_in_file
-from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.folder import name_in_file
+from konkanivani.models.whisper.network import WhisperShape
 from tests.conftest import WORDS
 from tests.whisper.byte_vocabularies import NO_TIMES, named_after, real_vocabulary, vocabulary_of_text, write_files
 

@@ -8,14 +8,13 @@ import pytest
 import safetensors.torch
 import torch
 
-from konkanivani.base.config import TuningConfig
-from konkanivani.base.errors import CheckpointError, ResourceError, UsageError
-from konkanivani.model.whisper import adapter
-from konkanivani.model.whisper.adapter import write_adapter
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.export import write_whisper_folder
-from konkanivani.model.whisper.folder import WhisperFolder, name_in_file, read_whisper_folder
-from konkanivani.model.whisper.network import Whisper
+from konkanivani.config import TuningConfig
+from konkanivani.errors import CheckpointError, ResourceError, UsageError
+from konkanivani.models.whisper import export as adapter
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.export import write_adapter, write_whisper_folder
+from konkanivani.models.whisper.folder import WhisperFolder, name_in_file, read_whisper_folder
+from konkanivani.models.whisper.model import Whisper
 from tests.whisper.folders import KINDS, random_features, read_reference, spoken
 
 WHY = "peft, which adapters are written for, is not installed: pip install -e .[test]"

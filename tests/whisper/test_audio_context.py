@@ -11,20 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from konkanivani.base.config import AugmentConfig, PretrainedConfig, TrainConfig, TuningConfig
-from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.base.flags import config_from_text, config_to_text, contradictions
-from konkanivani.data.batch import Example
+from konkanivani.config import AugmentConfig, PretrainedConfig, TrainConfig, TuningConfig
+from konkanivani.data.batching import Example
 from konkanivani.decoding.decode import greedy_decode
-from konkanivani.inference.whisper.export import TunedWhisper
-from konkanivani.inference.whisper.pretrained import PretrainedWhisper
+from konkanivani.errors import CheckpointError, UsageError
+from konkanivani.flags import config_from_text, config_to_text, contradictions
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.model.conformer import keep_activations
-from konkanivani.model.flops import step_flop
-from konkanivani.model.whisper import network
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.export import write_whisper_folder
-from konkanivani.model.whisper.folder import read_whisper_architecture, read_whisper_folder
+from konkanivani.models.conformer import keep_activations
+from konkanivani.models.flops import step_flop
+from konkanivani.models.whisper import model as network
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.export import PretrainedWhisper, TunedWhisper, write_whisper_folder
+from konkanivani.models.whisper.folder import read_whisper_architecture, read_whisper_folder
 from konkanivani.planning.sizes import planned_architecture
 from konkanivani.planning.tracer import BatchShape
 from konkanivani.planning.traces import build_tracer

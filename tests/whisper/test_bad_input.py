@@ -14,8 +14,8 @@ import safetensors.torch
 import soundfile
 import torch
 
-from konkanivani.base.errors import CheckpointError
-from konkanivani.training.checkpoint.checkpoint import check_is_there
+from konkanivani.checkpoints.checkpoint import check_is_there
+from konkanivani.errors import CheckpointError
 from tests.conftest import TINY_MODEL, Corpus, of_each_kind, run_folders, run_script, run_trainer, well, write_corpus
 from tests.faults.test_error_texts import complaint
 from tests.whisper.small_model import write_model

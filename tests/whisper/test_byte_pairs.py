@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from konkanivani.base.errors import DataError, ResourceError
-from konkanivani.inference.whisper import byte_pairs
-from konkanivani.inference.whisper.byte_pairs import BytePairs, byte_pairs_of, read_byte_pairs
+from konkanivani.errors import DataError, ResourceError
+from konkanivani.models.whisper import byte_pairs
+from konkanivani.models.whisper.byte_pairs import BytePairs, byte_pairs_of, read_byte_pairs
 from tests.conftest import WORDS
 from tests.whisper.byte_vocabularies import (
     HOSTILE,

@@ -5,12 +5,12 @@ import shutil
 import pytest
 import torch
 
-from konkanivani.base.config import AugmentConfig, PretrainedConfig
+from konkanivani.config import AugmentConfig, PretrainedConfig
 from konkanivani.decoding.decode import greedy_decode
-from konkanivani.inference.pretrained import read_pretrained
-from konkanivani.model.conformer import keep_activations
-from konkanivani.model.whisper.export import write_whisper_folder
-from konkanivani.model.whisper.folder import read_whisper_folder
+from konkanivani.inference.speech_model import read_pretrained
+from konkanivani.models.conformer import keep_activations
+from konkanivani.models.whisper.export import write_whisper_folder
+from konkanivani.models.whisper.folder import read_whisper_folder
 from tests.whisper.small_model import SECONDS, write_model
 
 ctranslate2 = pytest.importorskip(

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from konkanivani.decoding.decode import BeamDecode
-from konkanivani.inference.whisper import generation
-from konkanivani.inference.whisper.generation import FallbackDecode, compression_ratio, say
-from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
-from konkanivani.model.whisper.network import Whisper
-from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.inference import whisper_generation as generation
+from konkanivani.inference.whisper_generation import FallbackDecode, compression_ratio, say
+from konkanivani.models.whisper.model import Whisper
+from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.models.whisper.vocabulary import PromptedVocabulary
 from konkanivani.planning.tensors import LiveBytes
 from tests.conftest import WORDS, further
 from tests.whisper.folders import FRAMES, reference, transformers

@@ -9,10 +9,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from konkanivani.base.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
-from konkanivani.model.whisper import export
-from konkanivani.model.whisper.export import write_whisper_folder
-from konkanivani.model.whisper.folder import name_in_file, read_whisper_folder
+from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.models.whisper import export
+from konkanivani.models.whisper.export import write_whisper_folder
+from konkanivani.models.whisper.folder import name_in_file, read_whisper_folder
 from tests.whisper.folders import KINDS, read_reference, write_folder
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

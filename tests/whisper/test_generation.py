@@ -13,12 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from konkanivani.base.config import AugmentConfig, DecodingConfig
-from konkanivani.data.generation import GenerationRules
-from konkanivani.decoding import rules as rules_module
+from konkanivani.config import AugmentConfig, DecodingConfig
+from konkanivani.data.text import GenerationRules
+from konkanivani.decoding import beam as rules_module
 from konkanivani.decoding.decode import BeamDecode, Decode, build_decode, greedy_decode
-from konkanivani.inference.whisper.byte_pairs import BytePairs, read_byte_pairs
-from konkanivani.inference.whisper.vocabulary import (
+from konkanivani.models.conformer import keep_activations
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.byte_pairs import BytePairs, read_byte_pairs
+from konkanivani.models.whisper.features import WhisperFrontEnd
+from konkanivani.models.whisper.model import Whisper
+from konkanivani.models.whisper.vocabulary import (
     END,
     FIRST_TIME,
     NO_TIMES,
@@ -27,10 +31,6 @@ from konkanivani.inference.whisper.vocabulary import (
     Prompt,
     PromptedVocabulary,
 )
-from konkanivani.model.conformer import keep_activations
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.front_end import WhisperFrontEnd
-from konkanivani.model.whisper.network import Whisper
 from tests.conftest import WORDS, further
 from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
 from tests.whisper.folders import KINDS, SECONDS, Kind, ours_of, random_features, reference, transformers

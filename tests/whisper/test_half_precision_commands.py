@@ -7,10 +7,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from konkanivani.base.errors import NumericsError
-from konkanivani.inference.whisper.pretrained import read_pretrained_whisper
-from konkanivani.model.whisper import export
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+from konkanivani.checkpoints.checkpoint import read_checkpoint
+from konkanivani.errors import NumericsError
+from konkanivani.models.whisper import export
+from konkanivani.models.whisper.export import read_pretrained_whisper
 from tests.conftest import Corpus, crossed, run_folders, run_here, run_trainer, well, write_corpus
 from tests.whisper.small_model import write_model
 

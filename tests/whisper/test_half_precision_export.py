@@ -7,11 +7,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from konkanivani.base.config import TrainConfig
-from konkanivani.base.errors import NumericsError
-from konkanivani.inference.whisper.export import TunedWhisper, export_whisper
-from konkanivani.inference.whisper.pretrained import read_pretrained_whisper
-from konkanivani.model.whisper import export
+from konkanivani.config import TrainConfig
+from konkanivani.errors import NumericsError
+from konkanivani.models.whisper import export
+from konkanivani.models.whisper.export import TunedWhisper, export_whisper, read_pretrained_whisper
 from tests.whisper.small_model import write_model
 
 FORMATS = {

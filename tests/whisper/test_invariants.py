@@ -11,19 +11,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from konkanivani.data.batch import Batch, GlobalBatch, order_for_concurrency
-from konkanivani.data.generation import GenerationRules
-from konkanivani.data.text import OUR_TOKENS
-from konkanivani.data.utterance import Utterance
+from konkanivani.data.batching import Batch, GlobalBatch, order_for_concurrency
+from konkanivani.data.index import Utterance
+from konkanivani.data.text import OUR_TOKENS, GenerationRules
 from konkanivani.decoding.decode import BeamDecode
-from konkanivani.inference.pretrained import digest_of
+from konkanivani.inference.speech_model import digest_of
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.model.decoder import FIRST_CAPACITY
-from konkanivani.model.kernels import recompute
-from konkanivani.model.losses import LossCounts, LossSums
-from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.models.decoder import FIRST_CAPACITY
+from konkanivani.models.losses import LossCounts, LossSums
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.ops import recompute
 from konkanivani.training import step
-from konkanivani.training.concurrent import OrderedAccumulation
+from konkanivani.training.gradient import OrderedAccumulation
 from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import RecognizedPortion, recognize_all

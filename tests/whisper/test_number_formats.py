@@ -8,9 +8,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from konkanivani.base.errors import CheckpointError
-from konkanivani.model.whisper.export import write_whisper_folder
-from konkanivani.model.whisper.folder import read_whisper_folder
+from konkanivani.errors import CheckpointError
+from konkanivani.models.whisper.export import write_whisper_folder
+from konkanivani.models.whisper.folder import read_whisper_folder
 from tests.conftest import crossed
 from tests.whisper.small_model import write_model
 

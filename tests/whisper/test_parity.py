@@ -7,18 +7,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from konkanivani.base.config import AugmentConfig, LossConfig
-from konkanivani.base.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
+from konkanivani.config import AugmentConfig, LossConfig
 from konkanivani.decoding.decode import BeamDecode
+from konkanivani.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.model.conformer import WrapBlock, keep_activations
-from konkanivani.model.losses import LossCounts
-from konkanivani.model.whisper import blocks
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.folder import name_in_file, read_whisper_folder
-from konkanivani.model.whisper.front_end import WhisperFrontEnd
-from konkanivani.model.whisper.network import Whisper, sinusoids
-from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.models.conformer import WrapBlock, keep_activations
+from konkanivani.models.losses import LossCounts
+from konkanivani.models.whisper import network as blocks
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.features import WhisperFrontEnd
+from konkanivani.models.whisper.folder import name_in_file, read_whisper_folder
+from konkanivani.models.whisper.model import Whisper, sinusoids
+from konkanivani.models.whisper.network import WhisperShape
 from tests.conftest import crossed
 from tests.whisper.folders import (
     KINDS,

@@ -6,14 +6,12 @@ import functools
 import pytest
 import torch
 
-from konkanivani.data.batch import Example, GlobalBatch
-from konkanivani.data.batching import same_size, split_into_micro_batches
-from konkanivani.data.generation import GenerationRules
-from konkanivani.data.text import OUR_TOKENS
+from konkanivani.data.batching import Example, GlobalBatch, same_size, split_into_micro_batches
+from konkanivani.data.text import OUR_TOKENS, GenerationRules
 from konkanivani.decoding.decode import BeamDecode
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.network import WhisperShape
 from konkanivani.planning.tensors import LiveBytes
 from konkanivani.planning.tracer import BatchShape, StepTracer
 from konkanivani.planning.traces import build_tracer

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.errors import DataError, UsageError
-from konkanivani.data.batch import Example, check_tokens, collate
-from konkanivani.data.checking import Limits, reason_to_reject
-from konkanivani.data.generation import TimeRules
-from konkanivani.data.utterance import Utterance
-from konkanivani.inference.whisper.byte_pairs import BytePairs, read_byte_pairs
-from konkanivani.inference.whisper.vocabulary import (
+from konkanivani.data.batching import Example, check_tokens, collate
+from konkanivani.data.filtering import Limits, reason_to_reject
+from konkanivani.data.index import Utterance
+from konkanivani.data.text import TimeRules
+from konkanivani.errors import DataError, UsageError
+from konkanivani.models.whisper.byte_pairs import BytePairs, read_byte_pairs
+from konkanivani.models.whisper.vocabulary import (
     ModelTokens,
     Prompt,
     PromptedVocabulary,

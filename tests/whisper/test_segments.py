@@ -9,17 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from konkanivani.base.config import AugmentConfig
-from konkanivani.base.lengths import SAMPLE_RATE
+from konkanivani.config import AugmentConfig
 from konkanivani.data.text import train_tokenizer
 from konkanivani.decoding.decode import BeamDecode
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.inference.segmentation import build_segmentation
 from konkanivani.inference.speech_model import SpeechModel
-from konkanivani.inference.whisper.segments import TimedSegment, timed_segments
-from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.models.whisper.vocabulary import PromptedVocabulary, TimedSegment, timed_segments
 from tests.whisper.byte_vocabularies import TIMES
 from tests.whisper.folders import FRAMES, SECONDS, reference, transformers
 from tests.whisper.test_parity import ours_of

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from konkanivani.base.config import LossConfig, OptimizerConfig, TrainConfig
-from konkanivani.data.batch import Batch, GlobalBatch, split_batch
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.folder import name_in_file
+from konkanivani.config import LossConfig, OptimizerConfig, TrainConfig
+from konkanivani.data.batching import Batch, GlobalBatch, split_batch
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.folder import name_in_file
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 from tests.whisper.folders import KINDS, labels_of, ours_of, reference, spoken

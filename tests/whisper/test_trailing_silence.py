@@ -9,17 +9,17 @@ import dataclasses
 import pytest
 import torch
 
-from konkanivani.base.config import AugmentConfig
-from konkanivani.base.lengths import SAMPLE_RATE, Lengths
+from konkanivani.config import AugmentConfig
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.inference.segmentation import MARGIN, STEPS_A_SECOND, build_segmentation
 from konkanivani.inference.speech_model import SpeechModel
-from konkanivani.inference.whisper.generation import FallbackDecode, without_final_loop
-from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.network import Decoder
-from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.inference.whisper_generation import FallbackDecode, without_final_loop
+from konkanivani.lengths import SAMPLE_RATE, Lengths
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.model import Decoder
+from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.models.whisper.vocabulary import PromptedVocabulary
 from tests.conftest import WORDS, speak
 from tests.whisper.vocabularies import read_vocabulary, write_vocabulary
 

@@ -6,24 +6,22 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from konkanivani.base.config import AugmentConfig, DataConfig, LossConfig, MemoryConfig, OptimizerConfig, TrainConfig
-from konkanivani.base.errors import DataError
-from konkanivani.data.batch import Example, GlobalBatch
-from konkanivani.data.batching import same_size, split_into_micro_batches
-from konkanivani.data.generation import FREE
-from konkanivani.data.text import SpecialTokens
+from konkanivani.config import AugmentConfig, DataConfig, LossConfig, MemoryConfig, OptimizerConfig, TrainConfig
+from konkanivani.data.batching import Example, GlobalBatch, same_size, split_into_micro_batches
+from konkanivani.data.text import FREE, SpecialTokens
 from konkanivani.decoding.decode import greedy_decode
+from konkanivani.errors import DataError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
-from konkanivani.model.asr import frozen_count, trained_parameters
-from konkanivani.model.conformer import keep_activations
-from konkanivani.model.flops import step_flop
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.front_end import WhisperFrontEnd
-from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.models.asr import frozen_count, trained_parameters
+from konkanivani.models.conformer import keep_activations
+from konkanivani.models.flops import step_flop
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.features import WhisperFrontEnd
+from konkanivani.models.whisper.network import WhisperShape
 from konkanivani.planning.traces import build_tracer
 from konkanivani.training.build_step import build_step_parts
-from konkanivani.training.optimizers.build import build_optimizer
+from konkanivani.training.optimizers import build_optimizer
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts, train_step
 from tests.invariants.parts import measured_peak, relative_difference
 
@@ -206,8 +204,8 @@ def test_a_network_without_values_has_the_same_shapes_and_takes_no_memory():
 def test_shapes_alone_do_not_wait_for_torchs_compiler(torch_alone):
     program = """
 import sys
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.network import WhisperShape
 WhisperArchitecture(WhisperShape(64, 4, 2, 2, 64, 80, 60)).build_without_values()
 print("torch._dynamo" in sys.modules)
 """

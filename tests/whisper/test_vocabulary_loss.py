@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from konkanivani.model.kernels import vocabulary_loss
-from konkanivani.model.kernels.vocabulary_loss import SlicedTiedEmbedding, vocabulary_loss_sum
+from konkanivani.ops import vocabulary_loss
+from konkanivani.ops.vocabulary_loss import SlicedTiedEmbedding, vocabulary_loss_sum
 from konkanivani.planning.tensors import LiveBytes
 
 VOCABULARY = 300

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from konkanivani.inference.whisper.byte_pairs import read_byte_pairs
-from konkanivani.inference.whisper.vocabulary import ModelTokens, Prompt, PromptedVocabulary
+from konkanivani.models.whisper.byte_pairs import read_byte_pairs
+from konkanivani.models.whisper.vocabulary import ModelTokens, Prompt, PromptedVocabulary
 from tests.conftest import WORDS
 from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
 from tests.whisper.folders import Kind

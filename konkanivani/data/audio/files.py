@@ -1,4 +1,4 @@
-"""Reading headers and samples of audio files: a whole file, a span of it, or a member of a tar shard.
+"""Recordings as files: opening and reading of segments, from a path or from standard input.
 
 libsndfile reads the formats that it supports; FFmpeg reads the others in a separate process. This process decodes a
 file only after its header has passed the limits below. This module does not import torch.
@@ -6,32 +6,127 @@ file only after its header has passed the limits below. This module does not imp
 
 import contextlib
 import hashlib
+import os
 import sys
+import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
-from konkanivani.data.audio.channels import channel_error, select_channel
-from konkanivani.data.audio.media_sound import INSTALL, MediaSound, is_installed, may_be_media
-from konkanivani.data.audio.sizes import missing_share
-from konkanivani.data.audio.sndfile_sound import NotKnown, SndfileSound
-from konkanivani.data.audio.source import (
+from konkanivani.data.audio.media import INSTALL, MediaSound, is_installed, may_be_media
+from konkanivani.data.audio.sound import (
     AudioHeader,
     AudioSource,
+    NotKnown,
     OpenedAudio,
+    SndfileSound,
     UnusableAudio,
     duration_tolerance,
+    missing_share,
     open_file,
     opened_audio,
 )
+from konkanivani.errors import DataError, ResourceError, explained
+
+# --------------------
+# Channel selection for recordings with one speaker per channel; channels are counted from 0.
+
+
+MEAN = "omit it for the mean of all channels"
+NO_COLUMN = "none"
+"""Value of --channel_column for not reading channels from a table."""
+
+
+def parse_channel(fields: Mapping[str, object]) -> int | None:
+    """Return the channel of a JSON row; None if it has none, which means the average of all channels.
+
+    The field is `channel`, or NeMo's `channel_selector`, in which `"average"` is allowed too. Raise a `ValueError` for
+    any other value: a bool, a float, a string or a negative number is never rounded or converted.
+    """
+    name = "channel" if fields.get("channel") is not None else "channel_selector"
+    value = fields.get(name)
+    if value is None or (name == "channel_selector" and value == "average"):
+        return None
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} must be the number of a channel, from 0, not {value!r:.200}: {MEAN}")
+    return value
+
+
+def parse_channel_cell(cell: object, column: str) -> int | None:
+    """Return the channel in a table's cell, None if it is empty; raise a `ValueError` as `parse_channel` does.
+
+    The cells of a text table are strings of digits, the cells of a typed table are integers.
+    """
+    if cell is None or (isinstance(cell, str) and not cell.strip()):
+        return None
+    # A bool is an int, but its repr is not decimal, so that it is rejected below.
+    text = cell.strip() if isinstance(cell, str) else repr(cell)
+    if isinstance(cell, (int, str)) and text.isascii() and text.isdecimal() and len(text) < 10:
+        return int(text)
+    raise ValueError(
+        f"its column {column} must be the number of a channel, from 0, not {cell!r:.200}: leave it empty for "
+        f"the mean of all channels, or give --channel_column {NO_COLUMN} if the column is something else"
+    )
+
+
+def channel_error(channel: int | None, channels: int) -> str:
+    """Return an error message if a file with `channels` channels lacks `channel`; otherwise an empty string."""
+    if channel is None or channel < channels:
+        return ""
+    holds = "1 channel" if channels == 1 else f"{channels} channels"
+    return f"it has no channel {channel}: it has {holds}, counted from 0"
+
+
+def select_channel(samples: np.ndarray, channel: int | None) -> np.ndarray:
+    """Return the channel's samples (frames, 1), or `samples` (frames, channels) if `channel` is None."""
+    # A copy, so that the memory of the other channels can be freed.
+    return samples if channel is None else np.ascontiguousarray(samples[:, channel : channel + 1])
+
+
+# --------------------
+# Standard input stored in a temporary file, because a pipe cannot seek.
+
+
+SIGN = "-"  # path that stands for standard input
+STDIN_LIMIT = 2**32  # maximum size of a WAV file
+PIECE_BYTES = 2**20
+
+
+@contextlib.contextmanager
+def spooled_input() -> Iterator[Path]:
+    """Store standard input in a file; yield a path that this process and its children can open.
+
+    Raises:
+        DataError: Standard input exceeds `MAX_BYTES`.
+        ResourceError: There is not enough disk space.
+    """
+    what = f"Standard input cannot be stored in {tempfile.gettempdir()}"
+    # The file has no directory entry: nothing remains on the disk however the process ends.
+    with tempfile.TemporaryFile() as file:
+        with explained(ResourceError, what, "Free disk space there, or set TMPDIR to another folder."):
+            while piece := sys.stdin.buffer.read(PIECE_BYTES):
+                file.write(piece)
+                if file.tell() > STDIN_LIMIT:
+                    raise DataError(
+                        f"Standard input exceeds {STDIN_LIMIT / 2**30:.0f} GiB. Save it as a file and give its path."
+                    )
+            file.flush()
+        # /dev/fd would name the child's own descriptors; /proc/PID/fd names this process's.
+        folder = Path("/proc", str(os.getpid()), "fd")
+        yield (folder if folder.is_dir() else Path("/dev/fd")) / str(file.fileno())
+
+
+# --------------------
+# Reading headers and samples of audio files: a whole file, a span of it, or a member of a tar shard.
+
 
 MAX_CHANNELS = 32
 # Hz
 MIN_RATE = 4_000
 MAX_RATE = 384_000
-PIECE_BYTES = 2**20  # per read
 MAX_BYTES = 2**30  # of decoded samples per read
 MAX_FILE_SECONDS = 1e6  # 11.6 days: a header that states more is damaged
 MAX_FRAMES_PER_BYTE = 8192  # silence in FLAC reaches 6000: 65535 samples in a frame of 11 bytes

@@ -1,4 +1,4 @@
-"""Loading and resampling of audio to 16 kHz mono waveforms, whole or as streams of blocks.
+"""Waveforms: resampling and silence.
 
 S samples.
 """
@@ -12,8 +12,6 @@ import numpy as np
 import torch
 import torchaudio
 
-from konkanivani.base.errors import DataError
-from konkanivani.base.lengths import SAMPLE_RATE, resampled_samples
 from konkanivani.data.audio.files import (
     MAX_CHANNELS,
     MAX_RATE,
@@ -23,6 +21,42 @@ from konkanivani.data.audio.files import (
     read_blocks,
     read_samples,
 )
+from konkanivani.errors import DataError
+from konkanivani.lengths import SAMPLE_RATE, resampled_samples
+
+# --------------------
+# Silence detection by frame energy, and the span of an utterance that contains speech.
+
+
+FRAME_SECONDS = 0.010
+# Relative threshold: a quiet speaker's words are not silence, whereas pauses in background noise are.
+SILENCE_BELOW_SPEECH = 30.0  # dB below the 95th percentile of the utterance's frame levels
+DIGITAL_SILENCE = -80.0  # dBFS: silence below this level, whatever the other frames are
+
+
+def silent_frames(mono: np.ndarray, rate: int) -> np.ndarray:
+    """Return which 10 ms frames of samples (S,) are silent, bool (frames,); the last frame may be longer."""
+    size = max(1, round(rate * FRAME_SECONDS))
+    count = max(1, len(mono) // size)
+    # A DC offset is inaudible but would raise the level of every frame.
+    centred = np.square(mono - mono.mean())
+    power = np.add.reduceat(centred, np.arange(count) * size) / np.diff([*(np.arange(count) * size), len(mono)])
+    # The floor of 1e-12 (-120 dB) keeps the logarithm of digital silence finite.
+    levels = 10 * np.log10(np.maximum(power, 1e-12))
+    return (levels < np.quantile(levels, 0.95) - SILENCE_BELOW_SPEECH) | (levels < DIGITAL_SILENCE)
+
+
+def speech_span(waveform: torch.Tensor) -> tuple[float, float]:
+    """Return start and end of the speech in a 16 kHz waveform (S,), in seconds; the whole waveform if all is silent."""
+    speech = np.flatnonzero(~silent_frames(waveform.double().numpy(), SAMPLE_RATE))
+    if not len(speech):
+        return 0.0, len(waveform) / SAMPLE_RATE
+    return float(speech[0] * FRAME_SECONDS), float((speech[-1] + 1) * FRAME_SECONDS)
+
+
+# --------------------
+# Loading and resampling of audio to 16 kHz mono waveforms, whole or as streams of blocks.
+
 
 BLOCK_SECONDS = 1.0  # decoded and resampled at a time in a stream
 # torchaudio's resampling filter: a sinc up to its sixth zero, cutoff at 0.99 of the lower rate's Nyquist frequency.

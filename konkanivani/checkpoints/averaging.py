@@ -1,0 +1,220 @@
+"""Average of several checkpoints' weights, which often has a lower error rate than each of them.
+
+Averaging the last checkpoints of a run: Vaswani et al., 2017, section 6.1; Izmailov et al., 2018.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from konkanivani.checkpoints.checkpoint import PRETRAINED_STATE, PROVENANCE_STATE, Checkpoint, model_weights
+from konkanivani.checkpoints.checkpointer import BEST, EPOCH_NAME, LAST, PREVIOUS, epochs_in
+from konkanivani.console import count
+from konkanivani.errors import CheckpointError
+from konkanivani.flags import config_from_text
+from konkanivani.rules import settings_of
+
+# --------------------
+# Comparison of two checkpoints of a run.
+
+
+def differences(one: Checkpoint, other: Checkpoint) -> list[str]:
+    """Return the names of all tensors and numbers that are not bitwise equal in two checkpoints."""
+    values = _values(one)
+    theirs = _values(other)
+    names = sorted(values.keys() | theirs.keys())
+    return [name for name in names if not (name in values and name in theirs and _same(values[name], theirs[name]))]
+
+
+def _values(checkpoint: Checkpoint) -> dict[str, object]:
+    return {f"{part}/{name}": value for part, state in checkpoint.states.items() for name, value in state.items()}
+
+
+def _same(one: object, other: object) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return one == other
+    same_kind = one.dtype == other.dtype and one.shape == other.shape
+    # Compared as bytes: torch.equal on floats treats NaN as different and -0.0 as equal to 0.0.
+    return same_kind and torch.equal(*(t.detach().cpu().reshape(-1).view(torch.uint8) for t in (one, other)))
+
+
+def relative_difference(one: Checkpoint, other: Checkpoint) -> float:
+    """Return the norm of the difference of two models' weights, relative to the norm of the first one's."""
+    others = _weights(other)
+    pairs = [(value, others[name]) for name, value in _weights(one).items()]
+    apart = sum(float((value.double() - theirs.double()).square().sum()) for value, theirs in pairs)
+    return math.sqrt(apart / sum(float(value.double().square().sum()) for value, _ in pairs))
+
+
+def _weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return the weights of the model by name; raise a CheckpointError if one is not a tensor."""
+    weights: dict[str, torch.Tensor] = {}
+    for name, value in checkpoint.states["model"].items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"The checkpoint's weight {name!r:.80} is not a tensor. Use another checkpoint.")
+        weights[name] = value
+    return weights
+
+
+def check_equal(one: Checkpoint, other: Checkpoint, what: str) -> None:
+    """Raise a CheckpointError if two states differ in any bit."""
+    found = differences(one, other)
+    if found:
+        raise CheckpointError(
+            f"{what}: {count(len(found), 'value', 'differs/differ')}, first {found[0]}. Check the disk and memory of "
+            "this machine; if they are fine, report this as a bug."
+        )
+
+
+# --------------------
+# Average of several checkpoints' weights, which often has a lower error rate than each of them.
+
+
+PROGRESS = "progress"
+
+
+@dataclass(frozen=True)
+class NamedCheckpoint:
+    """Checkpoint with its name in messages."""
+
+    name: str
+    checkpoint: Checkpoint
+
+
+def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_runs: bool = False) -> Checkpoint:
+    """Return the newest checkpoint, without training state, with the mean of all models' weights.
+
+    Sums are in float64. One checkpoint is in memory at a time, so `checkpoints` may be a generator. Raises a
+    CheckpointError if there is none, or if one differs from the first in shape, origin, tokenizer or (unless allowed)
+    run.
+    """
+    sums: dict[str, torch.Tensor] = {}
+    first: NamedCheckpoint | None = None
+    newest: NamedCheckpoint | None = None
+    first_run: Checkpoint | None = None
+    count = 0
+    for named in checkpoints:
+        # The first checkpoint's counters are kept to compare runs, not its weights.
+        run = dataclasses.replace(named.checkpoint, states={PROGRESS: named.checkpoint.states.get(PROGRESS, {})})
+        first_run = first_run or run
+        named = _model_alone(named)
+        model = model_weights(named.checkpoint)
+        if first is None or newest is None:
+            first = newest = named
+            # Integer buffers are not averaged.
+            sums = {name: tensor.double() for name, tensor in model.items() if tensor.is_floating_point()}
+        else:
+            if found := _differences(first.checkpoint, named.checkpoint):
+                raise CheckpointError(
+                    f"{first.name} and {named.name} cannot be averaged: {'; '.join(found)}. Average checkpoints of one "
+                    "run."
+                )
+            if not allow_different_runs and (reason := different_runs(first_run, run)):
+                raise CheckpointError(
+                    f"{first.name} and {named.name} are from different runs: {reason}. Average checkpoints of "
+                    "one run, or use --allow_different_runs."
+                )
+            for name, total in sums.items():
+                total += model[name]
+        if named.checkpoint.step > newest.checkpoint.step:
+            newest = named
+        count += 1
+    if newest is None:
+        raise CheckpointError("No checkpoint to average. Give the paths of checkpoint_*.pt files.")
+    model = {
+        # Round to the checkpoint's dtype once, after the division.
+        name: (sums[name] / count).to(tensor.dtype) if name in sums else tensor
+        for name, tensor in model_weights(newest.checkpoint).items()
+    }
+    return dataclasses.replace(newest.checkpoint, states={**newest.checkpoint.states, "model": {**model}})
+
+
+def different_runs(one: Checkpoint, other: Checkpoint) -> str | None:
+    """Return why two checkpoints are of different runs, or None if nothing shows it.
+
+    A checkpoint holds no run id. The seed and the mean loss of the first epoch stay the same when a run is resumed,
+    also in another folder; two runs have the same loss only if they computed the same steps.
+    """
+    seeds = [config_from_text(checkpoint.config).run.seed for checkpoint in (one, other)]
+    if seeds[0] != seeds[1]:
+        return f"--seed is {seeds[0]} and {seeds[1]}"
+    losses = [_counter(checkpoint, "first_loss") for checkpoint in (one, other)]
+    # 0 before the first epoch ends, and in checkpoints of older versions.
+    if all(losses) and losses[0] != losses[1]:
+        return f"the mean loss of their first epoch is {losses[0]:.6g} and {losses[1]:.6g}"
+    audio = [_counter(checkpoint, "audio_seconds") for checkpoint in (one, other)]
+    skips = [_counter(checkpoint, "skipped_steps") for checkpoint in (one, other)]
+    # Skipped steps consume audio without advancing the step.
+    if one.step == other.step and all(audio) and skips[0] == skips[1] and audio[0] != audio[1]:
+        return f"their step {one.step} was reached after {audio[0]:g} and {audio[1]:g} s of audio"
+    return None
+
+
+def _counter(checkpoint: Checkpoint, name: str) -> float:
+    """Return a counter of the training run, or 0 if the checkpoint holds none."""
+    value = checkpoint.states.get(PROGRESS, {}).get(name)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+
+
+def newest_epochs(directory: str | Path, count: int) -> list[Path]:
+    """Return the newest `count` epoch checkpoints of a folder, oldest first.
+
+    Raises a CheckpointError if the folder has fewer.
+    """
+    found = epochs_in(Path(directory))
+    if len(found) < count:
+        raise CheckpointError(
+            f"{directory} contains {len(found)} epoch checkpoints, not {count}. Use a smaller --last, or train "
+            "with a larger --keep_checkpoints."
+        )
+    return found[:count][::-1]
+
+
+def is_name_of_a_run(path: str | Path) -> bool:
+    """Return whether training runs use this file name, so that a later run could resume from the file."""
+    name = Path(path).name
+    return name in (LAST, PREVIOUS, BEST) or EPOCH_NAME.fullmatch(name) is not None
+
+
+def _model_alone(named: NamedCheckpoint) -> NamedCheckpoint:
+    """Return the checkpoint without its optimizer state, which is twice the size of the model."""
+    model = named.checkpoint.states.get("model")
+    if not model or not all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
+        raise CheckpointError(f"The checkpoint {named.name} contains no model weights. Use another one.")
+    weights = [tensor for tensor in model_weights(named.checkpoint).values() if tensor.is_floating_point()]
+    if not all(torch.isfinite(tensor).all() for tensor in weights):
+        raise CheckpointError(f"The checkpoint {named.name} contains weights that are not finite. Leave it out.")
+    states = {
+        name: state
+        for name, state in named.checkpoint.states.items()
+        if name in ("model", PRETRAINED_STATE, PROVENANCE_STATE)
+    }
+    return dataclasses.replace(named, checkpoint=dataclasses.replace(named.checkpoint, states=states))
+
+
+def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
+    """Return reasons not to average two models: different settings of the shape, tokens or tensors."""
+    if one.states.get(PRETRAINED_STATE) != other.states.get(PRETRAINED_STATE):
+        return ["they started from different models"]
+    pairs = zip(settings_of(config_from_text(one.config)), settings_of(config_from_text(other.config)), strict=True)
+    found = [
+        f"--{mine.name} is {mine.value} in one and {theirs.value} in the other"
+        for mine, theirs in pairs
+        if mine.value != theirs.value
+        # Dropout does not change the shape of a model. The audio context is not a setting of the group `model`, but has
+        # to be equal too.
+        and (mine.name == "audio_context" or (mine.group == "model" and mine.name != "dropout"))
+    ]
+    if one.tokenizer != other.tokenizer or one.vocab_size != other.vocab_size:
+        found.append(f"their tokenizers differ ({one.vocab_size} and {other.vocab_size} tokens)")
+    if not found and _shapes(one) != _shapes(other):
+        found.append("their weights have different names, shapes or dtypes")
+    return found
+
+
+def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in model_weights(checkpoint).items()}

@@ -1,0 +1,134 @@
+"""Verification of exported models against their checkpoint, on a synthetic signal and on a manifest.
+
+B batch, S samples, T' encoder frames, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from konkanivani.data.loading import load_batches
+from konkanivani.data.text import normalize_text
+from konkanivani.decoding.decode import greedy_decode
+from konkanivani.decoding.network import ctc_head_of
+from konkanivani.errors import NumericsError
+from konkanivani.inference.export import OnnxModel
+from konkanivani.inference.speech_model import SpeechModel
+from konkanivani.lengths import SAMPLE_RATE, Lengths
+from konkanivani.scoring.metrics import ErrorRates, error_rates
+from konkanivani.training.validation import EvaluationSet
+
+# Absolute, for fp32 probabilities. Other kernels and summation orders stay within it; another model exceeds it by far.
+TOLERANCE = 1e-3
+
+Recognize = Callable[[torch.Tensor, Lengths], list[str]]  # waveforms (B, S), lengths -> texts
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Exported form of a model: display name, file and recognition function."""
+
+    name: str
+    path: Path
+    recognize: Recognize
+
+
+@dataclass(frozen=True)
+class FormScore:
+    """Error rates and size in bytes of one form; `other_texts` of its texts differ from the first form's."""
+
+    name: str
+    rates: ErrorRates
+    other_texts: int
+    utterances: int
+    size: int
+
+
+def recognize_with(speech_model: SpeechModel) -> Recognize:
+    """Return a function for greedy decoding with the model."""
+    decode = greedy_decode(speech_model.architecture, speech_model.tokenizer)
+
+    def recognize(waveforms: torch.Tensor, sample_lengths: Lengths) -> list[str]:
+        found = decode(speech_model.model, *speech_model.encode(waveforms, sample_lengths))
+        return [speech_model.tokenizer.decode(tokens) for tokens in found]
+
+    return recognize
+
+
+def check_signal() -> tuple[torch.Tensor, Lengths]:
+    """Return three fixed waveforms (3, S) of harmonic tones in noise, of 0.3, 1.7 and 3 s, and their lengths."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = tuple(round(seconds * SAMPLE_RATE) for seconds in (0.3, 1.7, 3.0))
+    time = torch.arange(max(lengths)) / SAMPLE_RATE
+    waveforms = 0.02 * torch.randn(len(lengths), max(lengths), generator=generator)
+    for row, length in enumerate(lengths):
+        for harmonic in range(1, 20):
+            pitch = 120 * (1 + row / 3) * (1 + 0.1 * torch.sin(5 * time))
+            waveforms[row] += 0.2 / harmonic * torch.sin(2 * math.pi * harmonic * pitch * time)
+        waveforms[row, length:] = 0.0
+    return waveforms, lengths
+
+
+def check_bundle(read: SpeechModel, speech_model: SpeechModel, path: Path) -> None:
+    """Raise a NumericsError unless the bundle's model gives bit-identical output to the checkpoint's."""
+    signal = check_signal()
+    (found, found_lengths), (wanted, wanted_lengths) = read.encode(*signal), speech_model.encode(*signal)
+    if found_lengths != wanted_lengths or not torch.equal(found, wanted):
+        raise NumericsError(f"The bundle {path} was deleted: read back, it gives different output. Check the disk.")
+
+
+@torch.no_grad()
+def check_onnx(found: OnnxModel, speech_model: SpeechModel, path: Path, tolerance: float) -> None:
+    """Raise a NumericsError if a probability differs by more than `tolerance` from the checkpoint's."""
+    ctc_head = ctc_head_of(speech_model.model)
+    waveforms, lengths = check_signal()
+    # One padded batch in ONNX against single waveforms in PyTorch: padding must not change the output.
+    together, encoded_lengths = found.log_probabilities(waveforms, lengths)
+    for row, length in enumerate(lengths):
+        encoded, wanted_lengths = speech_model.encode(waveforms[row : row + 1, :length], (length,))
+        wanted = ctc_head(encoded).softmax(dim=-1)[0]
+        got = together[row, : len(wanted)].exp()
+        # `not <=` is true for NaN.
+        if encoded_lengths[row] != wanted_lengths[0] or not _farthest(got, wanted) <= tolerance:
+            raise NumericsError(
+                f"The ONNX file {path} was deleted: its probabilities differ by up to "
+                f"{_farthest(got, wanted):.2g} from the checkpoint's. Update onnx, onnxruntime and onnxscript, "
+                "or use a bundle."
+            )
+
+
+def size_of(path: Path) -> int:
+    """Return the size in bytes of a file, or of all files in a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _farthest(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).abs().max()) if found.shape == wanted.shape else math.nan
+
+
+def compare(forms: list[Exported], utterances: EvaluationSet) -> list[FormScore]:
+    """Return each form's error rates over the utterances, and its number of texts that differ from the first form's."""
+    references: list[str] = []
+    texts: list[list[str]] = [[] for _ in forms]
+    # Batches of one utterance, so that padding cannot cause a difference.
+    alone = utterances.within(0.0)
+    with closing(load_batches(alone.speech, alone.plan, alone.loader, alone.rejections)) as batches:
+        for batch, spoken in batches:
+            references += [utterance.text for utterance in spoken]
+            for heard, form in zip(texts, forms, strict=True):
+                heard += form.recognize(batch.waveforms, batch.sample_lengths)
+    return [
+        FormScore(
+            form.name,
+            error_rates([normalize_text(text) for text in references], [normalize_text(text) for text in heard]),
+            sum(text != first for text, first in zip(heard, texts[0], strict=True)),
+            len(references),
+            size_of(form.path),
+        )
+        for form, heard in zip(forms, texts, strict=True)
+    ]

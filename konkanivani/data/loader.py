@@ -1,0 +1,376 @@
+"""Worker processes that load examples, which arrive packed in shared memory.
+
+PyTorch sends each shared tensor as a file descriptor over a connection of its own. For eight tensors this took 5 ms of
+a training step, during which both cores waited (docs/experiments.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+from tqdm import tqdm
+
+from konkanivani.data.batching import Batch, Example, GlobalBatch, check_tokens
+from konkanivani.data.dataset import EvalDataset, TrainDataset
+from konkanivani.data.rejections import Rejection
+from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, defer_signals, stopping_signals
+
+Value = TypeVar("Value", GlobalBatch, Batch)
+"""Item of a data loader: a global batch for training, or a batch for evaluation."""
+
+ALIGNMENT = 64  # bytes: the width of the widest SIMD registers, and PyTorch's own alignment of CPU tensors
+
+
+@dataclass(frozen=True)
+class Place:
+    """Location of a tensor in the shared memory; `start` and `end` in bytes."""
+
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def end(self) -> int:
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as a view of the memory."""
+        # view(dtype) requires a start divisible by the item size; ALIGNMENT is a multiple of every item size.
+        return memory[self.start : self.end].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Packed(Generic[Value]):
+    """Packed batch: `hollow` is the batch with a `Place` for each tensor, `memory` (bytes,) uint8 their contents."""
+
+    hollow: Any
+    memory: torch.Tensor
+
+    def unpack(self) -> Value:
+        """Return the original batch; its tensors are views of the memory."""
+        return cast("Value", self.hollow.with_each(lambda place: place.of(self.memory)))
+
+    def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed[Value]:
+        return dataclasses.replace(self, memory=change(self.memory))
+
+
+def pack(value: Value) -> Packed[Value]:
+    """Copy the tensors into shared memory; PyTorch raises a `RuntimeError` if /dev/shm is too small."""
+    tensors: list[torch.Tensor] = []
+    places: list[Place] = []
+
+    def place(tensor: torch.Tensor) -> Any:
+        end = places[-1].end if places else 0
+        places.append(Place(math.ceil(end / ALIGNMENT) * ALIGNMENT, tensor.dtype, tensor.shape))
+        tensors.append(tensor)
+        return places[-1]
+
+    hollow = value.with_each(place)
+    memory = torch.empty(places[-1].end, dtype=torch.uint8).share_memory_()
+    for tensor, its_place in zip(tensors, places, strict=True):
+        its_place.of(memory).copy_(tensor)
+    return Packed(hollow, memory)
+
+
+# --------------------
+# Worker processes that load batches, with recovery from workers that die or hang.
+
+
+POLL_SECONDS = 1.0  # interval of checks on the workers while no batch arrives
+END_SECONDS = 1.0  # grace period for workers to exit
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SIGNS_OF_WORKERS = ("DataLoader", "Pin memory thread")  # in PyTorch's errors about a worker that failed
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    """Settings that do not change the loaded data; `timeout` in seconds, `ahead` is the items prefetched per worker."""
+
+    workers: int
+    timeout: float
+    pin_memory: bool
+    ahead: int = 2
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[Value]):
+    """Loaded item: a batch (None: no utterance was readable) and the rejected utterances.
+
+    A worker sends its batch as `packed`; `value` is then None until `unpack`.
+    """
+
+    value: Value | None
+    rejections: tuple[Rejection, ...]
+    # A value, because the DataLoader replaces the message of an exception raised in a worker with a traceback.
+    error: KonkaniVaniError | None = None
+    packed: Packed[Value] | None = None
+
+    def pin_memory(self) -> Loaded[Value]:
+        """Return a copy in page-locked memory; the DataLoader calls this for CUDA."""
+        value = None if self.value is None else self.value.with_each(torch.Tensor.pin_memory)
+        packed = None if self.packed is None else self.packed.with_each(torch.Tensor.pin_memory)
+        return dataclasses.replace(self, value=value, packed=packed)
+
+    def unpack(self) -> Loaded[Value]:
+        """Return the item with its batch unpacked."""
+        if self.packed is None:
+            return self
+        return dataclasses.replace(self, value=self.packed.unpack(), packed=None)
+
+
+class WorkersFailed(ResourceError):
+    """Audio worker that was killed (out of memory, or a crash while decoding) or hangs."""
+
+    def __init__(self, what: str, has_died: bool) -> None:
+        super().__init__(
+            f"{what}. Use --num_workers 0 to see the error, or a longer --loader_timeout; then resume with "
+            "--resume auto."
+        )
+        self.what = what
+        self.has_died = has_died
+
+
+class Fetcher(Dataset[Loaded[Value]]):
+    """Dataset of whole global or evaluation batches; `combine` makes one from its examples.
+
+    `being_read` (workers,) is the index of the utterance that each worker is reading, or -1, in shared memory: it still
+    names the utterance after the worker has died.
+    """
+
+    def __init__(
+        self, speech: TrainDataset | EvalDataset, combine: Callable[[list[Example]], Value], workers: int
+    ) -> None:
+        self.speech = speech
+        self.combine: Callable[[list[Example]], Value] = combine
+        self.being_read = torch.full((workers,), -1).share_memory_()
+
+    def __getitem__(self, keys: list) -> Loaded[Value]:
+        worker = get_worker_info()
+        found: list[Example | Rejection] = []
+        for key in keys:
+            if worker:
+                self.being_read[worker.id] = key[1] if isinstance(key, tuple) else key
+            try:
+                found.append(self.speech[key])
+            except DataError as error:
+                return Loaded(None, (), error)
+        if worker:
+            self.being_read[worker.id] = -1
+        speeches = [speech for speech in found if isinstance(speech, Example)]
+        rejections = tuple(rejection for rejection in found if isinstance(rejection, Rejection))
+        if not speeches:
+            return Loaded(None, rejections)
+        try:
+            value = self._combined(speeches)
+            if worker:
+                return Loaded(None, rejections, packed=_pack(value, self.ids(keys)))
+            return Loaded(value, rejections)
+        except (DataError, ResourceError) as error:
+            return Loaded(None, (), error)
+
+    def ids(self, keys: list) -> list[str]:
+        """Return the ids of the utterances with these keys."""
+        return [self.speech.utterances[key[1] if isinstance(key, tuple) else key].id for key in keys]
+
+    def _combined(self, speeches: list[Example]) -> Value:
+        for speech in speeches:
+            check_tokens(speech, self.speech.tokenizer.size, self.speech.tokenizer.special)
+        return self.combine(speeches)
+
+
+def _pack(value: Value, ids: list[str]) -> Packed[Value]:
+    """Pack a worker's batch into shared memory; raise a `ResourceError` if that is full."""
+    # The queue would also move tensors to shared memory, but in a feeder thread, whose errors are lost.
+    try:
+        return pack(value)
+    except RuntimeError as error:
+        if "shared memory" not in str(error) and "shm" not in str(error):
+            raise
+        raise ResourceError(
+            f"The data loading workers have too little shared memory (/dev/shm) for {', '.join(ids)}. Free "
+            "some, give the container more (docker run --shm-size), or use --num_workers 0, which needs none."
+        ) from None
+
+
+def load_in_order(
+    fetcher: Fetcher[Value], keys: Iterable[list], loader: LoaderConfig, check: Callable[[], None]
+) -> Generator[Loaded[Value], None, None]:
+    """Yield the loaded item of each of the keys, in order.
+
+    If a worker dies, one new worker reloads the unfinished items one by one, with the same result; then all workers
+    continue. A second death before another item arrives raises `WorkersFailed`, which names the utterances being read;
+    all items before them have been yielded.
+    """
+    keys = iter(keys)
+    waiting: deque[list] = deque()
+    is_second_try = False
+    while True:
+        # A dead worker loses its finished but undelivered items; with one item at a time there are none.
+        is_making_up = bool(waiting)
+        handed_out = iter(tuple(waiting)) if is_making_up else _remembered(keys, waiting)
+        pace = dataclasses.replace(loader, workers=1, ahead=1) if is_making_up else loader
+        try:
+            with closing(_load_until_a_death(fetcher, handed_out, waiting, pace, check)) as found:
+                for loaded in found:
+                    waiting.popleft()
+                    is_second_try = False
+                    yield loaded
+            if not is_making_up:
+                return
+        except WorkersFailed as failure:
+            if is_second_try or not failure.has_died:
+                raise
+            tqdm.write(f"{failure.what}. Restarting them once, from the same utterances.")
+            is_second_try = True
+
+
+def _remembered(keys: Iterator[list], waiting: deque[list]) -> Iterator[list]:
+    """Yield the keys and append each to `waiting` until its item arrives."""
+    for key in keys:
+        waiting.append(key)
+        yield key
+
+
+def _load_until_a_death(
+    fetcher: Fetcher[Value], keys: Iterator[list], waiting: deque[list], loader: LoaderConfig, check: Callable[[], None]
+) -> Generator[Loaded[Value], None, None]:
+    fetcher.being_read.fill_(-1)
+    batches = DataLoader(
+        fetcher,
+        sampler=keys,
+        batch_size=None,
+        num_workers=loader.workers,
+        prefetch_factor=loader.ahead if loader.workers else None,
+        timeout=min(POLL_SECONDS, loader.timeout) if loader.workers else 0,
+        pin_memory=loader.pin_memory,
+        worker_init_fn=_begin_worker,
+        # Python 3.14 changes the default to forkserver, whose workers are not children of this process.
+        multiprocessing_context="fork" if loader.workers else None,
+        generator=torch.Generator(),  # iter() draws a seed, which must not change the training step's generator
+    )
+    with _no_exceptions_from_signals(), defer_signals():
+        iterator = iter(batches)
+    try:
+        while (loaded := _next(iterator, fetcher, waiting, loader, check)) is not None:
+            if loaded.error:
+                raise loaded.error
+            yield loaded.unpack()
+    finally:
+        # Workers that ignore SIGTERM would keep the process from exiting if this were left to the garbage collector.
+        if isinstance(iterator, _MultiProcessingDataLoaderIter):
+            # Shut down first, to end the pinning thread. A hanging worker is killed: torch would wait 5 s for it.
+            with _workers_killed_after(END_SECONDS, iterator._workers):
+                iterator._shutdown_workers()
+            for worker in iterator._workers:
+                worker.kill()
+                worker.join()
+
+
+@contextmanager
+def _no_exceptions_from_signals() -> Iterator[None]:
+    """Restore the SIGCHLD handler that the DataLoader replaces when it starts workers."""
+    # Its handler raises wherever the main thread is, for example while a checkpoint is saved. A worker's death is
+    # noticed without it, in _next.
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, before)
+
+
+def _next(
+    iterator: _BaseDataLoaderIter,
+    fetcher: Fetcher[Value],
+    waiting: deque[list],
+    loader: LoaderConfig,
+    check: Callable[[], None],
+) -> Loaded[Value] | None:
+    """Return the loader's next item, None at its end; raise `WorkersFailed` with the utterances being read."""
+    if not isinstance(iterator, _MultiProcessingDataLoaderIter):
+        check()
+        return next(iterator, None)
+    deadline = time.monotonic() + loader.timeout
+    with _workers_killed_after(loader.timeout, iterator._workers):
+        while True:
+            check()
+            try:
+                return next(iterator, None)
+            except (RuntimeError, OSError, EOFError) as error:
+                # If a worker dies while one of its tensors is transferred, the connection breaks (OSError, EOFError).
+                if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in SIGNS_OF_WORKERS):
+                    raise
+                is_late = time.monotonic() >= deadline
+                if "timed out" in str(error) and not is_late:
+                    continue
+                reason = str(error).splitlines()[0].rstrip(".") if isinstance(error, RuntimeError) else "a worker died"
+                reason = f"no data for {loader.timeout:g} s" if is_late else reason
+            check()  # an interruption takes precedence over the failure
+            scene = _scene([] if is_late else iterator._workers, fetcher, waiting)
+            raise WorkersFailed(f"{scene}: {reason}", has_died=not is_late)
+
+
+@contextmanager
+def _workers_killed_after(seconds: float, workers: Sequence[BaseProcess]) -> Iterator[None]:
+    """Kill the workers if the block takes longer than `seconds`."""
+    # Receiving a tensor is a request to the worker's process, for which neither the DataLoader nor its pinning thread
+    # has a timeout: a stopped worker would block them forever. Killing it breaks the connection.
+
+    def kill() -> None:
+        for worker in workers:
+            worker.kill()
+
+    timer = threading.Timer(seconds, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _scene(workers: Sequence[BaseProcess], fetcher: Fetcher[Value], waiting: deque[list]) -> str:
+    """Describe which utterances the dead workers (or else all workers) were reading, and which item is awaited."""
+    numbers = fetcher.being_read.tolist()
+    of_the_dead = [number for number, worker in zip(numbers, workers, strict=False) if not worker.is_alive()]
+    reading = fetcher.ids([number for number in of_the_dead or numbers if number >= 0])
+    doing = f" while reading {', '.join(reading)}" if reading else ""
+    awaited = f" (waiting for {', '.join(fetcher.ids(waiting[0]))})" if waiting else ""
+    return f"The data loading workers failed{doing}{awaited}"
+
+
+def _begin_worker(_worker: int) -> None:
+    """Make a worker ignore the stopping signals and end with the training process."""
+    # Ctrl-C and a closed terminal signal the whole process group; only the training process decides when workers end.
+    for number in stopping_signals():
+        signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = _log_if_parent_alive
+    # The kernel kills the worker when its parent exits for any reason, even if the worker hangs in a read.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # a worker has one
+    if os.getppid() != parent.pid:  # the parent exited before the call of prctl
+        os._exit(1)
+
+
+def _log_if_parent_alive(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+    """Print an uncaught exception, except a broken connection."""
+    # The thread that sends shared tensors raises one if the training process exits during a transfer: not an error.
+    if not isinstance(error, (EOFError, ConnectionError)):
+        sys.__excepthook__(kind, error, at)

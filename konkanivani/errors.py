@@ -1,0 +1,179 @@
+"""Errors with exit codes, and the signals that end a run.
+
+Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 resources, 129 SIGHUP, 130 SIGINT, 143
+SIGTERM.
+"""
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+# --------------------
+# Exception classes, one per exit code; a message names the problem, its place and cause, and the remedy.
+
+
+class KonkaniVaniError(Exception):
+    """Base class of errors that the user can act on; scripts print the text and exit with `exit_code`."""
+
+    exit_code = 1
+
+
+class UsageError(KonkaniVaniError):
+    """Unknown, mistyped, contradictory or inapplicable flag."""
+
+    exit_code = 2
+
+
+class DataError(KonkaniVaniError):
+    """Unusable manifest, audio file, transcript or tokenizer."""
+
+    exit_code = 3
+
+
+class CheckpointError(KonkaniVaniError):
+    """Missing or damaged checkpoint, or one with another shape than the run."""
+
+    exit_code = 4
+
+
+class NumericsError(KonkaniVaniError):
+    """Training whose numbers are no longer finite."""
+
+    exit_code = 5
+
+
+class ResourceError(KonkaniVaniError):
+    """Missing memory, disk space, device or permission."""
+
+    exit_code = 6
+
+
+class Interrupted(KonkaniVaniError):
+    """Stop by a signal; the state was saved before this error is raised."""
+
+    def __init__(self, message: str, signal_number: int):
+        super().__init__(message)
+        # The shell's convention for a process that a signal ended.
+        self.exit_code = 128 + signal_number
+
+
+class ReportedByOtherRank(KonkaniVaniError):
+    """End of this process for a reason that another rank reports; only the exit code is left."""
+
+    def __init__(self, exit_code: int):
+        super().__init__("")
+        self.exit_code = exit_code
+
+
+@contextlib.contextmanager
+def explained(kind: type[KonkaniVaniError], what: str, advice: str, *others: type[Exception]) -> Iterator[None]:
+    """Convert an OSError in the block, or one of the classes `others`, to `kind`.
+
+    The message is "WHAT: reason (file). ADVICE"; the file is omitted if WHAT names it already.
+    """
+    caught: tuple[type[Exception], ...] = (OSError, *others)
+    try:
+        yield
+    except caught as error:
+        # str(OSError) contains the errno and the file; strerror is the reason only.
+        reason = getattr(error, "strerror", None) or error
+        file = getattr(error, "filename", None)
+        where = f" ({file})" if file and str(file).removesuffix(".partial") not in what else ""
+        # The cause is dropped: the message is complete, and scripts print no traceback.
+        raise kind(f"{what}: {reason}{where}. {advice}") from None
+
+
+MAX_REPORTED = 20
+# Errors of the input. NumericsError and Interrupted end a stage at once.
+COLLECTED = (UsageError, DataError, CheckpointError, ResourceError)
+
+
+class ErrorCollector:
+    """Errors of one stage, collected so that the user can fix them all at once."""
+
+    def __init__(self) -> None:
+        self._found: list[KonkaniVaniError] = []
+
+    def add(self, error: KonkaniVaniError) -> None:
+        """Add an error that is not raised yet."""
+        self._found.append(error)
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[None]:
+        """Catch an error of the classes COLLECTED in the block, keep it, and continue after the block."""
+        try:
+            yield
+        except COLLECTED as error:
+            self.add(error)
+
+    def raise_all(self) -> None:
+        """Raise the collected errors, if any: several as one error of the first one's class, one per line."""
+        match self._found:
+            case []:
+                return
+            case [error]:
+                raise error
+        kind = next(kind for kind in COLLECTED if isinstance(self._found[0], kind))
+        lines = [str(error) for error in self._found[:MAX_REPORTED]]
+        more = len(self._found) - len(lines)
+        raise kind("\n".join(lines) + (f"\nand {more} more errors of this kind." if more else ""))
+
+
+# --------------------
+# Signals that stop the process: their list, and blocks that defer them or end at them.
+
+
+def stopping_signals() -> tuple[signal.Signals, ...]:
+    """Return SIGINT (Ctrl-C), SIGTERM (`kill`) and SIGHUP (closed terminal or connection).
+
+    SIGHUP is omitted if it is ignored, as nohup sets it.
+    """
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM) + (() if outlives else (signal.SIGHUP,))
+
+
+@contextlib.contextmanager
+def defer_signals() -> Iterator[None]:
+    """Block the stopping signals until the end of the block.
+
+    A process forked inside the block inherits the mask, and these signals do not reach it.
+    """
+    # The kernel keeps a blocked signal pending and delivers it when the mask is restored.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stopping_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Stop(BaseException):
+    """Stopping signal. Not an Exception, so that no `except Exception` on the way handles it as an error."""
+
+
+@contextlib.contextmanager
+def stop_at_signals() -> Iterator[None]:
+    """End the block at the first stopping signal with Interrupted.
+
+    Further signals are ignored, so that the clean-up is not disturbed.
+    """
+    came = []
+    stopping = stopping_signals()
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        for each in stopping:
+            # First of all, since a second signal may arrive before the exception is raised.
+            signal.signal(each, signal.SIG_IGN)
+        came.append(number)
+        raise _Stop
+
+    before = {number: signal.signal(number, stop) for number in stopping}
+    try:
+        yield
+    except _Stop:
+        raise Interrupted(
+            "The dry run was stopped by a signal; its files are removed. Start it again for a result.", came[0]
+        ) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,278 @@
+"""The settings of `config.py` as command-line flags and as text. No torch here."""
+
+import ast
+import contextlib
+import dataclasses
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from types import UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
+
+from konkanivani.auto_defaults import as_stored
+from konkanivani.command_line import HelpSection, read_flags, with_new_name
+from konkanivani.config import AUTO, PRESETS, DataConfig, FeatureConfig, ModelConfig, TrainConfig
+from konkanivani.errors import CheckpointError, ErrorCollector, UsageError
+from konkanivani.rules import Setting, check_config, settings_of, with_values
+
+# Listed by `--help` in this order; `--help all` lists every flag.
+COMMON_FLAGS = (
+    HelpSection(
+        "Data",
+        (
+            *("train_manifest", "valid_manifest", "test_manifest", "test_decode", "audio_roots", "max_duration"),
+            *("speed_perturbation", "noise_manifest", "num_workers"),
+        ),
+    ),
+    HelpSection("Model and tokenizer", ("preset", "tokenizer_type", "vocab_size")),
+    HelpSection("Training", ("epochs", "early_stop_epochs", "learning_rate", "ctc_weight", "seed")),
+    HelpSection(
+        "Device, batch size and memory",
+        (
+            *("device", "batch_size", "gradient_accumulation_steps", "mixed_precision", "gradient_checkpointing"),
+            "memory_budget",
+        ),
+    ),
+    HelpSection(
+        "Checkpoints", ("checkpoint_dir", "run_name", "resume", "fresh", "save_minutes", "keep_checkpoints", "dry_run")
+    ),
+    HelpSection("Fine-tuning", ("init_from", "new_tokenizer", "pretrained", "language", "freeze", "lora_rank")),
+)
+# Flags of this process only: their values in a checkpoint are ignored.
+SESSION_FLAGS = ("resume", "fresh", "new_corpus", "replan", "dry_run")
+# Values of settings that a checkpoint does not name, because the version that wrote it did not have them.
+LEGACY_DEFAULTS = TrainConfig(data=DataConfig(first_epoch="shuffled"))
+# Flags that define a model trained from scratch; the folder of a pretrained model defines them already.
+NATIVE_ONLY_FLAGS = frozenset(
+    ("preset", "init_from", "tokenizer_type", "vocab_size", "ctc_weight", "intermediate_ctc_weight")
+    + tuple(leaf.name for group in (ModelConfig, FeatureConfig) for leaf in dataclasses.fields(group))
+)
+# Defaults for fine-tuning a pretrained model; the others are resolved when its folder is read.
+NO_REGULARISATION = dict.fromkeys(("ctc_weight", "label_smoothing", "weight_decay"), 0.0)
+PRETRAINED_DEFAULTS = NO_REGULARISATION | {"max_duration": 30.0, "max_tokens": 2**16}
+# Settings in GROUPS_OF_SHAPE that --resume may still change; all others there must equal the checkpoint's.
+FREE_TO_CHANGE = ("dropout", "pretrained", "forgetting_manifest", "forgetting_language")
+GROUPS_OF_SHAPE = ("text", "features", "model", "pretrained", "tuning")
+# Flag that has no effect without another flag, optionally with the value that the other needs.
+FLAG_REQUIRES = {
+    **{"rir_prob": "rir_manifest", "noise_snr": "noise_manifest", "noise_prob": "noise_manifest"},
+    **{"language": "pretrained", "task": "pretrained", "audio_context": "pretrained"},
+    **{"lora_alpha": "lora_rank", "lora_targets": "lora_rank"},
+    **dict.fromkeys(("convolution_kernel", "convolution_norm", "entry_norm"), "encoder_type conformer"),
+}
+
+
+def config_to_text(config: TrainConfig) -> str:
+    """Return the configuration as text, one `--flag value` per line, for checkpoints and TensorBoard."""
+    return "".join(f"--{s.name} {s.value!r}\n" for s in settings_of(config))
+
+
+def config_from_text(text: str) -> TrainConfig:
+    """Parse the text that `config_to_text` wrote.
+
+    Raises CheckpointError for a flag that this version does not know, or a value of the wrong type.
+    """
+    values = {}
+    known = {s.name: s for s in settings_of(TrainConfig())}
+    for line in text.splitlines():
+        name, _, value = with_new_name(line).removeprefix("--").partition(" ")
+        if name not in known:
+            raise CheckpointError(
+                f"The checkpoint was trained with the flag --{name}, which this version does not have. Use the "
+                "version that wrote it."
+            )
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            # literal_eval, since a checkpoint may come from a stranger. It raises MemoryError or RecursionError for
+            # nested or very long input.
+            setting = dataclasses.replace(known[name], value=ast.literal_eval(value))
+            if _has_type(setting):
+                values[name] = setting.value
+                continue
+        raise CheckpointError(
+            f"The checkpoint has an invalid value for --{name}: {value[:80]!r}. Use another checkpoint."
+        )
+    return with_values(LEGACY_DEFAULTS, values)
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A parsed command line.
+
+    `config` is the resulting configuration, `parsed` the configuration as typed, before settings that depend on each
+    other are resolved, and `explicit` the names of the given flags.
+    """
+
+    config: TrainConfig
+    parsed: TrainConfig
+    explicit: frozenset[str]
+
+    def merge_into_checkpoint(self, stored: TrainConfig) -> TrainConfig:
+        """Return the settings of a checkpoint, overridden by the flags that are given.
+
+        A changed preset replaces the whole shape. A switch that is on in the checkpoint stays on, since there are no
+        negative flags. Raises UsageError if the settings contradict each other.
+        """
+        # The same preset again must not reset single shape flags that the checkpoint was trained with.
+        is_other = "preset" in self.explicit and self.parsed.run.preset != stored.run.preset
+        base = dataclasses.replace(stored, model=PRESETS[self.parsed.run.preset]) if is_other else stored
+        # First drop the checkpoint's own --resume, --dry_run and so on, then apply the given flags.
+        base = _with_given(base, TrainConfig(), SESSION_FLAGS)
+        return _checked(as_stored(_with_given(base, self.parsed, self.explicit), stored), self.explicit, stored)
+
+    def merge_into_init(self, stored: TrainConfig) -> TrainConfig:
+        """Return the settings of a new run with the initial weights of a checkpoint.
+
+        Unless a flag overrides them, the features are the checkpoint's, and so are the shape (without --preset) and the
+        tokenizer (without --new_tokenizer). Raises UsageError if the settings contradict each other.
+        """
+        base = dataclasses.replace(defaults_beside(self.parsed), features=stored.features)
+        if "preset" not in self.explicit:
+            base = dataclasses.replace(base, model=stored.model)
+            if stored.loss.ctc_weight == 0:  # no CTC head: part of the shape too
+                base = dataclasses.replace(base, loss=dataclasses.replace(base.loss, ctc_weight=0.0))
+        if not self.parsed.tuning.new_tokenizer:
+            base = dataclasses.replace(base, text=stored.text)
+        return _checked(_with_given(base, self.parsed, self.explicit), self.explicit, stored=None)
+
+
+def parse_args(arguments: list[str]) -> CommandLine:
+    """Parse the trainer's command line; an unknown or mistyped flag ends the process with exit code 2.
+
+    A flag that is not given has the preset's value, else the default.
+    """
+    parsed = read_flags(TrainConfig, arguments, TrainConfig(), common=COMMON_FLAGS)
+    base = defaults_beside(parsed)
+    explicit = explicit_flags(arguments)
+    return CommandLine(_checked(_with_given(base, parsed, explicit), explicit, stored=None), parsed, explicit)
+
+
+def explicit_flags(arguments: list[str]) -> frozenset[str]:
+    """Return the names of the flags on a command line, such as batch_size for --batch-size=4."""
+    words = (with_new_name(word).removeprefix("--").split("=")[0] for word in arguments if word.startswith("--"))
+    return frozenset(word.replace("-", "_") for word in words)
+
+
+def defaults_beside(parsed: TrainConfig) -> TrainConfig:
+    """Return the defaults of the flags that are not given.
+
+    The model shape is the preset's; with --pretrained, PRETRAINED_DEFAULTS apply.
+    """
+    base = dataclasses.replace(TrainConfig(), model=PRESETS[parsed.run.preset])
+    return base if parsed.pretrained.pretrained is None else with_values(base, PRETRAINED_DEFAULTS)
+
+
+def _with_given(base: TrainConfig, parsed: TrainConfig, explicit: Collection[str]) -> TrainConfig:
+    return with_values(
+        base, {setting.name: setting.value for setting in settings_of(parsed) if setting.name in explicit}
+    )
+
+
+def _checked(config: TrainConfig, explicit: frozenset[str], stored: TrainConfig | None) -> TrainConfig:
+    """Return the configuration with its effective batch resolved; raise one UsageError that lists every problem."""
+    problems = ErrorCollector()
+    with problems.collect():
+        config = _settle_effective_batch(config, explicit, stored)
+    with problems.collect():
+        if stored or not config.run.resume:  # with --resume the checkpoint may set the other flag
+            check_idle_flags(config, explicit)
+    with problems.collect():
+        check_config(config)
+    problems.raise_all()
+    return config
+
+
+def _settle_effective_batch(config: TrainConfig, explicit: frozenset[str], stored: TrainConfig | None) -> TrainConfig:
+    """Return the configuration with the utterances per step defined by one setting only.
+
+    With --batch_size auto this is `effective_batch_size`, else batch_size x gradient_accumulation_steps. Raises
+    UsageError if two settings contradict each other.
+    """
+    data = config.data
+    effective = config.data.effective_batch_size
+    names = ("batch_size", "gradient_accumulation_steps", "effective_batch_size")
+    is_cut, is_accumulated, is_said = (name in explicit for name in names)
+    if data.batch_size == AUTO:
+        if is_accumulated:
+            raise UsageError(
+                "--batch_size auto chooses the micro-batches, so --gradient_accumulation_steps contradicts "
+                "it: use --effective_batch_size, the utterances per optimizer step, instead."
+            )
+        # A resumed run keeps its global batch when only the size of the micro-batches changes.
+        wanted = stored.global_batch_size if stored and not is_said else effective
+        return dataclasses.replace(config, data=dataclasses.replace(data, effective_batch_size=wanted))
+    wanted = effective if is_said else stored.global_batch_size if stored and is_cut else None
+    if wanted and not is_accumulated:
+        # check_config reports a batch size below 1 later; here it must not divide by zero.
+        steps = max(1, wanted // max(1, data.batch_size))
+        data = dataclasses.replace(data, gradient_accumulation_steps=steps)
+    config = dataclasses.replace(config, data=dataclasses.replace(data, effective_batch_size=None))
+    if is_said and effective != config.global_batch_size:
+        raise UsageError(
+            f"--effective_batch_size {effective} contradicts --batch_size x --gradient_accumulation_steps, "
+            f"{config.global_batch_size}: omit it, or use --batch_size auto."
+        )
+    return config
+
+
+def check_idle_flags(config: TrainConfig, explicit: frozenset[str]) -> None:
+    """Raise UsageError for a given flag that has no effect with the other settings."""
+    values = {setting.name: setting.value for setting in settings_of(config)}
+    for name, wanted in FLAG_REQUIRES.items():
+        other, _, value = wanted.partition(" ")
+        if name in explicit and (values[other] != value if value else not values[other]):
+            raise UsageError(f"--{name} has no effect without --{wanted}: give both, or omit it.")
+    idle = sorted(NATIVE_ONLY_FLAGS & explicit) if config.pretrained.pretrained is not None else []
+    if idle:
+        named = ", ".join(f"--{name}" for name in idle)
+        them = "it" if len(idle) == 1 else "them"
+        raise UsageError(
+            f"A --pretrained model has the shape that its folder defines, and {named} would change it: omit {them}."
+        )
+
+
+def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
+    """Return the differences that prevent resuming a run of `stored` with the settings `asked`.
+
+    They concern the groups GROUPS_OF_SHAPE, the optimizer, the CTC head, --init_from and the effective batch.
+    """
+    pairs = zip(settings_of(stored), settings_of(asked), strict=True)
+    found = [
+        f"--{old.name} is {new.value} here and {old.value} in the checkpoint"
+        for old, new in pairs
+        if old.value != new.value
+        and old.name not in FREE_TO_CHANGE
+        and (old.group in GROUPS_OF_SHAPE or old.name == "optimizer")
+    ]
+    # Another weight is fine, but 0 builds a model without the CTC head.
+    weights = [config.loss.ctc_weight for config in (asked, stored)]
+    if 0 in weights and weights[0] != weights[1]:
+        found.append(
+            f"--ctc_weight is {weights[0]} here and {weights[1]} in the checkpoint; 0 means a model without a CTC head"
+        )
+    # Compared as real paths, so that a symlink or a relative path to the same file is no contradiction.
+    if len({run.init_from and os.path.realpath(run.init_from) for run in (stored.run, asked.run)}) > 1:
+        found.append(f"--init_from is {asked.run.init_from} here and {stored.run.init_from} in the checkpoint")
+    if stored.global_batch_size != asked.global_batch_size:
+        found.append(
+            f"the effective batch (--batch_size x --gradient_accumulation_steps) is {asked.global_batch_size} here "
+            f"and {stored.global_batch_size} in the checkpoint"
+        )
+    return found
+
+
+def _has_type(setting: Setting) -> bool:
+    """Return whether a stored value has the type that its field declares."""
+    declared = get_type_hints(type(getattr(TrainConfig(), setting.group)))[setting.name]
+    kinds = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+    return any(_is_of(setting.value, kind) for kind in kinds)
+
+
+def _is_of(value: object, kind: object) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_of(item, get_args(kind)[0]) for item in value)
+    # bool is a subclass of int, so an int field would accept True.
+    if isinstance(value, bool):
+        return kind is bool
+    return (isinstance(kind, type) and isinstance(value, kind)) or (kind is float and isinstance(value, int))

@@ -1,0 +1,299 @@
+"""The Python environment .venv of a checkout: its requirements, and their installation.
+
+Standard library only: training_scripts/bootstrap.py uses it before anything is installed.
+"""
+
+import configparser
+import contextlib
+import fcntl
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from konkanivani.install.package_installer import Installer, NothingChanged, SetupError, explain_failure, say
+from konkanivani.install.torch_build import GIB, TorchBuild, choose_build, fall_back_if_unreachable, read_nvidia_smi
+
+# Module of a distribution, if it is not the distribution's name with "_" for "-".
+MODULE_NAMES = {"PyYAML": "yaml", "import-linter": "importlinter", "nvidia-ml-py": "pynvml", "pytest-xdist": "xdist"}
+# Imported after the installation besides the requirements' own modules: large, and imported late.
+LATE_MODULES = ("torch._dynamo", "torch.utils.tensorboard", "transformers.models.whisper.modeling_whisper")
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Record of a finished set-up: the PyTorch builds wanted for the GPUs and installed, and the folder."""
+
+    wanted: str
+    installed: str
+    root: str
+
+    def serves(self, build: str) -> bool:
+        """Return whether the installed build is usable where this build is wanted now.
+
+        A CUDA build stays when no GPU is found: it runs on the CPU as well, and the folder may be shared with a machine
+        that has the GPU.
+        """
+        return build in (self.wanted, self.installed, "cpu")
+
+
+class Requirements:
+    """Requirements of setup.cfg."""
+
+    def __init__(self, root: Path) -> None:
+        self._setup = configparser.ConfigParser()
+        self._setup.read(root / "setup.cfg", encoding="utf-8")
+        self.extras = sorted(self._setup["options.extras_require"])
+
+    def lines(self, extras: Collection[str]) -> list[str]:
+        """Return the requirement strings: the runtime's, then each extra's."""
+        texts = [self._setup["options"]["install_requires"]]
+        texts += [self._setup["options.extras_require"][extra] for extra in extras]
+        return [line.strip() for text in texts for line in text.splitlines() if line.strip()]
+
+    def modules(self, extras: Collection[str]) -> list[str]:
+        """Return the module names of the requirements."""
+        return [module_of(re.split(r"[<>=\s]", line)[0]) for line in self.lines(extras)]
+
+    def missing(self, extras: Collection[str]) -> list[str]:
+        """Return the requirements that the running Python lacks or has out of bounds, without importing them."""
+        missing = []
+        for line in self.lines(extras):
+            # setup.cfg uses only a name and the bounds >= and <, no extras or markers.
+            name, bounds = re.findall(r"([\w.-]+)\s*(.*)", line)[0]
+            if importlib.util.find_spec(module_of(name)) is None:
+                missing.append(name)
+            elif bounds:
+                # Without metadata it is built from source: assume that the version is right.
+                with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                    version = importlib.metadata.version(name)
+                    if not is_version_in(version, bounds):
+                        missing.append(f"{name}{bounds} (found {version})")
+        return missing
+
+
+def module_of(distribution: str) -> str:
+    """Return the name of the module that a distribution installs."""
+    return MODULE_NAMES.get(distribution, distribution.replace("-", "_"))
+
+
+def is_version_in(version: str, bounds: str) -> bool:
+    """Return whether a version such as "2.11.0+cu126" is within bounds such as ">=2.10,<2.12"."""
+    numbers = [int(n) for n in re.findall(r"\d+", version.split("+")[0])[:3]]
+    for operator, bound in re.findall(r"(>=|<)\s*([\d.]+)", bounds):
+        is_below = numbers < [int(n) for n in bound.split(".")]
+        if is_below != (operator == "<"):
+            return False
+    return True
+
+
+class Venv:
+    """The environment .venv of a checkout."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.folder = root / ".venv"
+        self.python = self.folder / "bin" / "python"
+        self.stamp = self.folder / "konkanivani-installed.json"
+        # Exists from before the first change until after the last: even SIGKILL leaves it.
+        self.unfinished = self.folder / "konkanivani-unfinished.json"
+        self.lock = self.folder / "konkanivani.lock"
+        # Downloads, where the user's cache is on another disk; it survives `clear`.
+        self.cache = self.folder / "uv-cache"
+
+    def is_running(self) -> bool:
+        """Return whether the running Python is this environment's."""
+        return os.path.realpath(sys.prefix) == os.path.realpath(self.folder)
+
+    def read_stamp(self) -> Stamp | None:
+        """Return the record of the last set-up; None if it is damaged, of another folder or absent."""
+        try:
+            stamp = Stamp(**json.loads(self.stamp.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+        return stamp if stamp.root == str(self.root) else None
+
+    def missing(self, extras: Collection[str]) -> list[str] | None:
+        """Return the requirements that are missing; None if the environment's Python or pip does not start."""
+        question = (
+            "import json, pip, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
+            "from konkanivani.install.environment import Requirements\n"
+            "print(json.dumps(Requirements(Path(sys.argv[1])).missing(sys.argv[2:])))"
+        )
+        command = [str(self.python), "-B", "-c", question, str(self.root), *sorted(extras)]
+        try:
+            return json.loads(subprocess.check_output(command, stderr=subprocess.DEVNULL))
+        except (OSError, ValueError, subprocess.CalledProcessError):
+            return None
+
+    def is_ready(self, extras: Collection[str], wanted: TorchBuild) -> bool:
+        """Return whether the environment can be used unchanged; without a stamp (made by hand) the modules suffice."""
+        if self.unfinished.exists() or self.missing(extras) != []:
+            return False
+        stamp = self.read_stamp()
+        return stamp.serves(wanted.name) if stamp else not self.stamp.exists()
+
+    def prepare(self, extras: Collection[str]) -> None:
+        """Complete the environment where it lacks something; one process at a time."""
+        choice = choose_build(read_nvidia_smi())
+        if self.is_ready(extras, choice.build):
+            return
+        folder = self.folder if self.folder.is_dir() else self.root
+        if not os.access(folder, os.W_OK):
+            remedy = f"copy {self.root}, without .venv, to a folder of your own and start it there"
+            raise SetupError(
+                f"{folder} is not writable, so its environment cannot be completed: let its owner (user "
+                f"{folder.stat().st_uid}) start this, or {remedy}"
+            )
+        with self.locked() as lock:
+            if self.is_ready(extras, choice.build):  # another process completed it while this one waited
+                return
+            if choice.notice:
+                say(choice.notice)
+            self.install(extras, choice.build, lock)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[IO[str]]:
+        """Hold the lock and yield its open file; print a line if another process holds it."""
+        self.folder.mkdir(exist_ok=True)
+        # The lock file is never deleted: a waiting process would lock the deleted one.
+        with self.lock.open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"Another setup is running in {self.folder}: waiting for it to finish")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield lock
+
+    def install(self, extras: Collection[str], wanted: TorchBuild, lock: IO[str]) -> None:
+        """Install the requirements; an environment that a kill left incomplete, or that was moved, is made anew.
+
+        If the set-up fails before it changes anything, `unfinished` is removed, so that being offline never costs a
+        working environment.
+        """
+        stamp = self.read_stamp()
+        is_foreign = stamp is None and self.stamp.exists()
+        missing = None if self.unfinished.exists() or is_foreign else self.missing(extras)
+        has_torch = missing is not None and not any(name.startswith("torch") for name in missing)
+        is_kept = has_torch and (stamp is None or stamp.serves(wanted.name))
+        build = wanted
+        if not is_kept:
+            choice = fall_back_if_unreachable(wanted)
+            build = choice.build
+            if choice.notice:
+                say(choice.notice)
+        needs_torch = not has_torch or not (is_kept or (stamp is not None and stamp.installed == build.name))
+        self.check_disk(shutil.disk_usage(self.folder).free, build.disk_bytes if needs_torch else GIB // 2)
+        self.unfinished.touch()
+        if missing is None:
+            self.create()
+        installer = Installer(self.root, self.python, self.cache, lock)
+        try:
+            if needs_torch:
+                self.install_torch(installer, build, has_torch)
+            if not is_kept:
+                self.write_stamp(Stamp(wanted.name, build.name, str(self.root)))
+            say("[3/4] Installing the other libraries: 100 to 250 MB")
+            package = f".[{','.join(sorted(extras))}]" if extras else "."
+            installer.install("--editable", package)
+        except NothingChanged:
+            self.unfinished.unlink()
+            raise
+        self.compile(extras)
+        self.unfinished.unlink()
+
+    def install_torch(self, installer: Installer, build: TorchBuild, has_torch: bool) -> None:
+        """Install PyTorch; another build is downloaded before the old one is removed."""
+        say(f"[2/4] Installing PyTorch {build.size}; a few minutes on a fast connection")
+        arguments = [line for line in Requirements(self.root).lines([]) if line.startswith("torch")]
+        if build.index:
+            arguments += ["--index-url", build.index]
+        if has_torch:
+            arguments.append("--force-reinstall")
+        installer.install(*arguments)
+
+    def compile(self, extras: Collection[str]) -> None:
+        """Compile the modules that are imported, by importing them.
+
+        uv compiles nothing, and where PYTHONDONTWRITEBYTECODE is set, or .venv becomes read-only, every start would
+        compile again: 4 s of CPU time for torch. All 14,800 files would take 35 s, the 3,700 that are imported 7 s.
+        """
+        say("[4/4] Compiling the libraries")
+        names = [*Requirements(self.root).modules(extras), *LATE_MODULES]
+        program = (
+            "import importlib, sys\n"
+            "for name in sys.argv[1:]:\n"
+            "    try: importlib.import_module(name)\n"
+            "    except Exception: pass\n"  # an absent extra; a script will report what it needs
+        )
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        subprocess.run([str(self.python), "-c", program, *names], env=environment, capture_output=True)
+
+    def create(self) -> None:
+        """Create the environment anew with the running Python: with venv, else uv, else virtualenv."""
+        self.clear()
+        python = getattr(sys, "_base_executable", sys.executable) if self.is_running() else sys.executable
+        say(f"[1/4] Creating the environment {self.folder} with Python {sys.version.split()[0]}")
+        reason = "it has no ensurepip or virtualenv, and uv is not on PATH"
+        command = creating_command(python, self.folder)
+        if command:
+            process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            reason = str(explain_failure(process.stdout, self.root))
+        if self.missing([]) is None:
+            version = "{}.{}".format(*sys.version_info[:2])
+            raise SetupError(
+                f"The Python at {python} could not create an environment ({reason}): install its venv package (on "
+                f"Debian and Ubuntu: apt install python{version}-venv) or uv"
+            )
+
+    def clear(self) -> None:
+        """Empty the folder except for its lock, mark and downloads; raise SetupError if it is no environment."""
+        names = {path.name for path in self.folder.iterdir()} - {self.lock.name, self.unfinished.name, self.cache.name}
+        # Never empty a folder of the user that happens to be called .venv.
+        if names and not {"pyvenv.cfg", "bin", "lib"} & names:
+            raise SetupError(f"{self.folder} is not a virtual environment: move that folder away")
+        for name in names:
+            path = self.folder / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def write_stamp(self, stamp: Stamp) -> None:
+        """Write the record of the set-up atomically."""
+        new = self.stamp.with_suffix(".new")
+        new.write_text(json.dumps(asdict(stamp)), encoding="utf-8")
+        new.replace(self.stamp)
+
+    def check_disk(self, free_bytes: int, needed_bytes: int) -> None:
+        """Raise SetupError if the free disk space is too small for the installation."""
+        if free_bytes < needed_bytes:
+            raise SetupError(
+                f"The installation needs {needed_bytes / GIB:.1f} GB of free space at {self.root}, but only "
+                f"{free_bytes / GIB:.1f} GB are free: free disk space, or move the folder to another disk"
+            )
+
+
+def has_module(name: str) -> bool:
+    """Return whether the running Python has a module, without importing it."""
+    return importlib.util.find_spec(name) is not None
+
+
+def creating_command(python: str, folder: Path) -> list[str]:
+    """Return the command that creates an environment with pip; empty if there is none."""
+    uv = shutil.which("uv")
+    if has_module("ensurepip"):
+        return [python, "-m", "venv", str(folder)]
+    if uv:
+        return [uv, "venv", "--quiet", "--seed", "--allow-existing", "--python", python, str(folder)]
+    if has_module("virtualenv"):
+        return [python, "-m", "virtualenv", "--quiet", str(folder)]
+    return []

@@ -1,0 +1,157 @@
+"""Trained part of an initialised model: everything, everything that is not frozen, or low-rank additions (LoRA).
+
+LoRA (Hu et al., 2021): a layer's product is W x + (alpha / r) B A x with W frozen, A (r, D) random and B (D', r) zero,
+so that training starts from the original model, bit for bit. D and D' are the layer's widths, r is the rank.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from konkanivani.config import TuningConfig
+from konkanivani.errors import UsageError
+from konkanivani.models.asr import KonkaniVaniASR, SpeechNetwork
+from konkanivani.models.conformer import SpeechEncoder
+from konkanivani.models.twin import twin_of
+
+LOW_RANK_TENSORS = ("low_rank.down", "low_rank.up")  # A and B; the layer's name comes first
+VOCAB_DEPENDENT_PREFIXES = ("ctc_head.", "decoder.embedding.", "decoder.output.")  # useless with another tokenizer
+
+
+class LowRank(torch.nn.Module):
+    """Low-rank product scale B A x of x (..., D), added to a frozen layer (LoRA; Hu et al., 2021).
+
+    A (r, D) is initialised at random and B (D', r) with zeros, so that training starts from the frozen layer's output.
+    """
+
+    def __init__(self, layer: torch.nn.Linear, rank: int, scale: float) -> None:
+        super().__init__()
+        self.down = torch.nn.Parameter(layer.weight.new_empty(rank, layer.in_features))
+        self.up = torch.nn.Parameter(layer.weight.new_empty(layer.out_features, rank))
+        self.scale = scale
+        torch.nn.init.kaiming_uniform_(self.down, a=5**0.5)
+        torch.nn.init.zeros_(self.up)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * F.linear(F.linear(x, self.down), self.up)
+
+
+class AdaptedLinear(torch.nn.Linear):
+    """Linear layer with a low-rank product, or None, whose own weight may be frozen in half precision."""
+
+    low_rank: LowRank | None
+
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear, low_rank: LowRank | None) -> "AdaptedLinear":
+        """Return a layer with the weights of `linear`."""
+        adapted = twin_of(linear, cls)
+        adapted.low_rank = low_rank
+        return adapted
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Autocast casts weights itself.
+        weight = self.weight if torch.is_autocast_enabled(x.device.type) else self.weight.to(x.dtype)
+        out = F.linear(x, weight, self.bias)
+        return out if self.low_rank is None else out + self.low_rank(x)
+
+
+def frozen_modules(encoder: SpeechEncoder, config: TuningConfig) -> list[torch.nn.Module]:
+    """Return the modules that --freeze or --train_layers freezes: the encoder, or the subsampling and first blocks.
+
+    Raises:
+        UsageError: The encoder has fewer blocks.
+    """
+    freeze = config.freeze
+    train = config.train_layers
+    blocks = len(encoder.blocks)
+    if freeze == "encoder":
+        return [encoder]
+    name, number = ("freeze", freeze) if train is None else ("train_layers", train)
+    if isinstance(number, int) and number > blocks:
+        raise UsageError(f"--{name} {number}: the encoder has only {blocks} blocks. Use fewer, or --freeze encoder.")
+    if train is not None:
+        return [encoder.subsampling, *encoder.blocks[: blocks - train]]
+    if freeze in ("none", 0):
+        return []
+    return [encoder.subsampling, *encoder.blocks[:freeze]]
+
+
+def tune(model: SpeechNetwork, config: TuningConfig) -> None:
+    """Freeze parameters and add low-rank products in place, as the settings say.
+
+    Modules frozen by --freeze and --train_layers then run without gradients and keep no activations. A new output head
+    is trained whatever is frozen.
+
+    Raises:
+        UsageError: No layer has a name in `lora_targets`.
+    """
+    for part in frozen_modules(model.encoder, config):
+        part.requires_grad_(False)
+    if config.lora_rank:
+        model.requires_grad_(False)
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
+        chosen = {name: layer for name, layer in layers.items() if name.rpartition(".")[2] in config.lora_targets}
+        if not chosen:
+            known = sorted({name.rpartition(".")[2] for name in layers})
+            raise UsageError(f"--lora_targets matches no layer of this model: choose from {', '.join(known)}.")
+        for name, layer in chosen.items():
+            low_rank = LowRank(layer, config.lora_rank, config.scale)
+            model.set_submodule(name, AdaptedLinear.from_linear(layer, low_rank))
+        # A new tokenizer's heads and embedding are not pretrained, so they are trained in full.
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(
+                weight.requires_grad or (config.new_tokenizer and name.startswith(VOCAB_DEPENDENT_PREFIXES))
+            )
+        # Frozen weights have no moments and no updates to lose to rounding, so half precision halves their memory.
+    if config.frozen_dtype == "half":
+        for block in model.blocks:
+            halve_frozen_layers(block)
+
+
+def halve_frozen_layers(block: torch.nn.Module) -> None:
+    """Store the frozen weights of linear layers in half precision."""
+    for name, layer in list(block.named_modules()):
+        if isinstance(layer, torch.nn.Linear) and not layer.weight.requires_grad:
+            adapted = layer
+            if not isinstance(layer, AdaptedLinear):
+                adapted = AdaptedLinear.from_linear(layer, low_rank=None)
+                block.set_submodule(name, adapted)
+            adapted.weight = torch.nn.Parameter(layer.weight.detach().half(), requires_grad=False)
+
+
+@torch.no_grad()
+def reset_output_heads(model: KonkaniVaniASR) -> None:
+    """Initialise the output heads of a new tokenizer: zeros, but a bias of -2 for CTC's blank.
+
+    With zero weights every token is equally likely in every frame, and no noise of a random head is backpropagated into
+    an encoder that is already trained.
+    """
+    heads = []
+    if model.ctc_head is not None:
+        heads.append(model.ctc_head)
+    if model.decoder is not None:
+        heads.append(model.decoder.output)
+    for head in heads:
+        head.weight.zero_()
+        if head.bias is not None:
+            head.bias.zero_()
+    if model.ctc_head is not None:
+        # Of equally likely tokens CTC learns the blank first, since nearly every path passes through it, and a head
+        # that emits only blanks learns slowly. exp(-2) makes it seven times rarer than a token, which delays that.
+        model.ctc_head.bias[0] = -2.0  # the blank is token 0
+
+
+def merged(weights: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+    """Merge low-rank products into their layers' weights: W + scale B A, in at least fp32."""
+    down, up = LOW_RANK_TENSORS
+    found = {name: _in_full(weight) for name, weight in weights.items() if not name.endswith(LOW_RANK_TENSORS)}
+    for name in weights:
+        if name.endswith(down):
+            layer = name.removesuffix(down)
+            found[layer + "weight"] = weights[layer + "weight"] + scale * weights[layer + up] @ weights[name]
+    return found
+
+
+def _in_full(weight: torch.Tensor) -> torch.Tensor:
+    return weight.float() if weight.dtype == torch.float16 else weight

@@ -1,0 +1,168 @@
+"""Hybrid CTC/attention model: one encoder shared by a CTC head and an attention decoder (Watanabe et al., 2017).
+
+B batch, T feature frames, T' encoder frames, U tokens, F mel bins, D model width, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
+
+from konkanivani.config import ModelConfig
+from konkanivani.lengths import CHUNK_FRAMES, Lengths
+from konkanivani.models.conformer import Encoder, SpeechEncoder, WrapBlock, keep_activations
+from konkanivani.models.decoder import Decoder, TokenDecoder
+from konkanivani.models.losses import HeadLosses, LossSums, Objective, Targets
+
+
+@dataclass(frozen=True)
+class ASROutput:
+    """Result of a forward pass: encoded (B, T', D), its lengths, decoded (B, U + 1, D).
+
+    `middle` (B, T', D) is the output of the encoder's middle block before any norm, or None if no loss needs it.
+    `ctc_head` turns `encoded` into CTC logits (B, T', V), `decoder.output` turns `decoded` into attention logits
+    (B, U + 1, V). `decoded` is None without a decoder.
+    """
+
+    encoded: torch.Tensor
+    middle: torch.Tensor | None
+    encoded_lengths: Lengths
+    decoded: torch.Tensor | None
+
+
+class SpeechNetwork(torch.nn.Module):
+    """Base of networks: an encoder with a CTC head, a decoder or both."""
+
+    encoder: SpeechEncoder
+    ctc_head: torch.nn.Linear | None
+    decoder: TokenDecoder | None
+
+    @property
+    def blocks(self) -> list[torch.nn.Module]:
+        """Parts that can be recomputed in the backward pass, in forward order; the subsampling is the first."""
+        return [self.encoder.subsampling, *self.encoder.blocks, *(self.decoder.blocks if self.decoder else ())]
+
+    @property
+    def sliced_weights(self) -> tuple[torch.Tensor, ...]:
+        """Weights outside of the blocks that may stay off the model's device; by default none."""
+        return ()
+
+    def forward(
+        self,
+        features: torch.Tensor,
+        feature_lengths: Lengths,
+        decoder_tokens: torch.Tensor,
+        wrap_block: WrapBlock = keep_activations,
+        chunk_frames: int = CHUNK_FRAMES,
+    ) -> ASROutput:
+        """Run with teacher forcing: features (B, T, F) with their lengths, decoder_tokens (B, U + 1)."""
+        raise NotImplementedError
+
+    def loss_sums(self, output: ASROutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
+        """Return each term of the objective, summed over the utterances."""
+        raise NotImplementedError
+
+    def ctc_logits(self, features: torch.Tensor, feature_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
+        """Return logits (B, T', V) and their lengths from the encoder and CTC head alone, for greedy decoding."""
+        if self.ctc_head is None:
+            raise ValueError("a network without a CTC head has no CTC logits")
+        encoded, encoded_lengths = self.encoder(features, feature_lengths)
+        return self.ctc_head(encoded), encoded_lengths
+
+
+class KonkaniVaniASR(SpeechNetwork):
+    """Conformer or Transformer encoder with a CTC head, a Transformer decoder or both."""
+
+    encoder: Encoder
+    decoder: Decoder | None
+
+    def __init__(self, config: ModelConfig, vocab_size: int, mel_bins: int, has_ctc: bool = True) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config, mel_bins)
+        self.ctc_head = torch.nn.Linear(config.d_model, vocab_size) if has_ctc else None
+        # If the blank (token 0) starts rare, every frame raises it at once, and for long the model emits nothing else.
+        if self.ctc_head is not None:
+            self.ctc_head.bias.data[0] += 3.0  # docs/experiments.md, "CTC bias towards the blank"
+        self.decoder = Decoder(config, vocab_size) if config.decoder_layers else None
+        self.losses = HeadLosses()
+
+    def forward(
+        self,
+        features: torch.Tensor,
+        feature_lengths: Lengths,
+        decoder_tokens: torch.Tensor,
+        wrap_block: WrapBlock = keep_activations,
+        chunk_frames: int = CHUNK_FRAMES,
+    ) -> ASROutput:
+        frames = self.encoder.with_middle(features, feature_lengths, wrap_block, chunk_frames)
+        encoded, _, encoded_lengths = frames
+        decoded = None
+        if self.decoder is not None:
+            decoded = self.decoder(decoder_tokens, encoded, encoded_lengths, wrap_block)
+        return ASROutput(*frames, decoded)
+
+    def loss_sums(self, output: ASROutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
+        sums = []
+        for term in objective.terms:
+            if term.name == "ctc":
+                sums.append(self._ctc_loss_sum(output, spoken, objective.intermediate_ctc, chunk_frames))
+            else:
+                sums.append(self._attention_loss_sum(output, spoken, objective.label_smoothing, chunk_frames))
+        return tuple(sums)
+
+    def _attention_loss_sum(
+        self, output: ASROutput, spoken: Targets, label_smoothing: float, chunk_frames: int
+    ) -> torch.Tensor:
+        if self.decoder is None or output.decoded is None:
+            raise ValueError("a network without a decoder has no attention loss")
+        head = self.decoder.output
+        return self.losses.attention(output.decoded, head, spoken.targets, label_smoothing, chunk_frames)
+
+    def _ctc_loss_sum(
+        self, output: ASROutput, spoken: Targets, intermediate_ctc: float, chunk_frames: int
+    ) -> torch.Tensor:
+        """Return the CTC loss; in training, the fraction `intermediate_ctc` of it is the middle block's.
+
+        (1 - w) L_CTC + w L_inter (Lee and Watanabe, 2021); both share the encoder's norm and the head.
+        """
+        head = self.ctc_head
+        if head is None:
+            raise ValueError("a network without a CTC head has no CTC loss")
+        lengths = output.encoded_lengths
+        targets = spoken.tokens, spoken.token_lengths
+        loss = self.losses.ctc(output.encoded, head, lengths, *targets, chunk_frames)
+        if not intermediate_ctc or not self.training or output.middle is None:
+            return loss
+        middle = self.encoder.norm(output.middle)
+        middle_loss = self.losses.ctc(middle, head, lengths, *targets, chunk_frames)
+        return (1 - intermediate_ctc) * loss + intermediate_ctc * middle_loss
+
+
+def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the trained parameters in the model's order: only they have gradients, moments and an all-reduce slot."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def parameter_count(model: torch.nn.Module) -> int:
+    """Return the number of trained parameters (scalars)."""
+    return sum(parameter.numel() for parameter in trained_parameters(model))
+
+
+def frozen_count(model: torch.nn.Module) -> int:
+    """Return the number of frozen parameters (scalars)."""
+    return sum(parameter.numel() for parameter in model.parameters()) - parameter_count(model)
+
+
+class SkipInit(TorchFunctionMode):
+    """Mode that skips the initialisation of parameters, for tensors without storage (device `meta`)."""
+
+    # To "fill" a meta tensor, torch imports its compiler: 116 MiB and one second.
+    FILLS = (init.uniform_, init.normal_, init.kaiming_uniform_, torch.Tensor.zero_, torch.Tensor.fill_)
+
+    def __torch_function__(
+        self, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        return None if function in self.FILLS else function(*args, **(kwargs or {}))

@@ -1,0 +1,314 @@
+"""Reader of .nemo files: plain or gzipped tar archives of a configuration, weights and tokenizers.
+
+Members are found from their headers alone and identified by the last part of their names. No file is extracted to a
+path of the archive's choice, and no code in it is run.
+"""
+
+import contextlib
+import gzip
+import importlib.util
+import io
+import re
+import shutil
+import sys
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, TypeGuard, TypeVar
+
+from konkanivani.errors import CheckpointError, ResourceError, explained
+from konkanivani.files import conversion_hint
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+
+# --------------------
+# Reader of .nemo files: plain or gzipped tar archives of a configuration, weights and tokenizers.
+
+
+CONFIG = "model_config.yaml"
+WEIGHTS = "model_weights.ckpt"
+TOKENIZER = "tokenizer.model"
+LICENCE = re.compile("LICEN[CS]E")
+BLOCK = tarfile.BLOCKSIZE
+MOST_MEMBER_BYTES = 2**33
+MOST_CONFIG_BYTES = 2**20
+MOST_SMALL_BYTES = 2**25
+MOST_MEMBERS = 1000
+MOST_NOTES_BYTES = 2**16
+MOST_INFLATED = 100  # maximum compression ratio; weights hardly compress
+# Records of an extended header that would override the name or size in the member's own header.
+CHANGES = re.compile(rb"\d+ (path|linkpath|size|GNU\.[^=]*)=")
+
+
+@dataclass(frozen=True)
+class NemoArchive:
+    """Contents of a .nemo file: configuration text, tokenizers by name, first line of the licence, and weights."""
+
+    path: Path
+    config: bytes
+    tokenizers: dict[str, bytes]
+    licence: str
+    weights: BinaryIO
+
+
+def refused(path: Path, reason: str, advice: str = "Download it again, or use another") -> CheckpointError:
+    """Return the error for a file that cannot be used."""
+    return CheckpointError(f"The model {path} cannot be used: {reason}{conversion_hint(path)}. {advice}.")
+
+
+@contextlib.contextmanager
+def open_nemo(path: Path, folder: Path) -> Iterator[NemoArchive]:
+    """Open a .nemo file and yield its contents; the weights can be read until the end of the block.
+
+    Args:
+        folder: place of the temporary file, without a name, into which gzipped weights are unpacked.
+
+    Raises a CheckpointError that states the problem of the file.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"There is no model at {path}. Give the path of a .nemo file.")
+    with contextlib.ExitStack() as stack:
+        with explained(ResourceError, f"The model {path} cannot be read", "Fix that and start again."):
+            raw = stack.enter_context(open(path, "rb"))
+            file: io.BufferedIOBase = raw
+            is_packed = raw.read(2) == b"\x1f\x8b"
+            room: BinaryIO | None = None
+            raw.seek(0)
+            # torch.load reads a zip archive in any order, but seeking back in a gzip stream decompresses it again.
+            if is_packed:
+                file = gzip.open(raw)
+                room = stack.enter_context(tempfile.TemporaryFile(dir=folder))
+            try:
+                found = _read_members(file, path, room)
+            except (gzip.BadGzipFile, EOFError, zlib.error):
+                raise refused(path, "it is truncated or damaged") from None
+        yield found
+
+
+def _read_members(file: io.BufferedIOBase, path: Path, room: BinaryIO | None) -> NemoArchive:
+    """Return the required members; gzipped weights are copied to `room`."""
+    found: dict[str, bytes] = {}
+    weights: BinaryIO | None = None
+    small = 0
+    most = MOST_INFLATED * path.stat().st_size
+    for count, member in enumerate(_walk(file, path)):
+        place, _, name = member.name.rpartition("/")
+        # Names are never used as paths; a suspicious one is rejected nevertheless.
+        if ".." in place.split("/") or member.name.startswith("/"):
+            raise refused(path, f"its member {member.name!r:.80} has a path outside of the archive")
+        if member.isdir():
+            continue
+        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
+            raise refused(path, f"its member {name!r:.80} is a link or a device")
+        if name in found or count == MOST_MEMBERS:
+            raise refused(path, f"its member {name!r:.80} is duplicated, or it has more than {MOST_MEMBERS} members")
+        # Check stated sizes before reading. The offset in a gzipped file counts decompressed bytes, which bounds the
+        # ratio.
+        if member.size > MOST_MEMBER_BYTES or file.tell() + member.size > most:
+            raise refused(path, f"its member {name!r:.80} states {member.size} bytes")
+        found[name] = b""
+        if name == WEIGHTS:
+            weights = _weights(file, member.size, room)
+        elif name == CONFIG or name.endswith(TOKENIZER) or LICENCE.match(name):
+            small += member.size
+            if small > MOST_SMALL_BYTES or (name == CONFIG and member.size > MOST_CONFIG_BYTES):
+                raise refused(path, f"its {name:.80} has {member.size} bytes, more than the limit")
+            found[name] = _whole(file, member.size)
+    for name in (CONFIG, WEIGHTS):
+        if name not in found:
+            raise refused(path, f"it contains no {name}", "Use a file saved by NeMo")
+    assert weights is not None  # set together with found[WEIGHTS]
+    licence = next((text for name, text in found.items() if LICENCE.match(name)), b"").decode(errors="replace")
+    tokenizers = {name: text for name, text in found.items() if name.endswith(TOKENIZER)}
+    first = next((line.strip() for line in licence.splitlines() if line.strip()), "")
+    return NemoArchive(path, found[CONFIG], tokenizers, first[:200], weights)
+
+
+def _walk(file: io.BufferedIOBase, path: Path) -> Iterator[tarfile.TarInfo]:
+    """Yield every member's header with `file` positioned at its data; only headers and extended headers are read."""
+    # `tarfile` would read an extended header of any stated length into memory.
+    while True:
+        try:
+            member = tarfile.TarInfo.frombuf(file.read(BLOCK), "utf-8", "surrogateescape")
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # typeshed lacks it
+            # A block of zeros marks the end.
+            while file.read(2**20):  # reads to the end of a gzipped file, so that its checksum is verified
+                pass
+            return
+        except (tarfile.HeaderError, ValueError):
+            raise refused(
+                path, "it is truncated, or not a tar archive", "Download it again, or use a .nemo file"
+            ) from None
+        start = file.tell()
+        if member.size < 0:
+            raise refused(path, f"its member {member.name!r:.80} states {member.size} bytes")
+        if member.type in (tarfile.XHDTYPE, tarfile.XGLTYPE):
+            if member.size > MOST_NOTES_BYTES or CHANGES.search(_whole(file, member.size)):
+                raise refused(path, "an extended header changes the name or size of a member")
+        else:
+            yield member
+        # Data is padded to full blocks of 512 bytes.
+        file.seek(start + -(-member.size // BLOCK) * BLOCK)
+
+
+def _whole(file: io.BufferedIOBase, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data
+
+
+def _weights(file: io.BufferedIOBase, size: int, room: BinaryIO | None) -> BinaryIO:
+    """Return the weights as a seekable file: a part of `file`, or of a gzipped archive the copy in `room`."""
+    if room is None:
+        return io.BufferedReader(_Part(file, file.tell(), size))
+    shutil.copyfileobj(io.BufferedReader(_Part(file, file.tell(), size)), room, 2**20)
+    if room.tell() < size:
+        raise EOFError
+    return room
+
+
+class _Part(io.RawIOBase):
+    """Read-only view of `size` bytes of an open file from offset `start`."""
+
+    def __init__(self, file: io.BufferedIOBase, start: int, size: int) -> None:
+        super().__init__()
+        self._file = file
+        self._start = start
+        self._size = size
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        view = memoryview(buffer)
+        self._file.seek(self._start + self._place)
+        data = self._file.read(max(0, min(len(view), self._size - self._place)))
+        view[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+
+# --------------------
+# Safe reading of the YAML configuration of a .nemo file, with checks that every setting is known.
+
+
+MAX_DEPTH = 64
+PACKAGE = "PyYAML"  # the extra `import` of setup.cfg
+
+Value = TypeVar("Value")
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value is an int or a float; a bool, which `isinstance` would accept, is neither."""
+    return type(value) in (int, float)
+
+
+class Section:
+    """One mapping of a configuration; keys that have not been read yet are in `left`, and `finish` rejects them."""
+
+    def __init__(self, path: Path, name: str, values: object) -> None:
+        if not isinstance(values, dict):
+            raise refused(path, f"its configuration has no {name}", "Use a file saved by NeMo")
+        self._path = path
+        self._name = name
+        self.left = dict(values)
+
+    def get(self, key: str, default: object = None) -> object:
+        """Return the value of `key` and mark it as read, or return the default if the key is missing."""
+        return self.left.pop(key, default)
+
+    def only(self, key: str, *built: Value) -> Value:
+        """Return the value of `key`, which must be one of the supported values `built`; the first is the default."""
+        value = self.get(key, built[0])
+        for one in built:
+            # Compare types too: in Python True == 1 and 1 == 1.0.
+            if type(value) is type(one) and value == one:
+                return one
+        raise self.unbuilt(key, value, " or ".join(map(repr, built)))
+
+    def only_all(self, built: Mapping[str, tuple[object, ...]]) -> None:
+        """Apply `only` to several keys."""
+        for key, values in built.items():
+            self.only(key, *values)
+
+    def number(self, key: str, default: float | None, least: float, most: float) -> int | float:
+        """Return a number from `least` to `most`."""
+        value = self.get(key, default)
+        # A NaN fails the comparison.
+        if not is_number(value) or not least <= value <= most:
+            raise self.unbuilt(key, value, f"a number from {least} to {most}")
+        return value
+
+    def count(self, key: str, default: int | None, least: int = 1) -> int:
+        """Return an integer from `least` to 65,536."""
+        value = self.number(key, default, least, 2**16)
+        if type(value) is not int:
+            raise self.unbuilt(key, value, "a whole number")
+        return value
+
+    def ignore(self, *keys: str) -> None:
+        """Mark keys as read that do not change the recognised text."""
+        for key in keys:
+            self.get(key)
+
+    def unbuilt(self, key: str, value: object, built: str) -> CheckpointError:
+        """Return the error for an unsupported value."""
+        reason = f"its {self._name}.{key} is {value!r:.80}, but only {built} is supported"
+        return refused(self._path, reason, "Use another model")
+
+    def finish(self) -> None:
+        """Raise a CheckpointError if a key has not been read."""
+        for key, value in self.left.items():
+            reason = f"its {self._name}.{key!s:.80} is {value!r:.80}, which this version does not know"
+            raise refused(self._path, reason, "Use another model, or a newer version")
+
+
+def read_yaml(text: bytes, path: Path) -> object:
+    """Parse YAML into plain values.
+
+    Raises a CheckpointError for aliases, tags of classes, or nesting deeper than `MAX_DEPTH`, and a ResourceError with
+    an install command if PyYAML is missing.
+    """
+    if importlib.util.find_spec("yaml") is None:
+        raise ResourceError(
+            f"Reading a .nemo file needs the package {PACKAGE}, which is not installed. Install: "
+            f"{sys.executable} -m pip install {PACKAGE}"
+        )
+    import yaml
+
+    # Safe loaders construct no Python objects. libyaml, if available, is faster.
+    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+    depth = 0
+    try:
+        # First pass over events only, before any value is built. Ten nested aliases that each refer ten times to the
+        # next expand to 10^10 items when the result is traversed.
+        for event in yaml.parse(text, Loader=loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent) or depth > MAX_DEPTH:
+                raise refused(path, "its configuration has an alias, or is nested too deeply")
+        reader = loader(text)
+        try:
+            return reader.get_single_data()
+        finally:
+            reader.dispose()
+    # Malformed dates raise ValueError, unhashable keys TypeError.
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        reason = str(getattr(error, "problem", None) or error).splitlines()[0]
+        raise refused(path, f"its configuration is not plain YAML ({reason:.200})") from None

@@ -1,0 +1,458 @@
+"""A Whisper model's folder in Hugging Face format, validated before anything of the claimed size is allocated.
+
+No code in it is run: JSON and safetensors are read, pickle is refused.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import safetensors
+import torch
+
+from konkanivani.config import AudioContext
+from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.files import conversion_hint, sync_file
+from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.features import FFT_SAMPLES
+from konkanivani.models.whisper.model import Whisper
+from konkanivani.models.whisper.network import HOP_SAMPLES, WhisperShape
+
+# --------------------
+# Files of a Whisper model's folder: JSON and safetensors, read without running code; pickle is refused.
+
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt|bin\.index\.json)")
+MOST_JSON_BYTES = MAX_HEADER_BYTES = 2**22  # the longest of both, large-v3's list of tensors, has about 200,000
+
+
+def refused(path: Path, reason: str, advice: str = "Download it again, or use another") -> CheckpointError:
+    """Return the error for a folder that cannot be used."""
+    return CheckpointError(f"The Whisper folder {path} cannot be used: {reason}. {advice}.")
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """Return the JSON object in a file of the folder."""
+    folder = path.parent
+    name = path.name
+    if not path.is_file():
+        raise refused(folder, f"it has no {name}", "Use a folder with all files of the model")
+    with _read_or_refused(path):
+        # Checked before reading: a file of gigabytes would exhaust the memory.
+        if path.stat().st_size > MOST_JSON_BYTES:
+            raise refused(folder, f"its {name} has more than {MOST_JSON_BYTES} bytes")
+        try:
+            found = json.loads(path.read_text(encoding="utf-8-sig"))
+        except (ValueError, RecursionError):
+            raise refused(folder, f"its {name} is not JSON") from None
+    if not isinstance(found, dict):
+        raise refused(folder, f"its {name} is not a JSON object")
+    return found
+
+
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """Write the object as indented JSON."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise CheckpointError if a weight of a trained model is not finite."""
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"The weights {name} of the model are not finite. Use another checkpoint.")
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file, memory-mapped: their values are read on access."""
+    with _read_or_refused(path), safetensors.safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
+def files_of(path: Path) -> dict[str, tuple[str, ...]]:
+    """Return the names of the tensors in each weight file: from the index, or from a single file's header."""
+    if (path / WEIGHTS).exists():
+        return {WEIGHTS: tuple(header_of(path / WEIGHTS))}
+    if not (path / INDEX).exists():
+        pickled = sorted(entry.name for entry in path.iterdir() if PICKLED.fullmatch(entry.name))
+        if pickled:
+            raise refused(
+                path,
+                f"its {pickled[0]} is pickle, which can run code when it is read",
+                "If you trust it, convert it with transformers, "
+                'WhisperForConditionalGeneration.from_pretrained("OLD").save_pretrained("NEW"), and copy '
+                "the other files to the new folder",
+            )
+        raise refused(path, f"it has no {WEIGHTS}", "Use a folder with all files of the model")
+    listed = read_json(path / INDEX).get("weight_map")
+    files: dict[str, tuple[str, ...]] = {}
+    for tensor, file in (listed if isinstance(listed, dict) else {}).items():
+        # No slash in the name: a path could point outside of the folder.
+        if not isinstance(file, str) or not re.fullmatch(r"\w[\w.-]*\.safetensors", file):
+            raise refused(path, f"its {INDEX} lists {file!r:.60}, which is not a weight file in the folder")
+        files[file] = (*files.get(file, ()), tensor)
+    if not files:
+        raise refused(path, f"its {INDEX} has no weight_map")
+    return files
+
+
+def header_of(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of each tensor of a file, without reading values."""
+    if not path.is_file():
+        raise refused(path.parent, f"it has no {path.name}", "Use a folder with all files of the model")
+    with _read_or_refused(path):
+        with open(path, "rb") as file:
+            claimed = int.from_bytes(file.read(8), "little")
+        # The first 8 bytes are the header's length; checked before safetensors allocates it.
+        if claimed > MAX_HEADER_BYTES:
+            reason = f"its {path.name} is damaged (its header states {claimed} bytes){conversion_hint(path)}"
+            raise refused(path.parent, reason)
+        with safetensors.safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+
+
+@contextlib.contextmanager
+def _read_or_refused(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except KonkaniVaniError:
+        raise
+    except (PermissionError, MemoryError) as error:
+        reason = "permission denied" if isinstance(error, PermissionError) else "not enough memory"
+        raise ResourceError(f"{path} cannot be read: {reason}. Fix that and start again.") from None
+    except Exception as error:  # a damaged or hostile file can raise nearly anything
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200].rstrip(".")
+        raise refused(path.parent, f"its {path.name} is damaged ({reason}){conversion_hint(path)}") from None
+
+
+# --------------------
+# Folder that is either written completely or does not exist.
+
+
+def check_is_new(out: Path) -> None:
+    """Raise UsageError if `out` exists and is not an empty folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} already exists. Choose a new or empty folder.")
+
+
+@contextlib.contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """Provide a temporary folder next to `out`; rename it to `out` at the end, or delete it if anything fails.
+
+    Raises:
+        ResourceError: The folder cannot be written.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial", dir=out.parent))
+        try:
+            yield partial
+            for path in partial.rglob("*"):
+                if path.is_file():
+                    path.chmod(0o644)  # safetensors creates files that only their owner can read
+                    sync_file(path)
+            partial.chmod(0o755)  # mkdtemp creates folders that only their owner can enter
+            os.replace(partial, out)  # atomic, and after the files are synced: a crash leaves all or nothing
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise ResourceError(
+            f"{out} could not be written: {error.strerror or error}. Free disk space, repair the folder, or "
+            "choose another one."
+        ) from None
+    except safetensors.SafetensorError as error:
+        raise ResourceError(
+            f"{out} could not be written: {error}. Free disk space, or choose another folder."
+        ) from None
+
+
+# --------------------
+# A Whisper model's folder in Hugging Face format, validated before anything of the claimed size is allocated.
+
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR = "processor_config.json"  # newer versions of transformers store the preprocessor's settings here
+AUDIO_CONTEXT = "audio_context"  # the project's own setting: the audio context that the weights were trained with
+EMBEDDING = "model.decoder.embed_tokens.weight"
+HEAD = "proj_out.weight"  # the tied embedding a second time, in some files
+NUMBER_FORMATS = frozenset({"F16", "BF16", "F32"})
+# Each dimension by its name in config.json: the project's name, and an upper bound beyond any existing model.
+DIMENSIONS = {
+    "d_model": ("d_model", 2**14),
+    "encoder_attention_heads": ("attention_heads", 2**10),
+    "encoder_layers": ("encoder_layers", 2**8),
+    "decoder_layers": ("decoder_layers", 2**8),
+    "encoder_ffn_dim": ("feedforward_dim", 2**16),
+    "num_mel_bins": ("mel_bins", 2**10),
+    "vocab_size": ("vocab_size", 2**20),
+    "max_source_positions": ("source_positions", 2**14),
+    "max_target_positions": ("target_positions", 2**14),
+}
+MOST = {ours: most for ours, most in DIMENSIONS.values()}
+TWINS = {"decoder_attention_heads": "encoder_attention_heads", "decoder_ffn_dim": "encoder_ffn_dim"}
+# Parts of tensor names: the project's, and the files'.
+NAMES = {
+    "subsampling.first": "conv1",
+    "subsampling.second": "conv2",
+    "positions": "embed_positions.weight",
+    "embedding": "embed_tokens",
+    "blocks": "layers",
+    "self_attention_norm": "self_attn_layer_norm",
+    "self_attention": "self_attn",
+    "cross_attention_norm": "encoder_attn_layer_norm",
+    "cross_attention": "encoder_attn",
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "output": "out_proj",
+    "feedforward.norm": "final_layer_norm",
+    "feedforward.expand": "fc1",
+    "feedforward.contract": "fc2",
+    "norm": "layer_norm",
+}
+PART = re.compile(r"(?<=\.)(" + "|".join(map(re.escape, NAMES)) + r")(?=\.|$)")
+
+
+def name_in_file(name: str) -> str:
+    """Return the name in the files of the network's tensor `name`."""
+    return "model." + PART.sub(lambda part: NAMES[part.group()], name)
+
+
+@dataclass(frozen=True)
+class WhisperFolder:
+    """Folder whose settings and list of tensors have been checked; weights are read on demand.
+
+    `files` maps each file to the names of its tensors; `generation` is empty without a generation_config.json.
+    """
+
+    path: Path
+    shape: WhisperShape
+    config: Mapping[str, object]
+    generation: Mapping[str, object]
+    files: Mapping[str, tuple[str, ...]]
+
+    @property
+    def marked_file(self) -> str:
+        """Name of the existing file that stores the audio context."""
+        return GENERATION if self.generation else CONFIG
+
+    @property
+    def audio_context(self) -> AudioContext:
+        """Audio context that the weights were trained with; 30 s windows by default."""
+        return "speech" if self.stored_audio_context == "speech" else "window"
+
+    @property
+    def stored_audio_context(self) -> object:
+        """Audio context in the folder's files, before it is checked."""
+        return {**self.config, **self.generation}.get(AUDIO_CONTEXT, "window")
+
+    @property
+    def architecture(self) -> WhisperArchitecture:
+        """Architecture that the folder describes."""
+        return WhisperArchitecture(self.shape, audio_context=self.audio_context)
+
+    def our_names(self) -> dict[str, str]:
+        """Return the network's tensor names, keyed by their names in the files."""
+        return {name_in_file(name): name for name in self.architecture.build_without_values().state_dict()}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the network's tensors in fp32, by the project's names; raises as `check_weights` does."""
+        return dict(self.each_weight())
+
+    def each_weight(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the same tensors one by one, so that only one is in memory at a time."""
+        names = self.our_names()
+        twins = {}
+        for name, tensor in self._tensors():
+            if name in (HEAD, EMBEDDING):
+                twins[name] = tensor
+            if name != HEAD:
+                yield names[name], tensor
+        self._check_head(twins)
+
+    def check_weights(self) -> None:
+        """Read all weights and keep none.
+
+        Raises:
+            CheckpointError: A weight is not finite, or the output layer differs from the embedding.
+        """
+        self._check_head({name: tensor for name, tensor in self._tensors() if name in (HEAD, EMBEDDING)})
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors in fp32, by their names in the files."""
+        for file in self.files:
+            for name, tensor in read_tensors(self.path / file).items():
+                copied = tensor.to(torch.float32, copy=True)  # memory-mapped: another program may change the file
+                if not copied.isfinite().all():
+                    raise refused(self.path, f"its {name} contains values that are not finite")
+                yield name, copied
+
+    def _check_head(self, found: Mapping[str, torch.Tensor]) -> None:
+        if HEAD in found and not torch.equal(found[HEAD], found[EMBEDDING]):
+            raise refused(self.path, f"its {HEAD} is not tied to the token embedding, as in Whisper")
+
+    def build(self) -> Whisper:
+        """Build the network with the folder's weights, on the CPU."""
+        model = self.architecture.build_without_values()
+        model.load_state_dict(self.weights(), assign=True)
+        return model
+
+
+def read_whisper_folder(path: Path) -> WhisperFolder:
+    """Read the folder's settings and list of tensors, but no weights.
+
+    Raises:
+        UsageError: There is no such folder.
+        CheckpointError: The folder is invalid; the message says why.
+        ResourceError: A file may not be read.
+    """
+    described = _described(path)
+    _check_preprocessor(path, described.shape)
+    _check_ids(path, described.generation, described.shape)
+    folder = dataclasses.replace(described, files=files_of(path))
+    _check_tensors(folder)
+    return folder
+
+
+def read_whisper_architecture(path: Path) -> WhisperArchitecture:
+    """Return the architecture of a folder's config.json, the only file needed: enough for a memory plan."""
+    return _described(path).architecture
+
+
+def _described(path: Path) -> WhisperFolder:
+    """Return the folder with its settings, without its list of tensors."""
+    if not path.is_dir():
+        raise UsageError(_no_folder(path))
+    config = read_json(path / CONFIG)
+    shape = _shape_of(path, config)
+    generation = read_json(path / GENERATION) if (path / GENERATION).exists() else {}
+    folder = WhisperFolder(path, shape, config, generation, {})
+    stored = folder.stored_audio_context
+    if stored not in get_args(AudioContext):
+        said = f"{AUDIO_CONTEXT} in its {folder.marked_file} is {stored!r:.40}"
+        raise refused(path, f"{said} but must be {' or '.join(get_args(AudioContext))}")
+    return folder
+
+
+def _no_folder(path: Path) -> str:
+    if path.exists():
+        return (
+            f"{path} is a file. Use the folder of a Whisper model in Hugging Face format; use --checkpoint for "
+            "a checkpoint, or --init_from to start from one."
+        )
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        return (
+            f"There is no folder {path}, and models are not downloaded from the Hugging Face Hub. Download the "
+            "files and give their folder."
+        )
+    return f"There is no folder {path}. Use the folder of a Whisper model in Hugging Face format."
+
+
+def _shape_of(path: Path, config: Mapping[str, object]) -> WhisperShape:
+    kind = config.get("model_type")
+    if kind != "whisper":
+        raise refused(path, f"its {CONFIG} is of a model of type {kind!r:.40}", "Use the folder of a Whisper model")
+    dimensions = {}
+    for name, (ours, most) in DIMENSIONS.items():
+        value = config.get(name)
+        # `type`, not isinstance: True is an int.
+        if type(value) is not int or not 1 <= value <= most:
+            raise refused(path, f"{name} in its {CONFIG} is {value!r:.40} but must be a number from 1 to {most}")
+        dimensions[ours] = value
+    shape = WhisperShape(**dimensions)
+    for name, twin in TWINS.items():
+        if config.get(name) != config[twin]:
+            raise refused(path, f"{name} in its {CONFIG} is {config.get(name)!r:.40}, but {twin} is {config[twin]}")
+    if shape.d_model % 2 or shape.d_model % shape.attention_heads:
+        raise refused(path, f"its {CONFIG} divides a dimension of {shape.d_model} into {shape.attention_heads} heads")
+    for name, only in {"activation_function": "gelu", "scale_embedding": False, "tie_word_embeddings": True}.items():
+        if config.get(name, only) != only:
+            raise refused(path, f"{name} in its {CONFIG} is {config[name]!r:.40}, but {only!r} in Whisper")
+    return shape
+
+
+def _check_preprocessor(path: Path, shape: WhisperShape) -> None:
+    """Refuse settings that the front end does not implement or the weights were not trained with."""
+    name = PREPROCESSOR if (path / PREPROCESSOR).exists() or not (path / PROCESSOR).exists() else PROCESSOR
+    found = read_json(path / name)
+    if name == PROCESSOR:
+        settings = found.get("feature_extractor")
+        found = settings if isinstance(settings, dict) else {}
+    wanted = {
+        "feature_size": (shape.mel_bins, 80),
+        "chunk_length": (shape.window_seconds, 30),
+        "sampling_rate": (SAMPLE_RATE, SAMPLE_RATE),
+        "hop_length": (HOP_SAMPLES, HOP_SAMPLES),
+        "n_fft": (FFT_SAMPLES, FFT_SAMPLES),
+        "padding_value": (0, 0),
+        "dither": (0, 0),
+        "do_normalize": (False, False),
+    }
+    for setting, (value, default) in wanted.items():
+        # A missing setting has the default of transformers' WhisperFeatureExtractor.
+        given = default if found.get(setting) is None else found[setting]
+        if given != value:
+            raise refused(path, f"{setting} in its {name} is {given!r:.40}, but its network needs {value:g}")
+
+
+def _check_ids(path: Path, generation: Mapping[str, object], shape: WhisperShape) -> None:
+    """Refuse token ids outside of the vocabulary, an invalid first timestamp and alignment heads that do not exist."""
+    for name, value in generation.items():
+        if name.endswith(("token_id", "_to_id", "suppress_tokens")):
+            values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            wrong = [v for v in values if v is not None and not (type(v) is int and 0 <= v < shape.vocab_size)]
+            if wrong:
+                raise refused(
+                    path, f"{name} in its {GENERATION} contains the token {wrong[0]!r:.40}, which does not exist"
+                )
+    latest = generation.get("max_initial_timestamp_index")
+    if latest is not None and type(latest) is not int:
+        raise refused(path, f"max_initial_timestamp_index in its {GENERATION} is {latest!r:.40} but must be a number")
+    heads = generation.get("alignment_heads") or []
+    most = (shape.decoder_layers, shape.attention_heads)
+    if not isinstance(heads, list) or not all(_is_head(head, most) for head in heads):
+        raise refused(path, f"alignment_heads in its {GENERATION} are not attention heads of its decoder")
+
+
+def _is_head(head: object, most: tuple[int, int]) -> bool:
+    if not isinstance(head, list) or len(head) != 2:
+        return False
+    return all(type(number) is int and 0 <= number < bound for number, bound in zip(head, most, strict=True))
+
+
+def _check_tensors(folder: WhisperFolder) -> None:
+    """Refuse a folder whose files do not have exactly the network's tensors and shapes."""
+    model = folder.architecture.build_without_values()
+    wanted = {name_in_file(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    headers = {file: header_of(folder.path / file) for file in folder.files}
+    for file, header in headers.items():
+        if header.keys() != set(folder.files[file]):
+            raise refused(folder.path, f"the tensors in its {file} differ from its {INDEX}")
+        found |= header
+    wanted |= {HEAD: wanted[EMBEDDING]} if HEAD in found else {}
+    for name in sorted(found.keys() ^ wanted.keys()):
+        raise refused(
+            folder.path,
+            f"it has no tensor {name}" if name in wanted else f"its tensor {name:.80} is not part of Whisper",
+        )
+    for name, (shape, kind) in found.items():
+        if kind not in NUMBER_FORMATS:
+            raise refused(folder.path, f"its {name} is of type {kind} but must be {', '.join(sorted(NUMBER_FORMATS))}")
+        if shape != wanted[name]:
+            raise refused(
+                folder.path, f"its {name} has the shape {shape}, but {wanted[name]} according to its {CONFIG}"
+            )

@@ -1,0 +1,78 @@
+"""Passes over a built model that make it faster or smaller and change none of its results.
+
+Each pass replaces modules in their parents by twins that share their parameters and names, so that checkpoints are the
+same with any passes. Recomputation (memory/activation_checkpointing.py) and offloading are runners around the blocks.
+"""
+
+from dataclasses import dataclass
+
+from konkanivani.models.asr import KonkaniVaniASR, SpeechNetwork
+from konkanivani.models.conformer import Dropout
+from konkanivani.models.twin import replace_modules
+from konkanivani.ops.chunks import ChunkedLosses, compute_in_chunks
+from konkanivani.ops.depthwise import use_fast_depthwise
+from konkanivani.ops.fused import MaskedDropout, fuse_blocks, fuse_norms
+from konkanivani.ops.packing import pack_encoder
+from konkanivani.ops.products import use_fast_products
+from konkanivani.ops.recompute import keep_attention
+from konkanivani.ops.vocabulary_loss import slice_vocabulary, use_fast_logits
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Passes to apply, all by default; on a GPU the twins of CPU passes run PyTorch's kernels."""
+
+    fast_products: bool = True
+    """Matrix products by oneDNN instead of MKL if that is faster (CPU)."""
+    fused_norms: bool = True
+    """Norms and activations that are recomputed with the product that follows, in place of kept."""
+    masked_dropout: bool = True
+    """Dropout masks of one byte per number, and residual additions in the same pass over memory (CPU)."""
+    fast_depthwise: bool = True
+    """Kernel gradient of the depthwise convolution as a convolution (CPU)."""
+    packing: bool = True
+    """Batches without padding in the encoder's blocks (CPU)."""
+    chunks: bool = True
+    """Long utterances in chunks: subsampling, relative attention, CTC and cross entropy."""
+    kept_attention: bool = True
+    """Attention results of recomputed Whisper blocks are kept."""
+    sliced_vocabulary: bool = True
+    """Whisper's loss in slices of the vocabulary."""
+
+
+NO_PASSES = Passes(
+    fast_products=False,
+    fused_norms=False,
+    masked_dropout=False,
+    fast_depthwise=False,
+    packing=False,
+    chunks=False,
+    kept_attention=False,
+    sliced_vocabulary=False,
+)
+ALL_PASSES = Passes()
+
+
+def optimize(model: SpeechNetwork, passes: Passes = ALL_PASSES) -> None:
+    """Apply the passes to a built model, in place, in this order."""
+    if passes.packing:
+        pack_encoder(model)
+    if passes.fast_depthwise:
+        use_fast_depthwise(model)
+    if passes.chunks:
+        compute_in_chunks(model)
+        if isinstance(model, KonkaniVaniASR):
+            model.losses = ChunkedLosses()
+    if passes.masked_dropout:
+        replace_modules(model, {Dropout: MaskedDropout})
+    if passes.fused_norms:
+        fuse_norms(model)
+    if passes.fused_norms or passes.masked_dropout:
+        fuse_blocks(model, passes.fused_norms)
+    if passes.kept_attention:
+        keep_attention(model)
+    if passes.sliced_vocabulary:
+        slice_vocabulary(model)
+    if passes.fast_products:
+        use_fast_products(model)
+        use_fast_logits(model)

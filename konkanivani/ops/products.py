@@ -1,0 +1,252 @@
+"""Matrix products in fp32, by oneDNN if it is faster, and linear layers that keep little for the backward pass.
+
+On a CPU, PyTorch computes products with Intel's MKL, which uses AVX-512 on Intel's processors only: on an AMD processor
+with AVX-512 they run at half the machine's rate. oneDNN, which PyTorch bundles and uses for convolutions, uses the
+instructions that it finds.
+
+By default, autograd keeps the input and the output of a LayerNorm and of an activation, although either is cheap to
+compute from the other: two fifths of a Conformer block's activations. Here only the input is kept, which a residual
+connection usually keeps anyway (the idea: Chen et al., 2016; for norms: Bulò et al., 2018).
+
+M rows, K inputs, N outputs; B batch, T frames or tokens, D input width.
+"""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from konkanivani.models.adapters import AdaptedLinear
+from konkanivani.models.twin import replace_modules, twin_of
+from konkanivani.ops.recompute import recomputed_part
+
+HAS_OPERATOR = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # PyTorch's own operator, not part of its public API
+MIN_ROWS = 64  # with fewer rows, reordering the matrix for oneDNN costs the time that the product saves
+# oneDNN spends a millisecond on generating code for each new product size, and batches have new sizes all the time: a
+# smaller product takes less than that altogether.
+MIN_MULTIPLICATIONS = 2**25
+Gradients = Any  # return type of a Function's backward: a tensor, or a tuple whose elements may be None
+Backward = tuple[torch.Tensor | None, ...]
+Activation = Callable[[torch.Tensor], torch.Tensor]
+ACTIVATIONS = {F.silu: torch.ops.aten.silu_backward, F.gelu: torch.ops.aten.gelu_backward}
+"""Activations that `fused_linear` supports, each with its backward operator; GELU is exact."""
+
+
+def fast_linear(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return rows (..., M, K) times the transpose of matrix (N, K), in any layout, plus bias (N,): (..., M, N)."""
+    if is_by_onednn(rows, *matrix.shape):
+        return torch.ops.mkldnn._linear_pointwise(rows, matrix, bias, "none", [], "")
+    return F.linear(rows, matrix, bias)
+
+
+def weight_gradient(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a layer's weights: the transpose of left (M, N) times right (M, K), (N, K)."""
+    if is_by_onednn(left, right.shape[1], len(left)):
+        # oneDNN's linear layer needs contiguous rows: a copy, which takes a tenth of the product's time.
+        return torch.ops.mkldnn._linear_pointwise(left.t().contiguous(), right.t(), None, "none", [], "")
+    return left.t() @ right
+
+
+def is_by_onednn(rows: torch.Tensor, outputs: int, inputs: int) -> bool:
+    """Return whether to compute the product of `rows`, of `inputs` numbers each, with oneDNN: faster if it is large."""
+    if rows.device.type != "cpu" or rows.dtype != torch.float32 or not is_onednn_preferred():
+        return False
+    if rows.numel() < MIN_ROWS * inputs or rows.numel() * outputs < MIN_MULTIPLICATIONS:
+        return False
+    # Under autocast the product is in half precision; an exporter does not know PyTorch's private operator.
+    return not torch.is_autocast_enabled("cpu") and not torch.compiler.is_exporting()
+
+
+def is_onednn_preferred() -> bool:
+    """Return whether this process computes its large fp32 products with oneDNN."""
+    return HAS_OPERATOR and _is_onednn_faster() and bool(torch.backends.mkldnn.enabled)
+
+
+@functools.cache
+def _is_onednn_faster() -> bool:
+    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text(encoding="utf-8", errors="replace")
+
+
+def without_autocast(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """Decorate a Function's `backward` to run in the precision of its inputs, even if called inside autocast.
+
+    PyTorch advises against calling backward inside autocast but does not refuse it: every fp32 product would be rounded
+    to bf16, and on a CPU a bf16 convolution may never terminate (depthwise.py).
+    """
+
+    @functools.wraps(backward)
+    def undisturbed(ctx: Any, *gradients: torch.Tensor) -> Gradients:
+        device = gradients[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return backward(ctx, *gradients)
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *gradients)
+
+    return undisturbed
+
+
+class Weighted(Protocol):
+    """Weights of a `fused_linear`: weight (N, D), bias (N,) or None."""
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
+
+
+def fused_linear(
+    x: torch.Tensor, linear: Weighted, norm: torch.nn.LayerNorm | None = None, activation: Activation | None = None
+) -> torch.Tensor:
+    """Return linear(activation(norm(x))) of x (B, T, D); norm and activation are optional.
+
+    In autocast the product is in half precision; the norm is in at least fp32 on every device.
+    """
+    low_rank = linear.low_rank if isinstance(linear, AdaptedLinear) else None
+    # The plain layers' products stay PyTorch's.
+    is_fast = type(linear) not in (torch.nn.Linear, AdaptedLinear)
+    is_recomputed = recomputed_part.get() is not None
+    if low_rank is None and torch.is_grad_enabled() and not is_recomputed:
+        scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
+        return _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activation, is_fast)
+    normed = x if norm is None else norm(_in_full(x))
+    inner = activation(normed) if activation else normed
+    # Recomputed activations are kept only briefly, so plain autograd, which is faster, does. Only under autocast
+    # though, where its operands are in half precision already and a backward inside autocast rounds nothing further.
+    if torch.is_grad_enabled() and not (is_recomputed and torch.is_autocast_enabled(inner.device.type)):
+        out = _Linear.apply(inner, linear.weight, linear.bias, None, None, 0.0, None, is_fast)
+    else:
+        out = _product(is_fast)(inner, _as_multiplied(linear.weight, inner), linear.bias)
+    return out if low_rank is None else out + low_rank(inner)
+
+
+class FastLinear(torch.nn.Linear):
+    """Twin of a linear layer, computed by `fused_linear` and by oneDNN if that is faster."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return fused_linear(x, self)
+
+
+class FastAdaptedLinear(AdaptedLinear):
+    """Twin of `AdaptedLinear`, computed by `fused_linear` and by oneDNN if that is faster."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return fused_linear(x, self)
+
+
+class PointwiseConv(torch.nn.Conv2d):
+    """Twin of a 1 x 1 convolution of (B, C, T, F), as a matrix product: a quarter of oneDNN's time on a CPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if torch.compiler.is_exporting() else _PointwiseConv.apply(x, self.weight, self.bias)
+
+
+def use_fast_products(model: torch.nn.Module) -> None:
+    """Replace linear layers and 1 x 1 convolutions by twins with faster products on a CPU."""
+    replace_modules(model, {torch.nn.Linear: FastLinear, AdaptedLinear: FastAdaptedLinear})
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is torch.nn.Conv2d and child.kernel_size == (1, 1):
+                setattr(module, name, twin_of(child, PointwiseConv))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        shift: torch.Tensor | None,
+        epsilon: float,
+        activation: Activation | None,
+        is_fast: bool,
+    ) -> torch.Tensor:
+        ctx.is_fast = is_fast
+        ctx.epsilon = epsilon
+        ctx.activation = activation
+        ctx.save_for_backward(x, weight, scale, shift)
+        # Only x is saved: the norm and the activation are computed again in the backward pass.
+        if scale is not None:
+            x, _, _ = _normalize(x, scale, shift, epsilon)
+        inner = activation(x) if activation else x
+        rows = _product(is_fast)(inner.flatten(0, -2), _as_multiplied(weight, x), bias)
+        # _unsafe_view is not a view to autograd, so queries and keys may be rotated in place.
+        return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], -1])
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx, gradient: torch.Tensor) -> Backward:
+        x, weight, scale, shift = ctx.saved_tensors
+        normed = x
+        if scale is not None:
+            normed, mean, inverse_deviation = _normalize(x, scale, shift, ctx.epsilon)
+        inner = (ctx.activation(normed) if ctx.activation else normed).to(gradient.dtype)
+        rows = gradient.flatten(0, -2)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            columns = inner.flatten(0, -2)
+            grad_weight = weight_gradient(rows, columns) if ctx.is_fast else rows.t() @ columns
+            del columns
+        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        del inner  # freed before the next product allocates its output
+        # A frozen layer at the bottom of the network needs neither the input's nor the norm's gradient.
+        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[3]):
+            return None, grad_weight, grad_bias, None, None, None, None, None
+        grad_inner = _product(ctx.is_fast)(rows, weight.to(gradient.dtype).t()).view_as(x).to(normed.dtype)
+        if ctx.activation:
+            grad_inner = ACTIVATIONS[ctx.activation](grad_inner, normed)
+        if scale is None:
+            return grad_inner, grad_weight, grad_bias, None, None, None, None, None
+        del normed
+        grad_x, grad_scale, grad_shift = torch.ops.aten.native_layer_norm_backward(
+            grad_inner, _in_full(x), scale.shape, mean, inverse_deviation, scale, shift, [True, True, True]
+        )
+        return grad_x, grad_weight, grad_bias, grad_scale, grad_shift, None, None, None
+
+
+class _PointwiseConv(torch.autograd.Function):
+    """1 x 1 convolution by `torch.baddbmm`, whose own backward would run in bf16 if called inside autocast."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        out = torch.baddbmm(bias[:, None], weight.flatten(1).expand(len(x), -1, -1), x.flatten(2))
+        return torch.ops.aten._unsafe_view(out, x.shape)  # no view to autograd: the caller zeroes padding in place
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx, gradient: torch.Tensor) -> Backward:
+        x, weight = (tensor.to(gradient.dtype) for tensor in ctx.saved_tensors)
+        grad_out = gradient.flatten(2)
+        grad_x = (weight.flatten(1).t() @ grad_out).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_weight = (grad_out @ x.flatten(2).mT).sum(0).view_as(weight) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, grad_out.sum((0, 2)) if ctx.needs_input_grad[2] else None
+
+
+def _product(is_fast: bool) -> Callable[..., torch.Tensor]:
+    return fast_linear if is_fast else F.linear
+
+
+def _as_multiplied(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the weight cast to x's precision if it is stored in another one; the copy lives for one product."""
+    # Autocast casts weights itself.
+    return weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype)
+
+
+def _normalize(
+    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the LayerNorm of x in at least fp32, the means and the inverse standard deviations."""
+    return torch.native_layer_norm(_in_full(x), scale.shape, scale, shift, epsilon)
+
+
+def _in_full(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()

@@ -1,0 +1,103 @@
+"""Activation checkpointing: activations of a part are not kept but recomputed in the backward pass."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import TypeVar
+
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from konkanivani.models.twin import replace_modules
+from konkanivani.models.whisper.network import Attention
+from konkanivani.randomness import dropout_generator, dropout_state
+
+Result = TypeVar("Result")
+Part = TypeVar("Part", bound=torch.nn.Module)
+
+
+# Attention operators on a CPU and on CUDA: a third of a block's work, whose result is as small as the block's input.
+ATTENTION = [
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+    )
+    if hasattr(torch.ops.aten, name)
+]
+
+
+recomputed_part: ContextVar[AbstractContextManager | None] = ContextVar("recomputed_part", default=None)
+"""Set while a recomputed part runs: a context manager under which attention's result is kept, or nothing.
+
+PyTorch's selective checkpointing inspects each operator in Python, which costs a third of a step on the GPU's host: so
+it is entered for attention alone.
+"""
+
+
+class KeptAttention(Attention):
+    """Twin of Whisper's attention, whose result is kept when a block is recomputed with `keeps_attention`."""
+
+    def attend_heads(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_mask: torch.Tensor | None,
+        is_causal: bool,
+    ) -> torch.Tensor:
+        with recomputed_part.get() or nullcontext():
+            return super().attend_heads(query, key, value, key_mask, is_causal)
+
+
+def keep_attention(model: torch.nn.Module) -> None:
+    """Replace Whisper's attention by twins whose results are kept when blocks are recomputed."""
+    replace_modules(model, {Attention: KeptAttention})
+
+
+def run_recomputed(
+    function: Callable[..., Result], *inputs: object, keeps_random_state: bool = False, keeps_attention: bool = False
+) -> Result:
+    """Return the function's result, dropping its activations and recomputing them in backward (Chen et al., 2016).
+
+    Args:
+        keeps_random_state: restore the random generators for the recomputation. Needed unless the function draws no
+            random numbers or draws them from its inputs alone.
+        keeps_attention: keep the results of `KeptAttention`, so that attention is not recomputed.
+    """
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    # PyTorch restores its default generators, but knows nothing of the one that dropout draws from in this thread.
+    masks = dropout_generator() if keeps_random_state else None
+    state = None if masks is None else masks.get_state()
+
+    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+        keepers = create_selective_checkpoint_contexts(ATTENTION) if keeps_attention else (nullcontext(), nullcontext())
+        return _within(keepers[0], None), _within(keepers[1], state)
+
+    is_default = keeps_random_state and masks is None
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=is_default, context_fn=contexts)
+
+
+@contextmanager
+def _within(keeper: AbstractContextManager, state: torch.Tensor | None) -> Iterator[None]:
+    """Set `recomputed_part` and, with a `state`, let dropout draw the masks of the forward pass again."""
+    token = recomputed_part.set(keeper)
+    try:
+        with nullcontext() if state is None else dropout_state(state):
+            yield
+    finally:
+        recomputed_part.reset(token)
+
+
+def snapshot_parameters(module: Part) -> Part:
+    """Return the module bound to its current weights, for a part of it that is recomputed later.
+
+    Weights swapped in for one call (torch.func.functional_call) are swapped out again before the backward pass.
+    """
+    if all(isinstance(weight, torch.nn.Parameter) for weight in module.parameters()):
+        return module
+    # The memo keeps the weights themselves from being copied.
+    return copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})

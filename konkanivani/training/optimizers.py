@@ -1,0 +1,318 @@
+"""Adafactor: 8 bytes per trained parameter for weight and gradient, and almost no optimizer state.
+
+The fractions are the dynamic ones of Dettmers et al. (2022): seven powers of ten, each with twice the number of steps
+of the next lower one, so that values ten thousand times smaller than the maximum are still resolved.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from konkanivani.config import OptimizerConfig, TuningConfig
+from konkanivani.training.optimizer import (
+    BETAS,
+    EPSILON,
+    MOMENTS,
+    AdamW,
+    Group,
+    Optimizer,
+    gradient_of,
+    parameter_groups,
+)
+
+# --------------------
+# Block-wise 8-bit quantization: per block of 256 values its maximum, and per value the nearest of 256 fractions of it.
+
+
+BLOCK = 256
+POWERS = 7
+DROPPED_BITS = 14  # of a float32; the remaining nine bits of the mantissa exceed the finest step's resolution
+KEPT = 1 << (31 - DROPPED_BITS)  # bit patterns per sign
+
+
+def dynamic_shares(is_signed: bool) -> list[float]:
+    """Return the 256 fractions in ascending order, including 0 and 1; each is the middle of its step."""
+    steps = [(power, 2 ** (power if is_signed else power + 1)) for power in range(POWERS)]
+    above = [10.0 ** (power - POWERS + 1) * (0.1 + 0.9 * (i + 0.5) / n) for power, n in steps for i in range(n)]
+    return sorted([*(-share for share in above if is_signed), 0.0, *above, 1.0])
+
+
+class Codebook:
+    """Quantization levels on a device, with a table from the upper bits of a float32 to the nearest level's code.
+
+    A search takes 40 times the time.
+    """
+
+    def __init__(self, is_signed: bool, like: torch.Tensor) -> None:
+        shares = torch.tensor(dynamic_shares(is_signed), dtype=torch.float32, device=like.device)
+        bounds = (shares[1:] + shares[:-1]) / 2
+        if not is_signed:
+            # Positive values never round to code 0 in an unsigned codebook: Adam divides by the second moment.
+            bounds[0] = 0
+        # Upper 18 bits of all floats; negative int32 patterns are the floats with the sign bit set.
+        patterns = torch.arange(-KEPT, KEPT, dtype=torch.int32, device=like.device) << DROPPED_BITS
+        middles = (patterns + (1 << (DROPPED_BITS - 1))).view(torch.float32)
+        # Pattern 0 contains exact zeros, so it maps to level 0 and not to the middle of its interval.
+        middles[KEPT] = 0
+        self.nearest = torch.bucketize(middles, bounds).to(torch.uint8)
+        self.shares = shares.to(like.dtype)
+
+    def quantize(
+        self, numbers: torch.Tensor, codes: torch.Tensor, largest: torch.Tensor, workspace: torch.Tensor
+    ) -> None:
+        """Quantize numbers (blocks, 256) into `codes` (blocks, 256) and each block's maximum `largest`.
+
+        `workspace` is a float32 tensor of the same shape. A block of zeros has maximum 0 and arbitrary codes. The
+        relative error of a value s is at most half its quantization step, and at most s / 1024.
+        """
+        torch.amax(workspace.copy_(numbers).abs_(), 1, out=largest)
+        shares = workspace.copy_(numbers).div_(largest[:, None])
+        # In place on the bits of the workspace. An arithmetic shift keeps the sign, so patterns range from -KEPT to
+        # KEPT - 1.
+        patterns = shares.view(torch.int32).bitwise_right_shift_(DROPPED_BITS).add_(KEPT)
+        # index_select with `out` allocates nothing, unlike indexing.
+        torch.index_select(self.nearest, 0, patterns.view(-1), out=codes.view(-1))
+
+    def dequantize(
+        self, codes: torch.Tensor, largest: torch.Tensor, workspace: torch.Tensor, numbers: torch.Tensor
+    ) -> None:
+        """Dequantize the codes into `numbers` (blocks, 256); `workspace` as in `quantize`."""
+        indices = workspace.view(torch.int32).copy_(codes)
+        torch.index_select(self.shares, 0, indices.view(-1), out=numbers.view(-1))
+        numbers.mul_(largest[:, None])
+
+
+# --------------------
+# Adafactor: 8 bytes per trained parameter for weight and gradient, and almost no optimizer state.
+
+
+DECAY = -0.8  # exponent of the step: weight of the newest gradient in the mean square
+# AdamW's epsilon, not the paper's 1e-30: a gradient of pure rounding error (a bias that a softmax cancels) would move
+# its weight by a whole learning rate, to another value if the step is split after an OOM.
+SMALLEST_SQUARE = EPSILON**2
+LARGEST_UPDATE = 1.0  # root mean square of a tensor's update, in units of the learning rate
+MAX_ELEMENTS = 2**20  # elements at a time: fits in the CPU's cache, and wakes threads rarely
+
+
+@dataclass(frozen=True)
+class FactoredWorkspace:
+    """Buffers of one device for updating a tensor: one slice, values per row and per column, and scalars."""
+
+    slice: torch.Tensor
+    rows: torch.Tensor
+    columns: torch.Tensor
+    more_columns: torch.Tensor
+    newest: torch.Tensor
+    mean: torch.Tensor
+    squares: torch.Tensor
+    more_squares: torch.Tensor
+
+
+class Adafactor(Optimizer):
+    """Adafactor (Shazeer and Stern, 2018) without first moment: running row and column means of the squared gradient.
+
+    The learning rate is the schedule's: neither relative steps nor scaling by the parameter's norm. A convolution
+    kernel is a matrix with one row per output channel. A vector is a matrix with a single row, for which the
+    factorization is exact.
+    """
+
+    def __init__(self, groups: list[Group]) -> None:
+        super().__init__(groups)
+        parameters = list(self.state)
+        devices = dict.fromkeys(parameter.device for parameter in parameters)
+        self._workspaces = {
+            device: factored_buffers([p for p in parameters if p.device == device]) for device in devices
+        }
+        self.workspace = [tensor for workspace in self._workspaces.values() for tensor in vars(workspace).values()]
+
+    def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """Return the row and column means of the squared gradient."""
+        rows, columns = matrix_shape(parameter)
+        return super().new_state(parameter) | {"row": parameter.new_zeros(rows), "column": parameter.new_zeros(columns)}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(group, parameter)
+
+    def _update(self, group: Group, parameter: torch.nn.Parameter) -> None:
+        state = self.state[parameter]
+        workspace = self._workspaces[parameter.device]
+        rows, columns = shape = matrix_shape(parameter)
+        weights = parameter.view(shape)
+        gradient = gradient_of(parameter).reshape(shape)
+        per_slice = rows_of_a_slice(columns)
+        slices = gradient.split(per_slice)
+        row = workspace.rows[:rows]
+        column = workspace.columns[:columns]
+        more = workspace.more_columns[:columns]
+
+        # Running means of the squared gradient over rows and columns, one slice at a time.
+        torch.pow(state["step"].add_(1), DECAY, out=workspace.newest)
+        column.zero_()
+        for part, mean in zip(slices, row.split(per_slice), strict=True):
+            squares = torch.mul(part, part, out=place_of(part, workspace)).add_(SMALLEST_SQUARE)
+            torch.mean(squares, 1, out=mean)
+            column.add_(torch.sum(squares, 0, out=more))
+        state["row"].lerp_(row, workspace.newest)
+        state["column"].lerp_(column.div_(rows), workspace.newest)
+
+        # Root mean square of the whole update, to clip it.
+        torch.mean(state["row"], 0, out=workspace.mean)
+        torch.div(state["row"], workspace.mean, out=row).rsqrt_()
+        torch.rsqrt(state["column"], out=column)
+        workspace.squares.zero_()
+        for part, factor in zip(slices, row.split(per_slice), strict=True):
+            change = torch.mul(part, column, out=place_of(part, workspace)).mul_(factor[:, None]).view(-1)
+            workspace.squares.add_(torch.dot(change, change, out=workspace.more_squares))
+        workspace.squares.div_(parameter.numel()).sqrt_().div_(LARGEST_UPDATE).clamp_(min=1)
+
+        weights.mul_(1 - group["lr"] * group["weight_decay"])
+        row.div_(workspace.squares)
+        # The updates are computed a second time: storing them would need a copy of the tensor.
+        for part, factor, weight in zip(slices, row.split(per_slice), weights.split(per_slice), strict=True):
+            change = torch.mul(part, column, out=place_of(part, workspace)).mul_(factor[:, None])
+            weight.add_(change, alpha=-group["lr"])
+
+
+def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
+    """Return the rows and columns of a parameter that is treated as a matrix."""
+    rows = len(parameter) if parameter.dim() >= 2 else 1
+    return rows, parameter.numel() // rows
+
+
+def rows_of_a_slice(columns: int) -> int:
+    """Return the number of rows that are updated at a time."""
+    return max(1, MAX_ELEMENTS // columns)
+
+
+def place_of(part: torch.Tensor, workspace: FactoredWorkspace) -> torch.Tensor:
+    """Return the part of the workspace for a slice (rows, columns)."""
+    return workspace.slice[: part.numel()].view(part.shape)
+
+
+def factored_buffers(parameters: list[torch.nn.Parameter]) -> FactoredWorkspace:
+    """Return a workspace for the largest of the parameters, all on one device."""
+    shapes = [matrix_shape(parameter) for parameter in parameters]
+    largest = max(min(rows, rows_of_a_slice(columns)) * columns for rows, columns in shapes)
+    rows, columns = map(max, zip(*shapes, strict=True))
+    sizes = (largest,), (rows,), (columns,), (columns,), (), (), (), ()
+    return FactoredWorkspace(*(parameters[0].new_empty(size) for size in sizes))
+
+
+# --------------------
+# AdamW with 8-bit moments: 10 bytes per trained parameter including weight and gradient, instead of 16.
+
+
+SMALLEST = 4096  # elements of a tensor with 8-bit moments: norms and biases are smaller, and the most sensitive
+MAX_BLOCKS = 1024  # blocks at a time, so that the workspace stays in the CPU's cache
+
+
+@dataclass(frozen=True)
+class QuantizedWorkspace:
+    """Buffers of one device for updating a slice of a tensor: both moments and a temporary, each (blocks, 256)."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+    beside: torch.Tensor
+    signed: Codebook
+    unsigned: Codebook
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors of the workspace."""
+        books = self.signed, self.unsigned
+        return [self.first, self.second, self.beside, *(part for book in books for part in (book.nearest, book.shares))]
+
+
+class AdamW8bit(AdamW):
+    """AdamW with block-wise 8-bit moments (Dettmers et al., 2022).
+
+    One slice of a tensor at a time is dequantized, updated and quantized again. The update uses the kernel of AdamW, so
+    the only difference is the rounding of the moments. Tensors with fewer than 4096 elements have unquantized moments.
+    """
+
+    def __init__(self, groups: list[Group]) -> None:
+        super().__init__(groups)
+        parameters = list(self.state)
+        self._workspaces: dict[torch.device, QuantizedWorkspace] = {}
+        for device in dict.fromkeys(parameter.device for parameter in parameters):
+            large = [p for p in parameters if p.device == device and p.numel() >= SMALLEST]
+            if large:
+                blocks = min(MAX_BLOCKS, max(len(self.state[parameter]["exp_avg"]) for parameter in large))
+                self._workspaces[device] = quantized_workspace(blocks, large[0])
+        self.workspace = [tensor for workspace in self._workspaces.values() for tensor in workspace.tensors]
+
+    def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """Return codes (blocks, 256) and block maxima (blocks,) of both moments; the last block is padded with 0."""
+        state = super().new_state(parameter)
+        if parameter.numel() < SMALLEST:
+            return state
+        blocks = -(-parameter.numel() // BLOCK)
+        for kind in MOMENTS:
+            state[kind] = torch.zeros(blocks, BLOCK, dtype=torch.uint8, device=parameter.device)
+            state[f"{kind}_largest"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
+        return state
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            updated = [parameter for parameter in group["params"] if parameter.grad is not None]
+            self.update(group, [parameter for parameter in updated if parameter.numel() < SMALLEST])
+            for parameter in updated:
+                if parameter.numel() >= SMALLEST:
+                    self._update_in_slices(group, parameter)
+
+    def _update_in_slices(self, group: Group, parameter: torch.nn.Parameter) -> None:
+        state = self.state[parameter]
+        workspace = self._workspaces[parameter.device]
+        # The fused kernel reads the step without incrementing it, so once per tensor, not once per slice.
+        state["step"].add_(1)
+        weights = parameter.view(-1).split(MAX_BLOCKS * BLOCK)
+        gradient = gradient_of(parameter).reshape(-1).split(MAX_BLOCKS * BLOCK)
+        stored = zip(*(state[kind + of].split(MAX_BLOCKS) for kind in MOMENTS for of in ("", "_largest")), strict=True)
+        for weight, slope, (codes, largest, codes_sq, largest_sq) in zip(weights, gradient, stored, strict=True):
+            first, second, beside = (one[: len(codes)] for one in (workspace.first, workspace.second, workspace.beside))
+            workspace.signed.dequantize(codes, largest, beside, first)
+            workspace.unsigned.dequantize(codes_sq, largest_sq, beside, second)
+            torch._fused_adamw_(
+                [weight],
+                [slope],
+                [first.view(-1)[: len(weight)]],
+                [second.view(-1)[: len(weight)]],
+                [],
+                [state["step"]],
+                lr=group["lr"],
+                beta1=BETAS[0],
+                beta2=BETAS[1],
+                weight_decay=group["weight_decay"],
+                eps=EPSILON,
+                amsgrad=False,
+                maximize=False,
+            )
+            workspace.signed.quantize(first, codes, largest, beside)
+            workspace.unsigned.quantize(second, codes_sq, largest_sq, beside)
+
+
+def quantized_workspace(blocks: int, like: torch.Tensor) -> QuantizedWorkspace:
+    """Return a workspace of `blocks` blocks on the device of `like`, in its precision."""
+    first, second = (torch.empty(blocks, BLOCK, dtype=like.dtype, device=like.device) for _ in range(2))
+    beside = torch.empty(blocks, BLOCK, dtype=torch.float32, device=like.device)
+    return QuantizedWorkspace(first, second, beside, Codebook(True, like), Codebook(False, like))
+
+
+# --------------------
+# Construction of the optimizer that `--optimizer` names.
+
+
+WHOLE = TuningConfig()  # all layers are trained, with the same learning rate
+KINDS = {"adamw": AdamW, "adamw8bit": AdamW8bit, "adafactor": Adafactor}
+
+
+def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, tuning: TuningConfig = WHOLE) -> Optimizer:
+    """Return an optimizer over the trainable parameters of `model`."""
+    return KINDS[config.optimizer](parameter_groups(model, config, tuning))

@@ -1,0 +1,218 @@
+"""Warnings about a run that does not learn, early enough to restart it with other settings."""
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from tqdm import tqdm
+
+from konkanivani.data.batching import GlobalBatch
+from konkanivani.models.architecture import Architecture
+from konkanivani.models.flops import product_rate, step_flop
+from konkanivani.ops.products import fast_linear
+from konkanivani.training.step import StepReport
+
+# --------------------
+# Warnings about a run that does not learn, early enough to restart it with other settings.
+
+
+FAILING_CER = 0.9
+ONLY_BLANKS = 0.995  # fraction of the validation frames
+FLAT_LOSS = 0.97  # fraction of the first epoch's loss
+MOSTLY_CLIPPED = 0.9  # fraction of an epoch's steps
+SHORT_RUN = 1000  # steps
+CLIPPED_AT_FIRST = 1000  # steps: earlier, most gradients of a good run are clipped too (docs/experiments.md)
+LOOKS = 1 / 3, 2 / 3  # fractions of a run's steps; checked at the end of the epoch that reaches each
+
+
+@dataclass(frozen=True)
+class EpochLearning:
+    """Training and validation statistics of one epoch.
+
+    Args:
+        first_step: optimizer steps before the epoch.
+        last_step: optimizer steps up to its end.
+        total_steps: optimizer steps of the whole run.
+        loss: mean loss over the steps of this epoch.
+        first_loss: mean loss over the steps of the first epoch.
+        clipped_share: fraction of the epoch's steps whose gradient norm exceeded --max_grad_norm.
+        cer: character error rate of the validation; NaN without one.
+        blank_share: fraction of blank frames on the CTC best paths of the validation; None without CTC.
+    """
+
+    first_step: int
+    last_step: int
+    total_steps: int
+    loss: float
+    first_loss: float
+    clipped_share: float
+    cer: float = math.nan
+    blank_share: float | None = None
+
+    @property
+    def is_time_to_look(self) -> bool:
+        """Return whether one third or two thirds of the run's steps were reached in this epoch."""
+        return any(self.first_step < share * self.total_steps <= self.last_step for share in LOOKS)
+
+    def help(self) -> str:
+        """Return the usual remedies if almost nothing is recognized correctly."""
+        more = "more --epochs or a smaller effective batch, since CTC needs some hundred steps to align; "
+        helps = "--tokenizer_type char with little speech, a --ctc_weight of 0.5 or more, a smaller --preset"
+        if self.blank_share is None:
+            helps = "another --learning_rate; for a --pretrained model, the --language closest to the transcripts"
+        begun = more if self.total_steps < SHORT_RUN else ""
+        return f"{begun}{helps}; inspect_data.py checks whether transcripts and audio match"
+
+
+def failures(epoch: EpochLearning) -> list[str]:
+    """Return one line with a remedy per sign that the run does not learn; empty while it is too early to judge."""
+    if not epoch.is_time_to_look:
+        return []
+    done = f"after {epoch.last_step:,} of {epoch.total_steps:,} steps"
+    found = []
+    if epoch.blank_share is not None and epoch.blank_share >= ONLY_BLANKS:
+        found.append(
+            f"The model still outputs only blanks {done} ({100 * epoch.blank_share:.1f} % of the validation "
+            f"frames). Try {epoch.help()}."
+        )
+    # NaN without validation: the comparison is False. All blanks imply a CER near 1, so only one of both is reported.
+    elif epoch.cer >= FAILING_CER:
+        found.append(f"The validation CER is still {100 * epoch.cer:.0f} % {done}. Try {epoch.help()}.")
+    # `first_loss` is 0 until the first epoch has finished.
+    if epoch.loss >= FLAT_LOSS * epoch.first_loss > 0:
+        found.append(
+            f"The training loss does not decrease {done}: {epoch.loss:.3f} per token, {epoch.first_loss:.3f} "
+            "in the first epoch. Try a third of the --learning_rate and more --warmup_steps; inspect_data.py "
+            "checks whether transcripts and audio match."
+        )
+    if epoch.clipped_share > MOSTLY_CLIPPED and epoch.last_step >= CLIPPED_AT_FIRST:
+        found.append(
+            f"{100 * epoch.clipped_share:.0f} % of the epoch's gradients were clipped {done}. Use a higher "
+            "--max_grad_norm, or a lower --learning_rate if the loss is unstable."
+        )
+    return found
+
+
+# --------------------
+# Progress bar: steps, loss, speed in audio seconds per second, memory and time left.
+
+
+Item = TypeVar("Item")
+
+
+class Progress:
+    """tqdm bar over the optimizer steps of a run, with the mean speed of this process."""
+
+    def __init__(self, step: int, total_steps: int) -> None:
+        # If stderr is a file, write one line per minute instead of redrawing the bar.
+        self._bar = tqdm(
+            total=total_steps,
+            initial=step,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=0.5 if sys.stderr.isatty() else 60.0,
+        )
+        self._audio_seconds = self._seconds = self._waited = 0.0
+        self.last_wait = 0.0
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Return the wall time since the last lap, in seconds."""
+        now = time.perf_counter()
+        seconds = now - self._last
+        self._last = now
+        return seconds
+
+    def wait_for_next(self, global_batches: Iterator[Item]) -> Item:
+        """Return the next global batch and count the time until it is available as waiting."""
+        started = time.perf_counter()
+        item = next(global_batches)
+        self.last_wait = time.perf_counter() - started
+        return item
+
+    def show(self, report: StepReport, audio_seconds: float, seconds: float, peak_mib: float) -> None:
+        """Advance the bar by one global batch of `audio_seconds` that took `seconds`."""
+        self._audio_seconds += audio_seconds
+        self._seconds += seconds
+        self._waited += self.last_wait
+        postfix = f"loss {report.loss:.3f}, {audio_seconds / seconds:.0f} audio s/s, {peak_mib:.0f} MiB"
+        self._bar.set_postfix_str(postfix, refresh=False)
+        self._bar.update(0 if report.is_skipped else 1)
+
+    def tell(self, line: str) -> None:
+        """Print a line above the bar."""
+        self._bar.write(line)
+
+    def audio_seconds_per_second(self) -> float:
+        """Return the mean speed over all global batches shown so far; 0 before the first."""
+        return self._audio_seconds / self._seconds if self._seconds else 0.0
+
+    def waiting_share(self) -> float:
+        """Return the fraction of that time spent waiting for data; 0 before the first global batch."""
+        return self._waited / self._seconds if self._seconds else 0.0
+
+    def close(self) -> None:
+        """Close the bar, leaving its last state visible."""
+        self._bar.close()
+
+
+# --------------------
+# Utilization of the device by a training step, as a fraction of the arithmetic that the device can do.
+
+
+# Repetitions of the timed matrix product. The square matrices are just large enough to fill the device: the three
+# (two factors and the product) take 24 MiB in fp16 on a GPU, and 3 MiB in fp32 on a CPU with few cores, where matrices
+# of four times the size give the same rate.
+ROUNDS = {"cuda": 20, "cpu": 5}
+MAX_FEW_CORES = 8
+
+
+class Utilisation:
+    """Utilization of a device that trains in `dtype`.
+
+    The constructor measures the device's rate in FLOP/s, which takes some milliseconds.
+    """
+
+    def __init__(self, architecture: Architecture, device: torch.device, dtype: torch.dtype) -> None:
+        self.architecture = architecture
+        self.device = device
+        # Time the product that the model's layers call, so that both sides of the ratio use the same library.
+        multiply = fast_linear if dtype == torch.float32 else torch.mm
+        self.rate = product_rate(multiply, device, dtype, best_side(device), ROUNDS[device.type])
+        self._is_card_silent = device.type != "cuda"
+
+    def model_flops_utilisation(self, global_batch: GlobalBatch, seconds: float) -> float:
+        """Return the model FLOP/s of the step as a fraction of the device's rate (MFU).
+
+        Definition: Chowdhery et al., 2022, appendix B. Padding and recomputation do not count as model FLOP.
+        """
+        return self.global_batch_flop(global_batch) / (seconds * self.rate)
+
+    def global_batch_flop(self, global_batch: GlobalBatch) -> float:
+        """Return the FLOP of forward and backward pass that the utterances of this rank's micro-batches need."""
+        return sum(
+            step_flop(self.architecture.forward_layers((samples,), tokens), recomputes=False)
+            for batch in global_batch.micro_batches
+            for samples, tokens in zip(batch.sample_lengths, batch.token_lengths, strict=True)
+        )
+
+    def gpu_utilisation(self) -> float | None:
+        """Return the fraction of the last sampling period in which the GPU ran a kernel (NVML), or None if unknown."""
+        if self._is_card_silent:
+            return None
+        try:
+            return torch.cuda.utilization(self.device) / 100
+        except Exception:  # no NVML, no permission, or a MIG slice: not needed for training
+            self._is_card_silent = True
+            return None
+
+
+def best_side(device: torch.device) -> int:
+    """Return the side of square matrices that reach the highest rate on the device."""
+    if device.type == "cuda":
+        return 2048
+    return 512 if torch.get_num_threads() <= MAX_FEW_CORES else 1024
