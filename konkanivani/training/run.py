@@ -1,9 +1,8 @@
 """Parts of a run that the training loop works with, and its state."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 
 from konkanivani.auto_defaults import resolved
 from konkanivani.checkpoints.checkpoint import Checkpoint, Stateful
@@ -136,12 +135,12 @@ class TrainState:
 
     def state_dict(self) -> dict[str, int | float]:
         """Return the counters under the keys that checkpoints use."""
-        return {STORED_NAMES.get(name, name): value for name, value in dataclasses.asdict(self).items()}
+        return {STORED_NAMES.get(name, name): value for name, value in asdict(self).items()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Read every counter from `state`; raise a CheckpointError if one is missing or has another type."""
         state = NOT_COUNTED | dict(state)
-        for field in dataclasses.fields(self):
+        for field in fields(self):
             value = state.get(STORED_NAMES.get(field.name, field.name))
             # type() rather than isinstance, because a bool is an int.
             if type(value) is not field.type or (type(value) is int and not 0 <= value < 2**63):
