@@ -1,4 +1,4 @@
-"""Export of a speech model to self-contained ONNX files in fp32 or int8, and their inference.
+"""ONNX graph of a speech model, its files in fp32 and int8, and their inference.
 
 B batch, S samples, T feature frames, T' encoder frames, F mel bins, K DFT bins, W STFT window samples, V vocabulary.
 
@@ -101,10 +101,9 @@ class GraphEncoder(Encoder):
     def feature_padding(self, features: torch.Tensor, feature_lengths: Any) -> torch.Tensor | None:
         return beyond(feature_lengths, features.shape[1]) if self.subsampling.is_padded else None
 
-    def frame_padding(self, features: torch.Tensor, feature_lengths: Any) -> torch.Tensor:
+    def frame_padding(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
         # Attention without any key gives NaN: leave one frame unmasked.
-        frames = self.encoded_lengths(feature_lengths).clamp_min(1)
-        return beyond(frames, subsampled_length(features.shape[1], self.config.subsampling))
+        return beyond(lengths.clamp_min(1), x.shape[1])
 
     def encoded_lengths(self, feature_lengths: Any) -> Any:
         return subsampled_length(feature_lengths, self.config.subsampling)

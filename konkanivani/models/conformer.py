@@ -325,20 +325,28 @@ class Encoder(SpeechEncoder):
         self, features: torch.Tensor, feature_lengths: Lengths, wrap_block: WrapBlock, chunk_frames: int
     ) -> tuple[torch.Tensor, torch.Tensor, Lengths]:
         """Return encoded (B, T', D), the middle block's output (B, T', D) for intermediate CTC, and their lengths."""
-        padding = self.frame_padding(features, feature_lengths)
         layout = SequenceLayout((), self.feature_padding(features, feature_lengths), chunk_frames)
         x = wrap_block(0, self.subsampling)(features, layout)
         if self.config.scaled_input:
             x = x * self.config.d_model**0.5
-        x = self.dropout(x)
-        layout = SequenceLayout(self.positions(x.shape[1], x), padding, chunk_frames)
+        lengths = self.encoded_lengths(feature_lengths)
+        x, layout = self.arrange(x, lengths, chunk_frames)
         middle = x
         for number, block in enumerate(self.blocks, start=1):
             with block_dropout(number):
                 x = wrap_block(number, block)(x, layout)
             if number == len(self.blocks) // 2:
                 middle = x
-        return self.norm(x), middle, self.encoded_lengths(feature_lengths)
+        return self.restore(self.norm(x), layout, lengths), self.restore(middle, layout, lengths), lengths
+
+    def arrange(self, x: torch.Tensor, lengths: Lengths, chunk_frames: int) -> tuple[torch.Tensor, SequenceLayout]:
+        """Return the input of the blocks, after dropout, and its layout, for x (B, T', D)."""
+        x = self.dropout(x)
+        return x, SequenceLayout(self.positions(x.shape[1], x), self.frame_padding(x, lengths), chunk_frames)
+
+    def restore(self, x: torch.Tensor, layout: SequenceLayout, lengths: Lengths) -> torch.Tensor:
+        """Return a block's output as (B, T', D); the inverse of `arrange`."""
+        return x
 
     def feature_padding(self, features: torch.Tensor, feature_lengths: Lengths) -> torch.Tensor | None:
         """Return the padding mask (B, T) of features if the subsampling needs it."""
@@ -347,13 +355,10 @@ class Encoder(SpeechEncoder):
             return None
         return padding_mask(feature_lengths, frames, features.device)
 
-    def frame_padding(self, features: torch.Tensor, feature_lengths: Lengths) -> torch.Tensor | None:
-        """Return the padding mask (B, T') of encoder frames; without one, attention uses its fastest kernel."""
-        longest = subsampled_length(features.shape[1], self.config.subsampling)
-        encoded_lengths = self.encoded_lengths(feature_lengths)
-        if min(encoded_lengths) == longest:
-            return None
-        return padding_mask(encoded_lengths, longest, features.device)
+    def frame_padding(self, x: torch.Tensor, lengths: Lengths) -> torch.Tensor | None:
+        """Return the padding mask (B, T') of frames x (B, T', D); without one, attention uses its fastest kernel."""
+        frames = x.shape[1]
+        return None if min(lengths) == frames else padding_mask(lengths, frames, x.device)
 
     def encoded_lengths(self, feature_lengths: Lengths) -> Lengths:
         """Return the numbers of encoder frames of utterances with these numbers of feature frames."""

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.lengths import Lengths, subsampled_length
+from konkanivani.lengths import Lengths
 from konkanivani.models.attention import RelativeSelfAttention, SelfAttention, SequenceLayout
-from konkanivani.models.conformer import DepthwiseConv, Encoder, WrapBlock
+from konkanivani.models.conformer import DepthwiseConv, Encoder
 from konkanivani.models.twin import replace_modules
-from konkanivani.randomness import block_dropout
 
 MAX_PACKED = 8  # utterances: each needs its own attention and convolution calls, slow for many short ones
 # PyTorch's own operator, not part of its public API; its backward operator's name has the same prefix.
@@ -42,30 +41,19 @@ class PackedEncoder(Encoder):
     packs_as_one = False
     """Whether blocks see a packed batch as one utterance: the same memory in fewer operators, for a trace."""
 
-    def with_middle(
-        self, features: torch.Tensor, feature_lengths: Lengths, wrap_block: WrapBlock, chunk_frames: int
-    ) -> tuple[torch.Tensor, torch.Tensor, Lengths]:
-        lengths = self.encoded_lengths(feature_lengths)
-        is_possible = self.packs and has_varlen_attention(features.device) and len(lengths) <= MAX_PACKED
-        longest = subsampled_length(features.shape[1], self.config.subsampling)
-        if not is_possible or min(lengths) == longest:
-            return super().with_middle(features, feature_lengths, wrap_block, chunk_frames)
-        layout = SequenceLayout((), self.feature_padding(features, feature_lengths), chunk_frames)
-        x = wrap_block(0, self.subsampling)(features, layout)
-        if self.config.scaled_input:
-            x = x * self.config.d_model**0.5
+    def arrange(self, x: torch.Tensor, lengths: Lengths, chunk_frames: int) -> tuple[torch.Tensor, SequenceLayout]:
+        is_possible = self.packs and has_varlen_attention(x.device) and len(lengths) <= MAX_PACKED
+        if not is_possible or min(lengths) == x.shape[1]:
+            return super().arrange(x, lengths, chunk_frames)
         positions = self.positions.of_spans(lengths, x)
-        x = self.dropout(torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])[None])
+        packed = torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])[None]
         # Relative attention holds a number per pair of frames: more for one long sequence than for several short ones.
         is_one = self.packs_as_one and self.config.attention_positions == "rotary"
-        packed = PackedLayout(positions, None, chunk_frames, (sum(lengths),) if is_one else lengths)
-        middle = x
-        for number, block in enumerate(self.blocks, start=1):
-            with block_dropout(number):
-                x = wrap_block(number, block)(x, packed)
-            if number == len(self.blocks) // 2:
-                middle = x
-        return unpack(self.norm(x), lengths), unpack(middle, lengths), lengths
+        spans = (sum(lengths),) if is_one else lengths
+        return self.dropout(packed), PackedLayout(positions, None, chunk_frames, spans)
+
+    def restore(self, x: torch.Tensor, layout: SequenceLayout, lengths: Lengths) -> torch.Tensor:
+        return unpack(x, lengths) if isinstance(layout, PackedLayout) else x
 
 
 class PackedSelfAttention(SelfAttention):
