@@ -244,7 +244,7 @@ class GlobalBatches(Protocol):
 class RandomGlobalBatches:
     """Endless random global batches of `size` utterances of `shortest` to `longest` seconds.
 
-    Each is a function of (seed, number). With `distinct`, the sequence repeats after so many global batches.
+    Each is a function of (seed, number). With `distinct`, the sequence repeats after that number of global batches.
     """
 
     seed: int

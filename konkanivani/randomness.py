@@ -11,7 +11,7 @@ from contextvars import ContextVar
 import torch
 
 # A context variable is local to a thread, and torch's default CPU generator is global.
-_GENERATOR: ContextVar[torch.Generator | None] = ContextVar("what dropout draws from in this thread", default=None)
+_GENERATOR: ContextVar[torch.Generator | None] = ContextVar("dropout_generator", default=None)
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -1,4 +1,4 @@
-"""Average of several checkpoints' weights, which often has a lower error rate than each of them.
+"""Average and comparison of checkpoints.
 
 Averaging the last checkpoints of a run: Vaswani et al., 2017, section 6.1; Izmailov et al., 2018.
 """

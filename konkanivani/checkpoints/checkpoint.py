@@ -1,4 +1,4 @@
-"""Checkpoint file: named stateful parts in one verified file.
+"""Checkpoint files: reading, writing, verification, and the provenance of their weights.
 
 A checkpoint may come from an untrusted source. `weights_only` prevents its pickle from running code, but not more:
 torch inflates compressed records to any size that they declare, allocates byte arrays of any length that a pickle

@@ -1,4 +1,4 @@
-"""The built-in corpus, its plan and its creation: synthetic speech in a Marathi voice, to show that the pipeline works.
+"""Built-in corpus of synthetic speech: sentence patterns, plan and creation.
 
 No sentence is in two splits, no voice is in two splits, and half of the test sentences follow patterns that do not
 occur in training (`pattern` is `unseen`).

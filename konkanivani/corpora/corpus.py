@@ -1,4 +1,4 @@
-"""Row-by-row check of a corpus: text and path first, then the header of every audio file."""
+"""Corpus in preparation: check of its rows, split of its utterances, and texts shared by two splits."""
 
 import math
 import os

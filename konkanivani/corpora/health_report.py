@@ -1,4 +1,4 @@
-"""Content of the health report, section by section: the figures, charts and tables that terminal and page share."""
+"""Report on a corpus: its content, in the terminal and as a page."""
 
 import contextlib
 import dataclasses

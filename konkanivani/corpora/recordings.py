@@ -1,4 +1,4 @@
-"""Statistics over the audio of many recordings, and the recordings that stand out.
+"""Statistics over many recordings: those that stand out, padding, and repeats.
 
 A key of 0 means none. Among ten million different contents, two share a key with a probability of 3 in a million.
 """

@@ -1,4 +1,4 @@
-"""Inventory of the characters in raw transcripts, with their counts, Unicode names and noteworthy properties.
+"""Statistics of a corpus: characters of the transcripts, sound levels, and examples of utterances.
 
 The script of a letter is the first word of its Unicode name (`DEVANAGARI LETTER KA`), so no table of scripts is needed.
 

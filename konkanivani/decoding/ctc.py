@@ -1,4 +1,4 @@
-"""CTC prefix beam search: the likeliest token sequences, each summed over all alignments that the beam has kept.
+"""CTC decoding: the best path, and prefix beam search.
 
 B batch, T' encoder frames, V vocabulary.
 

@@ -1,4 +1,4 @@
-"""Back-off n-gram language model, stored so that all hypotheses of a beam are scored at once.
+"""Back-off n-gram language model for a beam, and its fusion with the scores of CTC.
 
 Katz (1987), Estimation of Probabilities from Sparse Data: the probability of a token after a context is their n-gram's
 if there is one; otherwise it is the context's backoff weight (1 if it has none) times the probability after the context

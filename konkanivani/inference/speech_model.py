@@ -1,4 +1,4 @@
-"""Pretrained models as starting points of training runs, and their description in checkpoints.
+"""Model for inference, from a checkpoint or a pretrained folder.
 
 B batch, S samples, T' encoder frames, D model dimension.
 """

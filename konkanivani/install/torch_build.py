@@ -1,6 +1,6 @@
 """Choice of the PyTorch build for the GPUs and the driver of this machine.
 
-Standard library only: training_scripts/bootstrap.py asks for it before torch is installed.
+Standard library only: training_scripts/bootstrap.py imports it before torch is installed.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Placement of model weights: on the GPU, on the GPU in half precision, or offloaded to host memory per block.
+"""Placement of model weights on the GPU or in host memory, and the prefetch of offloaded blocks.
 
 On CUDA, the host weights are page-locked and copied in a second stream, so that the transfer overlaps with the block's
 matrix products (Rajbhandari et al., 2021). On other devices, the same copies are made synchronously in the same order.

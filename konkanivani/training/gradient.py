@@ -1,4 +1,4 @@
-"""Gradient of a global batch: in a single process, summed over ranks, or with sharded weights.
+"""Gradient of a global batch, from its micro-batches in sequence or concurrently.
 
 Two threads that share every operator wait for each other, and both for Python, thousands of times per step; two threads
 with one micro-batch each wait much less. Memory then contains the activations of both, but weights and gradients of the

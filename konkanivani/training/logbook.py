@@ -1,4 +1,4 @@
-"""Log of a run: each record is written to TensorBoard, JSON lines and the console.
+"""Log of a run in TensorBoard, JSON lines and the console.
 
 A failing sink never stops training. Each record is in the files when `log` returns, and no file stays open between two
 records.

@@ -1,4 +1,4 @@
-"""Adafactor: 8 bytes per trained parameter for weight and gradient, and almost no optimizer state.
+"""Optimizers with little state, Adafactor and 8-bit AdamW, and the choice of one.
 
 The fractions are the dynamic ones of Dettmers et al. (2022): seven powers of ten, each with twice the number of steps
 of the next lower one, so that values ten thousand times smaller than the maximum are still resolved.

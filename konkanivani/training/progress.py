@@ -1,4 +1,4 @@
-"""Warnings about a run that does not learn, early enough to restart it with other settings."""
+"""Progress of a run: warnings about a run that does not learn, the progress bar, and the utilisation of the device."""
 
 import math
 import sys

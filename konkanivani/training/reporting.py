@@ -1,4 +1,4 @@
-"""Construction of the log records of steps and validations."""
+"""Saving of a run, and the log records of its steps and validations."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Sharding of weights, gradients and optimizer state over the ranks with FSDP2, for models too large for one GPU.
+"""Weights, gradients and optimizer state that are sharded over the ranks, and the trained part of a model.
 
 Each rank keeps its part of every tensor. The weights of a block are gathered when it runs, forward and backward, and
 freed afterwards; its gradient is reduced and sharded at once (Zhao et al., 2023). Therefore the ranks run in lockstep:

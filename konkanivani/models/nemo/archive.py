@@ -1,4 +1,4 @@
-"""Reader of .nemo files: plain or gzipped tar archives of a configuration, weights and tokenizers.
+"""Reader of .nemo files and of the configuration inside.
 
 Members are found from their headers alone and identified by the last part of their names. No file is extracted to a
 path of the archive's choice, and no code in it is run.

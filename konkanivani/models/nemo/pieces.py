@@ -1,4 +1,4 @@
-"""Conversion of SentencePiece models to this project's layout: blank, unknown, start and end tokens, then the pieces.
+"""SentencePiece models and byte-pair tokenizers of NeMo, converted to this project's layout.
 
 A model is a protocol buffer (sentencepiece_model.proto). Field 1 holds the pieces in the order of their ids, and a
 later occurrence of a field overrides an earlier one. Pieces can therefore be inserted and ids overridden without

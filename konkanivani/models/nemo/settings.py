@@ -1,4 +1,4 @@
-"""Conversion of a NeMo configuration to this project's settings; unsupported settings are rejected by name and value.
+"""NeMo configurations and parameter names, and their conversion to this project's.
 
 H heads, E dimension of a head, D model dimension, K kernel size.
 

@@ -1,4 +1,4 @@
-"""Conversion of .nemo files and Parakeet folders to checkpoints of this project.
+"""Weights of .nemo files and Parakeet folders, and their import as checkpoints.
 
 V tokens of this project's tokenizer, D model dimension, K kernel size.
 """

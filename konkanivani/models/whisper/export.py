@@ -1,4 +1,4 @@
-"""Export of a trained Whisper model as a copy of its base folder in which only changed weights differ.
+"""Whisper folders: reading a pretrained one, and writing a trained model as a copy of its base or as an adapter.
 
 PEFT (github.com/huggingface/peft) adds lora_alpha / r times the product of `lora_B` and `lora_A` to a layer of the base
 model that transformers has loaded.

@@ -1,4 +1,4 @@
-"""A Whisper model's folder in Hugging Face format, validated before anything of the claimed size is allocated.
+"""Files of a Whisper folder in Hugging Face format, written whole, and validated before anything is allocated.
 
 No code in it is run: JSON and safetensors are read, pickle is refused.
 """

@@ -1,4 +1,4 @@
-"""Blocks of Whisper (Radford et al., 2022): pre-norm Transformer blocks without dropout, as OpenAI's model reads.
+"""Dimensions and blocks of Whisper (Radford et al., 2022).
 
 Masks are for utterances shorter than the longest of their batch, and None if there are none.
 

@@ -1,4 +1,4 @@
-"""Whisper's tokenizer: byte-pair encoding with a prompt for language and task, and optional timestamps.
+"""Whisper's tokenizer with its prompt, and the timed segments of its output.
 
 Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision, section 2.3: each segment is a start
 timestamp, its text and an end timestamp. A segment that continues after Whisper's 30 s window has no end timestamp.
