@@ -93,7 +93,7 @@ def measure_long_step(config: TrainConfig, seconds: float, tokens_per_second: fl
         params=params,
         # The state is weights, gradients and two moments, 16 bytes per parameter.
         peak_above_state_mib=round((live.peak - STATE_BYTES * params) / MIB),
-        rss_growth_mib=round(parts.forward.monitor.overall_peak_mib() - resident_before),
+        rss_growth_mib=round(parts.monitor.overall_peak_mib() - resident_before),
         loss=round(report.loss, 3),
         is_skipped=report.is_skipped,
         splits=report.splits,

@@ -262,7 +262,7 @@ def measure_resident(case: Case) -> int:
     parts, global_batch = build_parts(case), build_global_batch(case)
     for step in range(STEPS):
         train_step(parts, global_batch, step)
-    return round((parts.forward.monitor.overall_peak_mib() - before) * MIB)
+    return round((parts.monitor.overall_peak_mib() - before) * MIB)
 
 
 def measure_cuda(case: Case) -> tuple[int, int, int]:
@@ -278,7 +278,7 @@ def measure_cuda(case: Case) -> tuple[int, int, int]:
     wait_for_device(device)
     free, total = torch.cuda.mem_get_info(device)
     # The monitor resets the allocator's peak at the end of each phase and keeps the largest value.
-    allocated = round(max(parts.forward.monitor.overall_peak_mib() * MIB, torch.cuda.max_memory_allocated(device)))
+    allocated = round(max(parts.monitor.overall_peak_mib() * MIB, torch.cuda.max_memory_allocated(device)))
     reserved = torch.cuda.max_memory_reserved(device)
     return allocated, reserved, total - free - torch.cuda.memory_reserved(device)
 

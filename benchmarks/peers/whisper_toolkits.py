@@ -191,7 +191,7 @@ class KonkaniVani:
     def resident_peak_mib(self) -> float:
         """Return the peak resident memory over all phases, in MiB."""
         # On a CPU, the monitor resets VmHWM in each phase, so that it must be read from the monitor.
-        return self.parts.forward.monitor.overall_peak_mib()
+        return self.parts.monitor.overall_peak_mib()
 
     def peak_bytes(self) -> int:
         """Return the peak of one more step, in bytes."""
