@@ -49,7 +49,7 @@ from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import DataError, UsageError
 from konkanivani.inference.export import OnnxModel, quantize, quietly, read_onnx
 from konkanivani.inference.recognizer import Recognizer
-from konkanivani.inference.subtitles import Word
+from konkanivani.inference.word_times import Word
 from konkanivani.scoring.metrics import percentiles, ratios, resample_sums
 
 

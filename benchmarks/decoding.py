@@ -43,11 +43,10 @@ from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.index import Utterance
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.ctc import greedy_ctc
-from konkanivani.decoding.decode import PrefixDecode
+from konkanivani.decoding.decode import PrefixDecode, Scorers, Weighted, beam_search
 from konkanivani.decoding.scorers import AttentionScorer, CTCScorer
-from konkanivani.device import choose_device
+from konkanivani.distributed import choose_device
 from konkanivani.errors import ResourceError, UsageError
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.lengths import SAMPLE_RATE, Lengths

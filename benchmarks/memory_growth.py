@@ -44,7 +44,7 @@ from konkanivani.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, R
 from konkanivani.console import MIB
 from konkanivani.data.batching import Example, GlobalBatch, same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.device import choose_device
+from konkanivani.distributed import choose_device
 from konkanivani.errors import ResourceError, UsageError
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.monitor import resident_mib, set_mmap_threshold

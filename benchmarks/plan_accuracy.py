@@ -43,11 +43,11 @@ from konkanivani.config import PRESETS, MemoryConfig, RunConfig, TrainConfig
 from konkanivani.console import GIB, MIB
 from konkanivani.data.batching import GlobalBatch, collate
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.device import choose_device
+from konkanivani.distributed import choose_device
 from konkanivani.errors import ResourceError, UsageError
 from konkanivani.lengths import SAMPLE_RATE
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import reset_peak_resident, resident_mib, set_mmap_threshold
+from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.sizes import device_costs
 from konkanivani.planning.tensors import LiveBytes

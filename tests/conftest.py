@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from konkanivani.install.process_defaults import mend_streams
+from konkanivani.install.environment import mend_streams
 from tests.leftovers import descendants, end_leftovers, heed_what_nohup_ignores
 from tests.patience import PATIENCE
 from tests.warm import DEV_NULL, ROOT, THREADS, Fork, Job, WarmParent, can_fork, warm_parent
@@ -153,7 +153,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect further cases without `--full`, and skip GPU tests if no GPU is available."""
     import torch  # tests.warm must set the environment first
 
-    from konkanivani.device import choose_device
+    from konkanivani.distributed import choose_device
 
     on_card = config.getoption("--card")
     of_card = [item for item in items if item.get_closest_marker("card")]

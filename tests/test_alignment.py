@@ -10,13 +10,13 @@ import torch
 from konkanivani.config import FeatureConfig
 from konkanivani.data.text import Tokenizer, train_tokenizer
 from konkanivani.inference.segmentation import Piece
-from konkanivani.inference.subtitles import Word
 from konkanivani.inference.word_times import (
     AFTER_LAST_LETTER,
     FIRST_LETTER_DELAY,
     MAX_DELAY,
     AlignedToken,
     EmissionDelay,
+    Word,
     align_tokens,
     group_words,
     timed_words,

@@ -8,9 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measuring.fixed_step import build_global_batch, build_speech, take_features_as_given
 from konkanivani.config import DataConfig, FeatureConfig, MemoryConfig, ModelConfig, TrainConfig
-from konkanivani.models.architecture import HybridArchitecture, architecture_of
+from konkanivani.models.architecture import HybridArchitecture, architecture_of, forward_layers, step_flop
 from konkanivani.models.conformer import Subsampling, build_subsampling
-from konkanivani.models.flops import forward_layers, step_flop
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.progress import Utilisation
 from konkanivani.training.step import train_step

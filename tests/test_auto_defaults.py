@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from konkanivani import auto_defaults
-from konkanivani.auto_defaults import CorpusSize, as_stored, decisions, resolve
+from konkanivani import flags as auto_defaults
 from konkanivani.config import (
     AUTO,
     PRESETS,
@@ -18,8 +17,16 @@ from konkanivani.config import (
     TrainConfig,
 )
 from konkanivani.data.manifest import measure_corpus_size, read_manifest
-from konkanivani.flags import config_from_text, config_to_text, contradictions
-from konkanivani.training.optimizer import learning_rate, resolve_warmup
+from konkanivani.flags import (
+    CorpusSize,
+    as_stored,
+    config_from_text,
+    config_to_text,
+    contradictions,
+    decisions,
+    resolve,
+)
+from konkanivani.training.optimizer_state import learning_rate, resolve_warmup
 from tests.starts import parse_flags
 
 LITTLE = CorpusSize(hours=0.5, utterances=600)

@@ -21,8 +21,7 @@ from konkanivani.data.manifest import read_manifest
 from konkanivani.distributed import ALONE
 from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.recipe.build import build_run
-from konkanivani.training.loop import train
-from konkanivani.training.reporting import PeriodicSaver
+from konkanivani.training.loop import PeriodicSaver, train
 from konkanivani.training.run import TrainState
 from tests.conftest import TINY_MODEL, run_folders, run_trainer, well, write_corpus
 from tests.starts import begin_run, parse_flags

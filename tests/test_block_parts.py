@@ -18,8 +18,8 @@ from konkanivani.models.architecture import HybridArchitecture
 from konkanivani.models.asr import KonkaniVaniASR
 from konkanivani.models.attention import RelativePositions, RelativeSelfAttention, SequenceLayout
 from konkanivani.models.conformer import Encoder, PaddedSubsampling, keep_activations
+from konkanivani.models.fine_tuning import transfer_weights
 from konkanivani.models.front_end import LogMel
-from konkanivani.models.transfer import transfer_weights
 from konkanivani.ops.chunks import ChunkedPackedRelativeSelfAttention, ChunkedPaddedSubsampling
 from konkanivani.ops.packing import PackedEncoder, PackedLayout
 from konkanivani.ops.passes import optimize

@@ -5,14 +5,14 @@ import torch
 
 from konkanivani.models.attention import SequenceLayout
 from konkanivani.models.conformer import ConvolutionModule
-from konkanivani.ops.depthwise import depthwise_conv
+from konkanivani.ops.products import depthwise_conv
 from tests.warm import warm_parent
 
 CONVOLVE = """
 import torch
 from konkanivani.models.attention import SequenceLayout
 from konkanivani.models.conformer import ConvolutionModule
-from konkanivani.ops.depthwise import use_fast_depthwise
+from konkanivani.ops.products import use_fast_depthwise
 torch.set_num_threads({threads})
 module, x = ConvolutionModule({width}, 31), torch.randn(1, {frames}, {width}, requires_grad=True)
 if {is_fast}:

@@ -18,19 +18,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.device import TORCH_RANGE, check_gpu_architecture, choose_device
+from konkanivani.distributed import TORCH_RANGE, check_gpu_architecture, choose_device
 from konkanivani.errors import ResourceError
-from konkanivani.install import process_defaults
-from konkanivani.install.environment import Requirements, Stamp, Venv, creating_command, is_version_in
-from konkanivani.install.package_installer import Installer, NothingChanged, SetupError, explain_failure
-from konkanivani.install.process_defaults import add_huge_pages, set_allocator_defaults, set_process_defaults
-from konkanivani.install.torch_build import (
+from konkanivani.install import environment as process_defaults
+from konkanivani.install.environment import (
+    Requirements,
+    Stamp,
+    Venv,
+    add_huge_pages,
+    creating_command,
+    is_version_in,
+    set_allocator_defaults,
+    set_process_defaults,
+)
+from konkanivani.install.packages import (
     CPU,
     CU126,
     CU128,
     DEFAULT,
     BuildChoice,
+    Installer,
+    NothingChanged,
+    SetupError,
     choose_build,
+    explain_failure,
     fall_back_if_unreachable,
     is_answering,
     read_nvidia_smi,
@@ -167,12 +178,12 @@ class TestWheels:
 
     @pytest.mark.parametrize(("build", "words"), [(CPU, "works as well"), (CU126, "does not support this GPU")])
     def test_fall_back_with_a_line_where_pytorchs_index_is_out_of_reach(self, monkeypatch, build, words):
-        monkeypatch.setattr("konkanivani.install.torch_build.is_answering", lambda url, seconds: False)
+        monkeypatch.setattr("konkanivani.install.packages.is_answering", lambda url, seconds: False)
         choice = fall_back_if_unreachable(build)
         assert choice.build == DEFAULT and words in choice.notice
 
     def test_are_kept_where_the_index_answers(self, monkeypatch):
-        monkeypatch.setattr("konkanivani.install.torch_build.is_answering", lambda url, seconds: True)
+        monkeypatch.setattr("konkanivani.install.packages.is_answering", lambda url, seconds: True)
         assert fall_back_if_unreachable(CU126) == BuildChoice(CU126)
 
     def test_an_address_where_nobody_listens_does_not_answer(self):
@@ -203,7 +214,7 @@ class TestStamp:
         monkeypatch.setattr(Venv, "missing", lambda *_: [])
         monkeypatch.setattr(Venv, "check_disk", lambda *_: None)
         monkeypatch.setattr(Venv, "compile", lambda *_: None)
-        monkeypatch.setattr("konkanivani.install.torch_build.is_answering", lambda *_: False)
+        monkeypatch.setattr("konkanivani.install.packages.is_answering", lambda *_: False)
         monkeypatch.setattr(Installer, "_find_uv", lambda self: None)
         monkeypatch.setattr(Installer, "install", lambda self, *arguments: calls.append(arguments))
         return venv

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from konkanivani.memory import gpu
-from konkanivani.memory.gpu import GIB, Card, CardProcess, read_card
+from konkanivani.memory import monitor as gpu
+from konkanivani.memory.monitor import GIB, Card, CardProcess, read_card
 from konkanivani.recipe import build as recipe
 from tests.conftest import TINY_MODEL, Corpus, run_folders
 from tests.starts import begin_run

@@ -13,11 +13,9 @@ import torch
 from konkanivani.corpora.recordings import content_key, extent_key
 from konkanivani.data.audio.files import AudioSource, UnusableAudio, read_blocks, read_samples
 from konkanivani.data.audio.waveform import load_audio, resample, stream_audio
-from konkanivani.data.augmentation import read_sounds
-from konkanivani.data.dataset import EvalDataset, TrainDataset
+from konkanivani.data.dataset import EvalDataset, TrainDataset, read_sounds
 from konkanivani.data.index import BadRow, Utterance, open_index, parse_row, row_of
-from konkanivani.data.manifest import Manifest, make_fingerprint, read_manifest
-from konkanivani.data.rejections import Rejection
+from konkanivani.data.manifest import Manifest, Rejection, make_fingerprint, read_manifest
 from konkanivani.data.text import train_tokenizer
 from konkanivani.scoring.transcripts import read_transcripts
 from tests.conftest import TINY_MODEL, run_folders, run_script, run_trainer, speak, well

@@ -19,7 +19,7 @@ from konkanivani.config import OptimizerConfig
 from konkanivani.errors import CheckpointError
 from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import train
-from konkanivani.training.optimizer import RateSchedule, change_length, read_schedule
+from konkanivani.training.optimizer_state import RateSchedule, change_length, read_schedule
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, crossed, read_log, run_folders
 from tests.starts import begin_run

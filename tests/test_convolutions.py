@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from konkanivani.models.conformer import Subsampling
-from konkanivani.ops.depthwise import depthwise_conv
-from konkanivani.ops.products import PointwiseConv
+from konkanivani.ops.products import PointwiseConv, depthwise_conv
 from tests.invariants.parts import relative_difference
 
 BOUND = 1e-12

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from konkanivani.config import AugmentConfig, FeatureConfig
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import change_rate, load_audio, one_thread
-from konkanivani.data.augmentation import choose_speed, perturb_speed
 from konkanivani.data.batching import (
     Cursor,
     EpochPlanner,
@@ -33,12 +32,11 @@ from konkanivani.data.batching import (
     same_size,
     split_into_micro_batches,
 )
-from konkanivani.data.dataset import TrainDataset
+from konkanivani.data.dataset import TrainDataset, choose_speed, perturb_speed
 from konkanivani.data.index import ARRAYS, ManifestIndex, Utterance
 from konkanivani.data.loader import LoaderConfig
 from konkanivani.data.loading import GlobalBatchStream
-from konkanivani.data.manifest import Manifest, read_manifest, write_manifest
-from konkanivani.data.rejections import Rejections
+from konkanivani.data.manifest import Manifest, Rejections, read_manifest, write_manifest
 from konkanivani.data.text import OUR_TOKENS, train_tokenizer
 from konkanivani.errors import DataError, ResourceError
 from konkanivani.lengths import Framing, ctc_frames_needed, speed_perturbed_samples, subsampled_length

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from konkanivani.config import DecodingConfig
 from konkanivani.decoding import ctc as prefix_beam
 from konkanivani.decoding import scorers as prefix_scorer
-from konkanivani.decoding.ctc import collapse_repeats, mask_padding_as_blank, prefix_beam_search
-from konkanivani.decoding.network import Hypothesis
+from konkanivani.decoding.ctc import Hypothesis, collapse_repeats, mask_padding_as_blank, prefix_beam_search
 from konkanivani.decoding.scorers import CTCPrefixScorer, PrefixState
 from konkanivani.errors import UsageError
 from konkanivani.lengths import Lengths, ctc_frames_needed

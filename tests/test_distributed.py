@@ -15,7 +15,7 @@ from konkanivani.config import PRESETS, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.data.batching import Cursor, EpochPlanner, partition, same_size
 from konkanivani.data.loader import LoaderConfig
 from konkanivani.data.loading import GlobalBatchStream
-from konkanivani.data.rejections import Rejections
+from konkanivani.data.manifest import Rejections
 from konkanivani.distributed import (
     ALONE,
     RankLost,

@@ -15,18 +15,17 @@ from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.errors import CheckpointError, DataError, UsageError
 from konkanivani.flags import config_from_text, config_to_text
 from konkanivani.inference.speech_model import build_speech_model
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
-from konkanivani.memory.plan import model_state_bytes
+from konkanivani.memory.plan import RecomputePolicy, model_state_bytes
 from konkanivani.memory.weights import ON_CARD, Placement
-from konkanivani.models.adapters import VOCAB_DEPENDENT_PREFIXES
 from konkanivani.models.architecture import architecture_of
+from konkanivani.models.fine_tuning import VOCAB_DEPENDENT_PREFIXES
 from konkanivani.planning.traces import build_tracer
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import evaluate_manifest, load_evaluation_model
 from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.loop import train
-from konkanivani.training.optimizer import delayed_warmup_factor
+from konkanivani.training.optimizer_state import delayed_warmup_factor
 from konkanivani.training.step import StepParts, train_step
 from tests.conftest import TINY_MODEL, Corpus, further, read_log, run_folders, run_script, well, write_corpus
 from tests.invariants.parts import global_batch, measured_peak, speeches

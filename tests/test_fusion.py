@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.decoding import language_model as fusion_module
-from konkanivani.decoding.ctc import prefix_beam_search
+from konkanivani.decoding.ctc import Hypothesis, prefix_beam_search
 from konkanivani.decoding.language_model import (
     Fusion,
     FusionScores,
@@ -18,7 +18,6 @@ from konkanivani.decoding.language_model import (
     build_language_model,
     score_sentences,
 )
-from konkanivani.decoding.network import Hypothesis
 from konkanivani.decoding.ngram import estimate_ngrams
 from tests.test_decoding import all_sequences, is_close, problem
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from konkanivani.config import DecodingConfig, FeatureConfig
 from konkanivani.data.text import GenerationRules, SpecialTokens, TimeRules
-from konkanivani.decoding.beam import RuledScorer
-from konkanivani.decoding.decode import BeamDecode, build_decode
+from konkanivani.decoding.decode import BeamDecode, RuledScorer, build_decode
 from konkanivani.decoding.scorers import AttentionScorer, gather_scores
 from konkanivani.errors import UsageError
 from konkanivani.models.architecture import HybridArchitecture

@@ -15,7 +15,6 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.auto_defaults import resolve
 from konkanivani.config import DataConfig, TextConfig, TrainConfig
 from konkanivani.console import show_text
 from konkanivani.corpora.findings import Diagnosis
@@ -33,13 +32,13 @@ from konkanivani.corpora.recordings import (
 )
 from konkanivani.corpora.statistics import CharacterCount, clipped_runs, measure_levels
 from konkanivani.data.audio.files import AudioSource, read_samples
-from konkanivani.data.augmentation import NoiseReverb
 from konkanivani.data.batching import EpochPlanner, Example, padded_seconds, same_size, split_into_micro_batches
-from konkanivani.data.manifest import Utterance, read_manifest
-from konkanivani.data.rejections import Rejections
+from konkanivani.data.dataset import NoiseReverb
+from konkanivani.data.manifest import Rejections, Utterance, read_manifest
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.errors import DataError
 from konkanivani.files import check_own_file
+from konkanivani.flags import resolve
 from konkanivani.models.architecture import architecture_of
 from konkanivani.recipe.run_data import build_training_speech
 from konkanivani.scoring.html import PAGE_START, Histogram, build_histogram, draw_histogram, round_step, write_page

@@ -14,7 +14,7 @@ from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.models.asr import KonkaniVaniASR
 from konkanivani.models.attention import RotaryPositions
-from konkanivani.models.transfer import WeightTransfer, transfer_weights
+from konkanivani.models.fine_tuning import WeightTransfer, transfer_weights
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import evaluate_manifest, load_evaluation_model
 from konkanivani.training.loop import finish_epoch, train

@@ -21,7 +21,7 @@ from konkanivani import files as appended_file
 from konkanivani.memory.monitor import PLANNED, RESERVED, VALIDATION, PhaseMemory
 from konkanivani.training import logbook as logbook_module
 from konkanivani.training.logbook import Logbook
-from konkanivani.training.records import (
+from konkanivani.training.progress import (
     CURVES,
     INITIAL,
     HypothesisPair,

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from konkanivani.lengths import Lengths, ctc_frames_needed
-from konkanivani.ops import ctc
-from konkanivani.ops.chunks import ChunkedLosses
-from konkanivani.ops.ctc import ctc_chunk, interleave_blanks, log_skips, long_ctc_losses
+from konkanivani.ops import chunks as ctc
+from konkanivani.ops.chunks import ChunkedLosses, ctc_chunk, interleave_blanks, log_skips, long_ctc_losses
 from tests.invariants.parts import relative_difference
 
 BOUND = 1e-9

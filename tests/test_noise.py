@@ -13,11 +13,13 @@ import torch
 
 from konkanivani.config import AugmentConfig
 from konkanivani.console import DecibelRange, parse_snr
-from konkanivani.data import augmentation as noise_module
+from konkanivani.data import dataset as noise_module
 from konkanivani.data.audio.files import AudioSource
-from konkanivani.data.augmentation import (
+from konkanivani.data.batching import Cursor, EpochPlanner, GlobalBatch, same_size
+from konkanivani.data.dataset import (
     NoiseReverb,
     Sound,
+    TrainDataset,
     add_noise,
     load_excerpt,
     read_noise_reverb,
@@ -25,12 +27,9 @@ from konkanivani.data.augmentation import (
     reverberate,
     scale_and_clip,
 )
-from konkanivani.data.batching import Cursor, EpochPlanner, GlobalBatch, same_size
-from konkanivani.data.dataset import TrainDataset
 from konkanivani.data.loader import LoaderConfig
 from konkanivani.data.loading import GlobalBatchStream
-from konkanivani.data.manifest import read_manifest
-from konkanivani.data.rejections import Rejections
+from konkanivani.data.manifest import Rejections, read_manifest
 from konkanivani.data.text import train_tokenizer
 from konkanivani.errors import DataError, UsageError
 from konkanivani.flags import config_from_text, config_to_text

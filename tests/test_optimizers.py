@@ -12,7 +12,7 @@ from konkanivani.checkpoints.checkpoint import Checkpoint, load_states, read_che
 from konkanivani.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from konkanivani.errors import UsageError
 from konkanivani.flags import config_from_text, config_to_text, contradictions
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.memory.weights import ON_CARD, Placement
 from konkanivani.models.architecture import architecture_of
 from konkanivani.models.asr import parameter_count
@@ -21,7 +21,7 @@ from konkanivani.planning.tensors import LiveBytes
 from konkanivani.training import optimizers as adafactor
 from konkanivani.training import optimizers as adamw8bit
 from konkanivani.training.build_step import StateLayout, build_step_parts, memory_conditions
-from konkanivani.training.optimizer import Optimizer, OptimizerState
+from konkanivani.training.optimizer_state import Optimizer, OptimizerState
 from konkanivani.training.optimizers import BLOCK, KINDS, Codebook, build_optimizer, dynamic_shares
 from konkanivani.training.step import StepParts, train_step
 from tests.conftest import crossed

@@ -10,11 +10,10 @@ import torch
 from konkanivani.config import PRESETS, MemoryConfig, ModelConfig, TextConfig, TrainConfig
 from konkanivani.console import MIB, parse_budget
 from konkanivani.errors import ResourceError, UsageError
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
-from konkanivani.memory.known_gpus import KNOWN_GPUS, find_gpu
+from konkanivani.memory.devices import KNOWN_GPUS, DeviceCosts, cpu_costs, cuda_costs, find_gpu
+from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.models.architecture import architecture_of
-from konkanivani.planning.planner import ALWAYS, NEVER, Planner, plan_bucket
+from konkanivani.planning.plan import ALWAYS, NEVER, Planner, plan_bucket
 from konkanivani.planning.report import plan_budget, plan_presets
 from konkanivani.planning.sizes import check_state
 from konkanivani.planning.tracer import BatchShape

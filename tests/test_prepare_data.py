@@ -20,8 +20,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from konkanivani.corpora.found import Shares, draw_splits, split_named
 from konkanivani.corpora.prepare import Preparation, prepare_corpus
+from konkanivani.corpora.tables import Shares, draw_splits, split_named
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import KonkaniVaniError
 from tests.conftest import run_here, well

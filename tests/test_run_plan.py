@@ -13,8 +13,8 @@ from konkanivani.checkpoints.checkpointer import LAST
 from konkanivani.config import TrainConfig
 from konkanivani.console import parse_budget
 from konkanivani.errors import CheckpointError, ResourceError, UsageError
-from konkanivani.memory.budget import BudgetWatch, available_bytes
 from konkanivani.memory.devices import cpu_costs
+from konkanivani.memory.monitor import BudgetWatch, available_bytes
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.models.architecture import architecture_of
 from konkanivani.planning import plan as run_plan

@@ -10,7 +10,7 @@ from konkanivani.config import MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.memory.devices import cpu_costs, cuda_costs
 from konkanivani.models.architecture import architecture_of
 from konkanivani.planning import tensors, tracer
-from konkanivani.planning.planner import ALWAYS, NEVER
+from konkanivani.planning.plan import ALWAYS, NEVER
 from konkanivani.planning.tensors import Shape, Shapes
 from konkanivani.planning.tracer import BatchShape, Peak
 from konkanivani.planning.traces import build_tracer

@@ -15,7 +15,7 @@ from konkanivani.data.batching import Cursor
 from konkanivani.errors import NumericsError
 from konkanivani.models.asr import KonkaniVaniASR
 from konkanivani.training.loop import MAX_SKIPS_IN_A_ROW, check_numerics, freeze_gc
-from konkanivani.training.optimizer import Optimizer, OptimizerState, learning_rate
+from konkanivani.training.optimizer_state import Optimizer, OptimizerState, learning_rate
 from konkanivani.training.optimizers import build_optimizer
 from konkanivani.training.run import TrainState
 from konkanivani.training.step import StepParts, train_step

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.auto_defaults import resolve
 from konkanivani.config import ModelConfig, TrainConfig
 from konkanivani.console import MIB
+from konkanivani.flags import resolve
 from konkanivani.memory.devices import cpu_costs, cuda_costs
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.planning import plan as run_plan
 from konkanivani.planning import traces as traces_module
-from konkanivani.planning.planner import ALWAYS, NEVER
+from konkanivani.planning.plan import ALWAYS, NEVER
 from konkanivani.planning.report import PlanRequest, answer, peak_of_validation
 from konkanivani.planning.tracer import BatchShape, Peak
 from konkanivani.planning.traces import Traces

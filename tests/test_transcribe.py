@@ -24,8 +24,8 @@ from konkanivani.errors import CheckpointError, DataError, UsageError
 from konkanivani.inference.bundle import bundle_bytes
 from konkanivani.inference.recognizer import Recognizer, load_recognizer
 from konkanivani.inference.segmentation import build_segmentation
-from konkanivani.inference.subtitles import Segment, Word, build_cues, render, srt_time
 from konkanivani.inference.transcribe import Recording, find_recordings, output_paths
+from konkanivani.inference.word_times import Segment, Word, build_cues, render, srt_time
 from konkanivani.scoring.metrics import error_rates
 from tests.conftest import TINY_MODEL, TRAINER, run_folders, run_here, run_script, speak, well, write_corpus
 from tests.patience import PATIENCE

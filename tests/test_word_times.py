@@ -12,7 +12,7 @@ from konkanivani.corpora.builtin import SplitSizes, SpokenSentence, plan_corpus,
 from konkanivani.corpora.synthesis import SpeakingStyle, SpokenWord, SpokenWords
 from konkanivani.data.index import Utterance
 from konkanivani.errors import DataError
-from konkanivani.inference.subtitles import Word
+from konkanivani.inference.word_times import Word
 from tests.conftest import run_script
 
 

@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
-from konkanivani.install.process_defaults import set_process_defaults
+from konkanivani.install.environment import set_process_defaults
 from tests.patience import PATIENCE
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h

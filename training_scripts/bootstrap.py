@@ -52,9 +52,15 @@ sys.path.insert(0, ROOT)
 import argparse
 from pathlib import Path
 
-from konkanivani.install.environment import Requirements, Venv
-from konkanivani.install.package_installer import SetupError, explain_failure
-from konkanivani.install.process_defaults import add_huge_pages, mend_streams, set_malloc_options, set_process_defaults
+from konkanivani.install.environment import (
+    Requirements,
+    Venv,
+    add_huge_pages,
+    mend_streams,
+    set_malloc_options,
+    set_process_defaults,
+)
+from konkanivani.install.packages import SetupError, explain_failure
 
 RERUN_MARK = "KONKANIVANI_RERUN"
 

@@ -125,7 +125,7 @@ def recognize(flags: Flags, topology: "Topology") -> TextPairs:
     assert flags.model is not None and flags.manifest is not None  # check_flags requires both
     # Read before torch is imported, so that errors in it are reported at once.
     manifest = read_manifest(flags.manifest, flags.audio_roots)
-    from konkanivani.device import choose_device
+    from konkanivani.distributed import choose_device
     from konkanivani.recipe.evaluation_model import (
         load_evaluation_model,
         load_pretrained_evaluation,

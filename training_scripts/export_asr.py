@@ -220,7 +220,7 @@ def read_utterances(
     manifest: str, audio_roots: tuple[str, ...], checkpoint: "Checkpoint", speech_model: "SpeechModel"
 ) -> "EvaluationSet":
     """Return the utterances of the manifest for the evaluation."""
-    from konkanivani.data.rejections import Rejections
+    from konkanivani.data.manifest import Rejections
     from konkanivani.flags import config_from_text
     from konkanivani.recipe.run_data import build_evaluation_set
 

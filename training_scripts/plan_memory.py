@@ -24,8 +24,7 @@ from konkanivani.config import TrainConfig
 from konkanivani.console import parse_budget
 from konkanivani.errors import UsageError
 from konkanivani.flags import CommandLine, check_idle_flags, defaults_beside, explicit_flags
-from konkanivani.memory.devices import cpu_costs, cuda_costs
-from konkanivani.memory.known_gpus import Gpu, find_gpu
+from konkanivani.memory.devices import Gpu, cpu_costs, cuda_costs, find_gpu
 from konkanivani.rules import check_config
 
 HOW_LONG = "10 to 20 s the first time, 3 s when repeated, since traces are cached"
@@ -80,9 +79,8 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
         check_pretrained(flags)
     # On stderr, so that --json leaves one line on stdout.
     print(f"Tracing training steps ({HOW_LONG}).", file=sys.stderr, flush=True)
-    from konkanivani.planning.report import plan_budget, plan_presets
+    from konkanivani.planning.report import plan_budget, plan_presets, plan_whisper
     from konkanivani.planning.sizes import choose_ranks
-    from konkanivani.planning.whisper_table import plan_whisper
 
     costs = cpu_costs()
     if gpu or flags.train.run.device == "cuda":

@@ -17,11 +17,11 @@ from konkanivani.config import FeatureConfig, TrainConfig
 from konkanivani.console import MIB
 from konkanivani.data.batching import Example, GlobalBatch, collate
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.device import choose_device
+from konkanivani.distributed import choose_device
 from konkanivani.errors import NumericsError
 from konkanivani.lengths import SAMPLE_RATE, Lengths
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor, peak_resident_mib, resident_mib
+from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.models.architecture import architecture_of
 from konkanivani.models.asr import parameter_count
 from konkanivani.planning.tensors import LiveBytes

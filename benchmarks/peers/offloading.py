@@ -59,8 +59,8 @@ def transformers_peak(size: str) -> int:
     import transformers
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from konkanivani.planning.report import SIZES
     from konkanivani.planning.tensors import LiveBytes
-    from konkanivani.planning.whisper_table import SIZES
 
     # The CUDA allocator rounds each allocation up to a multiple of 512 bytes.
     live = LiveBytes(rounding=512)
@@ -85,14 +85,14 @@ def transformers_peak(size: str) -> int:
 
 def our_peaks(size: str) -> list[int]:
     """Return the peak bytes of this trainer's tensors on the GPU for each location of the weights."""
-    from konkanivani.auto_defaults import resolve
     from konkanivani.config import AUTO, LossConfig, MemoryConfig, TrainConfig
-    from konkanivani.memory.activation_checkpointing import RecomputePolicy
+    from konkanivani.flags import resolve
     from konkanivani.memory.devices import cuda_costs
+    from konkanivani.memory.plan import RecomputePolicy
     from konkanivani.models.whisper.architecture import WhisperArchitecture
+    from konkanivani.planning.report import PLACES, SIZES
     from konkanivani.planning.tracer import BatchShape
     from konkanivani.planning.traces import build_tracer
-    from konkanivani.planning.whisper_table import PLACES, SIZES
 
     memory = MemoryConfig(mixed_precision=True, gradient_checkpointing=AUTO)
     config = resolve(TrainConfig(memory=memory, loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0)))

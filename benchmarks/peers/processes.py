@@ -33,7 +33,7 @@ import torch
 from benchmarks.measuring.fixed_step import Steal
 from konkanivani.console import MIB
 from konkanivani.errors import ResourceError
-from konkanivani.models.flops import product_rate
+from konkanivani.models.architecture import product_rate
 from konkanivani.ops.products import fast_linear
 
 OURS = "konkanivani"

@@ -44,7 +44,7 @@ from konkanivani.config import FeatureConfig
 from konkanivani.console import MIB
 from konkanivani.errors import ResourceError, UsageError
 from konkanivani.memory.plan import STATE_BYTES
-from konkanivani.models.flops import forward_layers, step_flop
+from konkanivani.models.architecture import forward_layers, step_flop
 
 LEANER = "within the leanest other's peak"
 # Weights, gradients and two moments in fp32 take 16 bytes per parameter.

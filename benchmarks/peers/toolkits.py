@@ -32,10 +32,10 @@ from benchmarks.peers.processes import Contestant, Entry
 from konkanivani.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.console import MIB
 from konkanivani.data.batching import GlobalBatch
-from konkanivani.device import choose_device
+from konkanivani.distributed import choose_device
 from konkanivani.errors import ResourceError
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import peak_resident_mib, reset_peak_resident, resident_mib
+from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.models.architecture import architecture_of
 from konkanivani.models.asr import parameter_count
 from konkanivani.planning.tensors import LiveBytes

@@ -56,7 +56,7 @@ from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.folder import name_in_file
-from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.models.whisper.model import WhisperShape
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 

@@ -23,17 +23,17 @@ from konkanivani.config import DataConfig, LossConfig, MemoryConfig, OptimizerCo
 from konkanivani.console import MIB
 from konkanivani.data.batching import Example, same_size, split_into_micro_batches
 from konkanivani.data.text import SpecialTokens
-from konkanivani.device import choose_device
+from konkanivani.distributed import choose_device
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.monitor import peak_resident_mib, reset_peak_resident, resident_mib
 from konkanivani.memory.weights import ON_CARD, Placement
-from konkanivani.models.adapters import LOW_RANK_TENSORS
 from konkanivani.models.asr import trained_parameters
+from konkanivani.models.fine_tuning import LOW_RANK_TENSORS
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.folder import name_in_file
-from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.models.whisper.model import WhisperShape
 from konkanivani.training.build_step import StateLayout, build_step_parts
-from konkanivani.training.optimizer import learning_rate
+from konkanivani.training.optimizer_state import learning_rate
 from konkanivani.training.step import train_step
 
 if TYPE_CHECKING:

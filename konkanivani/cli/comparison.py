@@ -20,8 +20,7 @@ from typing import Any, TextIO
 from konkanivani.command_line import with_new_name
 from konkanivani.config import TrainConfig, TuningConfig
 from konkanivani.console import MIB, parse_share, say, table_lines
-from konkanivani.data.manifest import read_manifest, read_recordings
-from konkanivani.data.rejections import Rejections
+from konkanivani.data.manifest import Rejections, read_manifest, read_recordings
 from konkanivani.errors import ErrorCollector, Interrupted, UsageError, defer_signals, stopping_signals
 from konkanivani.files import atomic_write, digest_of_file
 from konkanivani.flags import NATIVE_ONLY_FLAGS, parse_args

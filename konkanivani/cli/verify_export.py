@@ -13,8 +13,8 @@ import torch
 
 from konkanivani.data.loading import load_batches
 from konkanivani.data.text import normalize_text
+from konkanivani.decoding.ctc import ctc_head_of
 from konkanivani.decoding.decode import greedy_decode
-from konkanivani.decoding.network import ctc_head_of
 from konkanivani.errors import NumericsError
 from konkanivani.inference.export import OnnxModel
 from konkanivani.inference.speech_model import SpeechModel

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from konkanivani.console import printable
-from konkanivani.corpora.found import SPLITS, FoundUtterance, RefusedRow, Shares, draw_splits
+from konkanivani.corpora.tables import SPLITS, FoundUtterance, RefusedRow, Shares, draw_splits
 from konkanivani.data.audio.files import (
     SPAN_ROUNDING,
     AudioHeader,

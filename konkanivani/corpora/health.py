@@ -42,7 +42,7 @@ from konkanivani.corpora.statistics import (
 from konkanivani.data.batching import EpochPlanner, choose_subset
 from konkanivani.data.filtering import evaluation_limits, reason_to_reject, training_limits
 from konkanivani.data.index import BrokenRow, Utterance
-from konkanivani.data.rejections import kind_of
+from konkanivani.data.manifest import kind_of
 from konkanivani.data.text import Vocabulary, normalize_text
 from konkanivani.randomness import derive_seed
 from konkanivani.scoring.html import Histogram, build_histogram

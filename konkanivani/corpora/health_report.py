@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from konkanivani.auto_defaults import resolve, resolved
 from konkanivani.config import TrainConfig
 from konkanivani.console import JOINERS, count, duration_words, short_name
 from konkanivani.corpora.findings import Diagnosis, Finding, find_all, reach_verdict
@@ -17,6 +16,7 @@ from konkanivani.corpora.statistics import Changes, Character, CharacterHealth, 
 from konkanivani.data.manifest import Manifest, iterate_texts, measure_corpus_size, no_text, read_manifest
 from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
 from konkanivani.errors import KonkaniVaniError
+from konkanivani.flags import resolve, resolved
 from konkanivani.scoring.html import Histogram, draw_cells, draw_document, draw_histogram, draw_table, draw_tile, escape
 
 # --------------------

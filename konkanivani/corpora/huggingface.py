@@ -12,8 +12,16 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from konkanivani.corpora.found import Found, FoundUtterance, RefusedRow, SpeechFolder, split_of_path
-from konkanivani.corpora.tables import as_text, channel_column, choose_columns
+from konkanivani.corpora.tables import (
+    Found,
+    FoundUtterance,
+    RefusedRow,
+    SpeechFolder,
+    as_text,
+    channel_column,
+    choose_columns,
+    split_of_path,
+)
 from konkanivani.data.audio.files import parse_channel_cell
 from konkanivani.errors import DataError, ResourceError, explained
 from konkanivani.files import visible_files

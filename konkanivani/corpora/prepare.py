@@ -25,7 +25,6 @@ from konkanivani.corpora.corpus import (
     resolve_split_by,
     summaries,
 )
-from konkanivani.corpora.found import SPLITS, Found, FoundUtterance, RefusedRow, Shares, SpeechFolder
 from konkanivani.corpora.huggingface import find_huggingface_utterances
 from konkanivani.corpora.publishers import (
     find_common_voice_utterances,
@@ -35,6 +34,7 @@ from konkanivani.corpora.publishers import (
     find_ljspeech_utterances,
     find_openslr_utterances,
 )
+from konkanivani.corpora.tables import SPLITS, Found, FoundUtterance, RefusedRow, Shares, SpeechFolder
 from konkanivani.corpora.toolkits import find_kaldi_utterances, find_nemo_utterances
 from konkanivani.data.audio.paths import is_named_inside
 from konkanivani.data.manifest import write_manifest

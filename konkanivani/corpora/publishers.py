@@ -39,9 +39,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from konkanivani.corpora.found import Found, FoundUtterance, RefusedRow, SpeechFolder, split_named, split_of_path
 from konkanivani.corpora.tables import (
+    Found,
+    FoundUtterance,
     Record,
+    RefusedRow,
+    SpeechFolder,
     as_seconds,
     as_text,
     channel_column,
@@ -54,6 +57,8 @@ from konkanivani.corpora.tables import (
     read_lines,
     read_records,
     read_text,
+    split_named,
+    split_of_path,
 )
 from konkanivani.data.audio.files import parse_channel_cell
 from konkanivani.data.audio.paths import AUDIO_SUFFIXES, audio_rank, comparable_name, existing_path

@@ -35,8 +35,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from konkanivani.corpora.found import Found, FoundUtterance, RefusedRow, SpeechFolder, split_named, split_of_path
-from konkanivani.corpora.tables import as_seconds, as_text, parse_json, read_lines
+from konkanivani.corpora.tables import (
+    Found,
+    FoundUtterance,
+    RefusedRow,
+    SpeechFolder,
+    as_seconds,
+    as_text,
+    parse_json,
+    read_lines,
+    split_named,
+    split_of_path,
+)
 from konkanivani.data.audio.files import parse_channel, parse_channel_cell
 from konkanivani.data.audio.paths import AUDIO_SUFFIXES, comparable_name, existing_path
 from konkanivani.errors import DataError

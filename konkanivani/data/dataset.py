@@ -1,19 +1,262 @@
-"""Map-style datasets that load an utterance's waveform and tokens."""
+"""Datasets of examples: utterances read, augmented and encoded as tokens.
 
+S samples, R samples of an impulse response.
+
+All random values are functions of (seed, epoch, utterance). Each kind of augmentation has its own generator, so that
+enabling one does not change the others.
+"""
+
+import dataclasses
 from dataclasses import dataclass
 
 import torch
+import torchaudio
 from torch.utils.data import Dataset
 
-from konkanivani.data.audio.files import UnusableAudio
-from konkanivani.data.audio.waveform import load_audio, speech_span
-from konkanivani.data.augmentation import NoiseReverb, choose_speed, perturb_speed
+from konkanivani.config import AugmentConfig
+from konkanivani.console import DecibelRange, parse_snr
+from konkanivani.data.audio.files import SPAN_ROUNDING, AudioSource, UnusableAudio, read_header, read_samples
+from konkanivani.data.audio.waveform import change_rate, load_audio, one_thread, resample, speech_span
 from konkanivani.data.batching import Example
 from konkanivani.data.filtering import Selection
 from konkanivani.data.index import Utterance
-from konkanivani.data.rejections import Rejection
+from konkanivani.data.manifest import Rejection, read_recordings
 from konkanivani.data.text import Vocabulary
+from konkanivani.errors import DataError, ErrorCollector
+from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.randomness import derive_seed, utterance_generator
+
+# --------------------
+# Waveform augmentation as pure functions of a waveform and drawn parameters.
+
+
+def choose_speed(speeds: tuple[float, ...], generator: torch.Generator) -> float:
+    """Return one of `speeds`, drawn uniformly."""
+    return speeds[int(torch.randint(len(speeds), (), generator=generator))]
+
+
+def perturb_speed(waveform: torch.Tensor, speed: float) -> torch.Tensor:
+    """Return the waveform (S,) as (ceil(S / speed),), changed in tempo and pitch (Ko et al., 2015)."""
+    percent = round(speed * 100)
+    if percent == 100:
+        return waveform
+    return change_rate(waveform, percent, 100)
+
+
+def reverberate(waveform: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
+    """Convolve a waveform (S,) with a room's impulse response (R,) and return (S,).
+
+    The response's largest sample is taken as the direct path and keeps its time. A silent response or waveform leaves
+    the waveform unchanged.
+    """
+    direct = int(response.abs().argmax())
+    if response[direct] == 0:
+        return waveform
+    with one_thread():
+        # Normalise the direct path to 1: responses of any scale stay within the range of float32.
+        reverberant = torchaudio.functional.fftconvolve(waveform, response / response[direct].abs())
+        reverberant = reverberant[direct : direct + len(waveform)]
+        before = _energy(waveform)
+        after = _energy(reverberant)
+    if not before > 0 or not after > 0:
+        return waveform
+    # Keep the waveform's energy: the scale of a response depends on its recording, not on the room.
+    return reverberant * (before / after) ** 0.5
+
+
+def add_noise(waveform: torch.Tensor, noise: torch.Tensor, snr: float) -> torch.Tensor:
+    """Return waveform plus noise, all (S,), with the noise scaled to a signal-to-noise ratio of `snr` dB.
+
+    The ratio is 10 log10(P_speech / P_noise) with the mean powers P. If either is silent, it is undefined and the
+    waveform is returned unchanged.
+    """
+    with one_thread():
+        speech_energy = _energy(waveform)
+        noise_energy = _energy(noise)
+    if not speech_energy > 0 or not noise_energy > 0:
+        return waveform
+    factor = (speech_energy / noise_energy * 10 ** (-snr / 10)) ** 0.5
+    return waveform + (noise.double() * factor).to(waveform.dtype)  # for very quiet noise, the factor exceeds float32
+
+
+def scale_and_clip(waveform: torch.Tensor, decibels: float) -> torch.Tensor:
+    """Return the waveform (S,) amplified by `decibels` and clipped to [-1, 1], as a recording would be."""
+    return (waveform * 10 ** (decibels / 20)).clamp(-1.0, 1.0)
+
+
+def _energy(waveform: torch.Tensor) -> float:
+    return float(waveform.double().square().sum())
+
+
+# --------------------
+# Noise, reverberation and gain augmentation of training utterances.
+
+
+MAX_RESPONSE_SECONDS = 20.0  # the longest reverberation measured in halls; a response is read whole per utterance
+
+
+@dataclass(frozen=True)
+class Sound:
+    """Row of a manifest of noise or impulse responses: `frames` from frame `first` on, at the file's `rate` in Hz."""
+
+    file: AudioSource
+    rate: int
+    first: int
+    frames: int
+
+    def span(self, first: int, count: int) -> AudioSource:
+        """Return the location of `count` frames, from frame `first` of this row on."""
+        return dataclasses.replace(self.file, start=(self.first + first) / self.rate, seconds=count / self.rate)
+
+
+@dataclass(frozen=True)
+class NoiseCorpus:
+    """Noise recordings, mixed with an utterance with probability `prob` at an SNR drawn uniformly from `snr` (dB)."""
+
+    sounds: tuple[Sound, ...]
+    snr: DecibelRange
+    prob: float
+
+    def add_to(self, waveform: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Return the waveform (S,), with noise added with probability `prob`."""
+        if draw_number(generator) >= self.prob:
+            return waveform
+        # The order of the draws must not change: it determines the augmentation of every seed.
+        sound = self.sounds[draw_index(len(self.sounds), generator)]
+        snr = self.snr.low + (self.snr.high - self.snr.low) * draw_number(generator)
+        return add_noise(waveform, load_excerpt(sound, len(waveform), generator), snr)
+
+
+@dataclass(frozen=True)
+class ImpulseResponses:
+    """Room impulse responses, applied to an utterance with probability `prob`."""
+
+    responses: tuple[Sound, ...]
+    prob: float
+
+    def add_to(self, waveform: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Return the waveform (S,), with reverberation added with probability `prob`."""
+        if draw_number(generator) >= self.prob:
+            return waveform
+        sound = self.responses[draw_index(len(self.responses), generator)]
+        return reverberate(waveform, load_response(sound, generator))
+
+
+@dataclass(frozen=True)
+class NoiseReverb:
+    """Augmentation of a 16 kHz waveform (S,): reverberation, then noise, then a gain within ±`gain` dB.
+
+    Length and timing do not change. Stages that are None or 0 are skipped.
+    """
+
+    seed: int = 0
+    reverb: ImpulseResponses | None = None
+    noise: NoiseCorpus | None = None
+    gain: float = 0.0
+
+    def __call__(self, waveform: torch.Tensor, epoch: int, utterance_id: str) -> torch.Tensor:
+        """Apply this epoch's augmentation to an utterance; raise a `DataError` that names an unreadable audio file."""
+        if self.reverb:
+            waveform = self.reverb.add_to(waveform, utterance_generator(self.seed, epoch, utterance_id, "room"))
+        if self.noise:
+            waveform = self.noise.add_to(waveform, utterance_generator(self.seed, epoch, utterance_id, "noise"))
+        if self.gain:
+            number = draw_number(utterance_generator(self.seed, epoch, utterance_id, "gain"))
+            waveform = scale_and_clip(waveform, self.gain * (2 * number - 1))  # uniform in dB
+        return waveform
+
+
+def draw_number(generator: torch.Generator) -> float:
+    """Return a random number, uniform in [0, 1)."""
+    return float(torch.rand((), dtype=torch.float64, generator=generator))
+
+
+def draw_index(count: int, generator: torch.Generator) -> int:
+    """Return a random index, uniform in 0 to `count - 1`."""
+    return int(torch.randint(count, (), generator=generator))
+
+
+def load_excerpt(sound: Sound, samples: int, generator: torch.Generator) -> torch.Tensor:
+    """Return a random excerpt of `samples` samples at 16 kHz, channels averaged; only the excerpt is decoded.
+
+    A recording that is too short is repeated, from a random position on.
+    """
+    # Rounded up, so that resampling yields at least `samples` samples.
+    wanted = -(-samples * sound.rate // SAMPLE_RATE)
+    if sound.frames >= wanted:
+        loaded = load_audio(sound.span(draw_index(sound.frames - wanted + 1, generator), wanted))
+        start = 0
+    else:
+        loaded = load_audio(sound.span(0, sound.frames))
+        start = draw_index(len(loaded), generator)
+    # The modulo also covers files with slightly fewer samples than their headers state.
+    return loaded[(torch.arange(samples) + start) % len(loaded)]
+
+
+def load_response(sound: Sound, generator: torch.Generator) -> torch.Tensor:
+    """Return a random channel of the impulse response as (R,) at 16 kHz."""
+    samples, rate = read_samples(sound.span(0, sound.frames))
+    # Channels are microphones in different positions; their mean is the response of no position in the room.
+    channel = draw_index(samples.shape[1], generator)
+    return resample(torch.from_numpy(samples[:, channel].copy()), rate)
+
+
+def read_noise_reverb(config: AugmentConfig, seed: int, named_roots: tuple[str, ...] = ()) -> NoiseReverb:
+    """Build the configured augmentation from the files' headers; raise a `DataError` with row and reason."""
+    reverb = None
+    noise = None
+    problems = ErrorCollector()
+    if config.rir_manifest is not None:
+        with problems.collect():
+            responses = read_sounds(config.rir_manifest, named_roots, MAX_RESPONSE_SECONDS)
+            reverb = ImpulseResponses(responses, config.rir_prob)
+    if config.noise_manifest is not None:
+        with problems.collect():
+            sounds = read_sounds(config.noise_manifest, named_roots)
+            noise = NoiseCorpus(sounds, parse_snr(config.noise_snr), config.noise_prob)
+    problems.raise_all()
+    return NoiseReverb(seed, reverb, noise, config.gain)
+
+
+def read_sounds(manifest: str, named_roots: tuple[str, ...] = (), longest: float = float("inf")) -> tuple[Sound, ...]:
+    """Return a manifest's rows with rate and frames from the headers; raise a `DataError` for unusable rows."""
+    sounds = []
+    problems = ErrorCollector()
+    for row in read_recordings(manifest, named_roots):
+        with problems.collect():
+            sounds.append(_read_sound(manifest, row, longest))
+    problems.raise_all()
+    return tuple(sounds)
+
+
+def _read_sound(manifest: str, row: Utterance, longest: float) -> Sound:
+    """Convert a row to frames; a row without an offset is the whole file, whatever its `duration`."""
+    try:
+        header = read_header(row.source)
+    except DataError as error:
+        raise DataError(f"{manifest}, row {row.row}: {error}") from None
+    first = 0
+    frames = header.frames
+    if row.offset is not None:
+        first = round(row.offset * header.rate)
+        frames = round(row.duration * header.rate)
+        # Manifests round offset and duration: a span may end slightly after its file.
+        if header.frames < first + frames <= header.frames + SPAN_ROUNDING * header.rate:
+            frames = header.frames - first
+    reason = ""
+    if first + frames > header.frames:
+        reason = f"ends at {header.seconds:.2f} s, before the end of the row"
+    elif frames < 1:
+        reason = "has no samples in the row's range"
+    elif frames > longest * header.rate:
+        reason = f"lasts {frames / header.rate:.1f} s; an impulse response lasts at most {longest:g} s"
+    if reason:
+        raise DataError(f"{manifest}, row {row.row}: {row.audio_path} {reason}. Fix or delete the row.")
+    return Sound(dataclasses.replace(row.source, start=None, seconds=None), header.rate, first, frames)
+
+
+# --------------------
+# Map-style datasets that load an utterance's waveform and tokens.
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,14 @@ from multiprocessing import get_context
 
 import numpy as np
 
-from konkanivani.auto_defaults import resolved
 from konkanivani.config import FeatureConfig, TrainConfig
 from konkanivani.console import count, progress_bar, say, short_name
 from konkanivani.data.index import Utterance
-from konkanivani.data.manifest import Manifest
-from konkanivani.data.rejections import Rejection
+from konkanivani.data.manifest import Manifest, Rejection
 from konkanivani.data.text import Digits, Vocabulary
 from konkanivani.errors import DataError
 from konkanivani.files import atomic_replace
+from konkanivani.flags import resolved
 from konkanivani.lengths import SAMPLE_RATE, FrameLengths, Framing, ctc_frames_needed, speed_perturbed_samples
 
 # --------------------

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from konkanivani.data.batching import Batch, Example, GlobalBatch, check_tokens
 from konkanivani.data.dataset import EvalDataset, TrainDataset
-from konkanivani.data.rejections import Rejection
+from konkanivani.data.manifest import Rejection
 from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, defer_signals, stopping_signals
 
 Value = TypeVar("Value", GlobalBatch, Batch)

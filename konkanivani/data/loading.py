@@ -20,7 +20,7 @@ from konkanivani.data.batching import (
 from konkanivani.data.dataset import EvalDataset, TrainDataset
 from konkanivani.data.index import Utterance
 from konkanivani.data.loader import Fetcher, Loaded, LoaderConfig, load_in_order
-from konkanivani.data.rejections import Rejections
+from konkanivani.data.manifest import Rejections
 from konkanivani.distributed import ALONE, Topology, gather, gather_numbers
 from konkanivani.errors import Interrupted
 from konkanivani.lengths import SAMPLE_RATE

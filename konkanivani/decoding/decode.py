@@ -1,22 +1,300 @@
-"""Decoding of encoded frames into token ids, as the settings choose.
+"""Decoding of encoder frames: choice of the search, and beam search over the scores of several models.
+
+Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision, section 4.5, and the published code:
+a timestamp precedes and follows each segment of text, and timestamps never decrease.
+
+B batch, K hypotheses per utterance, V vocabulary.
+
+Watanabe et al. (2017), Hybrid CTC/Attention Architecture for End-to-End Speech Recognition: a hypothesis has the score
+
+    (1 - w) log p_attention + w log p_CTC + l log p_language model + bonus x tokens
+
+over all of its tokens. For an unfinished hypothesis, p_CTC is the probability of all sequences with that prefix.
+
+B utterances not yet finished, K hypotheses per utterance (the beam), C candidates of a hypothesis, V vocabulary.
 
 B batch, T' encoder frames, D model width, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from konkanivani.config import DecodingConfig, DecodingMethod
-from konkanivani.data.text import FREE, OUR_TOKENS, GenerationRules, SpecialTokens, Vocabulary
-from konkanivani.decoding.beam import RuledScorer, Scorers, Weighted, beam_search
-from konkanivani.decoding.ctc import greedy_ctc, prefix_beam_search
+from konkanivani.data.text import FREE, OUR_TOKENS, GenerationRules, SpecialTokens, TimeRules, Vocabulary
+from konkanivani.decoding.ctc import (
+    Heads,
+    Hypothesis,
+    Network,
+    ctc_head_of,
+    decoder_of,
+    first_best,
+    greedy_ctc,
+    prefix_beam_search,
+    sort_hypotheses,
+)
 from konkanivani.decoding.language_model import Fusion, LanguageModel, read_language_model
-from konkanivani.decoding.network import Heads, Hypothesis, Network, ctc_head_of, decoder_of
 from konkanivani.decoding.scorers import AttentionScorer, CTCScorer, FullScorer, LanguageModelScorer
 from konkanivani.errors import UsageError
 from konkanivani.lengths import Lengths
+
+# --------------------
+# Generation rules of a model trained with timestamps: tokens that are never generated, and consistent timestamps.
+
+
+class RuledScorer:
+    """Scorer that gives -inf to tokens that the rules forbid (a FullScorer); the rest is not renormalised."""
+
+    def __init__(self, scorer: FullScorer, rules: GenerationRules, end: int) -> None:
+        self._scorer = scorer
+        self._rules = rules
+        self._end = end
+        self._length = 0
+        self._said: _Times | None = None  # set by the first `score`, which determines the number of hypotheses
+
+    def _history(self) -> "_Times":
+        """Return the timestamps of the hypotheses so far; a RuntimeError before the first `score`."""
+        if self._said is None:
+            raise RuntimeError("The first `score` must come before `follow` and `keep`.")
+        return self._said
+
+    def score(self) -> torch.Tensor:
+        scores = self._scorer.score()
+        if self._said is None:
+            self._said = _Times.none(scores)
+        if self._length == self._rules.most_tokens:
+            return scores  # only the end token can follow here, and no rule forbids it
+        forbidden = torch.zeros(scores.shape[2], dtype=torch.bool, device=scores.device)
+        forbidden[list(self._rules.suppressed)] = True
+        if self._length == 0:
+            forbidden[list(self._rules.suppressed_first)] = True
+        scores = scores.masked_fill(forbidden, -math.inf)
+        return scores if self._rules.times is None else self._with_times(scores, self._rules.times)
+
+    def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
+        self._scorer.follow(sources, tokens)
+        self._length += 1
+        if self._rules.times is not None:
+            self._said = self._history().followed(sources, tokens, self._rules.times, is_first=self._length == 1)
+
+    def keep(self, utterances: torch.Tensor) -> None:
+        self._scorer.keep(utterances)
+        self._said = self._history().kept(utterances)
+
+    def _with_times(self, scores: torch.Tensor, rules: TimeRules) -> torch.Tensor:
+        said = self._history()
+        ids = torch.arange(scores.shape[2], device=scores.device)
+        is_time = ids >= rules.first
+        is_pair = said.is_last & said.is_before
+        is_half = said.is_last & ~said.is_before
+        forbidden = (
+            # Two timestamps must be followed by text; a single one after text by its pair or the end token.
+            (ids == rules.no_times) | (is_pair[:, :, None] & is_time) | (is_half[:, :, None] & (ids < self._end))
+        )
+        # After text, its end timestamp may be repeated as the next segment's start; others must increase.
+        lowest = torch.where(is_half, said.latest, said.latest + 1)
+        forbidden |= is_time & (ids < lowest[:, :, None])
+        if self._length == 0:
+            forbidden |= ~is_time
+            if rules.latest_first is not None:
+                forbidden |= ids > rules.first + rules.latest_first
+        return _times_where_likelier(scores.masked_fill(forbidden, -math.inf), rules.first)
+
+
+def _times_where_likelier(scores: torch.Tensor, first: int) -> torch.Tensor:
+    """Mask non-timestamps in scores (B, K, V) if all timestamps together are likelier than any other token."""
+    times = scores[:, :, first:].logsumexp(dim=2)
+    others = scores[:, :, :first].amax(dim=2)
+    scores[:, :, :first].masked_fill_((times > others)[:, :, None], -math.inf)
+    return scores
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Timestamp state of hypotheses (B, K): last token, token before, and the latest timestamp's id (-1 for none)."""
+
+    is_last: torch.Tensor
+    is_before: torch.Tensor  # True also if there is only one token
+    latest: torch.Tensor
+
+    @classmethod
+    def none(cls, scores: torch.Tensor) -> "_Times":
+        shape = scores.shape[:2]
+        device = scores.device
+        is_last = torch.zeros(shape, dtype=torch.bool, device=device)
+        return cls(is_last, ~is_last, torch.full(shape, -1, device=device))
+
+    def followed(self, sources: torch.Tensor, tokens: torch.Tensor, rules: TimeRules, is_first: bool) -> "_Times":
+        is_before = self.is_last.gather(1, sources)
+        latest = self.latest.gather(1, sources)
+        is_time = tokens >= rules.first
+        return _Times(is_time, is_before | is_first, torch.where(is_time, tokens, latest))
+
+    def kept(self, utterances: torch.Tensor) -> "_Times":
+        return _Times(self.is_last[utterances], self.is_before[utterances], self.latest[utterances])
+
+
+# --------------------
+# Beam search over the weighted sum of several scorers, token by token; with a beam of 1, greedy search.
+
+
+# CTC scores this number of candidates per hypothesis and place in the beam: the likeliest by the other scorers.
+CANDIDATES_A_PLACE = 2
+# With a length bonus, scores can grow: the search then ends when no hypothesis of the last three lengths comes within
+# ten nats of the best one (Watanabe et al., 2017, eq. 22).
+END_DETECT_LENGTHS = 3
+NATS_WITHOUT_HOPE = 10.0
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """Scorer and the weight of its log probabilities."""
+
+    scorer: FullScorer
+    weight: float
+
+
+@dataclass(frozen=True)
+class Scorers:
+    """All scorers of a search; `ctc` scores only the candidates that `full` finds likeliest."""
+
+    full: tuple[Weighted, ...]
+    ctc: CTCScorer | None
+    ctc_weight: float
+    length_bonus: float
+    end: int = OUR_TOKENS.end
+
+    def score(self, beam: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return candidates (B, K, C), always including the end token, and the scores of the extended hypotheses."""
+        first, *others = self.full
+        scores = first.weight * first.scorer.score()
+        for weighted in others:
+            scores = scores + weighted.weight * weighted.scorer.score()
+        # A broken model's NaN or infinity must not make a hypothesis win.
+        scores = scores.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
+        candidates = _top_candidates(scores, CANDIDATES_A_PLACE * beam if self.ctc else scores.shape[2], self.end)
+        scores = scores.gather(2, candidates)
+        if self.ctc:
+            scores = scores + self.ctc_weight * self.ctc.score(candidates)
+        return candidates, scores
+
+    def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Continue with hypotheses `sources` (B, K), each extended by its token (B, K)."""
+        for scorer in self._all():
+            scorer.follow(sources, tokens)
+
+    def keep(self, utterances: torch.Tensor) -> None:
+        """Continue with the utterances at these indices only."""
+        for scorer in self._all():
+            scorer.keep(utterances)
+
+    def _all(self) -> list[FullScorer | CTCScorer]:
+        return [weighted.scorer for weighted in self.full] + ([self.ctc] if self.ctc else [])
+
+
+def _top_candidates(scores: torch.Tensor, count: int, end: int) -> torch.Tensor:
+    """Return token ids (B, K, C), ascending: the `count` likeliest by scores (B, K, V), and the end token."""
+    batch, beam, vocabulary = scores.shape
+    if count >= vocabulary:
+        return torch.arange(vocabulary, device=scores.device).expand(batch, beam, -1)
+    # The end token is always added, so it must not take a place among the likeliest.
+    others = scores.index_fill(2, torch.tensor(end, device=scores.device), -math.inf)
+    likeliest = first_best(others.flatten(0, 1), count).view(batch, beam, count)
+    ends = likeliest.new_full((batch, beam, 1), end)
+    return torch.cat([likeliest, ends], dim=2).sort(dim=2).values
+
+
+@dataclass
+class _Search:
+    """State of a search: hypotheses of the unfinished utterances, and ended hypotheses of all utterances."""
+
+    limits: torch.Tensor  # (B,)
+    places: list[int]  # index in the batch of each of the B utterances
+    tokens: torch.Tensor  # (B, K, tokens so far)
+    scores: torch.Tensor  # (B, K), -inf for an empty place in the beam
+    ended: list[list[Hypothesis]]  # of all utterances of the batch
+
+    @property
+    def length(self) -> int:
+        return self.tokens.shape[2]
+
+
+@torch.no_grad()
+def beam_search(
+    scorers: Scorers, limits: Lengths, beam: int, best: int, device: torch.device
+) -> list[tuple[Hypothesis, ...]]:
+    """Return each utterance's up to `best` hypotheses of at most limits[b] tokens, likeliest first.
+
+    The result does not depend on the batch. Without a length bonus, log probabilities never grow with another token, so
+    the search ends when no open hypothesis can beat the ended ones.
+    """
+    search = _begin(limits, beam, device)
+    while search.places:
+        candidates, scores = scorers.score(beam)
+        # Hypotheses are extended only from used places of the beam, and only up to their limit.
+        is_end = candidates == scorers.end
+        scores = scores + scorers.length_bonus * (search.length + (~is_end).double())
+        is_too_long = (search.limits <= search.length)[:, None, None] & ~is_end
+        scores = scores.masked_fill(is_too_long | (search.scores == -math.inf)[:, :, None], -math.inf)
+        sources, tokens = _select(search, candidates, scores)
+        # Hypotheses that now end leave the search; the end token is not part of them.
+        has_ended = (tokens == scorers.end) & (search.scores > -math.inf)
+        for n, k in has_ended.nonzero().tolist():
+            found = Hypothesis(tuple(search.tokens[n, k, :-1].tolist()), search.scores[n, k].item())
+            search.ended[search.places[n]].append(found)
+        search.scores = search.scores.masked_fill(tokens == scorers.end, -math.inf)
+        can_improve = [n for n in range(len(search.places)) if _can_improve(search, n, best, scorers.length_bonus)]
+        search.places = [search.places[n] for n in can_improve]
+        if not can_improve:
+            break
+        scorers.follow(sources, tokens)
+        if len(can_improve) < len(tokens):
+            rows = torch.tensor(can_improve, device=device)
+            search.limits = search.limits[rows]
+            search.tokens = search.tokens[rows]
+            search.scores = search.scores[rows]
+            scorers.keep(rows)
+    return [tuple(sort_hypotheses(ended)[:best]) for ended in search.ended]
+
+
+def _begin(limits: Lengths, beam: int, device: torch.device) -> _Search:
+    """Return a search with one empty hypothesis per utterance; the other places of its beam are empty."""
+    scores = torch.full((len(limits), beam), -math.inf, dtype=torch.float64, device=device)
+    scores[:, 0] = 0.0
+    tokens = torch.empty(*scores.shape, 0, dtype=torch.int64, device=device)
+    return _Search(torch.tensor(limits, device=device), list(range(len(limits))), tokens, scores, [[] for _ in limits])
+
+
+def _select(search: _Search, candidates: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep the K best of the scores (B, K, C) in the search; return their sources and tokens (B, K)."""
+    chosen = first_best(scores.flatten(1), search.scores.shape[1])
+    sources = chosen // scores.shape[2]
+    tokens = candidates.flatten(1).gather(1, chosen)
+    before = search.tokens.gather(1, sources[:, :, None].expand_as(search.tokens))
+    search.tokens = torch.cat([before, tokens[:, :, None]], dim=2)
+    search.scores = scores.flatten(1).gather(1, chosen)
+    return sources, tokens
+
+
+def _can_improve(search: _Search, n: int, best: int, length_bonus: float) -> bool:
+    """Return whether an open hypothesis of the n-th utterance may still become one of the `best`."""
+    highest = search.scores[n].max().item()
+    ended = sort_hypotheses(search.ended[search.places[n]])
+    if highest == -math.inf or len(ended) < best:
+        return highest > -math.inf
+    if length_bonus <= 0:
+        return highest > ended[best - 1].log_probability
+    recent = [h for h in ended if len(h.tokens) > search.length - 1 - END_DETECT_LENGTHS]
+    is_hopeless = search.length > END_DETECT_LENGTHS and all(
+        h.log_probability < ended[0].log_probability - NATS_WITHOUT_HOPE for h in recent
+    )
+    return not is_hopeless
+
+
+# --------------------
+# Decoding of encoded frames into token ids, as the settings choose.
 
 
 class Decode(Protocol):

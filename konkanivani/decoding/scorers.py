@@ -25,11 +25,10 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.data.text import OUR_TOKENS, SpecialTokens
-from konkanivani.decoding.ctc import mask_padding_as_blank
+from konkanivani.decoding.ctc import Network, ctc_head_of, decoder_of, mask_padding_as_blank
 from konkanivani.decoding.language_model import LanguageModel
-from konkanivani.decoding.network import Network, ctc_head_of, decoder_of
 from konkanivani.lengths import Lengths
-from konkanivani.models.losses import BLANK
+from konkanivani.models.asr import BLANK
 
 # --------------------
 # CTC prefix scores for an attention decoder's hypotheses: the probability that a transcript starts with them.

@@ -28,7 +28,7 @@ from konkanivani.errors import ResourceError, UsageError
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.lengths import SAMPLE_RATE, SUBSAMPLING, Lengths, beyond, subsampled_length
 from konkanivani.models.architecture import HybridArchitecture
-from konkanivani.models.asr import KonkaniVaniASR
+from konkanivani.models.asr import BLANK, KonkaniVaniASR
 from konkanivani.models.conformer import Encoder, keep_activations
 from konkanivani.models.front_end import (
     FrontEnd,
@@ -39,7 +39,6 @@ from konkanivani.models.front_end import (
     normalize_features,
     with_margins,
 )
-from konkanivani.models.losses import BLANK
 from konkanivani.models.twin import twin_of
 
 if TYPE_CHECKING:

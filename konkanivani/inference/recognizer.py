@@ -18,14 +18,16 @@ from konkanivani.config import DecodingConfig, PretrainedConfig
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import stream_audio, stream_samples
 from konkanivani.decoding.decode import BeamDecode, Decode, build_decode
-from konkanivani.device import choose_device
+from konkanivani.distributed import choose_device
 from konkanivani.inference.bundle import is_bundle, read_bundle
 from konkanivani.inference.segmentation import Piece, SegmentationConfig, build_segmentation, segment_audio
 from konkanivani.inference.speech_model import SpeechModel, build_pretrained_model, build_speech_model, read_pretrained
-from konkanivani.inference.subtitles import Segment, Transcript, Word
 from konkanivani.inference.whisper_generation import FallbackDecode
 from konkanivani.inference.word_times import (
     EmissionDelay,
+    Segment,
+    Transcript,
+    Word,
     align_tokens,
     attended_words,
     group_words,

@@ -21,7 +21,7 @@ from konkanivani.distributed import ALONE, Topology, broadcast_from_rank0, gathe
 from konkanivani.errors import DataError, ResourceError, UsageError
 from konkanivani.files import atomic_write, visible_files, without_empty_folders
 from konkanivani.inference.recognizer import Recognizer
-from konkanivani.inference.subtitles import Segment, TextFormat, Timestamps, render
+from konkanivani.inference.word_times import Segment, TextFormat, Timestamps, render
 
 Existing = Literal["refuse", "keep", "replace"]
 Held = tuple[str, bool]  # text, and whether it is for stderr

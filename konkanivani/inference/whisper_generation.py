@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from konkanivani.decoding.ctc import Hypothesis, Network
 from konkanivani.decoding.decode import BeamDecode
-from konkanivani.decoding.network import Hypothesis, Network
 from konkanivani.decoding.scorers import AttentionScorer, FullScorer
 from konkanivani.lengths import Lengths
 from konkanivani.models.whisper.vocabulary import PromptedVocabulary

@@ -1,4 +1,16 @@
-"""Long sequences in chunks, so that memory does not grow with the square of the frames, with the same result.
+"""CTC loss whose memory grows linearly with the utterance: exact, with the output layer included, in chunks of frames.
+
+PyTorch's kernel keeps the forward variables of all frames, T' x (2 U + 1) numbers: 1 GB for ten minutes of speech.
+Here only one chunk's forward variables exist at a time. Each chunk maps the forward variables before it to the ones
+after it and is recomputed in the backward pass, so only the variables between chunks are kept. With chunks of sqrt(T')
+frames, both the kept variables and one chunk's take sqrt(T') x (2 U + 1) numbers: 18 MB each at ten minutes, 260 MB at
+an hour, for which the encoder needs twenty times that.
+
+The recursion is equations 6 and 7 of Graves et al. (2006), in log space.
+
+B batch, T' encoder frames, C frames of a chunk, D model width, V vocabulary, U tokens, S = 2 U + 1 states: the tokens
+with a blank before, between and after them. A row of forward variables has S + 2 columns: the first two stay
+impossible, so that the predecessors of all states are a shifted view.
 
 Chunks longer than the layout's `chunk_frames` encoder frames or tokens are computed one after another and recomputed in
 the backward pass. A minute of speech is computed in one piece.
@@ -6,18 +18,199 @@ the backward pass. A minute of speech is computed in one piece.
 B batch, T frames, U tokens, F mel bins, D model width, H heads, E = D / H head width.
 """
 
+import math
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from konkanivani.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES, Lengths, subsampled_length
+from konkanivani.models.asr import BLANK, Head, HeadLosses, at_least_float32, cross_entropy_sum
 from konkanivani.models.attention import UNPADDED, RelativeSelfAttention, SequenceLayout, attend_by_distance
 from konkanivani.models.conformer import PaddedSubsampling, Subsampling
-from konkanivani.models.losses import Head, HeadLosses, at_least_float32, cross_entropy_sum
 from konkanivani.models.twin import replace_modules
-from konkanivani.ops.ctc import long_ctc_losses
 from konkanivani.ops.packing import PackedRelativeSelfAttention
 from konkanivani.ops.recompute import run_recomputed, snapshot_parameters
+
+# --------------------
+# CTC loss whose memory grows linearly with the utterance: exact, with the output layer included, in chunks of frames.
+
+
+# log(0): finite, so that differences are never inf - inf, and far below the log probability of any path.
+IMPOSSIBLE = -1e30
+
+
+def long_ctc_losses(
+    encoded: torch.Tensor, head: Head, encoded_lengths: Lengths, tokens: torch.Tensor, token_lengths: Lengths
+) -> torch.Tensor:
+    """Return the CTC losses (B,), in float64, of head(encoded) against the tokens; blank is 0.
+
+    Equal to PyTorch's kernel, including an infinite loss if an utterance has too few frames for its tokens.
+
+    Args:
+        encoded: (B, T', D), with the lengths `encoded_lengths`.
+        head: output layer, (B, C, D) -> logits (B, C, V).
+        tokens: (B, U), with the lengths `token_lengths`.
+    """
+    states = interleave_blanks(tokens[:, : max(token_lengths)])
+    skips = log_skips(states)
+    # Double precision whatever the model's: after ten minutes a path's log probability is about -10^5, where float32
+    # has steps of 0.008, and the rounding errors add up.
+    log_alpha = torch.full((len(states), states.shape[1] + 2), IMPOSSIBLE, dtype=torch.float64, device=states.device)
+    # Before the first frame all mass is on the first blank, whose successors are itself and the first token.
+    log_alpha[:, 2] = 0.0
+    # ceil(sqrt(T')): one chunk's forward variables then take the same memory as the ones kept between chunks.
+    start = 0
+    chunk = math.isqrt(encoded.shape[1] - 1) + 1
+    for frames in encoded.split(chunk, dim=1):
+        left = [min(max(0, length - start), frames.shape[1]) for length in encoded_lengths]
+        log_alpha = run_recomputed(_through_chunk, frames, head, states, skips, log_alpha, left)
+        start += frames.shape[1]
+    return _losses(log_alpha, token_lengths)
+
+
+def interleave_blanks(tokens: torch.Tensor) -> torch.Tensor:
+    """Insert blanks into tokens (B, U); return states (B, 2 U + 1)."""
+    states = tokens.new_full((tokens.shape[0], 2 * tokens.shape[1] + 1), BLANK)
+    states[:, 1::2] = tokens
+    return states
+
+
+def log_skips(states: torch.Tensor) -> torch.Tensor:
+    """Return (B, S) float64: 0 if a state may follow the one two before it (a different token), else IMPOSSIBLE."""
+    before = F.pad(states[:, :-2], (2, 0), value=BLANK)[:, : states.shape[1]]
+    is_open = (states != BLANK) & (states != before)
+    return torch.zeros_like(states, dtype=torch.float64).masked_fill_(~is_open, IMPOSSIBLE)
+
+
+def _through_chunk(
+    frames: torch.Tensor,
+    head: Head,
+    states: torch.Tensor,
+    skips: torch.Tensor,
+    log_alpha: torch.Tensor,
+    left: list[int],
+) -> torch.Tensor:
+    """Return the forward variables after the frames (B, C, D), given the ones before them."""
+    logits = head(frames)  # in the precision of the caller's autocast; softmax and recursion are not
+    with torch.autocast(logits.device.type, enabled=False):
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        log_probabilities = F.log_softmax(logits, dim=-1, dtype=dtype).transpose(0, 1)
+        _, after = ctc_chunk(log_probabilities, states, skips, log_alpha, left)
+    return after
+
+
+def _losses(log_alpha: torch.Tensor, token_lengths: Lengths) -> torch.Tensor:
+    """Return the negative log likelihood (B,): the sum over all paths that end in the last token or the last blank."""
+    ends = torch.tensor([(2 * length + 1, 2 * length + 2) for length in token_lengths])
+    log_likelihood = log_alpha.gather(1, ends.to(log_alpha.device, non_blocking=True)).logsumexp(dim=1)
+    # An unreachable end is IMPOSSIBLE plus some log probabilities, hence the margin of a half.
+    return torch.where(log_likelihood < IMPOSSIBLE / 2, math.inf, -log_likelihood)
+
+
+@torch.library.custom_op("konkanivani::ctc_chunk", mutates_args=())
+def ctc_chunk(
+    log_probabilities: torch.Tensor, states: torch.Tensor, skips: torch.Tensor, before: torch.Tensor, left: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log forward variables of each frame (C, B, S + 2) and after the last frame (B, S + 2), in float64.
+
+    Args:
+        log_probabilities: (C, B, V).
+        states, skips: (B, S).
+        before: forward variables before the chunk, (B, S + 2).
+        left: number of frames of the chunk that belong to each utterance; after them its variables stay unchanged.
+    """
+    # A custom operator, so that a trace records one node and does not unroll the loop over frames.
+    ends = _ends(left, log_probabilities)
+    log_alphas = before.new_full((len(log_probabilities), *before.shape), IMPOSSIBLE)
+    previous = before
+    # Graves et al. (2006), eq. 6 and 7: alpha_t(s) = y_t(s) (alpha_t-1(s) + alpha_t-1(s-1) + [skip] alpha_t-1(s-2)).
+    for frame, emissions in enumerate(log_probabilities):
+        now = log_alphas[frame, :, 2:]
+        torch.logaddexp(previous[:, 2:], previous[:, 1:-1], out=now)
+        torch.logaddexp(now, previous[:, :-2] + skips, out=now)
+        now += emissions.gather(1, states)
+        if frame >= min(left):
+            now.copy_(torch.where(ends > frame, now, previous[:, 2:]))
+        previous = log_alphas[frame]
+    return log_alphas, previous.clone()  # an operator's outputs must not alias each other
+
+
+@ctc_chunk.register_fake
+def _(log_probabilities, states, skips, before, left):
+    return before.new_empty((len(log_probabilities), *before.shape)), torch.empty_like(before)
+
+
+@torch.library.custom_op("konkanivani::ctc_chunk_backward", mutates_args=())
+def ctc_chunk_backward(
+    gradient: torch.Tensor,
+    log_probabilities: torch.Tensor,
+    states: torch.Tensor,
+    skips: torch.Tensor,
+    before: torch.Tensor,
+    log_alphas: torch.Tensor,
+    left: list[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return gradients by the log probabilities (C, B, V) and by `before` (B, S + 2).
+
+    `gradient` (B, S + 2) is the gradient by the forward variables after the last frame. A state's gradient is the
+    posterior probability of passing through it. Going one frame back, it is divided among the state's predecessors in
+    proportion to their share in the state's forward variable.
+    """
+    ends = _ends(left, log_probabilities)
+    size = states.shape[1]
+    by_log_probabilities = torch.zeros_like(log_probabilities)
+    # Transitions out of state s: into s itself, into s + 1, into s + 2.
+    ways = torch.stack([torch.zeros_like(skips), torch.zeros_like(skips), F.pad(skips[:, 2:], (0, 2))[:, :size]], dim=1)
+    occupied = F.pad(gradient[:, 2:], (0, 2))
+    reached = torch.full_like(before, IMPOSSIBLE)
+    for frame in range(len(log_probabilities) - 1, -1, -1):
+        previous = before if frame == 0 else log_alphas[frame - 1]
+        emissions = log_probabilities[frame].gather(1, states)
+        torch.sub(emissions, log_alphas[frame, :, 2:], out=reached[:, :size])
+        # A share is at most 1; the clamp ensures it for impossible states too, so exp cannot overflow.
+        shares = (_successors(reached) + previous[:, None, 2:] + ways).clamp_(max=0.0).exp_()
+        earlier = (shares * _successors(occupied)).sum(dim=1)
+        now = occupied[:, :size].to(log_probabilities.dtype)
+        if frame >= min(left):
+            earlier = torch.where(ends > frame, earlier, occupied[:, :size])
+            now = now * (ends > frame)
+        by_log_probabilities[frame].scatter_add_(1, states, now)
+        occupied[:, :size] = earlier
+    return by_log_probabilities, F.pad(occupied[:, :size], (2, 0))
+
+
+@ctc_chunk_backward.register_fake
+def _(gradient, log_probabilities, states, skips, before, log_alphas, left):
+    return torch.empty_like(log_probabilities), torch.empty_like(before)
+
+
+def _successors(padded: torch.Tensor) -> torch.Tensor:
+    """Return a view (B, 3, S) of (B, S + 2): columns s, s + 1 and s + 2 for each state s."""
+    return padded.unfold(1, padded.shape[1] - 2, 1)
+
+
+def _ends(left: list[int], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(left).to(like.device, non_blocking=True)[:, None]
+
+
+def _keep(ctx, inputs, output) -> None:
+    log_probabilities, states, skips, before, ctx.left = inputs
+    ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros as the gradient of all forward variables
+    ctx.save_for_backward(log_probabilities, states, skips, before, output[0])
+
+
+def _backward(ctx, _gradient_of_alphas, gradient):
+    by_log_probabilities, by_before = ctc_chunk_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.left)
+    return by_log_probabilities, None, None, by_before, None
+
+
+ctc_chunk.register_autograd(_backward, setup_context=_keep)
+
+
+# --------------------
+# Long sequences in chunks, so that memory does not grow with the square of the frames, with the same result.
+
 
 GPU_CHUNK_FRAMES = 100  # encoder frames of a chunk on a GPU, where a full convolution copies its inputs ninefold
 

@@ -1,7 +1,7 @@
 """Passes over a built model that make it faster or smaller and change none of its results.
 
 Each pass replaces modules in their parents by twins that share their parameters and names, so that checkpoints are the
-same with any passes. Recomputation (memory/activation_checkpointing.py) and offloading are runners around the blocks.
+same with any passes. Recomputation (memory/plan.py) and offloading are runners around the blocks.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,10 @@ from konkanivani.models.asr import KonkaniVaniASR, SpeechNetwork
 from konkanivani.models.conformer import Dropout
 from konkanivani.models.twin import replace_modules
 from konkanivani.ops.chunks import ChunkedLosses, compute_in_chunks
-from konkanivani.ops.depthwise import use_fast_depthwise
-from konkanivani.ops.fused import MaskedDropout, fuse_blocks, fuse_norms
+from konkanivani.ops.fused import MaskedDropout, fuse_blocks, fuse_norms, slice_vocabulary, use_fast_logits
 from konkanivani.ops.packing import pack_encoder
-from konkanivani.ops.products import use_fast_products
+from konkanivani.ops.products import use_fast_depthwise, use_fast_products
 from konkanivani.ops.recompute import keep_attention
-from konkanivani.ops.vocabulary_loss import slice_vocabulary, use_fast_logits
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from konkanivani.models.twin import replace_modules
-from konkanivani.models.whisper.network import Attention
+from konkanivani.models.whisper.model import Attention
 from konkanivani.randomness import dropout_generator, dropout_state
 
 Result = TypeVar("Result")

@@ -11,17 +11,16 @@ from konkanivani.config import PRESETS, OptimizerConfig, TextConfig, TrainConfig
 from konkanivani.console import MIB, budget_text, parse_budget, peak_text
 from konkanivani.distributed import BUCKET_BYTES
 from konkanivani.errors import ResourceError
-from konkanivani.memory.budget import available_bytes
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
-from konkanivani.memory.gpu import measure_context
+from konkanivani.memory.monitor import available_bytes, measure_context
 from konkanivani.memory.plan import STATE_BYTES, model_state_bytes
 from konkanivani.memory.weights import Placement
 from konkanivani.models.architecture import Architecture, architecture_of
 from konkanivani.models.asr import parameter_count
 from konkanivani.models.whisper.folder import read_whisper_architecture
 from konkanivani.planning.tracer import Peak
+from konkanivani.training.optimizer_state import bytes_per_rank
 from konkanivani.training.optimizers import build_optimizer
-from konkanivani.training.sharding import bytes_per_rank
 
 LATER_KERNELS = 64 * MIB  # the driver loads a library's kernels when they are first used
 RECORD_BYTES = 400  # name, checksum and alignment of one tensor of a checkpoint; a parameter has two to six tensors

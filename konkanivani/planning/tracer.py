@@ -16,20 +16,18 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.data.batching import Batch, GlobalBatch, largest_batch
-from konkanivani.decoding.ctc import argmax_tokens
-from konkanivani.decoding.network import Network, decoder_of
+from konkanivani.decoding.ctc import Network, argmax_tokens, decoder_of
 from konkanivani.lengths import SAMPLE_RATE, Lengths
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.monitor import MemoryMonitor
-from konkanivani.memory.plan import model_state_bytes
+from konkanivani.memory.plan import RecomputePolicy, model_state_bytes
 from konkanivani.models.asr import trained_parameters
 from konkanivani.models.decoder import FIRST_CAPACITY
 from konkanivani.models.front_end import FeatureExtractor
 from konkanivani.ops.packing import PackedEncoder
 from konkanivani.planning.tensors import TRACED_DEVICE, TRACED_HOST, LiveBytes, Shapes
 from konkanivani.training.gradient import local_gradient
-from konkanivani.training.optimizer import Optimizer
+from konkanivani.training.optimizer_state import Optimizer
 from konkanivani.training.step import StepParts, train_step
 from konkanivani.training.validation import recognize
 

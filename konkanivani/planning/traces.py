@@ -19,8 +19,8 @@ import torch
 from konkanivani.config import TrainConfig
 from konkanivani.errors import ResourceError
 from konkanivani.files import atomic_write, cache_folder, digest_of_code
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
+from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.memory.weights import ON_CARD, Placement
 from konkanivani.models.architecture import Architecture
 from konkanivani.models.front_end import FeatureExtractor

@@ -7,9 +7,8 @@ from konkanivani.data.batching import EpochPlanner, SizeLimit
 from konkanivani.data.loader import LoaderConfig
 from konkanivani.data.loading import GlobalBatchStream
 from konkanivani.decoding.decode import greedy_decode
-from konkanivani.device import choose_device
-from konkanivani.memory.gpu import announce_card
-from konkanivani.memory.monitor import resident_mib
+from konkanivani.distributed import choose_device
+from konkanivani.memory.monitor import announce_card, resident_mib
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.recipe.planned_step import budget_watch, build_planned_step, learn_sizes, micro_batch_limits, tell_plan
 from konkanivani.recipe.resume import load_weights, schedule_rates, settle_stages

@@ -6,17 +6,15 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.auto_defaults import resolve
 from konkanivani.checkpoints.checkpoint import load_states, read_checkpoint
 from konkanivani.config import DecodingConfig, PretrainedConfig, TrainConfig
 from konkanivani.console import parse_share
-from konkanivani.data.manifest import Manifest
-from konkanivani.data.rejections import Rejections
+from konkanivani.data.manifest import Manifest, Rejections
 from konkanivani.data.text import Vocabulary
 from konkanivani.decoding.decode import Decode, build_decode
 from konkanivani.distributed import ALONE, Topology, broadcast_from_rank0
 from konkanivani.errors import UsageError
-from konkanivani.flags import defaults_beside
+from konkanivani.flags import defaults_beside, resolve
 from konkanivani.inference.speech_model import (
     load_tokenizer,
     read_pretrained,

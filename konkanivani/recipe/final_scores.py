@@ -11,8 +11,7 @@ from konkanivani.checkpoints.checkpointer import BEST, LAST
 from konkanivani.config import AUTO, DecodingConfig, DecodingMethod, TrainConfig
 from konkanivani.console import say, table_lines
 from konkanivani.decoding.decode import build_decode, greedy_decode, ways_to_decode
-from konkanivani.device import choose_device
-from konkanivani.distributed import Topology
+from konkanivani.distributed import Topology, choose_device
 from konkanivani.inference.speech_model import read_pretrained
 from konkanivani.memory.monitor import PhaseMemory
 from konkanivani.models.asr import frozen_count, parameter_count

@@ -5,15 +5,14 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.auto_defaults import resolved
 from konkanivani.config import TrainConfig
 from konkanivani.console import MIB, Report, announced, budget_text, count, duration_words, parse_budget, peak_text
 from konkanivani.data.batching import EpochPlanner, SizeLimit, same_size
 from konkanivani.data.dataset import TrainDataset
 from konkanivani.distributed import Topology, all_reduce_max, broadcast_from_rank0, gather
 from konkanivani.errors import UsageError
-from konkanivani.memory.budget import BudgetWatch, available_bytes, enforce_budget
-from konkanivani.memory.monitor import set_mmap_threshold
+from konkanivani.flags import resolved
+from konkanivani.memory.monitor import BudgetWatch, available_bytes, enforce_budget, set_mmap_threshold
 from konkanivani.memory.plan import MemoryPlan, plan_sentences
 from konkanivani.memory.recovery import forget_sizes, read_sizes
 from konkanivani.models.architecture import Architecture
@@ -24,7 +23,7 @@ from konkanivani.recipe.resume import count_steps, load_base, whole_model
 from konkanivani.recipe.run_data import RunData, more_tokens
 from konkanivani.recipe.startup import Start
 from konkanivani.training.build_step import StateLayout, build_step_parts
-from konkanivani.training.sharding import FullState
+from konkanivani.training.optimizer_state import FullState
 from konkanivani.training.step import StepParts
 
 

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.auto_defaults import MAX_EPOCHS
 from konkanivani.checkpoints.checkpoint import check_is_there
 from konkanivani.config import AUTO, RunConfig, TrainConfig
 from konkanivani.console import MIB, count
 from konkanivani.distributed import Topology, print_on_rank0, process_group, read_topology
 from konkanivani.errors import DataError, ErrorCollector, ResourceError, UsageError
 from konkanivani.files import digest_of_files
-from konkanivani.flags import config_to_text
+from konkanivani.flags import MAX_EPOCHS, config_to_text
 from konkanivani.models.architecture import Architecture
 from konkanivani.planning.sizes import checkpoint_bytes
 

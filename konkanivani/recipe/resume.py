@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from konkanivani.auto_defaults import resolved
 from konkanivani.checkpoints.checkpoint import (
     PRETRAINED_STATE,
     Checkpoint,
@@ -21,17 +20,15 @@ from konkanivani.data.batching import EpochPlanner
 from konkanivani.data.manifest import CorpusChange, Fingerprint, read_fingerprint
 from konkanivani.data.text import Vocabulary
 from konkanivani.errors import CheckpointError, UsageError
-from konkanivani.flags import config_from_text
+from konkanivani.flags import config_from_text, resolved
 from konkanivani.inference.speech_model import Origin, Pretrained, digest_of
-from konkanivani.models.adapters import LOW_RANK_TENSORS, reset_output_heads
 from konkanivani.models.architecture import Architecture, architecture_of
 from konkanivani.models.asr import KonkaniVaniASR
-from konkanivani.models.transfer import transfer_weights
+from konkanivani.models.fine_tuning import LOW_RANK_TENSORS, reset_output_heads, transfer_weights
 from konkanivani.recipe.startup import Start
 from konkanivani.training.build_step import build_forward
-from konkanivani.training.optimizer import RateSchedule, change_length, read_schedule, resolve_warmup
+from konkanivani.training.optimizer_state import RateSchedule, change_length, is_sharded, read_schedule, resolve_warmup
 from konkanivani.training.run import TrainState
-from konkanivani.training.sharding import is_sharded
 from konkanivani.training.step import StepParts
 
 RATE_FLAGS = ("learning_rate", "schedule", "warmup_steps")

@@ -9,16 +9,14 @@ from konkanivani.checkpoints.checkpoint import PRETRAINED_STATE, Stateful, prove
 from konkanivani.checkpoints.checkpointer import Checkpointer
 from konkanivani.config import TrainConfig
 from konkanivani.flags import config_to_text
-from konkanivani.memory.budget import BudgetWatch
+from konkanivani.memory.monitor import BudgetWatch
 from konkanivani.recipe.resume import make_origin, stored_state
 from konkanivani.recipe.run_folders import move_aside, move_newer_aside
 from konkanivani.recipe.startup import Start
 from konkanivani.training.logbook import Logbook
-from konkanivani.training.optimizer import OptimizerState
-from konkanivani.training.progress import Progress, Utilisation
-from konkanivani.training.records import Resumed
+from konkanivani.training.optimizer_state import FullState, OptimizerState, TrainedPart, is_sharded
+from konkanivani.training.progress import Progress, Resumed, Utilisation
 from konkanivani.training.run import RunLogs, TrainState
-from konkanivani.training.sharding import FullState, TrainedPart, is_sharded
 from konkanivani.training.step import StepParts
 
 

@@ -4,16 +4,23 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.auto_defaults import CorpusSize, as_stored, decisions, resolve
 from konkanivani.checkpoints.checkpoint import PRETRAINED_STATE, Checkpoint, read_checkpoint
 from konkanivani.checkpoints.checkpointer import Checkpointer
 from konkanivani.checkpoints.run_lock import RunLock, check_nobody_works, given_up_if_refused
 from konkanivani.config import AUTO, RunConfig, TrainConfig
 from konkanivani.console import Report, count, duration_words, say, silent
-from konkanivani.device import choose_device, choose_precision
-from konkanivani.distributed import ALONE, Topology, broadcast_from_rank0
+from konkanivani.distributed import ALONE, Topology, broadcast_from_rank0, choose_device, choose_precision
 from konkanivani.errors import CheckpointError, UsageError
-from konkanivani.flags import CommandLine, check_idle_flags, config_from_text, contradictions
+from konkanivani.flags import (
+    CommandLine,
+    CorpusSize,
+    as_stored,
+    check_idle_flags,
+    config_from_text,
+    contradictions,
+    decisions,
+    resolve,
+)
 from konkanivani.inference.speech_model import (
     Origin,
     Pretrained,

@@ -7,8 +7,7 @@ from konkanivani.checkpoints.run_lock import given_up_if_refused
 from konkanivani.command_line import ignore_lost_output
 from konkanivani.config import TrainConfig
 from konkanivani.console import say
-from konkanivani.device import choose_device
-from konkanivani.distributed import Topology, broadcast_from_rank0, check_same
+from konkanivani.distributed import Topology, broadcast_from_rank0, check_same, choose_device
 from konkanivani.files import digest_of_code
 from konkanivani.flags import CommandLine
 from konkanivani.memory.recovery import RestartAfterOom, write_sizes
@@ -17,7 +16,7 @@ from konkanivani.recipe.final_scores import best_checkpoint, memory_table, score
 from konkanivani.recipe.preflight import digest_of_data, digest_of_flags, in_ranks
 from konkanivani.recipe.startup import resolve_start
 from konkanivani.training.loop import train
-from konkanivani.training.records import RehearsalRecord
+from konkanivani.training.progress import RehearsalRecord
 from konkanivani.training.rehearsal import rehearse
 from konkanivani.training.run import Run
 

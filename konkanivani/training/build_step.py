@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.auto_defaults import resolve
 from konkanivani.config import AUTO, TrainConfig
-from konkanivani.device import choose_precision
-from konkanivani.distributed import ALONE, Topology
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.distributed import ALONE, Topology, choose_precision
+from konkanivani.flags import resolve
 from konkanivani.memory.monitor import MemoryMonitor
+from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.memory.recovery import OomHistory
 from konkanivani.memory.weights import HOST, ON_CARD, OffloadedWeights, Placement
 from konkanivani.models.architecture import Architecture
@@ -18,9 +17,8 @@ from konkanivani.models.front_end import FeatureExtractor
 from konkanivani.ops.passes import ALL_PASSES, Passes, optimize
 from konkanivani.randomness import derive_seed
 from konkanivani.training.gradient import local_gradient, sharded_gradient, summed_gradient
-from konkanivani.training.optimizer import RateSchedule
+from konkanivani.training.optimizer_state import RateSchedule, shard_model
 from konkanivani.training.optimizers import build_optimizer
-from konkanivani.training.sharding import shard_model
 from konkanivani.training.step import ForwardPass, StepParts
 
 AT_ONCE = 2  # default number of concurrent micro-batches: saves a third of a step on two cores (docs/experiments.md)

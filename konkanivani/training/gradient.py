@@ -27,10 +27,9 @@ from konkanivani.data.text import SpecialTokens
 from konkanivani.distributed import all_reduce_max, full_tensor, gather, new_bucket, raise_rank_lost, sum_tensors
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.recovery import MicroBatchPlan, OomAttempt, OomRetry, Outcome
-from konkanivani.models.asr import SpeechNetwork, trained_parameters
-from konkanivani.models.losses import LossCounts, LossSums
+from konkanivani.models.asr import LossCounts, LossSums, SpeechNetwork, trained_parameters
 from konkanivani.randomness import derive_seed, dropout_seed, seed_step
-from konkanivani.training.optimizer import gradient_of
+from konkanivani.training.optimizer_state import gradient_of
 from konkanivani.training.step import GradientTask, StepGradient, StepParts, loss_counts
 
 # --------------------

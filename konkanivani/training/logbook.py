@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from konkanivani.files import atomic_append, atomic_replace, sync_file
-from konkanivani.training.records import (
+from konkanivani.training.progress import (
     FROM_NOTHING,
     Record,
     RehearsalRecord,

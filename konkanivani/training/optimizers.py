@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.config import OptimizerConfig, TuningConfig
-from konkanivani.training.optimizer import (
+from konkanivani.training.optimizer_state import (
     BETAS,
     EPSILON,
     MOMENTS,

@@ -15,7 +15,7 @@ from konkanivani.checkpoints.checkpoint import load_states, read_checkpoint, wri
 from konkanivani.console import count
 from konkanivani.data.batching import Example, GlobalBatch, largest_batch, largest_size, split_into_micro_batches
 from konkanivani.data.dataset import TrainDataset
-from konkanivani.data.rejections import Rejection
+from konkanivani.data.manifest import Rejection
 from konkanivani.distributed import ALONE, broadcast_from_rank0
 from konkanivani.training.run import Run
 from konkanivani.training.step import train_step

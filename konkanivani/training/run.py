@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
-from konkanivani.auto_defaults import resolved
 from konkanivani.checkpoints.checkpoint import Checkpoint, Stateful
 from konkanivani.checkpoints.checkpointer import Checkpointer
 from konkanivani.checkpoints.run_lock import RunLock
@@ -16,14 +15,13 @@ from konkanivani.data.text import Vocabulary
 from konkanivani.decoding.decode import Decode
 from konkanivani.distributed import ALONE, Topology, gather
 from konkanivani.errors import CheckpointError
-from konkanivani.flags import config_to_text
-from konkanivani.memory.budget import BudgetWatch
-from konkanivani.memory.monitor import MemoryMonitor
+from konkanivani.flags import config_to_text, resolved
+from konkanivani.memory.monitor import BudgetWatch, MemoryMonitor
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.training.interruption import Interruption
 from konkanivani.training.logbook import Logbook
+from konkanivani.training.optimizer_state import is_sharded
 from konkanivani.training.progress import EpochLearning, Progress, Utilisation
-from konkanivani.training.sharding import is_sharded
 from konkanivani.training.step import StepParts
 from konkanivani.training.validation import Evaluation, EvaluationSet
 

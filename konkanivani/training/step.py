@@ -19,16 +19,15 @@ from konkanivani.config import OptimizerConfig
 from konkanivani.data.batching import Batch, GlobalBatch, order_for_concurrency, split_batch
 from konkanivani.distributed import ALONE, Topology
 from konkanivani.lengths import CHUNK_FRAMES
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
+from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.memory.recovery import MicroBatchPlan, OomHistory
 from konkanivani.memory.weights import OffloadedWeights
 from konkanivani.models.architecture import Architecture
-from konkanivani.models.asr import ASROutput, SpeechNetwork
+from konkanivani.models.asr import ASROutput, LossCounts, LossSums, Objective, SpeechNetwork
 from konkanivani.models.conformer import WrapBlock
 from konkanivani.models.front_end import FeatureExtractor
-from konkanivani.models.losses import LossCounts, LossSums, Objective
-from konkanivani.training.optimizer import Optimizer, RateSchedule, non_head_parameters, set_learning_rate
+from konkanivani.training.optimizer_state import Optimizer, RateSchedule, non_head_parameters, set_learning_rate
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from konkanivani.files import sync_file
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.monitor import VALIDATION
 from konkanivani.scoring.metrics import align_words
-from konkanivani.training.records import (
+from konkanivani.training.progress import (
     CURVES,
     DRAWN_PHASES,
     HypothesisPair,

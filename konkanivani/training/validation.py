@@ -14,16 +14,16 @@ from konkanivani.data.dataset import EvalDataset
 from konkanivani.data.index import Utterance
 from konkanivani.data.loader import LoaderConfig
 from konkanivani.data.loading import load_batches
-from konkanivani.data.rejections import Rejections
+from konkanivani.data.manifest import Rejections
 from konkanivani.data.text import Vocabulary, normalize_text
 from konkanivani.decoding.ctc import argmax_tokens, blank_frames
 from konkanivani.decoding.decode import Decode
 from konkanivani.distributed import ALONE, Topology, gather
 from konkanivani.errors import Interrupted
 from konkanivani.memory.recovery import MicroBatchPlan, OomHistory, OomRetry
-from konkanivani.models.losses import LossCounts, Losses, Objective
+from konkanivani.models.asr import LossCounts, Losses, Objective
 from konkanivani.scoring.metrics import ErrorRates, error_rates
-from konkanivani.training.sharding import full_weights
+from konkanivani.training.optimizer_state import full_weights
 from konkanivani.training.step import ForwardPass
 
 

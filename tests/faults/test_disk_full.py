@@ -10,7 +10,7 @@ import torch
 from konkanivani.checkpoints import checkpoint
 from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.checkpoints.checkpointer import LAST, PREVIOUS, Checkpointer
-from konkanivani.data.rejections import Rejection, Rejections
+from konkanivani.data.manifest import Rejection, Rejections
 from konkanivani.errors import ResourceError
 from tests.conftest import ROOT
 from tests.faults.disk_full import (

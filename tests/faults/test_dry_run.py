@@ -261,7 +261,7 @@ def test_two_states_are_equal_only_to_the_last_bit():
 
 def test_negative_control_a_resume_that_forgets_something_is_found(few, tmp_path, monkeypatch):
     """Without the optimizer's moments the weights are equal, but not the next step."""
-    from konkanivani.training.optimizer import OptimizerState
+    from konkanivani.training.optimizer_state import OptimizerState
 
     monkeypatch.setattr(OptimizerState, "load_state_dict", lambda self, state: None)
     with pytest.raises(CheckpointError, match="The resumed state differs from the state saved: .*optimizer/"):

@@ -11,7 +11,7 @@ from konkanivani.data.batching import Example, check_tokens
 from konkanivani.data.text import OUR_TOKENS, SpecialTokens
 from konkanivani.errors import DataError, NumericsError, UsageError
 from konkanivani.training.logbook import Logbook, describe_skip
-from konkanivani.training.records import Resumed, SkipRecord
+from konkanivani.training.progress import Resumed, SkipRecord
 from tests.conftest import read_log
 from tests.faults.non_finite import BROKEN_RUNS, OddBatch, bad_label_findings, broken_run_findings, odd_batch_findings
 from tests.starts import parse_flags

@@ -26,12 +26,13 @@ from konkanivani.errors import (
 from konkanivani.flags import config_to_text
 from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.sizes import checkpoint_bytes
-from konkanivani.recipe import preflight, run_data, run_tokenizer
+from konkanivani.recipe import preflight, run_data
+from konkanivani.recipe import run_data as run_tokenizer
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.preflight import check_disk, max_checkpoints
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.loop import train
-from konkanivani.training.optimizer import OptimizerState
+from konkanivani.training.optimizer_state import OptimizerState
 from tests.conftest import TINY_MODEL, Corpus, run_folders, run_trainer, write_corpus
 from tests.starts import begin_run
 

@@ -19,7 +19,7 @@ from konkanivani.command_line import end_script
 from konkanivani.data.batching import GlobalBatch, partition
 from konkanivani.data.loading import NO_UTTERANCES
 from konkanivani.distributed import ALONE, Topology, process_group, read_topology
-from konkanivani.training.sharding import FullState
+from konkanivani.training.optimizer_state import FullState
 from konkanivani.training.step import StepParts, train_step
 from tests.invariants.failing import ERRORS, failing_forward, once_at
 from tests.invariants.parts import KINDS, double_parts, global_batch, speeches

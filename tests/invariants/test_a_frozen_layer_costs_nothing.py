@@ -12,7 +12,7 @@ import torch
 
 from konkanivani.models.asr import trained_parameters
 from konkanivani.ops import products
-from konkanivani.training.optimizer import OptimizerState
+from konkanivani.training.optimizer_state import OptimizerState
 from konkanivani.training.optimizers import build_optimizer
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts, train_step
 from tests.invariants.parts import double_parts, global_batch, speeches

@@ -21,8 +21,8 @@ from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.errors import ResourceError
 from konkanivani.lengths import SMALL_CHUNK_FRAMES
 from konkanivani.memory import recovery
-from konkanivani.ops import ctc
-from konkanivani.training.optimizer import OptimizerState
+from konkanivani.ops import chunks as ctc
+from konkanivani.training.optimizer_state import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import Evaluation, join_portions, recognize_all
 from tests.conftest import ROOT, crossed, well

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.ops.packing import PackedEncoder
 from konkanivani.randomness import seed_step
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts

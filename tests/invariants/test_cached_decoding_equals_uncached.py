@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from konkanivani.config import DecodingConfig, TrainConfig
 from konkanivani.data.index import Utterance
 from konkanivani.data.text import FREE, OUR_TOKENS
-from konkanivani.decoding.beam import Scorers, Weighted, beam_search
-from konkanivani.decoding.decode import BeamDecode, Decode, build_decode
+from konkanivani.decoding.decode import BeamDecode, Decode, Scorers, Weighted, beam_search, build_decode
 from konkanivani.decoding.scorers import AttentionScorer
 from konkanivani.models.architecture import architecture_of
 from konkanivani.models.asr import KonkaniVaniASR

@@ -10,8 +10,8 @@ from konkanivani.config import AugmentConfig, DataConfig, LossConfig, OptimizerC
 from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.flags import parse_args
 from konkanivani.inference.recognizer import load_recognizer
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
+from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.tracer import BatchShape
 from konkanivani.planning.traces import build_tracer

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from konkanivani.data.augmentation import read_noise_reverb
 from konkanivani.data.batching import Cursor, EpochPlanner, GlobalBatch, same_size
-from konkanivani.data.dataset import TrainDataset
+from konkanivani.data.dataset import TrainDataset, read_noise_reverb
 from konkanivani.data.loader import LoaderConfig
 from konkanivani.data.loading import GlobalBatchStream
-from konkanivani.data.manifest import read_manifest
-from konkanivani.data.rejections import Rejections
+from konkanivani.data.manifest import Rejections, read_manifest
 from konkanivani.data.text import train_tokenizer
 from konkanivani.models.attention import SequenceLayout
 from konkanivani.training.step import StepParts

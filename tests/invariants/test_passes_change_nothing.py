@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from konkanivani.config import LossConfig, ModelConfig
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.models.conformer import ConformerBlock, Dropout, Encoder, FeedForward
 from konkanivani.models.whisper.architecture import WhisperArchitecture
-from konkanivani.models.whisper.network import WhisperShape
-from konkanivani.ops import depthwise, products
+from konkanivani.models.whisper.model import WhisperShape
+from konkanivani.ops import products
+from konkanivani.ops import products as depthwise
 from konkanivani.ops.passes import ALL_PASSES, NO_PASSES, Passes, optimize
 from konkanivani.randomness import dropout_seed, seed_step
 from konkanivani.training.step import forward_and_backward, loss_counts

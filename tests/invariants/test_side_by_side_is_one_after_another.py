@@ -16,12 +16,12 @@ from konkanivani.config import DataConfig, LossConfig, MemoryConfig, ModelConfig
 from konkanivani.data.batching import Batch, Example, GlobalBatch, collate, order_for_concurrency
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.models.architecture import architecture_of
-from konkanivani.models.losses import LossCounts, LossSums, Objective
+from konkanivani.models.asr import LossCounts, LossSums, Objective
 from konkanivani.planning.tensors import LiveBytes
 from konkanivani.training import step
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.gradient import OrderedAccumulation, map_ordered
-from konkanivani.training.optimizer import OptimizerState
+from konkanivani.training.optimizer_state import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
 from tests.conftest import crossed
 from tests.invariants.failing import ERRORS, above, failing_forward

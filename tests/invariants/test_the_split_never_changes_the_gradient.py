@@ -5,7 +5,7 @@ import torch
 
 from konkanivani.config import ModelConfig
 from konkanivani.data.batching import GlobalBatch
-from konkanivani.models.losses import LossCounts
+from konkanivani.models.asr import LossCounts
 from konkanivani.training.step import StepParts, StepReport, forward_and_backward, train_step
 from tests.conftest import further
 from tests.invariants.parts import KINDS, double_parts, global_batch, relative_difference, speeches

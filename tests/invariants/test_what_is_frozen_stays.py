@@ -11,8 +11,8 @@ from konkanivani.checkpoints.checkpointer import LAST
 from konkanivani.config import TrainConfig, TuningConfig
 from konkanivani.errors import CheckpointError
 from konkanivani.inference.speech_model import build_speech_model
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
+from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.tracer import BatchShape
 from konkanivani.planning.traces import build_tracer

@@ -14,14 +14,14 @@ import torch
 from konkanivani.config import MemoryConfig, TrainConfig
 from konkanivani.decoding.decode import Decode
 from konkanivani.memory import weights as placements
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cuda_costs
+from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.memory.weights import ON_CARD, Placement, WeightPrefetcher
 from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.tracer import BatchShape
 from konkanivani.planning.traces import build_tracer
 from konkanivani.training.build_step import StateLayout, build_step_parts
-from konkanivani.training.optimizer import set_learning_rate
+from konkanivani.training.optimizer_state import set_learning_rate
 from konkanivani.training.step import StepParts
 from konkanivani.training.validation import recognize
 from tests.conftest import crossed

@@ -18,8 +18,7 @@ from konkanivani.errors import UsageError
 from konkanivani.flags import config_from_text
 from konkanivani.inference.speech_model import SpeechModel, build_speech_model
 from konkanivani.lengths import SAMPLE_RATE
-from konkanivani.models.nemo.archive import CONFIG, TOKENIZER, WEIGHTS
-from konkanivani.models.nemo.pieces import IDS, PIECE, TRAINER, field
+from konkanivani.models.nemo.archive import CONFIG, IDS, PIECE, TOKENIZER, TRAINER, WEIGHTS, field
 from konkanivani.models.nemo.settings import BATCH_NORM, HEADS, SUBSAMPLINGS, read_settings, sources
 from konkanivani.models.nemo.weights import FILTER_BANK, NORM_EPSILON
 from konkanivani.rules import settings_of

@@ -17,11 +17,11 @@ from konkanivani.inference.bundle import bundle_bytes, read_bundle
 from konkanivani.inference.export import build_onnx, read_onnx
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.inference.speech_model import SpeechModel
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.models.architecture import HybridArchitecture
+from konkanivani.models.asr import BLANK
 from konkanivani.models.conformer import keep_activations
 from konkanivani.models.front_end import FrontEnd, described
-from konkanivani.models.losses import BLANK
 from konkanivani.models.twin import twin_of
 from konkanivani.ops.chunks import ChunkedRelativeSelfAttention
 from konkanivani.ops.passes import optimize

@@ -10,8 +10,7 @@ import torch
 from konkanivani.data.batching import Batch, Example, collate
 from konkanivani.data.text import SpecialTokens
 from konkanivani.models.whisper.folder import name_in_file
-from konkanivani.models.whisper.model import Whisper
-from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.models.whisper.model import Whisper, WhisperShape
 from konkanivani.ops.passes import optimize
 
 WHY = "transformers, which Whisper is held against, is not installed: pip install -e .[test]"

@@ -20,8 +20,7 @@ from konkanivani.distributed import ALONE, Topology
 from konkanivani.memory.weights import ON_CARD, Placement
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.folder import DIMENSIONS, TWINS, name_in_file
-from konkanivani.models.whisper.model import Whisper
-from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.models.whisper.model import Whisper, WhisperShape
 from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
 from tests.conftest import WORDS

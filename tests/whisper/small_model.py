@@ -9,7 +9,7 @@ import torch
 
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.folder import name_in_file
-from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.models.whisper.model import WhisperShape
 from tests.conftest import WORDS
 from tests.whisper.byte_vocabularies import NO_TIMES, named_after, real_vocabulary, vocabulary_of_text, write_files
 

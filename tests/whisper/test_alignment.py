@@ -12,9 +12,8 @@ from konkanivani.config import PretrainedConfig
 from konkanivani.errors import DataError
 from konkanivani.inference.recognizer import with_word_times
 from konkanivani.inference.speech_model import build_pretrained_model, read_pretrained
-from konkanivani.inference.word_times import attended_words
+from konkanivani.inference.word_times import alignment_weights, attended_words, attention_spans, first_frames
 from konkanivani.models.conformer import keep_activations
-from konkanivani.models.whisper.alignment import alignment_weights, attention_spans, first_frames
 from konkanivani.models.whisper.folder import read_whisper_folder
 from konkanivani.models.whisper.vocabulary import vocabulary_of
 from tests.whisper.folders import read_reference

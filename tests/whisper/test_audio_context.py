@@ -16,9 +16,9 @@ from konkanivani.data.batching import Example
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.flags import config_from_text, config_to_text, contradictions
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.plan import RecomputePolicy
+from konkanivani.models.architecture import step_flop
 from konkanivani.models.conformer import keep_activations
-from konkanivani.models.flops import step_flop
 from konkanivani.models.whisper import model as network
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.export import PretrainedWhisper, TunedWhisper, write_whisper_folder

@@ -14,8 +14,7 @@ import torch
 from konkanivani.decoding.decode import BeamDecode
 from konkanivani.inference import whisper_generation as generation
 from konkanivani.inference.whisper_generation import FallbackDecode, compression_ratio, say
-from konkanivani.models.whisper.model import Whisper
-from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.models.whisper.model import Whisper, WhisperShape
 from konkanivani.models.whisper.vocabulary import PromptedVocabulary
 from konkanivani.planning.tensors import LiveBytes
 from tests.conftest import WORDS, further

@@ -15,12 +15,11 @@ import torch
 
 from konkanivani.config import AugmentConfig, DecodingConfig
 from konkanivani.data.text import GenerationRules
-from konkanivani.decoding import beam as rules_module
+from konkanivani.decoding import decode as rules_module
 from konkanivani.decoding.decode import BeamDecode, Decode, build_decode, greedy_decode
 from konkanivani.models.conformer import keep_activations
-from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.architecture import WhisperArchitecture, WhisperFrontEnd
 from konkanivani.models.whisper.byte_pairs import BytePairs, read_byte_pairs
-from konkanivani.models.whisper.features import WhisperFrontEnd
 from konkanivani.models.whisper.model import Whisper
 from konkanivani.models.whisper.vocabulary import (
     END,

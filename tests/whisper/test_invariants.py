@@ -16,14 +16,14 @@ from konkanivani.data.index import Utterance
 from konkanivani.data.text import OUR_TOKENS, GenerationRules
 from konkanivani.decoding.decode import BeamDecode
 from konkanivani.inference.speech_model import digest_of
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.plan import RecomputePolicy
+from konkanivani.models.asr import LossCounts, LossSums
 from konkanivani.models.decoder import FIRST_CAPACITY
-from konkanivani.models.losses import LossCounts, LossSums
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.ops import recompute
 from konkanivani.training import step
 from konkanivani.training.gradient import OrderedAccumulation
-from konkanivani.training.optimizer import OptimizerState
+from konkanivani.training.optimizer_state import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import RecognizedPortion, recognize_all
 from tests.conftest import crossed

@@ -10,15 +10,13 @@ import torch.nn.functional as F
 from konkanivani.config import AugmentConfig, LossConfig
 from konkanivani.decoding.decode import BeamDecode
 from konkanivani.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.plan import RecomputePolicy
+from konkanivani.models.asr import LossCounts
 from konkanivani.models.conformer import WrapBlock, keep_activations
-from konkanivani.models.losses import LossCounts
-from konkanivani.models.whisper import network as blocks
-from konkanivani.models.whisper.architecture import WhisperArchitecture
-from konkanivani.models.whisper.features import WhisperFrontEnd
+from konkanivani.models.whisper import model as blocks
+from konkanivani.models.whisper.architecture import WhisperArchitecture, WhisperFrontEnd
 from konkanivani.models.whisper.folder import name_in_file, read_whisper_folder
-from konkanivani.models.whisper.model import Whisper, sinusoids
-from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.models.whisper.model import Whisper, WhisperShape, sinusoids
 from tests.conftest import crossed
 from tests.whisper.folders import (
     KINDS,

@@ -9,9 +9,9 @@ import torch
 from konkanivani.data.batching import Example, GlobalBatch, same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS, GenerationRules
 from konkanivani.decoding.decode import BeamDecode
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.models.whisper.architecture import WhisperArchitecture
-from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.models.whisper.model import WhisperShape
 from konkanivani.planning.tensors import LiveBytes
 from konkanivani.planning.tracer import BatchShape, StepTracer
 from konkanivani.planning.traces import build_tracer

@@ -17,7 +17,7 @@ from konkanivani.inference.segmentation import build_segmentation
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.models.whisper.architecture import WhisperArchitecture
-from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.models.whisper.model import WhisperShape
 from konkanivani.models.whisper.vocabulary import PromptedVocabulary, TimedSegment, timed_segments
 from tests.whisper.byte_vocabularies import TIMES
 from tests.whisper.folders import FRAMES, SECONDS, reference, transformers

@@ -17,8 +17,7 @@ from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.inference.whisper_generation import FallbackDecode, without_final_loop
 from konkanivani.lengths import SAMPLE_RATE, Lengths
 from konkanivani.models.whisper.architecture import WhisperArchitecture
-from konkanivani.models.whisper.model import Decoder
-from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.models.whisper.model import Decoder, WhisperShape
 from konkanivani.models.whisper.vocabulary import PromptedVocabulary
 from tests.conftest import WORDS, speak
 from tests.whisper.vocabularies import read_vocabulary, write_vocabulary

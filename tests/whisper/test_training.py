@@ -11,14 +11,13 @@ from konkanivani.data.batching import Example, GlobalBatch, same_size, split_int
 from konkanivani.data.text import FREE, SpecialTokens
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.errors import DataError
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
+from konkanivani.memory.plan import RecomputePolicy
+from konkanivani.models.architecture import step_flop
 from konkanivani.models.asr import frozen_count, trained_parameters
 from konkanivani.models.conformer import keep_activations
-from konkanivani.models.flops import step_flop
-from konkanivani.models.whisper.architecture import WhisperArchitecture
-from konkanivani.models.whisper.features import WhisperFrontEnd
-from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.models.whisper.architecture import WhisperArchitecture, WhisperFrontEnd
+from konkanivani.models.whisper.model import WhisperShape
 from konkanivani.planning.traces import build_tracer
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.optimizers import build_optimizer
@@ -205,7 +204,7 @@ def test_shapes_alone_do_not_wait_for_torchs_compiler(torch_alone):
     program = """
 import sys
 from konkanivani.models.whisper.architecture import WhisperArchitecture
-from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.models.whisper.model import WhisperShape
 WhisperArchitecture(WhisperShape(64, 4, 2, 2, 64, 80, 60)).build_without_values()
 print("torch._dynamo" in sys.modules)
 """

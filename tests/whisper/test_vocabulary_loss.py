@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from konkanivani.ops import vocabulary_loss
-from konkanivani.ops.vocabulary_loss import SlicedTiedEmbedding, vocabulary_loss_sum
+from konkanivani.ops import fused as vocabulary_loss
+from konkanivani.ops.fused import SlicedTiedEmbedding, vocabulary_loss_sum
 from konkanivani.planning.tensors import LiveBytes
 
 VOCABULARY = 300

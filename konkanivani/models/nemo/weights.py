@@ -13,16 +13,22 @@ from typing import BinaryIO
 import safetensors
 import torch
 
-from konkanivani.auto_defaults import resolve
 from konkanivani.checkpoints.checkpoint import PROVENANCE_STATE, Checkpoint, Provenance, check_finite, load_tensors
 from konkanivani.config import AugmentConfig, FeatureConfig, LossConfig, ModelConfig, TextConfig, TrainConfig
 from konkanivani.errors import DataError, ResourceError, UsageError, explained
 from konkanivani.files import conversion_hint, digest_of_file
-from konkanivani.flags import config_to_text
+from konkanivani.flags import config_to_text, resolve
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.models.architecture import HybridArchitecture, architecture_of, is_within_bounds
-from konkanivani.models.nemo.archive import NemoArchive, Section, open_nemo, refused
-from konkanivani.models.nemo.pieces import Pieces, read_pieces, sentencepiece_of
+from konkanivani.models.nemo.archive import (
+    NemoArchive,
+    Pieces,
+    Section,
+    open_nemo,
+    read_pieces,
+    refused,
+    sentencepiece_of,
+)
 from konkanivani.models.nemo.settings import BATCH_NORM, HEADS, LEFT, RNNT, NemoSettings, Source, read_settings, sources
 from konkanivani.rules import check_config
 

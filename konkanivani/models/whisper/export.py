@@ -21,7 +21,7 @@ import torch
 from konkanivani.config import AudioContext, PretrainedConfig, TrainConfig, TuningConfig
 from konkanivani.errors import CheckpointError, NumericsError, ResourceError, UsageError
 from konkanivani.lengths import SAMPLE_RATE
-from konkanivani.models.adapters import LOW_RANK_TENSORS
+from konkanivani.models.fine_tuning import LOW_RANK_TENSORS
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.byte_pairs import read_byte_pairs
 from konkanivani.models.whisper.folder import (
@@ -41,7 +41,7 @@ from konkanivani.models.whisper.folder import (
     whole_folder,
     write_json,
 )
-from konkanivani.models.whisper.network import WhisperShape
+from konkanivani.models.whisper.model import WhisperShape
 from konkanivani.models.whisper.vocabulary import ModelTokens, Prompt, PromptedVocabulary, is_english_only
 
 # --------------------

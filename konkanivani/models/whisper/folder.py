@@ -22,10 +22,8 @@ from konkanivani.config import AudioContext
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.files import conversion_hint, sync_file
 from konkanivani.lengths import SAMPLE_RATE
-from konkanivani.models.whisper.architecture import WhisperArchitecture
-from konkanivani.models.whisper.features import FFT_SAMPLES
-from konkanivani.models.whisper.model import Whisper
-from konkanivani.models.whisper.network import HOP_SAMPLES, WhisperShape
+from konkanivani.models.whisper.architecture import FFT_SAMPLES, WhisperArchitecture
+from konkanivani.models.whisper.model import HOP_SAMPLES, Whisper, WhisperShape
 
 # --------------------
 # Files of a Whisper model's folder: JSON and safetensors, read without running code; pickle is refused.
