@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from konkanivani.inference.recognizer import load_recognizer
 
+__version__ = "0.2.0"
+
 __all__ = ["load_recognizer"]
 
 

@@ -41,7 +41,22 @@ PATH_NAME = re.compile(
     r"whisper|adapter|references|hypotheses|compare|table|text|held_out|sentences)$"
 )
 # Lines of a description that match this are examples and are never wrapped.
-EXAMPLE = re.compile(r"\s{2,}|python3 |torchrun |\./")
+EXAMPLE = re.compile(r"\s{2,}|python3 |torchrun |konkanivani |\./")
+# Subcommands of `konkanivani`, and the scripts in training_scripts/ that run the same functions.
+SCRIPTS = {
+    "train": "train_konkanivani_asr.py",
+    "prepare": "prepare_data.py",
+    "builtin": "prepare_builtin_corpus.py",
+    "inspect": "inspect_data.py",
+    "plan": "plan_memory.py",
+    "evaluate": "evaluate_konkanivani_asr.py",
+    "transcribe": "transcribe.py",
+    "export": "export_asr.py",
+    "import": "import_asr.py",
+    "average": "average_checkpoints.py",
+    "compare": "compare_models.py",
+    "lm": "train_language_model.py",
+}
 STDERR = 2
 GRACE_SECONDS = 1.0  # delay of a rank that prints nothing, so that the reporting rank prints first
 
@@ -53,15 +68,17 @@ def read_flags(
     shown: type | None = None,
     common: Sequence[HelpSection] = (),
     hidden: Collection[str] = (),
+    description: str | None = None,
 ) -> Flags:
     """Return a `kind` from the command line; missing fields are from `default`, and nested fields have no prefix.
 
-    An unknown or mistyped flag ends the process with exit code 2 and the nearest name. `--help` prints the script's
-    docstring and the flags of `shown`, or of `kind`: those in `common`, if any, or all of them after `--help all`.
-    Flags in `hidden` are accepted, but not printed.
+    An unknown or mistyped flag ends the process with exit code 2 and the nearest name. `--help` prints the
+    `description` (None: the docstring of the running script) and the flags of `shown`, or of `kind`: those in `common`,
+    if any, or all of them after `--help all`. Flags in `hidden` are accepted, but not printed.
     """
+    text = with_command_names(description or sys.modules["__main__"].__doc__ or "").strip()
     if {"-h", "--help"} & set(arguments):
-        _print_help(shown or kind, None if shown else default, arguments, common, hidden)
+        _print_help(shown or kind, None if shown else default, arguments, common, hidden, text)
     # Imported late: --help does not need it.
     import tyro
 
@@ -70,7 +87,7 @@ def read_flags(
             kind,
             args=list(map(with_new_name, arguments)),
             default=tyro.MISSING_NONPROP if default is None else default,
-            description=(sys.modules["__main__"].__doc__ or "").strip(),
+            description=text,
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff),
             use_underscores=True,
         )
@@ -79,17 +96,35 @@ def read_flags(
 
 
 def _print_help(
-    kind: type, default: object, arguments: list[str], common: Sequence[HelpSection], hidden: Collection[str]
+    kind: type,
+    default: object,
+    arguments: list[str],
+    common: Sequence[HelpSection],
+    hidden: Collection[str],
+    description: str,
 ) -> NoReturn:
     """Print the help of `kind` and end the process; `all` after `--help` lists every flag."""
     place = next(index for index, word in enumerate(arguments) if word in ("-h", "--help"))
     show_all = arguments[place + 1 : place + 2] == ["all"]
-    description = (sys.modules["__main__"].__doc__ or "").strip()
     try:
         print(format_help(kind, default, description, common, show_all, hidden), flush=True)
     except BrokenPipeError:  # the reader of the pipe, such as head, has ended
         sys.exit(_leave_pipe())
     sys.exit(0)
+
+
+def command_line_of(command: str) -> str:
+    """Return how to start a subcommand in the way in which this process was started: installed, or from a checkout."""
+    program, _, subcommand = sys.argv[0].rpartition(" ")
+    if program.endswith("konkanivani") and subcommand in SCRIPTS:
+        return f"{program} {command}"
+    return f"python3 training_scripts/{SCRIPTS[command]}"
+
+
+def with_command_names(text: str) -> str:
+    """Return the text with `konkanivani COMMAND` written as this process was started (`command_line_of`)."""
+    names = "|".join(SCRIPTS)
+    return re.sub(rf"(?<![\w./])konkanivani ({names})\b", lambda found: command_line_of(found[1]), text)
 
 
 def with_new_name(flag: str) -> str:

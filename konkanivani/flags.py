@@ -264,12 +264,13 @@ class CommandLine:
         return _checked(_with_given(base, self.parsed, self.explicit), self.explicit, stored=None)
 
 
-def parse_args(arguments: list[str]) -> CommandLine:
+def parse_args(arguments: list[str], description: str | None = None) -> CommandLine:
     """Parse the trainer's command line; an unknown or mistyped flag ends the process with exit code 2.
 
-    A flag that is not given has the preset's value, else the default.
+    A flag that is not given has the preset's value, else the default. `--help` prints the `description` (None: the
+    docstring of the running script).
     """
-    parsed = read_flags(TrainConfig, arguments, TrainConfig(), common=COMMON_FLAGS)
+    parsed = read_flags(TrainConfig, arguments, TrainConfig(), common=COMMON_FLAGS, description=description)
     base = defaults_beside(parsed)
     explicit = explicit_flags(arguments)
     return CommandLine(_checked(_with_given(base, parsed, explicit), explicit, stored=None), parsed, explicit)

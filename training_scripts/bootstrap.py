@@ -56,6 +56,7 @@ from konkanivani.install.environment import (
     Requirements,
     Venv,
     add_huge_pages,
+    end_in_a_line,
     mend_streams,
     set_malloc_options,
     set_process_defaults,
@@ -92,14 +93,6 @@ def rerun_under_venv() -> None:
     command = f"./run_training_memory_optimized.sh or python3 training_scripts/bootstrap.py in {ROOT}"
     say(f"error: {reason}. Run {command}, then start again.")
     sys.exit(EXIT_RESOURCES)
-
-
-def end_in_a_line(kind, error, trace) -> None:
-    """Handle Ctrl-C during imports or flag parsing as the scripts do later: one line, exit code 130."""
-    if issubclass(kind, KeyboardInterrupt):
-        say("Interrupted.")
-        os._exit(130)
-    sys.__excepthook__(kind, error, trace)
 
 
 def main(arguments: list[str]) -> int:

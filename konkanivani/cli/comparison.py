@@ -339,14 +339,13 @@ class Ended:
 
 
 class Trainer:
-    """Runner of the training script, one process at a time.
+    """Runner of `konkanivani train`, one process at a time.
 
     A process has its own session, so that Ctrl-C reaches only this process, which forwards it once. The trainer then
     saves and exits; it also does if this process is killed.
     """
 
-    def __init__(self, script: Path) -> None:
-        self._script = script
+    def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._signal_number = 0
         self._libc = ctypes.CDLL(None)
@@ -364,7 +363,7 @@ class Trainer:
     def run(self, arguments: Sequence[str]) -> Ended:
         """Run the trainer to its end and forward its output to stderr."""
         self._process = process = subprocess.Popen(
-            [sys.executable, str(self._script), *arguments],
+            [sys.executable, "-m", "konkanivani", "train", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Collection, Iterator, MutableMapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import IO
 
 from konkanivani.install.packages import (
@@ -73,6 +74,17 @@ def mend_streams() -> None:
             setattr(sys, f"__{name}__", stream)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def end_in_a_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Handle Ctrl-C during imports or flag parsing as a command does later: one line, exit code 130.
+
+    For `sys.excepthook`.
+    """
+    if issubclass(kind, KeyboardInterrupt):
+        print("Interrupted.", file=sys.stderr, flush=True)
+        os._exit(130)
+    sys.__excepthook__(kind, error, trace)
 
 
 def set_process_defaults(environment: Environment) -> None:

@@ -1,0 +1,118 @@
+"""Compute the batch sizes that fit a memory budget. No GPU is needed: the training step is traced.
+
+    konkanivani plan --memory_budget 4GiB
+    konkanivani plan --gpu T4 --world 8 --shard always
+    konkanivani plan \\
+        --gpu "GTX 980" --checkpoint model.pt --train_layers 8
+
+Also accepts the trainer's flags, such as --memory_budget and --preset (konkanivani train --help lists them).
+--checkpoint is the same as --init_from.
+"""
+
+import re
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from konkanivani.command_line import read_flags
+from konkanivani.config import TrainConfig
+from konkanivani.console import parse_budget
+from konkanivani.errors import UsageError
+from konkanivani.flags import CommandLine, check_idle_flags, defaults_beside, explicit_flags
+from konkanivani.memory.devices import Gpu, cpu_costs, cuda_costs, find_gpu
+from konkanivani.rules import check_config
+
+HOW_LONG = "10 to 20 s the first time, 3 s when repeated, since traces are cached"
+
+
+@dataclass(frozen=True)
+class OwnFlags:
+    """GPU and output."""
+
+    gpu: str | None = None
+    """Name of the GPU to plan for, such as "GTX 980" or "A100 80GB"."""
+    world: int = 1
+    """Number of ranks, each with a GPU of this memory; --shard selects FSDP2 sharding."""
+    presets: bool = False
+    """Print a table for all presets in 2, 4, 8, 14.7 and 24 GiB."""
+    table: bool = False
+    """Print the memory of each published Whisper model, fully or partly trained, with and without offloading."""
+    json: bool = False
+    """Print one line of JSON instead of a table, in bytes and seconds."""
+
+
+@dataclass(frozen=True)
+class Flags(OwnFlags):
+    """Own flags and the trainer's."""
+
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+def read_plan_flags(arguments: list[str]) -> Flags:
+    """Parse the command line; the model has the shape of the preset unless single flags override it."""
+    # Parsed twice: the first pass finds --preset and --pretrained, which set the defaults of the second.
+    first = read_flags(Flags, arguments, Flags(), shown=OwnFlags, description=__doc__)
+    return read_flags(Flags, arguments, Flags(train=defaults_beside(first.train)), description=__doc__)
+
+
+def plan(flags: Flags, given: frozenset[str]) -> str:
+    """Return the memory plan as text; `given` are the names of the flags on the command line."""
+    check_idle_flags(flags.train, given)
+    check_config(flags.train)
+    if flags.world < 1:
+        raise UsageError("--world must be at least 1.")
+    gpu = find_gpu(flags.gpu) if flags.gpu else None
+    budget = flags.train.memory.memory_budget
+    if not (gpu or budget or flags.presets):
+        raise UsageError("Give --memory_budget, for example 4GiB, or --gpu with the name of a GPU.")
+    if gpu and flags.train.run.device == "cpu":
+        raise UsageError(f"--device cpu contradicts --gpu {flags.gpu}: give only one of them.")
+    size = parse_budget(budget) if budget else gpu.memory if gpu else 0
+    if flags.train.run.init_from is not None:
+        flags = replace(flags, train=with_shape_of_checkpoint(flags.train, Path(flags.train.run.init_from), given))
+    if flags.train.pretrained.pretrained is not None:
+        check_pretrained(flags)
+    # On stderr, so that --json leaves one line on stdout.
+    print(f"Tracing training steps ({HOW_LONG}).", file=sys.stderr, flush=True)
+    from konkanivani.planning.report import plan_budget, plan_presets, plan_whisper
+    from konkanivani.planning.sizes import choose_ranks
+
+    costs = cpu_costs()
+    if gpu or flags.train.run.device == "cuda":
+        # --device cuda without --gpu: assume Turing, compute capability 7.5.
+        gpu = gpu or Gpu("a CUDA GPU", size, (7, 5))
+        costs = cuda_costs(gpu.name, gpu.capability)
+    if flags.table:
+        return plan_whisper(flags.train, costs, size)
+    if flags.presets:
+        if flags.world > 1:
+            raise UsageError("--presets supports one process: use --world with one --preset.")
+        return plan_presets(flags.train, costs)
+    report = plan_budget(flags.train, costs, size, choose_ranks(flags.train, costs, size, flags.world), given)
+    return report.as_json() if flags.json else report.as_table()
+
+
+def with_shape_of_checkpoint(train: TrainConfig, path: Path, given: frozenset[str]) -> TrainConfig:
+    """Return the settings with the shape and vocabulary size of the --init_from checkpoint at `path`."""
+    from konkanivani.recipe.startup import start_from_checkpoint
+
+    asked, initial = start_from_checkpoint(CommandLine(train, train, given), path)
+    # The vocabulary size sets the size of the output head and of the logits.
+    size = train.text.vocab_size if train.tuning.new_tokenizer else initial.vocab_size
+    return replace(asked.config, text=replace(asked.config.text, vocab_size=size))
+
+
+def check_pretrained(flags: Flags) -> None:
+    """Raise the errors of planning with this --pretrained folder before any tracing."""
+    if flags.presets or flags.table:
+        raise UsageError("--presets and --table do not apply to --pretrained: omit them or --pretrained.")
+    from konkanivani.planning.sizes import planned_architecture
+
+    # On the meta device, without allocating weights.
+    planned_architecture(flags.train).build_without_values()
+
+
+def main(arguments: list[str]) -> str:
+    """Plan according to the command line; return the plan as text."""
+    words = [re.sub(r"^--checkpoint(?==|$)", "--init_from", word) for word in arguments]
+    return plan(read_plan_flags(words), explicit_flags(words))
