@@ -283,7 +283,7 @@ def measure_int8(flags: Int8Flags) -> str:
     if not Path(flags.onnx).is_file():
         raise DataError(f"There is no ONNX file at {flags.onnx}. Write one with export_asr.py --onnx.")
     manifest = read_manifest(flags.manifest)
-    from konkanivani.inference.export import require_onnx
+    from konkanivani.inference.onnx_graph import require_onnx
 
     require_onnx()
     from konkanivani.data.audio.waveform import load_audio

@@ -21,24 +21,16 @@ import torch
 
 from benchmarks.accuracy import WAYS, Way, measure_ways
 from konkanivani.checkpoints.checkpoint import Checkpoint, write_checkpoint
-from konkanivani.cli.verify_export import TOLERANCE, check_bundle, check_onnx, check_signal, recognize_with
+from konkanivani.cli.write_exports import TOLERANCE, check_bundle, check_onnx, check_signal, recognize_with
 from konkanivani.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.data.text import Tokenizer, train_tokenizer
 from konkanivani.errors import CheckpointError, NumericsError, ResourceError
 from konkanivani.files import atomic_write
 from konkanivani.flags import config_to_text
-from konkanivani.inference import bundle
-from konkanivani.inference import export as onnx_export
+from konkanivani.inference import bundle, onnx_graph
 from konkanivani.inference.bundle import Contents, bundle_bytes, is_bundle, read_bundle
-from konkanivani.inference.export import (
-    MatrixLogMel,
-    OnnxModel,
-    RecognitionGraph,
-    quantize,
-    read_onnx,
-    require_onnx,
-    token_texts,
-)
+from konkanivani.inference.export import OnnxModel, quantize, read_onnx, token_texts
+from konkanivani.inference.onnx_graph import MatrixLogMel, RecognitionGraph, require_onnx
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.lengths import Framing, subsampled_length
 from konkanivani.models.architecture import HybridArchitecture
@@ -490,9 +482,9 @@ class TestOnnx:
 
     def test_what_is_not_installed_is_named_with_its_command(self, monkeypatch):
         require_onnx()
-        real = onnx_export.importlib.util.find_spec
+        real = onnx_graph.importlib.util.find_spec
         monkeypatch.setattr(
-            onnx_export.importlib.util, "find_spec", lambda name: None if "script" in name else real(name)
+            onnx_graph.importlib.util, "find_spec", lambda name: None if "script" in name else real(name)
         )
         with pytest.raises(ResourceError, match=re.escape(f"{sys.executable} -m pip install onnxscript")):
             require_onnx()

@@ -9,20 +9,18 @@ Each file is read back and compared with the checkpoint before it is renamed to 
 exported model is also evaluated.
 """
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from konkanivani.command_line import read_flags
-from konkanivani.console import parse_share, say
+from konkanivani.console import parse_share
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import UsageError
-from konkanivani.files import atomic_write, check_new_file
+from konkanivani.files import check_new_file
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
     from konkanivani.checkpoints.checkpoint import Checkpoint
-    from konkanivani.cli.verify_export import Exported, FormScore
     from konkanivani.inference.speech_model import SpeechModel
     from konkanivani.training.validation import EvaluationSet
 
@@ -95,8 +93,16 @@ def export(flags: Flags) -> str:
     import torch
 
     from konkanivani.checkpoints.checkpoint import check_finite, read_checkpoint
-    from konkanivani.cli.verify_export import Exported, compare, recognize_with
-    from konkanivani.inference.export import require_onnx
+    from konkanivani.cli.write_exports import (
+        Exported,
+        compare,
+        export_bundle,
+        export_folders,
+        export_onnx,
+        recognize_with,
+        table,
+    )
+    from konkanivani.inference.onnx_graph import require_onnx
     from konkanivani.inference.speech_model import build_speech_model
 
     if flags.onnx is not None or flags.int8 is not None:
@@ -115,9 +121,9 @@ def export(flags: Flags) -> str:
     if flags.bundle is not None:
         forms.append(export_bundle(Path(flags.bundle), speech_model))
     if flags.onnx is not None or flags.int8 is not None:
-        forms += export_onnx(flags, speech_model)
+        forms += export_onnx(speech_model, flags.onnx, flags.int8)
     if flags.folders:
-        forms += export_folders(flags, checkpoint)
+        forms += export_folders(checkpoint, flags.pretrained, flags.whisper, flags.adapter)
     if utterances is None:
         return "Read back and verified against the checkpoint. With --manifest, the exported models are also evaluated."
     return "\n".join(table(compare(forms, utterances)))
@@ -150,66 +156,6 @@ def check_kind(flags: Flags, checkpoint: "Checkpoint") -> None:
         )
 
 
-def export_folders(flags: Flags, checkpoint: "Checkpoint") -> list["Exported"]:
-    """Write the requested folders, and read the model back for the comparison."""
-    import torch
-
-    from konkanivani.cli.verify_export import Exported, recognize_with, size_of
-    from konkanivani.flags import config_from_text
-    from konkanivani.inference.speech_model import build_pretrained_model, read_pretrained, tuned_whisper
-    from konkanivani.models.whisper.export import export_adapter, export_whisper, read_base
-
-    tuned = tuned_whisper(checkpoint, config_from_text(checkpoint.config))
-    forms = []
-    base = read_base(tuned, flags.pretrained, flags.folders)
-    if flags.adapter is not None:
-        export_adapter(tuned, base, Path(flags.adapter))
-        say(f"{flags.adapter}: {size_in_words(size_of(Path(flags.adapter)))}")
-    if tuned.note():
-        say(tuned.note())
-    if flags.whisper is not None:
-        out = Path(flags.whisper)
-        say(f"{export_whisper(tuned, base, out).sentence()}\n{out}: {size_in_words(size_of(out))}")
-        # Read from disk like any other folder, not from memory.
-        read = build_pretrained_model(read_pretrained(out), tuned.config.pretrained, torch.device("cpu"))
-        forms.append(Exported("folder", out, recognize_with(read)))
-    return forms
-
-
-def export_bundle(path: Path, speech_model: "SpeechModel") -> "Exported":
-    """Write the bundle, read it back and verify it."""
-    from konkanivani.cli.verify_export import Exported, check_bundle, recognize_with
-    from konkanivani.inference.bundle import bundle_bytes, read_bundle
-
-    with atomic_write(path) as partial:
-        partial.write_bytes(bundle_bytes(speech_model))
-        # Still under its temporary name: a failed comparison leaves no file.
-        read = read_bundle(partial, speech_model.device)
-        check_bundle(read, speech_model, path)
-    say_written(path)
-    return Exported("bundle", path, recognize_with(read))
-
-
-def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
-    """Write the requested ONNX files, read them back and verify them."""
-    from konkanivani.cli.verify_export import TOLERANCE, Exported, check_onnx
-    from konkanivani.inference.export import build_onnx, quantize, read_onnx
-
-    say("Tracing the model for ONNX (up to a minute).")
-    model = build_onnx(speech_model)
-    forms = []
-    # int8 weights change the probabilities, so only the lengths and NaN are checked.
-    for name, path, tolerance in (("ONNX", flags.onnx, TOLERANCE), ("ONNX, int8", flags.int8, math.inf)):
-        if path is not None:
-            with atomic_write(Path(path)) as partial:
-                partial.write_bytes(model if path == flags.onnx else quantize(model))
-                read = read_onnx(partial)
-                check_onnx(read, speech_model, Path(path), tolerance)
-            say_written(Path(path))
-            forms.append(Exported(name, Path(path), read.recognize))
-    return forms
-
-
 def read_utterances(
     manifest: str, audio_roots: tuple[str, ...], checkpoint: "Checkpoint", speech_model: "SpeechModel"
 ) -> "EvaluationSet":
@@ -224,26 +170,6 @@ def read_utterances(
     return build_evaluation_set(
         manifest, config, speech_model.tokenizer, speech_model.architecture, speech_model.device, rejections
     )
-
-
-def table(comparisons: list["FormScore"]) -> list[str]:
-    """Return a table with one line per exported model, below a header."""
-    lines = [f"{'':12} {'WER':>7} {'CER':>7} {'changed texts':>14} {'size':>9}"]
-    for found in comparisons:
-        rates = found.rates
-        others = f"{found.other_texts} of {found.utterances}"
-        lines.append(f"{found.name:12} {rates.wer:7.2%} {rates.cer:7.2%} {others:>14} {size_in_words(found.size):>9}")
-    return lines
-
-
-def say_written(path: Path) -> None:
-    """Print the name and size of a file."""
-    say(f"{path}: {size_in_words(path.stat().st_size)}")
-
-
-def size_in_words(size: int) -> str:
-    """Return a size in megabytes (10**6 bytes) as text."""
-    return f"{size / 1e6:.1f} MB"
 
 
 def main(arguments: list[str]) -> str:

@@ -1,6 +1,5 @@
 """Report of a memory plan for a GPU, and the table of Whisper's sizes."""
 
-import dataclasses
 import gc
 import json
 import math
@@ -9,7 +8,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 
 import torch
@@ -55,7 +54,7 @@ TOKENS_PER_SECOND = {"char": 15, "bpe": 6, "unigram": 6}
 BYTE_PAIRS_PER_SECOND = 17  # 1.13 tokens of Whisper's byte-pair encoding per character of Konkani
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class PlanRequest:
     """Question to the planner, with or without recomputing every block; picklable for a worker process."""
 
@@ -73,7 +72,7 @@ class PlanRequest:
         """Return the peaks of one of the longest utterances with this placement of the weights."""
         window = self.architecture.longest_seconds
         longest = BUCKETS[-1] if window == math.inf else window
-        with dataclasses.replace(self, placement=placement).planner() as planner:
+        with replace(self, placement=placement).planner() as planner:
             return planner.phases(BatchShape(1, longest, self.tokens(longest)), self.policy)
 
     @contextmanager
@@ -165,7 +164,7 @@ def _name(config: TrainConfig) -> str:
     return config.pretrained.pretrained or config.run.init_from or config.run.preset
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Answer:
     """Planned buckets with or without recomputing every block; sizes in bytes, lengths in seconds."""
 
@@ -174,7 +173,7 @@ class Answer:
     longest_seconds: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class PlanReport:
     """Planner's answers under one budget, in bytes; `flags` is a command line for the trainer."""
 
@@ -197,7 +196,7 @@ class PlanReport:
 
     def as_json(self) -> str:
         """Return the report as one line of JSON."""
-        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+        return json.dumps(asdict(self), ensure_ascii=False)
 
     def as_table(self) -> str:
         """Return the report as a table for the user."""
@@ -306,8 +305,8 @@ def plan_presets(
 ) -> str:
     """Return a table of presets by budgets in GiB: micro-batch of 10 s utterances, and longest utterance in seconds."""
     config = resolve(config)
-    runs = [(dataclasses.replace(config.run, preset=name), shape) for name, shape in presets.items()]
-    shaped = [dataclasses.replace(config, run=run, model=shape) for run, shape in runs]
+    runs = [(replace(config.run, preset=name), shape) for name, shape in presets.items()]
+    shaped = [replace(config, run=run, model=shape) for run, shape in runs]
     # Budget 0: _cells sets it for each column.
     requests = [PlanRequest(shape, costs, 0, mode) for shape in shaped for mode in ("never", "always")]
     with two_processes() as pool:
@@ -430,9 +429,9 @@ def answer_cell(question: Question) -> Cell:
 
 def plan_whisper(config: TrainConfig, costs: DeviceCosts, budget: int, sizes: tuple[str, ...] = tuple(SIZES)) -> str:
     """Return the table as text: one line per model size and trained part."""
-    memory = dataclasses.replace(config.memory, mixed_precision=True, gradient_checkpointing=AUTO)
-    loss = dataclasses.replace(config.loss, ctc_weight=0.0, label_smoothing=0.0)
-    config = resolve(dataclasses.replace(config, memory=memory, loss=loss))
+    memory = replace(config.memory, mixed_precision=True, gradient_checkpointing=AUTO)
+    loss = replace(config.loss, ctc_weight=0.0, label_smoothing=0.0)
+    config = resolve(replace(config, memory=memory, loss=loss))
     rows = [(size, trained) for size in sizes for trained in TRAINED]
     # pool.map keeps the order of its input, row by row.
     with two_processes() as pool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from konkanivani.checkpoints.checkpoint import read_checkpoint
-from konkanivani.cli.verify_export import check_bundle, recognize_with
+from konkanivani.cli.write_exports import check_bundle, recognize_with
 from konkanivani.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.data.filtering import training_limits
 from konkanivani.inference.bundle import bundle_bytes, read_bundle

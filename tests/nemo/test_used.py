@@ -11,7 +11,7 @@ import torch
 
 from konkanivani.checkpoints.averaging import NamedCheckpoint, average_checkpoints
 from konkanivani.checkpoints.checkpoint import PROVENANCE_STATE, provenance_of, read_checkpoint, read_provenance
-from konkanivani.cli.verify_export import check_signal
+from konkanivani.cli.write_exports import check_signal
 from konkanivani.flags import config_from_text
 from konkanivani.inference.bundle import read_bundle
 from konkanivani.inference.export import build_onnx, read_onnx

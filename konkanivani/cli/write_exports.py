@@ -1,4 +1,4 @@
-"""Verification of exported models against their checkpoint, on a synthetic signal and on a manifest.
+"""Writing of exported models, and their verification against the checkpoint on a synthetic signal and a manifest.
 
 B batch, S samples, T' encoder frames, V vocabulary.
 """
@@ -8,19 +8,28 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from konkanivani.checkpoints.checkpoint import Checkpoint
+from konkanivani.console import say
 from konkanivani.data.loading import load_batches
 from konkanivani.data.text import normalize_text
 from konkanivani.decoding.ctc import ctc_head_of
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.errors import NumericsError
-from konkanivani.inference.export import OnnxModel
-from konkanivani.inference.speech_model import SpeechModel
+from konkanivani.files import atomic_write
+from konkanivani.flags import config_from_text
+from konkanivani.inference.bundle import bundle_bytes, read_bundle
+from konkanivani.inference.speech_model import SpeechModel, build_pretrained_model, read_pretrained, tuned_whisper
 from konkanivani.lengths import SAMPLE_RATE, Lengths
+from konkanivani.models.whisper.export import export_adapter, export_whisper, read_base
 from konkanivani.scoring.metrics import ErrorRates, error_rates
 from konkanivani.training.validation import EvaluationSet
+
+if TYPE_CHECKING:  # needs the packages of the extra `export`
+    from konkanivani.inference.export import OnnxModel
 
 # Absolute, for fp32 probabilities. Other kernels and summation orders stay within it; another model exceeds it by far.
 TOLERANCE = 1e-3
@@ -82,7 +91,7 @@ def check_bundle(read: SpeechModel, speech_model: SpeechModel, path: Path) -> No
 
 
 @torch.no_grad()
-def check_onnx(found: OnnxModel, speech_model: SpeechModel, path: Path, tolerance: float) -> None:
+def check_onnx(found: "OnnxModel", speech_model: SpeechModel, path: Path, tolerance: float) -> None:
     """Raise a NumericsError if a probability differs by more than `tolerance` from the checkpoint's."""
     ctc_head = ctc_head_of(speech_model.model)
     waveforms, lengths = check_signal()
@@ -132,3 +141,74 @@ def compare(forms: list[Exported], utterances: EvaluationSet) -> list[FormScore]
         )
         for form, heard in zip(forms, texts, strict=True)
     ]
+
+
+def export_bundle(path: Path, speech_model: SpeechModel) -> Exported:
+    """Write the bundle, read it back and verify it."""
+    with atomic_write(path) as partial:
+        partial.write_bytes(bundle_bytes(speech_model))
+        # Still under its temporary name: a failed comparison leaves no file.
+        read = read_bundle(partial, speech_model.device)
+        check_bundle(read, speech_model, path)
+    say_written(path)
+    return Exported("bundle", path, recognize_with(read))
+
+
+def export_onnx(speech_model: SpeechModel, onnx: str | None, int8: str | None) -> list[Exported]:
+    """Write the requested ONNX files, read them back and verify them."""
+    from konkanivani.inference.export import build_onnx, quantize, read_onnx
+
+    say("Tracing the model for ONNX (up to a minute).")
+    model = build_onnx(speech_model)
+    forms = []
+    # int8 weights change the probabilities, so only the lengths and NaN are checked.
+    for name, path, tolerance in (("ONNX", onnx, TOLERANCE), ("ONNX, int8", int8, math.inf)):
+        if path is not None:
+            with atomic_write(Path(path)) as partial:
+                partial.write_bytes(model if path == onnx else quantize(model))
+                read = read_onnx(partial)
+                check_onnx(read, speech_model, Path(path), tolerance)
+            say_written(Path(path))
+            forms.append(Exported(name, Path(path), read.recognize))
+    return forms
+
+
+def export_folders(
+    checkpoint: Checkpoint, pretrained: str | None, whisper: str | None, adapter: str | None
+) -> list[Exported]:
+    """Write the requested folders, and read the model back for the comparison."""
+    tuned = tuned_whisper(checkpoint, config_from_text(checkpoint.config))
+    forms = []
+    base = read_base(tuned, pretrained, [Path(folder) for folder in (whisper, adapter) if folder is not None])
+    if adapter is not None:
+        export_adapter(tuned, base, Path(adapter))
+        say(f"{adapter}: {size_in_words(size_of(Path(adapter)))}")
+    if tuned.note():
+        say(tuned.note())
+    if whisper is not None:
+        out = Path(whisper)
+        say(f"{export_whisper(tuned, base, out).sentence()}\n{out}: {size_in_words(size_of(out))}")
+        # Read from disk like any other folder, not from memory.
+        read = build_pretrained_model(read_pretrained(out), tuned.config.pretrained, torch.device("cpu"))
+        forms.append(Exported("folder", out, recognize_with(read)))
+    return forms
+
+
+def table(comparisons: list[FormScore]) -> list[str]:
+    """Return a table with one line per exported model, below a header."""
+    lines = [f"{'':12} {'WER':>7} {'CER':>7} {'changed texts':>14} {'size':>9}"]
+    for found in comparisons:
+        rates = found.rates
+        others = f"{found.other_texts} of {found.utterances}"
+        lines.append(f"{found.name:12} {rates.wer:7.2%} {rates.cer:7.2%} {others:>14} {size_in_words(found.size):>9}")
+    return lines
+
+
+def say_written(path: Path) -> None:
+    """Print the name and size of a file."""
+    say(f"{path}: {size_in_words(path.stat().st_size)}")
+
+
+def size_in_words(size: int) -> str:
+    """Return a size in megabytes (10**6 bytes) as text."""
+    return f"{size / 1e6:.1f} MB"
