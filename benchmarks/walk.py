@@ -120,8 +120,7 @@ def write_corpus(folder: Path) -> Path:
 
 def walk(flags: Flags) -> Walk:
     """Trace one run."""
-    import train_konkanivani_asr
-
+    from konkanivani.cli import train
     from konkanivani.training import build_step
 
     if flags.plain:
@@ -136,7 +135,7 @@ def walk(flags: Flags) -> Walk:
             threading.setprofile(seen.see)
             sys.setprofile(seen.see)
             try:
-                train_konkanivani_asr.main(given.split())
+                train.main(given.split())
             finally:
                 sys.setprofile(None)
                 threading.setprofile(None)

@@ -523,7 +523,7 @@ class TestMalloc:
     # Without the pad, whose 16 MiB would take a few of the blocks if the heap grew now.
     PROGRAM = (
         "import os, sys; sys.path.insert(0, '.')\n"
-        "from konkanivani.install import process_defaults\n"
+        "from konkanivani.install import environment as process_defaults\n"
         "status = lambda: int(open('/proc/self/status').read().split('VmRSS:')[1].split()[0])\n"
         "process_defaults.MALLOC_THRESHOLD, process_defaults.MALLOC_TOP_PAD = 1 << 20, 0\n"
         "answer = process_defaults.set_malloc_options(os.environ) if sys.argv[1] == 'set' else None\n"
@@ -574,7 +574,7 @@ class TestMalloc:
     # Size in KiB of the first heap of the process while another thread has 40 blocks of 1 MiB.
     OF_A_THREAD = (
         "import os, sys, threading; sys.path.insert(0, '.')\n"
-        "from konkanivani.install import process_defaults\n"
+        "from konkanivani.install import environment as process_defaults\n"
         "sys.argv[1] == 'set' and process_defaults.set_malloc_options(os.environ)\n"
         "def hold():\n"
         "    blocks = [bytearray(1 << 20) for _ in range(40)]\n"

@@ -3,15 +3,15 @@
 import hashlib
 import json
 import re
-import runpy
 import shlex
 from pathlib import Path
 
 import pytest
 
+from konkanivani.cli.prepare import describe
 from konkanivani.corpora.prepare import Preparation, prepare_corpus
-from tests.conftest import ROOT, well
-from tests.test_formats import SCRIPT, SPLITS, openslr_mucs, sentence, webdataset, write_sentence
+from tests.conftest import well
+from tests.test_formats import SPLITS, openslr_mucs, sentence, webdataset, write_sentence
 from tests.test_prepare_data import Table, prepare, table, twelve  # noqa: F401 - fixtures
 
 
@@ -131,11 +131,9 @@ def test_the_command_that_trains_names_folder_and_run_after_the_output(tmp_path,
         (tmp_path / "corpus" / f"{number}.txt").write_text(sentence(number), encoding="utf-8")
     here.mkdir()
     monkeypatch.chdir(here)
-    monkeypatch.syspath_prepend(str(ROOT / "training_scripts"))
-    script = runpy.run_path(str(ROOT / SCRIPT), run_name="script")
     for output, name in OUTPUTS.items():
         task = Preparation(format="folder", source=Path("../corpus"), output=Path(output), force=True)
-        words = shlex.split(script["describe"](prepare_corpus(task), task.output).splitlines()[-1])
+        words = shlex.split(describe(prepare_corpus(task), task.output).splitlines()[-1])
         assert words[words.index("--checkpoint_dir") + 1] == f"checkpoints/{name}"
         assert words[words.index("--run_name") + 1] == name
     assert not list(tmp_path.rglob("ran"))

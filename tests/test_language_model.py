@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import runpy
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from konkanivani.checkpoints.checkpoint import Checkpoint, write_checkpoint
-from konkanivani.command_line import read_flags
+from konkanivani.cli import language_model
 from konkanivani.config import TextConfig, TrainConfig
 from konkanivani.data.text import OUR_TOKENS, Tokenizer, train_tokenizer
 from konkanivani.decoding import ngram
@@ -39,7 +38,7 @@ from konkanivani.decoding.ngram import (
 )
 from konkanivani.errors import DataError, KonkaniVaniError, ResourceError
 from konkanivani.flags import config_to_text
-from tests.conftest import ROOT, WORDS, run_script, well
+from tests.conftest import WORDS, run_script, well
 
 SCRIPT = "training_scripts/train_language_model.py"
 CPU = torch.device("cpu")
@@ -538,10 +537,8 @@ def test_the_script_writes_a_model_and_measures_it(folder, tokenizer):
 def test_the_script_refuses_in_a_sentence(folder, flags, code, said, monkeypatch):
     """Runs in this process, as the script itself calls the function."""
     monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(str(ROOT / "training_scripts"))
-    script = runpy.run_path(str(ROOT / SCRIPT))
     with pytest.raises(KonkaniVaniError) as caught:
-        script["train"](read_flags(script["Flags"], ["--checkpoint", "checkpoint_best.pt", *flags]))
+        language_model.main(["--checkpoint", "checkpoint_best.pt", *flags])
     assert caught.value.exit_code == code
     assert said in str(caught.value) and "\n" not in str(caught.value)
     assert not (folder / "x.arpa").exists() and list(folder.glob("*.partial")) == []

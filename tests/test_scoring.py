@@ -6,7 +6,6 @@ import json
 import locale
 import math
 import re
-import runpy
 import subprocess
 import sys
 import unicodedata
@@ -18,6 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from konkanivani.cli import evaluate
+from konkanivani.command_line import run_script as run_script_function
 from konkanivani.console import display_width
 from konkanivani.errors import DataError, KonkaniVaniError
 from konkanivani.scoring.metrics import (
@@ -486,15 +487,13 @@ def test_the_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch
 def test_flags_that_cannot_work_are_refused(tmp_path, monkeypatch, capsys, flags, exit_code, said):
     """Call the script's functions in this process, which saves the second of each start."""
     one, other = files(tmp_path, "a\n", "a\n")
-    monkeypatch.syspath_prepend(str(ROOT / "training_scripts"))
-    script = runpy.run_path(str(ROOT / SCRIPT), run_name="script")
-    given = script["Flags"](
+    given = evaluate.Flags(
         **{
             name.removeprefix("--"): int(value) if name == "--worst" else value.format(said=one, heard=other)
             for name, value in zip(flags[::2], flags[1::2], strict=True)
         }
     )
-    assert script["run_script"](lambda: script["score"](given)) == exit_code
+    assert run_script_function(lambda: evaluate.score(given)) == exit_code
     assert said in capsys.readouterr().err
     assert Path(one).read_text() == "a\n"
 

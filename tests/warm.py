@@ -109,6 +109,13 @@ class Job:
         sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
 
 
+def script_of(command: Sequence[str]) -> tuple[Path, Sequence[str]]:
+    """Return the script of a command of this project, with its arguments; `-m konkanivani train` is the trainer."""
+    if command[1:4] == ["-m", "konkanivani", "train"]:
+        return ROOT / "training_scripts" / "train_konkanivani_asr.py", command[4:]
+    return Path(command[1]), command[2:]
+
+
 class Fork:
     """Running or finished script that leads a process group, with the interface of subprocess.Popen."""
 
@@ -143,7 +150,8 @@ class ForkedScript:
 
     def __init__(self, command: Sequence[str], **_others: object) -> None:
         reading, writing = zip(os.pipe(), os.pipe(), strict=True)
-        job = Job(Path(command[1]), command[2:], *(Path(f"/dev/fd/{end}") for end in writing), Path.cwd())
+        script, arguments = script_of(command)
+        job = Job(script, arguments, *(Path(f"/dev/fd/{end}") for end in writing), Path.cwd())
         self._pid = os.fork()
         if not self._pid:
             _live(job)

@@ -86,7 +86,7 @@ def answer(command: str) -> str:
         return completion_script()
     near = get_close_matches(command, COMMANDS, n=1)
     meant = f" Did you mean {near[0]}?" if near else ""
-    raise UsageError(f"konkanivani has no command {command}.{meant} The commands are: {', '.join(COMMANDS)}.")
+    raise UsageError(f"There is no command {command}.{meant} Choose one of: {', '.join(COMMANDS)}.")
 
 
 def run_command(command: str) -> NoReturn:

@@ -39,12 +39,12 @@ COMPARISON, PLANNER = "training_scripts/compare_models.py", "training_scripts/pl
 # The ONNX export traces every layer in about a second.
 SHAPE = (*TINY_MODEL[:2], "--encoder_layers", "1", *TINY_MODEL[4:])
 ELSEWHERE = ("benchmarks/", "--source egs/x", "--source FOLDER", "plan_memory.py --memory_budget", "--world 8")
-IN_PACKAGE = ("konkanivani/config.py", "konkanivani/corpora/prepare.py")
+IN_PACKAGE = ("konkanivani/config.py", "konkanivani/corpora/prepare.py", "konkanivani/cli/*.py")
 FLAGS_IN = (*IN_PACKAGE, "training_scripts/*.py", "benchmarks/**/*.py")
 OTHERS = "logdir host standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_id rdzv_endpoint local_addr"
 OTHERS += " nodes ntasks gpus signal discount_fallback help encoder_"  # flags of other programs, and one truncated flag
 OTHERS += " copy_files output_dir"  # CTranslate2
-UNLISTED = {"README.md", "LICENSE", "CONTRIBUTING.md", "pyproject.toml"}  # files that every project has
+UNLISTED = {"README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "pyproject.toml"}  # files that every project has
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -75,10 +75,15 @@ def large_dataclasses(files: dict[str, str]) -> list[str]:
     for name, text in files.items():
         for node in ast.walk(ast.parse(text)):
             is_dataclass = isinstance(node, ast.ClassDef) and "dataclass" in map(decorator_name, node.decorator_list)
-            if is_dataclass and node.name not in RECORDS and name != "config.py":
+            if is_dataclass and node.name not in RECORDS and not is_flags(name, node):
                 fields = sum(isinstance(statement, ast.AnnAssign) for statement in node.body)
                 found += [f"{name}:{node.name}"] if fields > MAX_FIELDS else []
     return found
+
+
+def is_flags(name: str, node: ast.ClassDef) -> bool:
+    """Return whether a dataclass is a group of command-line flags."""
+    return name == "config.py" or (name.startswith("cli/") and node.name in ("Flags", "OwnFlags"))
 
 
 def decorator_name(node: ast.expr) -> str:
@@ -112,14 +117,14 @@ def former_names(files: dict[str, str]) -> list[str]:
 
 
 def package_imports(files: dict[str, str]) -> set[tuple[str, str]]:
-    """Return the pairs (importing, imported) of top-level packages."""
+    """Return the pairs (importing, imported) of top-level packages; commands may import any of them."""
     found = set()
     packages = {name.partition("/")[0] for name in files if "/" in name}
     for name, text in files.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("konkanivani."):
                 found.add((name.partition("/")[0], node.module.split(".")[1]))
-    return {(one, other) for one, other in found if one != other and {one, other} <= packages}
+    return {(one, other) for one, other in found if one != other and {one, other} <= packages and one != "cli"}
 
 
 def test_no_file_is_too_long():
@@ -140,8 +145,7 @@ def test_parameter_objects_have_few_fields():
 
 
 def test_files_have_few_imports():
-    # An exporter imports optional packages inside its functions; preparation imports each corpus format.
-    assert set(import_heavy(sources(PACKAGE))) <= {"inference/export.py", "corpora/prepare.py"}
+    assert set(import_heavy(sources(PACKAGE))) == set()
 
 
 def test_no_folder_has_too_many_files():
