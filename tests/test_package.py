@@ -84,7 +84,7 @@ def test_train_transcribe_and_plan_outside_of_the_checkout(environment, tmp_path
     assert trained.returncode == 0, trained.stderr
     assert json.loads(trained.stdout.splitlines()[-1])["epochs"] == 1
     row = json.loads((tmp_path / "data/builtin/test.jsonl").read_text().splitlines()[0])
-    recording = tmp_path / "data/builtin" / row["audio"]
+    recording = tmp_path / "data/builtin" / row["audio_filepath"]
     texts = run(environment, tmp_path, "transcribe", str(recording), "--device", "cpu", "--format", "json")
     assert texts.returncode == 0 and "segments" in json.loads(texts.stdout), texts.stderr
     planned = run(environment, tmp_path, "plan", "--gpu", "T4", "--preset", "minimal", "--json")
