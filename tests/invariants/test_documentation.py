@@ -21,9 +21,9 @@ from konkanivani.config import PRESETS, TrainConfig
 from konkanivani.models.architecture import architecture_of
 from konkanivani.models.asr import parameter_count
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, run_script, well, write_corpus, write_surroundings
+from tests.corpora.test_formats import common_voice
 from tests.nemo.files import NemoParts, changed, in_languages
 from tests.patience import PATIENCE
-from tests.test_formats import common_voice
 from tests.warm import fork_scripts, warm_parent
 from tests.whisper.small_model import write_model
 

@@ -28,10 +28,10 @@ from konkanivani.ops.passes import optimize
 from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, Corpus, further, run_folders, run_script, well
+from tests.inference.test_export import CPU, EXPORT, SHAPE, speech_model_of_shape, spoken
 from tests.invariants.parts import OTHER_FEATURES, OTHER_PARTS
+from tests.models.test_block_parts import laid_out, random_attention
 from tests.starts import begin_run
-from tests.test_block_parts import laid_out, random_attention
-from tests.test_export import CPU, EXPORT, SHAPE, speech_model_of_shape, spoken
 
 FLAGS = (
     *("--attention_positions", "relative", "--convolution_norm", "none", "--subsampling", "striding"),

@@ -9,9 +9,9 @@ import pytest
 
 from konkanivani.files import visible_files
 from konkanivani.inference.transcribe import find_recordings
+from tests.cli.test_prepare_data import prepare, rejected
 from tests.conftest import well
-from tests.test_formats import MINIATURES, add_member, sentence, sound_bytes, write_sentence
-from tests.test_prepare_data import prepare, rejected
+from tests.corpora.test_formats import MINIATURES, add_member, sentence, sound_bytes, write_sentence
 
 # As written by a Mac on file systems without attributes.
 FORK = b"\0\5\26\7\0\2\0\0Mac OS X        \xff\xfe" + bytes(120)

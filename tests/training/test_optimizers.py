@@ -28,8 +28,8 @@ from tests.conftest import crossed
 from tests.invariants.failing import ERRORS, failing_backward, failing_forward, once_at
 from tests.invariants.parts import MODEL, double_parts, global_batch, measured_peak, relative_difference, speeches
 from tests.starts import parse_flags
-from tests.test_host_reads import Reads
 from tests.tracers import ONLY_TENSORS, VOCAB_SIZE, tracer_of
+from tests.training.test_host_reads import Reads
 
 SMALLER = ["adamw8bit", "adafactor"]
 WIDE = dataclasses.replace(MODEL, d_model=32)  # some matrices have 4096 elements

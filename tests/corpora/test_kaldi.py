@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.test_prepare_data import prepare, rejected
 from tests.conftest import ROOT, run_script, well
-from tests.test_formats import SCRIPT, sentence, write_sentence, write_table
-from tests.test_prepare_data import prepare, rejected
+from tests.corpora.test_formats import SCRIPT, sentence, write_sentence, write_table
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ TWO = Topology(rank=1, world_size=2, local_rank=1, local_world_size=2)
 SHAPE = PRESETS["original"]
 ARCHITECTURE = architecture_of(TrainConfig(model=SHAPE), 1000)
 GIB = 2**30
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_world_of_one_answers_at_once():

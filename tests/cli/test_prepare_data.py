@@ -25,8 +25,7 @@ from konkanivani.corpora.tables import Shares, draw_splits, split_named
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import KonkaniVaniError
 from tests.conftest import run_here, well
-from tests.patience import PATIENCE
-from tests.test_formats import (
+from tests.corpora.test_formats import (
     MINIATURES,
     SCRIPT,
     SPLITS,
@@ -37,6 +36,7 @@ from tests.test_formats import (
     write_sentence,
     write_table,
 )
+from tests.patience import PATIENCE
 from tests.warm import DEV_NULL, ROOT, Job, warm_parent
 
 COLUMNS = ("audio", "text", "speaker", "split")

@@ -185,7 +185,7 @@ def test_each_record_is_on_disk_when_log_returns(tmp_path):
     """A process killed right after log() keeps every record, so nothing may wait for close()."""
     program = (
         "import os\n"
-        "from tests.test_logbook import a_step, Logbook\n"
+        "from tests.training.test_logbook import a_step, Logbook\n"
         f"book = Logbook({str(tmp_path)!r})\n"
         "[book.log(a_step(step)) for step in range(1, 6)]\n"
         "os.kill(os.getpid(), 9)\n"

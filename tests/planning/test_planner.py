@@ -251,7 +251,7 @@ def print_answers():
 @pytest.fixture(scope="module")
 def printed() -> list[str]:
     """Return the output of a process without a previous backward pass: PyTorch forbids one in a fork after it."""
-    program = "from tests import test_planner\ntest_planner.print_answers()"
+    program = "from tests.planning import test_planner\ntest_planner.print_answers()"
     return well(warm_parent().run_program(program)).stdout.splitlines()
 
 

@@ -28,7 +28,7 @@ from konkanivani.console import announced, progress_bar
 from konkanivani.flags import COMMON_FLAGS, config_from_text, config_to_text, contradictions, parse_args
 from konkanivani.rules import settings_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
     path for path in (ROOT / "training_scripts").glob("*.py") if path.stem not in ("__init__", "bootstrap")
 )

@@ -49,7 +49,7 @@ from konkanivani.install.packages import (
 from tests.conftest import further
 from tests.patience import PATIENCE
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "training_scripts").glob("[a-z]*.py")) + [
     path for path in sorted((ROOT / "benchmarks").glob("**/*.py")) if path.read_text().startswith("#!")
 ]

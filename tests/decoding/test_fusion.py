@@ -19,7 +19,7 @@ from konkanivani.decoding.language_model import (
     score_sentences,
 )
 from konkanivani.decoding.ngram import estimate_ngrams
-from tests.test_decoding import all_sequences, is_close, problem
+from tests.decoding.test_decoding import all_sequences, is_close, problem
 
 FRAMES, VOCABULARY = 3, 6
 EVERY_PREFIX = 160  # exceeds the number of prefixes of 3 frames and 5 tokens

@@ -23,7 +23,7 @@ from konkanivani.data.manifest import Utterance, read_manifest
 from konkanivani.data.text import normalize_text
 from konkanivani.errors import DataError, UsageError
 from tests.conftest import TINY_MODEL, run_folders, run_here, run_trainer, well
-from tests.test_builtin_corpus import file_digests, kill_once_it_speaks
+from tests.corpora.test_builtin_corpus import file_digests, kill_once_it_speaks
 
 SCRIPT = "training_scripts/prepare_builtin_corpus.py"
 SPLITS = (("train", TRAIN_VOICES), ("valid", VALID_VOICES), ("test", TEST_VOICES))

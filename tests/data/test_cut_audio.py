@@ -10,7 +10,7 @@ import pytest
 import soundfile
 
 from konkanivani.data.audio.files import AudioSource, ShortAudio, UnusableAudio, read_blocks, read_header, read_samples
-from tests.test_audio_file import RATE, tones
+from tests.data.test_audio_file import RATE, tones
 
 
 def write_cut(path: Path, file_format: str, share: float = 0.5, **fields: str) -> Path:

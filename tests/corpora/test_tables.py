@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from konkanivani.corpora.tables import Record, mend_rows
 from konkanivani.data.manifest import read_manifest
+from tests.cli.test_prepare_data import ALL, COLUMNS, Table, prepare, rejected, table, twelve  # noqa: F401 - fixtures
 from tests.conftest import well
-from tests.test_formats import CV_HEAD, SPLITS, sentence, sound_bytes, split_of, write_sentence, write_table
-from tests.test_prepare_data import ALL, COLUMNS, Table, prepare, rejected, table, twelve  # noqa: F401 - fixtures
+from tests.corpora.test_formats import CV_HEAD, SPLITS, sentence, sound_bytes, split_of, write_sentence, write_table
 
 
 def texts(directory: Path) -> set[str]:

@@ -11,7 +11,7 @@ import pytest
 import soundfile
 
 from tests.conftest import WORDS, run_script
-from tests.test_channels import write_rows
+from tests.data.test_channels import write_rows
 
 SCRIPTS = "training_scripts"
 

@@ -10,9 +10,9 @@ import pytest
 
 from konkanivani.cli.prepare import describe
 from konkanivani.corpora.prepare import Preparation, prepare_corpus
+from tests.cli.test_prepare_data import Table, prepare, table, twelve  # noqa: F401 - fixtures
 from tests.conftest import well
-from tests.test_formats import SPLITS, openslr_mucs, sentence, webdataset, write_sentence
-from tests.test_prepare_data import Table, prepare, table, twelve  # noqa: F401 - fixtures
+from tests.corpora.test_formats import SPLITS, openslr_mucs, sentence, webdataset, write_sentence
 
 
 def texts(directory: Path, split: str, output: str = "out") -> list[str]:

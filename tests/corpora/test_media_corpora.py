@@ -14,8 +14,8 @@ from konkanivani.corpora.prepare import Preparation, PreparationReport, prepare_
 from konkanivani.data.audio import files as audio_file
 from konkanivani.errors import DataError
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_here, run_trainer, speak, well, write_corpus
+from tests.data.test_cut_audio import write_cut
 from tests.media_files import ENCODED, KINDS, Kind, write_media
-from tests.test_cut_audio import write_cut
 
 
 @pytest.fixture(scope="module")

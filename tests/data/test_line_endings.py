@@ -23,8 +23,8 @@ from konkanivani.models.nemo.weights import import_nemo
 from konkanivani.models.whisper.byte_pairs import read_byte_pairs
 from konkanivani.models.whisper.folder import header_of, read_json
 from tests.conftest import ROOT, WORDS
+from tests.inference.test_export import SHAPE, as_checkpoint, speech_model_of_shape
 from tests.nemo.files import FOLDER as NEMO_FILES
-from tests.test_export import SHAPE, as_checkpoint, speech_model_of_shape
 from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
 
 MARK = b"\xef\xbb\xbf"

@@ -18,9 +18,9 @@ from konkanivani.data.index import BadRow, Utterance, open_index, parse_row, row
 from konkanivani.data.manifest import Manifest, Rejection, make_fingerprint, read_manifest
 from konkanivani.data.text import train_tokenizer
 from konkanivani.scoring.transcripts import read_transcripts
+from tests.cli.test_prepare_data import prepare, rejected
 from tests.conftest import TINY_MODEL, run_folders, run_script, run_trainer, speak, well
-from tests.test_formats import add_member, sentence, write_table
-from tests.test_prepare_data import prepare, rejected
+from tests.corpora.test_formats import add_member, sentence, write_table
 
 RATE = 16_000
 SECONDS = 2.0
