@@ -37,6 +37,7 @@ SINCE_FORMAT_2 = {
     *("power_guard", "preemphasis", "window", "edges", "mel_scale", "deviation"),
 }
 SUFFIX = ".safetensors"
+FOLDER_NAME = "model.safetensors"  # of the bundle in a folder for the hub
 ENTRY = "konkanivani"  # key in the file's metadata
 TOKENIZER = "tokenizer"  # tensor name
 MAX_HEADER_BYTES = 2**21  # about 130 per tensor, 500 tensors in the largest preset; safetensors would accept 100 MB

@@ -19,7 +19,7 @@ from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import stream_audio, stream_samples
 from konkanivani.decoding.decode import BeamDecode, Decode, build_decode
 from konkanivani.distributed import choose_device
-from konkanivani.inference.bundle import is_bundle, read_bundle
+from konkanivani.inference.bundle import FOLDER_NAME, is_bundle, read_bundle
 from konkanivani.inference.segmentation import Piece, SegmentationConfig, build_segmentation, segment_audio
 from konkanivani.inference.speech_model import SpeechModel, build_pretrained_model, build_speech_model, read_pretrained
 from konkanivani.inference.whisper_generation import FallbackDecode
@@ -35,6 +35,7 @@ from konkanivani.inference.word_times import (
     timed_words,
 )
 from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.models.whisper.folder import CONFIG
 from konkanivani.models.whisper.model import Whisper
 from konkanivani.models.whisper.vocabulary import PromptedVocabulary
 from konkanivani.rules import check_decoding
@@ -130,10 +131,22 @@ def load_recognizer(
     decode: Literal["greedy", "prefix", "attention", "joint"] = "greedy",
     beam: int = 10,
     device: Literal["auto", "cuda", "cpu"] = "auto",
+    language: str | None = None,
 ) -> Recognizer:
-    """Return the recogniser of the checkpoint or bundle at `path`; raise a CheckpointError if it cannot be used."""
+    """Return the recogniser of the model at `path`; raise a CheckpointError if it cannot be used.
+
+    Args:
+        path: checkpoint, bundle, or folder with a bundle or a Whisper model.
+        language: language code for the prompt of a Whisper model.
+    """
     decoding = DecodingConfig(decode=decode, beam=beam)
     check_decoding(decoding)
+    folder = Path(path)
+    if (folder / CONFIG).is_file():
+        pretrained = PretrainedConfig(pretrained=str(folder), language=language)
+        return build_recognizer(path, decoding, device, pretrained=pretrained)
+    if (folder / FOLDER_NAME).is_file():
+        path = folder / FOLDER_NAME
     return build_recognizer(path, decoding, device)
 
 
