@@ -132,7 +132,7 @@ def check_hub_folder(out: Path) -> None:
     raise UsageError(f"--hub_folder {out} {reason}, so it is not replaced. Choose a new or empty folder.")
 
 
-def write_hub_folder(out: Path, facts: CardFacts, write_files: Callable[[Path], None]) -> None:
+def write_hub_folder(out: Path, facts: CardFacts, write_files: Callable[[Path], object]) -> None:
     """Write the folder `out` with the files of `write_files`, which gets a temporary empty folder, and the model card.
 
     Raises UsageError if `out` must not be replaced, and ResourceError if it cannot be written.

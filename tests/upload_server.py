@@ -1,0 +1,153 @@
+"""A loopback HTTP server that implements the part of the Hugging Face hub's protocol that an upload needs."""
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+TOKEN = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567"
+
+
+@dataclass
+class Repository:
+    """A model repository: its files, and the commit of the last change."""
+
+    is_private: bool
+    pipeline_tag: str | None = None
+    files: dict[str, bytes] = field(default_factory=dict)
+    commits: int = 0
+
+    @property
+    def commit(self) -> str:
+        return hashlib.sha1(str(self.commits).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Fixed answer of the server, instead of the protocol's."""
+
+    status: int
+    body: bytes = b"{}"
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass
+class FakeHub:
+    """State of the server: repositories, all requests, and fixed answers by a part of the path."""
+
+    address: str = ""
+    upload_mode: str = "regular"
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+    tokens: set[str] = field(default_factory=set)
+    answers: dict[str, Answer] = field(default_factory=dict)
+
+    def answer(self, method: str, path: str, body: bytes) -> Answer:
+        """Return the answer to a request."""
+        self.requests.append(f"{method} {path}")
+        for part, answer in self.answers.items():
+            if part in f"{method} {path}":
+                return answer
+        if path == "/api/validate-yaml":
+            return _json({"warnings": [{"message": "a warning"}], "errors": []})
+        if path == "/api/repos/create":
+            return self._create(json.loads(body))
+        if path.startswith("/blob/"):
+            self.blobs[path.rpartition("/")[2]] = body
+            return Answer(200)
+        if path.endswith(".git/info/lfs/objects/batch"):
+            return self._batch(json.loads(body))
+        owner, name, *rest = path.removeprefix("/api/models/").split("/")
+        found = self.repositories.get(f"{owner}/{name}")
+        if found is None:
+            return Answer(404, b'{"error": "Repository not found"}', (("X-Error-Code", "RepoNotFound"),))
+        if rest in ([], ["revision", "main"]):
+            return _json(self._info(f"{owner}/{name}", found))
+        if rest[0] == "preupload":
+            return _json({"files": [self._mode(found, file) for file in json.loads(body)["files"]]})
+        assert rest[0] == "commit", path
+        return self._commit(f"{owner}/{name}", found, body)
+
+    def _create(self, asked: dict) -> Answer:
+        name = f"{asked['organization']}/{asked['name']}"
+        if name in self.repositories:
+            return Answer(409, b'{"error": "You already created this model repo"}')
+        self.repositories[name] = Repository(asked.get("visibility") == "private")
+        return _json({"url": f"{self.address}/{name}"})
+
+    def _info(self, name: str, found: Repository) -> dict:
+        files = [{"rfilename": file} for file in found.files]
+        info = {"id": name, "modelId": name, "sha": found.commit, "private": found.is_private, "siblings": files}
+        return info | ({"pipeline_tag": found.pipeline_tag} if found.pipeline_tag else {})
+
+    def _mode(self, found: Repository, file: dict) -> dict:
+        is_large = self.upload_mode == "lfs" and file["path"].endswith(".safetensors")
+        known = found.files.get(file["path"])
+        oid = None
+        if known is not None:
+            header = b"" if is_large else b"blob %d\0" % len(known)
+            oid = hashlib.new("sha256" if is_large else "sha1", header + known).hexdigest()
+        mode = "lfs" if is_large else "regular"
+        return {"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid}
+
+    def _batch(self, asked: dict) -> Answer:
+        objects = [
+            thing | {"actions": {"upload": {"href": f"{self.address}/blob/{thing['oid']}"}}}
+            for thing in asked["objects"]
+        ]
+        return _json({"transfer": "basic", "objects": objects})
+
+    def _commit(self, name: str, found: Repository, body: bytes) -> Answer:
+        for line in body.splitlines():
+            entry = json.loads(line)
+            value = entry["value"]
+            if entry["key"] == "file":
+                found.files[value["path"]] = base64.b64decode(value["content"])
+            if entry["key"] == "lfsFile":
+                content = self.blobs[value["oid"]]
+                assert hashlib.sha256(content).hexdigest() == value["oid"] and len(content) == value["size"]
+                found.files[value["path"]] = content
+        found.commits += 1
+        return _json({"commitUrl": f"{self.address}/{name}/commit/{found.commit}", "commitOid": found.commit})
+
+
+def _json(value: object) -> Answer:
+    return Answer(200, json.dumps(value).encode(), (("Content-Type", "application/json"),))
+
+
+@contextmanager
+def serve_hub() -> Iterator[FakeHub]:
+    """Yield the state of a server that runs in a thread until the end of the block."""
+    hub = FakeHub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def handle_request(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            hub.tokens.add(self.headers.get("Authorization") or "")
+            answer = hub.answer(self.command, self.path.partition("?")[0], body)
+            self.send_response(answer.status)
+            for name, value in answer.headers:
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(answer.body)))
+            self.end_headers()
+            self.wfile.write(answer.body)
+
+        do_GET = do_POST = do_PUT = handle_request
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.address = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
