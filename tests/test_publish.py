@@ -6,12 +6,14 @@ import json
 import os
 import struct
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from konkanivani import hub_upload
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.hub_upload import list_files, publish, size_words
 from tests.conftest import run_script, well
@@ -299,6 +301,39 @@ def test_without_a_network_it_is_a_sentence(hub, folder, monkeypatch):
     with pytest.raises(ResourceError, match="upload to goa/konkani failed: .*Check the connection") as raised:
         publish(folder, NAME, is_confirmed=True)
     assert "\n" not in str(raised.value)
+
+
+def test_a_connection_that_is_closed_is_a_sentence_and_the_next_start_completes(hub, folder, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)  # between the attempts of huggingface_hub
+    hub.answers["/commit/"] = Answer(0)
+    with pytest.raises(ResourceError, match="upload to goa/konkani failed: .*start again"):
+        publish(folder, NAME, is_confirmed=True)
+    assert hub.repositories[NAME].files == {} and sum("/commit/" in request for request in hub.requests) > 1
+    hub.answers.clear()
+    publish(folder, NAME, is_confirmed=True)
+    assert hub.repositories[NAME].files == contents(folder)
+
+
+@pytest.mark.parametrize("path", ["GET /api/models", "POST /api/repos/create", "validate-yaml"])
+def test_a_hub_that_does_not_answer_is_given_up(path, hub, folder, monkeypatch):
+    monkeypatch.setattr(hub_upload, "TIMEOUT", 0.2)
+    hub.answers[path] = Answer(200, delay=60.0)
+    start = time.monotonic()
+    with pytest.raises(ResourceError, match="upload to goa/konkani failed: .*Check the connection"):
+        publish(folder, NAME, is_confirmed=True)
+    assert time.monotonic() - start < 30
+
+
+def test_without_the_package_it_says_how_to_install_it(hub, folder, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ResourceError, match="not installed. Install: .* -m pip install huggingface_hub"):
+        publish(folder, NAME, is_confirmed=True)
+
+
+def test_offline_mode_is_named(hub, folder, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set"):
+        publish(folder, NAME, is_confirmed=True)
 
 
 class TestCommandLine:

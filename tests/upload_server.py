@@ -28,11 +28,12 @@ class Repository:
 
 @dataclass(frozen=True)
 class Answer:
-    """Fixed answer of the server, instead of the protocol's."""
+    """Fixed answer of the server, instead of the protocol's; with status 0, the connection is closed."""
 
     status: int
     body: bytes = b"{}"
     headers: tuple[tuple[str, str], ...] = ()
+    delay: float = 0.0
 
 
 @dataclass
@@ -46,6 +47,7 @@ class FakeHub:
     requests: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)
     answers: dict[str, Answer] = field(default_factory=dict)
+    stopping: threading.Event = field(default_factory=threading.Event)
 
     def answer(self, method: str, path: str, body: bytes) -> Answer:
         """Return the answer to a request."""
@@ -130,6 +132,10 @@ def serve_hub() -> Iterator[FakeHub]:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             hub.tokens.add(self.headers.get("Authorization") or "")
             answer = hub.answer(self.command, self.path.partition("?")[0], body)
+            hub.stopping.wait(answer.delay)
+            if answer.status == 0:
+                self.close_connection = True
+                return
             self.send_response(answer.status)
             for name, value in answer.headers:
                 self.send_header(name, value)
@@ -149,5 +155,6 @@ def serve_hub() -> Iterator[FakeHub]:
     try:
         yield hub
     finally:
+        hub.stopping.set()
         server.shutdown()
         server.server_close()
