@@ -52,6 +52,7 @@ SCRIPTS = {
     "evaluate": "evaluate_konkanivani_asr.py",
     "transcribe": "transcribe.py",
     "export": "export_asr.py",
+    "publish": "publish_model.py",
     "import": "import_asr.py",
     "average": "average_checkpoints.py",
     "compare": "compare_models.py",

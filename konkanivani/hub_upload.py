@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from konkanivani.command_line import command_line_of
 from konkanivani.console import count, say, show_text, table_lines
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
 
@@ -71,7 +72,9 @@ def list_files(folder: Path) -> tuple[UploadFile, ...]:
     uploaded, and ResourceError if a file cannot be read.
     """
     if not folder.is_dir():
-        raise UsageError(f"There is no folder {folder}. Give a folder written by export_asr.py --hub_folder.")
+        raise UsageError(
+            f"There is no folder {folder}. Give a folder written by {command_line_of('export')} --hub_folder."
+        )
     files = []
     for directory, folders, names in os.walk(folder, onerror=_raise_unreadable):
         links = [name for name in folders if Path(directory, name).is_symlink()]
@@ -136,7 +139,7 @@ def _content_problem(path: Path) -> str | None:
 
 
 def _check_card(folder: Path) -> None:
-    advice = "Export the model with export_asr.py --hub_folder, which writes one."
+    advice = f"Export the model with {command_line_of('export')} --hub_folder, which writes one."
     path = folder / CARD
     if not path.is_file():
         raise CheckpointError(f"{folder} has no model card ({CARD}). {advice}")

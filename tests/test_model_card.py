@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from konkanivani import load_recognizer
 from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from konkanivani.cli.write_exports import check_signal, recognize_with
+from konkanivani.command_line import SCRIPTS
 from konkanivani.config import DataConfig, PretrainedConfig, RunConfig, TrainConfig
 from konkanivani.console import duration_words
 from konkanivani.data.manifest import read_fingerprint
@@ -102,16 +105,22 @@ def native(base: Path, corpus: Manifests, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def whisper(corpus: Manifests, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """Export a fine-tuned Whisper model with LoRA, whose base folder has a card of its own."""
+    """Export a fine-tuned Whisper model, whose base folder has a card of its own."""
     folder = tmp_path_factory.mktemp("whisper")
     base = write_model(folder / "whisper-base", positions=64)
     (base / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# Whisper\n")
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"_name_or_path": "openai/whisper-nano"}))
     manifests = write_corpus(folder / "short", {"train": 6, "valid": 2, "test": 2}, lengths=range(1, 3))
-    flags = ("--pretrained", str(base), "--language", "mr", "--lora_rank", "2", "--learning_rate", "0.02")
+    flags = ("--pretrained", str(base), "--language", "mr", "--learning_rate", "0.02")
     well(run_trainer(*manifests.flags(), *SHORT, *run_folders(folder), *flags))
     path = folder / "checkpoints" / "checkpoint_last.pt"
+    # Three steps change no text of a random model.
+    checkpoint = read_checkpoint(path)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in checkpoint.states["model"].values():
+        tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
+    write_checkpoint(path, checkpoint)
     author = ("--license", "Apache-2.0", "--base_model", "openai/whisper-tiny")
     well(run_script(EXPORT, "--checkpoint", str(path), "--hub_folder", str(folder / "konkani-whisper"), *author))
     return Exported(path, folder / "konkani-whisper", folder / "none", manifests)
@@ -121,11 +130,7 @@ class TestNative:
     def test_the_folder_has_the_bundle_and_the_card_and_can_be_uploaded(self, native):
         assert sorted(path.name for path in native.folder.iterdir()) == ["README.md", "model.safetensors"]
         assert [file.name for file in list_files(native.folder)] == ["README.md", "model.safetensors"]
-        assert sorted(path.name for path in native.folder.parent.iterdir()) == [
-            "checkpoint_best.pt",
-            "konkani-asr",
-            "scores.json",
-        ]
+        assert not [path for path in native.folder.parent.iterdir() if "partial" in path.name or "new_" in path.name]
 
     def test_it_transcribes_as_its_checkpoint(self, native, base):
         wanted = load_recognizer(native.checkpoint, device="cpu").transcribe(native.recording)
@@ -184,10 +189,11 @@ class TestNative:
         assert len([line for line in program.splitlines() if line]) == 3
         assert well(warm_parent().run_program(program, cwd=tmp_path)).stdout.strip() == text.strip()
         command, training = blocks(exported.card, "sh")
-        _, script, *words = shlex.split(command)
-        done = well(run_script(script, *words, cwd=tmp_path))
+        program, name, *words = shlex.split(command)
+        assert (program, name) == ("konkanivani", "transcribe")
+        done = well(run_script(f"training_scripts/{SCRIPTS[name]}", *words, cwd=tmp_path))
         assert " ".join(done.stdout.split()) == " ".join(text.split())
-        assert training.startswith("python3 training_scripts/train_konkanivani_asr.py ")
+        assert training.startswith("konkanivani train --train_manifest ")
 
 
 class TestWhisper:
@@ -201,9 +207,15 @@ class TestWhisper:
     def test_it_transcribes_as_its_checkpoint(self, whisper):
         wanted = load_recognizer(whisper.checkpoint, device="cpu").transcribe(whisper.recording)
         found = load_recognizer(whisper.folder, device="cpu", language="mr").transcribe(whisper.recording)
-        assert found.text == wanted.text and found.text
-        base = load_recognizer(whisper.folder.parent / "whisper-base", device="cpu", language="mr")  # negative control
-        assert base.transcribe(whisper.recording).text != found.text
+        assert found.text == wanted.text
+        # A transcript of random weights is short, since repetitions are removed: compare all tokens as well.
+        texts = []
+        for path in (whisper.checkpoint, whisper.folder, whisper.folder.parent / "whisper-base"):
+            language = None if path == whisper.checkpoint else "mr"
+            recognize = recognize_with(load_recognizer(path, device="cpu", language=language).speech_model)
+            texts.append(recognize(*check_signal()))
+        assert texts[0] == texts[1] and max(map(len, texts[0])) > 20
+        assert texts[2] != texts[0]  # negative control
 
     def test_the_card_states_the_origin_and_no_more_than_is_known(self, whisper):
         found = metadata(whisper.card)
@@ -331,9 +343,10 @@ def test_text_from_files_cannot_change_the_metadata_or_the_markup(text):
     if text in ('a"b\\c', "x: [y, {z: &a *b}]", "कोंकणी\u200dभाषा 😀"):
         assert found["base_model"] == text
     card.encode("utf-8")
-    assert "<script>" not in re.sub(r"(`+).*?\1", "", card.split("\n---\n", 1)[1].replace("\\<", "").replace("\\>", ""))
+    body = re.sub(r"```\w+\n.*?\n```", "", card.split("\n---\n", 1)[1], flags=re.DOTALL)
+    assert "<script>" not in re.sub(r"(`+).*?\1", "", body.replace("\\<", "").replace("\\`", ""))
     headings = [line for line in card.splitlines() if line.startswith("#")]
-    assert len(headings) == 9 and "Owned" not in "".join(headings[1:])
+    assert len(headings) == 8 and "Owned" not in "".join(headings[1:])
 
 
 def test_code_spans_and_plain_text():

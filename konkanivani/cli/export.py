@@ -1,15 +1,17 @@
-"""Export a checkpoint as safetensors bundle, ONNX, int8 ONNX, Whisper folder or LoRA adapter.
+"""Export a checkpoint as safetensors bundle, ONNX, int8 ONNX, Whisper folder, LoRA adapter or folder for the hub.
 
     konkanivani export \\
         --checkpoint checkpoints/checkpoint_best.pt --bundle konkani.safetensors
     konkanivani export \\
         --checkpoint checkpoints/checkpoint_best.pt --whisper whisper-konkani
+    konkanivani export \\
+        --checkpoint checkpoints/checkpoint_best.pt --hub_folder konkani-asr
 
 Each file is read back and compared with the checkpoint before it is renamed to its final name. With --manifest, each
 exported model is also evaluated.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,8 @@ from konkanivani.console import parse_share
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import UsageError
 from konkanivani.files import check_new_file
+from konkanivani.inference.card_scores import CardScore, read_scores
+from konkanivani.inference.model_card import AuthorFacts, check_author
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
     from konkanivani.checkpoints.checkpoint import Checkpoint
@@ -41,6 +45,8 @@ class Flags:
     """Folder to write in Hugging Face Whisper format, for a run with --pretrained."""
     adapter: str | None = None
     """Folder to write with only the LoRA adapter, in PEFT format."""
+    hub_folder: str | None = None
+    """Folder to write for the Hugging Face hub: the model (bundle or Whisper format) and a model card, README.md."""
     pretrained: str | None = None
     """Current path of the run's --pretrained folder (None: the path used in training)."""
     manifest: str | None = None
@@ -49,6 +55,7 @@ class Flags:
     """Folders, besides the manifest's own, that may contain its audio."""
     force: bool = False
     """Overwrite existing files; folders must be new."""
+    card: AuthorFacts = field(default_factory=AuthorFacts)
 
     @property
     def outputs(self) -> list[Path]:
@@ -63,18 +70,22 @@ class Flags:
 
 def check_flags(flags: Flags) -> None:
     """Raise UsageError or ResourceError before any work if an output cannot be written."""
-    if not flags.outputs and not flags.folders:
+    if not flags.outputs and not flags.folders and flags.hub_folder is None:
         raise UsageError(
             "No output is given. Give --bundle, --onnx or --int8 with the file to write, or several; for a "
-            "run with --pretrained, give --whisper or --adapter with the folder to write."
+            "run with --pretrained, give --whisper or --adapter with the folder to write; for the hub, give "
+            "--hub_folder."
         )
     if flags.outputs and flags.folders:
         raise UsageError(
             "--bundle, --onnx and --int8 are for models trained from scratch, --whisper and --adapter for "
             "--pretrained models: give only one kind."
         )
-    places = [path.resolve() for path in (Path(flags.checkpoint), *flags.outputs, *flags.folders)]
-    are_nested = any(folder.resolve() in place.parents for folder in flags.folders for place in places)
+    folders = flags.folders
+    if flags.hub_folder is not None:
+        folders = [*folders, Path(flags.hub_folder)]
+    places = [path.resolve() for path in (Path(flags.checkpoint), *flags.outputs, *folders)]
+    are_nested = any(folder.resolve() in place.parents for folder in folders for place in places)
     if len(set(places)) < len(places) or are_nested:
         raise UsageError("Inputs and outputs must be different files or folders. Choose different names.")
     for path in flags.folders:
@@ -82,6 +93,22 @@ def check_flags(flags: Flags) -> None:
             raise UsageError(f"{path} already exists. Choose a new or empty folder.")
     for path in flags.outputs:
         check_new_file(path, flags.force)
+    check_card(flags)
+
+
+def check_card(flags: Flags) -> None:
+    """Raise UsageError if a flag of the card is invalid or has no effect, or if the hub folder must not be replaced."""
+    if flags.hub_folder is None:
+        if flags.card != AuthorFacts():
+            raise UsageError(
+                "--license, --speech_language, --base_model, --datasets and --scores have no effect without "
+                "--hub_folder: give it too, or omit them."
+            )
+        return
+    check_author(flags.card)
+    from konkanivani.inference.hub_folder import check_hub_folder
+
+    check_hub_folder(Path(flags.hub_folder))
 
 
 def export(flags: Flags) -> str:
@@ -95,9 +122,11 @@ def export(flags: Flags) -> str:
     from konkanivani.checkpoints.checkpoint import check_finite, read_checkpoint
     from konkanivani.cli.write_exports import (
         Exported,
+        HubFolder,
         compare,
         export_bundle,
         export_folders,
+        export_hub_folder,
         export_onnx,
         recognize_with,
         table,
@@ -111,6 +140,9 @@ def export(flags: Flags) -> str:
     if flags.pretrained is not None:
         checkpoint = with_folder(checkpoint, flags.pretrained)
     check_kind(flags, checkpoint)
+    scores: list[CardScore] = []
+    for path in flags.card.scores:
+        scores += read_scores(Path(path), flags.checkpoint, checkpoint.step)
     speech_model = build_speech_model(checkpoint, torch.device("cpu"))
     check_finite(flags.checkpoint, speech_model.model.state_dict())
     # Before anything is written, so that an error in the manifest leaves no files.
@@ -124,6 +156,9 @@ def export(flags: Flags) -> str:
         forms += export_onnx(speech_model, flags.onnx, flags.int8)
     if flags.folders:
         forms += export_folders(checkpoint, flags.pretrained, flags.whisper, flags.adapter)
+    if flags.hub_folder is not None:
+        hub_folder = HubFolder(Path(flags.hub_folder), flags.card, tuple(scores))
+        forms.append(export_hub_folder(hub_folder, checkpoint, speech_model, flags.pretrained))
     if utterances is None:
         return "Read back and verified against the checkpoint. With --manifest, the exported models are also evaluated."
     return "\n".join(table(compare(forms, utterances)))

@@ -32,7 +32,7 @@ from konkanivani.models.whisper.export import PretrainedWhisper
 from konkanivani.models.whisper.folder import whole_folder
 
 BASE_CARD = "base_model_card.md"  # the card of the base model, which names its authors and licence
-MARK = re.compile(r"\n<!-- Written by export_asr\.py --hub_folder: ([0-9a-f]{64}) -->\n\Z")
+MARK = re.compile(r"\n<!-- Written by konkanivani export: ([0-9a-f]{64}) -->\n\Z")
 MAX_CARD_BYTES = 2**20
 LICENCE_ENTRY = re.compile(r"^license:[ \t]*[\"']?([\w.+-]+)[\"']?[ \t]*$", re.MULTILINE | re.ASCII)
 FRONT_MATTER = re.compile(r"\A\s*---\r?\n(.*?)\r?\n---", re.DOTALL)
@@ -195,7 +195,7 @@ def _is_unchanged(out: Path) -> bool:
 
 def _mark(folder: Path, card: str) -> str:
     """Return the comment at the end of a card by which its export recognizes the folder."""
-    return f"\n<!-- Written by export_asr.py --hub_folder: {_digest(folder, card)} -->\n"
+    return f"\n<!-- Written by konkanivani export: {_digest(folder, card)} -->\n"
 
 
 def _digest(folder: Path, card: str) -> str:

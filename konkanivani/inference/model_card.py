@@ -254,22 +254,24 @@ def _summary(facts: CardFacts) -> str:
 
 def _use(facts: CardFacts) -> str:
     contents = facts.contents
-    folder = shlex.quote(facts.name)
-    arguments = json.dumps(facts.name, ensure_ascii=False)
+    # A line break or backtick could end the code block. Any folder can be given to `--local-dir`.
+    name = facts.name if show_text(facts.name) == facts.name and "`" not in facts.name else "model"
+    folder = shlex.quote(name)
+    arguments = json.dumps(name, ensure_ascii=False)
     if contents.prompt_language:
         arguments += f', language="{contents.prompt_language}"'
-    model = f"--checkpoint {shlex.quote(f'{facts.name}/{contents.weights_file}')}"
+    model = f"--checkpoint {shlex.quote(f'{name}/{contents.weights_file}')}"
     if contents.is_whisper:
         language = f" --language {contents.prompt_language}" if contents.prompt_language else ""
         model = f"--pretrained {folder}{language}"
     text = (
-        f"Download this repository to a folder {code(facts.name)} (`hf download OWNER/NAME --local-dir {folder}`). "
+        f"Download this repository to a folder {code(name)} ({code(f'hf download OWNER/NAME --local-dir {folder}')}). "
         "In Python, with KonkaniVani:\n\n"
         "```python\nfrom konkanivani import load_recognizer\n\n"
         f"recognizer = load_recognizer({arguments})\n"
         'print(recognizer.transcribe("recording.wav").text)\n```\n\n'
-        "In a shell, in the folder of KonkaniVani:\n\n"
-        f"```sh\npython3 training_scripts/transcribe.py recording.wav {model}\n```"
+        "In a shell:\n\n"
+        f"```sh\nkonkanivani transcribe recording.wav {model}\n```"
     )
     if contents.is_whisper:
         text += "\n\ntransformers also reads the folder: `WhisperForConditionalGeneration.from_pretrained`."
@@ -343,7 +345,7 @@ def training_command(config: TrainConfig) -> list[str]:
     Paths outside of the working folder are shortened to the file name, since they may contain the name of a person.
     """
     usual = {setting.name: setting.value for setting in settings_of(defaults_beside(config))}
-    parts = ["python3 training_scripts/train_konkanivani_asr.py"]
+    parts = ["konkanivani train"]
     if config.run.preset != TrainConfig().run.preset:
         parts.append(f"--preset {config.run.preset}")
     for setting in settings_of(config):
@@ -392,7 +394,7 @@ def _base(facts: CardFacts) -> str:
     if base.saved_by:
         said.append(f"Saved by {plain(base.saved_by)}.")
     if base.sha256:
-        said.append(f"SHA-256: `{base.sha256}`.")
+        said.append(f"SHA-256: {code(base.sha256)}.")
     said.append(f"Licence in its files: {plain(base.licence)}." if base.licence else "Its files name no licence.")
     return " ".join(said)
 
