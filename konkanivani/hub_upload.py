@@ -115,7 +115,7 @@ def _problem(path: Path, shown: str) -> str | None:
     if PICKLE_NAME.fullmatch(path.name):
         return "may contain pickle, which can run code when it is read"
     if AUDIO_NAME.fullmatch(path.name):
-        return "is audio or video, which may be the voice of a person"
+        return "is audio or video, which may contain private speech"
     if ARCHIVE_NAME.fullmatch(path.name):
         return "is an archive, whose content cannot be checked"
     return _content_problem(path)
@@ -131,7 +131,7 @@ def _content_problem(path: Path) -> str | None:
         if PICKLE_START.match(start):
             return "is pickle, which can run code when it is read"
         if AUDIO_START.match(start):
-            return "is audio or video, which may be the voice of a person"
+            return "is audio or video, which may contain private speech"
         if ARCHIVE_START.match(start):
             return "is an archive, whose content cannot be checked"
         text = start + file.read(MAX_TEXT_BYTES)
@@ -179,7 +179,7 @@ class Destination:
 def publish(folder: Path, name: str, is_private: bool = False, is_confirmed: bool = False) -> str:
     """Upload the folder to the model repository `name` (OWNER/NAME), and return a sentence with its address.
 
-    Lists the files and the destination, and asks on the terminal unless `is_confirmed`.
+    Prints the files and the destination, and requests a confirmation on the terminal unless `is_confirmed`.
 
     Raises:
         UsageError: unsuitable name, no token, no confirmation, or a repository of another type or visibility.
@@ -315,9 +315,9 @@ def size_words(size: int) -> str:
 
 
 def _confirm() -> None:
-    """Ask on the terminal; raise UsageError unless the answer is yes."""
+    """Request a confirmation on the terminal; raise UsageError unless the answer is yes."""
     if not sys.stdin.isatty():
-        raise UsageError("The upload is not confirmed, and there is no terminal to ask on. Give --yes to confirm.")
+        raise UsageError("The upload is not confirmed, and the input is not a terminal. Give --yes to confirm.")
     try:
         answer = input("Upload these files? [y/N] ")
     except EOFError:

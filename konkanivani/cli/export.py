@@ -122,7 +122,6 @@ def export(flags: Flags) -> str:
     from konkanivani.checkpoints.checkpoint import check_finite, read_checkpoint
     from konkanivani.cli.write_exports import (
         Exported,
-        HubFolder,
         compare,
         export_bundle,
         export_folders,
@@ -131,6 +130,7 @@ def export(flags: Flags) -> str:
         recognize_with,
         table,
     )
+    from konkanivani.inference.hub_folder import HubFolder
     from konkanivani.inference.onnx_graph import require_onnx
     from konkanivani.inference.speech_model import build_speech_model
 
@@ -140,9 +140,7 @@ def export(flags: Flags) -> str:
     if flags.pretrained is not None:
         checkpoint = with_folder(checkpoint, flags.pretrained)
     check_kind(flags, checkpoint)
-    scores: list[CardScore] = []
-    for path in flags.card.scores:
-        scores += read_scores(Path(path), flags.checkpoint, checkpoint.step)
+    scores = card_scores(flags, checkpoint.step)
     speech_model = build_speech_model(checkpoint, torch.device("cpu"))
     check_finite(flags.checkpoint, speech_model.model.state_dict())
     # Before anything is written, so that an error in the manifest leaves no files.
@@ -157,11 +155,16 @@ def export(flags: Flags) -> str:
     if flags.folders:
         forms += export_folders(checkpoint, flags.pretrained, flags.whisper, flags.adapter)
     if flags.hub_folder is not None:
-        hub_folder = HubFolder(Path(flags.hub_folder), flags.card, tuple(scores))
-        forms.append(export_hub_folder(hub_folder, checkpoint, speech_model, flags.pretrained))
+        asked = HubFolder(Path(flags.hub_folder), flags.card, scores)
+        forms.append(export_hub_folder(asked, checkpoint, speech_model, flags.pretrained))
     if utterances is None:
         return "Read back and verified against the checkpoint. With --manifest, the exported models are also evaluated."
     return "\n".join(table(compare(forms, utterances)))
+
+
+def card_scores(flags: Flags, step: int) -> tuple[CardScore, ...]:
+    """Return the scores for the model card; raise a DataError if they are not of this checkpoint."""
+    return tuple(score for path in flags.card.scores for score in read_scores(Path(path), flags.checkpoint, step))
 
 
 def with_folder(checkpoint: "Checkpoint", folder: str) -> "Checkpoint":

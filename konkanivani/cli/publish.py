@@ -1,9 +1,9 @@
-"""Upload a folder written by --hub_folder of konkanivani export to the Hugging Face hub.
+"""Upload a folder written by export --hub_folder to the Hugging Face hub.
 
-    konkanivani publish konkani-asr goa/konkani-asr --private
+    konkanivani publish konkani goa/konkani --private
 
-Lists the files and the destination and asks before it uploads. The token is taken from HF_TOKEN or from the login of
-`hf auth login`.
+Prints the files and the destination, and uploads after a confirmation. The token is taken from HF_TOKEN or from the
+login of `hf auth login`.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Flags:
     private: bool = False
     """Create a private repository."""
     yes: bool = False
-    """Upload without asking."""
+    """Upload without confirmation."""
 
 
 def main(arguments: list[str]) -> str:

@@ -6,7 +6,7 @@ B batch, S samples, T' encoder frames, V vocabulary.
 import math
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,9 +22,7 @@ from konkanivani.errors import NumericsError
 from konkanivani.files import atomic_write
 from konkanivani.flags import config_from_text
 from konkanivani.inference.bundle import FOLDER_NAME, bundle_bytes, read_bundle
-from konkanivani.inference.card_scores import CardScore
-from konkanivani.inference.hub_folder import card_facts, write_hub_folder
-from konkanivani.inference.model_card import CARD, AuthorFacts, Contents
+from konkanivani.inference.hub_folder import HubFolder, write_hub_bundle, write_hub_whisper
 from konkanivani.inference.speech_model import SpeechModel, build_pretrained_model, read_pretrained, tuned_whisper
 from konkanivani.lengths import SAMPLE_RATE, Lengths
 from konkanivani.models.whisper.export import export_adapter, export_whisper, read_base
@@ -163,48 +161,24 @@ def write_bundle(path: Path, speech_model: SpeechModel) -> SpeechModel:
     return read
 
 
-@dataclass(frozen=True)
-class HubFolder:
-    """Folder to write for the hub, with the facts of its card that are not in the checkpoint."""
-
-    path: Path
-    author: AuthorFacts
-    scores: tuple[CardScore, ...]
-
-
 def export_hub_folder(
     asked: HubFolder, checkpoint: Checkpoint, speech_model: SpeechModel, pretrained: str | None
 ) -> Exported:
-    """Write the folder with its model card, and read the model back for the comparison.
+    """Write the folder for the hub with its model card, and read the model back for the comparison.
 
     Args:
         pretrained: current path of the run's pretrained folder; None: the path used in training.
     """
     out = asked.path
-    parameters = sum(parameter.numel() for parameter in speech_model.model.parameters())
-    contents = Contents(FOLDER_NAME, parameters, speech_model.longest_seconds)
     if PRETRAINED_STATE in checkpoint.states:
-        read = _write_hub_whisper(asked, checkpoint, contents, pretrained)
+        tuned = tuned_whisper(checkpoint, config_from_text(checkpoint.config))
+        say(write_hub_whisper(asked, checkpoint, speech_model, tuned, pretrained).sentence())
+        read = build_pretrained_model(read_pretrained(out), tuned.config.pretrained, torch.device("cpu"))
     else:
-        facts = card_facts(out, checkpoint, asked.author, contents, asked.scores)
-        write_hub_folder(out, facts, lambda folder: write_bundle(folder / FOLDER_NAME, speech_model))
+        write_hub_bundle(asked, checkpoint, speech_model, lambda path: write_bundle(path, speech_model))
         read = read_bundle(out / FOLDER_NAME, speech_model.device)
-    say(f"{out}: {size_in_words(size_of(out))}, with the model card {out / CARD}")
+    say(f"{out}: {size_in_words(size_of(out))}, with a model card")
     return Exported("hub folder", out, recognize_with(read))
-
-
-def _write_hub_whisper(
-    asked: HubFolder, checkpoint: Checkpoint, contents: Contents, pretrained: str | None
-) -> SpeechModel:
-    """Write the folder in Whisper format, and return the model in it."""
-    out = asked.path
-    tuned = tuned_whisper(checkpoint, config_from_text(checkpoint.config))
-    base = read_base(tuned, pretrained, [out])
-    language = tuned.config.pretrained.language
-    contents = replace(contents, is_whisper=True, prompt_language=language, note=tuned.note())
-    facts = card_facts(out, checkpoint, asked.author, contents, asked.scores, base)
-    write_hub_folder(out, facts, lambda folder: say(export_whisper(tuned, base, folder).sentence()))
-    return build_pretrained_model(read_pretrained(out), tuned.config.pretrained, torch.device("cpu"))
 
 
 def export_onnx(speech_model: SpeechModel, onnx: str | None, int8: str | None) -> list[Exported]:

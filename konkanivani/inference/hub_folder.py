@@ -9,6 +9,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from konkanivani.checkpoints.checkpoint import Checkpoint, read_provenance
@@ -16,6 +17,7 @@ from konkanivani.data.manifest import read_fingerprint
 from konkanivani.errors import ResourceError, UsageError, defer_signals
 from konkanivani.files import digest_of_file
 from konkanivani.flags import config_from_text
+from konkanivani.inference.bundle import FOLDER_NAME
 from konkanivani.inference.card_scores import CardScore
 from konkanivani.inference.model_card import (
     CARD,
@@ -28,7 +30,8 @@ from konkanivani.inference.model_card import (
     model_card,
     name_of,
 )
-from konkanivani.models.whisper.export import PretrainedWhisper
+from konkanivani.inference.speech_model import SpeechModel
+from konkanivani.models.whisper.export import PretrainedWhisper, TunedWhisper, WrittenFolder, export_whisper, read_base
 from konkanivani.models.whisper.folder import whole_folder
 
 BASE_CARD = "base_model_card.md"  # the card of the base model, which names its authors and licence
@@ -38,19 +41,53 @@ LICENCE_ENTRY = re.compile(r"^license:[ \t]*[\"']?([\w.+-]+)[\"']?[ \t]*$", re.M
 FRONT_MATTER = re.compile(r"\A\s*---\r?\n(.*?)\r?\n---", re.DOTALL)
 
 
+@dataclass(frozen=True)
+class HubFolder:
+    """Folder to write, with the facts of its card that are not in the checkpoint."""
+
+    path: Path
+    author: AuthorFacts
+    scores: tuple[CardScore, ...]
+
+
+def write_hub_bundle(
+    asked: HubFolder, checkpoint: Checkpoint, speech_model: SpeechModel, write: Callable[[Path], object]
+) -> None:
+    """Write the folder of a native model; `write` writes the bundle to a path and verifies it."""
+    facts = card_facts(asked, checkpoint, _contents(speech_model))
+    write_hub_folder(asked.path, facts, lambda folder: write(folder / FOLDER_NAME))
+
+
+def write_hub_whisper(
+    asked: HubFolder, checkpoint: Checkpoint, speech_model: SpeechModel, tuned: TunedWhisper, pretrained: str | None
+) -> WrittenFolder:
+    """Write the folder of a fine-tuned Whisper model in the format of its base, and return a summary.
+
+    Args:
+        pretrained: current path of the base folder; None: the path used in training.
+    """
+    base = read_base(tuned, pretrained, [asked.path])
+    language = tuned.config.pretrained.language
+    contents = replace(_contents(speech_model), is_whisper=True, prompt_language=language, note=tuned.note())
+    written: list[WrittenFolder] = []
+    facts = card_facts(asked, checkpoint, contents, base)
+    write_hub_folder(asked.path, facts, lambda folder: written.append(export_whisper(tuned, base, folder)))
+    return written[0]
+
+
 # --------------------
 # Facts of a checkpoint and of its base model.
 
 
+def _contents(speech_model: SpeechModel) -> Contents:
+    parameters = sum(parameter.numel() for parameter in speech_model.model.parameters())
+    return Contents(FOLDER_NAME, parameters, speech_model.longest_seconds)
+
+
 def card_facts(
-    out: Path,
-    checkpoint: Checkpoint,
-    author: AuthorFacts,
-    contents: Contents,
-    scores: tuple[CardScore, ...],
-    base: PretrainedWhisper | None = None,
+    asked: HubFolder, checkpoint: Checkpoint, contents: Contents, base: PretrainedWhisper | None = None
 ) -> CardFacts:
-    """Return the facts of the card for the folder `out`.
+    """Return the facts of the card.
 
     Args:
         base: pretrained folder of the run; None for a model trained from scratch or imported.
@@ -63,8 +100,8 @@ def card_facts(
     elif provenance is not None:
         origin = BaseFacts(provenance.file, provenance.sha256, provenance.licence, "", provenance.saved_by)
     imported = provenance.language if provenance is not None and training is None else ""
-    language = author.speech_language or imported or None
-    return CardFacts(name_of(out), author, contents, training, origin, language, scores)
+    language = asked.author.speech_language or imported or None
+    return CardFacts(name_of(asked.path), asked.author, contents, training, origin, language, asked.scores)
 
 
 def _training_facts(checkpoint: Checkpoint) -> TrainingFacts | None:
@@ -74,7 +111,7 @@ def _training_facts(checkpoint: Checkpoint) -> TrainingFacts | None:
     corpus = None
     if "corpus" in checkpoint.states:
         found = read_fingerprint(checkpoint.states["corpus"])
-        # Only the name: the path may contain the name of a person.
+        # Only the name: the path may contain the name of the user.
         corpus = Corpus(os.path.basename(found.manifest), found.utterances, found.hours)
     config = config_from_text(checkpoint.config)
     progress = checkpoint.states.get("progress", {})
@@ -181,7 +218,7 @@ def _swap(new: Path, out: Path) -> None:
 
 
 def _is_unchanged(out: Path) -> bool:
-    """Return whether the card and the names of all files are those of the export that wrote the folder."""
+    """Return whether the card and the list of files are unchanged since the folder was exported."""
     try:
         with open(out / CARD, "rb") as file:
             text = file.read(MAX_CARD_BYTES).decode("utf-8")

@@ -312,7 +312,7 @@ def _data(facts: CardFacts) -> str:
         corpus = training.corpus
         amount = f"{duration_words(corpus.hours)} of speech in {count(corpus.utterances, 'utterance')}"
         subset = training.config.data.train_subset
-        share = f", of which {subset:g} % were used" if subset < 100 else ""
+        share = f" ({subset:g} % of them used)" if subset < 100 else ""
         lines.append(f"{amount}{share}, from the manifest {code(corpus.manifest)}.")
     if facts.author.datasets:
         lines.append("Data sets: " + ", ".join(code(name) for name in facts.author.datasets) + ".")
@@ -342,7 +342,7 @@ def _training(facts: CardFacts) -> str:
 def training_command(config: TrainConfig) -> list[str]:
     """Return the training command in parts, a flag with its value each; settings with default values are left out.
 
-    Paths outside of the working folder are shortened to the file name, since they may contain the name of a person.
+    Paths outside of the working folder are shortened to the file name, since they may contain the name of the user.
     """
     usual = {setting.name: setting.value for setting in settings_of(defaults_beside(config))}
     parts = ["konkanivani train"]
