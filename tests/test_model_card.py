@@ -43,6 +43,7 @@ from konkanivani.inference.model_card import (
     plain,
     training_command,
 )
+from konkanivani.models.whisper.export import read_pretrained_whisper
 from konkanivani.rules import settings_of
 from tests.conftest import Corpus as Manifests
 from tests.conftest import run_folders, run_script, run_trainer, well, write_corpus
@@ -261,6 +262,9 @@ def test_the_training_command_has_the_settings_of_the_checkpoint(kind, request):
 
 
 def test_paths_outside_of_the_working_folder_are_shortened():
+    cached = f"/home/anna/.cache/huggingface/hub/models--openai--whisper-tiny/snapshots/{'ab' * 20}"
+    pretrained = PretrainedConfig(pretrained=cached, language="mr")
+    assert "--pretrained openai/whisper-tiny" in training_command(TrainConfig(pretrained=pretrained))
     data = DataConfig(train_manifest="/home/anna/data/train.jsonl", valid_manifest="../anna/valid.jsonl")
     parts = training_command(TrainConfig(data=data, run=RunConfig(init_from="checkpoints/a b.pt", device="cpu")))
     assert parts[1:] == [
@@ -338,8 +342,9 @@ def test_text_from_files_cannot_change_the_metadata_or_the_markup(text):
     )
     card = model_card(facts)
     found = metadata(card)
-    assert set(found) == {"library_name", "pipeline_tag", "base_model", "datasets", "tags"}
-    assert found["datasets"] == [found["base_model"]]
+    names = {"library_name", "pipeline_tag", "datasets", "tags"}
+    assert set(found) == names | ({"base_model"} if text else set())
+    assert found["datasets"] == [found.get("base_model", "")]
     if text in ('a"b\\c', "x: [y, {z: &a *b}]", "कोंकणी\u200dभाषा 😀"):
         assert found["base_model"] == text
     card.encode("utf-8")
@@ -378,6 +383,26 @@ def test_unsuitable_values_of_the_author_are_refused(author):
     with pytest.raises(UsageError, match="^--(license|speech_language|base_model|datasets) "):
         check_author(author)
     check_author(AuthorFacts("MIT", "kok-Deva", "a/b", ("a/b",)))
+
+
+def test_a_base_in_the_cache_of_the_hub_is_named_with_its_commit(tmp_path):
+    commit = "0123456789" * 4
+    place = tmp_path / "models--openai--whisper-nano" / "snapshots" / commit
+    place.parent.mkdir(parents=True)
+    base = write_model(place, positions=64)
+    (tmp_path / "link").symlink_to(base)
+    for path in (base, tmp_path / "link"):
+        found = hub_folder._base_folder_facts(read_pretrained_whisper(path))
+        assert (found.repository, found.commit) == ("openai/whisper-nano", commit)
+    contents = dataclasses.replace(CONTENTS, is_whisper=True)
+    card = model_card(dataclasses.replace(FACTS, base=found, contents=contents))
+    assert metadata(card)["base_model"] == "openai/whisper-nano"
+    assert f"Initial weights: `openai/whisper-nano` on the hub, commit `{commit}`." in card
+    other = dataclasses.replace(FACTS, base=found, author=AuthorFacts(base_model="goa/whisper"))
+    assert metadata(model_card(other))["base_model"] == "goa/whisper"
+    # Negative control: a folder of a similar name outside of a cache.
+    moved = place.rename(tmp_path / "models--openai--whisper-nano" / "copy")
+    assert hub_folder._base_folder_facts(read_pretrained_whisper(moved)).repository == ""
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from konkanivani.flags import config_from_text
 from konkanivani.inference.bundle import FOLDER_NAME
 from konkanivani.inference.card_scores import CardScore
 from konkanivani.inference.model_card import (
+    CACHED,
     CARD,
     AuthorFacts,
     BaseFacts,
@@ -138,7 +139,13 @@ def _base_folder_facts(base: PretrainedWhisper) -> BaseFacts:
     files = list(folder.files)
     # Shards have a digest each, which a reader would not compare.
     digest = digest_of_file(folder.path / files[0]) if len(files) == 1 else ""
-    return BaseFacts(folder.path.resolve().name, digest, licence_in_card(folder.path / CARD), name, "")
+    place = folder.path.resolve()
+    repository = ""
+    commit = ""
+    if found := CACHED.search(place.as_posix()):
+        repository = f"{found[1]}/{found[2]}"
+        commit = found[3]
+    return BaseFacts(place.name, digest, licence_in_card(folder.path / CARD), name, "", repository, commit)
 
 
 def licence_in_card(path: Path) -> str:

@@ -22,6 +22,8 @@ from konkanivani.rules import settings_of
 CARD = "README.md"
 TASK = "automatic-speech-recognition"
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # OWNER/NAME
+# Folder of a model in the cache of huggingface_hub: OWNER, NAME and commit.
+CACHED = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?\Z", re.ASCII)
 LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*")  # ISO 639 code, optionally with script or region (BCP 47)
 SPDX = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]{0,63}")
 # Licences that the hub knows by their SPDX identifier in lower case; it needs `other` and a name for the rest.
@@ -90,6 +92,7 @@ class BaseFacts:
     """Origin of the initial weights: a folder or file, its SHA-256, and statements in its own files.
 
     `sha256` is "" if unknown, `licence` "" if the files name none, `named` "" if they do not name the model.
+    `repository` and `commit` are its place on the hub if it was downloaded from there, else "".
     """
 
     file: str
@@ -97,6 +100,8 @@ class BaseFacts:
     licence: str
     named: str
     saved_by: str
+    repository: str = ""
+    commit: str = ""
 
 
 @dataclass(frozen=True)
@@ -183,8 +188,9 @@ def _metadata(facts: CardFacts) -> Iterator[str]:
             yield f"license_name: {quoted(author.license.lower())}"
     yield f"library_name: {quoted('transformers' if facts.contents.is_whisper else 'konkanivani')}"
     yield f"pipeline_tag: {quoted(TASK)}"
-    if author.base_model is not None:
-        yield f"base_model: {quoted(author.base_model)}"
+    base_model = author.base_model or (facts.base.repository if facts.base else "")
+    if base_model:
+        yield f"base_model: {quoted(base_model)}"
     if author.datasets:
         yield from _listed("datasets", author.datasets)
     yield from _listed("tags", _tags(facts))
@@ -363,6 +369,8 @@ def training_command(config: TrainConfig) -> list[str]:
 
 def _without_folder(value: object) -> str:
     text = str(value)
+    if found := CACHED.search(text):
+        return f"{found[1]}/{found[2]}"
     is_outside = os.path.isabs(text) or ".." in text.split("/")
     return os.path.basename(os.path.normpath(text)) if is_outside else text
 
@@ -387,6 +395,8 @@ def _base(facts: CardFacts) -> str:
         return "None: the weights were initialised at random."
     origin = "Whisper folder" if facts.contents.is_whisper else "file"
     said = [f"Initial weights: the {origin} {code(base.file)}."]
+    if base.repository:
+        said = [f"Initial weights: {code(base.repository)} on the hub, commit {code(base.commit)}."]
     if facts.author.base_model:
         said.insert(0, f"Base model, as stated by the author: {code(facts.author.base_model)}.")
     if base.named:

@@ -38,8 +38,20 @@ TOP = (SETUP, "./run_tests.sh")
 COMPARISON, PLANNER = "training_scripts/compare_models.py", "training_scripts/plan_memory.py"
 # The ONNX export traces every layer in about a second.
 SHAPE = (*TINY_MODEL[:2], "--encoder_layers", "1", *TINY_MODEL[4:])
-ELSEWHERE = ("benchmarks/", "publish_model.py", "--source egs/x", "--source FOLDER", "plan_memory.py --memory_budget", "--world 8")
-IN_PACKAGE = ("konkanivani/config.py", "konkanivani/corpora/prepare.py", "konkanivani/cli/*.py")
+ELSEWHERE = (
+    "benchmarks/",
+    "publish_model.py",
+    "--source egs/x",
+    "--source FOLDER",
+    "plan_memory.py --memory_budget",
+    "--world 8",
+)
+IN_PACKAGE = (
+    "konkanivani/config.py",
+    "konkanivani/corpora/prepare.py",
+    "konkanivani/cli/*.py",
+    "konkanivani/inference/model_card.py",
+)
 FLAGS_IN = (*IN_PACKAGE, "training_scripts/*.py", "benchmarks/**/*.py")
 OTHERS = "logdir host standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_id rdzv_endpoint local_addr"
 OTHERS += " nodes ntasks gpus signal discount_fallback help encoder_"  # flags of other programs, and one truncated flag
