@@ -440,7 +440,9 @@ def _limits(facts: CardFacts) -> str:
         if facts.contents.prompt_language:
             lines.append(f"The prompt contains the language token `{facts.contents.prompt_language}`.")
     else:
-        lines.append("The text has no punctuation and is in lower case, if the script has case.")
+        # Training normalises its transcripts. The transcripts of an imported model are unknown.
+        if training is not None:
+            lines.append("The text has no punctuation and is in lower case, if the script has case.")
         lines.append("Only KonkaniVani can load this file.")
     if facts.contents.note:
         lines.append(facts.contents.note)
