@@ -16,8 +16,8 @@ import pytest
 from konkanivani import hub_upload
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.hub_upload import list_files, publish, size_words
+from tests.cli.upload_server import TOKEN, Answer, FakeHub, Repository, serve_hub
 from tests.conftest import run_script, well
-from tests.upload_server import TOKEN, Answer, FakeHub, Repository, serve_hub
 
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
 constants = importlib.import_module("huggingface_hub.constants")
