@@ -1,8 +1,12 @@
 """Recovery from out-of-memory errors: a step is repeated with smaller micro-batches, which later runs remember.
 
+The repeated step has the same loss and gradient up to rounding, because losses are sums divided by counts of the global
+batch (`Objective.total`). With dropout, halved micro-batches draw other masks of the same distribution.
+
 With sharded weights, all ranks exit if one of them runs out of memory; the newest checkpoint then predates the failure
 and does not contain it. The restarted run reads these files and uses smaller micro-batches. Each rank writes its own
-file, because ranks may be on different machines.
+file (`write_sizes`), because ranks may be on different machines; `recipe/train.py` writes it, and
+`recipe/planned_step.py` reads all of them.
 """
 
 import dataclasses
@@ -25,7 +29,7 @@ from konkanivani.files import atomic_write
 from konkanivani.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
 
 # --------------------
-# Recovery from out-of-memory errors: repeat the work in smaller pieces, with the same result.
+# Recovery from out-of-memory errors: repeat the work in smaller pieces.
 
 
 Result = TypeVar("Result")
@@ -59,7 +63,7 @@ class MicroBatchPlan:
 
     @property
     def largest(self) -> Batch:
-        """Micro-batch with the most padded audio."""
+        """Micro-batch with the most padded audio, which is taken for the one that did not fit."""
         return largest_batch(self.micro_batches)
 
     def smaller(self) -> "MicroBatchPlan | None":
@@ -78,7 +82,7 @@ class MicroBatchPlan:
 
     @property
     def largest_size(self) -> int:
-        """Number of utterances in the largest micro-batch."""
+        """Most utterances in one micro-batch, which need not be `largest`."""
         return max(batch.size for batch in self.micro_batches)
 
     def in_small_chunks(self) -> "MicroBatchPlan":
@@ -103,11 +107,11 @@ class OomHistory:
         self._fits_one_by_one_only = False
 
     def is_too_large(self, batch: Batch) -> bool:
-        """Return whether a micro-batch no longer and no larger than this one did not fit."""
+        """Return whether this micro-batch has at least the duration and size of one that ran out of memory."""
         return self._is_known(batch, batch.size)
 
     def needs_small_chunks(self, batch: Batch) -> bool:
-        """Return whether an utterance no longer than this one did not fit although all blocks were recomputed."""
+        """Return whether an utterance of at most this duration ran out of memory with all blocks recomputed."""
         return self._is_known(batch, 0)
 
     def remember(self, plan: MicroBatchPlan) -> bool:
@@ -293,15 +297,15 @@ def release_memory() -> None:
 def _tell(plan: MicroBatchPlan, smaller: MicroBatchPlan) -> None:
     size = plan.largest.size
     seconds = plan.largest.longest_seconds
-    if plan.concurrent_micro_batches > 1:
+    if smaller.concurrent_micro_batches < plan.concurrent_micro_batches:
         way = "one micro-batch at a time"
-    elif size > 1:
+    elif smaller.largest_size < plan.largest_size:
         way = f"micro-batches of at most {smaller.largest_size}"
-    elif not plan.recomputes_all:
+    elif smaller.recomputes_all and not plan.recomputes_all:
         way = "all blocks recomputed"
     else:
         way = f"subsampling, logits and CTC in chunks of {smaller.chunk_frames} frames"
-    tqdm.write(f"Out of memory at {size} x {seconds:.1f} s: retrying with {way}; the result does not change.")
+    tqdm.write(f"Out of memory at {size} x {seconds:.1f} s: retrying with {way}; the gradient is the same.")
 
 
 def _does_not_fit(batch: Batch, reason: str) -> ResourceError:

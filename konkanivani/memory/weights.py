@@ -1,13 +1,15 @@
 """Placement of model weights on the GPU or in host memory, and the prefetch of offloaded blocks.
 
-On CUDA, the host weights are page-locked and copied in a second stream, so that the transfer overlaps with the block's
-matrix products (Rajbhandari et al., 2021). On other devices, the same copies are made synchronously in the same order.
+With `Placement.prefetch` on CUDA, the host weights are page-locked and copied in a second stream, so that the transfer
+overlaps with the block's matrix products (Rajbhandari et al., 2021). Otherwise each block's weights are copied when the
+block needs them.
 
-The *master* of an offloaded trained weight is an fp32 tensor in host memory. Autograd copies its gradient to the host,
-so that clipping, AdamW, checkpointing and resuming handle it like any other weight. A block computes with a copy on the
-GPU that exists only while the block runs, in the forward pass and again during recomputation (Pudipeddi et al., 2020;
-Rajbhandari et al., 2021). Results with fetched weights equal those without offloading bit for bit, with the GPU's own
-rounding to half precision in mixed precision. In full precision, half-precision weights are rounded.
+The *master* of an offloaded trained weight is an fp32 tensor in host memory, and a parameter of the model. Autograd
+copies its gradient to the host, synchronously, so that clipping, AdamW (which updates it on the host), checkpointing
+and resuming handle it like any other weight. A block computes with a copy on the GPU that exists only while the block
+runs, in the forward pass and again during recomputation (Pudipeddi et al., 2020; Rajbhandari et al., 2021). Results
+with fetched weights equal those without offloading bit for bit, with the GPU's own rounding to half precision in mixed
+precision. In full precision, half-precision weights are rounded.
 """
 
 import bisect
@@ -82,7 +84,8 @@ class WeightPrefetcher:
         if found is None or found.number != number:
             found = self._start(number)
             self._await(found)
-        # Block numbers ascend in the forward pass and descend in the backward pass.
+        # Block numbers ascend in the forward pass and descend in the backward pass. Block 0 of the next micro-batch
+        # follows block 0 of a backward pass: nothing is prefetched for block 1 then.
         following = number + 1 if number > self._last else number - 1
         self._last = number
         # The backward pass does not reach blocks below the first trained one.
@@ -238,7 +241,11 @@ class OffloadedWeights:
         amp_dtype: torch.dtype | None = None,
         host: torch.device = HOST,
     ) -> None:
-        """Move the weights; `host` is other than a CPU only during tracing, when `cpu` stands for the GPU."""
+        """Move the weights to their places.
+
+        Memory is planned without a GPU, on tensors without data: the device type `cpu` then counts as the GPU, and
+        `host` is another device type, so that both are counted separately (planning/tracer.py).
+        """
         self.placement = placement
         self._device = device
         self._amp_dtype = amp_dtype

@@ -1,9 +1,7 @@
 """Speech recogniser: encoder, heads and their losses.
 
-Both losses take hidden states and the output layer, so that a pass (kernels/chunks.py) can compute a long utterance's
+Both losses take hidden states and the output layer, so that a pass (ops/chunks.py) can compute a long utterance's
 logits in chunks.
-
-B batch, T' encoder frames, D model width, U tokens, V vocabulary.
 
 B batch, T feature frames, T' encoder frames, U tokens, F mel bins, D model width, V vocabulary.
 """
@@ -58,7 +56,10 @@ class LossCounts:
 
 @dataclass(frozen=True)
 class LossTerm:
-    """Term of the objective; with `has_end`, each utterance's end token is a target too."""
+    """Term of the objective; with `has_end`, each utterance's end token is a target too.
+
+    A network returns the sums of its terms in the order of `Objective.terms` (`loss_sums`). Whisper has one term.
+    """
 
     name: Literal["ctc", "attention"]
     weight: float
@@ -86,7 +87,8 @@ class Losses:
 class Objective:
     """Training objective: weighted losses per token, w L_CTC + (1 - w) L_attention (Watanabe et al., 2017).
 
-    The fraction `intermediate_ctc` of the CTC loss is computed on the encoder's middle block (Lee and Watanabe, 2021).
+    The fraction `intermediate_ctc` of the CTC term is computed on the encoder's middle block (Lee and Watanabe, 2021).
+    It has the same targets and divisor, and is left out in validation; a loss with targets of its own is a new term.
     """
 
     terms: tuple[LossTerm, ...]
@@ -261,7 +263,7 @@ class KonkaniVaniASR(SpeechNetwork):
         for term in objective.terms:
             if term.name == "ctc":
                 sums.append(self._ctc_loss_sum(output, spoken, objective.intermediate_ctc, chunk_frames))
-            else:
+            elif term.name == "attention":
                 sums.append(self._attention_loss_sum(output, spoken, objective.label_smoothing, chunk_frames))
         return tuple(sums)
 

@@ -19,7 +19,7 @@ class SequenceLayout:
     """Layout of the T frames or tokens of x (B, T, D), the same for all blocks of a stack.
 
     `padding` (B, T) is True after an utterance's end, None if no utterance is padded. `chunk_frames` is the longest
-    sequence that the passes of kernels/chunks.py compute in one piece.
+    sequence that the passes of ops/chunks.py compute in one piece.
     """
 
     positions: Positions = ()

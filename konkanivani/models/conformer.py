@@ -1,6 +1,6 @@
 """Conformer (Gulati et al., 2020) and Transformer encoder, as the paper reads.
 
-Plain modules, without anything that makes them faster or smaller: kernels/passes.py replaces parts of a built model by
+Plain modules, without anything that makes them faster or smaller: ops/passes.py replaces parts of a built model by
 twins that compute the same, with the same parameters and names.
 
 B batch, T feature frames or frames of a block, T' encoder frames, F mel bins, C channels, D model width.

@@ -257,7 +257,7 @@ def _source_name(name: str, model: KonkaniVaniASR, counts: Mapping[str, int]) ->
 def _factors(name: str, axis: int, length: int, layers: Layers) -> tuple[int, ...]:
     """Return the sizes of an axis' nested blocks, outermost first; their product is `length`."""
     if "attention" in name and "norm" not in name:
-        # The factor 2 is the two halves of a head, which rotary positions pair (attention.rotated).
+        # The factor 2 is the two halves of a head, which rotary positions pair (`rotate` in attention.py).
         if "query_key_value" in name and axis == 0:
             return 3, layers.heads, 2, length // (6 * layers.heads)
         if "key_value" in name and axis == 0:

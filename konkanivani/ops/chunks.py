@@ -9,13 +9,11 @@ an hour, for which the encoder needs twenty times that.
 The recursion is equations 6 and 7 of Graves et al. (2006), in log space.
 
 B batch, T' encoder frames, C frames of a chunk, D model width, V vocabulary, U tokens, S = 2 U + 1 states: the tokens
-with a blank before, between and after them. A row of forward variables has S + 2 columns: the first two stay
-impossible, so that the predecessors of all states are a shifted view.
+with a blank before, between and after them; F mel bins, H heads, E = D / H head width. A row of forward variables has S
++ 2 columns: the first two stay impossible, so that the predecessors of all states are a shifted view.
 
 Chunks longer than the layout's `chunk_frames` encoder frames or tokens are computed one after another and recomputed in
-the backward pass. A minute of speech is computed in one piece.
-
-B batch, T frames, U tokens, F mel bins, D model width, H heads, E = D / H head width.
+the backward pass; subsampling, relative attention and cross entropy too. A minute of speech is computed in one piece.
 """
 
 import math

@@ -1,7 +1,17 @@
 """Passes over a built model that make it faster or smaller and change none of its results.
 
 Each pass replaces modules in their parents by twins that share their parameters and names, so that checkpoints are the
-same with any passes. Recomputation (memory/plan.py) and offloading are runners around the blocks.
+same with any passes. With all passes, a Conformer's modules become (plain class -> twin):
+
+    Encoder -> PackedEncoder                                   packing.py
+    ConformerBlock, FeedForward -> FusedConformerBlock, FusedFeedForward     fused.py
+    DepthwiseConv -> SpanwiseDepthwiseConv -> FastDepthwiseConv    packing.py, products.py
+    Subsampling -> ChunkedSubsampling, HeadLosses -> ChunkedLosses   chunks.py
+    Linear -> FastLinear                                       products.py
+    Dropout -> MaskedDropout                                   fused.py
+
+Recomputation (`RecomputePolicy` in memory/plan.py, `run_recomputed` in recompute.py) and offloading (memory/weights.py)
+are runners around the blocks: `ForwardPass` passes them to the model as `wrap_block`.
 """
 
 from dataclasses import dataclass

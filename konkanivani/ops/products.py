@@ -5,12 +5,10 @@ with AVX-512 they run at half the machine's rate. oneDNN, which PyTorch bundles 
 instructions that it finds.
 
 By default, autograd keeps the input and the output of a LayerNorm and of an activation, although either is cheap to
-compute from the other: two fifths of a Conformer block's activations. Here only the input is kept, which a residual
-connection usually keeps anyway (the idea: Chen et al., 2016; for norms: Bulò et al., 2018).
+compute from the other: two fifths of a Conformer block's activations. `fused_linear` keeps only the input, which a
+residual connection usually keeps anyway (the idea: Chen et al., 2016; for norms: Bulò et al., 2018).
 
-M rows, K inputs, N outputs; B batch, T frames or tokens, D input width.
-
-B batch, T frames, D model width, K kernel size.
+M rows, K inputs (of a convolution: kernel size), N outputs; B batch, T frames or tokens, D input or model width.
 """
 
 import functools
@@ -88,7 +86,7 @@ def without_autocast(backward: Callable[..., Gradients]) -> Callable[..., Gradie
     """Decorate a Function's `backward` to run in the precision of its inputs, even if called inside autocast.
 
     PyTorch advises against calling backward inside autocast but does not refuse it: every fp32 product would be rounded
-    to bf16, and on a CPU a bf16 convolution may never terminate (depthwise.py).
+    to bf16, and on a CPU a bf16 convolution may never terminate (`FastDepthwiseConv`).
     """
 
     @functools.wraps(backward)
@@ -122,15 +120,16 @@ def fused_linear(
     low_rank = linear.low_rank if isinstance(linear, AdaptedLinear) else None
     # The plain layers' products stay PyTorch's.
     is_fast = type(linear) not in (torch.nn.Linear, AdaptedLinear)
-    is_recomputed = recomputed_part.get() is not None
-    if low_rank is None and torch.is_grad_enabled() and not is_recomputed:
+    is_checkpointed = recomputed_part.get() is not None
+    if low_rank is None and torch.is_grad_enabled() and not is_checkpointed:
         scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
         return _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activation, is_fast)
     normed = x if norm is None else norm(_in_full(x))
     inner = activation(normed) if activation else normed
-    # Recomputed activations are kept only briefly, so plain autograd, which is faster, does. Only under autocast
-    # though, where its operands are in half precision already and a backward inside autocast rounds nothing further.
-    if torch.is_grad_enabled() and not (is_recomputed and torch.is_autocast_enabled(inner.device.type)):
+    # In a checkpointed part activations are kept only briefly, so the norm is left to plain autograd, which is faster.
+    # The product is too under autocast. In full precision it stays `_Linear`, whose backward pass leaves autocast: if
+    # backward were called inside of autocast, plain autograd would round the fp32 operands to half precision.
+    if torch.is_grad_enabled() and not (is_checkpointed and torch.is_autocast_enabled(inner.device.type)):
         out = _Linear.apply(inner, linear.weight, linear.bias, None, None, 0.0, None, is_fast)
     else:
         out = _product(is_fast)(inner, _as_multiplied(linear.weight, inner), linear.bias)

@@ -30,7 +30,9 @@ ATTENTION = [
 
 
 recomputed_part: ContextVar[AbstractContextManager | None] = ContextVar("recomputed_part", default=None)
-"""Set while a recomputed part runs: a context manager under which attention's result is kept, or nothing.
+"""Set, not None, inside of a checkpointed part, in its first forward pass as well as in its recomputation.
+
+The value is a context manager under which attention's result is kept; a `nullcontext` if it is not.
 
 PyTorch's selective checkpointing inspects each operator in Python, which costs a third of a step on the GPU's host: so
 it is entered for attention alone.

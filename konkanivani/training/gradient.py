@@ -202,6 +202,7 @@ def summed_gradient(task: GradientTask) -> StepGradient | None:
     if attempts.result is None:
         return None
     totals, bucket = attempts.result
+    # From here on a rank cannot retry alone: the buffer exists, and clipping allocates one number per parameter.
     sum_tensors(topology, [gradient_of(parameter) for parameter in trained_parameters(parts.model)], bucket)
     sum_tensors(topology, [totals], totals)
     return dataclasses.replace(finish_gradient(parts, totals), splits=attempts.retries)

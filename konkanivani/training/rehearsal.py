@@ -22,7 +22,8 @@ from konkanivani.training.step import train_step
 from konkanivani.training.validation import EvaluationSet
 
 SAVED = "rehearsal.partial"
-# Parts that are not restored: a rehearsal does not change the counters, and the OOM history stays useful.
+# Keys of the parts of a checkpoint that are not restored: a rehearsal does not change the counters (TrainState), and
+# what it learns about sizes that do not fit (OomHistory) stays useful.
 KEPT = ("progress", "splits")
 
 

@@ -167,8 +167,9 @@ class RunStorage:
     """Content and place of a run's checkpoints.
 
     Args:
-        stateful: parts of the run by their names in a checkpoint.
-        plan_digest: digest of the order of the data.
+        stateful: parts of the run by their names in a checkpoint (`stateful_parts` in recipe/run_output.py): model,
+            optimizer, scaler (the GradScaler), progress (the TrainState) and splits (the OomHistory).
+        plan_digest: digest of the order of the data (the epoch plan, not the memory plan).
         locks: locks of the run's folders.
     """
 

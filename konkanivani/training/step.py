@@ -50,7 +50,7 @@ class ForwardPass:
     amp_dtype: torch.dtype | None
     objective: Objective
     weights: OffloadedWeights | None = None
-    """Offloaded weights and their prefetch; None if all weights are on the device."""
+    """Placement of the weights that are offloaded or kept in half precision; None if all are fp32 on the device."""
     chunk_frames: int = CHUNK_FRAMES
     concurrent_micro_batches: int = 1
 
@@ -59,6 +59,7 @@ class ForwardPass:
         batch = batch.to(self.device)
         features, feature_lengths = self.front_end(batch.waveforms, batch.sample_lengths, batch.augment_seeds)
         with self.autocast():
+            # Both wrap a block: the outer recomputes it in the backward pass, the inner fetches its weights each time.
             recompute = self.recompute(batch.longest_seconds)
             wrap_block = self.weights.around(recompute) if self.weights else recompute
             output = self.model(features, feature_lengths, batch.decoder_tokens, wrap_block, self.chunk_frames)
@@ -186,7 +187,10 @@ class StepParts:
 
 
 class ForwardAndBackward(Protocol):
-    """Function that adds the scaled gradient of one micro-batch to the parameters' `.grad`."""
+    """Type of `forward_and_backward`: adds the scaled gradient of one micro-batch to the parameters' `.grad`.
+
+    `train_step` passes it, and tests replace it to inject faults.
+    """
 
     def __call__(self, parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
         """Return the summed losses of the micro-batch."""
@@ -266,7 +270,7 @@ def forward_and_backward(parts: StepParts, batch: Batch, counts: LossCounts) -> 
 def update(parts: StepParts, gradient: StepGradient, counts: LossCounts, step: int) -> StepReport:
     """Apply the gradient of the global batch if it is finite.
 
-    Allocates nothing (see optimizer.py), so it cannot fail halfway.
+    Allocates nothing (see `Optimizer` in optimizer_state.py), so it cannot fail halfway.
     """
     rate = parts.rates.rate(parts.schedule, step)
     if gradient.is_finite:

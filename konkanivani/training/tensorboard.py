@@ -1,4 +1,4 @@
-"""TensorBoard log of a run, written by torch's `SummaryWriter`: scalars (tags in records.py), images, audio and text.
+"""TensorBoard log of a run, written by torch's `SummaryWriter`: scalars (tags in progress.py), images, audio and text.
 
 The image of an utterance shows its spectrogram above its CTC posteriors, on one time axis. Axes: T feature frames, T'
 encoder frames, F mel bins, V vocabulary. It is drawn with torch only, without a plotting library.
