@@ -1,25 +1,73 @@
 """KonkaniVani: speech recognition for languages with little data.
 
-    from konkanivani import load_recognizer
+    import konkanivani
+    from konkanivani import DataConfig, TrainConfig
 
-    load_recognizer("checkpoints/checkpoint_best.pt").transcribe("speech.wav").text
+    data = DataConfig(train_manifest="train.jsonl", valid_manifest="valid.jsonl")
+    summary = konkanivani.train(TrainConfig(data=data))
+    print(konkanivani.load_recognizer(summary.checkpoint).transcribe("speech.wav").text)
+    print(konkanivani.plan(TrainConfig(), gpu="T4").as_table())
 
 Imports are lazy (PEP 562), so that `--help` and usage errors do not wait for torch.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from konkanivani.config import (
+        DataConfig,
+        LossConfig,
+        MemoryConfig,
+        ModelConfig,
+        OptimizerConfig,
+        PretrainedConfig,
+        RunConfig,
+        TextConfig,
+        TrainConfig,
+        TuningConfig,
+    )
     from konkanivani.inference.recognizer import load_recognizer
+    from konkanivani.planning.report import plan
+    from konkanivani.training_process import TrainingSummary, train
 
 __version__ = "0.2.0"
 
-__all__ = ["load_recognizer"]
+_MODULES = {
+    "load_recognizer": "inference.recognizer",
+    "plan": "planning.report",
+    "train": "training_process",
+    "TrainingSummary": "training_process",
+    "TrainConfig": "config",
+    "DataConfig": "config",
+    "LossConfig": "config",
+    "MemoryConfig": "config",
+    "ModelConfig": "config",
+    "OptimizerConfig": "config",
+    "PretrainedConfig": "config",
+    "RunConfig": "config",
+    "TextConfig": "config",
+    "TuningConfig": "config",
+}
+__all__ = [
+    "DataConfig",
+    "LossConfig",
+    "MemoryConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PretrainedConfig",
+    "RunConfig",
+    "TextConfig",
+    "TrainConfig",
+    "TrainingSummary",
+    "TuningConfig",
+    "load_recognizer",
+    "plan",
+    "train",
+]
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from konkanivani.inference.recognizer import load_recognizer
-
-    return load_recognizer
+    return getattr(import_module(f"konkanivani.{_MODULES[name]}"), name)

@@ -196,6 +196,28 @@ def config_to_text(config: TrainConfig) -> str:
     return "".join(f"--{s.name} {s.value!r}\n" for s in settings_of(config))
 
 
+def changed_settings(config: TrainConfig) -> list[Setting]:
+    """Return the settings that differ from the defaults of a new run with the same preset and pretrained model.
+
+    A preset other than the default comes first.
+    """
+    usual = {setting.name: setting.value for setting in settings_of(defaults_beside(config))}
+    usual["preset"] = TrainConfig().run.preset
+    changed = [setting for setting in settings_of(config) if setting.value != usual[setting.name]]
+    return sorted(changed, key=lambda setting: setting.name != "preset")
+
+
+def words_of(setting: Setting) -> list[str]:
+    """Return a setting as words of a command line; a switch that is on has no value."""
+    if setting.value is True:
+        return [f"--{setting.name}"]
+    values = setting.value if isinstance(setting.value, tuple) else (setting.value,)
+    # "=", since a value may begin with a hyphen.
+    if len(values) == 1:
+        return [f"--{setting.name}={values[0]}"]
+    return [f"--{setting.name}", *map(str, values)]
+
+
 def config_from_text(text: str) -> TrainConfig:
     """Parse the text that `config_to_text` wrote.
 

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from konkanivani.command_line import read_flags
 from konkanivani.config import TrainConfig
-from konkanivani.console import parse_budget
 from konkanivani.errors import UsageError
 from konkanivani.flags import CommandLine, check_idle_flags, defaults_beside, explicit_flags
-from konkanivani.memory.devices import Gpu, cpu_costs, cuda_costs, find_gpu
+from konkanivani.memory.devices import find_target
 from konkanivani.rules import check_config
 
 HOW_LONG = "10 to 20 s the first time, 3 s when repeated, since traces are cached"
@@ -61,34 +60,22 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
     check_config(flags.train)
     if flags.world < 1:
         raise UsageError("--world must be at least 1.")
-    gpu = find_gpu(flags.gpu) if flags.gpu else None
-    budget = flags.train.memory.memory_budget
-    if not (gpu or budget or flags.presets):
-        raise UsageError("Give --memory_budget, for example 4GiB, or --gpu with the name of a GPU.")
-    if gpu and flags.train.run.device == "cpu":
-        raise UsageError(f"--device cpu contradicts --gpu {flags.gpu}: give only one of them.")
-    size = parse_budget(budget) if budget else gpu.memory if gpu else 0
+    target = find_target(flags.train, flags.gpu, needs_budget=not flags.presets)
     if flags.train.run.init_from is not None:
         flags = replace(flags, train=with_shape_of_checkpoint(flags.train, Path(flags.train.run.init_from), given))
     if flags.train.pretrained.pretrained is not None:
         check_pretrained(flags)
     # On stderr, so that --json leaves one line on stdout.
     print(f"Tracing training steps ({HOW_LONG}).", file=sys.stderr, flush=True)
-    from konkanivani.planning.report import plan_budget, plan_presets, plan_whisper
-    from konkanivani.planning.sizes import choose_ranks
+    from konkanivani.planning.report import plan_presets, plan_target, plan_whisper
 
-    costs = cpu_costs()
-    if gpu or flags.train.run.device == "cuda":
-        # --device cuda without --gpu: assume Turing, compute capability 7.5.
-        gpu = gpu or Gpu("a CUDA GPU", size, (7, 5))
-        costs = cuda_costs(gpu.name, gpu.capability)
     if flags.table:
-        return plan_whisper(flags.train, costs, size)
+        return plan_whisper(flags.train, target.costs, target.budget)
     if flags.presets:
         if flags.world > 1:
             raise UsageError("--presets supports one process: use --world with one --preset.")
-        return plan_presets(flags.train, costs)
-    report = plan_budget(flags.train, costs, size, choose_ranks(flags.train, costs, size, flags.world), given)
+        return plan_presets(flags.train, target.costs)
+    report = plan_target(flags.train, target, flags.world, given)
     return report.as_json() if flags.json else report.as_table()
 
 

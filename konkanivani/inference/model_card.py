@@ -15,9 +15,8 @@ from pathlib import Path
 from konkanivani.config import TrainConfig
 from konkanivani.console import count, duration_words, show_text
 from konkanivani.errors import UsageError
-from konkanivani.flags import defaults_beside
+from konkanivani.flags import changed_settings
 from konkanivani.inference.card_scores import CardScore
-from konkanivani.rules import settings_of
 
 CARD = "README.md"
 TASK = "automatic-speech-recognition"
@@ -350,18 +349,14 @@ def training_command(config: TrainConfig) -> list[str]:
 
     Paths outside of the working folder are shortened to the file name, since they may contain the name of the user.
     """
-    usual = {setting.name: setting.value for setting in settings_of(defaults_beside(config))}
     parts = ["konkanivani train"]
-    if config.run.preset != TrainConfig().run.preset:
-        parts.append(f"--preset {config.run.preset}")
-    for setting in settings_of(config):
-        value = setting.value
-        if value == usual[setting.name] or setting.name in (*LOCAL_SETTINGS, "preset"):
+    for setting in changed_settings(config):
+        if setting.name in LOCAL_SETTINGS:
             continue
-        if value is True and usual[setting.name] is False:
+        if setting.value is True:
             parts.append(f"--{setting.name}")
             continue
-        values = value if isinstance(value, tuple) else (value,)
+        values = setting.value if isinstance(setting.value, tuple) else (setting.value,)
         words = " ".join(shlex.quote(show_text(_without_folder(item))) for item in values)
         parts.append(f"--{setting.name} {words}")
     return parts

@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.console import GIB, MIB
+from konkanivani.config import TrainConfig
+from konkanivani.console import GIB, MIB, parse_budget
 from konkanivani.errors import UsageError
 
 # --------------------
@@ -147,3 +148,30 @@ def _plain(name: str) -> tuple[str, int | None]:
     word = re.sub(r"\s+", "", _SIZE.sub(" ", words)).replace("laptoplaptop", "laptop")
     # The number identifies a GPU: "3060" is RTX 3060, and "A4000" is RTX A4000.
     return re.sub(r"^(gtx(?=titan)|[rg]tx(?=a?\d))", "", word), int(size.group(1)) if size else None
+
+
+@dataclass(frozen=True)
+class PlanTarget:
+    """Device to plan for: its fixed costs, and the budget in bytes; 0 if none is given."""
+
+    costs: DeviceCosts
+    budget: int
+
+
+def find_target(config: TrainConfig, gpu: str | None, needs_budget: bool = True) -> PlanTarget:
+    """Return the target of a plan: the GPU of this name, or the device of the configuration, and its budget.
+
+    Raises a UsageError for an unknown GPU, a contradiction, or a missing budget if one is needed.
+    """
+    found = find_gpu(gpu) if gpu else None
+    budget = config.memory.memory_budget
+    if needs_budget and not (found or budget):
+        raise UsageError("Give --memory_budget, for example 4GiB, or --gpu with the name of a GPU.")
+    if found and config.run.device == "cpu":
+        raise UsageError(f"--device cpu contradicts --gpu {gpu}: give only one of them.")
+    size = parse_budget(budget) if budget else found.memory if found else 0
+    if found is None and config.run.device != "cuda":
+        return PlanTarget(cpu_costs(), size)
+    # --device cuda without --gpu: assume Turing, compute capability 7.5.
+    found = found or Gpu("a CUDA GPU", size, (7, 5))
+    return PlanTarget(cuda_costs(found.name, found.capability), size)

@@ -12,7 +12,6 @@ import pytest
 
 from konkanivani.cli.comparison import (
     KEPT,
-    Ended,
     Kept,
     Outcome,
     check_data,
@@ -24,6 +23,7 @@ from konkanivani.cli.comparison import (
     write_kept,
 )
 from konkanivani.errors import DataError, UsageError
+from konkanivani.training_process import Ended
 from tests.conftest import ROOT, TINY_MODEL, Corpus, start_script, well, write_corpus
 from tests.patience import PATIENCE
 from tests.warm import fork_scripts, warm_parent

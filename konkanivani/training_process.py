@@ -1,0 +1,203 @@
+"""Training in a child process: `konkanivani.train` in Python, and the comparison of models.
+
+The child has its own signal handlers, which save and end the process, and its own CUDA context, whose memory is free
+again when it ends: neither suits a notebook's kernel.
+"""
+
+import contextlib
+import ctypes
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from konkanivani.config import TrainConfig
+from konkanivani.errors import (
+    CheckpointError,
+    DataError,
+    Interrupted,
+    NumericsError,
+    ResourceError,
+    UsageError,
+    defer_signals,
+    stopping_signals,
+)
+from konkanivani.flags import changed_settings, words_of
+
+KEPT_LINES = 50  # of each output stream
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LINE_OF_BAR = re.compile(r"\s*\d+%\|")  # a progress bar of tqdm
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Result of a training process: exit code and the last lines of stdout and stderr."""
+
+    exit_code: int
+    said: tuple[str, ...]
+    errors: tuple[str, ...]
+
+    @property
+    def reason(self) -> str:
+        """Return the error message of a failed run."""
+        if self.exit_code == 128 + signal.SIGKILL:
+            return "Killed (SIGKILL), perhaps by the system for lack of memory."
+        lines = [line for line in self.errors if line.strip() and not LINE_OF_BAR.match(line)]
+        start = len(lines) - 1
+        # Keep an indented list with the lines around it.
+        while start > 0 and "  " in (lines[start][:2], lines[start - 1][:2]):
+            start -= 1
+        told = lines[max(0, start) :]
+        # Of a traceback, only the exception itself.
+        if told and told[0].startswith("Traceback"):
+            told = told[-1:]
+        return " ".join(line.strip() for line in told) or f"Exit code {self.exit_code}, without a message."
+
+
+class Trainer:
+    """Runner of `konkanivani train`, one process at a time.
+
+    A process has its own session, so that Ctrl-C reaches only this process, which forwards it once. The trainer then
+    saves and exits; it also does if this process is killed.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._signal_number = 0
+        self._libc = ctypes.CDLL(None)
+
+    def install(self) -> None:
+        """Install handlers that forward stop signals."""
+        for number in stopping_signals():
+            signal.signal(number, self._pass_on)
+
+    def check(self) -> None:
+        """Raise Interrupted if a signal has arrived."""
+        if self._signal_number:
+            raise Interrupted("Stopped by a signal; run the same command again to resume.", self._signal_number)
+
+    def run(self, arguments: Sequence[str]) -> Ended:
+        """Run the trainer to its end and forward its output to stderr."""
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-m", "konkanivani", "train", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=self._end_with_parent,
+        )
+        if self._signal_number:  # it arrived before the process existed
+            process.send_signal(self._signal_number)
+        kept = deque[str](maxlen=KEPT_LINES), deque[str](maxlen=KEPT_LINES)
+        streams = zip((process.stdout, process.stderr), kept, strict=True)
+        threads = [threading.Thread(target=_copy, args=pair, daemon=True) for pair in streams]
+        with defer_signals():  # threads inherit the blocked mask, so that signals reach the main thread only
+            for thread in threads:
+                thread.start()
+        code = _wait(process)
+        for thread in threads:
+            thread.join()
+        said, errors = map(tuple, kept)
+        # A negative code is the signal that ended the process; shells report 128 + signal.
+        return Ended(code if code >= 0 else 128 - code, said, errors)
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        self._signal_number = self._signal_number or number
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def _end_with_parent(self) -> None:
+        self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _wait(process: "subprocess.Popen[str]") -> int:
+    """Return the exit code; forward each Ctrl-C that reaches this process as KeyboardInterrupt, as in a notebook."""
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+
+
+def _copy(stream: TextIO, kept: deque[str]) -> None:
+    for line in stream:
+        kept.append(line.rstrip("\n"))
+        print(line, end="", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class TrainingSummary:
+    """Result of a training run.
+
+    Args:
+        is_interrupted: Ctrl-C or a signal stopped the run, which has saved; train again with `resume="auto"`.
+        checkpoint: the best checkpoint by validation, or the last one.
+        tensorboard: folder of the run's logs; None if interrupted.
+        steps, epochs, parameters: of the model; None if interrupted.
+        best_valid_score: lowest validation score, if there is a validation manifest.
+        test_wer, test_cer: greedy decoding of the test manifest, as fractions; None without one.
+        scores: all numbers of the run's last line, by name, such as test_wer_joint and peak_memory_mib.
+    """
+
+    is_interrupted: bool
+    checkpoint: Path
+    tensorboard: Path | None = None
+    steps: int | None = None
+    epochs: int | None = None
+    parameters: int | None = None
+    best_valid_score: float | None = None
+    test_wer: float | None = None
+    test_cer: float | None = None
+    scores: dict[str, float | None] | None = None
+
+
+ERRORS = {error.exit_code: error for error in (UsageError, DataError, CheckpointError, NumericsError, ResourceError)}
+INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
+
+
+def train(config: TrainConfig) -> TrainingSummary:
+    """Train as `konkanivani train` does with these settings, in a child process, and return the results.
+
+    The output of the run appears on stderr. Ctrl-C saves a checkpoint and returns; a second one ends the run at once.
+    Raises the errors of the command: UsageError, DataError, CheckpointError, NumericsError, ResourceError.
+    """
+    words = [word for setting in changed_settings(config) for word in words_of(setting)]
+    ended = Trainer().run(words)
+    if ended.exit_code in INTERRUPTED:
+        return TrainingSummary(True, Path(config.run.checkpoint_dir) / "checkpoint_last.pt")
+    if ended.exit_code:
+        raise ERRORS.get(ended.exit_code, ResourceError)(ended.reason)
+    return summary_of(ended.said)
+
+
+def summary_of(lines: Sequence[str]) -> TrainingSummary:
+    """Return the summary in the last line that a run printed; raise a ResourceError if there is none."""
+    found = None
+    with contextlib.suppress(ValueError, IndexError):
+        found = json.loads(lines[-1])
+    if not isinstance(found, dict) or "checkpoint" not in found:
+        raise ResourceError("The run ended without a summary. Look at its output above.")
+    named = [name for name, value in found.items() if value is None or isinstance(value, (int, float))]
+    return TrainingSummary(
+        is_interrupted=False,
+        checkpoint=Path(found["checkpoint"]),
+        tensorboard=Path(found["tensorboard"]),
+        steps=found["steps"],
+        epochs=found["epochs"],
+        parameters=found["parameters"],
+        best_valid_score=found["best_valid_score"],
+        test_wer=found["test_wer"],
+        test_cer=found["test_cer"],
+        scores={name: found[name] for name in named},
+    )
