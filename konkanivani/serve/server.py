@@ -1,0 +1,258 @@
+"""Server of the page: WebSocket endpoints, and limits on connections and sessions."""
+
+import errno
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from websockets.exceptions import ConnectionClosed
+from websockets.frames import CloseCode
+from websockets.http11 import Request, Response
+from websockets.sync.server import Server, ServerConnection, serve
+
+from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, explained
+from konkanivani.inference.subtitles import Segment, render
+from konkanivani.serve.access import WILDCARDS, build_gate
+from konkanivani.serve.corrections import MAX_SECONDS, Correction, Corrections, check_text
+from konkanivani.serve.decoding_worker import DecodingWorker
+from konkanivani.serve.editing import edit_segment
+from konkanivani.serve.messages import (
+    EditedSegments,
+    End,
+    Failure,
+    Finished,
+    Message,
+    Part,
+    Ready,
+    Render,
+    Save,
+    Saved,
+    format_message,
+    parse_integers,
+    parse_message,
+)
+from konkanivani.serve.session import BuildRecognizer, Limits, Session
+
+LISTEN = "listen"
+SAVE = "save"
+RENDER = "render"
+TOKEN_BYTES = 16
+ACCEPT_SECONDS = 0.2
+OUT_OF_SOCKETS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+Handler = Callable[[socket.socket, Any], None]
+
+
+class LimitedSocket(socket.socket):
+    """Listening socket that closes connections beyond a limit, and continues after a lack of file descriptors."""
+
+    def __init__(self, listening: socket.socket, most: int) -> None:
+        super().__init__(listening.family, listening.type, listening.proto, listening.detach())
+        self._slots = threading.Semaphore(most)
+        # `accept` must return now and then, or it would outlast the closed socket.
+        self.settimeout(ACCEPT_SECONDS)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Return the next connection within the limit."""
+        while True:
+            try:
+                connection, address = super().accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if error.errno not in OUT_OF_SOCKETS:
+                    raise
+                time.sleep(ACCEPT_SECONDS)
+                continue
+            if self._slots.acquire(blocking=False):
+                return connection, address
+            connection.close()
+
+    def counted(self, handler: Handler) -> Handler:
+        """Return the handler of accepted connections, which frees a slot at its end."""
+
+        def handle(connection: socket.socket, address: Any) -> None:
+            try:
+                handler(connection, address)
+            finally:
+                self._slots.release()
+
+        return handle
+
+
+class PageServer:
+    """HTTP and WebSocket server of the page, bound to a port; `serve` runs it.
+
+    Args:
+        build_recognizer: builds the recogniser of a recording with this sample rate in Hz.
+        ready: description of the model for the page.
+        corrections: destination of corrected transcripts, None to refuse them.
+
+    Raises a ResourceError if the port cannot be used.
+    """
+
+    def __init__(
+        self,
+        build_recognizer: BuildRecognizer,
+        ready: Ready,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        corrections: Corrections | None = None,
+        limits: Limits = Limits(),
+    ) -> None:
+        self._build_recognizer = build_recognizer
+        self._ready = ready
+        self._corrections = corrections
+        self._limits = limits
+        self._token = secrets.token_urlsafe(TOKEN_BYTES)
+        self._gate = build_gate(self._token, host, frozenset({LISTEN, SAVE, RENDER}))
+        self._host = "127.0.0.1" if host in WILDCARDS else host
+        self._sessions = threading.Semaphore(limits.sessions)
+        self._saving = threading.Lock()
+        self._worker = DecodingWorker()
+        listening = LimitedSocket(_bind(host, port), limits.connections)
+        self._port = listening.getsockname()[1]
+        self._server = self._build_server(listening)
+
+    def _build_server(self, listening: LimitedSocket) -> Server:
+        # The library logs a traceback for every broken handshake.
+        logger = logging.getLogger(f"{__name__}.websockets")
+        logger.setLevel(logging.CRITICAL + 1)
+        limits = self._limits
+        server = serve(
+            self._handle,
+            sock=listening,
+            process_request=self._process_request,
+            compression=None,
+            server_header=None,
+            max_size=limits.message_bytes,
+            open_timeout=limits.request_seconds,
+            close_timeout=limits.request_seconds,
+            ping_interval=limits.send_seconds,
+            ping_timeout=limits.send_seconds,
+            logger=logger,
+        )
+        server.handler = listening.counted(server.handler)
+        return server
+
+    @property
+    def address(self) -> str:
+        """Return the address of the page, with the token."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}/{self._token}/"
+
+    def serve(self) -> None:
+        """Serve until `close` is called from another thread, or until an exception such as KeyboardInterrupt."""
+        self._server.serve_forever()
+
+    def close(self) -> None:
+        """Close all connections and the port."""
+        self._server.shutdown()
+        self._worker.close()
+
+    def _process_request(self, _connection: ServerConnection, request: Request) -> Response | None:
+        return self._gate.respond(request)
+
+    def _handle(self, connection: ServerConnection) -> None:
+        assert connection.request is not None
+        endpoint = self._gate.endpoint(connection.request)
+        if endpoint == LISTEN:
+            self._listen(connection)
+            return
+        try:
+            if endpoint == SAVE:
+                self._save(connection)
+            else:
+                self._render(connection)
+        except ConnectionClosed:
+            pass
+        except TimeoutError:
+            connection.close(CloseCode.POLICY_VIOLATION)
+        except KonkaniVaniError as error:
+            _say_and_close(connection, str(error), CloseCode.POLICY_VIOLATION)
+
+    def _listen(self, connection: ServerConnection) -> None:
+        if not self._sessions.acquire(blocking=False):
+            sentence = f"All {self._limits.sessions} sessions are in use. Close one, or try again later."
+            _say_and_close(connection, sentence, CloseCode.TRY_AGAIN_LATER)
+            return
+        try:
+            Session(connection, self._worker, self._build_recognizer, self._ready, self._limits).run()
+        finally:
+            self._sessions.release()
+
+    def _save(self, connection: ServerConnection) -> None:
+        """Receive a corrected transcript and its audio, and write them."""
+        message = self._receive(connection)
+        if self._corrections is None or not isinstance(message, Save):
+            raise DataError("Corrections are not saved. Start the server with --corrections DIR.")
+        check_text(message.text)
+        if not 0 < message.samples <= MAX_SECONDS * message.sample_rate:
+            raise DataError(f"The audio of a correction must be at most {MAX_SECONDS:g} s long.")
+        # One at a time, so that their audio does not add up in memory.
+        with self._saving:
+            samples = self._receive_integers(connection, message.samples)
+            rows = self._corrections.save(Correction(message.key, message.text, message.sample_rate, samples))
+        connection.send(format_message(Saved(rows)))
+
+    def _receive_integers(self, connection: ServerConnection, count: int) -> np.ndarray:
+        blocks: list[np.ndarray] = []
+        missing = count
+        while missing > 0:
+            block = connection.recv(timeout=self._limits.request_seconds)
+            if isinstance(block, str):
+                raise DataError("The page sent text where audio was expected. Reload the page.")
+            blocks.append(parse_integers(block))
+            missing -= len(blocks[-1])
+        if missing < 0:
+            raise DataError("The page sent more audio than it announced. Reload the page.")
+        return np.concatenate(blocks)
+
+    def _render(self, connection: ServerConnection) -> None:
+        """Receive segments, and send the transcript in the requested format."""
+        message = self._receive(connection)
+        if not isinstance(message, Render):
+            raise DataError("The page sent a message at the wrong time. Reload the page.")
+        segments = self._receive_segments(connection)
+        for text in render(segments, message.text_format, message.timestamps, message.name):
+            connection.send(format_message(Part(text)))
+        connection.send(format_message(Finished()))
+
+    def _receive_segments(self, connection: ServerConnection) -> Iterator[Segment]:
+        while True:
+            message = self._receive(connection)
+            if isinstance(message, End):
+                return
+            if not isinstance(message, EditedSegments):
+                raise DataError("The page sent a message at the wrong time. Reload the page.")
+            for edited in message.segments:
+                segment = edit_segment(edited.text, edited.words)
+                if segment is not None:
+                    yield segment
+
+    def _receive(self, connection: ServerConnection) -> Message:
+        message = connection.recv(timeout=self._limits.request_seconds)
+        if isinstance(message, bytes):
+            raise DataError("The page sent audio where text was expected. Reload the page.")
+        return parse_message(message)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a listening socket; raise a ResourceError if the address cannot be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    what = f"The page cannot be served at {host}, port {port}"
+    with explained(ResourceError, what, "Choose another port with --port.", OverflowError):
+        return socket.create_server((host, port), family=family)
+
+
+def _say_and_close(connection: ServerConnection, sentence: str, code: CloseCode) -> None:
+    try:
+        connection.send(format_message(Failure(sentence)))
+    except ConnectionClosed:
+        return
+    connection.close(code)
