@@ -42,7 +42,9 @@ LISTEN = "listen"
 SAVE = "save"
 RENDER = "render"
 TOKEN_BYTES = 16
+CLOSE_SECONDS = 1.0  # for the browser's answer to the end of a connection
 ACCEPT_SECONDS = 0.2
+WAITING_CONNECTIONS = 512  # in the kernel, until they are accepted or refused
 OUT_OF_SOCKETS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Handler = Callable[[socket.socket, Any], None]
@@ -132,7 +134,7 @@ class PageServer:
             server_header=None,
             max_size=limits.message_bytes,
             open_timeout=limits.request_seconds,
-            close_timeout=limits.request_seconds,
+            close_timeout=CLOSE_SECONDS,
             ping_interval=limits.send_seconds,
             ping_timeout=limits.send_seconds,
             logger=logger,
@@ -247,7 +249,7 @@ def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     what = f"The page cannot be served at {host}, port {port}"
     with explained(ResourceError, what, "Choose another port with --port.", OverflowError):
-        return socket.create_server((host, port), family=family)
+        return socket.create_server((host, port), family=family, backlog=WAITING_CONNECTIONS)
 
 
 def _say_and_close(connection: ServerConnection, sentence: str, code: CloseCode) -> None:

@@ -55,7 +55,9 @@ export class Microphone {
       track.onended = null;
       track.stop();
     }
-    this.context.close();
+    if (this.context.state !== "closed") {
+      this.context.close();
+    }
   }
 }
 

@@ -104,7 +104,7 @@ async function listen() {
   };
   const microphone = await Microphone.open(receive, () => {
     tell("The microphone was disconnected. The text up to here is kept.");
-    recording.stream.finish();
+    recording?.stream.finish();
     microphone.close();
   });
   const time = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
@@ -113,7 +113,7 @@ async function listen() {
   stopCurrent = () => {
     microphone.close();
     show("Finishing …", true);
-    recording.stream.finish();
+    recording?.stream.finish();
   };
   const sentence = await recording.ended;
   microphone.close();

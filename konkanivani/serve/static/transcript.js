@@ -51,7 +51,9 @@ export class Transcript {
     const heading = element("h2", "", name);
     heading.id = `recording-${this.key}`;
     this.section.setAttribute("aria-labelledby", heading.id);
-    this.section.append(heading, this.list, this.partial, this.downloads());
+    const top = element("div", "heading");
+    top.append(heading, this.downloads());
+    this.section.append(top, this.list, this.partial);
   }
 
   downloads() {
@@ -139,7 +141,8 @@ class Line {
 
   word(word) {
     const isUncertain = word.confidence !== null && word.confidence < UNCERTAIN;
-    const shown = element("span", isUncertain ? "word uncertain" : "word", word.text);
+    const shown = element("span", "word");
+    shown.append(element("span", isUncertain ? "uncertain" : "", word.text));
     const sure = word.confidence === null ? "" : `, ${Math.round(100 * word.confidence)} % sure`;
     shown.title = `${word.start.toFixed(2)} to ${word.end.toFixed(2)} s${sure}`;
     shown.dataset.start = word.start.toFixed(2);
