@@ -6,10 +6,26 @@ import time
 from collections import deque
 
 from websockets.exceptions import ConnectionClosed
+from websockets.frames import CloseCode
 from websockets.sync.server import ServerConnection
 
 from konkanivani.serve.events import Final, Partial
 from konkanivani.serve.messages import Progress, ServerMessage, format_message
+
+
+def close_unread(connection: ServerConnection, code: CloseCode) -> None:
+    """Close a connection on which the browser may still be sending; what it sends is discarded."""
+    # Unread messages would hold back the browser's answer, and a reset of the socket would discard what was sent last.
+    threading.Thread(target=_discard, args=(connection,), daemon=True).start()
+    connection.close(code)
+
+
+def _discard(connection: ServerConnection) -> None:
+    try:
+        while True:
+            connection.recv()
+    except ConnectionClosed:
+        pass
 
 
 class Outbox:

@@ -36,6 +36,7 @@ from konkanivani.serve.messages import (
     parse_integers,
     parse_message,
 )
+from konkanivani.serve.outbox import close_unread
 from konkanivani.serve.session import BuildRecognizer, Limits, Session
 
 LISTEN = "listen"
@@ -174,7 +175,7 @@ class PageServer:
         except ConnectionClosed:
             pass
         except TimeoutError:
-            connection.close(CloseCode.POLICY_VIOLATION)
+            close_unread(connection, CloseCode.POLICY_VIOLATION)
         except KonkaniVaniError as error:
             _say_and_close(connection, str(error), CloseCode.POLICY_VIOLATION)
 
@@ -257,4 +258,4 @@ def _say_and_close(connection: ServerConnection, sentence: str, code: CloseCode)
         connection.send(format_message(Failure(sentence)))
     except ConnectionClosed:
         return
-    connection.close(code)
+    close_unread(connection, code)

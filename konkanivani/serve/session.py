@@ -11,7 +11,7 @@ from websockets.sync.server import ServerConnection
 from konkanivani.errors import DataError
 from konkanivani.serve.decoding_worker import DecodingWorker, Recording, Result, StreamingRecognizer, explain_error
 from konkanivani.serve.messages import Failure, Finish, Finished, Ready, Start, parse_message, parse_samples
-from konkanivani.serve.outbox import Outbox
+from konkanivani.serve.outbox import Outbox, close_unread
 
 POLL_SECONDS = 0.25
 
@@ -79,7 +79,7 @@ class Session:
             if self._recording is not None:
                 self._recording.cancel()
             self._outbox.close(self._limits.send_seconds)
-        self._connection.close(code)
+        close_unread(self._connection, code)
 
     def _check_limits(self) -> None:
         limits = self._limits

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import numpy as np
+from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from konkanivani.inference.subtitles import Word
@@ -121,7 +122,8 @@ def join(server: PageServer, endpoint: str = "listen", **options: object) -> Cli
 def start(server: PageServer, rate: object = RATE) -> Iterator[ClientConnection]:
     """Start a recording."""
     with join(server) as connection:
-        connection.send(json.dumps({"type": "start", "sample_rate": rate}))
+        with contextlib.suppress(ConnectionClosed):  # all sessions are in use
+            connection.send(json.dumps({"type": "start", "sample_rate": rate}))
         yield connection
 
 

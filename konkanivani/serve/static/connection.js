@@ -121,6 +121,7 @@ export function renderTranscript(format, timestamps, name, segments) {
         resolve(parts.join(""));
       } else {
         reject(new Error(message.message));
+        socket.close();
       }
     };
     socket.onclose = () => reject(new Error(LOST));
@@ -144,6 +145,7 @@ export function saveCorrection(key, text, sampleRate, samples) {
         resolve(message.rows);
       } else {
         reject(new Error(message.message));
+        socket.close();
       }
     };
     socket.onclose = () => reject(new Error(LOST));
