@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Serve a page to speak into: words appear in the browser while you speak.
 
-    python3 training_scripts/serve.py --checkpoint checkpoints/checkpoint_best.pt
-    python3 training_scripts/serve.py --pretrained whisper-small --language mr
+python3 training_scripts/serve.py --checkpoint checkpoints/checkpoint_best.pt
+python3 training_scripts/serve.py --pretrained whisper-small --language mr
 """
 
 import bootstrap
@@ -50,22 +50,25 @@ def serve(flags: Flags) -> str:
     check_websockets()
     # Imported after the flags are checked: usage errors do not wait for torch.
     from konkanivani.inference.listener import Listener
+
     from konkanivani.inference.recognizer import build_recognizer
     from konkanivani.recipe.final_scores import best_checkpoint
-    from konkanivani.serve.corrections import Corrections
+    from konkanivani.serve.corrections import open_corrections
     from konkanivani.serve.messages import Ready
-    from konkanivani.serve.server import PageServer
+    from konkanivani.serve.server import PageServer, bind
 
     checkpoint = Path(flags.checkpoint) if flags.checkpoint else best_checkpoint("checkpoints")
     if flags.checkpoint is None and flags.pretrained.pretrained is None and not checkpoint.is_file():
         raise CheckpointError(
             "There is no checkpoint in checkpoints/. Give one with --checkpoint, or train a model first."
         )
+    corrections = open_corrections(flags.corrections) if flags.corrections is not None else None
+    # Before the model is loaded, which takes seconds.
+    listening = bind(flags.host, flags.port)
     recognizer = build_recognizer(checkpoint, flags.decoding, flags.device, pretrained=flags.pretrained)
     name = Path(flags.pretrained.pretrained or checkpoint).name
-    corrections = Corrections(Path(flags.corrections)) if flags.corrections else None
     ready = Ready(name, flags.pretrained.language or "", corrections is not None)
-    server = PageServer(partial(Listener, recognizer), ready, flags.host, flags.port, corrections)
+    server = PageServer(partial(Listener, recognizer), ready, listening, flags.host, corrections)
     say(f"Open {server.address} in a browser on this computer. Ctrl-C stops the server.")
     try:
         server.serve()

@@ -48,7 +48,9 @@ class Gate:
             return _refuse(HTTPStatus.FORBIDDEN, "The page is served only to the addresses that the terminal shows.\n")
         token, slash, name = request.path.partition("?")[0].removeprefix("/").partition("/")
         if not hmac.compare_digest(token.encode(), self.token.encode()):
-            return _refuse(HTTPStatus.FORBIDDEN, "The token in the address is wrong. Open the address in the terminal.\n")
+            return _refuse(
+                HTTPStatus.FORBIDDEN, "The token in the address is wrong. Open the address in the terminal.\n"
+            )
         origin = _only(request.headers, "Origin")
         if name in self.endpoints:
             # Browsers always send the Origin of a WebSocket connection.

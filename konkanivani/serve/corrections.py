@@ -1,6 +1,7 @@
 """Corrected transcripts as a manifest with audio, for training."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,6 +66,15 @@ class Corrections:
             kept = [line for line in _lines(path) if _audio_of(line) != utterance.audio_filepath]
             partial.write_bytes(b"".join([*kept, row.encode() + b"\n"]))
         return len(kept) + 1
+
+
+def open_corrections(folder: str) -> Corrections:
+    """Return the corrections of a folder, which may be new; raise a ResourceError if it cannot be written."""
+    path = Path(folder).absolute()
+    existing = next(place for place in (path, *path.parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ResourceError(f"--corrections {folder}: {existing} is not a writable folder. Choose another one.")
+    return Corrections(path)
 
 
 def check_text(text: str) -> str:

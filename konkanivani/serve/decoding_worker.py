@@ -39,9 +39,7 @@ class Recording:
         deliver: called with each result, from the worker's thread.
     """
 
-    def __init__(
-        self, recognizer: StreamingRecognizer, sample_rate: int, deliver: Callable[[Result], None]
-    ) -> None:
+    def __init__(self, recognizer: StreamingRecognizer, sample_rate: int, deliver: Callable[[Result], None]) -> None:
         self._recognizer = recognizer
         self._sample_rate = sample_rate
         self._deliver = deliver
@@ -81,23 +79,23 @@ class Recording:
 
     def take_turn(self) -> None:
         """Decode up to TURN_SECONDS of audio, or end the recording, and deliver the results."""
+        samples = self._next_samples()
+        is_end = not len(samples) and self._is_complete
+        results: list[Result] = []
+        started = time.perf_counter()
         try:
-            samples = self._next_samples()
-            is_end = not len(samples) and self._is_complete
-            started = time.perf_counter()
-            results = self._recognizer.finish() if is_end else self._recognizer.accept(samples)
-            self._measure(len(samples), time.perf_counter() - started)
+            results += self._recognizer.finish() if is_end else self._recognizer.accept(samples)
         except Exception as error:
             # Whatever is wrong with one recording must not stop the others.
-            results = [Failure(explain_error(error))]
+            results.append(Failure(explain_error(error)))
             is_end = True
+        self._measure(len(samples), time.perf_counter() - started)
+        results.append(Progress(self._decoded / self._sample_rate, self.backlog, self._load))
+        if is_end:
+            results.append(Finished())
         for result in results if not self._is_ended else ():
             self._deliver(result)
-        if not self._is_ended:
-            self._deliver(Progress(self._decoded / self._sample_rate, self.backlog, self._load))
         if is_end:
-            if not self._is_ended:
-                self._deliver(Finished())
             self.cancel()
 
     def _next_samples(self) -> np.ndarray:

@@ -103,7 +103,10 @@ def parse_message(text: str) -> Message:
         return Finish()
     if kind == "save":
         return Save(
-            _field(fields, "key", str), _field(fields, "text", str), _sample_rate(fields), _field(fields, "samples", int)
+            _field(fields, "key", str),
+            _field(fields, "text", str),
+            _sample_rate(fields),
+            _field(fields, "samples", int),
         )
     if kind == "render":
         text_format = _field(fields, "format", str)
@@ -268,4 +271,3 @@ def _finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_finite(part) for part in value]
     return value
-

@@ -37,7 +37,7 @@ from konkanivani.serve.messages import (
     parse_message,
 )
 from konkanivani.serve.outbox import close_unread
-from konkanivani.serve.session import BuildRecognizer, Limits, Session
+from konkanivani.serve.session import DEFAULT_LIMITS, BuildRecognizer, Limits, Session
 
 LISTEN = "listen"
 SAVE = "save"
@@ -89,24 +89,24 @@ class LimitedSocket(socket.socket):
 
 
 class PageServer:
-    """HTTP and WebSocket server of the page, bound to a port; `serve` runs it.
+    """HTTP and WebSocket server of the page; `serve` runs it.
 
     Args:
         build_recognizer: builds the recogniser of a recording with this sample rate in Hz.
         ready: description of the model for the page.
+        listening: socket of `bind`.
+        host: host name in the address of the page.
         corrections: destination of corrected transcripts, None to refuse them.
-
-    Raises a ResourceError if the port cannot be used.
     """
 
     def __init__(
         self,
         build_recognizer: BuildRecognizer,
         ready: Ready,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        listening: socket.socket,
+        host: str,
         corrections: Corrections | None = None,
-        limits: Limits = Limits(),
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self._build_recognizer = build_recognizer
         self._ready = ready
@@ -117,10 +117,11 @@ class PageServer:
         self._host = "127.0.0.1" if host in WILDCARDS else host
         self._sessions = threading.Semaphore(limits.sessions)
         self._saving = threading.Lock()
+        self._connections: set[ServerConnection] = set()
+        self._lock = threading.Lock()  # of the connections
         self._worker = DecodingWorker()
-        listening = LimitedSocket(_bind(host, port), limits.connections)
         self._port = listening.getsockname()[1]
-        self._server = self._build_server(listening)
+        self._server = self._build_server(LimitedSocket(listening, limits.connections))
 
     def _build_server(self, listening: LimitedSocket) -> Server:
         # The library logs a traceback for every broken handshake.
@@ -155,6 +156,10 @@ class PageServer:
 
     def close(self) -> None:
         """Close all connections and the port."""
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            connection.close(CloseCode.GOING_AWAY)
         self._server.shutdown()
         self._worker.close()
 
@@ -162,6 +167,15 @@ class PageServer:
         return self._gate.respond(request)
 
     def _handle(self, connection: ServerConnection) -> None:
+        with self._lock:
+            self._connections.add(connection)
+        try:
+            self._answer(connection)
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+
+    def _answer(self, connection: ServerConnection) -> None:
         assert connection.request is not None
         endpoint = self._gate.endpoint(connection.request)
         if endpoint == LISTEN:
@@ -245,7 +259,7 @@ class PageServer:
         return parse_message(message)
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """Return a listening socket; raise a ResourceError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     what = f"The page cannot be served at {host}, port {port}"

@@ -13,7 +13,7 @@ from konkanivani.serve.decoding_worker import DecodingWorker, Recording, Result,
 from konkanivani.serve.messages import Failure, Finish, Finished, Ready, Start, parse_message, parse_samples
 from konkanivani.serve.outbox import Outbox, close_unread
 
-POLL_SECONDS = 0.25
+POLL_SECONDS = 0.1
 
 BuildRecognizer = Callable[[int], StreamingRecognizer]
 
@@ -29,6 +29,9 @@ class Limits:
     idle_seconds: float = 60.0
     send_seconds: float = 10.0
     request_seconds: float = 5.0
+
+
+DEFAULT_LIMITS = Limits()
 
 
 class Session:

@@ -14,8 +14,8 @@ from konkanivani.inference.subtitles import Word
 from konkanivani.serve.corrections import Corrections
 from konkanivani.serve.events import Final, Partial
 from konkanivani.serve.messages import Ready
-from konkanivani.serve.server import PageServer
-from konkanivani.serve.session import BuildRecognizer, Limits
+from konkanivani.serve.server import PageServer, bind
+from konkanivani.serve.session import DEFAULT_LIMITS, BuildRecognizer, Limits
 
 RATE = 16_000
 # Each word is a tone of half a second.
@@ -96,11 +96,11 @@ class ToneListener:
 
 @contextlib.contextmanager
 def running(
-    build: BuildRecognizer = ToneListener, limits: Limits = Limits(), corrections: Corrections | None = None
+    build: BuildRecognizer = ToneListener, limits: Limits = DEFAULT_LIMITS, corrections: Corrections | None = None
 ) -> Iterator[PageServer]:
     """Run a server in a thread."""
     ready = Ready("tones.pt", "mr", corrections is not None)
-    server = PageServer(build, ready, corrections=corrections, limits=limits)
+    server = PageServer(build, ready, bind("127.0.0.1", 0), "127.0.0.1", corrections, limits)
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:

@@ -11,11 +11,10 @@ from websockets.exceptions import InvalidStatus
 
 from konkanivani.errors import ResourceError
 from konkanivani.serve.access import CONTENT_TYPES, STATIC
-from konkanivani.serve.messages import Ready
-from konkanivani.serve.server import PageServer
+from konkanivani.serve.server import PageServer, bind
 from konkanivani.serve.session import Limits
 from tests.conftest import ROOT
-from tests.serve.parts import ToneListener, join, running
+from tests.serve.parts import join, running
 
 
 def get(server: PageServer, path: str, **headers: str) -> http.client.HTTPResponse:
@@ -76,7 +75,9 @@ def test_two_hosts_or_none_are_refused(server):
             assert client.recv(100).startswith((b"HTTP/1.1 403", b"HTTP/1.1 400"))
 
 
-@pytest.mark.parametrize("token", ["", "x", "%00", "\u0915".encode().decode("latin-1").encode("ascii", "replace").decode()])
+@pytest.mark.parametrize(
+    "token", ["", "x", "%00", "\u0915".encode().decode("latin-1").encode("ascii", "replace").decode()]
+)
 def test_a_wrong_token_is_refused(server, token):
     for path in (f"/{token}/", f"/{token}/page.js", f"/{token}/listen", f"/{token}"):
         parts = urlsplit(server.address)
@@ -158,7 +159,8 @@ def test_a_port_in_use_is_one_sentence():
     with running() as server:
         port = urlsplit(server.address).port
         with pytest.raises(ResourceError, match=f"port {port}: Address already in use.*--port"):
-            PageServer(ToneListener, Ready("", "", False), port=port)
+            bind("127.0.0.1", port)
+    bind("127.0.0.1", 0).close()  # negative control
 
 
 def test_only_this_computer_can_connect(server):

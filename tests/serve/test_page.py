@@ -119,7 +119,8 @@ def test_a_corrected_line_is_saved_with_its_audio(transcribed, folder):
 def test_transcripts_are_downloaded_in_four_formats(transcribed, tmp_path):
     transcribed.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     for suffix in ("txt", "srt", "vtt", "json"):
-        transcribed.evaluate(f"[...document.querySelectorAll('.downloads button')].find((b) => b.innerText === '{suffix.upper()}').click()")
+        buttons = "[...document.querySelectorAll('.downloads button')]"
+        transcribed.evaluate(f"{buttons}.find((button) => button.innerText === '{suffix.upper()}').click()")
         deadline = time.monotonic() + 10
         while not (tmp_path / f"spoken.wav.{suffix}").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -159,13 +160,35 @@ def test_several_files_are_transcribed_in_turn_and_bad_ones_named(page, tmp_path
 def test_a_dropped_file_is_transcribed(page, folder):
     audio = (folder / "spoken.wav").read_bytes()
     page.evaluate(f"""(() => {{
-        const bytes = Uint8Array.from(atob({json.dumps(base64.b64encode(audio).decode())}), (c) => c.charCodeAt(0));
+        const text = atob({json.dumps(base64.b64encode(audio).decode())});
+        const bytes = Uint8Array.from(text, (character) => character.charCodeAt(0));
         const transfer = new DataTransfer();
         transfer.items.add(new File([bytes], "dropped.wav"));
-        document.body.dispatchEvent(new DragEvent("drop", {{ dataTransfer: transfer, bubbles: true, cancelable: true }}));
+        const options = {{ dataTransfer: transfer, bubbles: true, cancelable: true }};
+        document.body.dispatchEvent(new DragEvent("drop", options));
     }})()""")
     page.wait(f"{SHOWN}.length === 2")
     assert page.evaluate(SHOWN) == TEXTS
+
+
+# Stops 60 ms after a block, when more than half of the next one is filled.
+STOP_WITHIN_A_BLOCK = """(async () => {
+    const { Microphone } = await import("./audio.js");
+    const blocks = [];
+    let received = () => {};
+    const microphone = await Microphone.open((samples) => { blocks.push(samples.length); received(); }, () => {});
+    while (blocks.length < 3) { await new Promise((resolve) => { received = resolve; }); }
+    received = () => {};
+    const counted = blocks.length;
+    await new Promise((resolve) => setTimeout(resolve, 60));
+    await microphone.stop();
+    return [microphone.sampleRate, ...blocks.slice(counted)];
+})()"""
+
+
+def test_the_last_part_of_a_block_is_sent(page):
+    rate, *rest = page.evaluate(STOP_WITHIN_A_BLOCK)
+    assert sum(rest) / rate == pytest.approx(0.06, abs=0.05) and sum(rest) % (rate // 10)
 
 
 KEEP_STREAM = """(() => {
@@ -252,4 +275,3 @@ def test_text_is_readable_in_both_schemes_and_on_a_phone(transcribed, scheme):
     small = "[...document.querySelectorAll('button')].filter((b) => b.offsetParent && b.offsetHeight < 24).length"
     assert transcribed.evaluate(small) == 0
     transcribed.call("Emulation.clearDeviceMetricsOverride")
-

@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -36,6 +37,12 @@ class TalkativeListener(ToneListener):
         return [Final("घर " * 100_000, (), 0.0, 0.0, False)] * 4
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[PageServer]:
+    with running() as server:
+        yield server
+
+
 def hear(server: PageServer, samples: np.ndarray, rate: int = RATE, block: int = 1600) -> list[dict]:
     """Return the messages for a recording."""
     with start(server, rate) as connection:
@@ -60,10 +67,9 @@ def assert_serves(server: PageServer) -> None:
 
 
 @pytest.mark.parametrize(("rate", "block"), [(8_000, 799), (16_000, 1), (44_100, 4410), (48_000, 48_000 * 5)])
-def test_words_are_the_same_at_every_rate_and_block_size(rate, block):
+def test_words_are_the_same_at_every_rate_and_block_size(server, rate, block):
     samples = tones(LINES if block > 1 else [["घर"]], rate)
-    with running() as server:
-        messages = hear(server, samples, rate, block)
+    messages = hear(server, samples, rate, block)
     assert texts(messages) == ([" ".join(words) for words in LINES] if block > 1 else ["घर"])
     assert [messages[0]["type"], messages[-1]["type"]] == ["ready", "finished"]
     final = next(message for message in messages if message["type"] == "final")
@@ -71,15 +77,14 @@ def test_words_are_the_same_at_every_rate_and_block_size(rate, block):
     last = [message for message in messages if message["type"] == "progress"][-1]
     assert last["decoded"] == pytest.approx(len(samples) / rate, abs=0.001) and last["backlog"] == 0
     # Negative control: at a wrong rate the tones are other words.
-    with running() as server:
-        assert texts(hear(server, tones([["घर"]], rate), round(rate * 1.6))) == ["शाळा"]
+    assert texts(hear(server, tones([["घर"]], rate), round(rate * 1.6))) == ["शाळा"]
 
 
-def test_partial_words_arrive_while_the_recording_goes_on():
-    with running() as server, start(server) as connection:
+def test_partial_words_arrive_while_the_recording_goes_on(server):
+    with start(server) as connection:
         samples = tones([["उदक", "घर"]])
         found: list[dict] = []
-        for part in (samples[: RATE], samples[RATE : round(1.8 * RATE)]):
+        for part in (samples[:RATE], samples[RATE : round(1.8 * RATE)]):
             send(connection, part)
             message = {"type": ""}
             while message["type"] != "partial":
@@ -89,19 +94,17 @@ def test_partial_words_arrive_while_the_recording_goes_on():
 
 
 @pytest.mark.parametrize(
-    ("value", "is_accepted"),
-    [(np.nan, False), (np.inf, False), (1e30, False), (-1e30, False), (MAX_AMPLITUDE, True)],
+    ("value", "is_accepted"), [(np.nan, False), (np.inf, False), (1e30, False), (-1e30, False), (MAX_AMPLITUDE, True)]
 )
-def test_samples_that_are_no_audio_are_refused(value, is_accepted):
+def test_samples_that_are_no_audio_are_refused(server, value, is_accepted):
     samples = tones([["उदक"]])
     samples[2000] = value
-    with running() as server:
-        messages = hear(server, samples)
-        if is_accepted:
-            assert texts(messages)
-        else:
-            assert "samples" in error_of(messages) and not texts(messages)
-        assert_serves(server)
+    messages = hear(server, samples)
+    if is_accepted:
+        assert texts(messages)
+    else:
+        assert "samples" in error_of(messages) and not texts(messages)
+    assert_serves(server)
 
 
 BAD_MESSAGES = {
@@ -117,49 +120,45 @@ BAD_MESSAGES = {
 
 
 @pytest.mark.parametrize(("message", "sentence"), BAD_MESSAGES.values(), ids=BAD_MESSAGES)
-def test_a_bad_message_ends_its_session_with_a_sentence(message, sentence):
-    with running() as server:
-        with start(server) as connection:
-            send(connection, tones([["उदक"]]))
-            connection.send(message)
-            assert sentence in error_of(results(connection))
-            assert connection.close_code == 1008
-        assert_serves(server)
+def test_a_bad_message_ends_its_session_with_a_sentence(server, message, sentence):
+    with start(server) as connection:
+        send(connection, tones([["उदक"]]))
+        connection.send(message)
+        assert sentence in error_of(results(connection))
+        assert connection.close_code == 1008
+    assert_serves(server)
 
 
 @pytest.mark.parametrize("rate", [3_999, 400_000, 16_000.5, True, "16000", None])
-def test_an_impossible_sample_rate_is_refused(rate):
-    with running() as server:
-        with start(server, rate) as connection:
-            assert "sample" in error_of(results(connection))
-        assert_serves(server)
+def test_an_impossible_sample_rate_is_refused(server, rate):
+    with start(server, rate) as connection:
+        assert "sample" in error_of(results(connection))
+    assert_serves(server)
 
 
-def test_audio_before_the_start_and_after_the_end_is_refused():
-    with running() as server:
-        with join(server) as connection:
+def test_audio_before_the_start_and_after_the_end_is_refused(server):
+    with join(server) as connection:
+        connection.send(b"\0" * 400)
+        assert "before the start" in error_of(results(connection))
+    with start(server) as connection:
+        finish(connection)
+        with contextlib.suppress(ConnectionClosed):
             connection.send(b"\0" * 400)
-            assert "before the start" in error_of(results(connection))
-        with start(server) as connection:
-            finish(connection)
-            with contextlib.suppress(ConnectionClosed):
-                connection.send(b"\0" * 400)
-            assert "finished" in [message["type"] for message in results(connection)] or connection.close_code == 1008
-        assert_serves(server)
+        assert "finished" in [message["type"] for message in results(connection)] or connection.close_code == 1008
+    assert_serves(server)
 
 
-def test_a_message_beyond_the_limit_closes_the_connection():
-    with running() as server:
-        with start(server) as connection:
-            with contextlib.suppress(ConnectionClosed):
-                connection.send(b"\0" * 2**21)
-            results(connection)
-            assert connection.close_code == 1009
-        # Negative control: the largest message that is allowed.
-        with start(server) as connection:
-            connection.send(b"\0" * 2**20)
-            finish(connection)
-            assert results(connection)[-1]["type"] == "finished"
+def test_a_message_beyond_the_limit_closes_the_connection(server):
+    with start(server) as connection:
+        with contextlib.suppress(ConnectionClosed):
+            connection.send(b"\0" * 2**21)
+        results(connection)
+        assert connection.close_code == 1009
+    # Negative control: the largest message that is allowed.
+    with start(server) as connection:
+        connection.send(b"\0" * 2**20)
+        finish(connection)
+        assert results(connection)[-1]["type"] == "finished"
 
 
 def test_a_fifth_session_is_refused_until_another_ends():
@@ -271,7 +270,9 @@ def test_a_client_that_never_reads_is_dropped_and_delays_nobody():
         deaf.close()
 
 
-@pytest.mark.parametrize("error", [DataError("The samples are bad. Repair them."), ValueError("a\x1b[31mb"), MemoryError()])
+@pytest.mark.parametrize(
+    "error", [DataError("The samples are bad. Repair them."), ValueError("a\x1b[31mb"), MemoryError()]
+)
 def test_an_error_of_the_recogniser_ends_only_its_session(error):
     class Failing(ToneListener):
         def accept(self, samples: np.ndarray) -> list:

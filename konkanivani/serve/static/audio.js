@@ -4,6 +4,7 @@ const KEPT_SECONDS = 30 * 60;
 export const MAX_FILE_SECONDS = 60 * 60;
 const MAX_FILE_BYTES = 500 * 2 ** 20;
 const FILE_RATE = 16000;
+const FLUSH_MILLISECONDS = 500; // an audio thread that hangs must not keep the microphone open
 
 const MICROPHONE_ERRORS = {
   NotAllowedError: "The browser does not allow the microphone. Allow it next to the address, and start again.",
@@ -37,7 +38,13 @@ export class Microphone {
       channelCount: 1,
       channelCountMode: "explicit",
     });
-    node.port.onmessage = (event) => receive(event.data);
+    node.port.onmessage = ({ data }) => {
+      receive(data.samples);
+      if (data.isLast) {
+        microphone.flushed();
+      }
+    };
+    microphone.port = node.port;
     microphone.context.createMediaStreamSource(microphone.stream).connect(node);
     // Its output is silent; without a destination some browsers do not run it.
     node.connect(microphone.context.destination);
@@ -48,6 +55,18 @@ export class Microphone {
 
   get sampleRate() {
     return this.context.sampleRate;
+  }
+
+  // Receives the last, shorter block, and closes the microphone.
+  async stop() {
+    await Promise.race([
+      new Promise((resolve) => {
+        this.flushed = resolve;
+        this.port.postMessage("flush");
+      }),
+      new Promise((resolve) => setTimeout(resolve, FLUSH_MILLISECONDS)),
+    ]);
+    this.close();
   }
 
   close() {
@@ -91,7 +110,7 @@ export function level(samples) {
   for (const sample of samples) {
     energy += sample * sample;
   }
-  return Math.sqrt(energy / samples.length);
+  return samples.length ? Math.sqrt(energy / samples.length) : 0;
 }
 
 // The last half hour of a recording as 16-bit samples.

@@ -1,26 +1,25 @@
-// Collects the microphone's samples into blocks of 0.1 s and posts them to the page.
+// Collects the microphone's samples into blocks of 0.1 s and posts them to the page; any message asks for the rest.
 
 class MicrophoneProcessor extends AudioWorkletProcessor {
   constructor() {
     super();
-    this.size = Math.round(sampleRate / 10);
-    this.block = new Float32Array(this.size);
+    this.block = new Float32Array(Math.round(sampleRate / 10));
+    this.filled = 0;
+    this.port.onmessage = () => this.post(true);
+  }
+
+  post(isLast) {
+    this.port.postMessage({ samples: this.block.slice(0, this.filled), isLast });
     this.filled = 0;
   }
 
   process([input]) {
-    const samples = input[0];
     // An input without channels is a source that has ended.
-    if (samples === undefined) {
-      return true;
-    }
-    for (const sample of samples) {
+    for (const sample of input[0] ?? []) {
       this.block[this.filled] = sample;
       this.filled += 1;
-      if (this.filled === this.size) {
-        this.port.postMessage(this.block, [this.block.buffer]);
-        this.block = new Float32Array(this.size);
-        this.filled = 0;
+      if (this.filled === this.block.length) {
+        this.post(false);
       }
     }
     return true;

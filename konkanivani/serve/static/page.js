@@ -102,10 +102,15 @@ async function listen() {
     showLevel(heard);
     recording?.add(samples);
   };
+  const stop = async () => {
+    stopCurrent = null;
+    show("Finishing …", true);
+    await microphone.stop();
+    recording.stream.finish();
+  };
   const microphone = await Microphone.open(receive, () => {
     tell("The microphone was disconnected. The text up to here is kept.");
-    recording?.stream.finish();
-    microphone.close();
+    stop();
   });
   const time = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
   recording = new Recording(`Microphone ${time}`, microphone.sampleRate);
