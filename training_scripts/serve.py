@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Serve a page to speak into: words appear in the browser while you speak.
 
-python3 training_scripts/serve.py --checkpoint checkpoints/checkpoint_best.pt
+python3 training_scripts/serve.py --checkpoint checkpoint_best.pt
 python3 training_scripts/serve.py --pretrained whisper-small --language mr
 """
 

@@ -32,15 +32,20 @@ class StreamingRecognizer(Protocol):
         """Return the remaining results at the end of the recording."""
 
 
+BuildRecognizer = Callable[[int], StreamingRecognizer]
+
+
 class Recording:
     """A recording in progress: its recogniser, and the samples that wait for it.
 
     Args:
+        build_recognizer: called once with the sample rate in Hz, from the worker's thread.
         deliver: called with each result, from the worker's thread.
     """
 
-    def __init__(self, recognizer: StreamingRecognizer, sample_rate: int, deliver: Callable[[Result], None]) -> None:
-        self._recognizer = recognizer
+    def __init__(self, build_recognizer: BuildRecognizer, sample_rate: int, deliver: Callable[[Result], None]) -> None:
+        self._build_recognizer = build_recognizer
+        self._recognizer: StreamingRecognizer | None = None
         self._sample_rate = sample_rate
         self._deliver = deliver
         self._lock = threading.Lock()
@@ -84,6 +89,8 @@ class Recording:
         results: list[Result] = []
         started = time.perf_counter()
         try:
+            if self._recognizer is None:
+                self._recognizer = self._build_recognizer(self._sample_rate)
             results += self._recognizer.finish() if is_end else self._recognizer.accept(samples)
         except Exception as error:
             # Whatever is wrong with one recording must not stop the others.

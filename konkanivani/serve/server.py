@@ -19,7 +19,7 @@ from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, expla
 from konkanivani.inference.subtitles import Segment, render
 from konkanivani.serve.access import WILDCARDS, build_gate
 from konkanivani.serve.corrections import MAX_SECONDS, Correction, Corrections, check_text
-from konkanivani.serve.decoding_worker import DecodingWorker
+from konkanivani.serve.decoding_worker import BuildRecognizer, DecodingWorker
 from konkanivani.serve.editing import edit_segment
 from konkanivani.serve.messages import (
     EditedSegments,
@@ -37,7 +37,7 @@ from konkanivani.serve.messages import (
     parse_message,
 )
 from konkanivani.serve.outbox import close_unread
-from konkanivani.serve.session import DEFAULT_LIMITS, BuildRecognizer, Limits, Session
+from konkanivani.serve.session import DEFAULT_LIMITS, Limits, Session
 
 LISTEN = "listen"
 SAVE = "save"

@@ -1,7 +1,6 @@
 """A recording session: samples from the page, results to the page."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from websockets.exceptions import ConnectionClosed
@@ -9,13 +8,11 @@ from websockets.frames import CloseCode
 from websockets.sync.server import ServerConnection
 
 from konkanivani.errors import DataError
-from konkanivani.serve.decoding_worker import DecodingWorker, Recording, Result, StreamingRecognizer, explain_error
+from konkanivani.serve.decoding_worker import BuildRecognizer, DecodingWorker, Recording, Result
 from konkanivani.serve.messages import Failure, Finish, Finished, Ready, Start, parse_message, parse_samples
 from konkanivani.serve.outbox import Outbox, close_unread
 
 POLL_SECONDS = 0.1
-
-BuildRecognizer = Callable[[int], StreamingRecognizer]
 
 
 @dataclass(frozen=True)
@@ -118,11 +115,7 @@ class Session:
                 "new recording."
             )
         self._sample_rate = sample_rate
-        try:
-            recognizer = self._build_recognizer(sample_rate)
-        except Exception as error:
-            raise DataError(explain_error(error)) from None
-        self._recording = Recording(recognizer, sample_rate, self._deliver)
+        self._recording = Recording(self._build_recognizer, sample_rate, self._deliver)
         self._outbox.put(self._ready)
 
     def _add(self, message: bytes) -> None:

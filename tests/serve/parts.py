@@ -12,10 +12,11 @@ from websockets.sync.client import ClientConnection, connect
 
 from konkanivani.inference.subtitles import Word
 from konkanivani.serve.corrections import Corrections
+from konkanivani.serve.decoding_worker import BuildRecognizer
 from konkanivani.serve.events import Final, Partial
 from konkanivani.serve.messages import Ready
 from konkanivani.serve.server import PageServer, bind
-from konkanivani.serve.session import DEFAULT_LIMITS, BuildRecognizer, Limits
+from konkanivani.serve.session import DEFAULT_LIMITS, Limits
 
 RATE = 16_000
 # Each word is a tone of half a second.
