@@ -27,6 +27,7 @@ FLOAT_BYTES = 4
 INTEGER_BYTES = 2
 MAX_AMPLITUDE = 100.0  # full scale is 1; a browser may exceed it slightly, a wrong sample format by far
 MAX_SECONDS = 1e6
+MAX_WORDS = 500  # of one line, which lasts 30 s: comparing an edited line with the recognised one is quadratic
 TEXT_FORMATS: tuple[TextFormat, ...] = ("txt", "json", "srt", "vtt")
 TIMESTAMPS: tuple[Timestamps, ...] = ("segment", "word")
 
@@ -150,10 +151,19 @@ def _invalid(name: str, value: object) -> DataError:
 
 def _field(fields: Mapping[str, object], name: str, kind: type[Value]) -> Value:
     value = fields.get(name)
-    # `type`, because a bool is an int.
-    if type(value) is not kind:
+    # `type`, because a bool is an int. JSON can escape half a surrogate pair, which no text file can contain.
+    if type(value) is not kind or (isinstance(value, str) and not _is_encodable(value)):
         raise _invalid(name, value)
     return value
+
+
+def _is_encodable(text: str) -> bool:
+    """Return whether text can be encoded in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _sample_rate(fields: Mapping[str, object]) -> int:
@@ -170,9 +180,10 @@ def _segment(fields: object) -> EditedSegment:
     if not isinstance(fields, dict):
         raise _invalid("segments", fields)
     words = tuple(map(_word, _field(fields, "words", list)))
-    if not words:
-        raise _invalid("words", [])
-    return EditedSegment(_field(fields, "text", str), words)
+    text = _field(fields, "text", str)
+    if not 0 < len(words) <= MAX_WORDS or len(text.split()) > MAX_WORDS:
+        raise DataError(f"A line of the transcript must have 1 to {MAX_WORDS} words. Split the recording.")
+    return EditedSegment(text, words)
 
 
 def _word(fields: object) -> Word:

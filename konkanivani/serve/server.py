@@ -44,6 +44,7 @@ SAVE = "save"
 RENDER = "render"
 TOKEN_BYTES = 16
 CLOSE_SECONDS = 1.0  # for the browser's answer to the end of a connection
+MAX_TRANSCRIPT_WORDS = 100_000  # about ten hours
 ACCEPT_SECONDS = 0.2
 WAITING_CONNECTIONS = 512  # in the kernel, until they are accepted or refused
 OUT_OF_SOCKETS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -241,12 +242,16 @@ class PageServer:
         connection.send(format_message(Finished()))
 
     def _receive_segments(self, connection: ServerConnection) -> Iterator[Segment]:
+        words = 0
         while True:
             message = self._receive(connection)
             if isinstance(message, End):
                 return
             if not isinstance(message, EditedSegments):
                 raise DataError("The page sent a message at the wrong time. Reload the page.")
+            words += sum(len(edited.words) for edited in message.segments)
+            if words > MAX_TRANSCRIPT_WORDS:
+                raise DataError(f"A transcript may have at most {MAX_TRANSCRIPT_WORDS:,} words. Split the recording.")
             for edited in message.segments:
                 segment = edit_segment(edited.text, edited.words)
                 if segment is not None:

@@ -78,7 +78,7 @@ def test_rows_of_others_stay_as_they_are(tmp_path):
         ({"text": "  "}, "0 characters"),
         ({"text": "x" * 10_001}, "10001 characters"),
         ({"text": "a\x00b"}, "U+0000"),
-        ({"text": "a\ud800b"}, "U+D800"),
+        ({"text": "a\ud800b"}, "Reload the page"),
         ({"samples": 0}, "at most 60 s"),
         ({"samples": 61 * RATE}, "at most 60 s"),
         ({"samples": len(SAMPLES) - 1}, "more audio than"),
@@ -183,6 +183,7 @@ def test_transcripts_are_rendered_as_transcribe_writes_them(text_format, timesta
         [{"type": "finish"}],
         [b"\0\0\0\0"],
         [ORDER, {"type": "finish"}],
+        [ORDER | {"name": "\ud800"}],
         [ORDER, {"type": "segments", "segments": [1]}],
         [ORDER, {"type": "segments", "segments": [{"text": "x", "words": []}]}],
         [ORDER, {"type": "segments", "segments": [SEGMENT | {"words": ["x"]}]}],
@@ -193,4 +194,14 @@ def test_transcripts_are_rendered_as_transcribe_writes_them(text_format, timesta
 def test_a_bad_request_for_a_transcript_is_a_sentence(messages):
     with running() as server:
         answer = render(server, *messages, {"type": "end"})[-1]
-        assert answer["type"] == "error" and answer["message"].endswith("Reload the page.")
+        assert answer["type"] == "error" and answer["message"].endswith(("Reload the page.", "Split the recording."))
+
+
+def test_a_transcript_beyond_the_limits_is_a_sentence(monkeypatch):
+    long = SEGMENT | {"text": "x " * 501}
+    with running() as server:
+        assert "1 to 500 words" in render(server, ORDER, {"type": "segments", "segments": [long]})[-1]["message"]
+        monkeypatch.setattr("konkanivani.serve.server.MAX_TRANSCRIPT_WORDS", 6)
+        segments = {"type": "segments", "segments": [SEGMENT, SEGMENT]}
+        assert render(server, ORDER, segments, {"type": "end"})[-1] == {"type": "finished"}
+        assert "at most 6 words" in render(server, ORDER, segments, segments, {"type": "end"})[-1]["message"]

@@ -307,3 +307,41 @@ def test_closing_the_server_ends_its_sessions_and_threads():
     while set(threading.enumerate()) - before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert set(threading.enumerate()) - before == set()
+
+
+def mutated(generator: np.random.Generator, message: bytes) -> bytes:
+    """Return a message with some bytes replaced, removed or repeated."""
+    changed = bytearray(message)
+    for _ in range(generator.integers(1, 4)):
+        place = int(generator.integers(len(changed)))
+        kind = generator.integers(3)
+        if kind == 0:
+            changed[place] = generator.integers(256)
+        elif kind == 1:
+            del changed[place : place + int(generator.integers(1, 9))]
+        else:
+            changed[place:place] = changed[place : place + 40]
+        changed = changed or bytearray(b"x")
+    return bytes(changed)
+
+
+def test_damaged_messages_never_stop_the_server(server):
+    generator = np.random.default_rng(0)
+    sound = tones([["घर"]])[:3000].astype("<f4").tobytes()
+    valid = [
+        b'{"type": "start", "sample_rate": 16000}',
+        b'{"type": "finish"}',
+        b'{"type": "save", "key": "0123456789abcdef-0", "text": "x", "sample_rate": 16000, "samples": 6000}',
+        b'{"type": "render", "format": "vtt", "timestamps": "word", "name": "x"}',
+        b'{"type": "segments", "segments": [{"text": "a b", "words": [{"text": "a", "start": 0.5, "end": 1}]}]}',
+        b'{"type": "end"}',
+        sound,
+    ]
+    for number in range(60):
+        with join(server, ("listen", "save", "render")[number % 3]) as connection:
+            with contextlib.suppress(ConnectionClosed):
+                for message in generator.permutation(np.array(valid, dtype=object))[:4]:
+                    damaged = mutated(generator, message) if generator.random() < 0.7 else message
+                    is_text = message is not sound and generator.random() < 0.9
+                    connection.send(damaged.decode(errors="replace") if is_text else damaged)
+    assert_serves(server)
