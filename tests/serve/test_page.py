@@ -139,6 +139,26 @@ def test_word_times_are_shown_on_request(transcribed):
     assert transcribed.text(".uncertain") == "बाजार"
 
 
+def test_the_page_follows_the_newest_line_until_the_reader_scrolls_away(page, tmp_path):
+    soundfile.write(tmp_path / "long.wav", tones([["घर"]] * 20), 16_000)
+    page.choose_files(tmp_path / "long.wav")
+    page.wait(f"{SHOWN}.length === 20")
+    page.wait(READY)
+    below = "document.querySelector('.line:last-child').getBoundingClientRect().bottom - innerHeight"
+    assert page.evaluate(below) <= 0 < page.evaluate("scrollY")
+    # Negative control: the reader stays at the top of a page that is already longer than the window.
+    page.evaluate("scrollTo(0, 0)")
+    page.evaluate(
+        "document.querySelector('#hint').style.height = '3000px'; document.querySelector('#hint').hidden = false"
+    )
+    page.evaluate("document.querySelector('#recordings').prepend(document.querySelector('#hint'))")
+    page.evaluate("window.scrolls = 0; addEventListener('scroll', () => { scrolls += 1; })")
+    page.evaluate("document.querySelector('#recordings').prepend = function (...all) { this.append(...all); }")
+    page.choose_files(tmp_path / "long.wav")
+    page.wait(f"{SHOWN}.length === 40")
+    assert page.evaluate("[scrollY, scrolls]") == [0, 0]
+
+
 def test_several_files_are_transcribed_in_turn_and_bad_ones_named(page, tmp_path):
     soundfile.write(tmp_path / "one.flac", tones([["शाळा"]], 44_100), 44_100)
     stereo = np.stack([tones([["घर"]], 8_000)] * 2, axis=1)

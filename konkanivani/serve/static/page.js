@@ -9,11 +9,12 @@ const FILE_AHEAD_SECONDS = 5; // of a file that may wait on the server
 const SILENT_BLOCKS = 30;
 
 const page = {};
-for (const id of "model listen open files times level status delay load backlog message recordings hint announcer".split(" ")) {
-  page[id] = document.getElementById(id);
+for (const element of document.querySelectorAll("[id]")) {
+  page[element.id] = element;
 }
 
 const settings = { language: "", canSave: false };
+let isBusy = false;
 let stopCurrent = null; // ends the current recording; null if there is none
 
 function tell(sentence) {
@@ -22,6 +23,7 @@ function tell(sentence) {
 }
 
 function show(status, isActive) {
+  isBusy = isActive;
   page.status.textContent = status;
   page.listen.textContent = isActive ? "Stop" : "Start listening";
   page.listen.classList.toggle("active", isActive);
@@ -175,7 +177,7 @@ async function run(tasks) {
 }
 
 function transcribeFiles(files) {
-  if (page.open.disabled) {
+  if (isBusy) {
     tell("Stop the current recording first.");
   } else if (files.length) {
     tell("");
@@ -184,15 +186,17 @@ function transcribeFiles(files) {
 }
 
 page.listen.onclick = () => {
-  if (!page.open.disabled) {
-    run([listen]);
-  } else {
+  if (isBusy) {
     stopCurrent?.();
+  } else {
+    run([listen]);
   }
 };
 page.open.onclick = () => page.files.click();
 page.files.onchange = () => {
   transcribeFiles(page.files.files);
+  // Otherwise choosing the same file again is no change.
+  page.files.value = "";
 };
 page.times.onchange = () => document.body.classList.toggle("times", page.times.checked);
 document.ondragover = (event) => {

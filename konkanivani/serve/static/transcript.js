@@ -69,10 +69,24 @@ export class Transcript {
   }
 
   showPartial(message) {
+    const keepsUp = this.isEndVisible();
     this.fixed.textContent = message.fixed;
     this.tentative.textContent = message.tentative;
     this.partial.hidden = !(message.fixed || message.tentative);
     this.partial.lang = this.settings.language;
+    this.follow(keepsUp);
+  }
+
+  // The reader has not scrolled away from the newest text.
+  isEndVisible() {
+    return this.section.getBoundingClientRect().bottom < window.innerHeight + 40;
+  }
+
+  follow(keepsUp) {
+    const hidden = this.section.getBoundingClientRect().bottom + 24 - window.innerHeight;
+    if (keepsUp && hidden > 0) {
+      window.scrollBy(0, hidden);
+    }
   }
 
   addFinal(message) {
@@ -80,10 +94,12 @@ export class Transcript {
     if (!message.text) {
       return;
     }
+    const keepsUp = this.isEndVisible();
     const line = new Line(this, this.lines.length, message);
     this.lines.push(line);
     this.list.append(line.item);
     this.downloadGroup.hidden = false;
+    this.follow(keepsUp);
   }
 
   async download(format) {
