@@ -15,7 +15,7 @@ from konkanivani.errors import KonkaniVaniError
 from konkanivani.serve.events import Final, Partial
 from konkanivani.serve.messages import Failure, Finished, Progress
 
-TURN_SECONDS = 0.5  # of audio, so that a recording that is behind does not delay the others
+TURN_SECONDS = 0.5  # of audio, so that a recording with a backlog does not delay the others
 LOAD_SECONDS = 10.0  # the load is a mean over about this much audio
 MAX_THREADS = 4  # of torch: more do not help with single utterances, and the browser runs on the same machine
 

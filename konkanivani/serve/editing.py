@@ -17,13 +17,13 @@ def edit_segment(text: str, words: tuple[Word, ...]) -> Segment | None:
     starts = [*(word.start for word in words), words[-1].end]
     ends = [words[0].start, *(word.end for word in words)]
     result: list[Word] = []
-    for kind, first, last, begin, end in SequenceMatcher(None, recognised, edited, autojunk=False).get_opcodes():
+    for kind, first, last, start, end in SequenceMatcher(None, recognised, edited, autojunk=False).get_opcodes():
         if kind == "equal":
             result += words[first:last]
         elif kind == "replace":
-            result += _divide(edited[begin:end], words[first].start, words[last - 1].end)
+            result += _divide(edited[start:end], words[first].start, words[last - 1].end)
         elif kind == "insert":
-            result += _divide(edited[begin:end], ends[first], max(ends[first], starts[first]))
+            result += _divide(edited[start:end], ends[first], max(ends[first], starts[first]))
     return Segment(tuple(result)) if result else None
 
 
@@ -33,7 +33,7 @@ def _divide(texts: list[str], start: float, end: float) -> list[Word]:
     words = []
     done = 0
     for text in texts:
-        begin = start + (end - start) * done / total
+        word_start = start + (end - start) * done / total
         done += len(text)
-        words.append(Word(text, begin, start + (end - start) * done / total, None))
+        words.append(Word(text, word_start, start + (end - start) * done / total, None))
     return words

@@ -37,7 +37,7 @@ TIMESTAMPS: tuple[Timestamps, ...] = ("segment", "word")
 
 @dataclass(frozen=True)
 class Start:
-    """Begin of a recording."""
+    """Start of a recording."""
 
     sample_rate: int
 
@@ -211,7 +211,7 @@ def _seconds(fields: Mapping[str, object], name: str) -> float:
 
 @dataclass(frozen=True)
 class Ready:
-    """Answer to Start; `can_save` tells whether corrections are accepted."""
+    """Answer to Start; `can_save` is whether corrections are accepted."""
 
     model: str
     language: str

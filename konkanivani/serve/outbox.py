@@ -14,8 +14,8 @@ from konkanivani.serve.messages import Progress, ServerMessage, format_message
 
 
 def close_unread(connection: ServerConnection, code: CloseCode) -> None:
-    """Close a connection on which the browser may still be sending; what it sends is discarded."""
-    # Unread messages would hold back the browser's answer, and a reset of the socket would discard what was sent last.
+    """Close a connection on which the browser may still be sending; its messages are discarded."""
+    # Unread messages would hold back the browser's answer, and a reset of the socket would discard the last message of the server.
     threading.Thread(target=_discard, args=(connection,), daemon=True).start()
     connection.close(code)
 

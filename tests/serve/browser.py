@@ -97,7 +97,7 @@ class Browser:
 
 @contextlib.contextmanager
 def chromium(*flags: str) -> Iterator[Browser]:
-    """Start Chromium with one tab; skip the test where it is missing."""
+    """Start Chromium with one tab; skip the test if it is missing."""
     if CHROMIUM is None:
         pytest.skip("Chromium is not installed (apt-get install chromium)")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:

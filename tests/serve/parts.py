@@ -138,7 +138,7 @@ def finish(connection: ClientConnection) -> None:
 
 
 def results(connection: ClientConnection, kind: str | None = None, timeout: float = 10.0) -> list[dict]:
-    """Return the messages up to the end of the connection, or those of one kind."""
+    """Return the messages up to the end of the connection, or the ones of one kind."""
     found = []
     with contextlib.suppress(Exception):
         while True:

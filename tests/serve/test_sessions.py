@@ -1,4 +1,4 @@
-"""Recording sessions: results, limits, fairness, and bad input, after which the server goes on."""
+"""Recording sessions: results, limits, fairness, and bad input, which does not stop the server."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ def server() -> Iterator[PageServer]:
         yield server
 
 
-def hear(server: PageServer, samples: np.ndarray, rate: int = RATE, block: int = 1600) -> list[dict]:
+def transcribe(server: PageServer, samples: np.ndarray, rate: int = RATE, block: int = 1600) -> list[dict]:
     """Return the messages for a recording."""
     with start(server, rate) as connection:
         with contextlib.suppress(ConnectionClosed):  # after an error
@@ -63,13 +63,13 @@ def error_of(messages: list[dict]) -> str:
 
 def assert_serves(server: PageServer) -> None:
     """Assert that a new recording is recognised."""
-    assert texts(hear(server, tones([["उदक"]]))) == ["उदक"]
+    assert texts(transcribe(server, tones([["उदक"]]))) == ["उदक"]
 
 
 @pytest.mark.parametrize(("rate", "block"), [(8_000, 799), (16_000, 1), (44_100, 4410), (48_000, 48_000 * 5)])
 def test_words_are_the_same_at_every_rate_and_block_size(server, rate, block):
     samples = tones(LINES if block > 1 else [["घर"]], rate)
-    messages = hear(server, samples, rate, block)
+    messages = transcribe(server, samples, rate, block)
     assert texts(messages) == ([" ".join(words) for words in LINES] if block > 1 else ["घर"])
     assert [messages[0]["type"], messages[-1]["type"]] == ["ready", "finished"]
     final = next(message for message in messages if message["type"] == "final")
@@ -77,7 +77,7 @@ def test_words_are_the_same_at_every_rate_and_block_size(server, rate, block):
     last = [message for message in messages if message["type"] == "progress"][-1]
     assert last["decoded"] == pytest.approx(len(samples) / rate, abs=0.001) and last["backlog"] == 0
     # Negative control: at a wrong rate the tones are other words.
-    assert texts(hear(server, tones([["घर"]], rate), round(rate * 1.6))) == ["शाळा"]
+    assert texts(transcribe(server, tones([["घर"]], rate), round(rate * 1.6))) == ["शाळा"]
 
 
 def test_partial_words_arrive_while_the_recording_goes_on(server):
@@ -99,7 +99,7 @@ def test_partial_words_arrive_while_the_recording_goes_on(server):
 def test_samples_that_are_no_audio_are_refused(server, value, is_accepted):
     samples = tones([["उदक"]])
     samples[2000] = value
-    messages = hear(server, samples)
+    messages = transcribe(server, samples)
     if is_accepted:
         assert texts(messages)
     else:
@@ -188,7 +188,7 @@ def test_a_closed_tab_frees_its_session_within_two_seconds():
 
 def test_a_backlog_beyond_the_limit_ends_the_session_with_a_sentence():
     with running(SlowListener, Limits(backlog_seconds=2.0)) as server:
-        messages = hear(server, tones([["उदक"] * 5]))
+        messages = transcribe(server, tones([["उदक"] * 5]))
     assert "2 s of audio are waiting" in error_of(messages)
     # Negative control: the same recording is within the default limit.
     with running(SlowListener) as server:
@@ -212,7 +212,7 @@ def test_sessions_take_turns():
             send(short, np.zeros(RATE // 10, dtype=np.float32))
             finish(short)
             assert results(short)[-1]["type"] == "finished"
-        # 5.6 s of audio wait in the first session, as much work: the short one did not wait for them.
+        # 5.6 s of audio wait in the first session, with as many seconds of work: the short one did not wait for them.
         last = {}
         with contextlib.suppress(TimeoutError):
             while True:
@@ -254,13 +254,13 @@ def test_a_client_that_never_reads_is_dropped_and_delays_nobody():
             for _ in range(40):
                 deaf.sendall(frame(2, bytes(6400)))
                 time.sleep(0.02)
-        began = time.monotonic()
+        started = time.monotonic()
         with start(server) as other:
             send(other, np.zeros(1600, dtype=np.float32))
             finish(other)
-            assert results(other)[-1]["type"] == "finished" and time.monotonic() - began < 1
+            assert results(other)[-1]["type"] == "finished" and time.monotonic() - started < 1
         # Its place becomes free.
-        while time.monotonic() < began + 8:
+        while time.monotonic() < started + 8:
             with start(server) as one, start(server) as two:
                 if {json.loads(each.recv(timeout=5))["type"] for each in (one, two)} == {"ready"}:
                     break
@@ -281,9 +281,9 @@ def test_an_error_of_the_recogniser_ends_only_its_session(error):
             return super().accept(samples)
 
     with running(Failing) as server:
-        message = error_of(hear(server, tones([["उदक"]])))
+        message = error_of(transcribe(server, tones([["उदक"]])))
         assert message.endswith((".", "\n")) and "\x1b" not in message
-        assert hear(server, np.zeros(RATE, dtype=np.float32))[-1]["type"] == "finished"
+        assert transcribe(server, np.zeros(RATE, dtype=np.float32))[-1]["type"] == "finished"
 
 
 def test_an_error_while_the_recogniser_is_built_is_a_sentence():
@@ -291,7 +291,7 @@ def test_an_error_while_the_recogniser_is_built_is_a_sentence():
         raise DataError(f"No model for {sample_rate} Hz. Use another.")
 
     with running(build) as server:
-        assert "No model for 16000 Hz" in error_of(hear(server, np.zeros(0, dtype=np.float32)))
+        assert "No model for 16000 Hz" in error_of(transcribe(server, np.zeros(0, dtype=np.float32)))
 
 
 def test_closing_the_server_ends_its_sessions_and_threads():

@@ -24,7 +24,7 @@ export class Microphone {
       );
     }
     const microphone = new Microphone();
-    // Processing for calls would change what the recogniser hears.
+    // Processing for calls would change the signal.
     const constraints = { channelCount: 1, echoCancellation: false, noiseSuppression: false, autoGainControl: false };
     try {
       microphone.stream = await navigator.mediaDevices.getUserMedia({ audio: constraints });
@@ -138,18 +138,18 @@ export class KeptAudio {
 
   // Returns the samples (Int16Array) between two times in seconds; null if they are no longer kept.
   slice(start, end) {
-    const begin = Math.max(0, Math.round(start * this.sampleRate));
-    const stop = Math.min(Math.round(end * this.sampleRate), this.first + this.length);
-    if (begin < this.first || begin >= stop) {
+    const startSample = Math.max(0, Math.round(start * this.sampleRate));
+    const endSample = Math.min(Math.round(end * this.sampleRate), this.first + this.length);
+    if (startSample < this.first || startSample >= endSample) {
       return null;
     }
-    const samples = new Int16Array(stop - begin);
+    const samples = new Int16Array(endSample - startSample);
     let position = this.first;
     for (const block of this.blocks) {
-      const from = Math.max(begin - position, 0);
-      const to = Math.min(stop - position, block.length);
+      const from = Math.max(startSample - position, 0);
+      const to = Math.min(endSample - position, block.length);
       if (from < to) {
-        samples.set(block.subarray(from, to), position + from - begin);
+        samples.set(block.subarray(from, to), position + from - startSample);
       }
       position += block.length;
     }
@@ -159,7 +159,7 @@ export class KeptAudio {
 
 let player = null;
 
-// Plays samples (Int16Array); stops what was playing.
+// Plays samples (Int16Array); stops the previous playback.
 export function play(samples, sampleRate) {
   player?.close();
   player = new AudioContext();

@@ -1,4 +1,4 @@
-// Collects the microphone's samples into blocks of 0.1 s and posts them to the page; any message asks for the rest.
+// Collects the microphone's samples into blocks of 0.1 s and posts them to the page; any message requests the rest.
 
 class MicrophoneProcessor extends AudioWorkletProcessor {
   constructor() {

@@ -17,7 +17,7 @@ const settings = { language: "", canSave: false };
 let isBusy = false;
 let stopCurrent = null; // ends the current recording; null if there is none
 
-function tell(sentence) {
+function showMessage(sentence) {
   page.message.textContent = sentence;
   page.message.hidden = !sentence;
 }
@@ -36,11 +36,11 @@ function showLevel(value) {
   page.level.style.transform = `scaleX(${Math.min(1, share)})`;
 }
 
-// Shows a recording, sends its blocks to the server, and shows what comes back.
+// Shows a recording, sends its blocks to the server, and shows the results.
 class Recording {
   constructor(name, sampleRate) {
     this.audio = new KeptAudio(sampleRate);
-    this.transcript = new Transcript(name, this.audio, settings, tell);
+    this.transcript = new Transcript(name, this.audio, settings, showMessage);
     page.hint.hidden = true;
     page.recordings.prepend(this.transcript.section);
     this.ended = new Promise((resolve) => {
@@ -91,17 +91,17 @@ class Recording {
 }
 
 async function listen() {
-  tell("");
+  showMessage("");
   show("Opening the microphone …", true);
   let recording = null;
   let silent = 0;
   const receive = (samples) => {
-    const heard = level(samples);
-    silent = heard === 0 ? silent + 1 : 0;
+    const loudness = level(samples);
+    silent = loudness === 0 ? silent + 1 : 0;
     if (silent === SILENT_BLOCKS) {
-      tell("The microphone delivers only silence. Check that it is not muted.");
+      showMessage("The microphone delivers only silence. Check that it is not muted.");
     }
-    showLevel(heard);
+    showLevel(loudness);
     recording?.add(samples);
   };
   const stop = async () => {
@@ -111,7 +111,7 @@ async function listen() {
     recording.stream.finish();
   };
   const microphone = await Microphone.open(receive, () => {
-    tell("The microphone was disconnected. The text up to here is kept.");
+    showMessage("The microphone was disconnected. The text up to here is kept.");
     stop();
   });
   const time = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
@@ -150,9 +150,9 @@ async function transcribe(file) {
 function finish(recording, sentence) {
   recording.transcript.showPartial({ fixed: "", tentative: "" });
   if (sentence) {
-    tell(sentence);
+    showMessage(sentence);
   } else if (!recording.transcript.lines.length) {
-    tell("No speech was recognised.");
+    showMessage("No speech was recognised.");
   }
 }
 
@@ -172,15 +172,15 @@ async function run(tasks) {
   showLevel(0);
   show("Ready", false);
   if (sentences.length) {
-    tell(sentences.join(" "));
+    showMessage(sentences.join(" "));
   }
 }
 
 function transcribeFiles(files) {
   if (isBusy) {
-    tell("Stop the current recording first.");
+    showMessage("Stop the current recording first.");
   } else if (files.length) {
-    tell("");
+    showMessage("");
     run(Array.from(files, (file) => () => transcribe(file)));
   }
 }
@@ -195,7 +195,7 @@ page.listen.onclick = () => {
 page.open.onclick = () => page.files.click();
 page.files.onchange = () => {
   transcribeFiles(page.files.files);
-  // Otherwise choosing the same file again is no change.
+  // Otherwise choosing the same file again would not be a change.
   page.files.value = "";
 };
 page.times.onchange = () => document.body.classList.toggle("times", page.times.checked);

@@ -32,13 +32,13 @@ function randomKey() {
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
-// `tell` shows a sentence; `settings` has the language of the transcripts and whether corrections can be saved.
+// `showMessage` shows a sentence; `settings` has the language of the transcripts and whether corrections can be saved.
 export class Transcript {
-  constructor(name, audio, settings, tell) {
+  constructor(name, audio, settings, showMessage) {
     this.name = name;
     this.audio = audio;
     this.settings = settings;
-    this.tell = tell;
+    this.showMessage = showMessage;
     this.key = randomKey();
     this.lines = [];
     this.section = element("section", "recording");
@@ -113,7 +113,7 @@ export class Transcript {
       link.click();
       setTimeout(() => URL.revokeObjectURL(link.href), 60000);
     } catch (error) {
-      this.tell(error.message);
+      this.showMessage(error.message);
     }
   }
 }
@@ -168,7 +168,7 @@ class Line {
   play() {
     const samples = this.samples();
     if (samples === null) {
-      this.transcript.tell("The audio of this line is no longer kept: the page keeps the last half hour.");
+      this.transcript.showMessage("The audio of this line is no longer kept: the page keeps the last half hour.");
     } else {
       play(samples, this.transcript.audio.sampleRate);
     }
