@@ -33,7 +33,7 @@ class Flags:
     checkpoint: str | None = None
     """Checkpoint, or bundle written by export_asr.py (None: the best checkpoint in checkpoints/)."""
     host: str = "127.0.0.1"
-    """Address to bind to; browsers open the microphone only on this computer's own address."""
+    """Address to bind to (in a container: 0.0.0.0). Browsers open the microphone only for localhost."""
     port: int = 8010
     """Port (0: any free port)."""
     corrections: str | None = None

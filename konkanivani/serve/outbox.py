@@ -15,7 +15,8 @@ from konkanivani.serve.messages import Progress, ServerMessage, format_message
 
 def close_unread(connection: ServerConnection, code: CloseCode) -> None:
     """Close a connection on which the browser may still be sending; its messages are discarded."""
-    # Unread messages would hold back the browser's answer, and a reset of the socket would discard the last message of the server.
+    # The browser's answer comes after its unread messages. Without it the socket would be reset, and the browser could
+    # lose the server's last message.
     threading.Thread(target=_discard, args=(connection,), daemon=True).start()
     connection.close(code)
 

@@ -6,36 +6,20 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 from websockets.http11 import Request, Response
 from websockets.sync.server import Server, ServerConnection, serve
 
 from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, explained
-from konkanivani.inference.subtitles import Segment, render
 from konkanivani.serve.access import WILDCARDS, build_gate
-from konkanivani.serve.corrections import MAX_SECONDS, Correction, Corrections, check_text
+from konkanivani.serve.corrections import Corrections
 from konkanivani.serve.decoding_worker import BuildRecognizer, DecodingWorker
-from konkanivani.serve.editing import edit_segment
-from konkanivani.serve.messages import (
-    EditedSegments,
-    End,
-    Failure,
-    Finished,
-    Message,
-    Part,
-    Ready,
-    Render,
-    Save,
-    Saved,
-    format_message,
-    parse_integers,
-    parse_message,
-)
+from konkanivani.serve.exchanges import receive_correction, render_transcript
+from konkanivani.serve.messages import Failure, Ready, Saved, format_message
 from konkanivani.serve.outbox import close_unread
 from konkanivani.serve.session import DEFAULT_LIMITS, Limits, Session
 
@@ -44,7 +28,6 @@ SAVE = "save"
 RENDER = "render"
 TOKEN_BYTES = 16
 CLOSE_SECONDS = 1.0  # for the browser's answer to the end of a connection
-MAX_TRANSCRIPT_WORDS = 100_000  # about ten hours
 ACCEPT_SECONDS = 0.2
 WAITING_CONNECTIONS = 512  # in the kernel, until they are accepted or refused
 OUT_OF_SOCKETS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -186,7 +169,7 @@ class PageServer:
             if endpoint == SAVE:
                 self._save(connection)
             else:
-                self._render(connection)
+                render_transcript(connection, self._limits.request_seconds)
         except ConnectionClosed:
             pass
         except TimeoutError:
@@ -205,63 +188,12 @@ class PageServer:
             self._sessions.release()
 
     def _save(self, connection: ServerConnection) -> None:
-        """Receive a corrected transcript and its audio, and write them."""
-        message = self._receive(connection)
-        if self._corrections is None or not isinstance(message, Save):
+        if self._corrections is None:
             raise DataError("Corrections are not saved. Start the server with --corrections DIR.")
-        check_text(message.text)
-        if not 0 < message.samples <= MAX_SECONDS * message.sample_rate:
-            raise DataError(f"The audio of a correction must be at most {MAX_SECONDS:g} s long.")
         # One at a time, so that their audio does not add up in memory.
         with self._saving:
-            samples = self._receive_integers(connection, message.samples)
-            rows = self._corrections.save(Correction(message.key, message.text, message.sample_rate, samples))
+            rows = self._corrections.save(receive_correction(connection, self._limits.request_seconds))
         connection.send(format_message(Saved(rows)))
-
-    def _receive_integers(self, connection: ServerConnection, count: int) -> np.ndarray:
-        blocks: list[np.ndarray] = []
-        missing = count
-        while missing > 0:
-            block = connection.recv(timeout=self._limits.request_seconds)
-            if isinstance(block, str):
-                raise DataError("The page sent text where audio was expected. Reload the page.")
-            blocks.append(parse_integers(block))
-            missing -= len(blocks[-1])
-        if missing < 0:
-            raise DataError("The page sent more audio than it announced. Reload the page.")
-        return np.concatenate(blocks)
-
-    def _render(self, connection: ServerConnection) -> None:
-        """Receive segments, and send the transcript in the requested format."""
-        message = self._receive(connection)
-        if not isinstance(message, Render):
-            raise DataError("The page sent a message at the wrong time. Reload the page.")
-        segments = self._receive_segments(connection)
-        for text in render(segments, message.text_format, message.timestamps, message.name):
-            connection.send(format_message(Part(text)))
-        connection.send(format_message(Finished()))
-
-    def _receive_segments(self, connection: ServerConnection) -> Iterator[Segment]:
-        words = 0
-        while True:
-            message = self._receive(connection)
-            if isinstance(message, End):
-                return
-            if not isinstance(message, EditedSegments):
-                raise DataError("The page sent a message at the wrong time. Reload the page.")
-            words += sum(len(edited.words) for edited in message.segments)
-            if words > MAX_TRANSCRIPT_WORDS:
-                raise DataError(f"A transcript may have at most {MAX_TRANSCRIPT_WORDS:,} words. Split the recording.")
-            for edited in message.segments:
-                segment = edit_segment(edited.text, edited.words)
-                if segment is not None:
-                    yield segment
-
-    def _receive(self, connection: ServerConnection) -> Message:
-        message = connection.recv(timeout=self._limits.request_seconds)
-        if isinstance(message, bytes):
-            raise DataError("The page sent audio where text was expected. Reload the page.")
-        return parse_message(message)
 
 
 def bind(host: str, port: int) -> socket.socket:

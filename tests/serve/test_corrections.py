@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +85,7 @@ def test_rows_of_others_stay_as_they_are(tmp_path):
         ({"samples": len(SAMPLES) - 1}, "more audio than"),
         ({"samples": True}, "samples True"),
         ({"sample_rate": 3_999}, "3999 Hz"),
-        ({"type": "start"}, "--corrections DIR"),
+        ({"type": "start"}, "wrong time"),
     ],
 )
 def test_an_unusable_correction_writes_nothing(tmp_path, fields, sentence):
@@ -96,9 +97,15 @@ def test_an_unusable_correction_writes_nothing(tmp_path, fields, sentence):
 
 
 def test_an_unfinished_correction_writes_nothing_and_ends(tmp_path):
-    with running(corrections=Corrections(tmp_path), limits=Limits(request_seconds=0.3)) as server:
+    with running(corrections=Corrections(tmp_path), limits=Limits(request_seconds=0.1)) as server:
         for audio in (SAMPLES[:100], SAMPLES[:0]):
             assert save(server, audio, samples=len(SAMPLES)) == {"type": "closed"}
+        with join(server, "save") as connection:  # empty messages for ever
+            connection.send(json.dumps({"type": "save", "key": KEY, "text": "x", "sample_rate": RATE, "samples": 9}))
+            with pytest.raises(ConnectionClosed):
+                while True:
+                    connection.send(b"")
+                    time.sleep(0.01)
         with join(server, "save") as connection:
             connection.send(b"\0" * 100)
             assert "expected" in results(connection)[-1]["message"]
@@ -201,7 +208,7 @@ def test_a_transcript_beyond_the_limits_is_a_sentence(monkeypatch):
     long = SEGMENT | {"text": "x " * 501}
     with running() as server:
         assert "1 to 500 words" in render(server, ORDER, {"type": "segments", "segments": [long]})[-1]["message"]
-        monkeypatch.setattr("konkanivani.serve.server.MAX_TRANSCRIPT_WORDS", 6)
+        monkeypatch.setattr("konkanivani.serve.exchanges.MAX_TRANSCRIPT_WORDS", 6)
         segments = {"type": "segments", "segments": [SEGMENT, SEGMENT]}
         assert render(server, ORDER, segments, {"type": "end"})[-1] == {"type": "finished"}
         assert "at most 6 words" in render(server, ORDER, segments, segments, {"type": "end"})[-1]["message"]
