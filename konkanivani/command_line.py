@@ -51,6 +51,7 @@ SCRIPTS = {
     "plan": "plan_memory.py",
     "evaluate": "evaluate_konkanivani_asr.py",
     "transcribe": "transcribe.py",
+    "serve": "serve.py",
     "export": "export_asr.py",
     "publish": "publish_model.py",
     "import": "import_asr.py",

@@ -2,7 +2,7 @@
 
 from difflib import SequenceMatcher
 
-from konkanivani.inference.subtitles import Segment, Word
+from konkanivani.inference.word_times import Segment, Word
 
 
 def edit_segment(text: str, words: tuple[Word, ...]) -> Segment | None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from konkanivani.inference.subtitles import Word
+from konkanivani.inference.word_times import Word
 
 
 @dataclass(frozen=True)

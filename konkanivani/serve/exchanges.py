@@ -7,7 +7,7 @@ import numpy as np
 from websockets.sync.server import ServerConnection
 
 from konkanivani.errors import DataError
-from konkanivani.inference.subtitles import Segment, render
+from konkanivani.inference.word_times import Segment, render
 from konkanivani.serve.corrections import MAX_SECONDS, Correction, check_text
 from konkanivani.serve.editing import edit_segment
 from konkanivani.serve.messages import (

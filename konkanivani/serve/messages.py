@@ -18,7 +18,7 @@ import numpy as np
 from konkanivani.console import show_text
 from konkanivani.data.audio.files import MAX_RATE, MIN_RATE
 from konkanivani.errors import DataError
-from konkanivani.inference.subtitles import TextFormat, Timestamps, Word
+from konkanivani.inference.word_times import TextFormat, Timestamps, Word
 from konkanivani.serve.events import Final, Partial
 
 Value = TypeVar("Value", str, int, list)

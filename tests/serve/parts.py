@@ -10,7 +10,7 @@ import numpy as np
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from konkanivani.inference.subtitles import Word
+from konkanivani.inference.word_times import Word
 from konkanivani.serve.corrections import Corrections
 from konkanivani.serve.decoding_worker import BuildRecognizer
 from konkanivani.serve.events import Final, Partial

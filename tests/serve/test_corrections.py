@@ -12,8 +12,8 @@ from websockets.exceptions import ConnectionClosed
 
 from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.manifest import read_manifest
-from konkanivani.inference import subtitles
-from konkanivani.inference.subtitles import Segment, Word
+from konkanivani.inference import word_times
+from konkanivani.inference.word_times import Segment, Word
 from konkanivani.serve.corrections import MANIFEST, Corrections
 from konkanivani.serve.editing import edit_segment
 from konkanivani.serve.server import PageServer
@@ -178,7 +178,7 @@ def test_transcripts_are_rendered_as_transcribe_writes_them(text_format, timesta
         messages = render(server, order, *lines, {"type": "end"})
     assert messages[-1] == {"type": "finished"}
     edited = (WORDS[0], Word("<b>", 2.0, 2.5, None), WORDS[2])
-    expected = subtitles.render((Segment(WORDS), Segment(edited)), text_format, timestamps, "a & b")
+    expected = word_times.render((Segment(WORDS), Segment(edited)), text_format, timestamps, "a & b")
     assert "".join(message["text"] for message in messages[:-1]) == "".join(expected)
 
 
