@@ -198,10 +198,18 @@ class PageServer:
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a listening socket; raise a ResourceError if the address cannot be used."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     what = f"The page cannot be served at {host}, port {port}"
-    with explained(ResourceError, what, "Choose another port with --port.", OverflowError):
-        return socket.create_server((host, port), family=family, backlog=WAITING_CONNECTIONS)
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        with explained(ResourceError, what, "Choose another port with --port."):
+            # A port of a server that has just ended can be used at once.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
+            listening.listen(WAITING_CONNECTIONS)
+    except ResourceError:
+        listening.close()
+        raise
+    return listening
 
 
 def _say_and_close(connection: ServerConnection, sentence: str, code: CloseCode) -> None:
