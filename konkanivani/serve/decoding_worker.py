@@ -15,8 +15,8 @@ from konkanivani.errors import KonkaniVaniError
 from konkanivani.serve.events import Final, Partial
 from konkanivani.serve.messages import Failure, Finished, Progress
 
-# Of audio in one turn. Short, so that a recording with a backlog does not delay the others for long; not too short, since
-# the recogniser catches up by leaving out partial results within one block.
+# Of audio in one turn. Short, so that a recording with a backlog does not delay the others for long; not too short,
+# since the recogniser catches up by leaving out partial results within one block.
 TURN_SECONDS = 2.0
 LOAD_SECONDS = 10.0  # the load is a mean over about this much audio
 MAX_THREADS = 4  # of torch: more do not help with single utterances, and the browser runs on the same machine
