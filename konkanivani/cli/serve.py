@@ -47,6 +47,7 @@ def serve(flags: Flags) -> str:
     check_websockets()
     # Imported after the flags are checked: usage errors do not wait for torch.
     from konkanivani.inference.listener import Listener
+    from konkanivani.inference.live import expected_delay
     from konkanivani.inference.recognizer import build_recognizer
     from konkanivani.recipe.final_scores import best_checkpoint
     from konkanivani.serve.corrections import open_corrections
@@ -65,6 +66,7 @@ def serve(flags: Flags) -> str:
     name = Path(flags.pretrained.pretrained or checkpoint).name
     ready = Ready(name, flags.pretrained.language or "", corrections is not None)
     server = PageServer(partial(Listener, recognizer), ready, listening, flags.host, corrections)
+    say(expected_delay(recognizer))
     say(f"Open {server.address} in a browser on this computer. Ctrl-C stops the server.")
     try:
         server.serve()

@@ -12,7 +12,7 @@ import torch
 from konkanivani.command_line import is_out_of_memory
 from konkanivani.console import show_text
 from konkanivani.errors import KonkaniVaniError
-from konkanivani.serve.events import Final, Partial
+from konkanivani.inference.listener import Event
 from konkanivani.serve.messages import Failure, Finished, Progress
 
 # Of audio in one turn. Short, so that a recording with a backlog does not delay the others for long; not too short,
@@ -21,16 +21,16 @@ TURN_SECONDS = 2.0
 LOAD_SECONDS = 10.0  # the load is a mean over about this much audio
 MAX_THREADS = 4  # of torch: more do not help with single utterances, and the browser runs on the same machine
 
-Result = Partial | Final | Progress | Finished | Failure
+Result = Event | Progress | Finished | Failure
 
 
 class StreamingRecognizer(Protocol):
-    """Recogniser of one recording, whose samples arrive in blocks; `Listener` in inference/listener.py."""
+    """Recogniser of one recording, whose samples arrive in blocks: a `Listener`."""
 
-    def accept(self, samples: np.ndarray, /) -> Sequence[Partial | Final]:
+    def accept(self, samples: np.ndarray, /) -> Sequence[Event]:
         """Return the new results for the next samples (S,)."""
 
-    def finish(self) -> Sequence[Partial | Final]:
+    def finish(self) -> Sequence[Event]:
         """Return the remaining results at the end of the recording."""
 
 

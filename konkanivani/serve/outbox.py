@@ -9,7 +9,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 from websockets.sync.server import ServerConnection
 
-from konkanivani.serve.events import Final, Partial
+from konkanivani.inference.listener import Final, Partial
 from konkanivani.serve.messages import Progress, ServerMessage, format_message
 
 

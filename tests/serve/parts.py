@@ -10,10 +10,10 @@ import numpy as np
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
+from konkanivani.inference.listener import Final, Partial
 from konkanivani.inference.word_times import Word
 from konkanivani.serve.corrections import Corrections
 from konkanivani.serve.decoding_worker import BuildRecognizer
-from konkanivani.serve.events import Final, Partial
 from konkanivani.serve.messages import Ready
 from konkanivani.serve.server import PageServer, bind
 from konkanivani.serve.session import DEFAULT_LIMITS, Limits

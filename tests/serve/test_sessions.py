@@ -1,22 +1,27 @@
 """Recording sessions: results, limits, fairness, and bad input, which does not stop the server."""
 
 import contextlib
+import dataclasses
 import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+import torch
 from websockets.exceptions import ConnectionClosed
 
 from konkanivani.errors import DataError
-from konkanivani.serve.events import Final
-from konkanivani.serve.messages import MAX_AMPLITUDE
+from konkanivani.inference.listener import Final, Listener
+from konkanivani.inference.recognizer import Recognizer, load_recognizer
 from konkanivani.serve.server import PageServer
 from konkanivani.serve.session import Limits
+from tests.conftest import WORDS, speak
 from tests.serve.parts import RATE, ToneListener, finish, join, results, running, send, start, tones
 
 LINES = [["उदक", "घर", "शाळा"], ["बाजार", "आवय"]]
@@ -105,18 +110,48 @@ def test_partial_words_arrive_while_the_recording_goes_on(server):
     assert [(each["fixed"], each["tentative"]) for each in found] == [("", "उदक"), ("उदक", "घर")]
 
 
+def decode_one_word(model: object, encoded: torch.Tensor, lengths: list[int]) -> list[list[int]]:
+    """Decode every segment to the same tokens: the model of `base` is trained for three steps only."""
+    return [[7, 8, 9]] * len(encoded)
+
+
+@pytest.fixture(scope="module")
+def recognizer(base: Path) -> Recognizer:
+    return dataclasses.replace(load_recognizer(base, device="cpu"), decode=decode_one_word)
+
+
+@pytest.fixture(scope="module")
+def real_server(recognizer: Recognizer) -> Iterator[PageServer]:
+    """Run a server with a network."""
+    with running(partial(Listener, recognizer)) as server:
+        yield server
+
+
 @pytest.mark.parametrize(
-    ("value", "is_accepted"), [(np.nan, False), (np.inf, False), (1e30, False), (-1e30, False), (MAX_AMPLITUDE, True)]
+    ("value", "is_accepted"), [(np.nan, False), (np.inf, False), (1e30, False), (-1e30, False), (1.5, True)]
 )
-def test_samples_that_are_no_audio_are_refused(server, value, is_accepted):
+def test_samples_that_are_no_audio_are_refused(real_server, value, is_accepted):
     samples = tones([["उदक"]])
     samples[2000] = value
-    messages = transcribe(server, samples)
+    messages = transcribe(real_server, samples)
     if is_accepted:
-        assert texts(messages)
+        assert messages[-1]["type"] == "finished"
     else:
-        assert "samples" in error_of(messages) and not texts(messages)
-    assert_serves(server)
+        assert "ample" in error_of(messages) and not texts(messages)
+    assert transcribe(real_server, tones([["उदक"]]))[-1]["type"] == "finished"
+
+
+def test_the_final_results_are_the_ones_of_the_listener(recognizer, real_server):
+    pause = 0.005 * np.random.default_rng(0).standard_normal(RATE).astype(np.float32)
+    samples = np.concatenate([part for words in (WORDS[:3], WORDS[3:]) for part in (pause, speak(list(words)), pause)])
+    listener = Listener(recognizer, RATE, every=None)
+    expected = [*listener.accept(samples), *listener.finish()]
+    assert len(expected) == 2
+    found = [message for message in transcribe(real_server, samples) if message["type"] == "final"]
+    assert [final["text"] for final in found] == [final.text for final in expected]
+    for final, other in zip(found, expected, strict=True):
+        assert final["start"] == pytest.approx(other.start, abs=0.001)
+        assert final["end"] == pytest.approx(other.end, abs=0.001)
 
 
 BAD_MESSAGES = {
