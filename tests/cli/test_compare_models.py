@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.cli.comparison import (
+from konkanivani.errors import DataError, UsageError
+from konkanivani.recipe.comparison import (
     KEPT,
     Ended,
     Kept,
@@ -23,7 +24,6 @@ from konkanivani.cli.comparison import (
     table_of,
     write_kept,
 )
-from konkanivani.errors import DataError, UsageError
 from tests.conftest import ROOT, TINY_MODEL, Corpus, start_script, well, write_corpus
 from tests.patience import PATIENCE
 from tests.warm import fork_scripts, warm_parent
