@@ -83,7 +83,10 @@ class LocalAgreement:
 
 
 def matched_prefix(words: Sequence[str], others: Sequence[str]) -> int:
-    """Return the length of the prefix of `others` with the fewest word edits to `words`; of equal ones the nearest."""
+    """Return the length of the prefix of `others` with the fewest word edits to `words`.
+
+    Of equal ones, a prefix that ends with the same word is preferred, then the nearest in length.
+    """
     distances = list(range(len(others) + 1))
     for place, word in enumerate(words):
         previous = distances
@@ -91,7 +94,12 @@ def matched_prefix(words: Sequence[str], others: Sequence[str]) -> int:
         for column, other in enumerate(others):
             substituted = previous[column] + (word != other)
             distances.append(min(substituted, previous[column + 1] + 1, distances[column] + 1))
-    return min(range(len(others) + 1), key=lambda count: (distances[count], abs(count - len(words))))
+
+    def rank(count: int) -> tuple[int, bool, int]:
+        ends_differently = not (count and words) or others[count - 1] != words[-1]
+        return distances[count], ends_differently, abs(count - len(words))
+
+    return min(range(len(others) + 1), key=rank)
 
 
 class Listener:
