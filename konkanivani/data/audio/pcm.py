@@ -100,12 +100,14 @@ class PcmDecoder:
 
     def _read_header(self, is_end: bool) -> None:
         head = self._waiting
+        if len(head) < 4 and not is_end:
+            return
         for magic, name in COMPRESSED.items():
             if head.startswith(magic):
                 raise DataError(
                     f"Standard input is {name}, but must be WAV or raw PCM. Decode it: ffmpeg -i FILE -f wav - | …"
                 )
-        if not head.startswith(b"RIFF"[: len(head)]) or (is_end and len(head) < 4):
+        if not head.startswith(b"RIFF"):
             self.format = self._raw
             return
         if len(head) >= 12 and head[8:12] != b"WAVE":
