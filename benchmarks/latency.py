@@ -217,7 +217,9 @@ class Tally:
         if shown is not None:
             self.first.append(shown - spoken.start - spoken.words.words[0].start)
         for before, after in itertools.pairwise(displays):
-            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+            same = sum(
+                1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
+            )
             self.rewritten += len(before) - same
         finals = [each for each in results if isinstance(each.event, Final)]
         if len(finals) == 1:

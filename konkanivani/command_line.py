@@ -51,6 +51,7 @@ SCRIPTS = {
     "plan": "plan_memory.py",
     "evaluate": "evaluate_konkanivani_asr.py",
     "transcribe": "transcribe.py",
+    "listen": "listen.py",
     "export": "export_asr.py",
     "import": "import_asr.py",
     "average": "average_checkpoints.py",

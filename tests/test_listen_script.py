@@ -20,7 +20,7 @@ from konkanivani.data.audio.pcm import PcmDecoder, PcmFormat
 from konkanivani.errors import DataError
 from konkanivani.inference import live
 from konkanivani.inference.listener import Final, Partial
-from konkanivani.inference.subtitles import Word
+from konkanivani.inference.word_times import Word
 from tests.conftest import run_script
 from tests.patience import PATIENCE
 from tests.test_listener import SENTENCES, finals, listen, recording
@@ -149,9 +149,7 @@ def start(*flags: str, **streams) -> subprocess.Popen:
 
 
 def test_ctrl_c_prints_the_final_and_ends_cleanly(trained):
-    process = start(
-        "--checkpoint", str(trained.checkpoint), "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    process = start("--checkpoint", str(trained.checkpoint), "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     # The last sentence without the pause after it: only the end makes it final.
     process.stdin.write(integers(recording()[:-9_000]))
     process.stdin.flush()

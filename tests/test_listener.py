@@ -254,9 +254,8 @@ def test_nothing_is_a_recording_too(trained):
 
 def test_whisper_is_heard_without_fallback_in_passes_and_with_its_whole_window(tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
-    from tests.whisper.parts import write_small_folder
-
     from konkanivani.inference.whisper_generation import FallbackDecode
+    from tests.whisper.parts import write_small_folder
 
     folder = write_small_folder(tmp_path / "whisper")
     recognizer = build_recognizer(

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +15,12 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.checkpoints.checkpointer import BEST
 from konkanivani.data.audio import files as standard_input
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import load_audio
 from konkanivani.errors import CheckpointError, DataError, UsageError
 from konkanivani.inference.bundle import bundle_bytes
-from konkanivani.inference.recognizer import Recognizer, load_recognizer
+from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.inference.segmentation import build_segmentation
 from konkanivani.inference.transcribe import Recording, find_recordings, output_paths
 from konkanivani.inference.word_times import Segment, Word, build_cues, render, srt_time

@@ -28,6 +28,7 @@ COMMANDS = {
     "plan": Command("plan", "compute the batch sizes that fit a GPU"),
     "evaluate": Command("evaluate", "compute word and character error rates"),
     "transcribe": Command("transcribe", "transcribe recordings to text, JSON or subtitles"),
+    "listen": Command("listen", "transcribe speech from standard input while a person speaks"),
     "export": Command("export", "export to safetensors, ONNX, Whisper or PEFT"),
     "import": Command("import_model", "convert a NeMo model to a checkpoint"),
     "average": Command("average", "average the weights of checkpoints"),

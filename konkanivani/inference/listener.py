@@ -19,9 +19,8 @@ from konkanivani.data.audio.waveform import Resampler, as_mono, check_rate, chec
 from konkanivani.errors import DataError
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.inference.segmentation import Piece
-from konkanivani.inference.subtitles import Word
 from konkanivani.inference.voice_activity import TICK_SAMPLES, CausalSegmenter
-from konkanivani.inference.word_times import EmissionDelay
+from konkanivani.inference.word_times import EmissionDelay, Word
 from konkanivani.lengths import SAMPLE_RATE
 
 EVERY = 0.2  # seconds of audio from one pass to the next

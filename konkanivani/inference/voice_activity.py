@@ -126,7 +126,7 @@ class CausalSegmenter:
             # Zeros complete the last step of 10 ms.
             waveform = F.pad(waveform, (0, -len(waveform) % STEP))
         self._measure(self._steps.append([waveform], is_end), is_end)
-        pieces = []
+        pieces: list[Piece] = []
         while True:
             loud = self._loud_steps()
             if not len(loud):
