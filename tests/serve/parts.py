@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import numpy as np
-from konkanivani.inference.listener import Final, Partial
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
+from konkanivani.inference.listener import Final, Partial
 from konkanivani.inference.word_times import Word
 from konkanivani.serve.corrections import Corrections
 from konkanivani.serve.decoding_worker import BuildRecognizer

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import torch
-from konkanivani.inference.listener import Final, Listener
 from websockets.exceptions import ConnectionClosed
 
 from konkanivani.errors import DataError
+from konkanivani.inference.listener import Final, Listener
 from konkanivani.inference.recognizer import Recognizer, load_recognizer
 from konkanivani.serve.server import PageServer
 from konkanivani.serve.session import Limits
