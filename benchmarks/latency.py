@@ -47,7 +47,6 @@ from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.scoring.metrics import error_rates
 
 BLOCK_SECONDS = 0.05
-PAUSE_LEVEL = 1e-3  # -60 dBFS
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class Latency:
     wer_of_transcribe: float
 
 
-def build_recording(manifest: str, count: int, pause: float) -> Recording:
+def build_recording(manifest: str, count: int, pause: float, level: float) -> Recording:
     """Return the first `count` sentences of the test part, each after a pause, and a pause at the end.
 
     Raises DataError if the audio differs from the speech of the installed espeak-ng.
@@ -138,13 +137,13 @@ def build_recording(manifest: str, count: int, pause: float) -> Recording:
         rows = itertools.islice(read_manifest(manifest), count)
         for utterance, sentence in zip(rows, plan_corpus(SplitSizes()).test, strict=False):
             check_speech(utterance, sentence, synthesizer)
-            silence = PAUSE_LEVEL * generator.standard_normal(round(pause * SAMPLE_RATE))
+            silence = level * generator.standard_normal(round(pause * SAMPLE_RATE))
             samples = load_audio(utterance.source).numpy()
             start = (place + len(silence)) / SAMPLE_RATE
             sentences.append(Spoken(sentence.text, start, synthesizer.words(sentence.text, sentence.style)))
             parts += [silence.astype(np.float32), samples]
             place += len(silence) + len(samples)
-    parts.append((PAUSE_LEVEL * generator.standard_normal(SAMPLE_RATE)).astype(np.float32))
+    parts.append((level * generator.standard_normal(SAMPLE_RATE)).astype(np.float32))
     return Recording(np.concatenate(parts), tuple(sentences))
 
 
@@ -291,7 +290,9 @@ class Flags:
     utterances: int = 140
     """Number of utterances, from the first one."""
     pause: float = 0.8
-    """Seconds of noise at -60 dBFS before each utterance."""
+    """Seconds of pause before each utterance."""
+    noise: float | None = None
+    """Level of the noise in pauses in dBFS (None: digital silence, as a noise gate gives)."""
     pace: Literal["simulated", "real"] = "simulated"
     """Clock: simulated from the CPU time of decoding, or the wall clock."""
     json: bool = False
@@ -306,8 +307,9 @@ def measure(flags: Flags) -> str:
     from konkanivani.inference.recognizer import build_recognizer
 
     torch.set_num_threads(1)
+    level = 0.0 if flags.noise is None else 10 ** (flags.noise / 20)
     recognizer = build_recognizer(flags.checkpoint, flags.decoding, "cpu")
-    recording = build_recording(flags.manifest, flags.utterances, flags.pause)
+    recording = build_recording(flags.manifest, flags.utterances, flags.pause, level)
     found = measure_latency(recognizer, recording, Clock(flags.pace))
     if flags.json:
         return json.dumps(dataclasses.asdict(found))

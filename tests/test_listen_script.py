@@ -129,7 +129,7 @@ def test_the_script_prints_the_listeners_finals(trained, tmp_path):
     [
         (("--sample_rate", "3999"), b"", 2, "3999 Hz"),
         (("--channels", "0"), b"", 2, "0 channels"),
-        (("speech.wav",), b"", 2, "transcribe.py"),
+        (("speech.wav",), b"", 2, "transcribe"),
         (("--pause", "0"), b"", 2, "--pause"),
         ((), b"fLaC" + bytes(100), 3, "FLAC"),
         (("--sample_format", "f32le"), np.full(9_000, np.nan, "<f4").tobytes(), 3, "NaN"),
