@@ -51,6 +51,8 @@ SCRIPTS = {
     "plan": "plan_memory.py",
     "evaluate": "evaluate_konkanivani_asr.py",
     "transcribe": "transcribe.py",
+    "listen": "listen.py",
+    "serve": "serve.py",
     "export": "export_asr.py",
     "publish": "publish_model.py",
     "import": "import_asr.py",

@@ -14,6 +14,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -23,6 +24,9 @@ from konkanivani.install.environment import mend_streams
 from tests.leftovers import descendants, end_leftovers, heed_what_nohup_ignores
 from tests.patience import PATIENCE
 from tests.warm import DEV_NULL, ROOT, THREADS, Fork, Job, WarmParent, can_fork, warm_parent
+
+if TYPE_CHECKING:
+    from tests.trained import Trained
 
 heed_what_nohup_ignores()
 
@@ -246,6 +250,14 @@ def three_steps(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(scope="session")
 def base(three_steps: Path) -> Path:
     return three_steps / "checkpoints" / "checkpoint_last.pt"
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> "Trained":
+    """Return a tiny model that recognises tones as words."""
+    from tests.trained import train_tones
+
+    return train_tones(tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture

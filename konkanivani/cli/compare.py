@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import Literal
 
 from konkanivani.checkpoints.run_lock import FolderUse, RunLock
-from konkanivani.cli.comparison import (
+from konkanivani.command_line import ignore_lost_output, read_flags
+from konkanivani.console import say
+from konkanivani.errors import ReportedByOtherRank
+from konkanivani.files import check_own_file
+from konkanivani.recipe.comparison import (
     REPORT,
     Flag,
     Trainer,
@@ -28,10 +32,6 @@ from konkanivani.cli.comparison import (
     report_of,
     table_of,
 )
-from konkanivani.command_line import ignore_lost_output, read_flags
-from konkanivani.console import say
-from konkanivani.errors import ReportedByOtherRank
-from konkanivani.files import check_own_file
 
 COMPARING = FolderUse("comparison", "comparing models in", "--folder")
 

@@ -120,7 +120,10 @@ def export(flags: Flags) -> str:
     import torch
 
     from konkanivani.checkpoints.checkpoint import check_finite, read_checkpoint
-    from konkanivani.cli.write_exports import (
+    from konkanivani.inference.hub_folder import HubFolder
+    from konkanivani.inference.onnx_graph import require_onnx
+    from konkanivani.inference.speech_model import build_speech_model
+    from konkanivani.inference.write_exports import (
         Exported,
         compare,
         export_bundle,
@@ -130,9 +133,6 @@ def export(flags: Flags) -> str:
         recognize_with,
         table,
     )
-    from konkanivani.inference.hub_folder import HubFolder
-    from konkanivani.inference.onnx_graph import require_onnx
-    from konkanivani.inference.speech_model import build_speech_model
 
     if flags.onnx is not None or flags.int8 is not None:
         require_onnx()

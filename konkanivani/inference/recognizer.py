@@ -17,7 +17,7 @@ from konkanivani.checkpoints.checkpoint import read_checkpoint
 from konkanivani.config import DecodingConfig, PretrainedConfig
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import stream_audio, stream_samples
-from konkanivani.decoding.decode import BeamDecode, Decode, build_decode
+from konkanivani.decoding.decode import BeamDecode, Decode, build_decode, greedy_decode
 from konkanivani.distributed import choose_device
 from konkanivani.inference.bundle import FOLDER_NAME, is_bundle, read_bundle
 from konkanivani.inference.segmentation import Piece, SegmentationConfig, build_segmentation, segment_audio
@@ -78,19 +78,26 @@ class Recognizer:
 
     def _segments_of(self, blocks: Iterable[torch.Tensor]) -> Iterator[Segment]:
         pieces = segment_audio(blocks, self.segmentation)
-        framing = self.speech_model.architecture.framing
-        # Pieces shorter than one encoder frame cannot be recognised.
-        audible = (piece for piece in pieces if framing.encoded_length(len(piece.waveform)))
+        audible = (piece for piece in pieces if self.is_long_enough(piece))
         # One estimate per recording: the delay is updated from piece to piece.
         delay = EmissionDelay()
         for batch in _batches(audible):
-            for words in self._recognize(batch, delay):
+            for words in self.recognize(batch, delay):
                 if words:
                     yield Segment(tuple(words))
 
+    def is_long_enough(self, piece: Piece) -> bool:
+        """Return whether a piece has at least one encoder frame; shorter ones cannot be recognised."""
+        return self.speech_model.architecture.framing.encoded_length(len(piece.waveform)) > 0
+
     @torch.no_grad()
-    def _recognize(self, pieces: list[Piece], delay: EmissionDelay) -> list[list[Word]]:
-        """Return the words in the core of each piece, with times from the start of the recording."""
+    def recognize(self, pieces: list[Piece], delay: EmissionDelay) -> list[list[Word]]:
+        """Return the words in the core of each piece, with times from the start of the recording.
+
+        Args:
+            pieces: consecutive pieces of one recording, each long enough.
+            delay: estimate of this recording, which the pieces update.
+        """
         lengths = tuple(len(piece.waveform) for piece in pieces)
         waveforms = torch.nn.utils.rnn.pad_sequence([piece.waveform for piece in pieces], batch_first=True)
         encoded, encoded_lengths = self.speech_model.encode(waveforms, lengths)
@@ -102,6 +109,14 @@ class Recognizer:
             # Neighbouring pieces overlap at a cut within speech: keep each word once, by its middle.
             found.append([w for w in moved if piece.core_start <= (w.start + w.end) / 2 < piece.core_end])
         return found
+
+    @torch.no_grad()
+    def recognize_greedily(self, waveform: torch.Tensor) -> str:
+        """Return the text of a waveform (S,), without times, by greedy decoding whatever the configured search is."""
+        heard = self.speech_model
+        encoded, lengths = heard.encode(waveform[None], (len(waveform),))
+        (tokens,) = greedy_decode(heard.architecture, heard.tokenizer)(heard.model, encoded, lengths)
+        return heard.tokenizer.decode(tokens)
 
     def _words(self, piece: Piece, encoded: torch.Tensor, tokens: list[int], delay: EmissionDelay) -> list[Word]:
         """Return the words of encoded speech (T', D) with times within the piece.

@@ -4,9 +4,10 @@ The recording is read as a stream. At most about one minute is in memory, whatev
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -52,6 +53,16 @@ class Piece:
         """End of the waveform in seconds."""
         return self.start + len(self.waveform) / SAMPLE_RATE
 
+    @property
+    def end_step(self) -> int:
+        """End of the core, in steps of 10 ms."""
+        return round(self.core_end * STEPS_A_SECOND)
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether the piece ends within speech."""
+        return self.speech_end is None
+
 
 @dataclass(frozen=True)
 class SegmentationConfig:
@@ -93,92 +104,91 @@ def segment_audio(blocks: Iterable[torch.Tensor], segmentation: SegmentationConf
             continue
         if not is_within_speech and int(loud[0]) - cut > MARGIN:
             # Skip the silence, then measure again, so that the levels cover a full horizon from here on.
-            nothing = stream.steps_of_nothing(int(loud[0]) - MARGIN, int(loud[0]))
-            cut = int(nothing[-1]) + 1 if len(nothing) else int(loud[0]) - MARGIN
+            cut = begin_of_piece(stream, int(loud[0]), cut)
             continue
-        start = cut - overlap if is_within_speech else cut
-        # Last loud step before the first gap that is a pause; all loud steps count if there is none.
-        before_pauses = loud[:-1][loud.diff() > segmentation.pause]
-        speech_end = int(before_pauses[0] if len(before_pauses) else loud[-1]) + 1
-        end = min(speech_end + MARGIN, stream.end)
-        if end < stream.end:
-            # Digital silence is not part of a piece.
-            nothing = stream.steps_of_nothing(speech_end, end)
-            end = int(nothing[0]) if len(nothing) else end
-        is_cut = end - start > segmentation.longest
-        if is_cut:
-            end = stream.quietest_step(cut, start + segmentation.longest - overlap)
-        waveform = stream.samples(start, end + overlap if is_cut else end)
-        yield Piece(
-            waveform,
-            start / STEPS_A_SECOND,
-            core_start=cut / STEPS_A_SECOND,
-            core_end=end / STEPS_A_SECOND,
-            speech_start=None if is_within_speech else int(loud[0]) / STEPS_A_SECOND,
-            speech_end=None if is_cut else speech_end / STEPS_A_SECOND,
-        )
-        cut = end
-        is_within_speech = is_cut
+        piece = first_piece(stream, loud, segmentation, cut, is_within_speech)
+        yield piece
+        cut = piece.end_step
+        is_within_speech = piece.is_cut
 
 
-class _Stream:
-    """Buffer of a stream: samples from step `first` to step `end`, and the level of each step."""
+def begin_of_piece(steps: "StepBuffer", first_loud: int, cut: int) -> int:
+    """Return the first step of a piece whose speech starts at `first_loud`: a margin before it, no digital silence."""
+    begin = max(cut, first_loud - MARGIN)
+    nothing = steps.steps_of_nothing(begin, first_loud)
+    return int(nothing[-1]) + 1 if len(nothing) else begin
 
-    def __init__(self, blocks: Iterable[torch.Tensor]) -> None:
-        self._blocks = iter(blocks)
+
+def first_piece(
+    steps: "StepBuffer", loud: torch.Tensor, segmentation: SegmentationConfig, cut: int, is_within_speech: bool
+) -> Piece:
+    """Return the piece of the loud steps up to the first pause, cut if it would be too long.
+
+    Args:
+        loud: the loud steps after `cut`, ascending, at least one.
+        cut: end of the previous piece, or the beginning of this one.
+        is_within_speech: whether the previous piece was cut within speech.
+    """
+    overlap = segmentation.overlap
+    start = cut - overlap if is_within_speech else cut
+    # Last loud step before the first gap that is a pause; all loud steps count if there is none.
+    before_pauses = loud[:-1][loud.diff() > segmentation.pause]
+    speech_end = int(before_pauses[0] if len(before_pauses) else loud[-1]) + 1
+    end = min(speech_end + MARGIN, steps.end)
+    if end < steps.end:
+        # Digital silence is not part of a piece.
+        nothing = steps.steps_of_nothing(speech_end, end)
+        end = int(nothing[0]) if len(nothing) else end
+    is_cut = end - start > segmentation.longest
+    if is_cut:
+        end = steps.quietest_step(cut, start + segmentation.longest - overlap)
+    waveform = steps.samples(start, end + overlap if is_cut else end)
+    return Piece(
+        waveform,
+        start / STEPS_A_SECOND,
+        core_start=cut / STEPS_A_SECOND,
+        core_end=end / STEPS_A_SECOND,
+        speech_start=None if is_within_speech else int(loud[0]) / STEPS_A_SECOND,
+        speech_end=None if is_cut else speech_end / STEPS_A_SECOND,
+    )
+
+
+class StepBuffer:
+    """Samples from step `first` to step `end` of a stream, and the power of each step."""
+
+    def __init__(self) -> None:
         self._samples = torch.zeros(0)
         self._power = torch.zeros(0)
-        self._levels = torch.zeros(0)
-        self._loudest = -math.inf
-        self._noise = -math.inf
         self.first = 0
         self.end = 0
-        self.has_ended = False
 
-    def advance(self, first: int, end: int) -> None:
-        """Drop everything before step `first` and read up to step `end` or the end of the stream."""
+    def drop(self, first: int) -> int:
+        """Drop everything before step `first`; return the number of steps dropped."""
         forgotten = max(0, min(first, self.end) - self.first)
         self.first += forgotten
         self._power = self._power[forgotten:]
-        parts = [self._samples[forgotten * STEP :]]
-        count = len(self._samples) - forgotten * STEP
-        while count < (end - self.first) * STEP and not self.has_ended:
-            block = next(self._blocks, None)
-            self.has_ended = block is None
-            parts += [] if block is None else [block]
-            count += 0 if block is None else len(block)
-        self._samples = torch.cat(parts)
-        self._measure()
+        self._samples = self._samples[forgotten * STEP :]
+        return forgotten
 
-    def _measure(self) -> None:
-        """Compute the power of new steps and the levels of all."""
+    def append(self, blocks: Sequence[torch.Tensor], is_end: bool) -> int:
+        """Append blocks (S,) and return the number of new steps; only at the end of a stream, the last may be short."""
+        self._samples = torch.cat([self._samples, *blocks])
         new = self._samples[len(self._power) * STEP :]
         whole = len(new) // STEP
         powers = [new[: whole * STEP].view(whole, STEP).square().mean(dim=1)]
-        # The last step of a stream may be shorter.
-        if self.has_ended and len(new) > whole * STEP:
+        if is_end and len(new) > whole * STEP:
             powers.append(new[whole * STEP :].square().mean()[None])
         self._power = torch.cat([self._power, *powers])
-        self.end = self.first + len(self._power)
-        self._levels = torch.zeros(0)
-        if not len(self._power):
-            return
-        # The first and last steps average over fewer neighbours, not over zeros.
-        smoothed = F.avg_pool1d(self._power[None], SMOOTHED, 1, SMOOTHED // 2, count_include_pad=False)[0]
-        self._levels = 10 * smoothed.clamp_min(1e-12).log10()
-        if len(new):  # at the end of the stream too few steps may remain for an estimate
-            # The loudest level of the whole recording, but the noise of the buffered steps only.
-            self._loudest = max(self._loudest, float(self._levels.max()))
-            self._noise = max(float(self._levels.quantile(QUIETEST_FRACTION)), self._loudest - MAX_RANGE)
+        added = self.first + len(self._power) - self.end
+        self.end += added
+        return added
 
-    def loud_steps(self, first: int) -> torch.Tensor:
-        """Return the buffered steps from `first` on that are louder than a pause, ascending."""
-        reach = self._loudest - self._noise
-        threshold = max(self._noise + min(MAX_ABOVE_NOISE, SHARE_ABOVE_NOISE * reach), SILENCE_DB)
-        # In less than a second there are too few steps to judge.
-        if reach < MIN_REACH and len(self._levels) > STEPS_A_SECOND:
-            threshold = math.inf
-        return torch.nonzero(self._levels[first - self.first :] > threshold)[:, 0] + first
+    def centred_power(self, count: int) -> np.ndarray:
+        """Return the power of the last `count` whole steps without their mean, which is a DC offset or hum."""
+        count = min(count, len(self._samples) // STEP)
+        whole = len(self._samples) // STEP * STEP
+        steps = self._samples[whole - count * STEP : whole].view(count, STEP).numpy()
+        return steps.var(axis=1, dtype=np.float64)
 
     def steps_of_nothing(self, begin: int, end: int) -> torch.Tensor:
         """Return the steps of digital silence in a range, ascending."""
@@ -195,3 +205,50 @@ class _Stream:
     def samples(self, begin: int, end: int) -> torch.Tensor:
         """Return the buffered samples in a range of steps."""
         return self._samples[max(0, begin - self.first) * STEP : (end - self.first) * STEP].clone()
+
+
+class _Stream(StepBuffer):
+    """Buffer that reads a stream of blocks ahead, with the level of each step."""
+
+    def __init__(self, blocks: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._blocks = iter(blocks)
+        self._levels = torch.zeros(0)
+        self._loudest = -math.inf
+        self._noise = -math.inf
+        self.has_ended = False
+
+    def advance(self, first: int, end: int) -> None:
+        """Drop everything before step `first` and read up to step `end` or the end of the stream."""
+        self.drop(first)
+        blocks = []
+        count = len(self._samples)
+        while count < (end - self.first) * STEP and not self.has_ended:
+            block = next(self._blocks, None)
+            self.has_ended = block is None
+            blocks += [] if block is None else [block]
+            count += 0 if block is None else len(block)
+        self._measure(has_new=count > len(self._power) * STEP, blocks=blocks)
+
+    def _measure(self, has_new: bool, blocks: list[torch.Tensor]) -> None:
+        """Append blocks and compute the levels of all steps."""
+        self.append(blocks, self.has_ended)
+        self._levels = torch.zeros(0)
+        if not len(self._power):
+            return
+        # The first and last steps average over fewer neighbours, not over zeros.
+        smoothed = F.avg_pool1d(self._power[None], SMOOTHED, 1, SMOOTHED // 2, count_include_pad=False)[0]
+        self._levels = 10 * smoothed.clamp_min(1e-12).log10()
+        if has_new:  # at the end of the stream too few steps may remain for an estimate
+            # The loudest level of the whole recording, but the noise of the buffered steps only.
+            self._loudest = max(self._loudest, float(self._levels.max()))
+            self._noise = max(float(self._levels.quantile(QUIETEST_FRACTION)), self._loudest - MAX_RANGE)
+
+    def loud_steps(self, first: int) -> torch.Tensor:
+        """Return the buffered steps from `first` on that are louder than a pause, ascending."""
+        reach = self._loudest - self._noise
+        threshold = max(self._noise + min(MAX_ABOVE_NOISE, SHARE_ABOVE_NOISE * reach), SILENCE_DB)
+        # In less than a second there are too few steps to judge.
+        if reach < MIN_REACH and len(self._levels) > STEPS_A_SECOND:
+            threshold = math.inf
+        return torch.nonzero(self._levels[first - self.first :] > threshold)[:, 0] + first

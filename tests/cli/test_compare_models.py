@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.cli.comparison import (
+from konkanivani.errors import DataError, UsageError
+from konkanivani.recipe.comparison import (
     KEPT,
     Kept,
     Outcome,
@@ -22,7 +23,6 @@ from konkanivani.cli.comparison import (
     table_of,
     write_kept,
 )
-from konkanivani.errors import DataError, UsageError
 from konkanivani.training_process import Ended
 from tests.conftest import ROOT, TINY_MODEL, Corpus, start_script, well, write_corpus
 from tests.patience import PATIENCE

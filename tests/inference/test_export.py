@@ -21,7 +21,6 @@ import torch
 
 from benchmarks.accuracy import WAYS, Way, measure_ways
 from konkanivani.checkpoints.checkpoint import Checkpoint, write_checkpoint
-from konkanivani.cli.write_exports import TOLERANCE, check_bundle, check_onnx, check_signal, recognize_with
 from konkanivani.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.data.text import Tokenizer, train_tokenizer
 from konkanivani.errors import CheckpointError, NumericsError, ResourceError
@@ -32,6 +31,7 @@ from konkanivani.inference.bundle import Contents, bundle_bytes, is_bundle, read
 from konkanivani.inference.export import OnnxModel, quantize, read_onnx, token_texts
 from konkanivani.inference.onnx_graph import MatrixLogMel, RecognitionGraph, require_onnx
 from konkanivani.inference.speech_model import SpeechModel
+from konkanivani.inference.write_exports import TOLERANCE, check_bundle, check_onnx, check_signal, recognize_with
 from konkanivani.lengths import Framing, subsampled_length
 from konkanivani.models.architecture import HybridArchitecture
 from konkanivani.models.front_end import LogMel, described

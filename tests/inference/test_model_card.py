@@ -17,7 +17,6 @@ import torch
 
 from konkanivani import load_recognizer
 from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from konkanivani.cli.write_exports import check_signal, recognize_with
 from konkanivani.command_line import SCRIPTS
 from konkanivani.config import DataConfig, PretrainedConfig, RunConfig, TrainConfig
 from konkanivani.console import duration_words
@@ -43,6 +42,7 @@ from konkanivani.inference.model_card import (
     plain,
     training_command,
 )
+from konkanivani.inference.write_exports import check_signal, recognize_with
 from konkanivani.models.whisper.export import read_pretrained_whisper
 from konkanivani.rules import settings_of
 from tests.conftest import Corpus as Manifests

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,52 +15,23 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.checkpoints.checkpointer import BEST
 from konkanivani.data.audio import files as standard_input
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import load_audio
 from konkanivani.errors import CheckpointError, DataError, UsageError
 from konkanivani.inference.bundle import bundle_bytes
-from konkanivani.inference.recognizer import Recognizer, load_recognizer
+from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.inference.segmentation import build_segmentation
 from konkanivani.inference.transcribe import Recording, find_recordings, output_paths
 from konkanivani.inference.word_times import Segment, Word, build_cues, render, srt_time
 from konkanivani.scoring.metrics import error_rates
-from tests.conftest import TINY_MODEL, TRAINER, run_folders, run_here, run_script, speak, well, write_corpus
+from tests.conftest import run_here, run_script, well
 from tests.patience import PATIENCE
+from tests.trained import Trained, tones
 from tests.warm import ROOT, Job, warm_parent
 
 TRANSCRIBE = "training_scripts/transcribe.py"
 WORDS = ("एक", "दोन", "तीन", "उदक", "घर", "शाळा", "बाजार", "आवय", "चार", "घर", "पांच", "दोन", "एक", "शाळा")
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Tiny model trained on the tones of tests/conftest.py, and some recordings."""
-
-    checkpoint: Path
-    recognizer: Recognizer
-    recordings: Path
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    directory = tmp_path_factory.mktemp("trained")
-    corpus = write_corpus(directory / "tones", {"train": 160, "valid": 5, "test": 5})
-    flags = (
-        *(*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--tokenizer_type", "char", "--ctc_weight", "0.9"),
-        *("--max_steps", "150", "--batch_size", "8", "--gradient_accumulation_steps", "1", "--num_workers", "0"),
-        *("--learning_rate", "0.005", "--warmup_steps", "20", "--epochs", "50", "--speed_perturbation", "1.0"),
-        *("--frequency_masks", "0", "--time_masks", "0", "--dropout", "0", "--save_minutes", "0"),
-    )
-    assert warm_parent().start(Job(ROOT / TRAINER, flags, directory / "said", threads=1)).wait(PATIENCE) == 0
-    checkpoint = directory / "checkpoints" / BEST
-    return Trained(checkpoint, load_recognizer(checkpoint, device="cpu"), directory / "tones" / "audio")
-
-
-def tones(words: tuple[str, ...], seed: int = 0) -> np.ndarray:
-    audio = speak(list(words))
-    return audio + 0.005 * np.random.default_rng(seed).standard_normal(len(audio)).astype(np.float32)
 
 
 def utterances() -> list[np.ndarray]:

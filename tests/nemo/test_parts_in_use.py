@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from konkanivani.checkpoints.checkpoint import read_checkpoint
-from konkanivani.cli.write_exports import check_bundle, recognize_with
 from konkanivani.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.data.filtering import training_limits
 from konkanivani.inference.bundle import bundle_bytes, read_bundle
 from konkanivani.inference.export import build_onnx, read_onnx
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.inference.speech_model import SpeechModel
+from konkanivani.inference.write_exports import check_bundle, recognize_with
 from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.models.architecture import HybridArchitecture
 from konkanivani.models.asr import BLANK

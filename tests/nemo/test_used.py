@@ -11,12 +11,12 @@ import torch
 
 from konkanivani.checkpoints.averaging import NamedCheckpoint, average_checkpoints
 from konkanivani.checkpoints.checkpoint import PROVENANCE_STATE, provenance_of, read_checkpoint, read_provenance
-from konkanivani.cli.write_exports import check_signal
 from konkanivani.flags import config_from_text
 from konkanivani.inference.bundle import read_bundle
 from konkanivani.inference.export import build_onnx, read_onnx
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.inference.speech_model import build_speech_model
+from konkanivani.inference.write_exports import check_signal
 from konkanivani.rules import settings_of
 from tests.conftest import TRAINER, Corpus, run_folders, run_script, well, write_corpus
 from tests.nemo.files import FOLDER

@@ -4,7 +4,6 @@ S samples.
 """
 
 import contextlib
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 
@@ -121,8 +120,20 @@ def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[to
     Floats must be within -1 to 1; integers are scaled from the full range of their type. Raise a `DataError` if the
     samples cannot be used.
     """
+    check_rate(rate)
+    samples = check_samples(samples)
+    blocks = samples.split(max(1, int(BLOCK_SECONDS * rate)))
+    return resample_blocks((as_mono(block) for block in blocks), rate)
+
+
+def check_rate(rate: int) -> None:
+    """Raise a DataError unless the sample rate is within the limits."""
     if not MIN_RATE <= rate <= MAX_RATE:
         raise DataError(f"The sample rate {rate} Hz is not between {MIN_RATE} and {MAX_RATE} Hz. Resample it.")
+
+
+def check_samples(samples: np.ndarray | torch.Tensor) -> torch.Tensor:
+    """Return samples as a tensor (S, channels) on the CPU; raise a DataError if type or shape cannot be audio."""
     try:
         samples = torch.as_tensor(samples).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -141,11 +152,10 @@ def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[to
         raise DataError(
             f"Samples of shape {tuple(samples.shape)} are not audio. Pass an array of shape (S,) or (S, channels)."
         )
-    blocks = samples.reshape(len(samples), channels).split(max(1, int(BLOCK_SECONDS * rate)))
-    return resample_blocks((_as_mono(block) for block in blocks), rate)
+    return samples.reshape(len(samples), channels)
 
 
-def _as_mono(block: torch.Tensor) -> torch.Tensor:
+def as_mono(block: torch.Tensor) -> torch.Tensor:
     """Convert a block (S, channels) to mono (S,) float32, with integers scaled to -1 to 1."""
     # A power of two, so that scaling is exact: an integer type's minimum is -2**(bits - 1).
     scale = 1.0 if block.is_floating_point() else 1 / -torch.iinfo(block.dtype).min
@@ -155,40 +165,61 @@ def _as_mono(block: torch.Tensor) -> torch.Tensor:
     return mono
 
 
-def resample_blocks(blocks: Iterable[torch.Tensor], rate: int) -> Iterator[torch.Tensor]:
-    """Resample a stream of blocks (S,) from `rate` Hz to 16 kHz, with the result of `resample` for any block lengths.
+class Resampler:
+    """Conversion of a stream from `rate` Hz to 16 kHz, block by block, with the result of `resample` for any blocks.
 
     Output sample j is at the input position j * old / new and is a weighted sum of the input samples within the
     filter's reach; the weights depend only on j modulo `new`.
     """
-    if rate == SAMPLE_RATE:
-        yield from blocks
-        return
-    divisor = math.gcd(rate, SAMPLE_RATE)
-    old = rate // divisor
-    new = SAMPLE_RATE // divisor
-    weights = _filter_weights(old, new)
-    reach = weights.shape[1] // 2
-    # `first`: stream position of waiting[0]
-    waiting = torch.zeros(reach)
-    first = -reach
-    done = 0
-    length = 0
-    for block in itertools.chain(blocks, [None]):
-        length += 0 if block is None else len(block)
-        waiting = torch.cat([waiting, torch.zeros(2 * reach) if block is None else block])
-        # At the end of the stream all output samples are due; before, those whose filter input is complete.
-        ready = resampled_samples(length, old, new) if block is None else max(done, ((length - reach) * new) // old)
-        if ready == done:
-            continue
-        made = torch.arange(done, ready)
-        begins = made * old // new - reach - first
-        windows = waiting.unfold(0, weights.shape[1], 1)
-        yield (windows[begins] * weights[made % new]).sum(dim=1)
-        done = ready
-        first_needed = done * old // new - reach
-        waiting = waiting[first_needed - first :]
-        first = first_needed
+
+    def __init__(self, rate: int) -> None:
+        divisor = math.gcd(rate, SAMPLE_RATE)
+        self._old = rate // divisor
+        self._new = SAMPLE_RATE // divisor
+        self._weights = _filter_weights(self._old, self._new)
+        self._reach = self._weights.shape[1] // 2
+        self._waiting = torch.zeros(self._reach)
+        self._first = -self._reach  # stream position of waiting[0]
+        self._length = 0
+        self._done = 0
+
+    def accept(self, block: torch.Tensor) -> torch.Tensor:
+        """Return the output samples that are complete with the input block (S,)."""
+        if self._old == self._new:
+            return block
+        self._length += len(block)
+        self._waiting = torch.cat([self._waiting, block])
+        return self._filtered((self._length - self._reach) * self._new // self._old)
+
+    def finish(self) -> torch.Tensor:
+        """Return the remaining output samples at the end of the stream."""
+        if self._old == self._new:
+            return torch.zeros(0)
+        self._waiting = torch.cat([self._waiting, torch.zeros(2 * self._reach)])
+        return self._filtered(resampled_samples(self._length, self._old, self._new))
+
+    def _filtered(self, ready: int) -> torch.Tensor:
+        """Return the output samples up to sample `ready`, and drop the input that no later sample needs."""
+        if ready <= self._done:
+            return torch.zeros(0)
+        made = torch.arange(self._done, ready)
+        begins = made * self._old // self._new - self._reach - self._first
+        windows = self._waiting.unfold(0, self._weights.shape[1], 1)
+        filtered = (windows[begins] * self._weights[made % self._new]).sum(dim=1)
+        self._done = ready
+        first_needed = ready * self._old // self._new - self._reach
+        self._waiting = self._waiting[first_needed - self._first :]
+        self._first = first_needed
+        return filtered
+
+
+def resample_blocks(blocks: Iterable[torch.Tensor], rate: int) -> Iterator[torch.Tensor]:
+    """Resample a stream of blocks (S,) from `rate` Hz to 16 kHz by a `Resampler`."""
+    resampler = Resampler(rate)
+    yield from (made for block in blocks if len(made := resampler.accept(block)))
+    rest = resampler.finish()
+    if len(rest):
+        yield rest
 
 
 def _filter_weights(old: int, new: int) -> torch.Tensor:

@@ -1,0 +1,249 @@
+"""Recognition while a person speaks: partial results by local agreement, and the final text of each segment.
+
+The current segment is decoded again and again. A word is fixed when two successive passes agree on it
+(LocalAgreement-2: Liu et al., 2020, Low-Latency Sequence-to-Sequence Speech Recognition; Macháček et al., 2023,
+Turning Whisper into Real-Time Transcription System). At a pause the segment is decoded once more with the configured
+search.
+
+Time is counted in samples, never by a clock: results depend on the samples, not on the machine.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from konkanivani.data.audio.waveform import Resampler, as_mono, check_rate, check_samples
+from konkanivani.errors import DataError
+from konkanivani.inference.recognizer import Recognizer
+from konkanivani.inference.segmentation import Piece
+from konkanivani.inference.voice_activity import TICK_SAMPLES, CausalSegmenter
+from konkanivani.inference.word_times import EmissionDelay, Word
+from konkanivani.lengths import SAMPLE_RATE
+
+EVERY = 0.2  # seconds of audio from one pass to the next
+MAX_LEVEL = 8.0  # samples beyond it are not audio between -1 and 1, even with clipping restored
+FINALS_KEPT = 1000
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Words of the current segment: `fixed` ones no longer change, `tentative` ones may; `start` is in seconds."""
+
+    fixed: str
+    tentative: str
+    start: float
+
+
+@dataclass(frozen=True)
+class Final:
+    """Final words of a segment, with times in seconds; `changed` if fixed words were different."""
+
+    text: str
+    words: tuple[Word, ...]
+    start: float
+    end: float
+    changed: bool
+
+
+Event = Partial | Final
+
+
+class LocalAgreement:
+    """Words of a segment that are fixed, and the words of the latest pass after them."""
+
+    def __init__(self) -> None:
+        self.fixed: list[str] = []
+        self.tentative: list[str] = []
+
+    def update(self, words: Sequence[str]) -> None:
+        """Fix the words on which this pass agrees with the previous one, but never the last word of a pass."""
+        tail = list(words[matched_prefix(self.fixed, words) :])
+        agreed = 0
+        most = min(len(tail), len(self.tentative)) - 1
+        while agreed < most and tail[agreed] == self.tentative[agreed]:
+            agreed += 1
+        self.fixed += tail[:agreed]
+        self.tentative = tail[agreed:]
+
+    def finish(self, words: Sequence[str], is_cut: bool) -> bool:
+        """Start the next segment after these final words; return whether fixed words were different.
+
+        Args:
+            is_cut: whether the segment was cut within speech, so that fixed words may belong to the next one.
+        """
+        count = matched_prefix(words, self.fixed) if is_cut else len(self.fixed)
+        is_changed = self.fixed[:count] != list(words[:count])
+        self.fixed = self.fixed[count:]
+        self.tentative = []
+        return is_changed
+
+
+def matched_prefix(words: Sequence[str], others: Sequence[str]) -> int:
+    """Return the length of the prefix of `others` with the fewest word edits to `words`.
+
+    Of equal ones, a prefix that ends with the same word is preferred, then the nearest in length.
+    """
+    distances = list(range(len(others) + 1))
+    for place, word in enumerate(words):
+        previous = distances
+        distances = [place + 1]
+        for column, other in enumerate(others):
+            substituted = previous[column] + (word != other)
+            distances.append(min(substituted, previous[column + 1] + 1, distances[column] + 1))
+
+    def rank(count: int) -> tuple[int, bool, int]:
+        ends_differently = not (count and words) or others[count - 1] != words[-1]
+        return distances[count], ends_differently, abs(count - len(words))
+
+    return min(range(len(others) + 1), key=rank)
+
+
+class Listener:
+    """Recogniser of one recording whose samples arrive in blocks of any length.
+
+    Args:
+        recognizer: recogniser with the search for the final text; partial results are decoded greedily.
+        sample_rate: sampling rate of the samples, in Hz.
+        every: seconds of audio from one pass to the next; None for final results only.
+        skips_passes: leave out passes whose result the rest of the same block would replace at once. A caller that
+            passes on all the audio that waits then catches up after a slow pass. Final results are never left out.
+
+    Raises a DataError if the sample rate is not within the limits.
+    """
+
+    def __init__(
+        self, recognizer: Recognizer, sample_rate: int, every: float | None = EVERY, skips_passes: bool = True
+    ) -> None:
+        check_rate(sample_rate)
+        self._recognizer = recognizer
+        self._every = every
+        self._skips_passes = skips_passes
+        self._resampler = Resampler(sample_rate)
+        self._quantum = max(1, round(sample_rate * TICK_SAMPLES / SAMPLE_RATE))  # input samples resampled together
+        self._given: list[torch.Tensor] = []  # less than a quantum
+        self._given_count = 0
+        self._waveform = torch.zeros(0)  # at 16 kHz, less than a tick
+        self._segmenter = CausalSegmenter(recognizer.segmentation)
+        self._delay = EmissionDelay()
+        self._agreement = LocalAgreement()
+        self._next_pass = 0.0
+        self._passed_end = 0.0  # end of the speech in the latest pass
+        self._is_finished = False
+        self.partial: Partial | None = None
+        self.finals: deque[Final] = deque(maxlen=FINALS_KEPT)
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the audio that was examined so far."""
+        return self._segmenter.seconds
+
+    @property
+    def buffered_samples(self) -> int:
+        """Samples in memory, which do not grow with the recording."""
+        return self._segmenter.buffered_samples + self._given_count + len(self._waveform)
+
+    def accept(self, samples: np.ndarray | torch.Tensor) -> list[Event]:
+        """Return the new results for the next samples (S,) or (S, channels).
+
+        Raises a DataError if the samples are not audio; the recording can go on without them.
+        """
+        if self._is_finished:
+            raise ValueError("the recording has ended: create a new listener")
+        block = as_mono(check_samples(samples))
+        if len(block) and float(block.abs().max()) > MAX_LEVEL:
+            raise DataError(
+                f"A sample is {float(block.abs().max()):.3g}, which is not between -1 and 1. Divide the samples by "
+                "their full scale."
+            )
+        self._given.append(block)
+        self._given_count += len(block)
+        # In blocks of one length, so that rounding does not depend on the caller's blocks.
+        whole = self._given_count // self._quantum * self._quantum
+        if not whole:
+            return []
+        given = torch.cat(self._given)
+        self._given = [given[whole:].clone()]
+        self._given_count -= whole
+        resampled = [self._resampler.accept(quantum) for quantum in given[:whole].split(self._quantum)]
+        return self._listen(torch.cat(resampled))
+
+    def finish(self) -> list[Event]:
+        """Return the remaining results at the end of the recording."""
+        if self._is_finished:
+            return []
+        self._is_finished = True
+        given = torch.cat([torch.zeros(0), *self._given])
+        events = self._listen(torch.cat([self._resampler.accept(given), self._resampler.finish()]))
+        for piece in self._segmenter.advance(self._waveform, is_end=True):
+            events += self._finals(piece)
+        return events + self._cleared()
+
+    def _listen(self, waveform: torch.Tensor) -> list[Event]:
+        waveform = torch.cat([self._waveform, waveform])
+        whole = len(waveform) // TICK_SAMPLES * TICK_SAMPLES
+        self._waveform = waveform[whole:].clone()
+        events: list[Event] = []
+        last = self._segmenter.seconds + whole / SAMPLE_RATE
+        for tick in waveform[:whole].split(TICK_SAMPLES) if whole else ():
+            for piece in self._segmenter.advance(tick):
+                events += self._finals(piece)
+            events += self._passes(last)
+        return events
+
+    def _passes(self, last: float) -> list[Event]:
+        """Decode the current segment if a pass is due; `last` is the end of the available audio in seconds."""
+        now = self._segmenter.seconds
+        # Tolerance of half a tick: seconds are rounded.
+        tolerance = TICK_SAMPLES / SAMPLE_RATE / 2
+        if self._every is None or now < self._next_pass - tolerance:
+            return []
+        if self._skips_passes and last - now >= self._every - tolerance:
+            return []
+        piece = self._segmenter.current()
+        if piece is None:
+            return self._cleared()
+        # In a pause the same audio would be decoded again, and would agree with itself.
+        if piece.end <= self._passed_end or not self._recognizer.is_long_enough(piece):
+            return []
+        self._next_pass = now + self._every
+        self._passed_end = piece.end
+        # Without the overlap with the previous segment, whose words are final.
+        core = piece.waveform[round((piece.core_start - piece.start) * SAMPLE_RATE) :]
+        self._agreement.update(self._recognizer.recognize_greedily(core).split())
+        return self._shown(piece.core_start)
+
+    def _shown(self, start: float) -> list[Event]:
+        """Return the partial result if it is new."""
+        partial = Partial(" ".join(self._agreement.fixed), " ".join(self._agreement.tentative), start)
+        if self.partial is None and not (partial.fixed or partial.tentative):
+            return []
+        is_new = partial != self.partial
+        self.partial = partial
+        return [partial] if is_new else []
+
+    def _cleared(self) -> list[Event]:
+        """Return an empty partial result if words are shown that turned out to be noise."""
+        if self.partial is None:
+            return []
+        cleared = Partial("", "", self.partial.start)
+        self._agreement = LocalAgreement()
+        self.partial = None
+        return [cleared]
+
+    def _finals(self, piece: Piece) -> list[Event]:
+        """Decode a complete segment with the configured search."""
+        words: list[Word] = []
+        if self._recognizer.is_long_enough(piece):
+            ((words),) = self._recognizer.recognize([piece], self._delay)
+        self._passed_end = piece.core_end
+        texts = [word.text for word in words]
+        is_changed = self._agreement.finish(texts, piece.is_cut)
+        if not words:
+            return self._cleared()
+        self.partial = None
+        final = Final(" ".join(texts), tuple(words), words[0].start, words[-1].end, is_changed)
+        self.finals.append(final)
+        return [final]

@@ -1,0 +1,153 @@
+"""Recognition of standard input while it arrives, and its output as text or JSON."""
+
+import array
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import stat
+import sys
+import termios
+import time
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+import torch
+
+from konkanivani.console import display_width, printable
+from konkanivani.data.audio.pcm import PcmDecoder, PcmFormat
+from konkanivani.inference.listener import EVERY, Event, Final, Listener
+from konkanivani.inference.recognizer import Recognizer
+from konkanivani.inference.segmentation import STEPS_A_SECOND, Piece
+from konkanivani.inference.word_times import EmissionDelay
+from konkanivani.lengths import SAMPLE_RATE
+
+PIPE_BYTES = 2**20  # half a minute of 16-bit audio at 16 kHz: a recorder does not wait while a segment is decoded
+FILE_BYTES = 2**12  # read at a time from a file, where more always waits; 0.13 s of 16-bit audio at 16 kHz
+BEHIND_SECONDS = 5.0  # backlog that is reported
+TIMED_SECONDS = 5.0
+
+
+class LiveOutput:
+    """Printer of results: final text on stdout, line by line, and partial text on a terminal, rewritten in place.
+
+    Args:
+        is_json: print each result, partial or final, as one line of JSON instead.
+    """
+
+    def __init__(self, is_json: bool) -> None:
+        self._is_json = is_json
+        self._terminal: TextIO | None = next((each for each in (sys.stdout, sys.stderr) if each.isatty()), None)
+
+    @property
+    def shows_partials(self) -> bool:
+        """Return whether anyone sees partial results."""
+        return self._is_json or self._terminal is not None
+
+    def show(self, events: Sequence[Event]) -> None:
+        """Print results and flush."""
+        for event in events:
+            if self._is_json:
+                print(event_line(event), flush=True)
+            elif isinstance(event, Final):
+                self._rewrite("")
+                print(printable(event.text), flush=True)
+            else:
+                self._rewrite(printable(f"{event.fixed} {event.tentative}".strip()))
+
+    def _rewrite(self, text: str) -> None:
+        if self._terminal is None:
+            return
+        columns = shutil.get_terminal_size().columns - 1
+        # The latest words, if the line is too short for all.
+        while display_width(text) > columns:
+            text = text[1:]
+        self._terminal.write(f"\r\x1b[K{text}")
+        self._terminal.flush()
+
+
+def event_line(event: Event) -> str:
+    """Return an event as one line of JSON."""
+    kind = "final" if isinstance(event, Final) else "partial"
+    return printable(json.dumps({"kind": kind, **dataclasses.asdict(event)}, ensure_ascii=False))
+
+
+def expected_delay(recognizer: Recognizer, every: float = EVERY) -> str:
+    """Return a sentence on the delay to expect, from one timed pass of each search."""
+    seconds = min(TIMED_SECONDS, recognizer.segmentation.longest / STEPS_A_SECOND)
+    noise = 0.01 * torch.randn(round(seconds * SAMPLE_RATE), generator=torch.Generator().manual_seed(0))
+    piece = Piece(noise, 0.0, 0.0, seconds, 0.0, seconds)
+    recognizer.recognize_greedily(noise)  # the first pass allocates memory and compiles kernels
+    started = time.perf_counter()
+    recognizer.recognize_greedily(noise)
+    greedy = time.perf_counter() - started
+    started = time.perf_counter()
+    recognizer.recognize([piece], EmissionDelay())
+    final = time.perf_counter() - started
+    pause = recognizer.segmentation.pause / STEPS_A_SECOND
+    return (
+        f"Expected delay: partial text {max(every, greedy) + greedy:.2f} s, final text {pause + final:.2f} s after the "
+        f"end of a sentence ({pause:g} s of pause, {final:.2f} s of decoding {seconds:g} s)."
+    )
+
+
+def listen(recognizer: Recognizer, descriptor: int, raw: PcmFormat, output: LiveOutput) -> str:
+    """Recognise audio from a file descriptor until its end or Ctrl-C; return a sentence on leftover bytes, or "".
+
+    Raises a DataError if the bytes are not audio.
+    """
+    decoder = PcmDecoder(raw)
+    listener: Listener | None = None
+    every = EVERY if output.shows_partials else None
+    interruption: KeyboardInterrupt | None = None
+    is_late = False
+    try:
+        for data in _pieces(descriptor):
+            samples = decoder.decode(data)
+            if decoder.format is None:
+                continue
+            if listener is None:
+                listener = Listener(recognizer, decoder.format.rate, every)
+            output.show(listener.accept(samples))
+            behind = _waiting_bytes(descriptor) / decoder.format.frame_bytes / decoder.format.rate
+            if behind > BEHIND_SECONDS and not is_late:
+                is_late = True
+                print(f"Recognition is {behind:.0f} s behind: partial text is skipped.", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        interruption = error
+    if interruption is None:
+        rest = decoder.finish()
+        if listener is None and decoder.format is not None:
+            listener = Listener(recognizer, decoder.format.rate, every)
+        if listener is not None:
+            output.show(listener.accept(rest))
+    if listener is not None:
+        output.show(listener.finish())
+    if interruption is not None:
+        raise interruption
+    if decoder.leftover:
+        return f"The last {decoder.leftover} bytes are not a whole sample and were left out."
+    return ""
+
+
+def _pieces(descriptor: int) -> Iterator[bytes]:
+    """Yield all bytes that wait in a pipe, or the next of a file, up to its end."""
+    is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    if not is_file:
+        # Only a larger buffer: it may be refused, or the input may be a socket.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    while data := os.read(descriptor, FILE_BYTES if is_file else PIPE_BYTES):
+        yield data
+
+
+def _waiting_bytes(descriptor: int) -> int:
+    """Return the number of bytes that wait in a pipe; 0 for a file."""
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return 0
+    count = array.array("i", [0])
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(descriptor, termios.FIONREAD, count)
+    return count[0]

@@ -1,0 +1,111 @@
+"""Corrected transcripts as a manifest with audio, for training."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import soundfile
+
+from konkanivani.data.index import Utterance, row_of
+from konkanivani.data.text import forbidden_in_transcript
+from konkanivani.errors import DataError, ResourceError, explained
+from konkanivani.files import atomic_write, folder_lock
+
+MANIFEST = "corrections.jsonl"
+AUDIO = "audio"
+MAX_SECONDS = 60.0
+MAX_CHARACTERS = 10_000
+KEY = re.compile(r"[0-9a-f]{8,32}-[0-9]{1,6}")  # becomes a file name
+ADVICE = "Free disk space, or restart the server with another folder."
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Transcript of samples (S,) int16; `key` identifies the line, so that a later correction replaces the row."""
+
+    key: str
+    text: str
+    sample_rate: int
+    samples: np.ndarray
+
+
+class Corrections:
+    """Folder with the manifest `corrections.jsonl` and its audio files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def save(self, correction: Correction) -> int:
+        """Write the audio and the row; return the number of rows.
+
+        Raises a DataError for an unusable text, and a ResourceError if the files cannot be written.
+        """
+        text = check_text(correction.text)
+        if not KEY.fullmatch(correction.key):
+            raise DataError("The line to be saved has no valid name. Reload the page.")
+        name = f"{AUDIO}/{correction.key}.flac"
+        seconds = len(correction.samples) / correction.sample_rate
+        path = self._folder / name
+        with explained(ResourceError, f"{path} could not be written", ADVICE, soundfile.LibsndfileError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with folder_lock(self._folder):
+            # The audio comes first: a row without audio would be invalid, audio without a row is only unused.
+            with atomic_write(path) as partial:
+                _write_flac(partial, correction)
+            return self._write_row(Utterance(name, str(path), seconds, text))
+
+    def _write_row(self, utterance: Utterance) -> int:
+        """Append the row, or replace the earlier one with the same audio."""
+        path = self._folder / MANIFEST
+        row = json.dumps(row_of(utterance), ensure_ascii=False)
+        with atomic_write(path) as partial:
+            kept = [line for line in _lines(path) if _audio_of(line) != utterance.audio_filepath]
+            partial.write_bytes(b"".join([*kept, row.encode() + b"\n"]))
+        return len(kept) + 1
+
+
+def open_corrections(folder: str) -> Corrections:
+    """Return the corrections of a folder, which may be new; raise a ResourceError if it cannot be written."""
+    path = Path(folder).absolute()
+    existing = next(place for place in (path, *path.parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ResourceError(f"--corrections {folder}: {existing} is not a writable folder. Choose another one.")
+    return Corrections(path)
+
+
+def check_text(text: str) -> str:
+    """Return the transcript with single spaces; raise a DataError if no manifest may contain it."""
+    text = " ".join(text.split())
+    if not text or len(text) > MAX_CHARACTERS:
+        raise DataError(f"The text has {len(text)} characters. Write 1 to {MAX_CHARACTERS:,}.")
+    character = forbidden_in_transcript(text)
+    if character:
+        raise DataError(f"The text contains the control character U+{ord(character):04X}. Remove it.")
+    return text
+
+
+def _write_flac(path: Path, correction: Correction) -> None:
+    try:
+        soundfile.write(path, correction.samples, correction.sample_rate, format="FLAC", subtype="PCM_16")
+    except soundfile.LibsndfileError as error:
+        raise OSError(str(error)) from None
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a manifest with line ends; none if the file is missing."""
+    if path.exists():
+        for line in path.read_bytes().splitlines():
+            yield line + b"\n"
+
+
+def _audio_of(line: bytes) -> str | None:
+    """Return the audio path of a row; None if the row is invalid, which is kept as it is."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return fields.get("audio_filepath") if isinstance(fields, dict) else None

@@ -1,0 +1,220 @@
+"""Server of the page: WebSocket endpoints, and limits on connections and sessions."""
+
+import errno
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from websockets.exceptions import ConnectionClosed
+from websockets.frames import CloseCode
+from websockets.http11 import Request, Response
+from websockets.sync.server import Server, ServerConnection, serve
+
+from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, explained
+from konkanivani.serve.access import WILDCARDS, build_gate
+from konkanivani.serve.corrections import Corrections
+from konkanivani.serve.decoding_worker import BuildRecognizer, DecodingWorker
+from konkanivani.serve.exchanges import receive_correction, render_transcript
+from konkanivani.serve.messages import Failure, Ready, Saved, format_message
+from konkanivani.serve.outbox import close_unread
+from konkanivani.serve.session import DEFAULT_LIMITS, Limits, Session
+
+LISTEN = "listen"
+SAVE = "save"
+RENDER = "render"
+TOKEN_BYTES = 16
+CLOSE_SECONDS = 1.0  # for the browser's answer to the end of a connection
+ACCEPT_SECONDS = 0.2
+WAITING_CONNECTIONS = 512  # in the kernel, until they are accepted or refused
+OUT_OF_SOCKETS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+Handler = Callable[[socket.socket, Any], None]
+
+
+class LimitedSocket(socket.socket):
+    """Listening socket that closes connections beyond a limit, and continues after a lack of file descriptors."""
+
+    def __init__(self, listening: socket.socket, most: int) -> None:
+        super().__init__(listening.family, listening.type, listening.proto, listening.detach())
+        self._slots = threading.Semaphore(most)
+        # `accept` must return now and then, or it would outlast the closed socket.
+        self.settimeout(ACCEPT_SECONDS)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Return the next connection within the limit."""
+        while True:
+            try:
+                connection, address = super().accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if error.errno not in OUT_OF_SOCKETS:
+                    raise
+                time.sleep(ACCEPT_SECONDS)
+                continue
+            if self._slots.acquire(blocking=False):
+                return connection, address
+            connection.close()
+
+    def counted(self, handler: Handler) -> Handler:
+        """Return the handler of accepted connections, which frees a slot at its end."""
+
+        def handle(connection: socket.socket, address: Any) -> None:
+            try:
+                handler(connection, address)
+            finally:
+                self._slots.release()
+
+        return handle
+
+
+class PageServer:
+    """HTTP and WebSocket server of the page; `serve` runs it.
+
+    Args:
+        build_recognizer: builds the recogniser of a recording with this sample rate in Hz.
+        ready: description of the model for the page.
+        listening: socket of `bind`.
+        host: host name in the address of the page.
+        corrections: destination of corrected transcripts, None to refuse them.
+    """
+
+    def __init__(
+        self,
+        build_recognizer: BuildRecognizer,
+        ready: Ready,
+        listening: socket.socket,
+        host: str,
+        corrections: Corrections | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        self._build_recognizer = build_recognizer
+        self._ready = ready
+        self._corrections = corrections
+        self._limits = limits
+        self._token = secrets.token_urlsafe(TOKEN_BYTES)
+        self._gate = build_gate(self._token, host, frozenset({LISTEN, SAVE, RENDER}))
+        self._host = "127.0.0.1" if host in WILDCARDS else host
+        self._sessions = threading.Semaphore(limits.sessions)
+        self._saving = threading.Lock()
+        self._connections: set[ServerConnection] = set()
+        self._lock = threading.Lock()  # of the connections
+        self._worker = DecodingWorker()
+        self._port = listening.getsockname()[1]
+        self._server = self._build_server(LimitedSocket(listening, limits.connections))
+
+    def _build_server(self, listening: LimitedSocket) -> Server:
+        # The library logs a traceback for every broken handshake.
+        logger = logging.getLogger(f"{__name__}.websockets")
+        logger.setLevel(logging.CRITICAL + 1)
+        limits = self._limits
+        server = serve(
+            self._handle,
+            sock=listening,
+            process_request=self._process_request,
+            compression=None,
+            server_header=None,
+            max_size=limits.message_bytes,
+            open_timeout=limits.request_seconds,
+            close_timeout=CLOSE_SECONDS,
+            ping_interval=limits.send_seconds,
+            ping_timeout=limits.send_seconds,
+            logger=logger,
+        )
+        server.handler = listening.counted(server.handler)
+        return server
+
+    @property
+    def address(self) -> str:
+        """Return the address of the page, with the token."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}/{self._token}/"
+
+    def serve(self) -> None:
+        """Serve until `close` is called from another thread, or until an exception such as KeyboardInterrupt."""
+        self._server.serve_forever()
+
+    def close(self) -> None:
+        """Close all connections and the port."""
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            connection.close(CloseCode.GOING_AWAY)
+        self._server.shutdown()
+        self._worker.close()
+
+    def _process_request(self, _connection: ServerConnection, request: Request) -> Response | None:
+        return self._gate.respond(request)
+
+    def _handle(self, connection: ServerConnection) -> None:
+        with self._lock:
+            self._connections.add(connection)
+        try:
+            self._answer(connection)
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+
+    def _answer(self, connection: ServerConnection) -> None:
+        assert connection.request is not None
+        endpoint = self._gate.endpoint(connection.request)
+        if endpoint == LISTEN:
+            self._listen(connection)
+            return
+        try:
+            if endpoint == SAVE:
+                self._save(connection)
+            else:
+                render_transcript(connection, self._limits.request_seconds)
+        except ConnectionClosed:
+            pass
+        except TimeoutError:
+            close_unread(connection, CloseCode.POLICY_VIOLATION)
+        except KonkaniVaniError as error:
+            _say_and_close(connection, str(error), CloseCode.POLICY_VIOLATION)
+
+    def _listen(self, connection: ServerConnection) -> None:
+        if not self._sessions.acquire(blocking=False):
+            sentence = f"All {self._limits.sessions} sessions are in use. Close one, or try again later."
+            _say_and_close(connection, sentence, CloseCode.TRY_AGAIN_LATER)
+            return
+        try:
+            Session(connection, self._worker, self._build_recognizer, self._ready, self._limits).run()
+        finally:
+            self._sessions.release()
+
+    def _save(self, connection: ServerConnection) -> None:
+        if self._corrections is None:
+            raise DataError("Corrections are not saved. Start the server with --corrections DIR.")
+        # One at a time, so that their audio does not add up in memory.
+        with self._saving:
+            rows = self._corrections.save(receive_correction(connection, self._limits.request_seconds))
+        connection.send(format_message(Saved(rows)))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a listening socket; raise a ResourceError if the address cannot be used."""
+    what = f"The page cannot be served at {host}, port {port}"
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        with explained(ResourceError, what, "Choose another port with --port."):
+            # A port of a server that has just ended can be used at once.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
+            listening.listen(WAITING_CONNECTIONS)
+    except ResourceError:
+        listening.close()
+        raise
+    return listening
+
+
+def _say_and_close(connection: ServerConnection, sentence: str, code: CloseCode) -> None:
+    try:
+        connection.send(format_message(Failure(sentence)))
+    except ConnectionClosed:
+        return
+    close_unread(connection, code)

@@ -1,0 +1,215 @@
+// Controls of the page: the microphone, files, and the state of the recognition.
+
+import { KeptAudio, Microphone, PageError, decodeFile, level } from "./audio.js";
+import { Stream } from "./connection.js";
+import { Transcript } from "./transcript.js";
+
+const FILE_BLOCK_SECONDS = 1;
+const FILE_AHEAD_SECONDS = 5; // of a file that may wait on the server
+const SILENT_BLOCKS = 30;
+
+const page = {};
+for (const element of document.querySelectorAll("[id]")) {
+  page[element.id] = element;
+}
+
+const settings = { language: "", canSave: false };
+let isBusy = false;
+let stopCurrent = null; // ends the current recording; null if there is none
+
+function showMessage(sentence) {
+  page.message.textContent = sentence;
+  page.message.hidden = !sentence;
+}
+
+function show(status, isActive) {
+  isBusy = isActive;
+  page.status.textContent = status;
+  page.listen.textContent = isActive ? "Stop" : "Start listening";
+  page.listen.classList.toggle("active", isActive);
+  page.open.disabled = isActive;
+}
+
+function showLevel(value) {
+  // From -60 dB to full scale.
+  const share = Math.max(0, 1 + Math.log10(Math.max(value, 1e-6)) / 3);
+  page.level.style.transform = `scaleX(${Math.min(1, share)})`;
+}
+
+// Shows a recording, sends its blocks to the server, and shows the results.
+class Recording {
+  constructor(name, sampleRate) {
+    this.audio = new KeptAudio(sampleRate);
+    this.transcript = new Transcript(name, this.audio, settings, showMessage);
+    page.hint.hidden = true;
+    page.recordings.prepend(this.transcript.section);
+    this.ended = new Promise((resolve) => {
+      this.stream = new Stream(sampleRate, {
+        ready: (message) => this.showReady(message),
+        partial: (message) => this.transcript.showPartial(message),
+        final: (message) => this.addFinal(message),
+        progress: (message) => this.showProgress(message),
+        ended: resolve,
+      });
+    });
+  }
+
+  showReady(message) {
+    page.model.textContent = message.model;
+    settings.language = message.language;
+    settings.canSave = message.can_save;
+  }
+
+  addFinal(message) {
+    this.transcript.addFinal(message);
+    page.announcer.textContent = message.text;
+  }
+
+  showProgress(message) {
+    if (message.delay !== null) {
+      page.delay.textContent = `${message.delay.toFixed(2)} s`;
+    }
+    page.load.textContent = `${Math.round(100 * message.load)} %`;
+    page.backlog.textContent = `${message.backlog.toFixed(1)} s`;
+    this.progressed?.();
+  }
+
+  add(samples) {
+    this.audio.add(samples);
+    this.stream.send(samples);
+  }
+
+  // Waits until the server has decoded all but the last seconds.
+  async hasCapacity() {
+    while (!this.stream.isEnded && this.stream.seconds - this.stream.decoded > FILE_AHEAD_SECONDS) {
+      await new Promise((resolve) => {
+        this.progressed = resolve;
+        this.ended.then(resolve);
+      });
+    }
+  }
+}
+
+async function listen() {
+  showMessage("");
+  show("Opening the microphone …", true);
+  let recording = null;
+  let silent = 0;
+  const receive = (samples) => {
+    const loudness = level(samples);
+    silent = loudness === 0 ? silent + 1 : 0;
+    if (silent === SILENT_BLOCKS) {
+      showMessage("The microphone delivers only silence. Check that it is not muted.");
+    }
+    showLevel(loudness);
+    recording?.add(samples);
+  };
+  const stop = async () => {
+    stopCurrent = null;
+    show("Finishing …", true);
+    await microphone.stop();
+    recording.stream.finish();
+  };
+  const microphone = await Microphone.open(receive, () => {
+    showMessage("The microphone was disconnected. The text up to here is kept.");
+    stop();
+  });
+  const time = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+  recording = new Recording(`Microphone ${time}`, microphone.sampleRate);
+  show("Listening", true);
+  stopCurrent = () => {
+    microphone.close();
+    show("Finishing …", true);
+    recording?.stream.finish();
+  };
+  const sentence = await recording.ended;
+  microphone.close();
+  finish(recording, sentence);
+}
+
+async function transcribe(file) {
+  show(`Decoding ${file.name}`, true);
+  const { samples, sampleRate } = await decodeFile(file);
+  const recording = new Recording(file.name, sampleRate);
+  let isStopped = false;
+  stopCurrent = () => {
+    isStopped = true;
+    recording.stream.end("");
+  };
+  show(`Transcribing ${file.name}`, true);
+  const size = FILE_BLOCK_SECONDS * sampleRate;
+  for (let first = 0; first < samples.length && !isStopped; first += size) {
+    await recording.hasCapacity();
+    recording.add(samples.slice(first, first + size));
+  }
+  recording.stream.finish();
+  finish(recording, await recording.ended);
+  return !isStopped;
+}
+
+function finish(recording, sentence) {
+  recording.transcript.showPartial({ fixed: "", tentative: "" });
+  if (sentence) {
+    showMessage(sentence);
+  } else if (!recording.transcript.lines.length) {
+    showMessage("No speech was recognised.");
+  }
+}
+
+// Runs one recording after the other; errors become sentences.
+async function run(tasks) {
+  const sentences = [];
+  for (const task of tasks) {
+    try {
+      if ((await task()) === false) {
+        break;
+      }
+    } catch (error) {
+      sentences.push(error instanceof PageError ? error.message : `The page failed: ${error.message}. Reload it.`);
+    }
+  }
+  stopCurrent = null;
+  showLevel(0);
+  show("Ready", false);
+  if (sentences.length) {
+    showMessage(sentences.join(" "));
+  }
+}
+
+function transcribeFiles(files) {
+  if (isBusy) {
+    showMessage("Stop the current recording first.");
+  } else if (files.length) {
+    showMessage("");
+    run(Array.from(files, (file) => () => transcribe(file)));
+  }
+}
+
+page.listen.onclick = () => {
+  if (isBusy) {
+    stopCurrent?.();
+  } else {
+    run([listen]);
+  }
+};
+page.open.onclick = () => page.files.click();
+page.files.onchange = () => {
+  transcribeFiles(page.files.files);
+  // Otherwise choosing the same file again would not be a change.
+  page.files.value = "";
+};
+page.times.onchange = () => document.body.classList.toggle("times", page.times.checked);
+document.ondragover = (event) => {
+  event.preventDefault();
+  document.body.classList.add("dropping");
+};
+document.ondragleave = (event) => {
+  if (event.relatedTarget === null) {
+    document.body.classList.remove("dropping");
+  }
+};
+document.ondrop = (event) => {
+  event.preventDefault();
+  document.body.classList.remove("dropping");
+  transcribeFiles(event.dataTransfer.files);
+};

@@ -1,0 +1,226 @@
+// A recording on the page: its lines, which can be played, edited, saved and downloaded.
+
+import { play } from "./audio.js";
+import { renderTranscript, saveCorrection } from "./connection.js";
+
+const UNCERTAIN = 0.5; // confidence below which a word is marked
+const MARGIN = 0.2; // seconds of audio kept around a line
+const MEDIA_TYPES = { txt: "text/plain", srt: "application/x-subrip", vtt: "text/vtt", json: "application/json" };
+
+function element(name, className, text) {
+  const made = document.createElement(name);
+  made.className = className;
+  // Never HTML: the text comes from a recogniser, or from a file name.
+  made.textContent = text ?? "";
+  return made;
+}
+
+function button(className, text, action) {
+  const made = element("button", className, text);
+  made.type = "button";
+  made.onclick = action;
+  return made;
+}
+
+function clock(seconds) {
+  const whole = Math.floor(seconds);
+  return `${Math.floor(whole / 60)}:${String(whole % 60).padStart(2, "0")}`;
+}
+
+function randomKey() {
+  const bytes = crypto.getRandomValues(new Uint8Array(8));
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+// `showMessage` shows a sentence; `settings` has the language of the transcripts and whether corrections can be saved.
+export class Transcript {
+  constructor(name, audio, settings, showMessage) {
+    this.name = name;
+    this.audio = audio;
+    this.settings = settings;
+    this.showMessage = showMessage;
+    this.key = randomKey();
+    this.lines = [];
+    this.section = element("section", "recording");
+    this.list = element("ol", "lines");
+    this.fixed = element("span", "fixed");
+    this.tentative = element("span", "tentative");
+    this.partial = element("p", "partial text");
+    this.partial.append(this.fixed, " ", this.tentative);
+    this.partial.hidden = true;
+    const heading = element("h2", "", name);
+    heading.id = `recording-${this.key}`;
+    this.section.setAttribute("aria-labelledby", heading.id);
+    const top = element("div", "heading");
+    top.append(heading, this.downloads());
+    this.section.append(top, this.list, this.partial);
+  }
+
+  downloads() {
+    const group = element("div", "downloads");
+    group.setAttribute("role", "group");
+    group.setAttribute("aria-label", `Download ${this.name}`);
+    for (const format of ["txt", "srt", "vtt", "json"]) {
+      group.append(button("", format.toUpperCase(), () => this.download(format)));
+    }
+    group.hidden = true;
+    this.downloadGroup = group;
+    return group;
+  }
+
+  showPartial(message) {
+    const keepsUp = this.isEndVisible();
+    this.fixed.textContent = message.fixed;
+    this.tentative.textContent = message.tentative;
+    this.partial.hidden = !(message.fixed || message.tentative);
+    this.partial.lang = this.settings.language;
+    this.follow(keepsUp);
+  }
+
+  // The reader has not scrolled away from the newest text.
+  isEndVisible() {
+    return this.section.getBoundingClientRect().bottom < window.innerHeight + 40;
+  }
+
+  follow(keepsUp) {
+    const hidden = this.section.getBoundingClientRect().bottom + 24 - window.innerHeight;
+    if (keepsUp && hidden > 0) {
+      window.scrollBy(0, hidden);
+    }
+  }
+
+  addFinal(message) {
+    this.showPartial({ fixed: "", tentative: "" });
+    if (!message.text) {
+      return;
+    }
+    const keepsUp = this.isEndVisible();
+    const line = new Line(this, this.lines.length, message);
+    this.lines.push(line);
+    this.list.append(line.item);
+    this.downloadGroup.hidden = false;
+    this.follow(keepsUp);
+  }
+
+  async download(format) {
+    const timestamps = format === "json" ? "word" : "segment";
+    const segments = this.lines.map((line) => ({ text: line.text, words: line.words }));
+    try {
+      const text = await renderTranscript(format, timestamps, this.name, segments);
+      const link = document.createElement("a");
+      link.href = URL.createObjectURL(new Blob([text], { type: MEDIA_TYPES[format] }));
+      link.download = `${this.name.replace(/[\\/:]/g, ".")}.${format}`;
+      link.click();
+      setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+    } catch (error) {
+      this.showMessage(error.message);
+    }
+  }
+}
+
+class Line {
+  constructor(transcript, number, final) {
+    this.transcript = transcript;
+    this.number = number;
+    this.text = final.text;
+    this.words = final.words;
+    this.start = final.start;
+    this.end = final.end;
+    this.item = element("li", "line");
+    this.note = "";
+    this.show();
+  }
+
+  samples() {
+    return this.transcript.audio.slice(Math.max(0, this.start - MARGIN), this.end + MARGIN);
+  }
+
+  show() {
+    const time = button("time", clock(this.start), () => this.play());
+    time.setAttribute("aria-label", `Play from ${clock(this.start)}`);
+    const text = element("div", "text");
+    text.lang = this.transcript.settings.language;
+    const isEdited = this.text !== this.words.map((word) => word.text).join(" ");
+    if (isEdited) {
+      text.textContent = this.text;
+    } else {
+      this.words.forEach((word, index) => text.append(index ? " " : "", this.word(word)));
+    }
+    const edit = button("edit", "Edit", () => this.edit());
+    edit.setAttribute("aria-label", `Edit: ${this.text}`);
+    this.item.replaceChildren(time, text, edit);
+    if (this.note) {
+      this.item.append(element("p", "note", this.note));
+    }
+    this.editButton = edit;
+  }
+
+  word(word) {
+    const isUncertain = word.confidence !== null && word.confidence < UNCERTAIN;
+    const shown = element("span", "word");
+    shown.append(element("span", isUncertain ? "uncertain" : "", word.text));
+    const sure = word.confidence === null ? "" : `, ${Math.round(100 * word.confidence)} % sure`;
+    shown.title = `${word.start.toFixed(2)} to ${word.end.toFixed(2)} s${sure}`;
+    shown.dataset.start = word.start.toFixed(2);
+    return shown;
+  }
+
+  play() {
+    const samples = this.samples();
+    if (samples === null) {
+      this.transcript.showMessage("The audio of this line is no longer kept: the page keeps the last half hour.");
+    } else {
+      play(samples, this.transcript.audio.sampleRate);
+    }
+  }
+
+  edit() {
+    const canSave = this.transcript.settings.canSave;
+    const area = element("textarea", "text");
+    area.lang = this.transcript.settings.language;
+    area.value = this.text;
+    area.rows = Math.max(2, Math.ceil(this.text.length / 40));
+    area.setAttribute("aria-label", "Text of this line");
+    const done = button("primary", canSave ? "Save for training" : "Apply", () => this.apply(area.value));
+    const cancel = button("", "Cancel", () => this.leave());
+    area.onkeydown = (event) => {
+      if (event.key === "Escape") {
+        this.leave();
+      } else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+        this.apply(area.value);
+      }
+    };
+    const buttons = element("div", "buttons");
+    buttons.append(done, cancel);
+    const form = element("div", "form");
+    form.append(area, buttons);
+    this.item.replaceChildren(form);
+    area.focus();
+  }
+
+  leave() {
+    this.show();
+    this.editButton.focus();
+  }
+
+  async apply(text) {
+    this.text = text.trim().split(/\s+/).join(" ");
+    this.note = this.transcript.settings.canSave && this.text ? await this.save() : "";
+    this.leave();
+  }
+
+  // Returns a note on the result.
+  async save() {
+    const samples = this.samples();
+    if (samples === null) {
+      return "Not saved: the page keeps the audio of the last half hour only.";
+    }
+    const { sampleRate } = this.transcript.audio;
+    try {
+      const rows = await saveCorrection(`${this.transcript.key}-${this.number}`, this.text, sampleRate, samples);
+      return `Saved; ${rows} ${rows === 1 ? "line" : "lines"} in the folder of corrections.`;
+    } catch (error) {
+      return `Not saved: ${error.message}`;
+    }
+  }
+}

@@ -1,0 +1,214 @@
+"""Corrected transcripts become rows of a manifest, and edited transcripts are rendered."""
+
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from websockets.exceptions import ConnectionClosed
+
+from konkanivani.data.audio.waveform import load_audio
+from konkanivani.data.manifest import read_manifest
+from konkanivani.inference import word_times
+from konkanivani.inference.word_times import Segment, Word
+from konkanivani.serve.corrections import MANIFEST, Corrections
+from konkanivani.serve.editing import edit_segment
+from konkanivani.serve.server import PageServer
+from konkanivani.serve.session import Limits
+from tests.serve.parts import RATE, join, results, running, tones
+
+KEY = "0123456789abcdef-0"
+SAMPLES = np.round(tones([["उदक"]]) * 32767).astype("<i2")
+WORDS = tuple(Word(text, at, at + 0.5, 0.9) for text, at in (("एक", 1.0), ("दोन", 2.0), ("तीन", 3.0)))
+
+
+def save(server: PageServer, audio: np.ndarray = SAMPLES, **fields: object) -> dict:
+    """Save a correction and return the answer."""
+    message = {"type": "save", "key": KEY, "text": "उदक", "sample_rate": RATE, "samples": len(audio)} | fields
+    with join(server, "save") as connection:
+        with contextlib.suppress(ConnectionClosed):  # after an error
+            connection.send(json.dumps(message))
+            for first in range(0, len(audio), 5000):
+                connection.send(audio[first : first + 5000].tobytes())
+        return ([*results(connection), {"type": "closed"}])[0]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_correction_is_a_row_of_a_manifest_with_its_audio(tmp_path):
+    folder = tmp_path / "new" / "corrections"
+    with running(corrections=Corrections(folder)) as server:
+        assert not folder.exists()
+        assert save(server, text="  उदक \n घर ") == {"type": "saved", "rows": 1}
+        assert save(server, key="0123456789abcdef-1", text="घर") == {"type": "saved", "rows": 2}
+        # A second correction of a line replaces the first.
+        assert save(server, text="उदकां") == {"type": "saved", "rows": 2}
+    assert files(folder) == ["audio/0123456789abcdef-0.flac", "audio/0123456789abcdef-1.flac", MANIFEST]
+    manifest = read_manifest(str(folder / MANIFEST))
+    assert [row.text for row in manifest] == ["घर", "उदकां"]
+    waveform = load_audio(manifest[1].source)
+    assert manifest[1].duration == pytest.approx(len(SAMPLES) / RATE)
+    assert np.array_equal(np.round(waveform.numpy() * 32768).astype(np.int16), SAMPLES)
+
+
+def test_the_sample_rate_of_the_microphone_is_kept(tmp_path):
+    with running(corrections=Corrections(tmp_path)) as server:
+        assert save(server, sample_rate=48_000)["type"] == "saved"
+    assert soundfile.info(tmp_path / "audio" / f"{KEY}.flac").samplerate == 48_000
+
+
+def test_rows_of_others_stay_as_they_are(tmp_path):
+    others = b'{"audio_filepath": "a.wav",  "duration": 1, "text": "x"}\nno row\n\xff\n[]'
+    (tmp_path / MANIFEST).write_bytes(others)
+    with running(corrections=Corrections(tmp_path)) as server:
+        assert save(server)["rows"] == 5
+        assert save(server)["rows"] == 5
+    assert (tmp_path / MANIFEST).read_bytes().startswith(others + b"\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"key": "../../etc/passwd-0"}, "no valid name"),
+        ({"key": "0123456789abcdef-0\n"}, "no valid name"),
+        ({"text": "  "}, "0 characters"),
+        ({"text": "x" * 10_001}, "10001 characters"),
+        ({"text": "a\x00b"}, "U+0000"),
+        ({"text": "a\ud800b"}, "Reload the page"),
+        ({"samples": 0}, "at most 60 s"),
+        ({"samples": 61 * RATE}, "at most 60 s"),
+        ({"samples": len(SAMPLES) - 1}, "more audio than"),
+        ({"samples": True}, "samples True"),
+        ({"sample_rate": 3_999}, "3999 Hz"),
+        ({"type": "start"}, "wrong time"),
+    ],
+)
+def test_an_unusable_correction_writes_nothing(tmp_path, fields, sentence):
+    with running(corrections=Corrections(tmp_path)) as server:
+        answer = save(server, **fields)
+        assert answer["type"] == "error" and sentence in answer["message"], answer
+        assert files(tmp_path) == []
+        assert save(server)["type"] == "saved"  # negative control
+
+
+def test_an_unfinished_correction_writes_nothing_and_ends(tmp_path):
+    with running(corrections=Corrections(tmp_path), limits=Limits(request_seconds=0.1)) as server:
+        for audio in (SAMPLES[:100], SAMPLES[:0]):
+            assert save(server, audio, samples=len(SAMPLES)) == {"type": "closed"}
+        with join(server, "save") as connection:  # empty messages for ever
+            connection.send(json.dumps({"type": "save", "key": KEY, "text": "x", "sample_rate": RATE, "samples": 9}))
+            with pytest.raises(ConnectionClosed):
+                while True:
+                    connection.send(b"")
+                    time.sleep(0.01)
+        with join(server, "save") as connection:
+            connection.send(b"\0" * 100)
+            assert "expected" in results(connection)[-1]["message"]
+        with join(server, "save") as connection:
+            connection.send(json.dumps({"type": "save", "key": KEY, "text": "x", "sample_rate": RATE, "samples": 9}))
+            connection.send(b"\0" * 3)
+            assert "int16" in results(connection)[-1]["message"]
+        assert files(tmp_path) == []
+
+
+def test_without_a_folder_corrections_are_refused():
+    with running() as server:
+        assert "--corrections DIR" in save(server)["message"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with running(corrections=Corrections(tmp_path / "file" / "corrections")) as server:
+        message = save(server)["message"]
+    assert "could not be written: Not a directory" in message and "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("एक दोन तीन", [("एक", 1.0, 1.5), ("दोन", 2.0, 2.5), ("तीन", 3.0, 3.5)]),
+        ("एक तीन", [("एक", 1.0, 1.5), ("तीन", 3.0, 3.5)]),
+        ("एक चा र तीन", [("एक", 1.0, 1.5), ("चा", 2.0, 2.3333), ("र", 2.3333, 2.5), ("तीन", 3.0, 3.5)]),
+        ("एक नवें दोन तीन", [("एक", 1.0, 1.5), ("नवें", 1.5, 2.0), ("दोन", 2.0, 2.5), ("तीन", 3.0, 3.5)]),
+        (
+            "नवें एक दोन तीन नवें",
+            [("नवें", 1.0, 1.0), ("एक", 1.0, 1.5), ("दोन", 2.0, 2.5), ("तीन", 3.0, 3.5), ("नवें", 3.5, 3.5)],
+        ),
+        ("सात", [("सात", 1.0, 3.5)]),
+    ],
+)
+def test_unchanged_words_keep_their_times(text, expected):
+    segment = edit_segment(text, WORDS)
+    found = [(word.text, word.start, word.end) for word in segment.words]
+    assert [word for word, _, _ in found] == [word for word, _, _ in expected]
+    assert np.allclose([times for _, *times in found], [times for _, *times in expected], atol=1e-3)
+
+
+def test_an_emptied_line_is_left_out():
+    assert edit_segment("  ", WORDS) is None
+
+
+def render(server: PageServer, *messages: object) -> list[dict]:
+    with join(server, "render") as connection:
+        with contextlib.suppress(ConnectionClosed):
+            for message in messages:
+                connection.send(message if isinstance(message, bytes) else json.dumps(message))
+        return results(connection)
+
+
+SEGMENT = {
+    "text": "एक दोन तीन",
+    "words": [{"text": w.text, "start": w.start, "end": w.end, "confidence": w.confidence} for w in WORDS],
+}
+ORDER = {"type": "render", "format": "srt", "timestamps": "segment", "name": "a & b"}
+
+
+@pytest.mark.parametrize("timestamps", ["segment", "word"])
+@pytest.mark.parametrize("text_format", ["txt", "srt", "vtt", "json"])
+def test_transcripts_are_rendered_as_transcribe_writes_them(text_format, timestamps):
+    later = SEGMENT | {"text": "एक <b> तीन"}
+    with running() as server:
+        order = ORDER | {"format": text_format, "timestamps": timestamps}
+        lines = [{"type": "segments", "segments": [segment]} for segment in (SEGMENT, later, later | {"text": ""})]
+        messages = render(server, order, *lines, {"type": "end"})
+    assert messages[-1] == {"type": "finished"}
+    edited = (WORDS[0], Word("<b>", 2.0, 2.5, None), WORDS[2])
+    expected = word_times.render((Segment(WORDS), Segment(edited)), text_format, timestamps, "a & b")
+    assert "".join(message["text"] for message in messages[:-1]) == "".join(expected)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [ORDER | {"format": "docx"}],
+        [ORDER | {"timestamps": "letter"}],
+        [{"type": "finish"}],
+        [b"\0\0\0\0"],
+        [ORDER, {"type": "finish"}],
+        [ORDER | {"name": "\ud800"}],
+        [ORDER, {"type": "segments", "segments": [1]}],
+        [ORDER, {"type": "segments", "segments": [{"text": "x", "words": []}]}],
+        [ORDER, {"type": "segments", "segments": [SEGMENT | {"words": ["x"]}]}],
+        [ORDER, {"type": "segments", "segments": [SEGMENT | {"words": [{"text": "x", "start": -1, "end": 2}]}]}],
+        [ORDER, {"type": "segments", "segments": [SEGMENT | {"words": [{"text": "x", "start": 1e999, "end": 2}]}]}],
+    ],
+)
+def test_a_bad_request_for_a_transcript_is_a_sentence(messages):
+    with running() as server:
+        answer = render(server, *messages, {"type": "end"})[-1]
+        assert answer["type"] == "error" and answer["message"].endswith(("Reload the page.", "Split the recording."))
+
+
+def test_a_transcript_beyond_the_limits_is_a_sentence(monkeypatch):
+    long = SEGMENT | {"text": "x " * 501}
+    with running() as server:
+        assert "1 to 500 words" in render(server, ORDER, {"type": "segments", "segments": [long]})[-1]["message"]
+        monkeypatch.setattr("konkanivani.serve.exchanges.MAX_TRANSCRIPT_WORDS", 6)
+        segments = {"type": "segments", "segments": [SEGMENT, SEGMENT]}
+        assert render(server, ORDER, segments, {"type": "end"})[-1] == {"type": "finished"}
+        assert "at most 6 words" in render(server, ORDER, segments, segments, {"type": "end"})[-1]["message"]

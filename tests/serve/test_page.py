@@ -1,0 +1,297 @@
+"""The page in headless Chromium, with a microphone that plays a file."""
+
+import base64
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from konkanivani.data.manifest import read_manifest
+from konkanivani.serve.corrections import MANIFEST, Corrections
+from konkanivani.serve.server import PageServer
+from konkanivani.serve.session import Limits
+from tests.serve.browser import Browser, chromium
+from tests.serve.parts import running, tones
+
+RATE = 48_000
+LINES = [["उदक", "घर"], ["बाजार", "आवय", "उदक"]]
+TEXTS = [" ".join(words) for words in LINES]
+SPOKEN = tones(LINES, RATE, start=0.5)
+READY = "document.querySelector('#status').innerText === 'Ready'"
+SHOWN = "[...document.querySelectorAll('.line .text')].map((line) => line.innerText)"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("page")
+
+
+@pytest.fixture(scope="module")
+def browser(folder: Path) -> Iterator[Browser]:
+    soundfile.write(folder / "spoken.wav", SPOKEN, RATE)
+    with chromium(f"--use-file-for-fake-audio-capture={folder / 'spoken.wav'}%noloop") as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[PageServer]:
+    with running(corrections=Corrections(folder / "corrections"), limits=Limits(sessions=1)) as server:
+        yield server
+
+
+@pytest.fixture
+def page(browser: Browser, server: PageServer) -> Iterator[Browser]:
+    browser.open(server.address)
+    browser.problems.clear()
+    yield browser
+    assert browser.problems == [] and browser.hosts == {"127.0.0.1"}
+
+
+def test_words_appear_while_the_microphone_is_open(page):
+    # With the keyboard only: the first Tab leads to the button.
+    page.press("Tab", 9)
+    assert page.evaluate("document.activeElement.id") == "listen"
+    page.press("Enter", 13, "\r")
+    started = time.monotonic()
+    page.wait("document.querySelector('.tentative')?.innerText")
+    assert time.monotonic() - started < len(SPOKEN) / RATE
+    fixed, tentative = (
+        json.loads(page.evaluate(f"JSON.stringify(getComputedStyle(document.querySelector('.{kind}')))"))
+        for kind in ("fixed", "tentative")
+    )
+    assert fixed["color"] != tentative["color"] and fixed["fontStyle"] != tentative["fontStyle"]
+    page.wait(f"{SHOWN}.length === 1")
+    assert time.monotonic() - started < len(SPOKEN) / RATE
+    page.wait(f"{SHOWN}.length === 2")
+    assert page.evaluate(SHOWN) == TEXTS
+    assert page.text("#announcer") == TEXTS[-1]
+    assert page.text("#model") == "tones.pt"
+    assert all(any(c.isdigit() for c in page.text(f"#{name}")) for name in ("delay", "load", "backlog"))
+    page.press("Enter", 13, "\r")
+    page.wait(READY)
+    assert page.evaluate("document.querySelector('.partial').hidden") is True
+    # The server has freed the only session.
+    page.click("#listen")
+    page.wait("document.querySelector('.recording:nth-child(1) .tentative').innerText")
+    page.click("#listen")
+    page.wait(READY)
+    assert page.evaluate("document.querySelectorAll('.recording').length") == 2
+
+
+@pytest.fixture
+def transcribed(page: Browser, folder: Path) -> Browser:
+    """Return the page with the transcript of a file."""
+    page.choose_files(folder / "spoken.wav")
+    page.wait(f"{SHOWN}.length === 2")
+    page.wait(READY)
+    return page
+
+
+def test_a_corrected_line_is_saved_with_its_audio(transcribed, folder):
+    transcribed.click(".line:nth-child(2) .edit")
+    assert transcribed.evaluate("document.activeElement.value") == TEXTS[1]
+    assert not (folder / "corrections").exists()
+    transcribed.evaluate("document.activeElement.value = 'बाजार नवो उदक'")
+    transcribed.press("Enter", 13)
+    assert transcribed.evaluate("document.activeElement.tagName") == "TEXTAREA"
+    transcribed.call("Input.dispatchKeyEvent", type="keyDown", key="Enter", windowsVirtualKeyCode=13, modifiers=2)
+    transcribed.wait("document.querySelector('.note')?.innerText")
+    assert transcribed.text(".note") == "Saved; 1 line in the folder of corrections."
+    (row,) = read_manifest(folder / "corrections" / MANIFEST)
+    assert row.text == "बाजार नवो उदक"
+    samples, rate = soundfile.read(row.audio_path)
+    # From 0.2 s before the first word to 0.2 s after the last.
+    words = [SPOKEN[round(2.6 * RATE) - RATE // 5 :][: round(2.4 * RATE)]]
+    assert len(samples) / rate == pytest.approx(len(words[0]) / RATE, abs=0.15)
+    assert np.square(samples).mean() == pytest.approx(np.square(words[0]).mean(), rel=0.1)
+    # A cancelled edit changes nothing.
+    transcribed.click(".edit")
+    transcribed.evaluate("document.activeElement.value = 'x'")
+    transcribed.press("Escape", 27)
+    assert transcribed.evaluate(SHOWN)[0] == TEXTS[0]
+    assert transcribed.evaluate("document.activeElement.className") == "edit"
+
+
+def test_transcripts_are_downloaded_in_four_formats(transcribed, tmp_path):
+    transcribed.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    for suffix in ("txt", "srt", "vtt", "json"):
+        buttons = "[...document.querySelectorAll('.downloads button')]"
+        transcribed.evaluate(f"{buttons}.find((button) => button.innerText === '{suffix.upper()}').click()")
+        deadline = time.monotonic() + 10
+        while not (tmp_path / f"spoken.wav.{suffix}").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    contents = {path.suffix: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    assert contents[".txt"] == "".join(f"{text}\n" for text in TEXTS)
+    assert contents[".srt"].startswith("1\n00:00:00,5") and contents[".vtt"].startswith("WEBVTT\n\n00:00:00.5")
+    assert [len(segment["words"]) for segment in json.loads(contents[".json"])["segments"]] == [2, 3]
+
+
+def test_word_times_are_shown_on_request(transcribed):
+    after = "getComputedStyle(document.querySelector('.word'), '::after').content"
+    assert transcribed.evaluate(after) == "none"
+    transcribed.click("#times")
+    assert float(transcribed.evaluate(after).strip('"')) == pytest.approx(0.5, abs=0.06)
+    assert "97 % sure" in transcribed.evaluate("document.querySelector('.word').title")
+    assert transcribed.text(".uncertain") == "बाजार"
+
+
+def test_the_page_follows_the_newest_line_until_the_reader_scrolls_away(page, tmp_path):
+    soundfile.write(tmp_path / "long.wav", tones([["घर"]] * 20), 16_000)
+    page.choose_files(tmp_path / "long.wav")
+    page.wait(f"{SHOWN}.length === 20")
+    page.wait(READY)
+    below = "document.querySelector('.line:last-child').getBoundingClientRect().bottom - innerHeight"
+    assert page.evaluate(below) <= 0 < page.evaluate("scrollY")
+    # Negative control: the reader stays at the top of a page that is already longer than the window.
+    page.evaluate("scrollTo(0, 0)")
+    page.evaluate(
+        "document.querySelector('#hint').style.height = '3000px'; document.querySelector('#hint').hidden = false"
+    )
+    page.evaluate("document.querySelector('#recordings').prepend(document.querySelector('#hint'))")
+    page.evaluate("window.scrolls = 0; addEventListener('scroll', () => { scrolls += 1; })")
+    page.evaluate("document.querySelector('#recordings').prepend = function (...all) { this.append(...all); }")
+    page.choose_files(tmp_path / "long.wav")
+    page.wait(f"{SHOWN}.length === 40")
+    assert page.evaluate("scrollY") == 0
+
+
+def test_several_files_are_transcribed_in_turn_and_bad_ones_named(page, tmp_path):
+    soundfile.write(tmp_path / "one.flac", tones([["शाळा"]], 44_100), 44_100)
+    stereo = np.stack([tones([["घर"]], 8_000)] * 2, axis=1)
+    soundfile.write(tmp_path / "two.ogg", stereo, 8_000)
+    (tmp_path / "text.wav").write_text("no audio")
+    (tmp_path / "empty.mp3").write_bytes(b"")
+    soundfile.write(tmp_path / "silent <b>.wav", np.zeros(16_000), 16_000)
+    page.choose_files(*(tmp_path / name for name in ("text.wav", "one.flac", "empty.mp3", "silent <b>.wav", "two.ogg")))
+    page.wait(f"{SHOWN}.length === 2")
+    page.wait(READY)
+    assert sorted(page.evaluate(SHOWN)) == ["घर", "शाळा"]
+    message = page.text("#message")
+    assert "text.wav is not audio" in message and "empty.mp3 is not audio" in message
+    headings = page.evaluate("[...document.querySelectorAll('h2')].map((heading) => heading.innerText)")
+    assert headings == ["two.ogg", "silent <b>.wav", "one.flac"]
+    assert page.evaluate("document.querySelectorAll('main b').length") == 0
+
+
+def test_a_dropped_file_is_transcribed(page, folder):
+    audio = (folder / "spoken.wav").read_bytes()
+    page.evaluate(f"""(() => {{
+        const text = atob({json.dumps(base64.b64encode(audio).decode())});
+        const bytes = Uint8Array.from(text, (character) => character.charCodeAt(0));
+        const transfer = new DataTransfer();
+        transfer.items.add(new File([bytes], "dropped.wav"));
+        const options = {{ dataTransfer: transfer, bubbles: true, cancelable: true }};
+        document.body.dispatchEvent(new DragEvent("drop", options));
+    }})()""")
+    page.wait(f"{SHOWN}.length === 2")
+    assert page.evaluate(SHOWN) == TEXTS
+
+
+# Stops 60 ms after a block, when more than half of the next one is filled.
+STOP_WITHIN_A_BLOCK = """(async () => {
+    const { Microphone } = await import("./audio.js");
+    const blocks = [];
+    let received = () => {};
+    const microphone = await Microphone.open((samples) => { blocks.push(samples.length); received(); }, () => {});
+    while (blocks.length < 3) { await new Promise((resolve) => { received = resolve; }); }
+    received = () => {};
+    const counted = blocks.length;
+    await new Promise((resolve) => setTimeout(resolve, 60));
+    await microphone.stop();
+    return [microphone.sampleRate, ...blocks.slice(counted)];
+})()"""
+
+
+def test_the_last_part_of_a_block_is_sent(page):
+    rate, *rest = page.evaluate(STOP_WITHIN_A_BLOCK)
+    assert sum(rest) / rate == pytest.approx(0.06, abs=0.05) and sum(rest) % (rate // 10)
+
+
+KEEP_STREAM = """(() => {
+    const open = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
+    navigator.mediaDevices.getUserMedia = async (constraints) => window.opened = await open(constraints);
+})()"""
+REFUSE = "navigator.mediaDevices.getUserMedia = async () => { throw new DOMException('', '%s'); }"
+
+
+def test_an_unplugged_microphone_keeps_the_text(page):
+    page.evaluate(KEEP_STREAM)
+    page.click("#listen")
+    page.wait(f"{SHOWN}.length === 1")
+    page.evaluate("opened.getAudioTracks()[0].dispatchEvent(new Event('ended'))")
+    page.wait(READY)
+    assert "microphone was disconnected" in page.text("#message")
+    assert page.evaluate(SHOWN)[0] == TEXTS[0]
+    assert page.evaluate("opened.getAudioTracks()[0].readyState") == "ended"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("NotAllowedError", "does not allow the microphone"),
+        ("NotFoundError", "No microphone was found"),
+        ("NotReadableError", "used by another program"),
+    ],
+)
+def test_a_microphone_that_cannot_be_opened_is_a_sentence(page, name, sentence):
+    page.evaluate(REFUSE % name)
+    page.click("#listen")
+    page.wait(f"document.querySelector('#message').innerText.includes({json.dumps(sentence)})")
+    assert page.text("#listen") == "Start listening"
+
+
+def test_a_server_that_stops_is_a_sentence(browser):
+    with running() as stopping:
+        browser.open(stopping.address)
+        browser.click("#listen")
+        browser.wait("document.querySelector('#status').innerText === 'Listening'")
+        browser.wait("document.querySelector('#delay').innerText !== '–'")
+    browser.wait(READY)
+    assert "connection to the server was lost" in browser.text("#message")
+
+
+def test_a_page_beyond_the_sessions_is_told(browser):
+    with running(limits=Limits(sessions=0)) as full:
+        browser.open(full.address)
+        browser.click("#listen")
+        browser.wait("document.querySelector('#message').innerText.includes('All 0 sessions are in use')")
+        browser.wait(READY)
+
+
+CONTRAST = """(() => {
+    const channels = (color) => color.match(/[\\d.]+/g).slice(0, 3).map((value) => {
+        const share = value / 255;
+        return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+    });
+    const luminance = (color) => { const [r, g, b] = channels(color); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+    const ground = (node) => {
+        const color = getComputedStyle(node).backgroundColor;
+        return color === "rgba(0, 0, 0, 0)" ? ground(node.parentElement) : color;
+    };
+    document.querySelector(".partial").hidden = false;
+    return ["h1", "#listen", "#open", "#status", "h2", ".text", ".time", ".edit", ".tentative"].map((selector) => {
+        const node = document.querySelector(selector);
+        const pair = [luminance(getComputedStyle(node).color), luminance(ground(node))].sort((a, b) => b - a);
+        return [selector, (pair[0] + 0.05) / (pair[1] + 0.05)];
+    });
+})()"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_readable_in_both_schemes_and_on_a_phone(transcribed, scheme):
+    transcribed.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    transcribed.call("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=1, mobile=True)
+    time.sleep(0.2)
+    # WCAG 2.2, success criterion 1.4.3: 4.5 to 1.
+    assert [pair for pair in transcribed.evaluate(CONTRAST) if pair[1] < 4.5] == []
+    ground = transcribed.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (ground == "rgb(20, 22, 26)") is (scheme == "dark")
+    assert transcribed.evaluate("document.documentElement.scrollWidth") <= 360
+    # Targets that a finger hits: at least 24 pixels (WCAG 2.5.8).
+    small = "[...document.querySelectorAll('button')].filter((b) => b.offsetParent && b.offsetHeight < 24).length"
+    assert transcribed.evaluate(small) == 0
+    transcribed.call("Emulation.clearDeviceMetricsOverride")

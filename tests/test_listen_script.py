@@ -1,0 +1,195 @@
+"""Speech from standard input: raw PCM, WAV of unknown length, clean ends, and input that is no audio."""
+
+import contextlib
+import io
+import json
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from konkanivani.data.audio.pcm import PcmDecoder, PcmFormat
+from konkanivani.errors import DataError
+from konkanivani.inference import live
+from konkanivani.inference.listener import Final, Partial
+from konkanivani.inference.word_times import Word
+from tests.conftest import run_script
+from tests.patience import PATIENCE
+from tests.test_listener import SENTENCES, finals, listen, recording
+from tests.warm import ROOT
+
+SCRIPT = "training_scripts/listen.py"
+RAW = PcmFormat(16_000, 1, "s16le")
+
+
+def integers(samples: np.ndarray) -> bytes:
+    return (samples * 32768).round().clip(-32768, 32767).astype("<i2").tobytes()
+
+
+def wav(samples: np.ndarray, subtype: str = "PCM_16", rate: int = 16_000, size: int | None = None) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, subtype, format="WAV")
+    data = bytearray(file.getvalue())
+    place = data.index(b"data") + 4
+    if size is not None:
+        data[place : place + 4] = struct.pack("<L", size)
+    return bytes(data)
+
+
+def decoded(data: bytes, block: int) -> tuple[np.ndarray, PcmDecoder]:
+    decoder = PcmDecoder(RAW)
+    parts = [decoder.decode(data[start : start + block]) for start in range(0, len(data), block)]
+    return np.concatenate([*(part for part in parts if len(part)), decoder.finish()]), decoder
+
+
+@pytest.mark.parametrize("subtype", ["PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE"])
+@pytest.mark.parametrize("size", [None, 0, 0xFFFFFFFF])
+def test_wav_of_any_length_and_format_is_decoded(subtype, size):
+    samples = np.random.default_rng(0).uniform(-0.9, 0.9, (300, 2)).astype(np.float32)
+    data = wav(samples, subtype, 22_050, size)
+    data += b"LIST\x04\0\0\0abcd" if size is None else b""
+    for block in (1, 1_000, len(data)):
+        found, decoder = decoded(data, block)
+        assert decoder.format is not None and (decoder.format.rate, decoder.format.channels) == (22_050, 2)
+        assert found.shape == samples.shape and decoder.leftover == 0
+        assert np.abs(found - samples).max() < (0.02 if subtype == "PCM_U8" else 1e-4)
+    # Negative control: as raw PCM these bytes are something else.
+    assert len(PcmDecoder(RAW).decode(b"\0\0" + data)) != len(samples)
+
+
+@pytest.mark.parametrize("block", [1, 3, 1_000])
+def test_raw_samples_are_decoded_and_half_a_sample_is_left_over(block):
+    samples = np.random.default_rng(0).uniform(-0.9, 0.9, 500).astype(np.float32)
+    found, decoder = decoded(integers(samples) + b"x", block)
+    assert np.abs(found[:, 0] - samples).max() < 1e-4 and decoder.leftover == 1
+    assert len(decoded(b"", 1)[0]) == 0 and len(decoded(b"RI", 1)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"fLaC\0\0\0\x22" + bytes(100), "FLAC"),
+        (b"OggS" + bytes(100), "Ogg"),
+        (b"RIFF\0\0\0\0AVI " + bytes(100), "RIFF file other than WAV"),
+        (wav(np.zeros(10))[:30], "cut"),
+        (b"RIFF\0\0\0\0WAVEdata\0\0\0\0", "no format"),
+        (b"RIFF\0\0\0\0WAVEfmt \x02\0\0\0\1\0", "cut format"),
+        (wav(np.zeros(10), "ALAW"), "not supported"),
+        (wav(np.zeros(10))[:24] + struct.pack("<L", 400_000) + wav(np.zeros(10))[28:], "400000 Hz"),
+        (wav(np.zeros(10))[:22] + struct.pack("<H", 0) + wav(np.zeros(10))[24:], "0 channels"),
+    ],
+)
+def test_a_stream_that_is_no_wav_or_pcm_is_refused_in_a_sentence(data, said):
+    for block in (1, len(data)):
+        with pytest.raises(DataError, match=said):
+            decoded(data, block)
+
+
+def test_events_as_json_can_be_read_back_line_by_line():
+    final = Final("एक\n", (Word("एक\n", 0.5, 1.0, None),), 0.5, 1.0, False)
+    for event, kind in ((final, "final"), (Partial("एक", "दो", 0.5), "partial")):
+        line = live.event_line(event)
+        assert "\n" not in line
+        assert json.loads(line)["kind"] == kind
+    assert json.loads(live.event_line(final))["words"][0]["text"] == "एक\n"
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+def test_the_script_prints_the_listeners_finals(trained, tmp_path):
+    samples = np.frombuffer(integers(recording()), "<i2").astype(np.float32) / 32768
+    expected = [final.text for final in finals(listen(trained.recognizer, samples, 2_000))]
+    assert len(expected) == len(SENTENCES)
+    flags = ("--checkpoint", str(trained.checkpoint), "--device", "cpu")
+    raw = run_script(SCRIPT, *flags, "-", stdin=write(tmp_path / "raw", integers(recording()) + b"x"))
+    assert raw.returncode == 0, raw.stderr
+    assert raw.stdout.splitlines() == expected
+    assert "Expected delay" in raw.stderr and "1 bytes are not a whole sample" in raw.stderr
+    stereo = np.stack([recording(), recording()], axis=1)
+    as_json = run_script(SCRIPT, *flags, "--json", stdin=write(tmp_path / "wav", wav(stereo, size=0)))
+    assert as_json.returncode == 0, as_json.stderr
+    events = [json.loads(line) for line in as_json.stdout.splitlines()]
+    assert [event["text"] for event in events if event["kind"] == "final"] == expected
+    assert any(event["kind"] == "partial" and event["fixed"] for event in events)
+
+
+@pytest.mark.parametrize(
+    ("flags", "data", "code", "said"),
+    [
+        (("--sample_rate", "3999"), b"", 2, "3999 Hz"),
+        (("--channels", "0"), b"", 2, "0 channels"),
+        (("speech.wav",), b"", 2, "transcribe"),
+        (("--pause", "0"), b"", 2, "--pause"),
+        ((), b"fLaC" + bytes(100), 3, "FLAC"),
+        (("--sample_format", "f32le"), np.full(9_000, np.nan, "<f4").tobytes(), 3, "NaN"),
+        (("--sample_format", "f32le"), np.full(9_000, 1e30, "<f4").tobytes(), 3, "between -1 and 1"),
+        ((), b"", 0, "Expected delay"),
+    ],
+)
+def test_bad_input_ends_with_a_sentence(base, tmp_path, flags, data, code, said):
+    done = run_script(SCRIPT, "--checkpoint", str(base), "--device", "cpu", *flags, stdin=write(tmp_path / "in", data))
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr and "Traceback" not in done.stderr
+
+
+def start(*flags: str, **streams) -> subprocess.Popen:
+    command = [sys.executable, str(ROOT / SCRIPT), "--device", "cpu", *flags]
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, **streams)
+
+
+def test_ctrl_c_prints_the_final_and_ends_cleanly(trained):
+    process = start("--checkpoint", str(trained.checkpoint), "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # The last sentence without the pause after it: only the end makes it final.
+    process.stdin.write(integers(recording()[:-9_000]))
+    process.stdin.flush()
+    lines = []
+    while sum('"final"' in line for line in lines) < len(SENTENCES) - 1:
+        lines.append(process.stdout.readline().decode())
+        assert lines[-1], process.stderr.read()
+    while '"partial"' not in lines[-1]:
+        lines.append(process.stdout.readline().decode())
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130 and b"Traceback" not in errors
+    assert sum('"final"' in line for line in [*lines, *rest.decode().splitlines()]) == len(SENTENCES)
+
+
+def test_a_reader_that_leaves_and_a_terminal(trained):
+    master, terminal = pty.openpty()
+    on_terminal = start("--checkpoint", str(trained.checkpoint), stdout=subprocess.PIPE, stderr=terminal)
+    os.close(terminal)
+    process = start("--checkpoint", str(trained.checkpoint), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(integers(recording()))
+        process.stdin.close()
+    errors = process.stderr.read()
+    assert process.wait(PATIENCE) in (0, 141) and b"Traceback" not in errors
+    data = integers(recording())
+    for place in range(0, len(data), 8_000):
+        on_terminal.stdin.write(data[place : place + 8_000])
+        on_terminal.stdin.flush()
+        time.sleep(0.02)
+    on_terminal.stdin.close()
+    lines = on_terminal.stdout.read().decode().splitlines()
+    assert on_terminal.wait(PATIENCE) == 0
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux reports a closed terminal as an error
+        while piece := os.read(master, 4_096):
+            shown += piece
+    os.close(master)
+    assert len(lines) == len(SENTENCES) and not any("\x1b" in line for line in lines)
+    # Partial text is on the terminal only, and rewritten in place.
+    assert b"\r\x1b[K" in shown
+    assert SENTENCES[0][0] in shown.decode()

@@ -1,0 +1,275 @@
+"""Recognition while a person speaks: the same finals for any blocks, and fixed words that stay."""
+
+import dataclasses
+import itertools
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+import torchaudio
+
+from konkanivani.config import DecodingConfig, PretrainedConfig
+from konkanivani.data.audio.waveform import resample_blocks
+from konkanivani.errors import DataError
+from konkanivani.inference.listener import Event, Final, Listener, LocalAgreement, Partial, matched_prefix
+from konkanivani.inference.recognizer import Recognizer, build_recognizer
+from konkanivani.inference.segmentation import build_segmentation
+from konkanivani.inference.voice_activity import TICK_SAMPLES, CausalSegmenter
+from konkanivani.inference.word_times import EmissionDelay
+from konkanivani.scoring.metrics import error_rates
+from tests.trained import tones
+
+SENTENCES = (("एक", "दोन", "तीन"), ("उदक", "घर", "शाळा", "बाजार"), ("आवय", "चार"))
+
+
+def quiet(seconds: float, level: float = 0.005) -> np.ndarray:
+    return level * np.random.default_rng(1).standard_normal(round(seconds * 16_000)).astype(np.float32)
+
+
+def recording() -> np.ndarray:
+    """Return the sentences with pauses of 0.75 s."""
+    parts = [part for number, words in enumerate(SENTENCES) for part in (tones(words, number), quiet(0.75))]
+    return np.concatenate(parts)
+
+
+def listen(recognizer: Recognizer, samples: np.ndarray, block: int, rate: int = 16_000, **settings) -> list[Event]:
+    listener = Listener(recognizer, rate, **settings)
+    events = []
+    for start in range(0, len(samples), block):
+        events += listener.accept(samples[start : start + block])
+    return events + listener.finish()
+
+
+def finals(events: list[Event]) -> list[Final]:
+    return [event for event in events if isinstance(event, Final)]
+
+
+def of_recognizer(recognizer: Recognizer, samples: np.ndarray, rate: int = 16_000) -> list[tuple]:
+    """Return the words that the recogniser makes of each segment."""
+    waveform = torch.cat(list(resample_blocks([torch.from_numpy(samples)], rate)))
+    segmenter = CausalSegmenter(recognizer.segmentation)
+    *ticks, last = waveform.split(TICK_SAMPLES)
+    pieces = [*itertools.chain.from_iterable(map(segmenter.advance, ticks)), *segmenter.advance(last, is_end=True)]
+    delay = EmissionDelay()
+    words = [tuple(recognizer.recognize([piece], delay)[0]) for piece in pieces if recognizer.is_long_enough(piece)]
+    return [each for each in words if each]
+
+
+def at_rate(rate: int) -> np.ndarray:
+    return torchaudio.functional.resample(torch.from_numpy(recording()), 16_000, rate).numpy()
+
+
+@pytest.mark.parametrize("block", [160, 1_601, 48_000, 10**6])
+def test_finals_do_not_depend_on_blocks_and_are_the_recognizers(trained, block):
+    found = finals(listen(trained.recognizer, recording(), block))
+    expected = of_recognizer(trained.recognizer, recording())
+    assert [final.words for final in found] == expected
+    assert len(found) == len(SENTENCES)
+    said = [" ".join(words) for words in SENTENCES]
+    assert error_rates(said, [final.text for final in found]).cer < 0.2
+    # Negative control: other samples are recognised otherwise.
+    assert [final.words for final in finals(listen(trained.recognizer, recording()[24_000:], block))] != expected
+
+
+def test_single_samples_are_a_recording(trained):
+    samples = recording()[:20_000]
+    found = finals(listen(trained.recognizer, samples, 1))
+    assert found and [final.words for final in found] == of_recognizer(trained.recognizer, samples)
+
+
+@pytest.mark.parametrize("rate", [8_000, 11_025, 44_100, 48_000])
+def test_any_sample_rate_gives_the_recognizers_finals(trained, rate):
+    samples = at_rate(rate)
+    expected = of_recognizer(trained.recognizer, samples, rate)
+    for block in (777, 3 * rate):
+        found = finals(listen(trained.recognizer, samples, block, rate))
+        assert [final.text for final in found] == [" ".join(word.text for word in words) for words in expected]
+        starts = [word.start for final in found for word in final.words]
+        assert starts == pytest.approx([word.start for words in expected for word in words], abs=0.05)
+    # Negative control: the rate matters.
+    wrong = finals(listen(trained.recognizer, samples, 777, 2 * rate))
+    assert [final.text for final in wrong] != [final.text for final in found]
+
+
+def test_integers_and_channels_are_averaged_like_floats(trained):
+    samples = recording()
+    stereo = np.stack([samples, samples], axis=1)
+    expected = [final.text for final in finals(listen(trained.recognizer, samples, 4_000))]
+    found = finals(listen(trained.recognizer, (stereo * 32768).round().astype(np.int16), 4_000))
+    assert [final.text for final in found] == expected
+
+
+def test_fixed_words_stay_until_the_final_and_words_appear_before_it(trained):
+    events = listen(trained.recognizer, recording(), 800)
+    before: list[str] = []
+    shown = 0
+    for event in events:
+        if isinstance(event, Final):
+            texts = [word.text for word in event.words]
+            assert event.changed == (texts[: len(before)] != before)
+            before = []
+            continue
+        shown += bool(event.tentative)
+        fixed = event.fixed.split()
+        assert fixed[: len(before)] == before
+        before = fixed
+    assert shown > len(SENTENCES)
+    assert any(event.fixed for event in events if isinstance(event, Partial))
+    # Negative control: tentative words do change.
+    words = [event.tentative.split()[:1] for event in events if isinstance(event, Partial)]
+    assert any(a and b and a != b for a, b in itertools.pairwise(words))
+
+
+def test_local_agreement_only_appends_and_never_fixes_the_last_word():
+    generator = np.random.default_rng(0)
+    changes = 0
+    for _ in range(200):
+        agreement = LocalAgreement()
+        before: list[str] = []
+        for length in range(1, 12):
+            words = [f"w{place}" for place in range(length)]
+            words[int(generator.integers(length))] = "other"
+            agreement.update(words)
+            assert agreement.fixed[: len(before)] == before
+            assert len(agreement.fixed) + len(agreement.tentative) >= 1 and agreement.tentative
+            # Negative control: without the rule the words of this pass would replace them.
+            changes += words[: len(before)] != before
+            before = list(agreement.fixed)
+    assert changes > 100
+
+
+def test_two_passes_fix_what_they_agree_on():
+    agreement = LocalAgreement()
+    for words, fixed in (("a b", ""), ("a b", "a"), ("x b c", "a"), ("a b c d", "a b")):
+        agreement.update(words.split())
+        assert " ".join(agreement.fixed) == fixed
+    assert not agreement.finish(["a", "b", "c"], is_cut=False)
+    agreement.fixed = ["a", "b", "c"]
+    assert not agreement.finish(["a", "b"], is_cut=True)
+    assert agreement.fixed == ["c"]
+    assert agreement.finish(["d"], is_cut=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "others", "count"),
+    [("", "", 0), ("", "a b", 0), ("a b", "a b c", 2), ("a b", "a x b c", 3), ("a b", "b c", 1), ("a", "x y", 1)],
+)
+def test_a_prefix_is_matched_with_the_fewest_edits(words, others, count):
+    assert matched_prefix(words.split(), others.split()) == count
+
+
+def test_speech_without_pause_is_joined_from_its_cuts(trained):
+    words = tuple(itertools.chain.from_iterable(SENTENCES)) * 2
+    spoken = tones(words)
+    recognizer = dataclasses.replace(trained.recognizer, segmentation=build_segmentation(3.0, 0.4))
+    found = finals(listen(recognizer, spoken, 1_600))
+    assert len(found) > 2
+    assert [final.words for final in found] == of_recognizer(recognizer, spoken)
+    whole = trained.recognizer.transcribe(spoken).text
+    assert error_rates([whole], [" ".join(final.text for final in found)]).wer <= 0.2
+
+
+def test_passes_that_the_rest_of_a_block_would_replace_are_skipped(trained, monkeypatch):
+    passes = []
+    greedy = Recognizer.recognize_greedily
+    monkeypatch.setattr(Recognizer, "recognize_greedily", lambda self, w: passes.append(len(w)) or greedy(self, w))
+    one_block = listen(trained.recognizer, recording(), 10**6)
+    skipped = len(passes)
+    passes.clear()
+    every = listen(trained.recognizer, recording(), 10**6, skips_passes=False)
+    assert skipped <= 2 < len(passes)
+    passes.clear()
+    never = listen(trained.recognizer, recording(), 160, every=None)
+    assert not passes and len(never) == len(SENTENCES)
+    texts = [[final.text for final in finals(events)] for events in (one_block, every, never)]
+    assert texts[0] == texts[1] == texts[2]
+    # Passes at sample counts are those of small blocks.
+    assert every == listen(trained.recognizer, recording(), 160)
+
+
+@pytest.mark.parametrize("level", [0.0, 10**-2.0, 10**-3.5])
+def test_silence_has_no_events(trained, level):
+    assert listen(trained.recognizer, quiet(20, level), 1_600) == []
+    # Negative control: a word in it.
+    spoken = quiet(6, level)
+    spoken[64_000:] = 0
+    word = tones(("शाळा", "बाजार"))
+    spoken[32_000 : 32_000 + len(word)] += word
+    assert len(finals(listen(trained.recognizer, spoken, 1_600))) == 1
+
+
+def test_the_first_word_is_there_from_the_first_sample_and_after_silence(trained):
+    for before in (np.zeros(0, np.float32), np.zeros(160_000, np.float32), quiet(10)):
+        events = listen(trained.recognizer, np.concatenate([before, recording()]), 1_600)
+        assert finals(events)[0].text.split()[:1] == ["एक"]
+
+
+def test_memory_does_not_grow(trained):
+    listener = Listener(trained.recognizer, 16_000, every=None)
+    minute = np.concatenate([np.zeros(160_000, np.float32), quiet(20), recording(), quiet(10)])
+    kept = []
+    tracemalloc.start()
+    for _ in range(3):
+        for start in range(0, len(minute), 8_000):
+            listener.accept(minute[start : start + 8_000])
+        kept.append((tracemalloc.get_traced_memory()[0], listener.buffered_samples))
+    tracemalloc.stop()
+    assert len(listener.finals) == 3 * len(SENTENCES)
+    assert kept[-1][0] - kept[1][0] < 2**17
+    assert kept[-1][1] <= kept[1][1] + TICK_SAMPLES
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30, -1e30, 32_767.0])
+def test_samples_that_are_no_audio_are_refused_and_the_recording_goes_on(trained, value):
+    listener = Listener(trained.recognizer, 16_000)
+    samples = recording()
+    bad = samples[:1_000].copy()
+    bad[500] = value
+    with pytest.raises(DataError, match=r"NaN or infinite|not between -1 and 1"):
+        listener.accept(bad)
+    events = listener.accept(samples) + listener.finish()
+    assert len(finals(events)) == len(SENTENCES)
+
+
+@pytest.mark.parametrize("rate", [0, 3_999, 384_001, 400_000])
+def test_rates_beyond_the_limits_are_refused(trained, rate):
+    with pytest.raises(DataError, match=rf"sample rate {rate} Hz"):
+        Listener(trained.recognizer, rate)
+
+
+@pytest.mark.parametrize("samples", [["a"], np.zeros((2, 2, 2)), np.zeros(4, np.uint8), np.zeros(4, bool)])
+def test_arrays_that_are_no_samples_are_refused(trained, samples):
+    with pytest.raises(DataError):
+        Listener(trained.recognizer, 16_000).accept(samples)
+
+
+def test_nothing_is_a_recording_too(trained):
+    listener = Listener(trained.recognizer, 16_000)
+    assert listener.accept(np.zeros(0, np.float32)) == []
+    assert listener.finish() == [] and listener.finish() == []
+    with pytest.raises(ValueError):
+        listener.accept(np.zeros(1, np.float32))
+
+
+def test_whisper_is_heard_without_fallback_in_passes_and_with_its_whole_window(tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    from konkanivani.inference.whisper_generation import FallbackDecode
+    from tests.whisper.parts import write_small_folder
+
+    folder = write_small_folder(tmp_path / "whisper")
+    recognizer = build_recognizer(
+        "", DecodingConfig(), "cpu", pretrained=PretrainedConfig(pretrained=str(folder), language="mr")
+    )
+    assert isinstance(recognizer.decode, FallbackDecode)
+    falls = []
+    fallback = FallbackDecode.__call__
+    monkeypatch.setattr(
+        FallbackDecode, "__call__", lambda self, *given: falls.append(len(given[1])) or fallback(self, *given)
+    )
+    listener = Listener(recognizer, 16_000)
+    samples = recording()[:36_000]
+    events = [*listener.accept(samples[:12_000]), *listener.accept(samples[12_000:]), *listener.finish()]
+    pieces = len(falls)
+    assert 0 < pieces <= 3
+    assert [final.words for final in finals(events)] == of_recognizer(recognizer, samples)

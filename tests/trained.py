@@ -1,0 +1,41 @@
+"""Tiny model trained on the tones of tests/conftest.py, for tests that need recognised words."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from konkanivani.checkpoints.checkpointer import BEST
+from konkanivani.inference.recognizer import Recognizer, load_recognizer
+from tests.conftest import TINY_MODEL, TRAINER, run_folders, speak, write_corpus
+from tests.patience import PATIENCE
+from tests.warm import ROOT, Job, warm_parent
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Checkpoint with its recogniser, and the folder of its training recordings."""
+
+    checkpoint: Path
+    recognizer: Recognizer
+    recordings: Path
+
+
+def train_tones(directory: Path) -> Trained:
+    """Train a tiny model in a few seconds; its words have almost no errors."""
+    corpus = write_corpus(directory / "tones", {"train": 160, "valid": 5, "test": 5})
+    flags = (
+        *(*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--tokenizer_type", "char", "--ctc_weight", "0.9"),
+        *("--max_steps", "150", "--batch_size", "8", "--gradient_accumulation_steps", "1", "--num_workers", "0"),
+        *("--learning_rate", "0.005", "--warmup_steps", "20", "--epochs", "50", "--speed_perturbation", "1.0"),
+        *("--frequency_masks", "0", "--time_masks", "0", "--dropout", "0", "--save_minutes", "0"),
+    )
+    assert warm_parent().start(Job(ROOT / TRAINER, flags, directory / "said", threads=1)).wait(PATIENCE) == 0
+    checkpoint = directory / "checkpoints" / BEST
+    return Trained(checkpoint, load_recognizer(checkpoint, device="cpu"), directory / "tones" / "audio")
+
+
+def tones(words: tuple[str, ...], seed: int = 0) -> np.ndarray:
+    """Return spoken words in quiet noise, at 16 kHz."""
+    audio = speak(list(words))
+    return audio + 0.005 * np.random.default_rng(seed).standard_normal(len(audio)).astype(np.float32)
