@@ -178,7 +178,8 @@ class CausalSegmenter:
         """Return the first step of the core of the piece of these loud steps."""
         if self._is_within_speech:
             return self._cut
-        return begin_of_piece(self._steps, int(loud[0]), self._cut)
+        # As many steps more as smoothing adds to the loud ones in `segmentation.py`, whose threshold is lower.
+        return max(self._cut, begin_of_piece(self._steps, int(loud[0]), self._cut) - SMOOTHED // 2)
 
     def _is_followed_by_pause(self, loud: torch.Tensor) -> bool:
         pause = self._segmentation.pause
