@@ -50,7 +50,7 @@ BLOCK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class SpokenSentence:
+class TimedSentence:
     """Sentence with its place in the recording, in seconds, and espeak-ng's word times from there."""
 
     text: str
@@ -68,7 +68,7 @@ class Recording:
     """All sentences as one recording."""
 
     samples: np.ndarray
-    sentences: tuple[SpokenSentence, ...]
+    sentences: tuple[TimedSentence, ...]
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def build_recording(manifest: str, count: int, pause: float, level: float) -> Re
             silence = level * generator.standard_normal(round(pause * SAMPLE_RATE))
             samples = load_audio(utterance.source).numpy()
             start = (place + len(silence)) / SAMPLE_RATE
-            sentences.append(SpokenSentence(sentence.text, start, synthesizer.words(sentence.text, sentence.style)))
+            sentences.append(TimedSentence(sentence.text, start, synthesizer.words(sentence.text, sentence.style)))
             parts += [silence.astype(np.float32), samples]
             place += len(silence) + len(samples)
     parts.append((level * generator.standard_normal(SAMPLE_RATE)).astype(np.float32))
@@ -208,7 +208,7 @@ class Tally:
     fixed: int = 0
     unlike: int = 0
 
-    def add(self, results: list[Timed], spoken: SpokenSentence) -> None:
+    def add(self, results: list[Timed], spoken: TimedSentence) -> None:
         """Add the results of one sentence."""
         partials = [each for each in results if isinstance(each.event, Partial)]
         displays = [f"{each.event.fixed} {each.event.tentative}".split() for each in partials]
@@ -224,7 +224,7 @@ class Tally:
         if len(finals) == 1:
             self._add_final(finals[0], partials, spoken)
 
-    def _add_final(self, final: Timed, partials: list[Timed], spoken: SpokenSentence) -> None:
+    def _add_final(self, final: Timed, partials: list[Timed], spoken: TimedSentence) -> None:
         self.wait.append(final.taken - spoken.end)
         self.work.append(final.shown - final.taken)
         fixed = partials[-1].event.fixed.split() if partials else []

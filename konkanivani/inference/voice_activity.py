@@ -154,17 +154,20 @@ class CausalSegmenter:
         half = SMOOTHED // 2
         power = self._steps.centred_power(count + 2 * half)
         is_audible = power > 10 ** (SILENCE_DB / 10)
-        # Digital silence is left out of the means: its neighbours would seem to be the noise of a quiet recording.
         sums = _sum_of_neighbours(power * is_audible)
         counts = _sum_of_neighbours(is_audible.astype(np.float64))
-        levels = np.full(len(power), SILENCE_DB - 1, dtype=np.float32)
-        levels[is_audible] = 10 * np.log10(sums[is_audible] / counts[is_audible])
+        # Digital silence is left out of the noise and of its means: it would make any noise next to it seem loud.
+        noise = np.full(len(power), SILENCE_DB - 1, dtype=np.float32)
+        noise[is_audible] = 10 * np.log10(sums[is_audible] / counts[is_audible])
+        # But steps of silence next to sound count as sound, as in `segmentation.py`: models expect a soft beginning.
+        softened = 10 * np.log10(np.maximum(sums / np.maximum(_sum_of_neighbours(np.ones(len(power))), 1), 1e-12))
+        levels = np.where(is_audible, noise, softened).astype(np.float32)
         changed = levels[-min(len(levels), count + half) :]
         kept = self._levels[: max(0, len(self._levels) + count - len(changed))]
         self._levels = np.concatenate([kept, changed])
         # Only levels over a whole window: those of the last steps change.
-        complete = len(self._levels) - (0 if is_end else half)
-        self._noise.add(self._levels[max(0, complete - count) : complete])
+        complete = len(power) - (0 if is_end else half)
+        self._noise.add(noise[max(0, complete - count) : complete])
 
     def _loud_steps(self) -> torch.Tensor:
         """Return the steps from the cut on that are louder than a pause, ascending."""
@@ -175,7 +178,8 @@ class CausalSegmenter:
         """Return the first step of the core of the piece of these loud steps."""
         if self._is_within_speech:
             return self._cut
-        return begin_of_piece(self._steps, int(loud[0]), self._cut)
+        # As many steps more as smoothing adds to the loud ones in `segmentation.py`, whose threshold is lower.
+        return max(self._cut, begin_of_piece(self._steps, int(loud[0]), self._cut) - SMOOTHED // 2)
 
     def _is_followed_by_pause(self, loud: torch.Tensor) -> bool:
         pause = self._segmentation.pause
