@@ -1,7 +1,7 @@
-"""Transcribe speech while a person speaks: raw PCM or WAV from standard input.
+"""Transcribe live speech: raw PCM or WAV from standard input.
 
-    arecord -q -t raw -f S16_LE -r 16000 | konkanivani listen -
-    konkanivani listen --json - < speech.wav
+arecord -q -t raw -f S16_LE -r 16000 | konkanivani listen -
+konkanivani listen --json - < speech.wav
 """
 
 import sys

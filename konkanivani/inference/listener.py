@@ -1,4 +1,4 @@
-"""Recognition while a person speaks: partial results by local agreement, and the final text of each segment.
+"""Recognition of live speech: partial results by local agreement, and the final text of each segment.
 
 The current segment is decoded again and again. A word is fixed when two successive passes agree on it
 (LocalAgreement-2: Liu et al., 2020, Low-Latency Sequence-to-Sequence Speech Recognition; Macháček et al., 2023,
@@ -148,7 +148,7 @@ class Listener:
     def accept(self, samples: np.ndarray | torch.Tensor) -> list[Event]:
         """Return the new results for the next samples (S,) or (S, channels).
 
-        Raises a DataError if the samples are not audio; the recording can go on without them.
+        Raises a DataError if the samples are not audio; they are left out of the recording.
         """
         if self._is_finished:
             raise ValueError("the recording has ended: create a new listener")

@@ -32,10 +32,10 @@ from konkanivani.inference.segmentation import (
 TICK = 5  # steps from one decision to the next
 TICK_SAMPLES = TICK * STEP
 HISTORY = 60 * STEPS_A_SECOND  # latest steps that the estimates are from
-# Speech has a closure or a pause within this many steps. What is louder for longer is noise that began, such as a fan
+# Speech has a closure or a pause within this many steps. Sound that is louder for longer is new noise, such as a fan
 # that was switched on. 3 s is twice the window of minimum statistics (Martin, 2001).
 STEADY = 3 * STEPS_A_SECOND
-LOOKBACK = 2 * STEPS_A_SECOND  # steps before the first detection in which speech may have begun
+LOOKBACK = 2 * STEPS_A_SECOND  # steps before the first detection in which speech may have started
 MIN_LOUD = 8  # steps; a click has at most SMOOTHED + 1
 # The mean of a steady signal changes between steps only by chance. Below 0.05 s no level is complete.
 MIN_HISTORY = 2 * SMOOTHED  # steps
@@ -87,7 +87,7 @@ class CausalSegmenter:
         self._steps = StepBuffer()
         self._levels = np.zeros(0, dtype=np.float32)
         self._noise = NoiseEstimate()
-        # End of the last piece, or the step from which speech may begin; and whether speech was cut there.
+        # End of the last piece, or the step from which speech may start; and whether speech was cut there.
         self._cut = 0
         self._is_within_speech = False
 
@@ -165,7 +165,7 @@ class CausalSegmenter:
         changed = levels[-min(len(levels), count + half) :]
         kept = self._levels[: max(0, len(self._levels) + count - len(changed))]
         self._levels = np.concatenate([kept, changed])
-        # Only levels over a whole window: those of the last steps change.
+        # Only levels over a whole window: the last steps' levels change.
         complete = len(power) - (0 if is_end else half)
         self._noise.add(noise[max(0, complete - count) : complete])
 
@@ -186,7 +186,7 @@ class CausalSegmenter:
         return self._steps.end - 1 - int(loud[-1]) > pause or bool((loud.diff() > pause).any())
 
     def _skip_silence(self, is_end: bool) -> None:
-        """Move the cut behind silence."""
+        """Move the cut to the end of the silence."""
         if self._is_within_speech and self._steps.end - self._cut <= self._segmentation.pause and not is_end:
             return
         self._is_within_speech = False

@@ -57,7 +57,7 @@ class PcmDecoder:
     """Decoder of a byte stream that arrives in pieces of any length.
 
     Args:
-        raw: format of the samples if the stream does not begin with a WAV header.
+        raw: format of the samples if the stream does not start with a WAV header.
     """
 
     def __init__(self, raw: PcmFormat) -> None:
@@ -70,7 +70,7 @@ class PcmDecoder:
     def decode(self, data: bytes) -> np.ndarray:
         """Return the samples (frames, channels) float32 that are complete with these bytes.
 
-        Raises a DataError if the stream begins with the header of an unsupported file.
+        Raises a DataError if the stream starts with the header of an unsupported file.
         """
         self._waiting += data
         if self.format is None:
@@ -83,12 +83,12 @@ class PcmDecoder:
         self._waiting = self._waiting[size:]
         if self._left is not None:
             self._left -= size
-            # Chunks behind the samples, such as tags, are not audio.
+            # Chunks after the samples, such as tags, are not audio.
             self._waiting = self._waiting[: self._left]
         return to_float(taken, self.format)
 
     def finish(self) -> np.ndarray:
-        """Return the samples of a raw stream that was too short to tell from a header; raise if a header is cut."""
+        """Return the samples of a raw stream that is shorter than a header; raise if a header is cut."""
         if self.format is None:
             self._read_header(is_end=True)
         return self.decode(b"")
@@ -121,7 +121,7 @@ class PcmDecoder:
 
 
 def _parse_chunks(head: bytes) -> tuple[PcmFormat, int | None, int] | None:
-    """Return format, stated bytes of samples and their offset; None if the bytes end before the samples begin."""
+    """Return format, stated bytes of samples and their offset; None if the bytes end before the first sample."""
     place = 12
     pcm = None
     while place + 8 <= len(head):

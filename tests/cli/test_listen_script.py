@@ -22,8 +22,8 @@ from konkanivani.inference import live
 from konkanivani.inference.listener import Final, Partial
 from konkanivani.inference.word_times import Word
 from tests.conftest import run_script
+from tests.inference.test_listener import SENTENCES, finals, listen, recording
 from tests.patience import PATIENCE
-from tests.test_listener import SENTENCES, finals, listen, recording
 from tests.warm import ROOT
 
 SCRIPT = "training_scripts/listen.py"
