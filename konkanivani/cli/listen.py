@@ -1,7 +1,10 @@
 """Transcribe live speech: raw PCM or WAV from standard input.
 
-arecord -q -t raw -f S16_LE -r 16000 | konkanivani listen -
-konkanivani listen --json - < speech.wav
+    arecord -q -t raw -f S16_LE -r 16000 | konkanivani listen -
+    konkanivani listen --json - < speech.wav
+
+The final text of each sentence is printed to stdout; on a terminal, words are shown while they are spoken. Nothing is
+stored on disk.
 """
 
 import sys
