@@ -196,6 +196,12 @@ def config_to_text(config: TrainConfig) -> str:
     return "".join(f"--{s.name} {s.value!r}\n" for s in settings_of(config))
 
 
+def with_shape_of_preset(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with the shape of its preset, if `model` is left at its default."""
+    is_default = config.model == ModelConfig() and config.pretrained.pretrained is None
+    return dataclasses.replace(config, model=PRESETS[config.run.preset]) if is_default else config
+
+
 def changed_settings(config: TrainConfig) -> list[Setting]:
     """Return the settings that differ from the defaults of a new run with the same preset and pretrained model.
 
@@ -204,6 +210,10 @@ def changed_settings(config: TrainConfig) -> list[Setting]:
     usual = {setting.name: setting.value for setting in settings_of(defaults_beside(config))}
     usual["preset"] = TrainConfig().run.preset
     changed = [setting for setting in settings_of(config) if setting.value != usual[setting.name]]
+    if config.pretrained.pretrained is not None:
+        # The folder replaces defaults such as --ctc_weight, which a configuration written in Python still has.
+        plain = {setting.name: setting.value for setting in settings_of(TrainConfig())}
+        changed = [setting for setting in changed if setting.value != plain[setting.name]]
     return sorted(changed, key=lambda setting: setting.name != "preset")
 
 

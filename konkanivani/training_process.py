@@ -30,7 +30,7 @@ from konkanivani.errors import (
     defer_signals,
     stopping_signals,
 )
-from konkanivani.flags import changed_settings, words_of
+from konkanivani.flags import changed_settings, with_shape_of_preset, words_of
 
 KEPT_LINES = 50  # of each output stream
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -169,9 +169,12 @@ INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 def train(config: TrainConfig) -> TrainingSummary:
     """Train as `konkanivani train` does with these settings, in a child process, and return the results.
 
+    If `config.model` is left at its default, the model has the shape of `config.run.preset`.
+
     The output of the run appears on stderr. Ctrl-C saves a checkpoint and returns; a second one ends the run at once.
     Raises the errors of the command: UsageError, DataError, CheckpointError, NumericsError, ResourceError.
     """
+    config = with_shape_of_preset(config)
     words = [word for setting in changed_settings(config) for word in words_of(setting)]
     ended = Trainer().run(words)
     if ended.exit_code in INTERRUPTED:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import konkanivani
-from konkanivani import DataConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
-from konkanivani.config import PRESETS
+from konkanivani import DataConfig, MemoryConfig, ModelConfig, PretrainedConfig, RunConfig, TrainConfig
 from konkanivani.errors import DataError, ResourceError, UsageError
 from konkanivani.flags import changed_settings, parse_args, words_of
 from konkanivani.training_process import summary_of
@@ -47,6 +46,8 @@ def test_words_of_settings_give_the_same_settings():
     assert parse_args(words).config == config
     assert "--mixed_precision" in words and "--encoder_layers=1" in words
     assert changed_settings(TrainConfig()) == []
+    tuned = TrainConfig(pretrained=PretrainedConfig(pretrained="whisper", language="mr"))
+    assert [setting.name for setting in changed_settings(tuned)] == ["pretrained", "language"]
 
 
 def test_train_returns_what_the_command_prints(corpus, tmp_path, capfd):
@@ -101,7 +102,7 @@ def test_ctrl_c_saves_and_returns(corpus, tmp_path):
 
 
 def test_plan_equals_the_command(capfd):
-    config = TrainConfig(run=RunConfig(preset="minimal"), model=PRESETS["minimal"])
+    config = TrainConfig(run=RunConfig(preset="minimal"))  # the model has the shape of the preset
     report = konkanivani.plan(config, gpu="GTX 980")
     command = ("training_scripts/plan_memory.py", "--preset", "minimal", "--gpu", "GTX 980", "--json")
     assert json.loads(report.as_json()) == json.loads(well(run_script(*command)).stdout)

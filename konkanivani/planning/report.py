@@ -15,7 +15,7 @@ import torch
 
 from konkanivani.config import AUTO, PRESETS, ModelConfig, Preset, TrainConfig, TuningConfig
 from konkanivani.console import GIB, MIB, budget_text, peak_text
-from konkanivani.flags import changed_settings, resolve, resolved
+from konkanivani.flags import changed_settings, resolve, resolved, with_shape_of_preset
 from konkanivani.memory.devices import DeviceCosts, PlanTarget, find_target
 from konkanivani.memory.plan import BucketPlan, RecomputePolicy
 from konkanivani.memory.weights import ON_CARD, Placement
@@ -300,6 +300,7 @@ def plan(config: TrainConfig, gpu: str | None = None) -> PlanReport:
     The same as `konkanivani plan`; no GPU is needed, because the training step is traced on tensors without data.
     Raises a UsageError for settings that contradict each other, and a ResourceError if the model does not fit.
     """
+    config = with_shape_of_preset(config)
     check_config(config)
     return plan_target(config, find_target(config, gpu), given=[setting.name for setting in changed_settings(config)])
 
