@@ -111,7 +111,7 @@ def pack(value: Value) -> Packed[Value]:
 
 
 SHARED_MEMORY = "/dev/shm"  # file system of shared tensors and named semaphores on Linux
-HELD_BATCHES = 2  # by the training loop: the one of the current step, and the next one while it replaces that
+HELD_BATCHES = 2  # by the training loop: the batch of the current step, and the next one while it replaces that
 SEMAPHORES = 8  # of the DataLoader's result queue and event
 SEMAPHORES_PER_WORKER = 3  # of a worker's index queue
 
@@ -152,16 +152,17 @@ class PrefetchLimit:
         ahead = min(loader.ahead, self.batches // workers) if workers else loader.ahead
         return dataclasses.replace(loader, workers=workers, ahead=ahead)
 
-    def lower(self, loader: LoaderConfig, needed_bytes: int) -> None:
+    def lower(self, loader: LoaderConfig, needed_bytes: int, held: int) -> None:
         """Lower the limit, after these settings were too much for shared memory, and print one line about it.
 
         Args:
             loader: the settings in use.
             needed_bytes: size of the batch that did not fit.
+            held: batches that the training loop holds now, which take shared memory already.
         """
         free_bytes = free_shared_memory()
         was_lowered = self.batches is not None
-        fitting = (free_bytes - semaphore_bytes(loader.workers)) // needed_bytes - HELD_BATCHES
+        fitting = (free_bytes - semaphore_bytes(loader.workers)) // needed_bytes - (HELD_BATCHES - held)
         # The workers have ended, so other processes may have filled the memory: the limit decreases in any case.
         fewer = min(fitting, loader.workers * loader.ahead - 1)
         self.batches = 0 if was_lowered else max(0, fewer)
@@ -171,8 +172,8 @@ class PrefetchLimit:
             way = f"loading continues with {count(now.workers, 'worker')}, {now.ahead} prefetched per worker"
         tqdm.write(
             f"Shared memory ({SHARED_MEMORY}, {free_bytes / 2**20:.2f} MiB free) is too small for "
-            f"{count(loader.workers, 'data loading worker')}, {loader.ahead} prefetched per worker: {way}, with the same "
-            "results. For faster loading start the container with more, for example docker run --shm-size=1g."
+            f"{count(loader.workers, 'data loading worker')}, {loader.ahead} prefetched per worker: {way}, with the "
+            "same results. For faster loading start the container with more, for example docker run --shm-size=1g."
         )
 
 
@@ -305,6 +306,7 @@ def load_in_order(
     keys = iter(keys)
     waiting: deque[list] = deque()
     is_second_try = False
+    has_yielded = False
     while True:
         # A dead worker loses its finished but undelivered items; with one item at a time there are none.
         is_making_up = bool(waiting)
@@ -318,6 +320,7 @@ def load_in_order(
                 for loaded in found:
                     waiting.popleft()
                     is_second_try = False
+                    has_yielded = True
                     yield loaded
             if not is_making_up:
                 return
@@ -329,7 +332,7 @@ def load_in_order(
         except SharedMemoryFull as full:
             lacking_bytes = full.needed_bytes
         if lacking_bytes:  # outside of the handler, whose traceback keeps the batches that have arrived
-            loader.prefetch_limit.lower(pace, lacking_bytes)
+            loader.prefetch_limit.lower(pace, lacking_bytes, held=int(has_yielded))
 
 
 def _remembered(keys: Iterator[list], waiting: deque[list]) -> Iterator[list]:
