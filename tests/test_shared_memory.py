@@ -106,8 +106,8 @@ EXPECTED = [
 @pytest.mark.parametrize(
     ("kilobytes", "limit", "words"),
     [
-        # Two batches in the training loop, and one prefetched.
-        ((HELD_BATCHES + 1.5) * ITEM_KIB, 1, ["loading continues with 1 worker, 1 prefetched per worker"]),
+        # A batch that the workers inherit, two in the training loop, and one prefetched.
+        ((1 + HELD_BATCHES + 1.5) * ITEM_KIB, 1, ["loading continues with 1 worker, 1 prefetched per worker"]),
         (1.5 * ITEM_KIB, 0, ["the training process loads the audio itself"]),
         (0.5 * ITEM_KIB, 0, ["the training process loads the audio itself"]),
         (16, 0, ["the training process loads the audio itself"]),  # not even for the queues' semaphores
@@ -149,19 +149,19 @@ def test_a_full_memory_raises_with_the_size_of_the_batch(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("free_items", "held", "settings"),
-    # Free batches, those in the training loop, then workers and batches per worker that fit beside the loop's two.
-    [(1, 0, (0, 2)), (2, 0, (0, 2)), (3, 0, (1, 1)), (3, 1, (2, 1)), (6, 0, (2, 2)), (7, 0, (2, 2)), (99, 1, (2, 3))],
+    ("free_items", "settings"),
+    # Free batches, then workers and batches per worker that fit beside the training loop's two.
+    [(1, (0, 2)), (2, (0, 2)), (3, (1, 1)), (4, (2, 1)), (6, (2, 2)), (7, (2, 2)), (99, (2, 3))],
 )
-def test_the_limit_is_what_fits_and_then_nothing(monkeypatch, capsys, free_items, held, settings):
+def test_the_limit_is_what_fits_and_then_nothing(monkeypatch, capsys, free_items, settings):
     loader = LoaderConfig(workers=2, timeout=1.0, pin_memory=False, ahead=4)
     item_bytes = 1 << 20
     monkeypatch.setattr(loader_module, "free_shared_memory", lambda: free_items * item_bytes + semaphore_bytes(2))
     limit = PrefetchLimit()
-    limit.lower(loader, item_bytes, held)
+    limit.lower(loader, item_bytes)
     now = limit.apply(loader)
     assert (now.workers, now.ahead if now.workers else 2) == settings
-    limit.lower(now, item_bytes, held)
+    limit.lower(now, item_bytes)
     assert limit.apply(loader).workers == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
 

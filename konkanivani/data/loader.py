@@ -152,17 +152,17 @@ class PrefetchLimit:
         ahead = min(loader.ahead, self.batches // workers) if workers else loader.ahead
         return dataclasses.replace(loader, workers=workers, ahead=ahead)
 
-    def lower(self, loader: LoaderConfig, needed_bytes: int, held: int) -> None:
+    def lower(self, loader: LoaderConfig, needed_bytes: int) -> None:
         """Lower the limit, after these settings were too much for shared memory, and print one line about it.
 
         Args:
             loader: the settings in use.
             needed_bytes: size of the batch that did not fit.
-            held: batches that the training loop holds now, which take shared memory already.
         """
         free_bytes = free_shared_memory()
         was_lowered = self.batches is not None
-        fitting = (free_bytes - semaphore_bytes(loader.workers)) // needed_bytes - (HELD_BATCHES - held)
+        # A batch that the training loop holds now is not free later either: the new workers inherit it at the fork.
+        fitting = (free_bytes - semaphore_bytes(loader.workers)) // needed_bytes - HELD_BATCHES
         # The workers have ended, so other processes may have filled the memory: the limit decreases in any case.
         fewer = min(fitting, loader.workers * loader.ahead - 1)
         self.batches = 0 if was_lowered else max(0, fewer)
@@ -306,7 +306,6 @@ def load_in_order(
     keys = iter(keys)
     waiting: deque[list] = deque()
     is_second_try = False
-    has_yielded = False
     while True:
         # A dead worker loses its finished but undelivered items; with one item at a time there are none.
         is_making_up = bool(waiting)
@@ -320,7 +319,6 @@ def load_in_order(
                 for loaded in found:
                     waiting.popleft()
                     is_second_try = False
-                    has_yielded = True
                     yield loaded
             if not is_making_up:
                 return
@@ -332,7 +330,7 @@ def load_in_order(
         except SharedMemoryFull as full:
             lacking_bytes = full.needed_bytes
         if lacking_bytes:  # outside of the handler, whose traceback keeps the batches that have arrived
-            loader.prefetch_limit.lower(pace, lacking_bytes, held=int(has_yielded))
+            loader.prefetch_limit.lower(pace, lacking_bytes)
 
 
 def _remembered(keys: Iterator[list], waiting: deque[list]) -> Iterator[list]:
