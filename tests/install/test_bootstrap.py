@@ -437,6 +437,16 @@ class TestWhatCannotBeDone:
             Installer(venv.root, venv.python, venv.cache, lock).install("torch")
         assert (tmp_path / "told.txt").read_text() == "https://mirror/simple\n"
 
+    @pytest.mark.parametrize(("missing", "makes_venv"), [([], False), (["jiwer"], True)])
+    def test_a_python_with_all_requirements_is_used_as_it_is(self, bootstrap, monkeypatch, capsys, missing, makes_venv):
+        """As in a notebook whose own PyTorch fits, after `pip install .`."""
+        prepared = []
+        monkeypatch.setattr(Requirements, "missing", lambda *_: missing)
+        monkeypatch.setattr(Venv, "prepare", lambda *_: prepared.append(True))
+        assert bootstrap.main(["--extras", "synthesis"]) == 0
+        assert bool(prepared) == makes_venv
+        assert (capsys.readouterr().out.strip() == sys.executable) != makes_venv
+
     def test_an_unknown_extra_is_a_usage_error(self, bootstrap, capsys):
         with pytest.raises(SystemExit) as ending:
             bootstrap.main(["--extras", "synthesis,magic"])
@@ -645,7 +655,7 @@ class TestScripts:
         setup.read(ROOT / "setup.cfg")
         required = setup["options"]["install_requires"].split()
         assert f"torch{TORCH_RANGE}" in required and f"torchaudio{TORCHAUDIO_RANGE}" in required
-        # CUDA 12.6 wheels, for GPUs before Turing, end with this release: a higher bound needs another choice of builds.
+        # CUDA 12.6 wheels, for GPUs before Turing, end here: a higher bound needs another choice of builds.
         assert LAST_WITH_CU126 == "2.14" and is_version_in(f"{LAST_WITH_CU126}.1+cu126", TORCH_RANGE)
         assert not is_version_in("2.15.0", TORCH_RANGE)
 
@@ -688,7 +698,9 @@ class TestGPUArchitecture:
         assert words in message
         assert f"{name} has architecture sm_{capability[0]}{capability[1]}" in message
         assert all(architecture in message for architecture in architectures)
-        command = f'{sys.executable} -m pip install --force-reinstall "torch{TORCH_RANGE}" "torchaudio{TORCHAUDIO_RANGE}"'
+        command = (
+            f'{sys.executable} -m pip install --force-reinstall "torch{TORCH_RANGE}" "torchaudio{TORCHAUDIO_RANGE}"'
+        )
         assert capability < (5, 0) or command in message
 
     def test_a_run_on_a_card_asks_nothing_of_cudnn(self, monkeypatch):
