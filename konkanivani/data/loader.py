@@ -7,9 +7,6 @@ a training step, during which both cores waited (docs/experiments.md).
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import math
-import mmap
 import multiprocessing
 import os
 import signal
@@ -19,10 +16,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -33,105 +30,25 @@ from konkanivani.console import count
 from konkanivani.data.batching import Batch, Example, GlobalBatch, check_tokens
 from konkanivani.data.dataset import EvalDataset, TrainDataset
 from konkanivani.data.manifest import Rejection
+from konkanivani.data.shared_memory import (
+    SHARED_MEMORY,
+    Packed,
+    SharedMemoryFull,
+    free_shared_memory,
+    inherited_integers,
+    pack,
+    semaphore_bytes,
+)
 from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, defer_signals, stopping_signals
 
 Value = TypeVar("Value", GlobalBatch, Batch)
 """Item of a data loader: a global batch for training, or a batch for evaluation."""
 
-ALIGNMENT = 64  # bytes: the width of the widest SIMD registers, and PyTorch's own alignment of CPU tensors
-
-
-@dataclass(frozen=True)
-class Place:
-    """Location of a tensor in the shared memory; `start` and `end` in bytes."""
-
-    start: int
-    dtype: torch.dtype
-    shape: torch.Size
-
-    @property
-    def end(self) -> int:
-        return self.start + math.prod(self.shape) * self.dtype.itemsize
-
-    def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as a view of the memory."""
-        # view(dtype) requires a start divisible by the item size; ALIGNMENT is a multiple of every item size.
-        return memory[self.start : self.end].view(self.dtype).view(self.shape)
-
-
-@dataclass(frozen=True)
-class Packed(Generic[Value]):
-    """Packed batch: `hollow` is the batch with a `Place` for each tensor, `memory` (bytes,) uint8 their contents."""
-
-    hollow: Any
-    memory: torch.Tensor
-
-    def unpack(self) -> Value:
-        """Return the original batch; its tensors are views of the memory."""
-        return cast("Value", self.hollow.with_each(lambda place: place.of(self.memory)))
-
-    def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed[Value]:
-        return dataclasses.replace(self, memory=change(self.memory))
-
-
-class SharedMemoryFull(Exception):
-    """Shared memory with less space than `needed_bytes`, for a batch or for the semaphores of the workers' queues."""
-
-    def __init__(self, needed_bytes: int) -> None:
-        super().__init__(needed_bytes)
-        self.needed_bytes = needed_bytes
-
-
-def pack(value: Value) -> Packed[Value]:
-    """Copy the tensors into shared memory; raise `SharedMemoryFull` if /dev/shm is too small."""
-    tensors: list[torch.Tensor] = []
-    places: list[Place] = []
-
-    def place(tensor: torch.Tensor) -> Any:
-        end = places[-1].end if places else 0
-        places.append(Place(math.ceil(end / ALIGNMENT) * ALIGNMENT, tensor.dtype, tensor.shape))
-        tensors.append(tensor)
-        return places[-1]
-
-    hollow = value.with_each(place)
-    # The queue would also move tensors to shared memory, but in a feeder thread, whose errors are lost.
-    try:
-        memory = torch.empty(places[-1].end, dtype=torch.uint8).share_memory_()
-    except RuntimeError as error:
-        if "shared memory" not in str(error) and "shm" not in str(error):
-            raise
-        raise SharedMemoryFull(places[-1].end) from None
-    for tensor, its_place in zip(tensors, places, strict=True):
-        its_place.of(memory).copy_(tensor)
-    return Packed(hollow, memory)
-
-
 # --------------------
 # Prefetching within the size of /dev/shm: 64 MB by default in a Docker container.
 
 
-SHARED_MEMORY = "/dev/shm"  # file system of shared tensors and named semaphores on Linux
 HELD_BATCHES = 2  # by the training loop: the batch of the current step, and the next one while it replaces that
-SEMAPHORES = 8  # of the DataLoader's result queue and event
-SEMAPHORES_PER_WORKER = 3  # of a worker's index queue
-
-
-def free_shared_memory() -> int:
-    """Return the free bytes of /dev/shm: 0 if it is missing or not writable."""
-    try:
-        status = os.statvfs(SHARED_MEMORY)
-    except OSError:
-        return 0
-    if not os.access(SHARED_MEMORY, os.W_OK):
-        return 0
-    if status.f_blocks == 0:  # a tmpfs without a size limit
-        return sys.maxsize
-    return status.f_bavail * status.f_frsize
-
-
-def semaphore_bytes(workers: int) -> int:
-    """Return the shared memory of the semaphores of a DataLoader: each is a file of one page."""
-    return (SEMAPHORES + SEMAPHORES_PER_WORKER * workers) * mmap.PAGESIZE
 
 
 @dataclass
@@ -150,7 +67,7 @@ class PrefetchLimit:
             return loader
         workers = min(loader.workers, self.batches)
         ahead = min(loader.ahead, self.batches // workers) if workers else loader.ahead
-        return dataclasses.replace(loader, workers=workers, ahead=ahead)
+        return replace(loader, workers=workers, ahead=ahead)
 
     def lower(self, loader: LoaderConfig, needed_bytes: int) -> None:
         """Lower the limit, after these settings were too much for shared memory, and print one line about it.
@@ -220,13 +137,13 @@ class Loaded(Generic[Value]):
         """Return a copy in page-locked memory; the DataLoader calls this for CUDA."""
         value = None if self.value is None else self.value.with_each(torch.Tensor.pin_memory)
         packed = None if self.packed is None else self.packed.with_each(torch.Tensor.pin_memory)
-        return dataclasses.replace(self, value=value, packed=packed)
+        return replace(self, value=value, packed=packed)
 
     def unpack(self) -> Loaded[Value]:
         """Return the item with its batch unpacked."""
         if self.packed is None:
             return self
-        return dataclasses.replace(self, value=self.packed.unpack(), packed=None)
+        return replace(self, value=self.packed.unpack(), packed=None)
 
 
 class WorkersFailed(ResourceError):
@@ -253,8 +170,7 @@ class Fetcher(Dataset[Loaded[Value]]):
     ) -> None:
         self.speech = speech
         self.combine: Callable[[list[Example]], Value] = combine
-        # Anonymous shared memory, which forked workers inherit and which takes nothing of /dev/shm.
-        self.being_read = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.int64, count=max(1, workers))
+        self.being_read = inherited_integers(max(1, workers))
 
     def __getitem__(self, keys: list) -> Loaded[Value]:
         worker = get_worker_info()
@@ -312,7 +228,7 @@ def load_in_order(
         handed_out = iter(tuple(waiting)) if is_making_up else _remembered(keys, waiting)
         pace = loader.prefetch_limit.apply(loader)
         if is_making_up:
-            pace = dataclasses.replace(pace, workers=min(1, pace.workers), ahead=1)
+            pace = replace(pace, workers=min(1, pace.workers), ahead=1)
         lacking_bytes = 0
         try:
             with closing(_load_until_a_death(fetcher, handed_out, waiting, pace, check)) as found:
