@@ -356,7 +356,7 @@ def _loaders_trials(bench: ResumeBench) -> Iterator[Trial]:
     yield Trial("an audio file turns into a pipe: its row is refused (3), at once", "", partial(pipe_findings, bench))
     for kilobytes in (64, 400):
         findings = partial(shared_memory_findings, bench, kilobytes=kilobytes)
-        yield Trial("too little shared memory: the same, at once", f"{kilobytes} KiB", findings)
+        yield Trial("too little shared memory: fewer workers or none, the run exact", f"{kilobytes} KiB", findings)
 
 
 def measure_untrusted_input(effort: Effort) -> FaultTable:

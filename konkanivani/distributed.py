@@ -27,7 +27,8 @@ from konkanivani.errors import KonkaniVaniError, ReportedByOtherRank, ResourceEr
 # Choice of device and precision, and the check that this PyTorch build supports the GPU.
 
 
-TORCH_RANGE = ">=2.10,<2.12"  # as in setup.cfg; a test checks that they agree
+TORCH_RANGE = ">=2.10,<2.15"  # as in setup.cfg; a test checks that they agree
+TORCHAUDIO_RANGE = ">=2.10,<2.12"
 OLDEST_OF_DEFAULT_BUILD = (7, 5)  # CUDA 13 supports Turing and later, the CUDA 12.6 build also Maxwell
 OLDEST_OF_ALL_BUILDS = (5, 0)
 
@@ -115,7 +116,7 @@ def _remedy(capability: tuple[int, int]) -> str:
     """Return the remedy as a sentence, with the exact command."""
     if capability < OLDEST_OF_ALL_BUILDS:
         return "No PyTorch build supports this GPU any more: use --device cpu, or another GPU."
-    install = f'{sys.executable} -m pip install --force-reinstall "torch{TORCH_RANGE}" "torchaudio{TORCH_RANGE}"'
+    install = f'{sys.executable} -m pip install --force-reinstall "torch{TORCH_RANGE}" "torchaudio{TORCHAUDIO_RANGE}"'
     if capability < OLDEST_OF_DEFAULT_BUILD:
         return f"Install the build for older GPUs: {install} --index-url https://download.pytorch.org/whl/cu126"
     return (

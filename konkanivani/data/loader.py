@@ -7,8 +7,6 @@ a training step, during which both cores waited (docs/experiments.md).
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import math
 import multiprocessing
 import os
 import signal
@@ -18,76 +16,82 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 from tqdm import tqdm
 
+from konkanivani.console import count
 from konkanivani.data.batching import Batch, Example, GlobalBatch, check_tokens
 from konkanivani.data.dataset import EvalDataset, TrainDataset
 from konkanivani.data.manifest import Rejection
+from konkanivani.data.shared_memory import (
+    SHARED_MEMORY,
+    Packed,
+    SharedMemoryFull,
+    free_shared_memory,
+    inherited_integers,
+    pack,
+    semaphore_bytes,
+)
 from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, defer_signals, stopping_signals
 
 Value = TypeVar("Value", GlobalBatch, Batch)
 """Item of a data loader: a global batch for training, or a batch for evaluation."""
 
-ALIGNMENT = 64  # bytes: the width of the widest SIMD registers, and PyTorch's own alignment of CPU tensors
+# --------------------
+# Prefetching within the size of /dev/shm: 64 MB by default in a Docker container.
 
 
-@dataclass(frozen=True)
-class Place:
-    """Location of a tensor in the shared memory; `start` and `end` in bytes."""
-
-    start: int
-    dtype: torch.dtype
-    shape: torch.Size
-
-    @property
-    def end(self) -> int:
-        return self.start + math.prod(self.shape) * self.dtype.itemsize
-
-    def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as a view of the memory."""
-        # view(dtype) requires a start divisible by the item size; ALIGNMENT is a multiple of every item size.
-        return memory[self.start : self.end].view(self.dtype).view(self.shape)
+HELD_BATCHES = 2  # by the training loop: the batch of the current step, and the next one while it replaces that
 
 
-@dataclass(frozen=True)
-class Packed(Generic[Value]):
-    """Packed batch: `hollow` is the batch with a `Place` for each tensor, `memory` (bytes,) uint8 their contents."""
+@dataclass
+class PrefetchLimit:
+    """Limit on the batches in shared memory, lowered when that is full; `batches` is None before.
 
-    hollow: Any
-    memory: torch.Tensor
+    It is lowered at most twice: to the number of batches that fit, then to 0, which means loading in the training
+    process. It holds for all later passes over the same data.
+    """
 
-    def unpack(self) -> Value:
-        """Return the original batch; its tensors are views of the memory."""
-        return cast("Value", self.hollow.with_each(lambda place: place.of(self.memory)))
+    batches: int | None = None
 
-    def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed[Value]:
-        return dataclasses.replace(self, memory=change(self.memory))
+    def apply(self, loader: LoaderConfig) -> LoaderConfig:
+        """Return the settings with at most this many batches prefetched by all workers together."""
+        if self.batches is None:
+            return loader
+        workers = min(loader.workers, self.batches)
+        ahead = min(loader.ahead, self.batches // workers) if workers else loader.ahead
+        return replace(loader, workers=workers, ahead=ahead)
 
+    def lower(self, loader: LoaderConfig, needed_bytes: int) -> None:
+        """Lower the limit, after these settings were too much for shared memory, and print one line about it.
 
-def pack(value: Value) -> Packed[Value]:
-    """Copy the tensors into shared memory; PyTorch raises a `RuntimeError` if /dev/shm is too small."""
-    tensors: list[torch.Tensor] = []
-    places: list[Place] = []
-
-    def place(tensor: torch.Tensor) -> Any:
-        end = places[-1].end if places else 0
-        places.append(Place(math.ceil(end / ALIGNMENT) * ALIGNMENT, tensor.dtype, tensor.shape))
-        tensors.append(tensor)
-        return places[-1]
-
-    hollow = value.with_each(place)
-    memory = torch.empty(places[-1].end, dtype=torch.uint8).share_memory_()
-    for tensor, its_place in zip(tensors, places, strict=True):
-        its_place.of(memory).copy_(tensor)
-    return Packed(hollow, memory)
+        Args:
+            loader: the settings in use.
+            needed_bytes: size of the batch that did not fit.
+        """
+        free_bytes = free_shared_memory()
+        was_lowered = self.batches is not None
+        # A batch that the training loop holds now is not free later either: the new workers inherit it at the fork.
+        fitting = (free_bytes - semaphore_bytes(loader.workers)) // needed_bytes - HELD_BATCHES
+        # The workers have ended, so other processes may have filled the memory: the limit decreases in any case.
+        fewer = min(fitting, loader.workers * loader.ahead - 1)
+        self.batches = 0 if was_lowered else max(0, fewer)
+        now = self.apply(loader)
+        way = "the training process loads the audio itself"
+        if now.workers:
+            way = f"loading continues with {count(now.workers, 'worker')}, {now.ahead} prefetched per worker"
+        tqdm.write(
+            f"Shared memory ({SHARED_MEMORY}, {free_bytes / 2**20:.2f} MiB free) is too small for "
+            f"{count(loader.workers, 'data loading worker')}, {loader.ahead} prefetched per worker: {way}, with the "
+            "same results. For faster loading start the container with more, for example docker run --shm-size=1g."
+        )
 
 
 # --------------------
@@ -102,12 +106,16 @@ SIGNS_OF_WORKERS = ("DataLoader", "Pin memory thread")  # in PyTorch's errors ab
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """Settings that do not change the loaded data; `timeout` in seconds, `ahead` is the items prefetched per worker."""
+    """Settings that do not change the loaded data; `timeout` in seconds, `ahead` is the items prefetched per worker.
+
+    `prefetch_limit` is shared by all uses of the settings.
+    """
 
     workers: int
     timeout: float
     pin_memory: bool
     ahead: int = 2
+    prefetch_limit: PrefetchLimit = field(default_factory=PrefetchLimit)
 
 
 @dataclass(frozen=True)
@@ -122,18 +130,20 @@ class Loaded(Generic[Value]):
     # A value, because the DataLoader replaces the message of an exception raised in a worker with a traceback.
     error: KonkaniVaniError | None = None
     packed: Packed[Value] | None = None
+    lacking_bytes: int = 0
+    """Size of the batch if shared memory was too small for it, else 0."""
 
     def pin_memory(self) -> Loaded[Value]:
         """Return a copy in page-locked memory; the DataLoader calls this for CUDA."""
         value = None if self.value is None else self.value.with_each(torch.Tensor.pin_memory)
         packed = None if self.packed is None else self.packed.with_each(torch.Tensor.pin_memory)
-        return dataclasses.replace(self, value=value, packed=packed)
+        return replace(self, value=value, packed=packed)
 
     def unpack(self) -> Loaded[Value]:
         """Return the item with its batch unpacked."""
         if self.packed is None:
             return self
-        return dataclasses.replace(self, value=self.packed.unpack(), packed=None)
+        return replace(self, value=self.packed.unpack(), packed=None)
 
 
 class WorkersFailed(ResourceError):
@@ -160,7 +170,7 @@ class Fetcher(Dataset[Loaded[Value]]):
     ) -> None:
         self.speech = speech
         self.combine: Callable[[list[Example]], Value] = combine
-        self.being_read = torch.full((workers,), -1).share_memory_()
+        self.being_read = inherited_integers(max(1, workers))
 
     def __getitem__(self, keys: list) -> Loaded[Value]:
         worker = get_worker_info()
@@ -181,8 +191,10 @@ class Fetcher(Dataset[Loaded[Value]]):
         try:
             value = self._combined(speeches)
             if worker:
-                return Loaded(None, rejections, packed=_pack(value, self.ids(keys)))
+                return Loaded(None, rejections, packed=pack(value))
             return Loaded(value, rejections)
+        except SharedMemoryFull as full:
+            return Loaded(None, (), lacking_bytes=full.needed_bytes)
         except (DataError, ResourceError) as error:
             return Loaded(None, (), error)
 
@@ -196,20 +208,6 @@ class Fetcher(Dataset[Loaded[Value]]):
         return self.combine(speeches)
 
 
-def _pack(value: Value, ids: list[str]) -> Packed[Value]:
-    """Pack a worker's batch into shared memory; raise a `ResourceError` if that is full."""
-    # The queue would also move tensors to shared memory, but in a feeder thread, whose errors are lost.
-    try:
-        return pack(value)
-    except RuntimeError as error:
-        if "shared memory" not in str(error) and "shm" not in str(error):
-            raise
-        raise ResourceError(
-            f"The data loading workers have too little shared memory (/dev/shm) for {', '.join(ids)}. Free "
-            "some, give the container more (docker run --shm-size), or use --num_workers 0, which needs none."
-        ) from None
-
-
 def load_in_order(
     fetcher: Fetcher[Value], keys: Iterable[list], loader: LoaderConfig, check: Callable[[], None]
 ) -> Generator[Loaded[Value], None, None]:
@@ -218,6 +216,8 @@ def load_in_order(
     If a worker dies, one new worker reloads the unfinished items one by one, with the same result; then all workers
     continue. A second death before another item arrives raises `WorkersFailed`, which names the utterances being read;
     all items before them have been yielded.
+
+    If shared memory is too small, fewer items are prefetched or this process loads them, also with the same result.
     """
     keys = iter(keys)
     waiting: deque[list] = deque()
@@ -226,7 +226,10 @@ def load_in_order(
         # A dead worker loses its finished but undelivered items; with one item at a time there are none.
         is_making_up = bool(waiting)
         handed_out = iter(tuple(waiting)) if is_making_up else _remembered(keys, waiting)
-        pace = dataclasses.replace(loader, workers=1, ahead=1) if is_making_up else loader
+        pace = loader.prefetch_limit.apply(loader)
+        if is_making_up:
+            pace = replace(pace, workers=min(1, pace.workers), ahead=1)
+        lacking_bytes = 0
         try:
             with closing(_load_until_a_death(fetcher, handed_out, waiting, pace, check)) as found:
                 for loaded in found:
@@ -240,6 +243,10 @@ def load_in_order(
                 raise
             tqdm.write(f"{failure.what}. Restarting them once, from the same utterances.")
             is_second_try = True
+        except SharedMemoryFull as full:
+            lacking_bytes = full.needed_bytes
+        if lacking_bytes:  # outside of the handler, whose traceback keeps the batches that have arrived
+            loader.prefetch_limit.lower(pace, lacking_bytes)
 
 
 def _remembered(keys: Iterator[list], waiting: deque[list]) -> Iterator[list]:
@@ -252,6 +259,8 @@ def _remembered(keys: Iterator[list], waiting: deque[list]) -> Iterator[list]:
 def _load_until_a_death(
     fetcher: Fetcher[Value], keys: Iterator[list], waiting: deque[list], loader: LoaderConfig, check: Callable[[], None]
 ) -> Generator[Loaded[Value], None, None]:
+    if loader.workers and free_shared_memory() < semaphore_bytes(loader.workers):
+        raise SharedMemoryFull(semaphore_bytes(loader.workers))
     fetcher.being_read.fill_(-1)
     batches = DataLoader(
         fetcher,
@@ -272,6 +281,8 @@ def _load_until_a_death(
         while (loaded := _next(iterator, fetcher, waiting, loader, check)) is not None:
             if loaded.error:
                 raise loaded.error
+            if loaded.lacking_bytes:
+                raise SharedMemoryFull(loaded.lacking_bytes)
             yield loaded.unpack()
     finally:
         # Workers that ignore SIGTERM would keep the process from exiting if this were left to the garbage collector.

@@ -40,6 +40,7 @@ class TorchBuild:
 DEFAULT = TorchBuild("default", "with its CUDA libraries: about 2.8 GB to download, 4.6 GB on disk", 7 * GIB)
 # Blackwell (10.0 and later) too, with driver 525 or newer.
 CU128 = TorchBuild("cu128", "for CUDA 12.8: about 3 GB to download, 7 GB on disk", 10 * GIB)
+LAST_WITH_CU126 = "2.14"  # last release of torch with wheels for CUDA 12.6, and so for GPUs before Turing
 # 5.0 (Maxwell, such as a GTX 980 with sm_52) to 9.0 (Hopper), with driver 525 or newer.
 CU126 = TorchBuild("cu126", "for CUDA 12.6: about 2.6 GB to download, 5 GB on disk", 7 * GIB)
 CPU = TorchBuild("cpu", "without CUDA: about 200 MB to download, 700 MB on disk", 2 * GIB)

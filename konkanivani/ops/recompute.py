@@ -1,6 +1,7 @@
 """Activation checkpointing: activations of a part are not kept but recomputed in the backward pass."""
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -29,10 +30,11 @@ ATTENTION = [
 ]
 
 
-recomputed_part: ContextVar[AbstractContextManager | None] = ContextVar("recomputed_part", default=None)
+recomputed_part: ContextVar[Callable[[], AbstractContextManager] | None] = ContextVar("recomputed_part", default=None)
 """Set, not None, inside of a checkpointed part, in its first forward pass as well as in its recomputation.
 
-The value is a context manager under which attention's result is kept; a `nullcontext` if it is not.
+The value returns a context manager under which the result of the part's next attention is kept; a `nullcontext` if it
+is not.
 
 PyTorch's selective checkpointing inspects each operator in Python, which costs a third of a step on the GPU's host: so
 it is entered for attention alone.
@@ -50,13 +52,35 @@ class KeptAttention(Attention):
         key_mask: torch.Tensor | None,
         is_causal: bool,
     ) -> torch.Tensor:
-        with recomputed_part.get() or nullcontext():
+        next_context = recomputed_part.get() or nullcontext
+        with next_context():
             return super().attend_heads(query, key, value, key_mask, is_causal)
 
 
 def keep_attention(model: torch.nn.Module) -> None:
     """Replace Whisper's attention by twins whose results are kept when blocks are recomputed."""
     replace_modules(model, {Attention: KeptAttention})
+
+
+class KeptResults:
+    """Contexts that keep the results of a part's attentions in the forward pass and return them in the recomputation.
+
+    A Whisper decoder block has two attentions. Each has a pair of contexts of its own: since PyTorch 2.14, entering the
+    recomputation's context a second time counts as a second backward pass.
+    """
+
+    def __init__(self) -> None:
+        self._restoring: deque[AbstractContextManager] = deque()
+
+    def save_next(self) -> AbstractContextManager:
+        """Return the context of the next attention in the forward pass."""
+        saving, restoring = create_selective_checkpoint_contexts(ATTENTION)
+        self._restoring.append(restoring)
+        return saving
+
+    def restore_next(self) -> AbstractContextManager:
+        """Return the context of the next attention in the recomputation."""
+        return self._restoring.popleft()
 
 
 def run_recomputed(
@@ -76,15 +100,17 @@ def run_recomputed(
     state = None if masks is None else masks.get_state()
 
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-        keepers = create_selective_checkpoint_contexts(ATTENTION) if keeps_attention else (nullcontext(), nullcontext())
-        return _within(keepers[0], None), _within(keepers[1], state)
+        if not keeps_attention:
+            return _within(nullcontext, None), _within(nullcontext, state)
+        kept = KeptResults()
+        return _within(kept.save_next, None), _within(kept.restore_next, state)
 
     is_default = keeps_random_state and masks is None
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=is_default, context_fn=contexts)
 
 
 @contextmanager
-def _within(keeper: AbstractContextManager, state: torch.Tensor | None) -> Iterator[None]:
+def _within(keeper: Callable[[], AbstractContextManager], state: torch.Tensor | None) -> Iterator[None]:
     """Set `recomputed_part` and, with a `state`, let dropout draw the masks of the forward pass again."""
     token = recomputed_part.set(keeper)
     try:

@@ -20,10 +20,14 @@ def test_a_worker_that_stops_ends_the_run_in_time(bench, tmp_path):
     assert lost_worker_findings(bench, LostWorker("stopped", signal.SIGSTOP, False, 1), tmp_path / "run") == []
 
 
-def test_too_little_shared_memory_is_an_error_at_once(bench, tmp_path):
+def test_a_run_with_too_little_shared_memory_is_the_same_run(bench, tmp_path):
     try:
         with small_disk(tmp_path / "try", 2**16):
             pass
     except PermissionError as error:
         pytest.skip(str(error))
     assert shared_memory_findings(bench, tmp_path / "run", 64) == []
+    # Negative control: with enough of it, the run does not mention it.
+    assert shared_memory_findings(bench, tmp_path / "enough", 2**16) == [
+        "it does not say that shared memory is too small"
+    ]

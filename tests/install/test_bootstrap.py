@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.distributed import TORCH_RANGE, check_gpu_architecture, choose_device
+from konkanivani.distributed import TORCH_RANGE, TORCHAUDIO_RANGE, check_gpu_architecture, choose_device
 from konkanivani.errors import ResourceError
 from konkanivani.install import environment as process_defaults
 from konkanivani.install.environment import (
@@ -36,6 +36,7 @@ from konkanivani.install.packages import (
     CU126,
     CU128,
     DEFAULT,
+    LAST_WITH_CU126,
     BuildChoice,
     Installer,
     NothingChanged,
@@ -189,6 +190,17 @@ class TestWheels:
     def test_an_address_where_nobody_listens_does_not_answer(self):
         assert not is_answering("http://127.0.0.1:9/", 3)
 
+    def test_the_other_libraries_never_replace_an_installed_build(self, venv, tmp_path, monkeypatch):
+        put_program(tmp_path / "programs", "uv", f'echo "$@" > {tmp_path}/told.txt')
+        put_program(venv.folder / "bin", "python", "exit 0")
+        monkeypatch.setenv("PATH", str(tmp_path / "programs"), prepend=os.pathsep)
+        monkeypatch.setattr(Venv, "missing", lambda *_: ["jiwer"])  # torch is there, made by hand, and fits
+        monkeypatch.setattr(Venv, "check_disk", lambda *_: None)
+        with venv.locked() as lock:
+            venv.install({"test"}, CU126, lock)
+        # Nothing that upgrades: uv and pip keep an installed version that fits, whichever its build.
+        assert (tmp_path / "told.txt").read_text() == f"pip install --python {venv.python} --editable .[test]\n"
+
     def test_come_from_their_index_and_replace_another_build_only_after_the_download(self, venv, monkeypatch):
         calls = []
         monkeypatch.setattr(Installer, "install", lambda self, *arguments: calls.append(arguments))
@@ -196,7 +208,7 @@ class TestWheels:
         for build, has_torch in ((CU126, True), (CU126, False), (DEFAULT, False)):
             venv.install_torch(installer, build, has_torch)
         index = ("--index-url", "https://download.pytorch.org/whl/cu126")
-        torches = (f"torch{TORCH_RANGE}", f"torchaudio{TORCH_RANGE}")
+        torches = (f"torch{TORCH_RANGE}", f"torchaudio{TORCHAUDIO_RANGE}")
         assert calls == [(*torches, *index, "--force-reinstall"), (*torches, *index), torches]
 
 
@@ -425,6 +437,16 @@ class TestWhatCannotBeDone:
             Installer(venv.root, venv.python, venv.cache, lock).install("torch")
         assert (tmp_path / "told.txt").read_text() == "https://mirror/simple\n"
 
+    @pytest.mark.parametrize(("missing", "makes_venv"), [([], False), (["jiwer"], True)])
+    def test_a_python_with_all_requirements_is_used_as_it_is(self, bootstrap, monkeypatch, capsys, missing, makes_venv):
+        """As in a notebook whose own PyTorch fits, after `pip install .`."""
+        prepared = []
+        monkeypatch.setattr(Requirements, "missing", lambda *_: missing)
+        monkeypatch.setattr(Venv, "prepare", lambda *_: prepared.append(True))
+        assert bootstrap.main(["--extras", "synthesis"]) == 0
+        assert bool(prepared) == makes_venv
+        assert (capsys.readouterr().out.strip() == sys.executable) != makes_venv
+
     def test_an_unknown_extra_is_a_usage_error(self, bootstrap, capsys):
         with pytest.raises(SystemExit) as ending:
             bootstrap.main(["--extras", "synthesis,magic"])
@@ -631,7 +653,11 @@ class TestScripts:
     def test_the_torch_range_is_written_once_more_only_in_preflight(self):
         setup = configparser.ConfigParser()
         setup.read(ROOT / "setup.cfg")
-        assert f"torch{TORCH_RANGE}" in setup["options"]["install_requires"].split()
+        required = setup["options"]["install_requires"].split()
+        assert f"torch{TORCH_RANGE}" in required and f"torchaudio{TORCHAUDIO_RANGE}" in required
+        # CUDA 12.6 wheels, for GPUs before Turing, end here: a higher bound needs another choice of builds.
+        assert LAST_WITH_CU126 == "2.14" and is_version_in(f"{LAST_WITH_CU126}.1+cu126", TORCH_RANGE)
+        assert not is_version_in("2.15.0", TORCH_RANGE)
 
 
 class TestGPUArchitecture:
@@ -672,7 +698,9 @@ class TestGPUArchitecture:
         assert words in message
         assert f"{name} has architecture sm_{capability[0]}{capability[1]}" in message
         assert all(architecture in message for architecture in architectures)
-        command = f'{sys.executable} -m pip install --force-reinstall "torch{TORCH_RANGE}" "torchaudio{TORCH_RANGE}"'
+        command = (
+            f'{sys.executable} -m pip install --force-reinstall "torch{TORCH_RANGE}" "torchaudio{TORCHAUDIO_RANGE}"'
+        )
         assert capability < (5, 0) or command in message
 
     def test_a_run_on_a_card_asks_nothing_of_cudnn(self, monkeypatch):

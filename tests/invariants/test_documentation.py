@@ -55,8 +55,15 @@ IN_PACKAGE = (
 FLAGS_IN = (*IN_PACKAGE, "training_scripts/*.py", "benchmarks/**/*.py")
 OTHERS = "logdir host standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_id rdzv_endpoint local_addr"
 OTHERS += " nodes ntasks gpus signal discount_fallback help encoder_"  # flags of other programs, and one truncated flag
-OTHERS += " copy_files output_dir"  # CTranslate2
-UNLISTED = {"README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "pyproject.toml"}  # files that every project has
+OTHERS += " copy_files output_dir shm"  # CTranslate2, and --shm-size of Docker
+UNLISTED = {
+    "README.md",
+    "LICENSE",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "pyproject.toml",
+    "Dockerfile",
+}  # files that every project has
 
 
 def blocks(page: Path, language: str) -> list[str]:
