@@ -1,0 +1,458 @@
+"""Models on the Hugging Face Hub: resolve a name to a commit, and download only the needed files into the Hub's cache.
+
+The cache is that of `huggingface_hub` (HF_HOME, HF_HUB_CACHE), so other programs share it, and a model that is complete
+there needs no network. Each downloaded file is compared with the size and the digest that the Hub's listing states.
+No file with pickle is downloaded, and no code of a repository is run.
+Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from konkanivani.console import say
+from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.files import PIECE_BYTES, atomic_replace
+
+# What the caller reads: the settings alone, a Whisper folder, or a NeMo model (a .nemo file or a Parakeet folder).
+Needs = Literal["settings", "whisper", "nemo"]
+NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+REVISION = re.compile(r"\w[\w./+-]{0,199}", re.ASCII)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+MAIN = "main"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+PICKLED = re.compile(r"pytorch_model.*\.bin|model.*\.(ckpt|pt|pth)")
+SETTINGS = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "normalizer.json",
+)
+MODEL_TYPES = {"settings": ("whisper",), "whisper": ("whisper",), "nemo": ("parakeet_ctc",)}
+MAX_SETTINGS_BYTES = 2**26  # the longest, a tokenizer.json, has about 4 million
+SPARE_BYTES = 2**26  # disk space that stays free
+TIMEOUT = 10.0  # seconds until a silent Hub counts as unreachable
+
+
+@dataclass(frozen=True)
+class Located:
+    """Folder or file of a model; `commit` is the commit that a hub name was resolved to, None for a local path."""
+
+    path: Path
+    commit: str | None = None
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """File in the Hub's listing; `sha256` is None for a file that git itself stores, whose digest is `blob`."""
+
+    name: str
+    size: int | None
+    blob: str | None
+    sha256: str | None
+
+    def is_sound(self, path: Path) -> bool:
+        """Return whether the file at `path` has the size and the digest of the listing."""
+        size = path.stat().st_size
+        if self.size is not None and size != self.size:
+            return False
+        if self.sha256 is not None:
+            return _digest(path, hashlib.sha256()) == self.sha256
+        if self.blob is not None:
+            # The object id of git: SHA-1 over a header with the size, and the content.
+            return _digest(path, hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)) == self.blob
+        return True
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether `name` has the form OWNER/MODEL of a name on the Hub."""
+    return NAME.fullmatch(name) is not None and ".." not in name and "--" not in name and not name.endswith(".nemo")
+
+
+def is_commit(revision: str | None) -> bool:
+    """Return whether `revision` is a full commit hash, which never changes its content."""
+    return revision is not None and COMMIT.fullmatch(revision) is not None
+
+
+def locate_model(name: str, revision: str | None, needs: Needs) -> Located:
+    """Return the local path `name`, or the downloaded snapshot of the repository `name`.
+
+    An existing path takes precedence over a repository. A name that is neither is returned as a path, whose reader
+    raises the usual error.
+
+    Args:
+        revision: branch, tag or commit; None for the branch main.
+
+    Raises:
+        UsageError: There is no such repository or revision, or `revision` is given with a local path.
+        CheckpointError: The repository has no usable model, or a file differs from the listing.
+        ResourceError: The Hub cannot be reached or denies access, or the disk is full.
+    """
+    if os.path.exists(name) or not is_hub_name(name):
+        if revision is not None:
+            raise UsageError(f"--revision {revision} selects a revision on the hub, and {name} is a local path: omit it.")
+        return Located(Path(name))
+    if revision is not None and (REVISION.fullmatch(revision) is None or ".." in revision):
+        raise UsageError(f"--revision {revision!r:.80} is not the name of a branch, tag or commit.")
+    return _Repository(name, revision or MAIN).locate(needs)
+
+
+def commit_note(name: str, located: Located) -> str:
+    """Return a sentence on the commit that the name was resolved to, or "" for a local path."""
+    if located.commit is None:
+        return ""
+    return f"{name} is commit {located.commit}, in {located.path}."
+
+
+class _Repository:
+    """A repository at one revision, and its folder in the cache."""
+
+    def __init__(self, name: str, revision: str):
+        self.name = name
+        self.revision = revision
+        # Errors of `huggingface_hub` at import, such as a malformed HF_HUB_ETAG_TIMEOUT, are explained too.
+        with self._explained():
+            self.hub = _import_hub(name)
+            from huggingface_hub import constants
+
+            self.cache = Path(constants.HF_HUB_CACHE)
+            self.endpoint = _without_password(constants.ENDPOINT)
+        self.folder = self.cache / f"models--{name.replace('/', '--')}"
+
+    def locate(self, needs: Needs) -> Located:
+        """Return the snapshot with the needed files, downloaded unless it is complete in the cache."""
+        with _quiet():
+            if is_commit(self.revision) and (found := self._cached(self.revision, needs)) is not None:
+                return found
+            try:
+                commit, files = self._listing()
+            except _Unreachable as error:
+                found = self._cached(self._cached_commit(), needs)
+                if found is None:
+                    raise ResourceError(str(error)) from None
+                say(f"{self.endpoint} cannot be reached: using {self.name} from the cache.", sys.stderr)
+                return found
+            found = self._cached(commit, needs) or self._download(commit, files, needs)
+            with contextlib.suppress(OSError):  # a cache that is read-only and complete is fine
+                self._store_ref(commit, needs)
+            return found
+
+    # The cache.
+
+    def _snapshot(self, commit: str) -> Path:
+        return self.folder / "snapshots" / commit
+
+    def _cached(self, commit: str | None, needs: Needs) -> Located | None:
+        """Return the model in the cache, or None unless all needed files are there.
+
+        Weights are downloaded after all other files: a snapshot that has them is complete.
+        """
+        if commit is None:
+            return None
+        folder = self._snapshot(commit)
+        if needs == "nemo":
+            archives = sorted(folder.glob("*.nemo"))
+            if archives:
+                return Located(archives[0], commit)
+        is_complete = (folder / CONFIG).is_file() and (needs == "settings" or _has_weights(folder))
+        return Located(folder, commit) if is_complete else None
+
+    def _cached_commit(self) -> str | None:
+        """Return the commit that the revision had when it was last downloaded, or None."""
+        if is_commit(self.revision):
+            return self.revision
+        with contextlib.suppress(OSError, ValueError):
+            commit = (self.folder / "refs" / self.revision).read_text(encoding="ascii").strip()
+            return commit if is_commit(commit) else None
+        return None
+
+    def _store_ref(self, commit: str, needs: Needs) -> None:
+        """Store the commit of a branch or tag, for later use without a network."""
+        path = self.folder / "refs" / self.revision
+        # Settings alone must not replace the reference to a complete snapshot of an earlier commit.
+        if is_commit(self.revision) or (needs == "settings" and path.exists()):
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_replace(path) as partial:
+            partial.write_text(commit, encoding="ascii")
+
+    # The network.
+
+    def _listing(self) -> tuple[str, dict[str, RemoteFile]]:
+        """Return the commit of the revision and its files, after their names are checked."""
+        with self._explained():
+            info = self.hub.HfApi().model_info(
+                self.name, revision=self.revision, files_metadata=True, timeout=TIMEOUT
+            )
+            commit = info.sha
+            files = [
+                RemoteFile(each.rfilename, each.size, each.blob_id, each.lfs.sha256 if each.lfs else None)
+                for each in info.siblings or []
+            ]
+        if not is_commit(commit):
+            raise _Unreachable(self._no_answer("its answer has no commit"))
+        for file in files:
+            if not _is_plain(file.name):
+                raise self._refused(f"its listing has the file name {file.name!r:.60}, which is outside of the folder")
+        return commit, {file.name: file for file in files}
+
+    def _download(self, commit: str, files: dict[str, RemoteFile], needs: Needs) -> Located:
+        """Download the needed files that the cache lacks: settings first, weights last."""
+        archives = sorted(name for name in files if name.endswith(".nemo") and "/" not in name)
+        if needs == "nemo" and archives:
+            if len(archives) > 1:
+                raise self._refused(f"it has {len(archives)} .nemo files", "Download one of them and give its path")
+            self._fetch(commit, [files[archives[0]]])
+            return Located(self._snapshot(commit) / archives[0], commit)
+        if CONFIG not in files:
+            raise self._refused(f"it has no {CONFIG}{' and no .nemo file' if needs == 'nemo' else ''}")
+        self._fetch(commit, [files[CONFIG]])
+        self._check_model_type(self._snapshot(commit) / CONFIG, needs)
+        if needs == "settings":
+            return Located(self._snapshot(commit), commit)
+        weights = self._weight_files(files)
+        settings = [files[name] for name in SETTINGS if name in files]
+        for file in settings:
+            if file.size is not None and file.size > MAX_SETTINGS_BYTES:
+                raise self._refused(f"its {file.name} has more than {MAX_SETTINGS_BYTES} bytes")
+        self._fetch(commit, [*settings, *weights])
+        return Located(self._snapshot(commit), commit)
+
+    def _weight_files(self, files: dict[str, RemoteFile]) -> list[RemoteFile]:
+        if WEIGHTS in files:
+            return [files[WEIGHTS]]
+        shards = sorted(name for name in files if SHARD.fullmatch(name))
+        if INDEX in files and shards:
+            return [files[INDEX], *(files[name] for name in shards)]
+        pickled = sorted(name for name in files if PICKLED.fullmatch(name))
+        if pickled:
+            raise self._refused(
+                f"its weights are only in {pickled[0]}, which is pickle and can run code when it is read",
+                "If you trust it, convert it with transformers' save_pretrained and give the new folder",
+            )
+        raise self._refused(f"it has no {WEIGHTS}")
+
+    def _check_model_type(self, path: Path, needs: Needs) -> None:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError, RecursionError):
+            found = None
+        kind = found.get("model_type") if isinstance(found, dict) else None
+        if kind not in MODEL_TYPES[needs]:
+            wanted = " or ".join(MODEL_TYPES[needs])
+            raise self._refused(f"its {CONFIG} is of a model of type {kind!r:.40}, and only {wanted} is supported")
+
+    def _fetch(self, commit: str, files: list[RemoteFile]) -> None:
+        missing = [file for file in files if not (self._snapshot(commit) / file.name).is_file()]
+        self._check_disk(missing)
+        for file in missing:
+            with self._explained(file.name):
+                path = Path(self.hub.hf_hub_download(self.name, file.name, revision=commit))
+                is_sound = file.is_sound(path)
+            if not is_sound:
+                _remove_from_cache(path)
+                raise self._refused(
+                    f"its {file.name} differs in size or digest from the hub's listing, and was deleted", "Start again"
+                )
+
+    def _check_disk(self, files: Iterable[RemoteFile]) -> None:
+        needed = sum(file.size or 0 for file in files)
+        place = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
+        free = shutil.disk_usage(place).free
+        if needed and needed + SPARE_BYTES > free:
+            raise ResourceError(
+                f"{self.name} needs {needed / 1e6:,.0f} MB, and {self.cache} has {max(0, free - SPARE_BYTES) / 1e6:,.0f} "
+                "MB free. Free disk space, or set HF_HOME to a folder on another disk."
+            )
+
+    # Errors.
+
+    @contextlib.contextmanager
+    def _explained(self, file: str | None = None) -> Iterator[None]:
+        """Convert any exception of `huggingface_hub` and of the HTTP client below it."""
+        try:
+            yield
+        except (KonkaniVaniError, _Unreachable):
+            raise
+        except Exception as error:
+            explained = self._explain(error, file)
+        else:
+            return
+        # Outside of the `except` block: the chained exception holds the request and with it the token.
+        raise explained
+
+    def _explain(self, error: Exception, file: str | None) -> Exception:
+        """Return the error to raise.
+
+        Texts of the exceptions are not repeated: some contain the token, such as that of an invalid HTTP header.
+        """
+        from huggingface_hub import errors as theirs
+
+        at = f"{self.name} on {self.endpoint}"
+        match error:
+            case theirs.GatedRepoError():
+                return ResourceError(
+                    f"There is no folder {self.name}, and {at} is gated: accept its conditions on its page, and set "
+                    "HF_TOKEN to a token of your account."
+                )
+            case theirs.RepositoryNotFoundError():
+                return UsageError(
+                    f"There is no folder {self.name}, and no public repository {at}. Correct the name, or set HF_TOKEN "
+                    "if it is private."
+                )
+            case theirs.RevisionNotFoundError():
+                return UsageError(f"{at} has no branch, tag or commit {self.revision}. Give another --revision.")
+            case theirs.RemoteEntryNotFoundError():
+                return CheckpointError(f"{at} lists {file} but does not have it. Give another --revision.")
+            case theirs.LocalEntryNotFoundError() | theirs.OfflineModeIsEnabled() | theirs.FileMetadataError():
+                return _Unreachable(self._no_answer(_root_reason(error)))
+            case theirs.HfHubHTTPError():
+                return self._explain_status(error.response.status_code)
+        return self._explain_other(error, file)
+
+    def _explain_status(self, status: int) -> Exception:
+        if status in (401, 403):
+            return ResourceError(
+                f"{self.endpoint} denies access to {self.name} (HTTP {status}). Set HF_TOKEN to a valid token of an "
+                "account that may read it."
+            )
+        if status == 404:
+            return UsageError(
+                f"There is no folder {self.name}, and no repository {self.name} on {self.endpoint}. Correct the name."
+            )
+        return _Unreachable(self._no_answer(f"HTTP {status}"))
+
+    def _explain_other(self, error: Exception, file: str | None) -> Exception:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return ResourceError(
+                f"The disk with {self.cache} is full: {self.name} was not downloaded. Free disk space, or set HF_HOME "
+                "to a folder on another disk."
+            )
+        if isinstance(error, OSError) and error.filename is not None:
+            return ResourceError(
+                f"The cache {self.cache} cannot be used: {error.strerror}. Repair it, or set HF_HOME to another folder."
+            )
+        if isinstance(error, OSError) and str(error).startswith("Consistency check failed"):
+            return self._refused(f"its {file} does not have the size that the hub states", "Start again")
+        if isinstance(error, ValueError):
+            return _Unreachable(self._no_answer("its answer is not JSON, as from a proxy that asks for a login"))
+        return _Unreachable(self._no_answer(_root_reason(error), file))
+
+    def _no_answer(self, reason: str, file: str | None = None) -> str:
+        cut = f"the download of {file} from " if file else ""
+        return (
+            f"There is no folder {self.name}, and {cut}{self.endpoint} failed: {reason}. Check the network, or copy "
+            f"the files of {self.endpoint}/{self.name} by hand and give their folder."
+        )
+
+    def _refused(self, reason: str, advice: str = "Use another repository, or the folder of a model") -> CheckpointError:
+        return CheckpointError(f"{self.name} on {self.endpoint} cannot be used: {reason}. {advice}.")
+
+
+class _Unreachable(Exception):
+    """The Hub does not answer, or something else answers for it; the cache may still have the model."""
+
+
+def _import_hub(name: str):  # noqa: ANN202 - a module
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ResourceError(
+            f"There is no folder {name}, and downloading {name} needs the package `huggingface_hub`, which is not "
+            "installed. Install it with .venv/bin/python -m pip install huggingface_hub, or copy the files by hand and "
+            "give their folder."
+        ) from None
+    return huggingface_hub
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the warnings of `huggingface_hub`, which can name URLs with signatures; bars are for terminals only."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
+
+    level = logging.get_verbosity()
+    were_disabled = are_progress_bars_disabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.set_verbosity(logging.CRITICAL)
+        if not sys.stderr.isatty():
+            disable_progress_bars()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)
+            if not were_disabled:
+                enable_progress_bars()
+
+
+def _root_reason(error: BaseException) -> str:
+    """Return the operating system's reason for a failed connection, else the name of the exception's class."""
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    if any(type(each).__name__ == "OfflineModeIsEnabled" and "HF_HUB_OFFLINE" in str(each) for each in causes):
+        return "HF_HUB_OFFLINE is set, and the cache has no complete copy"
+    for each in reversed(causes):
+        # Only the system's own text: other texts can contain the request.
+        if isinstance(each, OSError) and each.strerror:
+            return each.strerror
+    return type(causes[-1]).__name__
+
+
+def _without_password(endpoint: str) -> str:
+    """Return the endpoint without user name and password."""
+    parts = urlsplit(endpoint)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _is_plain(name: object) -> bool:
+    """Return whether a file name of the listing stays inside the folder."""
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+        return False
+    return not name.startswith("/") and not any(part in ("", ".", "..") for part in name.split("/"))
+
+
+def _has_weights(folder: Path) -> bool:
+    """Return whether a folder has the file of weights, or the index and all files that it lists."""
+    if (folder / WEIGHTS).is_file():
+        return True
+    try:
+        listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        return bool(listed) and all(_is_plain(name) and (folder / name).is_file() for name in listed)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def _remove_from_cache(path: Path) -> None:
+    """Delete a file of a snapshot, and the blob that it links to."""
+    with contextlib.suppress(OSError):
+        blob = path.resolve()
+        path.unlink()
+        blob.unlink(missing_ok=True)
+
+
+def _digest(path: Path, digest: "hashlib._Hash") -> str:
+    with open(path, "rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
