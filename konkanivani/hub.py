@@ -110,7 +110,9 @@ def locate_model(name: str, revision: str | None, needs: Needs) -> Located:
     """
     if os.path.exists(name) or not is_hub_name(name):
         if revision is not None:
-            raise UsageError(f"--revision {revision} selects a revision on the hub, and {name} is a local path: omit it.")
+            raise UsageError(
+                f"--revision {revision} selects a revision on the hub, and {name} is a local path: omit it."
+            )
         return Located(Path(name))
     if revision is not None and (REVISION.fullmatch(revision) is None or ".." in revision):
         raise UsageError(f"--revision {revision!r:.80} is not the name of a branch, tag or commit.")
@@ -130,13 +132,11 @@ class _Repository:
     def __init__(self, name: str, revision: str):
         self.name = name
         self.revision = revision
-        # Errors of `huggingface_hub` at import, such as a malformed HF_HUB_ETAG_TIMEOUT, are explained too.
-        with self._explained():
-            self.hub = _import_hub(name)
-            from huggingface_hub import constants
+        self.hub = _import_hub(name)
+        from huggingface_hub import constants
 
-            self.cache = Path(constants.HF_HUB_CACHE)
-            self.endpoint = _without_password(constants.ENDPOINT)
+        self.cache = Path(constants.HF_HUB_CACHE)
+        self.endpoint = _without_password(constants.ENDPOINT)
         self.folder = self.cache / f"models--{name.replace('/', '--')}"
 
     def locate(self, needs: Needs) -> Located:
@@ -152,7 +152,10 @@ class _Repository:
                     raise ResourceError(str(error)) from None
                 say(f"{self.endpoint} cannot be reached: using {self.name} from the cache.", sys.stderr)
                 return found
-            found = self._cached(commit, needs) or self._download(commit, files, needs)
+            try:
+                found = self._cached(commit, needs) or self._download(commit, files, needs)
+            except _Unreachable as error:
+                raise ResourceError(str(error)) from None
             with contextlib.suppress(OSError):  # a cache that is read-only and complete is fine
                 self._store_ref(commit, needs)
             return found
@@ -201,9 +204,7 @@ class _Repository:
     def _listing(self) -> tuple[str, dict[str, RemoteFile]]:
         """Return the commit of the revision and its files, after their names are checked."""
         with self._explained():
-            info = self.hub.HfApi().model_info(
-                self.name, revision=self.revision, files_metadata=True, timeout=TIMEOUT
-            )
+            info = self.hub.HfApi().model_info(self.name, revision=self.revision, files_metadata=True, timeout=TIMEOUT)
             commit = info.sha
             files = [
                 RemoteFile(each.rfilename, each.size, each.blob_id, each.lfs.sha256 if each.lfs else None)
@@ -278,11 +279,11 @@ class _Repository:
     def _check_disk(self, files: Iterable[RemoteFile]) -> None:
         needed = sum(file.size or 0 for file in files)
         place = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
-        free = shutil.disk_usage(place).free
-        if needed and needed + SPARE_BYTES > free:
+        free = max(0, shutil.disk_usage(place).free - SPARE_BYTES)
+        if needed > free:
             raise ResourceError(
-                f"{self.name} needs {needed / 1e6:,.0f} MB, and {self.cache} has {max(0, free - SPARE_BYTES) / 1e6:,.0f} "
-                "MB free. Free disk space, or set HF_HOME to a folder on another disk."
+                f"{self.name} needs {needed / 1e6:,.0f} MB, and {self.cache} has {free / 1e6:,.0f} MB free. "
+                "Free disk space, or set HF_HOME to a folder on another disk."
             )
 
     # Errors.
@@ -298,8 +299,8 @@ class _Repository:
             explained = self._explain(error, file)
         else:
             return
-        # Outside of the `except` block: the chained exception holds the request and with it the token.
-        raise explained
+        # Without the chained exception, which holds the request and with it the token.
+        raise explained from None
 
     def _explain(self, error: Exception, file: str | None) -> Exception:
         """Return the error to raise.
@@ -354,6 +355,10 @@ class _Repository:
             )
         if isinstance(error, OSError) and str(error).startswith("Consistency check failed"):
             return self._refused(f"its {file} does not have the size that the hub states", "Start again")
+        if isinstance(error, UnicodeError) or type(error).__name__ == "LocalProtocolError":
+            return UsageError(
+                "HF_TOKEN, or the stored token, is not one: it has characters that no token has. Set it anew."
+            )
         if isinstance(error, ValueError):
             return _Unreachable(self._no_answer("its answer is not JSON, as from a proxy that asks for a login"))
         return _Unreachable(self._no_answer(_root_reason(error), file))
@@ -365,7 +370,9 @@ class _Repository:
             f"the files of {self.endpoint}/{self.name} by hand and give their folder."
         )
 
-    def _refused(self, reason: str, advice: str = "Use another repository, or the folder of a model") -> CheckpointError:
+    def _refused(
+        self, reason: str, advice: str = "Use another repository, or the folder of a model"
+    ) -> CheckpointError:
         return CheckpointError(f"{self.name} on {self.endpoint} cannot be used: {reason}. {advice}.")
 
 
@@ -381,6 +388,11 @@ def _import_hub(name: str):  # noqa: ANN202 - a module
             f"There is no folder {name}, and downloading {name} needs the package `huggingface_hub`, which is not "
             "installed. Install it with .venv/bin/python -m pip install huggingface_hub, or copy the files by hand and "
             "give their folder."
+        ) from None
+    except Exception as error:  # a malformed variable, such as HF_HUB_ETAG_TIMEOUT, raises a ValueError at import
+        raise ResourceError(
+            f"The package `huggingface_hub` cannot be loaded ({type(error).__name__}). Correct or unset the "
+            "environment variables whose names start with HF_."
         ) from None
     return huggingface_hub
 

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -11,6 +10,7 @@ from konkanivani.config import PRESETS, OptimizerConfig, TextConfig, TrainConfig
 from konkanivani.console import MIB, budget_text, parse_budget, peak_text
 from konkanivani.distributed import BUCKET_BYTES
 from konkanivani.errors import ResourceError
+from konkanivani.hub import locate_model
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.monitor import available_bytes, measure_context
 from konkanivani.memory.plan import STATE_BYTES, model_state_bytes
@@ -69,7 +69,8 @@ def planned_architecture(config: TrainConfig) -> Architecture:
     """Return the architecture for these settings before a corpus is read; weights of a folder are not read."""
     if config.pretrained.pretrained is None:
         return architecture_of(config, config.text.vocab_size)
-    read = read_whisper_architecture(Path(config.pretrained.pretrained))
+    located = locate_model(config.pretrained.pretrained, config.pretrained.revision, "settings")
+    read = read_whisper_architecture(located.path)
     context = config.pretrained.audio_context or read.audio_context
     return dataclasses.replace(read, tuning=config.tuning, audio_context=context)
 

@@ -64,7 +64,11 @@ class Hub(ThreadingHTTPServer):
 
     def downloads(self) -> list[str]:
         """Return the names of the files that were downloaded."""
-        return [line.split("/", 6)[6] for line in self.requests if line.startswith("GET") and "/resolve/" in line]
+        return [
+            line.split("/resolve/")[1].split("/", 1)[1]
+            for line in self.requests
+            if line.startswith("GET") and "/resolve/" in line
+        ]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -97,7 +101,9 @@ class Handler(BaseHTTPRequestHandler):
         if repository is None:
             return self._refuse(401, "RepoNotFound")
         if repository.token is not None and self.headers.get("Authorization") != f"Bearer {repository.token}":
-            return self._refuse(403 if repository.is_gated else 401, "GatedRepo" if repository.is_gated else "RepoNotFound")
+            return self._refuse(
+                403 if repository.is_gated else 401, "GatedRepo" if repository.is_gated else "RepoNotFound"
+            )
         commit = repository.commit_of(unquote(revision or "main"))
         if commit is None:
             return self._refuse(404, "RevisionNotFound")
