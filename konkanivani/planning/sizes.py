@@ -10,7 +10,7 @@ from konkanivani.config import PRESETS, OptimizerConfig, TextConfig, TrainConfig
 from konkanivani.console import MIB, budget_text, parse_budget, peak_text
 from konkanivani.distributed import BUCKET_BYTES
 from konkanivani.errors import ResourceError
-from konkanivani.hub import locate_model
+from konkanivani.hub.models import locate_model
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.monitor import available_bytes, measure_context
 from konkanivani.memory.plan import STATE_BYTES, model_state_bytes

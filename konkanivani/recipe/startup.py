@@ -21,7 +21,7 @@ from konkanivani.flags import (
     decisions,
     resolve,
 )
-from konkanivani.hub import commit_note, locate_model
+from konkanivani.hub.models import commit_note, locate_model
 from konkanivani.inference.speech_model import (
     Origin,
     Pretrained,

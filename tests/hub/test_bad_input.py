@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from konkanivani import hub as hub_module
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
-from konkanivani.hub import locate_model
+from konkanivani.hub.models import locate_model
+from konkanivani.hub.repository import SPARE_BYTES
+from konkanivani.hub.repository import Repository as Remote
 from tests.hub.conftest import TOKEN
 from tests.hub.server import Hub, Repository
 
@@ -94,14 +95,14 @@ def test_proxy_that_answers_html(hub: Hub, cache: Path) -> None:
 
 
 def test_proxy_that_answers_html_for_files(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listing = hub_module._Repository._listing
+    listing = Remote.listing
 
-    def then_proxy(self: hub_module._Repository) -> object:
+    def then_proxy(self: Remote) -> object:
         found = listing(self)
         hub.is_proxy = True
         return found
 
-    monkeypatch.setattr(hub_module._Repository, "_listing", then_proxy)
+    monkeypatch.setattr(Remote, "listing", then_proxy)
     refuse(ResourceError, "failed")
     assert_nothing_half_written(cache)
 
@@ -146,7 +147,7 @@ def test_disk_that_fills_up(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_disk_space_is_compared_with_the_listing(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=hub_module.SPARE_BYTES + 10))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=SPARE_BYTES + 10))
     refuse(ResourceError, "MB free")
     assert hub.downloads() == []
 

@@ -20,7 +20,7 @@ import torch
 
 from konkanivani.config import AudioContext, PretrainedConfig, TrainConfig, TuningConfig
 from konkanivani.errors import CheckpointError, NumericsError, ResourceError, UsageError
-from konkanivani.hub import locate_model
+from konkanivani.hub.models import locate_model
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.models.fine_tuning import LOW_RANK_TENSORS
 from konkanivani.models.whisper.architecture import WhisperArchitecture

@@ -1,21 +1,18 @@
-"""Models on the Hugging Face Hub: resolve a name to a commit, and download only the needed files into the Hub's cache.
+"""Repositories on the Hugging Face Hub: resolve a revision to a commit, and download files into the Hub's cache.
 
-The cache is that of `huggingface_hub` (HF_HOME, HF_HUB_CACHE), so other programs share it, and a model that is complete
-there needs no network. Each downloaded file is compared with the size and the digest that the Hub's listing states.
-No file with pickle is downloaded, and no code of a repository is run.
+The cache is that of `huggingface_hub` (HF_HOME, HF_HUB_CACHE), so other programs share it. Each downloaded file is
+compared with the size and the digest that the Hub's listing states. No code of a repository is run.
 Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
 """
 
 import contextlib
 import errno
 import hashlib
-import json
-import os
 import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,41 +22,13 @@ from konkanivani.console import say
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.files import PIECE_BYTES, atomic_replace
 
-# What the caller reads: the settings alone, a Whisper folder, or a NeMo model (a .nemo file or a Parakeet folder).
-Needs = Literal["settings", "whisper", "nemo"]
+Kind = Literal["model", "dataset"]
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 REVISION = re.compile(r"\w[\w./+-]{0,199}", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MAIN = "main"
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-PICKLED = re.compile(r"pytorch_model.*\.bin|model.*\.(ckpt|pt|pth)")
-SETTINGS = (
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "normalizer.json",
-)
-MODEL_TYPES = {"settings": ("whisper",), "whisper": ("whisper",), "nemo": ("parakeet_ctc",)}
-MAX_SETTINGS_BYTES = 2**26  # the longest, a tokenizer.json, has about 4 million
 SPARE_BYTES = 2**26  # disk space that stays free
 TIMEOUT = 10.0  # seconds until a silent Hub counts as unreachable
-
-
-@dataclass(frozen=True)
-class Located:
-    """Folder or file of a model; `commit` is the commit that a hub name was resolved to, None for a local path."""
-
-    path: Path
-    commit: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +53,15 @@ class RemoteFile:
         return True
 
 
+@dataclass(frozen=True)
+class Listing:
+    """Commit of a revision, its files by name, and `configs` of its card, which is unchecked."""
+
+    commit: str
+    files: Mapping[str, RemoteFile]
+    configs: object = None
+
+
 def is_hub_name(name: str) -> bool:
     """Return whether `name` has the form OWNER/MODEL of a name on the Hub."""
     return NAME.fullmatch(name) is not None and ".." not in name and "--" not in name and not name.endswith(".nemo")
@@ -94,93 +72,31 @@ def is_commit(revision: str | None) -> bool:
     return revision is not None and COMMIT.fullmatch(revision) is not None
 
 
-def locate_model(name: str, revision: str | None, needs: Needs) -> Located:
-    """Return the local path `name`, or the downloaded snapshot of the repository `name`.
-
-    An existing path takes precedence over a repository. A name that is neither is returned as a path, whose reader
-    raises the usual error.
-
-    Args:
-        revision: branch, tag or commit; None for the branch main.
-
-    Raises:
-        UsageError: There is no such repository or revision, or `revision` is given with a local path.
-        CheckpointError: The repository has no usable model, or a file differs from the listing.
-        ResourceError: The Hub cannot be reached or denies access, or the disk is full.
-    """
-    if os.path.exists(name) or not is_hub_name(name):
-        if revision is not None:
-            raise UsageError(
-                f"--revision {revision} selects a revision on the hub, and {name} is a local path: omit it."
-            )
-        return Located(Path(name))
+def check_revision(revision: str | None) -> None:
+    """Raise UsageError if `revision` cannot be the name of a branch, tag or commit."""
     if revision is not None and (REVISION.fullmatch(revision) is None or ".." in revision):
-        raise UsageError(f"--revision {revision!r:.80} is not the name of a branch, tag or commit.")
-    return _Repository(name, revision or MAIN).locate(needs)
+        raise UsageError(f"{revision!r:.80} is not the name of a branch, tag or commit. Give another revision.")
 
 
-def commit_note(name: str, located: Located) -> str:
-    """Return a sentence on the commit that the name was resolved to, or "" for a local path."""
-    if located.commit is None:
-        return ""
-    return f"{name} is commit {located.commit}, in {located.path}."
-
-
-class _Repository:
+class Repository:
     """A repository at one revision, and its folder in the cache."""
 
-    def __init__(self, name: str, revision: str):
+    def __init__(self, name: str, revision: str, kind: Kind = "model"):
         self.name = name
         self.revision = revision
+        self.kind = kind
         self.hub = _import_hub(name)
         from huggingface_hub import constants
 
         self.cache = Path(constants.HF_HUB_CACHE)
         self.endpoint = _without_password(constants.ENDPOINT)
-        self.folder = self.cache / f"models--{name.replace('/', '--')}"
+        self.folder = self.cache / f"{kind}s--{name.replace('/', '--')}"
 
-    def locate(self, needs: Needs) -> Located:
-        """Return the snapshot with the needed files, downloaded unless it is complete in the cache."""
-        with _quiet():
-            if is_commit(self.revision) and (found := self._cached(self.revision, needs)) is not None:
-                return found
-            try:
-                commit, files = self._listing()
-            except _Unreachable as error:
-                found = self._cached(self._cached_commit(), needs)
-                if found is None:
-                    raise ResourceError(str(error)) from None
-                say(f"{self.endpoint} cannot be reached: using {self.name} from the cache.", sys.stderr)
-                return found
-            try:
-                found = self._cached(commit, needs) or self._download(commit, files, needs)
-            except _Unreachable as error:
-                raise ResourceError(str(error)) from None
-            with contextlib.suppress(OSError):  # a cache that is read-only and complete is fine
-                self._store_ref(commit, needs)
-            return found
-
-    # The cache.
-
-    def _snapshot(self, commit: str) -> Path:
+    def snapshot(self, commit: str) -> Path:
+        """Return the folder of a commit in the cache; it may contain only some of the files."""
         return self.folder / "snapshots" / commit
 
-    def _cached(self, commit: str | None, needs: Needs) -> Located | None:
-        """Return the model in the cache, or None unless all needed files are there.
-
-        Weights are downloaded after all other files: a snapshot that has them is complete.
-        """
-        if commit is None:
-            return None
-        folder = self._snapshot(commit)
-        if needs == "nemo":
-            archives = sorted(folder.glob("*.nemo"))
-            if archives:
-                return Located(archives[0], commit)
-        is_complete = (folder / CONFIG).is_file() and (needs == "settings" or _has_weights(folder))
-        return Located(folder, commit) if is_complete else None
-
-    def _cached_commit(self) -> str | None:
+    def cached_commit(self) -> str | None:
         """Return the commit that the revision had when it was last downloaded, or None."""
         if is_commit(self.revision):
             return self.revision
@@ -189,92 +105,72 @@ class _Repository:
             return commit if is_commit(commit) else None
         return None
 
-    def _store_ref(self, commit: str, needs: Needs) -> None:
-        """Store the commit of a branch or tag, for later use without a network."""
+    def store_ref(self, commit: str, is_complete: bool = True) -> None:
+        """Store the commit of a branch or tag, for later use without a network.
+
+        A snapshot that is not complete does not replace the reference to another one.
+        """
         path = self.folder / "refs" / self.revision
-        # Settings alone must not replace the reference to a complete snapshot of an earlier commit.
-        if is_commit(self.revision) or (needs == "settings" and path.exists()):
+        if is_commit(self.revision) or (not is_complete and path.exists()):
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_replace(path) as partial:
-            partial.write_text(commit, encoding="ascii")
+        with contextlib.suppress(OSError):  # a cache that is read-only is fine
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_replace(path) as partial:
+                partial.write_text(commit, encoding="ascii")
 
-    # The network.
+    def listing(self) -> Listing:
+        """Return the commit of the revision and its files, after their names are checked.
 
-    def _listing(self) -> tuple[str, dict[str, RemoteFile]]:
-        """Return the commit of the revision and its files, after their names are checked."""
-        with self._explained():
-            info = self.hub.HfApi().model_info(self.name, revision=self.revision, files_metadata=True, timeout=TIMEOUT)
+        Raises:
+            Unreachable: The Hub does not answer; the cache may have what is needed.
+        """
+        with _quiet(), self._explained():
+            info = self.hub.HfApi().repo_info(
+                self.name, revision=self.revision, repo_type=self.kind, files_metadata=True, timeout=TIMEOUT
+            )
             commit = info.sha
+            card = getattr(info, "card_data", None)
+            configs = card.get("configs") if card else None
             files = [
                 RemoteFile(each.rfilename, each.size, each.blob_id, each.lfs.sha256 if each.lfs else None)
                 for each in info.siblings or []
             ]
-        if not is_commit(commit):
-            raise _Unreachable(self._no_answer("its answer has no commit"))
+        if not isinstance(commit, str) or not is_commit(commit):
+            raise Unreachable(self._no_answer("its answer has no commit"))
         for file in files:
-            if not _is_plain(file.name):
-                raise self._refused(f"its listing has the file name {file.name!r:.60}, which is outside of the folder")
-        return commit, {file.name: file for file in files}
+            if not is_plain(file.name):
+                raise self.refused(f"its listing has the file name {file.name!r:.60}, which is outside of the folder")
+        return Listing(commit, {file.name: file for file in files}, configs)
 
-    def _download(self, commit: str, files: dict[str, RemoteFile], needs: Needs) -> Located:
-        """Download the needed files that the cache lacks: settings first, weights last."""
-        archives = sorted(name for name in files if name.endswith(".nemo") and "/" not in name)
-        if needs == "nemo" and archives:
-            if len(archives) > 1:
-                raise self._refused(f"it has {len(archives)} .nemo files", "Download one of them and give its path")
-            self._fetch(commit, [files[archives[0]]])
-            return Located(self._snapshot(commit) / archives[0], commit)
-        if CONFIG not in files:
-            raise self._refused(f"it has no {CONFIG}{' and no .nemo file' if needs == 'nemo' else ''}")
-        self._fetch(commit, [files[CONFIG]])
-        self._check_model_type(self._snapshot(commit) / CONFIG, needs)
-        if needs == "settings":
-            return Located(self._snapshot(commit), commit)
-        weights = self._weight_files(files)
-        settings = [files[name] for name in SETTINGS if name in files]
-        for file in settings:
-            if file.size is not None and file.size > MAX_SETTINGS_BYTES:
-                raise self._refused(f"its {file.name} has more than {MAX_SETTINGS_BYTES} bytes")
-        self._fetch(commit, [*settings, *weights])
-        return Located(self._snapshot(commit), commit)
+    def fetch(self, commit: str, files: Iterable[RemoteFile]) -> None:
+        """Download the files that the cache lacks, in this order, and verify them.
 
-    def _weight_files(self, files: dict[str, RemoteFile]) -> list[RemoteFile]:
-        if WEIGHTS in files:
-            return [files[WEIGHTS]]
-        shards = sorted(name for name in files if SHARD.fullmatch(name))
-        if INDEX in files and shards:
-            return [files[INDEX], *(files[name] for name in shards)]
-        pickled = sorted(name for name in files if PICKLED.fullmatch(name))
-        if pickled:
-            raise self._refused(
-                f"its weights are only in {pickled[0]}, which is pickle and can run code when it is read",
-                "If you trust it, convert it with transformers' save_pretrained and give the new folder",
-            )
-        raise self._refused(f"it has no {WEIGHTS}")
-
-    def _check_model_type(self, path: Path, needs: Needs) -> None:
-        try:
-            found = json.loads(path.read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError, RecursionError):
-            found = None
-        kind = found.get("model_type") if isinstance(found, dict) else None
-        if kind not in MODEL_TYPES[needs]:
-            wanted = " or ".join(MODEL_TYPES[needs])
-            raise self._refused(f"its {CONFIG} is of a model of type {kind!r:.40}, and only {wanted} is supported")
-
-    def _fetch(self, commit: str, files: list[RemoteFile]) -> None:
-        missing = [file for file in files if not (self._snapshot(commit) / file.name).is_file()]
+        Raises:
+            CheckpointError: A file differs from the listing; it is deleted.
+            ResourceError: The disk has too little space, or the download fails.
+        """
+        missing = [file for file in files if not (self.snapshot(commit) / file.name).is_file()]
         self._check_disk(missing)
         for file in missing:
-            with self._explained(file.name):
-                path = Path(self.hub.hf_hub_download(self.name, file.name, revision=commit))
-                is_sound = file.is_sound(path)
+            try:
+                with _quiet(), self._explained(file.name):
+                    path = Path(self.hub.hf_hub_download(self.name, file.name, revision=commit, repo_type=self.kind))
+                    is_sound = file.is_sound(path)
+            except Unreachable as error:
+                raise ResourceError(str(error)) from None
             if not is_sound:
                 _remove_from_cache(path)
-                raise self._refused(
+                raise self.refused(
                     f"its {file.name} differs in size or digest from the hub's listing, and was deleted", "Start again"
                 )
+
+    def say_offline(self) -> None:
+        """Print that the cache is used because the Hub cannot be reached."""
+        say(f"{self.endpoint} cannot be reached: using {self.name} from the cache.", sys.stderr)
+
+    def refused(self, reason: str, advice: str = "Use another repository, or a local folder") -> CheckpointError:
+        """Return the error for a repository that cannot be used."""
+        return CheckpointError(f"{self.name} on {self.endpoint} cannot be used: {reason}. {advice}.")
 
     def _check_disk(self, files: Iterable[RemoteFile]) -> None:
         needed = sum(file.size or 0 for file in files)
@@ -293,7 +189,7 @@ class _Repository:
         """Convert any exception of `huggingface_hub` and of the HTTP client below it."""
         try:
             yield
-        except (KonkaniVaniError, _Unreachable):
+        except (KonkaniVaniError, Unreachable):
             raise
         except Exception as error:
             explained = self._explain(error, file)
@@ -326,7 +222,7 @@ class _Repository:
             case theirs.RemoteEntryNotFoundError():
                 return CheckpointError(f"{at} lists {file} but does not have it. Give another --revision.")
             case theirs.LocalEntryNotFoundError() | theirs.OfflineModeIsEnabled() | theirs.FileMetadataError():
-                return _Unreachable(self._no_answer(_root_reason(error)))
+                return Unreachable(self._no_answer(_root_reason(error)))
             case theirs.HfHubHTTPError():
                 return self._explain_status(error.response.status_code)
         return self._explain_other(error, file)
@@ -341,7 +237,7 @@ class _Repository:
             return UsageError(
                 f"There is no folder {self.name}, and no repository {self.name} on {self.endpoint}. Correct the name."
             )
-        return _Unreachable(self._no_answer(f"HTTP {status}"))
+        return Unreachable(self._no_answer(f"HTTP {status}"))
 
     def _explain_other(self, error: Exception, file: str | None) -> Exception:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -354,14 +250,14 @@ class _Repository:
                 f"The cache {self.cache} cannot be used: {error.strerror}. Repair it, or set HF_HOME to another folder."
             )
         if isinstance(error, OSError) and str(error).startswith("Consistency check failed"):
-            return self._refused(f"its {file} does not have the size that the hub states", "Start again")
+            return self.refused(f"its {file} does not have the size that the hub states", "Start again")
         if isinstance(error, UnicodeError) or type(error).__name__ == "LocalProtocolError":
             return UsageError(
                 "HF_TOKEN, or the stored token, is not one: it has characters that no token has. Set it anew."
             )
         if isinstance(error, ValueError):
-            return _Unreachable(self._no_answer("its answer is not JSON, as from a proxy that asks for a login"))
-        return _Unreachable(self._no_answer(_root_reason(error), file))
+            return Unreachable(self._no_answer("its answer is not JSON, as from a proxy that asks for a login"))
+        return Unreachable(self._no_answer(_root_reason(error), file))
 
     def _no_answer(self, reason: str, file: str | None = None) -> str:
         cut = f"the download of {file} from " if file else ""
@@ -370,13 +266,8 @@ class _Repository:
             f"the files of {self.endpoint}/{self.name} by hand and give their folder."
         )
 
-    def _refused(
-        self, reason: str, advice: str = "Use another repository, or the folder of a model"
-    ) -> CheckpointError:
-        return CheckpointError(f"{self.name} on {self.endpoint} cannot be used: {reason}. {advice}.")
 
-
-class _Unreachable(Exception):
+class Unreachable(Exception):
     """The Hub does not answer, or something else answers for it; the cache may still have the model."""
 
 
@@ -437,22 +328,11 @@ def _without_password(endpoint: str) -> str:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
-def _is_plain(name: object) -> bool:
+def is_plain(name: object) -> bool:
     """Return whether a file name of the listing stays inside the folder."""
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
         return False
     return not name.startswith("/") and not any(part in ("", ".", "..") for part in name.split("/"))
-
-
-def _has_weights(folder: Path) -> bool:
-    """Return whether a folder has the file of weights, or the index and all files that it lists."""
-    if (folder / WEIGHTS).is_file():
-        return True
-    try:
-        listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        return bool(listed) and all(_is_plain(name) and (folder / name).is_file() for name in listed)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return False
 
 
 def _remove_from_cache(path: Path) -> None:
