@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,6 +24,7 @@ class Repository:
     files: dict[str, bytes]
     branches: dict[str, str] = field(default_factory=dict)
     token: str | None = None
+    card: dict[str, object] = field(default_factory=dict)
     is_gated: bool = False
     lies: dict[str, str] = field(default_factory=dict)
 
@@ -57,6 +58,15 @@ class Hub(ThreadingHTTPServer):
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
         self.is_proxy = False
+        self.connections: list[socket.socket] = []
+
+    def stop(self) -> None:
+        """Close the port and all connections, which clients keep open."""
+        self.shutdown()
+        self.server_close()
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     @property
     def url(self) -> str:
@@ -76,6 +86,10 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     server: Hub
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.connections.append(self.connection)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -124,6 +138,7 @@ class Handler(BaseHTTPRequestHandler):
                 entry["size"] = 10**15
             siblings.append(entry)
         body = {"id": name, "modelId": name, "sha": commit, "private": False, "siblings": siblings, "tags": []}
+        body["cardData"] = repository.card
         self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
     def _resolve(self, repository: Repository, commit: str, file: str) -> None:

@@ -77,8 +77,7 @@ def test_token_that_is_no_header(hub: Hub, cache: Path, monkeypatch: pytest.Monk
 
 
 def test_no_network(hub: Hub, cache: Path) -> None:
-    hub.shutdown()
-    hub.server_close()
+    hub.stop()
     refuse(ResourceError, "Connection refused. Check the network")
     assert not cache.exists() or not list(cache.rglob("*.json"))
 

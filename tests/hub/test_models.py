@@ -52,8 +52,7 @@ def test_paths_are_no_names(name: str) -> None:
 
 def test_the_cache_serves_without_a_network(hub: Hub, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first = locate_model(NAME, None, "whisper")
-    hub.shutdown()
-    hub.server_close()
+    hub.stop()
     assert locate_model(NAME, None, "whisper") == first
     assert f"cannot be reached: using {NAME} from the cache" in capfd.readouterr().err
     # A commit needs no request at all.
@@ -63,8 +62,7 @@ def test_the_cache_serves_without_a_network(hub: Hub, cache: Path, capfd: pytest
 
 def test_settings_alone_are_no_model_without_a_network(hub: Hub, cache: Path) -> None:
     locate_model(NAME, None, "settings")
-    hub.shutdown()
-    hub.server_close()
+    hub.stop()
     assert locate_model(NAME, None, "settings").commit
     with pytest.raises(ResourceError, match="Connection refused"):
         locate_model(NAME, None, "whisper")
@@ -74,8 +72,7 @@ def test_a_complete_commit_stays_the_reference_when_a_plan_reads_a_newer_one(hub
     first = locate_model(NAME, None, "whisper")
     hub.repositories[NAME] = Repository(hub.repositories[NAME].files | {"NEWS.md": b"moved"})
     assert locate_model(NAME, None, "settings").commit != first.commit
-    hub.shutdown()
-    hub.server_close()
+    hub.stop()
     assert locate_model(NAME, None, "whisper") == first
 
 

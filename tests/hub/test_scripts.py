@@ -1,14 +1,13 @@
 """Real scripts with names on the hub: training, resuming, evaluation, plan, import; the token is never printed."""
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from konkanivani.checkpoints.checkpoint import read_checkpoint, read_provenance
 from konkanivani.flags import config_from_text
-from tests.conftest import Corpus, run_folders, script_command
+from tests.conftest import Corpus, run_folders, run_script
 from tests.hub.conftest import TOKEN
 from tests.hub.server import Hub, Repository
 from tests.nemo.files import FOLDER
@@ -20,8 +19,8 @@ TRAIN = "training_scripts/train_konkanivani_asr.py"
 
 def run(code: int, script: str, *arguments: str, cwd: Path = ROOT) -> str:
     """Run a script in a child process and return its output, in which the token must not occur."""
-    done = subprocess.run(script_command(script, *arguments), capture_output=True, text=True, cwd=cwd, check=False)
-    output = done.stdout + done.stderr
+    done = run_script(script, *arguments, cwd=cwd)
+    output = done.stderr + done.stdout
     assert done.returncode == code, output
     assert TOKEN not in output and "Traceback" not in output
     return output
@@ -92,6 +91,6 @@ def test_a_typo_is_a_usage_error(
 ) -> None:
     (tmp_path / "a.wav").write_bytes(b"")
     before = sorted(tmp_path.iterdir())
-    words = run(code, str(ROOT / script), "--pretrained", "someone/typo", *flags, cwd=tmp_path)
+    words = run(code, script, "--pretrained", "someone/typo", *flags, cwd=tmp_path)
     assert "There is no folder someone/typo, and no public repository someone/typo" in words
     assert [path for path in sorted(tmp_path.iterdir()) if path.name != "home"] == before
