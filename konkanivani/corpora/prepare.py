@@ -70,7 +70,7 @@ class Preparation:
     format: FormatName
     """Format of the corpus."""
     source: Path
-    """Folder of the corpus; huggingface: also a name on the hub, such as google/fleurs:mr_in or NAME:CONFIG@REVISION."""
+    """Folder of the corpus; huggingface: also a name on the hub, NAME:CONFIG@REVISION, such as google/fleurs:mr_in."""
     output: Path
     """Folder for the manifests, rejected.jsonl and report.json; created if missing."""
     table: str = ""

@@ -199,7 +199,8 @@ def _no_tables(repository: Repository, dataset: DatasetName, configs: list[str])
         return UsageError(f"{at} has {asked}. Give one of {known}, such as {dataset.name}:{configs[0]}.")
     of_config = f" of the configuration {dataset.config}" if dataset.config else ""
     return UsageError(
-        f"{at} has no Parquet files{of_config}, and code of data sets is not run. Download it by hand and give its folder."
+        f"{at} has no Parquet files{of_config}, and code of data sets is not run. Download it by hand and "
+        "give its folder."
     )
 
 

@@ -33,6 +33,10 @@ class Repository:
         self.commit = hashlib.sha1(content.encode()).hexdigest()
         self.branches = {"main": self.commit} | self.branches
 
+    def at(self, commit: str) -> dict[str, bytes]:
+        """Return the files of a commit."""
+        return self.files
+
     def commit_of(self, revision: str) -> str | None:
         """Return the commit of a branch or tag, or the commit itself; None if it does not exist."""
         return self.commit if revision == self.commit else self.branches.get(revision)
@@ -127,7 +131,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _list(self, name: str, repository: Repository, commit: str) -> None:
         siblings = []
-        for file, data in repository.files.items():
+        for file, data in repository.at(commit).items():
             size = len(data)
             lie = repository.lies.get(file, "")
             entry = {"rfilename": file, "size": size, "blobId": git_id(data)}
@@ -142,9 +146,10 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
     def _resolve(self, repository: Repository, commit: str, file: str) -> None:
-        if file not in repository.files:
+        files = repository.at(commit)
+        if file not in files:
             return self._refuse(404, "EntryNotFound")
-        data = repository.files[file]
+        data = files[file]
         lie = repository.lies.get(file, "")
         etag = hashlib.sha256(data).hexdigest() if is_large(file) else git_id(data)
         if lie == "content":

@@ -51,8 +51,9 @@ def test_a_run_stores_the_commit_and_resumes_from_it(hub: Hub, cache: Path, corp
 
 
 def test_plan_needs_the_settings_alone(hub: Hub, cache: Path) -> None:
-    output = run(0, "training_scripts/plan_memory.py", "--pretrained", NAME, "--memory_budget", "2GiB", "--json")
-    assert output.splitlines()[-1].startswith("{")
+    # A budget that the weights alone exceed: the plan ends before it traces steps, which takes seconds.
+    words = run(6, "training_scripts/plan_memory.py", "--pretrained", NAME, "--memory_budget", "1MiB")
+    assert "more than the budget of 1 MiB" in words
     assert hub.downloads() == ["config.json"]
 
 
