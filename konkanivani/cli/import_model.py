@@ -16,10 +16,9 @@ from typing import Annotated
 import tyro
 
 from konkanivani.command_line import command_line_of, read_flags
-from konkanivani.console import say
 from konkanivani.errors import UsageError
 from konkanivani.files import atomic_write, check_new_file
-from konkanivani.hub.models import WEIGHTS, Located, commit_note, locate_model
+from konkanivani.hub.models import WEIGHTS, Located, locate_model
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,6 @@ def run_import(flags: Flags) -> str:
 
     output = Path(output_name)
     located = locate_model(model, flags.revision, "nemo")
-    if located.commit is not None:
-        say(commit_note(model, located))
     found = import_nemo(located.path, flags.language, output.parent, source_of(model, located))
     with atomic_write(output) as partial:
         write_checkpoint(partial, found.checkpoint)

@@ -6,11 +6,13 @@ Weights are read from safetensors and .nemo files; a file with pickle is never d
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from konkanivani.console import say
 from konkanivani.errors import ResourceError, UsageError
 from konkanivani.hub.repository import (
     MAIN,
@@ -59,7 +61,7 @@ def locate_model(name: str, revision: str | None, needs: Needs) -> Located:
     """Return the local path `name`, or the downloaded snapshot of the repository `name`.
 
     An existing path takes precedence over a repository. A name that is neither is returned as a path, whose reader
-    raises the usual error.
+    raises the usual error. The commit of a branch or tag is printed.
 
     Args:
         revision: branch, tag or commit; None for the branch main.
@@ -76,14 +78,11 @@ def locate_model(name: str, revision: str | None, needs: Needs) -> Located:
             )
         return Located(Path(name))
     check_revision(revision)
-    return _locate_remote_model(Repository(name, revision or MAIN), needs)
-
-
-def commit_note(name: str, located: Located) -> str:
-    """Return a sentence on the commit that the name was resolved to, or "" for a local path."""
-    if located.commit is None:
-        return ""
-    return f"{name} is commit {located.commit}, in {located.path}."
+    located = _locate_remote_model(Repository(name, revision or MAIN), needs)
+    if not is_commit(revision):
+        # On stderr: --json and transcripts go to stdout.
+        say(f"{name} ({revision or MAIN}) is commit {located.commit}, in {located.path}.", sys.stderr)
+    return located
 
 
 def _locate_remote_model(repository: Repository, needs: Needs) -> Located:

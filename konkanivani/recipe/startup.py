@@ -21,7 +21,7 @@ from konkanivani.flags import (
     decisions,
     resolve,
 )
-from konkanivani.hub.models import commit_note, locate_model
+from konkanivani.hub.models import locate_model
 from konkanivani.inference.speech_model import (
     Origin,
     Pretrained,
@@ -268,8 +268,6 @@ def start_pretrained(config: TrainConfig) -> tuple[TrainConfig, Pretrained | Non
     if config.pretrained.pretrained is None:
         return config, None
     located = locate_model(config.pretrained.pretrained, config.pretrained.revision, "whisper")
-    if located.commit is not None:
-        say(commit_note(config.pretrained.pretrained, located))
     pretrained = read_pretrained(located.path)
     # The branch may move on: checkpoints store the commit, and a resumed run reads that.
     pinned = dataclasses.replace(config.pretrained, revision=located.commit)

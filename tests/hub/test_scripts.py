@@ -32,7 +32,7 @@ def test_a_run_stores_the_commit_and_resumes_from_it(hub: Hub, cache: Path, corp
     flags = (*corpus.flags(), *run_folders(tmp_path), "--device", "cpu", "--num_workers", "0", "--max_duration", "3")
     begin = ("--pretrained", NAME, "--language", "mr", "--freeze", "encoder", "--revision", "main")
     output = run(0, TRAIN, *begin, *flags, "--max_steps", "1")
-    assert f"{NAME} is commit {commit}" in output
+    assert f"{NAME} (main) is commit {commit}" in output
     checkpoint = tmp_path / "checkpoints" / "checkpoint_last.pt"
     stored = config_from_text(read_checkpoint(checkpoint).config).pretrained
     assert (stored.pretrained, stored.revision) == (NAME, commit)
