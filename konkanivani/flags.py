@@ -21,7 +21,7 @@ from konkanivani.config import (
     TrainConfig,
 )
 from konkanivani.errors import CheckpointError, ErrorCollector, UsageError
-from konkanivani.hub.repository import is_commit
+from konkanivani.hub import is_commit
 from konkanivani.rules import Setting, check_config, settings_of, with_values
 
 # --------------------

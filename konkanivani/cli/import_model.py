@@ -18,7 +18,7 @@ import tyro
 from konkanivani.command_line import command_line_of, read_flags
 from konkanivani.errors import UsageError
 from konkanivani.files import atomic_write, check_new_file
-from konkanivani.hub.models import WEIGHTS, Located, locate_model
+from konkanivani.models.hub import WEIGHTS, Located, locate_model
 
 
 @dataclass(frozen=True)

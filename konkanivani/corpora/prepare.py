@@ -25,6 +25,7 @@ from konkanivani.corpora.corpus import (
     resolve_split_by,
     summaries,
 )
+from konkanivani.corpora.hub import DatasetName, locate_dataset, parse_dataset_name
 from konkanivani.corpora.huggingface import find_huggingface_utterances
 from konkanivani.corpora.publishers import (
     find_common_voice_utterances,
@@ -41,7 +42,6 @@ from konkanivani.data.manifest import write_manifest
 from konkanivani.data.text import FormatCharacterCount
 from konkanivani.errors import DataError, ResourceError, UsageError, explained
 from konkanivani.files import folder_lock, without_empty_folders, write_json_lines
-from konkanivani.hub.datasets import DatasetName, locate_dataset, parse_dataset_name
 
 FormatName = Literal[
     "common_voice", "csv", "folder", "huggingface", "indicvoices", "kaldi", "ljspeech", "nemo", "openslr"

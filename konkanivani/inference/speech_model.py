@@ -25,12 +25,12 @@ from konkanivani.data.text import Tokenizer, Vocabulary
 from konkanivani.distributed import full_tensor
 from konkanivani.errors import CheckpointError, DataError, UsageError
 from konkanivani.flags import config_from_text
-from konkanivani.hub.models import locate_model
-from konkanivani.hub.repository import is_commit, is_hub_name
+from konkanivani.hub import is_commit, is_hub_name
 from konkanivani.lengths import Lengths
 from konkanivani.models.architecture import Architecture, architecture_of, is_within_bounds
 from konkanivani.models.asr import SkipInit, SpeechNetwork
 from konkanivani.models.front_end import FeatureExtractor
+from konkanivani.models.hub import locate_model
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.export import KIND, TunedWhisper, read_pretrained_whisper, restored_shape
 from konkanivani.models.whisper.vocabulary import vocabulary_of

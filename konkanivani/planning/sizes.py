@@ -10,13 +10,13 @@ from konkanivani.config import PRESETS, OptimizerConfig, TextConfig, TrainConfig
 from konkanivani.console import MIB, budget_text, parse_budget, peak_text
 from konkanivani.distributed import BUCKET_BYTES
 from konkanivani.errors import ResourceError
-from konkanivani.hub.models import locate_model
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.monitor import available_bytes, measure_context
 from konkanivani.memory.plan import STATE_BYTES, model_state_bytes
 from konkanivani.memory.weights import Placement
 from konkanivani.models.architecture import Architecture, architecture_of
 from konkanivani.models.asr import parameter_count
+from konkanivani.models.hub import locate_model
 from konkanivani.models.whisper.folder import read_whisper_architecture
 from konkanivani.planning.tracer import Peak
 from konkanivani.training.optimizer_state import bytes_per_rank

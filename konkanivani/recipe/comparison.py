@@ -18,7 +18,7 @@ from konkanivani.data.manifest import Rejections, read_manifest, read_recordings
 from konkanivani.errors import ErrorCollector, UsageError
 from konkanivani.files import atomic_write, digest_of_file
 from konkanivani.flags import NATIVE_ONLY_FLAGS, parse_args
-from konkanivani.hub.repository import is_hub_name
+from konkanivani.hub import is_hub_name
 from konkanivani.rules import settings_of
 from konkanivani.training_process import Trainer
 

@@ -21,7 +21,6 @@ from konkanivani.flags import (
     decisions,
     resolve,
 )
-from konkanivani.hub.models import locate_model
 from konkanivani.inference.speech_model import (
     Origin,
     Pretrained,
@@ -31,6 +30,7 @@ from konkanivani.inference.speech_model import (
     settings_of_weights,
 )
 from konkanivani.models.architecture import Architecture, architecture_of
+from konkanivani.models.hub import locate_model
 from konkanivani.recipe.preflight import check_disk, check_paths, check_ranks, named_manifests
 from konkanivani.recipe.run_folders import take_log_folder
 from konkanivani.rules import settings_of, with_values

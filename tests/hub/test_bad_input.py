@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
-from konkanivani.hub.models import locate_model
-from konkanivani.hub.repository import SPARE_BYTES
-from konkanivani.hub.repository import Repository as Remote
+from konkanivani.hub import SPARE_BYTES
+from konkanivani.hub import Repository as Remote
+from konkanivani.models.hub import locate_model
 from tests.hub.conftest import TOKEN
 from tests.hub.server import Hub, Repository
 
@@ -73,7 +73,7 @@ def test_gated_repository(hub: Hub, cache: Path) -> None:
 
 def test_token_that_is_no_header(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", f"{TOKEN}é")
-    refuse(UsageError, "HF_TOKEN, or the stored token, is not one")
+    refuse(UsageError, "HF_TOKEN, or the stored token, contains characters")
 
 
 def test_no_network(hub: Hub, cache: Path) -> None:
@@ -89,7 +89,7 @@ def test_unknown_host(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_proxy_that_answers_html(hub: Hub, cache: Path) -> None:
     hub.is_proxy = True
-    refuse(ResourceError, "not JSON, as from a proxy")
+    refuse(ResourceError, "not JSON but probably the login page of a proxy")
     assert_nothing_half_written(cache)
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from konkanivani.corpora.hub import DatasetName, locate_dataset, parse_dataset_name
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.files import cache_folder
-from konkanivani.hub.datasets import DatasetName, locate_dataset, parse_dataset_name
 from tests.conftest import run_script
 from tests.corpora.test_formats import huggingface_parquet
 from tests.hub.conftest import TOKEN

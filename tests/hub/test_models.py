@@ -8,9 +8,9 @@ import safetensors.torch
 import torch
 
 from konkanivani.errors import CheckpointError, ResourceError, UsageError
-from konkanivani.hub.models import locate_model
-from konkanivani.hub.repository import is_hub_name
+from konkanivani.hub import is_hub_name
 from konkanivani.inference.speech_model import read_pretrained
+from konkanivani.models.hub import locate_model
 from tests.hub.conftest import OTHERS
 from tests.hub.server import Hub, Repository
 from tests.nemo.files import FOLDER

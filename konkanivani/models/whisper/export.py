@@ -20,9 +20,9 @@ import torch
 
 from konkanivani.config import AudioContext, PretrainedConfig, TrainConfig, TuningConfig
 from konkanivani.errors import CheckpointError, NumericsError, ResourceError, UsageError
-from konkanivani.hub.models import locate_model
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.models.fine_tuning import LOW_RANK_TENSORS
+from konkanivani.models.hub import locate_model
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.byte_pairs import read_byte_pairs
 from konkanivani.models.whisper.folder import (

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from konkanivani.errors import ResourceError, UsageError
 from konkanivani.files import atomic_replace, cache_folder
-from konkanivani.hub.repository import (
+from konkanivani.hub import (
     MAIN,
     Listing,
     RemoteFile,

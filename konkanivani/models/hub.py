@@ -14,7 +14,7 @@ from typing import Literal
 
 from konkanivani.console import say
 from konkanivani.errors import ResourceError, UsageError
-from konkanivani.hub.repository import (
+from konkanivani.hub import (
     MAIN,
     Listing,
     RemoteFile,

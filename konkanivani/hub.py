@@ -252,11 +252,9 @@ class Repository:
         if isinstance(error, OSError) and str(error).startswith("Consistency check failed"):
             return self.refused(f"its {file} does not have the size that the hub states", "Start again")
         if isinstance(error, UnicodeError) or type(error).__name__ == "LocalProtocolError":
-            return UsageError(
-                "HF_TOKEN, or the stored token, is not one: it has characters that no token has. Set it anew."
-            )
+            return UsageError("HF_TOKEN, or the stored token, contains characters that are not allowed. Set it again.")
         if isinstance(error, ValueError):
-            return Unreachable(self._no_answer("its answer is not JSON, as from a proxy that asks for a login"))
+            return Unreachable(self._no_answer("the answer is not JSON but probably the login page of a proxy"))
         return Unreachable(self._no_answer(_root_reason(error), file))
 
     def _no_answer(self, reason: str, file: str | None = None) -> str:
