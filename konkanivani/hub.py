@@ -25,6 +25,7 @@ from konkanivani.files import PIECE_BYTES, atomic_replace
 Kind = Literal["model", "dataset"]
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 REVISION = re.compile(r"\w[\w./+-]{0,199}", re.ASCII)
+ETAG = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MAIN = "main"
 SPARE_BYTES = 2**26  # disk space that stays free
@@ -154,6 +155,7 @@ class Repository:
         for file in missing:
             try:
                 with _quiet(), self._explained(file.name):
+                    self._check_etag(commit, file)
                     path = Path(self.hub.hf_hub_download(self.name, file.name, revision=commit, repo_type=self.kind))
                     is_sound = file.is_sound(path)
             except Unreachable as error:
@@ -163,6 +165,13 @@ class Repository:
                 raise self.refused(
                     f"its {file.name} differs in size or digest from the hub's listing, and was deleted", "Start again"
                 )
+
+    def _check_etag(self, commit: str, file: RemoteFile) -> None:
+        """Refuse an ETag that is a path: `huggingface_hub` uses it as a file name."""
+        url = self.hub.hf_hub_url(self.name, file.name, revision=commit, repo_type=self.kind)
+        etag = self.hub.get_hf_file_metadata(url, timeout=TIMEOUT).etag
+        if etag is not None and not ETAG.fullmatch(etag):
+            raise self.refused(f"the hub states {etag!r:.60} as the digest of its {file.name}")
 
     def say_offline(self) -> None:
         """Print that the cache is used because the Hub cannot be reached."""

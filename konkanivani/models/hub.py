@@ -33,13 +33,14 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 PICKLED = re.compile(r"pytorch_model.*\.bin|model.*\.(ckpt|pt|pth)")
+GENERATION = "generation_config.json"  # with the audio context of a fine-tuned Whisper model, which a plan needs
+FEATURES = ("preprocessor_config.json", "processor_config.json")
+TOKENIZERS = ("tokenizer.json", "vocab.json")
 SETTINGS = (
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "tokenizer.json",
+    "README.md",  # names the licence
+    *FEATURES,
+    *TOKENIZERS,
     "tokenizer_config.json",
-    "vocab.json",
     "merges.txt",
     "added_tokens.json",
     "special_tokens_map.json",
@@ -100,17 +101,15 @@ def _locate_remote_model(repository: Repository, needs: Needs) -> Located:
             raise ResourceError(str(error)) from None
         repository.say_offline()
         return found
-    found = _cached_model(repository, listing.commit, needs)
-    if found is None:
-        found = _download_model(repository, listing, needs)
+    found = _download_model(repository, listing, needs)
     repository.store_ref(listing.commit, is_complete=needs != "settings")
     return found
 
 
 def _cached_model(repository: Repository, commit: str | None, needs: Needs) -> Located | None:
-    """Return the model in the cache, or None unless all needed files are there.
+    """Return the model in the cache, or None if it is not complete.
 
-    Weights are downloaded after all other files: a snapshot that has them is complete.
+    Weights are downloaded last, but other programs, which share the cache, may have left out some of the settings.
     """
     if commit is None:
         return None
@@ -119,7 +118,11 @@ def _cached_model(repository: Repository, commit: str | None, needs: Needs) -> L
         archives = sorted(folder.glob("*.nemo"))
         if archives:
             return Located(archives[0], commit)
-    is_complete = (folder / CONFIG).is_file() and (needs == "settings" or _has_weights(folder))
+    is_complete = (folder / CONFIG).is_file()
+    if needs != "settings":
+        has_features = any((folder / name).is_file() for name in FEATURES)
+        has_tokenizer = any((folder / name).is_file() for name in TOKENIZERS)
+        is_complete = is_complete and has_features and has_tokenizer and _has_weights(folder)
     return Located(folder, commit) if is_complete else None
 
 
@@ -138,12 +141,11 @@ def _download_model(repository: Repository, listing: Listing, needs: Needs) -> L
     _check_size(repository, files[CONFIG])
     repository.fetch(listing.commit, [files[CONFIG]])
     _check_model_type(repository, folder / CONFIG, needs)
-    if needs != "settings":
-        weights = _weight_files(repository, files)
-        settings = [files[name] for name in SETTINGS if name in files]
-        for file in settings:
-            _check_size(repository, file)
-        repository.fetch(listing.commit, [*settings, *weights])
+    weights = _weight_files(repository, files) if needs != "settings" else []
+    settings = [files[name] for name in (GENERATION, *(SETTINGS if weights else ())) if name in files]
+    for file in settings:
+        _check_size(repository, file)
+    repository.fetch(listing.commit, [*settings, *weights])
     return Located(folder, listing.commit)
 
 

@@ -152,6 +152,8 @@ class Handler(BaseHTTPRequestHandler):
         data = files[file]
         lie = repository.lies.get(file, "")
         etag = hashlib.sha256(data).hexdigest() if is_large(file) else git_id(data)
+        if lie.startswith("etag "):
+            etag = lie.removeprefix("etag ")
         if lie == "content":
             data = b"\0" * len(data)
         headers = {"X-Repo-Commit": commit, "ETag": f'"{etag}"'}

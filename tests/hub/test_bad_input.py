@@ -130,6 +130,16 @@ def test_file_with_a_lying_size(hub: Hub, cache: Path) -> None:
     assert_nothing_half_written(cache)
 
 
+@pytest.mark.parametrize("etag", ["../../../escaped", "/tmp/escaped", "..", "a\\b", ""])
+def test_digest_that_is_a_path(hub: Hub, cache: Path, etag: str) -> None:
+    hub.repositories[NAME].lies[WEIGHTS] = f"etag {etag}"
+    with pytest.raises((CheckpointError, ResourceError)):
+        locate_model(NAME, None, "whisper")
+    assert not list(cache.parent.parent.rglob("escaped*"))
+    assert WEIGHTS not in hub.downloads()
+    assert_nothing_half_written(cache)
+
+
 def test_more_than_the_disk_holds(hub: Hub, cache: Path) -> None:
     hub.repositories[NAME].lies[WEIGHTS] = "huge"
     refuse(ResourceError, "needs 1,000,000,000 MB, and .* Free disk space")

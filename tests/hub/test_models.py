@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from konkanivani.config import PretrainedConfig
 from konkanivani.errors import CheckpointError, ResourceError, UsageError
 from konkanivani.hub import is_hub_name
 from konkanivani.inference.speech_model import read_pretrained
@@ -16,21 +17,23 @@ from tests.hub.server import Hub, Repository
 from tests.nemo.files import FOLDER
 
 NAME = "someone/whisper-small"
+SMALL = ["config.json", "generation_config.json"]
 
 
 def test_only_the_needed_files_are_downloaded(hub: Hub, cache: Path, whisper_files: dict[str, bytes]) -> None:
     located = locate_model(NAME, None, "whisper")
     assert located.commit == hub.repositories[NAME].commit
-    assert sorted(hub.downloads()) == sorted(whisper_files)
-    assert {path.name: path.read_bytes() for path in located.path.iterdir()} == whisper_files
+    needed = whisper_files | {"README.md": OTHERS["README.md"]}
+    assert sorted(hub.downloads()) == sorted(needed)
+    assert {path.name: path.read_bytes() for path in located.path.iterdir()} == needed
     read_pretrained(NAME).check_weights()
-    assert sorted(hub.downloads()) == sorted(whisper_files)
+    assert sorted(hub.downloads()) == sorted(needed)
 
 
 def test_plan_downloads_the_settings_alone(hub: Hub, cache: Path) -> None:
     located = locate_model(NAME, None, "settings")
-    assert hub.downloads() == ["config.json"]
-    assert [path.name for path in located.path.iterdir()] == ["config.json"]
+    assert hub.downloads() == SMALL
+    assert sorted(path.name for path in located.path.iterdir()) == SMALL
     assert (locate_model(NAME, None, "whisper").path / "model.safetensors").is_file()
 
 
@@ -93,7 +96,7 @@ def test_shards(hub: Hub, cache: Path, whisper_files: dict[str, bytes]) -> None:
     files["model.safetensors.index.json"] = json.dumps(index).encode()
     hub.repositories[NAME] = Repository(files | OTHERS)
     pretrained = read_pretrained(NAME)
-    assert {name.partition("/")[0] for name in hub.downloads()} == set(files)
+    assert set(hub.downloads()) == {*files, "README.md"}
     whole = read_pretrained(write_files(cache / "whole", whisper_files)).weights()
     assert all(torch.equal(weight, whole[name]) for name, weight in pretrained.weights().items())
     # A snapshot that lacks a shard is not complete: it is downloaded again.
@@ -117,6 +120,14 @@ def test_nemo_file(hub: Hub, cache: Path) -> None:
         locate_model("someone/none", None, "nemo")
     with pytest.raises(CheckpointError, match="of type 'whisper', and only parakeet_ctc"):
         locate_model(NAME, None, "nemo")
+
+
+def test_files_that_another_program_left_out_are_downloaded(hub: Hub, cache: Path) -> None:
+    first = locate_model(NAME, None, "whisper")
+    for name in ("preprocessor_config.json", "tokenizer.json", "vocab.json"):
+        (first.path / name).unlink(missing_ok=True)
+    for revision in (None, first.commit):
+        read_pretrained(NAME, revision).vocabulary(PretrainedConfig(language="mr"))
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> Path:

@@ -44,6 +44,10 @@ def test_a_run_stores_the_commit_and_resumes_from_it(hub: Hub, cache: Path, corp
     assert config_from_text(read_checkpoint(checkpoint).config).pretrained.revision == commit
     words = run(4, TRAIN, *begin[:-1], "0" * 40, *flags, "--resume", str(checkpoint), "--max_steps", "3")
     assert f"--revision is {'0' * 40} here and {commit} in the checkpoint" in words
+    # The export reads frozen weights and tokenizer of the stored commit.
+    exported = tmp_path / "exported"
+    run(0, "training_scripts/export_asr.py", "--checkpoint", str(checkpoint), "--whisper", str(exported))
+    assert (exported / "model.safetensors").is_file() and hub.requests == []
     # Without the cache, the stored commit is asked for, and has vanished.
     shutil.rmtree(cache)
     words = run(2, TRAIN, *flags, "--resume", str(checkpoint), "--max_steps", "3")
@@ -54,7 +58,7 @@ def test_plan_needs_the_settings_alone(hub: Hub, cache: Path) -> None:
     # A budget that the weights alone exceed: the plan ends before it traces steps, which takes seconds.
     words = run(6, "training_scripts/plan_memory.py", "--pretrained", NAME, "--memory_budget", "1MiB")
     assert "more than the budget of 1 MiB" in words
-    assert hub.downloads() == ["config.json"]
+    assert hub.downloads() == ["config.json", "generation_config.json"]
 
 
 def test_evaluation_and_offline(hub: Hub, cache: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
