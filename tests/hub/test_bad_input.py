@@ -76,6 +76,20 @@ def test_token_that_is_no_header(hub: Hub, cache: Path, monkeypatch: pytest.Monk
     refuse(UsageError, "HF_TOKEN, or the stored token, contains characters")
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, OSError, KeyError])
+def test_errors_that_contain_the_token(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    error = kind(f"Illegal header value 'Bearer {TOKEN}'")
+    assert TOKEN in str(error)  # negative control
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", fail)
+    refuse(ResourceError, "failed: ")
+
+
 def test_no_network(hub: Hub, cache: Path) -> None:
     hub.stop()
     refuse(ResourceError, "Connection refused. Check the network")
@@ -106,9 +120,11 @@ def test_proxy_that_answers_html_for_files(hub: Hub, cache: Path, monkeypatch: p
     assert_nothing_half_written(cache)
 
 
-def test_download_that_is_cut(hub: Hub, cache: Path) -> None:
+def test_download_that_is_cut(hub: Hub, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
     hub.repositories[NAME].lies[WEIGHTS] = "cut"
     refuse(ResourceError, f"the download of {WEIGHTS} from .* failed")
+    captured = capfd.readouterr()
+    assert captured.out + captured.err == ""  # no warnings of the library, and no bar without a terminal
     assert_nothing_half_written(cache)
     del hub.repositories[NAME].lies[WEIGHTS]
     assert (locate_model(NAME, None, "whisper").path / WEIGHTS).is_file()

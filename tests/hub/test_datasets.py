@@ -66,11 +66,26 @@ def test_a_configuration_of_the_card(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub.requests.clear()
     assert label in prepare(tmp_path, label, 0, "again")
-    assert label in prepare(tmp_path, f"{NAME}:mr_in", 0, "once_more")
     assert hub.requests == []
     manifests = [(tmp_path / folder / "train.jsonl").read_bytes() for folder in ("out", "again")]
     assert manifests[0] == manifests[1]
-    assert "HF_HUB_OFFLINE is set" in prepare(tmp_path, f"{NAME}:hi_in", 6, "none")
+
+
+def test_the_cache_serves_without_a_network(
+    hub: Hub, cache: Path, parquet_files: dict[str, bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = named("mr_in/{}.parquet", parquet_files) | {"hi_in/train.parquet": b""}
+    hub.repositories[NAME] = Repository(files)
+    first = locate_dataset(DatasetName(NAME, "mr_in"))
+    hub.stop()
+    assert locate_dataset(DatasetName(NAME, "mr_in")) == first
+    assert "cannot be reached: using someone/speech from the cache" in capfd.readouterr().err
+    with pytest.raises(ResourceError, match="Connection refused"):
+        locate_dataset(DatasetName(NAME, "hi_in"))
+    # A file that was removed from the cache makes it incomplete.
+    next(iter(first.files.values())).unlink()
+    with pytest.raises(ResourceError, match="Connection refused"):
+        locate_dataset(DatasetName(NAME, "mr_in"))
 
 
 @pytest.mark.parametrize(
