@@ -211,7 +211,9 @@ class PretrainedConfig:
     """Pretrained Whisper model."""
 
     pretrained: str | None = None
-    """Folder of a Whisper model in Hugging Face format."""
+    """Folder of a Whisper model in Hugging Face format, or a name on the hub such as openai/whisper-small."""
+    revision: str | None = None
+    """Branch, tag or commit of a --pretrained name on the hub (None: main); checkpoints store the commit."""
     language: str | None = None
     """Language code of the transcripts; Whisper has no Konkani: use mr or hi."""
     task: Literal["transcribe", "translate"] = "transcribe"

@@ -21,6 +21,7 @@ from konkanivani.config import (
     TrainConfig,
 )
 from konkanivani.errors import CheckpointError, ErrorCollector, UsageError
+from konkanivani.hub import is_commit
 from konkanivani.rules import Setting, check_config, settings_of, with_values
 
 # --------------------
@@ -180,12 +181,12 @@ NATIVE_ONLY_FLAGS = frozenset(
 NO_REGULARISATION = dict.fromkeys(("ctc_weight", "label_smoothing", "weight_decay"), 0.0)
 PRETRAINED_DEFAULTS = NO_REGULARISATION | {"max_duration": 30.0, "max_tokens": 2**16}
 # Settings in GROUPS_OF_SHAPE that --resume may still change; all others there must equal the checkpoint's.
-FREE_TO_CHANGE = ("dropout", "pretrained", "forgetting_manifest", "forgetting_language")
+FREE_TO_CHANGE = ("dropout", "pretrained", "revision", "forgetting_manifest", "forgetting_language")
 GROUPS_OF_SHAPE = ("text", "features", "model", "pretrained", "tuning")
 # Flag that has no effect without another flag, optionally with the value that the other needs.
 FLAG_REQUIRES = {
     **{"rir_prob": "rir_manifest", "noise_snr": "noise_manifest", "noise_prob": "noise_manifest"},
-    **{"language": "pretrained", "task": "pretrained", "audio_context": "pretrained"},
+    **dict.fromkeys(("language", "task", "audio_context", "revision"), "pretrained"),
     **{"lora_alpha": "lora_rank", "lora_targets": "lora_rank"},
     **dict.fromkeys(("convolution_kernel", "convolution_norm", "entry_norm"), "encoder_type conformer"),
 }
@@ -278,7 +279,8 @@ class CommandLine:
         base = dataclasses.replace(stored, model=PRESETS[self.parsed.run.preset]) if is_other else stored
         # First drop the checkpoint's own --resume, --dry_run and so on, then apply the given flags.
         base = _with_given(base, TrainConfig(), SESSION_FLAGS)
-        return _checked(as_stored(_with_given(base, self.parsed, self.explicit), stored), self.explicit, stored)
+        merged = _with_pinned_revision(_with_given(base, self.parsed, self.explicit), stored, self.explicit)
+        return _checked(as_stored(merged, stored), self.explicit, stored)
 
     def merge_into_init(self, stored: TrainConfig) -> TrainConfig:
         """Return the settings of a new run with the initial weights of a checkpoint.
@@ -327,6 +329,21 @@ def _with_given(base: TrainConfig, parsed: TrainConfig, explicit: Collection[str
     return with_values(
         base, {setting.name: setting.value for setting in settings_of(parsed) if setting.name in explicit}
     )
+
+
+def _with_pinned_revision(config: TrainConfig, stored: TrainConfig, explicit: Collection[str]) -> TrainConfig:
+    """Return the settings with the stored commit of a model on the hub, since a branch may have moved on.
+
+    Another commit stays, for `contradictions` to report; another --pretrained model has its own revision.
+    """
+    asked = config.pretrained
+    revision = asked.revision
+    if asked.pretrained == stored.pretrained.pretrained:
+        if not is_commit(revision):
+            revision = stored.pretrained.revision
+    elif "revision" not in explicit:
+        revision = None
+    return dataclasses.replace(config, pretrained=dataclasses.replace(asked, revision=revision))
 
 
 def _checked(config: TrainConfig, explicit: frozenset[str], stored: TrainConfig | None) -> TrainConfig:
@@ -414,6 +431,9 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
     # Compared as real paths, so that a symlink or a relative path to the same file is no contradiction.
     if len({run.init_from and os.path.realpath(run.init_from) for run in (stored.run, asked.run)}) > 1:
         found.append(f"--init_from is {asked.run.init_from} here and {stored.run.init_from} in the checkpoint")
+    commits = [config.pretrained.revision for config in (asked, stored)]
+    if asked.pretrained.pretrained == stored.pretrained.pretrained and commits[0] != commits[1]:
+        found.append(f"--revision is {commits[0]} here and {commits[1]} in the checkpoint")
     if stored.global_batch_size != asked.global_batch_size:
         found.append(
             f"the effective batch (--batch_size x --gradient_accumulation_steps) is {asked.global_batch_size} here "

@@ -317,7 +317,11 @@ def _lora_rules(tuning: TuningConfig) -> list[Rule]:
 
 def _pretrained_rules(config: PretrainedConfig) -> list[Rule]:
     return [
-        (config.pretrained != "", "--pretrained must be the path of a folder"),
+        (config.pretrained != "", "--pretrained must be the path of a folder, or a name on the hub"),
+        (
+            config.pretrained is not None or config.revision is None,
+            "--revision selects a revision of a model on the hub: give --pretrained",
+        ),
         (0 <= config.timestamp_share <= 1, "--timestamp_share must be between 0 and 1"),
         (
             config.pretrained is not None or not config.timestamp_share,

@@ -48,7 +48,9 @@ class Flags:
     hub_folder: str | None = None
     """Folder to write for the Hugging Face hub: the model (bundle or Whisper format) and a model card, README.md."""
     pretrained: str | None = None
-    """Current path of the run's --pretrained folder (None: the path used in training)."""
+    """Current path, or name on the hub, of the run's --pretrained folder (None: the one used in training)."""
+    revision: str | None = None
+    """Branch, tag or commit of a --pretrained name on the hub (None: main)."""
     manifest: str | None = None
     """JSONL manifest to evaluate the checkpoint and the exported models on."""
     audio_roots: tuple[str, ...] = ()
@@ -81,6 +83,8 @@ def check_flags(flags: Flags) -> None:
             "--bundle, --onnx and --int8 are for models trained from scratch, --whisper and --adapter for "
             "--pretrained models: give only one kind."
         )
+    if flags.revision is not None and flags.pretrained is None:
+        raise UsageError("--revision selects a revision of a model on the hub: give --pretrained, or omit it.")
     folders = flags.folders
     if flags.hub_folder is not None:
         folders = [*folders, Path(flags.hub_folder)]
@@ -138,7 +142,7 @@ def export(flags: Flags) -> str:
         require_onnx()
     checkpoint = read_checkpoint(flags.checkpoint)
     if flags.pretrained is not None:
-        checkpoint = with_folder(checkpoint, flags.pretrained)
+        checkpoint = with_folder(checkpoint, flags.pretrained, flags.revision)
     check_kind(flags, checkpoint)
     scores = card_scores(flags, checkpoint.step)
     speech_model = build_speech_model(checkpoint, torch.device("cpu"))
@@ -167,12 +171,12 @@ def card_scores(flags: Flags, step: int) -> tuple[CardScore, ...]:
     return tuple(score for path in flags.card.scores for score in read_scores(Path(path), flags.checkpoint, step))
 
 
-def with_folder(checkpoint: "Checkpoint", folder: str) -> "Checkpoint":
-    """Return the checkpoint with `folder` as the path of its pretrained model."""
+def with_folder(checkpoint: "Checkpoint", folder: str, revision: str | None) -> "Checkpoint":
+    """Return the checkpoint with `folder` as the path, or the name and revision, of its pretrained model."""
     from konkanivani.flags import config_from_text, config_to_text
 
     config = config_from_text(checkpoint.config)
-    config = replace(config, pretrained=replace(config.pretrained, pretrained=folder))
+    config = replace(config, pretrained=replace(config.pretrained, pretrained=folder, revision=revision))
     return replace(checkpoint, config=config_to_text(config))
 
 

@@ -18,6 +18,7 @@ import tyro
 from konkanivani.command_line import command_line_of, read_flags
 from konkanivani.errors import UsageError
 from konkanivani.files import atomic_write, check_new_file
+from konkanivani.models.hub import WEIGHTS, Located, locate_model
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,13 @@ class Flags:
     """Input and output."""
 
     model: Annotated[str | None, tyro.conf.Positional] = None
-    """A .nemo file with a CTC head, or a folder of transformers' ParakeetForCTC."""
+    """A .nemo file with a CTC head, a folder of transformers' ParakeetForCTC, or a name on the hub of either."""
     output: Annotated[str | None, tyro.conf.Positional] = None
     """Checkpoint to write."""
     language: str | None = None
     """Language whose tokenizer to use, if the file has several, such as kok."""
+    revision: str | None = None
+    """Branch, tag or commit of a name on the hub (None: main)."""
     force: bool = False
     """Overwrite an existing output file."""
 
@@ -60,7 +63,8 @@ def run_import(flags: Flags) -> str:
     from konkanivani.models.nemo.weights import import_nemo
 
     output = Path(output_name)
-    found = import_nemo(Path(model), flags.language, output.parent)
+    located = locate_model(model, flags.revision, "nemo")
+    found = import_nemo(located.path, flags.language, output.parent, source_of(model, located))
     with atomic_write(output) as partial:
         write_checkpoint(partial, found.checkpoint)
     name = shlex.quote(output_name)
@@ -74,6 +78,14 @@ def run_import(flags: Flags) -> str:
             f"  {command_line_of('train')} --init_from {name} --train_manifest train.jsonl",
         ]
     )
+
+
+def source_of(model: str, located: Located) -> str | None:
+    """Return the name, commit and file of a model on the hub, for the provenance record; None for a local file."""
+    if located.commit is None:
+        return None
+    file = located.path.name if located.path.is_file() else WEIGHTS
+    return f"{model}@{located.commit}/{file}"
 
 
 def main(arguments: list[str]) -> str:

@@ -25,6 +25,7 @@ from konkanivani.corpora.corpus import (
     resolve_split_by,
     summaries,
 )
+from konkanivani.corpora.hub import DatasetName, locate_dataset, parse_dataset_name
 from konkanivani.corpora.huggingface import find_huggingface_utterances
 from konkanivani.corpora.publishers import (
     find_common_voice_utterances,
@@ -59,6 +60,7 @@ READERS: dict[FormatName, Callable[[SpeechFolder], Found]] = {
 REJECTED = "rejected.jsonl"
 REPORT = "report.json"
 AUDIO = "audio"
+TABLES = "tables"  # links to the downloaded files of a data set on the hub
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Preparation:
     format: FormatName
     """Format of the corpus."""
     source: Path
-    """Folder of the corpus."""
+    """Folder of the corpus; huggingface: also a name on the hub, NAME:CONFIG@REVISION, such as google/fleurs:mr_in."""
     output: Path
     """Folder for the manifests, rejected.jsonl and report.json; created if missing."""
     table: str = ""
@@ -154,34 +156,54 @@ def prepare_corpus(task: Preparation) -> PreparationReport:
     shares = task.shares
     most_rejected = parse_share(task.max_rejected, "--max_rejected")
     with _staging(task) as staged:
+        asked = task
+        if (dataset := _remote_dataset(asked)) is not None:
+            tables = locate_dataset(dataset)
+            # Links, since the folder in the cache may contain files of other configurations.
+            with _explained(asked.output):
+                tables.link_into(staged / TABLES)
+            task = replace(asked, source=staged / TABLES)
+            asked = replace(asked, source=Path(tables.label))
         columns = (task.audio_column, task.text_column, task.speaker_column, task.split_column)
         source = SpeechFolder(task.source, task.table, *columns, staged / AUDIO, task.root, task.channel_column)
         output = task.output.resolve()
         roots = AudioRoots(task.root.resolve(), output, source.embedded_audio, output / AUDIO)
         corpus = read_corpus(_told(READERS[task.format](source), task), roots)
-        split_by = resolve_split_by(task.split_by, corpus, str(task.source))
+        split_by = resolve_split_by(task.split_by, corpus, str(asked.source))
         if split_by == "given":
             refuse_without_split(corpus)
         with _explained(task.output):
             write_json_lines(staged / REJECTED, (asdict(_printable(row)) for row in corpus.refused))
         try:
-            _check_damage(task, corpus, most_rejected)
+            _check_damage(asked, corpus, most_rejected)
         except DataError:
             if _first_unexpected(corpus):  # the message refers to rejected.jsonl
                 with _explained(task.output):
                     os.replace(staged / REJECTED, task.output / REJECTED)
             raise
-        drawn = draw(corpus, split_by, shares, task.seed, str(task.source))
-        report = _report(task, split_by, drawn, corpus.refused)
+        drawn = draw(corpus, split_by, shares, task.seed, str(asked.source))
+        report = _report(asked, split_by, drawn, corpus.refused)
         with _explained(task.output):
             os.replace(staged / REJECTED, task.output / REJECTED)
             _publish(task, staged, drawn.utterances, report)
     return report
 
 
+def _remote_dataset(task: Preparation) -> DatasetName | None:
+    """Return the data set on the Hub that --source names; None if it is a path."""
+    if task.format != "huggingface" or task.source.exists():
+        return None
+    return parse_dataset_name(str(task.source))
+
+
 def _check_source(task: Preparation) -> None:
+    if _remote_dataset(task) is not None:
+        if task.audio_root:
+            raise UsageError("--audio_root applies to a local --source: omit it.")
+        return
     if not task.source.is_dir():
-        raise UsageError(f"--source {task.source} is not a folder. Give the folder of the unpacked corpus.")
+        named = ", or a name on the hub such as google/fleurs:mr_in" if task.format == "huggingface" else ""
+        raise UsageError(f"--source {task.source} is not a folder. Give the folder of the unpacked corpus{named}.")
     if not task.root.is_dir():
         raise UsageError(f"--audio_root {task.root} is not a folder. Give the folder that contains the audio.")
     source = task.source.resolve()

@@ -182,7 +182,7 @@ def build_recognizer(
     Raises a CheckpointError if the file cannot be used.
     """
     if pretrained.pretrained is not None:
-        folder = read_pretrained(pretrained.pretrained)
+        folder = read_pretrained(pretrained.pretrained, pretrained.revision)
         speech_model = build_pretrained_model(folder, pretrained, choose_device(device))
     elif is_bundle(Path(path)):
         speech_model = read_bundle(Path(path), choose_device(device))

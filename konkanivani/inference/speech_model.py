@@ -25,10 +25,12 @@ from konkanivani.data.text import Tokenizer, Vocabulary
 from konkanivani.distributed import full_tensor
 from konkanivani.errors import CheckpointError, DataError, UsageError
 from konkanivani.flags import config_from_text
+from konkanivani.hub import is_commit, is_hub_name
 from konkanivani.lengths import Lengths
 from konkanivani.models.architecture import Architecture, architecture_of, is_within_bounds
 from konkanivani.models.asr import SkipInit, SpeechNetwork
 from konkanivani.models.front_end import FeatureExtractor
+from konkanivani.models.hub import locate_model
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.export import KIND, TunedWhisper, read_pretrained_whisper, restored_shape
 from konkanivani.models.whisper.vocabulary import vocabulary_of
@@ -98,9 +100,13 @@ class Origin:
             )
 
 
-def read_pretrained(path: str | Path) -> Pretrained:
-    """Return the pretrained model in a folder, with its list of files checked."""
-    return read_pretrained_whisper(Path(path))
+def read_pretrained(path: str | Path, revision: str | None = None) -> Pretrained:
+    """Return the pretrained model in a folder or on the hub, with its list of files checked.
+
+    Args:
+        revision: branch, tag or commit of a name on the hub.
+    """
+    return read_pretrained_whisper(locate_model(str(path), revision, "whisper").path)
 
 
 def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
@@ -156,7 +162,7 @@ def whole_weights(
     if not missing or PRETRAINED_STATE not in checkpoint.states:
         return found
     check_base_is_there(config, "Put it there, or use the working folder in which the run was started")
-    pretrained = read_pretrained(config.pretrained.pretrained or "")
+    pretrained = read_pretrained(config.pretrained.pretrained or "", config.pretrained.revision)
     base = pretrained.weights()
     # The run kept its frozen weights in the model's dtype: round in the same way, or the digest differs.
     rest = {name: base[name].to(like[name].dtype) for name in missing if name in base}
@@ -169,9 +175,13 @@ def whole_weights(
 
 
 def check_base_is_there(config: TrainConfig, advice: str) -> None:
-    """Raise a CheckpointError, which ends with `advice`, if the pretrained folder of the run does not exist."""
+    """Raise a CheckpointError, which ends with `advice`, if the pretrained folder of the run does not exist.
+
+    A model on the hub is accepted here and located by `read_pretrained`.
+    """
     path = config.pretrained.pretrained
-    if path is None or not Path(path).is_dir():
+    is_remote = path is not None and is_hub_name(path) and is_commit(config.pretrained.revision)
+    if path is None or not (is_remote or Path(path).is_dir()):
         raise CheckpointError(
             f"The checkpoint contains only the trained weights, and the folder {path} with the rest of the "
             f"model does not exist. {advice}."

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -17,6 +16,7 @@ from konkanivani.memory.plan import STATE_BYTES, model_state_bytes
 from konkanivani.memory.weights import Placement
 from konkanivani.models.architecture import Architecture, architecture_of
 from konkanivani.models.asr import parameter_count
+from konkanivani.models.hub import locate_model
 from konkanivani.models.whisper.folder import read_whisper_architecture
 from konkanivani.planning.tracer import Peak
 from konkanivani.training.optimizer_state import bytes_per_rank
@@ -69,7 +69,8 @@ def planned_architecture(config: TrainConfig) -> Architecture:
     """Return the architecture for these settings before a corpus is read; weights of a folder are not read."""
     if config.pretrained.pretrained is None:
         return architecture_of(config, config.text.vocab_size)
-    read = read_whisper_architecture(Path(config.pretrained.pretrained))
+    located = locate_model(config.pretrained.pretrained, config.pretrained.revision, "settings")
+    read = read_whisper_architecture(located.path)
     context = config.pretrained.audio_context or read.audio_context
     return dataclasses.replace(read, tuning=config.tuning, audio_context=context)
 

@@ -18,6 +18,7 @@ from konkanivani.data.manifest import Rejections, read_manifest, read_recordings
 from konkanivani.errors import ErrorCollector, UsageError
 from konkanivani.files import atomic_write, digest_of_file
 from konkanivani.flags import NATIVE_ONLY_FLAGS, parse_args
+from konkanivani.hub import is_hub_name
 from konkanivani.rules import settings_of
 from konkanivani.training_process import Trainer
 
@@ -89,8 +90,10 @@ def choose_candidates(pretrained: Sequence[str], presets: Sequence[str], flags: 
             f"{', '.join('--' + name for name in single)}: only for a single run. Omit it: --presets selects "
             "the presets, all runs are in --folder, and an interrupted comparison resumes automatically."
         )
-    if absent := [path for path in pretrained if not Path(path).is_dir()]:
-        raise UsageError(f"--pretrained {' '.join(absent)}: not found. Give folders of Whisper models.")
+    if absent := [path for path in pretrained if not (Path(path).is_dir() or is_hub_name(path))]:
+        raise UsageError(
+            f"--pretrained {' '.join(absent)}: not found. Give folders of Whisper models, or names on the hub."
+        )
     is_mixed = bool(pretrained and presets)
     chosen = [("--pretrained", path, NATIVE_ONLY_FLAGS) for path in pretrained]
     chosen += [("--preset", preset, PRETRAINED_DEFAULTS) for preset in presets]

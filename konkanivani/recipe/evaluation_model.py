@@ -68,7 +68,7 @@ def load_pretrained_evaluation(
     config = resolve(dataclasses.replace(defaults_beside(TrainConfig(pretrained=asked)), pretrained=asked))
     if asked.pretrained is None:
         raise UsageError("--pretrained is missing. Give the folder of a pretrained model.")
-    pretrained = read_pretrained(asked.pretrained)
+    pretrained = read_pretrained(asked.pretrained, asked.revision)
     forward = build_forward(config, pretrained.architecture(config.tuning, asked), device)
     forward.model.load_state_dict(pretrained.weights())
     return EvaluationModel(0, config, pretrained.vocabulary(asked), forward, topology)

@@ -67,7 +67,7 @@ def score_forgetting(config: TrainConfig, checkpoint: Path, topology: Topology) 
     # The rules of the flags reject --forgetting_manifest without --pretrained.
     if manifest is None or asked.pretrained is None:
         return None
-    pretrained = read_pretrained(asked.pretrained)
+    pretrained = read_pretrained(asked.pretrained, asked.revision)
     # The pretrained model is scored at its own audio context, not at the context of this run.
     asked = dataclasses.replace(asked, language=asked.forgetting_language or asked.language, audio_context=None)
     tokenizer = pretrained.vocabulary(asked)

@@ -30,6 +30,7 @@ from konkanivani.inference.speech_model import (
     settings_of_weights,
 )
 from konkanivani.models.architecture import Architecture, architecture_of
+from konkanivani.models.hub import locate_model
 from konkanivani.recipe.preflight import check_disk, check_paths, check_ranks, named_manifests
 from konkanivani.recipe.run_folders import take_log_folder
 from konkanivani.rules import settings_of, with_values
@@ -266,8 +267,11 @@ def start_pretrained(config: TrainConfig) -> tuple[TrainConfig, Pretrained | Non
     """
     if config.pretrained.pretrained is None:
         return config, None
-    pretrained = read_pretrained(config.pretrained.pretrained)
-    config = dataclasses.replace(config, pretrained=pretrained.settled(config.pretrained))
+    located = locate_model(config.pretrained.pretrained, config.pretrained.revision, "whisper")
+    pretrained = read_pretrained(located.path)
+    # The branch may move on: checkpoints store the commit, and a resumed run reads that.
+    pinned = dataclasses.replace(config.pretrained, revision=located.commit)
+    config = dataclasses.replace(config, pretrained=pretrained.settled(pinned))
     # Built on the meta device and discarded: raises a UsageError if the tuning flags do not fit the model.
     pretrained.architecture(config.tuning, config.pretrained).build_without_values()
     tokenizer = pretrained.vocabulary(config.pretrained)
@@ -296,7 +300,7 @@ def resume_pretrained(asked: CommandLine, config: TrainConfig, checkpoint: Check
         if not restored_architecture(checkpoint, config).has_base:
             return None
         check_base_is_there(config, "Put it there, or give its path with --pretrained")
-    pretrained = read_pretrained(config.pretrained.pretrained or "")
+    pretrained = read_pretrained(config.pretrained.pretrained or "", config.pretrained.revision)
     stored = checkpoint.states[PRETRAINED_STATE]
     # Checks the parts that are known so far; frozen weights are compared later.
     Origin(pretrained.description(), str(stored["frozen"]), pretrained.path).load_state_dict(stored)

@@ -299,7 +299,7 @@ def test_a_good_folder_is_not_refused(whisper_folders, tmp_path):
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("openai/whisper-small", "models are not downloaded from the Hugging Face Hub"),
+        ("no_such_folder", "or a name on the hub such as openai/whisper-small"),
         ("/nowhere/at/all", "There is no folder /nowhere/at/all"),
         (__file__, "is a file"),
     ],

@@ -325,12 +325,13 @@ class Imported:
         )
 
 
-def import_nemo(path: Path, language: str | None, folder: Path) -> Imported:
+def import_nemo(path: Path, language: str | None, folder: Path, source: str | None = None) -> Imported:
     """Convert a .nemo file, or a Parakeet folder, to a checkpoint.
 
     Args:
         language: language to import, if the model has several.
         folder: place of a temporary file for gzipped weights, which has no name.
+        source: name of the model in the provenance record; None for the file name.
 
     Raises a CheckpointError if the file is damaged or unsupported, and a UsageError if it lacks this language.
     """
@@ -338,7 +339,8 @@ def import_nemo(path: Path, language: str | None, folder: Path) -> Imported:
         settings = read_folder_settings(path)
         tokenizers = {"": read_folder_pieces(path)}
         config = _config(settings, tokenizers[_choose(language, ("",), path)], path)
-        return _imported(config, settings, tokenizers, read_folder_tensors(path), path / WEIGHTS)
+        found = _imported(config, settings, tokenizers, read_folder_tensors(path), path / WEIGHTS)
+        return _with_source(found, source)
     with open_nemo(path, folder) as archive:
         settings = read_settings(archive.config, path)
         tokenizers = {name: _pieces(archive, file) for name, file in settings.tokenizers.items()}
@@ -347,7 +349,17 @@ def import_nemo(path: Path, language: str | None, folder: Path) -> Imported:
         config = _config(settings, tokenizers[chosen], path)
         # A licence file in the archive takes precedence over the configuration's entry.
         settings = replace(settings, licence=archive.licence or settings.licence)
-        return _imported(config, settings, tokenizers, read_tensors(archive.weights, path), path, chosen)
+        found = _imported(config, settings, tokenizers, read_tensors(archive.weights, path), path, chosen)
+        return _with_source(found, source)
+
+
+def _with_source(found: Imported, source: str | None) -> Imported:
+    """Return the import with `source` in place of the file name in its provenance record."""
+    if source is None:
+        return found
+    provenance = replace(found.provenance, file=source)
+    states = {**found.checkpoint.states, PROVENANCE_STATE: provenance.state_dict()}
+    return replace(found, checkpoint=replace(found.checkpoint, states=states), provenance=provenance)
 
 
 def _imported(

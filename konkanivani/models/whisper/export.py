@@ -22,6 +22,7 @@ from konkanivani.config import AudioContext, PretrainedConfig, TrainConfig, Tuni
 from konkanivani.errors import CheckpointError, NumericsError, ResourceError, UsageError
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.models.fine_tuning import LOW_RANK_TENSORS
+from konkanivani.models.hub import locate_model
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.byte_pairs import read_byte_pairs
 from konkanivani.models.whisper.folder import (
@@ -410,7 +411,8 @@ def read_base(tuned: TunedWhisper, folder: str | None, outputs: Iterable[Path]) 
     Raises a CheckpointError if the folder does not exist or contains a model of other dimensions or tokens, and a
     UsageError if one of the `outputs` is inside it.
     """
-    path = Path(folder or tuned.config.pretrained.pretrained or "")
+    named = folder or tuned.config.pretrained.pretrained or ""
+    path = locate_model(named, tuned.config.pretrained.revision, "whisper").path
     if folder is None and not path.is_dir():
         raise CheckpointError(
             f"The folder {path} that the run was started from does not exist, but the export needs it. Give "

@@ -351,12 +351,10 @@ def _no_folder(path: Path) -> str:
             f"{path} is a file. Use the folder of a Whisper model in Hugging Face format; use --checkpoint for "
             "a checkpoint, or --init_from to start from one."
         )
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-        return (
-            f"There is no folder {path}, and models are not downloaded from the Hugging Face Hub. Download the "
-            "files and give their folder."
-        )
-    return f"There is no folder {path}. Use the folder of a Whisper model in Hugging Face format."
+    return (
+        f"There is no folder {path}. Use the folder of a Whisper model in Hugging Face format, or a name on the hub "
+        "such as openai/whisper-small."
+    )
 
 
 def _shape_of(path: Path, config: Mapping[str, object]) -> WhisperShape:

@@ -1,0 +1,193 @@
+"""Models on the Hugging Face Hub: which files are needed, and whether the cache has them.
+
+Weights are read from safetensors and .nemo files; a file with pickle is never downloaded.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from konkanivani.console import say
+from konkanivani.errors import ResourceError, UsageError
+from konkanivani.hub import (
+    MAIN,
+    Listing,
+    RemoteFile,
+    Repository,
+    Unreachable,
+    check_revision,
+    is_commit,
+    is_hub_name,
+    is_plain,
+)
+
+# What the caller reads: the settings alone, a Whisper folder, or a NeMo model (a .nemo file or a Parakeet folder).
+Needs = Literal["settings", "whisper", "nemo"]
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+PICKLED = re.compile(r"pytorch_model.*\.bin|model.*\.(ckpt|pt|pth)")
+GENERATION = "generation_config.json"  # with the audio context of a fine-tuned Whisper model, which a plan needs
+FEATURES = ("preprocessor_config.json", "processor_config.json")
+TOKENIZERS = ("tokenizer.json", "vocab.json")
+SETTINGS = (
+    "README.md",  # names the licence
+    *FEATURES,
+    *TOKENIZERS,
+    "tokenizer_config.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "normalizer.json",
+)
+MODEL_TYPES = {"settings": ("whisper",), "whisper": ("whisper",), "nemo": ("parakeet_ctc",)}
+MAX_SETTINGS_BYTES = 2**26  # the longest, a tokenizer.json, has about 4 million
+
+
+@dataclass(frozen=True)
+class Located:
+    """Folder or file of a model; `commit` is the commit that a hub name was resolved to, None for a local path."""
+
+    path: Path
+    commit: str | None = None
+
+
+def locate_model(name: str, revision: str | None, needs: Needs) -> Located:
+    """Return the local path `name`, or the downloaded snapshot of the repository `name`.
+
+    An existing path takes precedence over a repository. A name that is neither is returned as a path, whose reader
+    raises the usual error. The commit of a branch or tag is printed.
+
+    Args:
+        revision: branch, tag or commit; None for the branch main.
+
+    Raises:
+        UsageError: There is no such repository or revision, or `revision` is given with a local path.
+        CheckpointError: The repository has no usable model, or a file differs from the listing.
+        ResourceError: The Hub cannot be reached or denies access, or the disk is full.
+    """
+    if os.path.exists(name) or not is_hub_name(name):
+        if revision is not None:
+            raise UsageError(
+                f"--revision {revision} selects a revision on the hub, and {name} is a local path: omit it."
+            )
+        return Located(Path(name))
+    check_revision(revision)
+    located = _locate_remote_model(Repository(name, revision or MAIN), needs)
+    if not is_commit(revision):
+        # On stderr: --json and transcripts go to stdout.
+        say(f"{name} ({revision or MAIN}) is commit {located.commit}, in {located.path}.", sys.stderr)
+    return located
+
+
+def _locate_remote_model(repository: Repository, needs: Needs) -> Located:
+    """Return the snapshot with the needed files, downloaded unless it is complete in the cache."""
+    # A commit never changes, so that a complete snapshot of it needs no request.
+    if is_commit(repository.revision):
+        found = _cached_model(repository, repository.revision, needs)
+        if found is not None:
+            return found
+    try:
+        listing = repository.listing()
+    except Unreachable as error:
+        found = _cached_model(repository, repository.cached_commit(), needs)
+        if found is None:
+            raise ResourceError(str(error)) from None
+        repository.say_offline()
+        return found
+    found = _download_model(repository, listing, needs)
+    repository.store_ref(listing.commit, is_complete=needs != "settings")
+    return found
+
+
+def _cached_model(repository: Repository, commit: str | None, needs: Needs) -> Located | None:
+    """Return the model in the cache, or None if it is not complete.
+
+    Weights are downloaded last, but other programs, which share the cache, may have left out some of the settings.
+    """
+    if commit is None:
+        return None
+    folder = repository.snapshot(commit)
+    if needs == "nemo":
+        archives = sorted(folder.glob("*.nemo"))
+        if archives:
+            return Located(archives[0], commit)
+    is_complete = (folder / CONFIG).is_file()
+    if needs != "settings":
+        has_features = any((folder / name).is_file() for name in FEATURES)
+        has_tokenizer = any((folder / name).is_file() for name in TOKENIZERS)
+        is_complete = is_complete and has_features and has_tokenizer and _has_weights(folder)
+    return Located(folder, commit) if is_complete else None
+
+
+def _download_model(repository: Repository, listing: Listing, needs: Needs) -> Located:
+    """Download the needed files that the cache lacks: settings first, weights last."""
+    files = listing.files
+    folder = repository.snapshot(listing.commit)
+    archives = sorted(name for name in files if name.endswith(".nemo") and "/" not in name)
+    if needs == "nemo" and archives:
+        if len(archives) > 1:
+            raise repository.refused(f"it has {len(archives)} .nemo files", "Download one of them and give its path")
+        repository.fetch(listing.commit, [files[archives[0]]])
+        return Located(folder / archives[0], listing.commit)
+    if CONFIG not in files:
+        raise repository.refused(f"it has no {CONFIG}{' and no .nemo file' if needs == 'nemo' else ''}")
+    _check_size(repository, files[CONFIG])
+    repository.fetch(listing.commit, [files[CONFIG]])
+    _check_model_type(repository, folder / CONFIG, needs)
+    weights = _weight_files(repository, files) if needs != "settings" else []
+    settings = [files[name] for name in (GENERATION, *(SETTINGS if weights else ())) if name in files]
+    for file in settings:
+        _check_size(repository, file)
+    repository.fetch(listing.commit, [*settings, *weights])
+    return Located(folder, listing.commit)
+
+
+def _weight_files(repository: Repository, files: Mapping[str, RemoteFile]) -> list[RemoteFile]:
+    """Return the single file of weights, or the index and its files; never pickle."""
+    if WEIGHTS in files:
+        return [files[WEIGHTS]]
+    shards = sorted(name for name in files if SHARD.fullmatch(name))
+    if INDEX in files and shards:
+        _check_size(repository, files[INDEX])
+        return [files[INDEX], *(files[name] for name in shards)]
+    pickled = sorted(name for name in files if PICKLED.fullmatch(name))
+    if pickled:
+        raise repository.refused(
+            f"its weights are only in {pickled[0]}, which is pickle and can run code when it is read",
+            "If you trust it, convert it with transformers' save_pretrained and give the new folder",
+        )
+    raise repository.refused(f"it has no {WEIGHTS}")
+
+
+def _check_size(repository: Repository, file: RemoteFile) -> None:
+    if file.size is not None and file.size > MAX_SETTINGS_BYTES:
+        raise repository.refused(f"its {file.name} has more than {MAX_SETTINGS_BYTES} bytes")
+
+
+def _check_model_type(repository: Repository, path: Path, needs: Needs) -> None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    kind = found.get("model_type") if isinstance(found, dict) else None
+    if kind not in MODEL_TYPES[needs]:
+        wanted = " or ".join(MODEL_TYPES[needs])
+        raise repository.refused(f"its {CONFIG} is of a model of type {kind!r:.40}, and only {wanted} is supported")
+
+
+def _has_weights(folder: Path) -> bool:
+    """Return whether a folder has the file of weights, or the index and all files that it lists."""
+    if (folder / WEIGHTS).is_file():
+        return True
+    try:
+        listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        return bool(listed) and all(is_plain(name) and (folder / name).is_file() for name in listed)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False

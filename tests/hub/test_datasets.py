@@ -1,0 +1,184 @@
+"""Data sets on the hub as --source of the preparation: configurations, revisions, offline use, bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from konkanivani.corpora.hub import DatasetName, locate_dataset, parse_dataset_name
+from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.files import cache_folder
+from tests.conftest import run_script
+from tests.corpora.test_formats import huggingface_parquet
+from tests.hub.conftest import TOKEN
+from tests.hub.server import Hub, Repository, files_in
+
+NAME = "someone/speech"
+FLAGS = ("--format", "huggingface", "--audio_column", "speech", "--text_column", "words")
+SPLITS = ("train", "validation", "test")
+
+
+@pytest.fixture(scope="session")
+def parquet_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """One Parquet file per split."""
+    folder = tmp_path_factory.mktemp("parquet") / "corpus"
+    huggingface_parquet(folder)
+    return {name.split("/")[1].split("-")[0]: data for name, data in files_in(folder).items()}
+
+
+@pytest.fixture(autouse=True)
+def own_memory(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent / "own"))
+
+
+def named(pattern: str, files: dict[str, bytes]) -> dict[str, bytes]:
+    return {pattern.format(split): data for split, data in files.items()}
+
+
+def prepare(tmp_path: Path, source: str, code: int, output: str = "out") -> str:
+    done = run_script(
+        "training_scripts/prepare_data.py", *FLAGS, "--source", source, "--output", str(tmp_path / output)
+    )
+    words = done.stdout + done.stderr
+    assert done.returncode == code, words
+    assert TOKEN not in words and "Traceback" not in words
+    if code:
+        assert not (tmp_path / output).exists() and len(done.stderr.strip().splitlines()) == 1
+    return words
+
+
+def test_a_configuration_of_the_card(
+    hub: Hub, cache: Path, tmp_path: Path, parquet_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [{"split": split, "path": [f"rows/mr-{split}*"]} for split in SPLITS]
+    card = {"configs": [{"config_name": "mr_in", "data_files": paths}, {"config_name": "hi_in", "data_files": "hi/*"}]}
+    others = {"hi/train-0.parquet": b"another language", "speech.py": b"raise SystemExit(9)", "README.md": b""}
+    repository = Repository(named("rows/mr-{}.parquet", parquet_files) | others, card=card)
+    hub.repositories[NAME] = repository
+    label = f"{NAME}:mr_in@{repository.commit}"
+    assert label in prepare(tmp_path, f"{NAME}:mr_in", 0)
+    assert sorted(hub.downloads()) == sorted(named("rows/mr-{}.parquet", parquet_files))
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["source"] == label
+    assert {split["name"]: split["utterances"] for split in report["splits"]} == {"train": 8, "valid": 2, "test": 2}
+    assert not (tmp_path / "out" / "tables").exists()
+    # The label of the report is a source, which needs neither the branch nor the network.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.requests.clear()
+    assert label in prepare(tmp_path, label, 0, "again")
+    assert hub.requests == []
+    manifests = [(tmp_path / folder / "train.jsonl").read_bytes() for folder in ("out", "again")]
+    assert manifests[0] == manifests[1]
+
+
+def test_the_cache_serves_without_a_network(
+    hub: Hub, cache: Path, parquet_files: dict[str, bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = named("mr_in/{}.parquet", parquet_files) | {"hi_in/train.parquet": b""}
+    hub.repositories[NAME] = Repository(files)
+    first = locate_dataset(DatasetName(NAME, "mr_in"))
+    hub.stop()
+    assert locate_dataset(DatasetName(NAME, "mr_in")) == first
+    assert "cannot be reached: using someone/speech from the cache" in capfd.readouterr().err
+    with pytest.raises(ResourceError, match="Connection refused"):
+        locate_dataset(DatasetName(NAME, "hi_in"))
+    # A file that was removed from the cache makes it incomplete.
+    next(iter(first.files.values())).unlink()
+    with pytest.raises(ResourceError, match="Connection refused"):
+        locate_dataset(DatasetName(NAME, "mr_in"))
+
+
+@pytest.mark.parametrize(
+    "pattern, config, others",
+    [
+        ("data/{}-00000-of-00001.parquet", "", {}),
+        ("mr_in/{}/0000.parquet", "mr_in", {"hi_in/train/0000.parquet": b""}),
+        ("data/mr_in-{}.parquet", "mr_in", {"data/hi_in-train.parquet": b""}),
+    ],
+)
+def test_configurations_by_folder_and_file_name(
+    hub: Hub, cache: Path, parquet_files: dict[str, bytes], pattern: str, config: str, others: dict[str, bytes]
+) -> None:
+    files = named(pattern, parquet_files)
+    hub.repositories[NAME] = Repository(files | others)
+    assert set(locate_dataset(DatasetName(NAME, config)).files) == set(files)
+
+
+def test_the_conversion_of_the_hub(hub: Hub, cache: Path, parquet_files: dict[str, bytes]) -> None:
+    class Converted(Repository):
+        """Repository whose main branch has only a script and an archive."""
+
+        def at(self, commit: str) -> dict[str, bytes]:
+            return self.files if commit == self.commit else {"speech.py": b"code", "data/mr.tar.gz": b""}
+
+    repository = Converted(named("mr_in/{}/0000.parquet", parquet_files))
+    repository.branches = {"main": "1" * 40, "refs/convert/parquet": repository.commit}
+    hub.repositories[NAME] = repository
+    tables = locate_dataset(DatasetName(NAME, "mr_in"))
+    assert tables.commit == repository.commit and len(tables.files) == 3
+    assert locate_dataset(DatasetName(NAME)).commit == repository.commit  # the only configuration
+    with pytest.raises(UsageError, match="no configuration kok. Give one of mr_in, such as someone/speech:mr_in"):
+        locate_dataset(DatasetName(NAME, "kok"))
+    repository = Converted({"mr_in/partial-train/0000.parquet": parquet_files["train"]})
+    repository.branches = {"main": "1" * 40, "refs/convert/parquet": repository.commit}
+    hub.repositories[NAME] = repository
+    with pytest.raises(CheckpointError, match="converted only a part"):
+        locate_dataset(DatasetName(NAME, "mr_in"))
+
+
+def test_bad_sources(hub: Hub, cache: Path, tmp_path: Path, parquet_files: dict[str, bytes]) -> None:
+    hub.repositories[NAME] = Repository({"speech.py": b"", "a.csv": b""})
+    assert "has no Parquet files" in prepare(tmp_path, NAME, 2)
+    assert "no public repository someone/typo" in prepare(tmp_path, "someone/typo:mr", 2)
+    assert "has no branch, tag or commit v9" in prepare(tmp_path, f"{NAME}@v9", 2)
+    assert "is not the name of a branch" in prepare(tmp_path, f"{NAME}@../main", 2)
+    assert "or a name on the hub such as google/fleurs:mr_in" in prepare(tmp_path, "a/b/c", 2)
+    hub.repositories[NAME] = Repository({"train.parquet": b"PAR1 no table"})
+    assert "cannot be read as Parquet" in prepare(tmp_path, NAME, 3)
+
+
+CARD = {"configs": [{"config_name": "a", "data_files": [{"split": "../../x", "path": "*"}]}]}
+
+
+@pytest.mark.parametrize(
+    "files, lies, card, kind, words",
+    [
+        ({"../x.parquet": b""}, {}, {}, CheckpointError, "outside of the folder"),
+        ({"x.parquet": b"1"}, {}, CARD, CheckpointError, "declares a split whose name is outside"),
+        ({"x.parquet": b"12"}, {"x.parquet": "size"}, {}, CheckpointError, "does not have the size"),
+        ({"x.parquet": b"12"}, {"x.parquet": "content"}, {}, CheckpointError, "differs in size or digest"),
+        ({"x.parquet": b"12"}, {"x.parquet": "cut"}, {}, ResourceError, "the download of x.parquet"),
+        ({"x.parquet": b"12"}, {"x.parquet": "huge"}, {}, ResourceError, "Free disk space"),
+        ({"x.parquet": b"1"}, {}, {"configs": [{"config_name": "a"}, {"config_name": "b"}]}, UsageError, "several"),
+    ],
+)
+def test_bad_repositories(
+    hub: Hub,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, bytes],
+    lies: dict[str, str],
+    card: dict[str, object],
+    kind: type[KonkaniVaniError],
+    words: str,
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    hub.repositories[NAME] = Repository(files, lies=lies, card=card)
+    with pytest.raises(kind, match=words):
+        locate_dataset(DatasetName(NAME))
+    assert not [path for path in cache.rglob("*") if path.name in ("x.parquet", "x") or ".incomplete" in path.name]
+    own = cache_folder()
+    assert own is None or not list(own.rglob("*.json"))
+
+
+@pytest.mark.parametrize("card", [{"configs": 5}, {"configs": [None, {}, {"config_name": 3}]}, {"configs": "x"}])
+def test_a_malformed_card_is_ignored(hub: Hub, cache: Path, card: dict[str, object]) -> None:
+    hub.repositories[NAME] = Repository({"train.parquet": b"1"}, card=card)
+    assert set(locate_dataset(DatasetName(NAME)).files) == {"train.parquet"}
+
+
+def test_names_of_data_sets() -> None:
+    assert parse_dataset_name("google/fleurs:mr_in@v1") == DatasetName("google/fleurs", "mr_in", "v1")
+    assert parse_dataset_name("google/fleurs") == DatasetName("google/fleurs")
+    for text in ("fleurs", "/google/fleurs", "google/fleurs:", "google/fleurs@", "a/b:../c", "./a/b", "a/b/c:d"):
+        assert parse_dataset_name(text) is None

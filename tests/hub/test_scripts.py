@@ -1,0 +1,101 @@
+"""Real scripts with names on the hub: training, resuming, evaluation, plan, import; the token is never printed."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from konkanivani.checkpoints.checkpoint import read_checkpoint, read_provenance
+from konkanivani.flags import config_from_text
+from tests.conftest import Corpus, run_folders, run_script
+from tests.hub.conftest import TOKEN
+from tests.hub.server import Hub, Repository
+from tests.nemo.files import FOLDER
+from tests.warm import ROOT
+
+NAME = "someone/whisper-small"
+TRAIN = "training_scripts/train_konkanivani_asr.py"
+
+
+def run(code: int, script: str, *arguments: str, cwd: Path = ROOT) -> str:
+    """Run a script in a child process and return its output, in which the token must not occur."""
+    done = run_script(script, *arguments, cwd=cwd)
+    output = done.stderr + done.stdout
+    assert done.returncode == code, output
+    assert TOKEN not in output and "Traceback" not in output
+    return output
+
+
+def test_a_run_stores_the_commit_and_resumes_from_it(hub: Hub, cache: Path, corpus: Corpus, tmp_path: Path) -> None:
+    commit = hub.repositories[NAME].commit
+    # Frozen weights are not in the checkpoint: they are read from the model on the hub.
+    flags = (*corpus.flags(), *run_folders(tmp_path), "--device", "cpu", "--num_workers", "0", "--max_duration", "3")
+    begin = ("--pretrained", NAME, "--language", "mr", "--freeze", "encoder", "--revision", "main")
+    output = run(0, TRAIN, *begin, *flags, "--max_steps", "1")
+    assert f"{NAME} (main) is commit {commit}" in output
+    checkpoint = tmp_path / "checkpoints" / "checkpoint_last.pt"
+    stored = config_from_text(read_checkpoint(checkpoint).config).pretrained
+    assert (stored.pretrained, stored.revision) == (NAME, commit)
+    # The branch moves to another model; the run stays at its commit, from the cache and without a network.
+    hub.repositories[NAME] = Repository({"config.json": b"{}"})
+    hub.requests.clear()
+    run(0, TRAIN, *begin, *flags, "--resume", str(checkpoint), "--max_steps", "2")
+    assert hub.requests == []
+    assert config_from_text(read_checkpoint(checkpoint).config).pretrained.revision == commit
+    words = run(4, TRAIN, *begin[:-1], "0" * 40, *flags, "--resume", str(checkpoint), "--max_steps", "3")
+    assert f"--revision is {'0' * 40} here and {commit} in the checkpoint" in words
+    # The export reads frozen weights and tokenizer of the stored commit.
+    exported = tmp_path / "exported"
+    run(0, "training_scripts/export_asr.py", "--checkpoint", str(checkpoint), "--whisper", str(exported))
+    assert (exported / "model.safetensors").is_file() and hub.requests == []
+    # Without the cache, the stored commit is asked for, and has vanished.
+    shutil.rmtree(cache)
+    words = run(2, TRAIN, *flags, "--resume", str(checkpoint), "--max_steps", "3")
+    assert f"has no branch, tag or commit {commit}" in words
+
+
+def test_plan_needs_the_settings_alone(hub: Hub, cache: Path) -> None:
+    # A budget that the weights alone exceed: the plan ends before it traces steps, which takes seconds.
+    words = run(6, "training_scripts/plan_memory.py", "--pretrained", NAME, "--memory_budget", "1MiB")
+    assert "more than the budget of 1 MiB" in words
+    assert hub.downloads() == ["config.json", "generation_config.json"]
+
+
+def test_evaluation_and_offline(hub: Hub, cache: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--pretrained", NAME, "--language", "mr", "--manifest", corpus.manifest("test"), "--device", "cpu")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = run(6, "training_scripts/evaluate_konkanivani_asr.py", *flags)
+    assert "HF_HUB_OFFLINE is set" in words and hub.requests == []
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    online = run(0, "training_scripts/evaluate_konkanivani_asr.py", *flags)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.requests.clear()
+    offline = run(0, "training_scripts/evaluate_konkanivani_asr.py", *flags)
+    assert hub.requests == [] and online.splitlines()[-3:] == offline.splitlines()[-3:]
+
+
+def test_import_stores_name_and_commit(hub: Hub, cache: Path, tmp_path: Path) -> None:
+    repository = Repository({"parakeet.nemo": (FOLDER / "parakeet.nemo").read_bytes()})
+    hub.repositories["someone/parakeet"] = repository
+    output = tmp_path / "imported.pt"
+    words = run(0, "training_scripts/import_asr.py", "someone/parakeet", str(output), "--revision", "main")
+    source = f"someone/parakeet@{repository.commit}/parakeet.nemo"
+    assert source in words and read_provenance(read_checkpoint(output)).file == source
+
+
+@pytest.mark.parametrize(
+    "script, flags, code",
+    [
+        (TRAIN, ("--language", "mr", "--train_manifest", "train.jsonl"), 2),
+        ("training_scripts/plan_memory.py", ("--memory_budget", "2GiB"), 2),
+        ("training_scripts/transcribe.py", ("a.wav",), 2),
+    ],
+)
+def test_a_typo_is_a_usage_error(
+    hub: Hub, cache: Path, tmp_path: Path, script: str, flags: tuple[str, ...], code: int
+) -> None:
+    (tmp_path / "a.wav").write_bytes(b"")
+    before = sorted(tmp_path.iterdir())
+    words = run(code, script, "--pretrained", "someone/typo", *flags, cwd=tmp_path)
+    assert "There is no folder someone/typo, and no public repository someone/typo" in words
+    assert [path for path in sorted(tmp_path.iterdir()) if path.name != "home"] == before
