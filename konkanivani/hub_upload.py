@@ -218,7 +218,7 @@ def _require_hub() -> None:
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ResourceError(
             "Uploading needs huggingface_hub, which is not installed. Install: "
-            f"{sys.executable} -m pip install huggingface_hub"
+            f"{sys.executable} -m pip install huggingface_hub."
         )
 
 
@@ -365,7 +365,7 @@ def _refusal(status: int, message: str, name: str, token: str) -> KonkaniVaniErr
     """Return the error for an HTTP status of the hub."""
     said = f": {_redacted(message, token)}" if message else ""
     if status == 401:
-        return UsageError(f"The hub does not accept the token (401){said}. Create a new one, or run: hf auth login")
+        return UsageError(f"The hub does not accept the token (401){said}. Create a new one, or run: hf auth login.")
     if status == 403:
         return ResourceError(
             f"The token may not write to {name} (403){said}. Use a token with write permission, and a name of your own "
@@ -376,7 +376,7 @@ def _refusal(status: int, message: str, name: str, token: str) -> KonkaniVaniErr
     if status == 400:
         return UsageError(f"The hub refuses the request for {name} (400){said}. Correct the name or the files.")
     if status == 413:
-        return ResourceError(f"The hub refuses the files for {name} as too large (413){said}.")
+        return ResourceError(f"The hub refuses {name} as too large (413){said}. Remove files, or split them.")
     return ResourceError(f"The hub could not process the upload to {name} ({status}){said}. Start again later.")
 
 

@@ -94,7 +94,7 @@ def check_websockets() -> None:
     if not version or int(version.partition(".")[0]) < OLDEST_WEBSOCKETS:
         raise UsageError(
             f"The page needs the package websockets, version {OLDEST_WEBSOCKETS} or later. Install it: "
-            f"{sys.executable} -m pip install 'websockets>={OLDEST_WEBSOCKETS}'"
+            f"{sys.executable} -m pip install 'websockets>={OLDEST_WEBSOCKETS}'."
         )
 
 

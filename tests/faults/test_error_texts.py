@@ -13,9 +13,10 @@ OURS = {"UsageError", "DataError", "CheckpointError", "NumericsError", "Resource
 EXPLAINED = {"explained": (1, 2), "_guarded": (0, 1)}
 # Verbs that start a sentence or a clause; usage errors may state a requirement.
 IMPERATIVES = (
-    "average begin check choose convert copy decompress define delete download end exclude export fix free give "
-    "install keep leave lower move name omit pass point put raise reinstall remove rename repair resample restore "
-    "resume run save start stop take train try unset update use wait write"
+    "accept average begin check choose convert copy correct decode decompress define delete divide download end "
+    "exclude export fix free give install keep leave look lower move name omit pass pipe point put raise record "
+    "reinstall reload remove rename repair resample restore resume run save set split start stop take train try unset "
+    "update use wait write"
 ).split()
 WHAT_TO_DO = re.compile(
     rf"(^|[.:;,)X]\s+|\bor |\band |\bthen )({'|'.join(IMPERATIVES)})\b|\bmust\b|\blie(s)? between\b", re.IGNORECASE
@@ -32,7 +33,7 @@ ADVICE = {
     "error",
     "loaded.error",
 }
-ADVICE |= {"'; '.join(broken)", "'; '.join(problems)", "retry"}
+ADVICE |= {"'; '.join(broken)", "'; '.join(problems)", "retry", "str(error)", "WRONG_TIME"}
 
 
 def spoken(node: ast.expr) -> str:

@@ -50,7 +50,7 @@ def check_format(pcm: PcmFormat) -> None:
     if not 1 <= pcm.channels <= MAX_CHANNELS:
         raise DataError(f"{pcm.channels} channels are not between 1 and {MAX_CHANNELS}. Record one channel.")
     if pcm.encoding not in get_args(Encoding):
-        raise DataError(f"The sample format {pcm.encoding} is not one of {', '.join(get_args(Encoding))}.")
+        raise DataError(f"The sample format {pcm.encoding} is unknown. Use {' or '.join(get_args(Encoding))}.")
 
 
 class PcmDecoder:
@@ -105,7 +105,7 @@ class PcmDecoder:
         for magic, name in COMPRESSED.items():
             if head.startswith(magic):
                 raise DataError(
-                    f"Standard input is {name}, but must be WAV or raw PCM. Decode it: ffmpeg -i FILE -f wav - | …"
+                    f"Standard input is {name}, but must be WAV or raw PCM. Convert it with ffmpeg -i FILE -f wav -."
                 )
         if not head.startswith(b"RIFF"):
             self.format = self._raw
