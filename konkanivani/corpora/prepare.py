@@ -168,7 +168,8 @@ def prepare_corpus(task: Preparation) -> PreparationReport:
         source = SpeechFolder(task.source, task.table, *columns, staged / AUDIO, task.root, task.channel_column)
         output = task.output.resolve()
         roots = AudioRoots(task.root.resolve(), output, source.embedded_audio, output / AUDIO)
-        corpus = read_corpus(_told(READERS[task.format](source), task), roots)
+        with _shown_as(task.source, asked.source):
+            corpus = read_corpus(_told(READERS[task.format](source), asked), roots)
         split_by = resolve_split_by(task.split_by, corpus, str(asked.source))
         if split_by == "given":
             refuse_without_split(corpus)
@@ -187,6 +188,15 @@ def prepare_corpus(task: Preparation) -> PreparationReport:
             os.replace(staged / REJECTED, task.output / REJECTED)
             _publish(task, staged, drawn.utterances, report)
     return report
+
+
+@contextlib.contextmanager
+def _shown_as(folder: Path, source: Path) -> Iterator[None]:
+    """Name `source` in errors instead of `folder`, which may be a temporary folder of links."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error).replace(str(folder), str(source))) from None
 
 
 def _remote_dataset(task: Preparation) -> DatasetName | None:

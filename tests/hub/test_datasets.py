@@ -134,7 +134,8 @@ def test_bad_sources(hub: Hub, cache: Path, tmp_path: Path, parquet_files: dict[
     assert "is not the name of a branch" in prepare(tmp_path, f"{NAME}@../main", 2)
     assert "or a name on the hub such as google/fleurs:mr_in" in prepare(tmp_path, "a/b/c", 2)
     hub.repositories[NAME] = Repository({"train.parquet": b"PAR1 no table"})
-    assert "cannot be read as Parquet" in prepare(tmp_path, NAME, 3)
+    commit = hub.repositories[NAME].commit
+    assert f"{NAME}@{commit}/train.parquet cannot be read as Parquet" in prepare(tmp_path, NAME, 3)
 
 
 CARD = {"configs": [{"config_name": "a", "data_files": [{"split": "../../x", "path": "*"}]}]}

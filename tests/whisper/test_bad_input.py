@@ -172,7 +172,7 @@ def test_a_folder_without_generation_config_trains(models, tmp_path):
 P = ("--pretrained", "{base}")
 B = (*P, *LANGUAGE)
 FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
-    "a hub's name": (("--pretrained", "openai/whisper-small", *LANGUAGE), "models are not downloaded"),
+    "no folder": (("--pretrained", "no_such_model", *LANGUAGE), "or a name on the hub such as openai/whisper-small"),
     "Konkani": ((*P, "--language", "kok"), "Use the closest language, mr or hi; available: en, hi, mr"),
     "unknown": ((*P, "--language", "MR"), "has no token for it. Use one of en, hi, mr"),
     "no language": (P, "give --language with one of en, hi, mr"),
