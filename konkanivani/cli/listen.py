@@ -91,7 +91,7 @@ def check_flags(flags: Flags) -> None:
         )
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError(
-            "Standard input is a terminal. Pipe audio into it: arecord -t raw -f S16_LE -r 16000 | konkanivani listen -."
+            "Standard input is a terminal. Pipe audio: arecord -t raw -f S16_LE -r 16000 | konkanivani listen -."
         )
     if flags.longest_piece is not None and not MIN_PIECE <= flags.longest_piece <= MAX_PIECE:
         raise UsageError(f"--longest_piece must be from {MIN_PIECE:g} to {MAX_PIECE:g} seconds.")

@@ -305,7 +305,9 @@ def _tell(plan: MicroBatchPlan, smaller: MicroBatchPlan) -> None:
         way = "all blocks recomputed"
     else:
         way = f"subsampling, logits and CTC in chunks of {smaller.chunk_frames} frames"
-    tqdm.write(f"Out of memory at {size} x {seconds:.1f} s: retrying with {way}; the gradient is the same.")
+    tqdm.write(
+        f"Out of memory at {size} x {seconds:.1f} s: retrying with {way}; the gradient is the same, up to dropout."
+    )
 
 
 def _does_not_fit(batch: Batch, reason: str) -> ResourceError:

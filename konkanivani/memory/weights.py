@@ -177,8 +177,8 @@ class Placement:
     """Placement of the weights: the first `offloaded_blocks` blocks on the host, the others on the GPU.
 
     With `half_precision` the weights on the GPU are in half precision and their fp32 masters on the host. With
-    `prefetch` the next block's weights are copied while the current block computes, from copies in the compute
-    precision: less time, one more block on the GPU, and in half precision two more bytes per weight on the host.
+    `prefetch` the next block's weights are copied while the current block computes, from page-locked memory (in mixed
+    precision from half-precision copies of the masters): less time, one more block on the GPU, and in half precision two more bytes per weight on the host.
     """
 
     offloaded_blocks: int = 0

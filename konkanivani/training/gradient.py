@@ -249,7 +249,8 @@ def accumulate(task: GradientTask, plan: MicroBatchPlan) -> torch.Tensor | None:
     """Run forward and backward of all micro-batches; return their summed losses (terms,), or None if interrupted.
 
     The scaled gradients are in the parameters' `.grad`; there are none after an interruption. The losses are divided by
-    the counts of the whole global batch, so the gradient does not depend on its division into micro-batches and ranks.
+    the counts of the whole global batch, so the gradient does not depend on its division into micro-batches and ranks,
+    except for rounding and, with dropout, for the masks.
     """
     parts = dataclasses.replace(task.parts, forward=task.parts.forward.with_plan(plan))
     seed_step(parts.seed, task.step, parts.topology.rank)

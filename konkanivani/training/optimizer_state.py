@@ -138,9 +138,13 @@ class TrainedPart:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
+        # Fixed here: during the first --freeze_steps, a step disables the gradients of most of them for a while, and a
+        # signal may save in that time.
+        self._names = [name for name, weight in model.named_parameters() if weight.requires_grad]
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
-        return {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
+        weights = dict(self._model.named_parameters())
+        return {name: weights[name] for name in self._names}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the trainable weights by their names in the model."""
@@ -308,7 +312,7 @@ def parameter_groups(model: torch.nn.Module, config: OptimizerConfig, tuning: Tu
             "factor": factor,
             "later": is_later,
         }
-        # Checkpoints store the optimizer's state in this order.
+        # A fixed order, since each group's update is one launch. Checkpoints store the state by parameter name.
         for factor, is_later, is_flat in sorted(groups, key=by_decay_delay_and_factor)
     ]
 

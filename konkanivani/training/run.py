@@ -26,7 +26,7 @@ from konkanivani.training.step import StepParts
 from konkanivani.training.validation import Evaluation, EvaluationSet
 
 # --------------------
-# Counters of a run: the only state that changes during training besides weights, optimizer and scaler.
+# Counters of a run. Weights, optimizer, scaler and the OOM history change during training too.
 
 
 # Defaults of counters that are missing in the checkpoints of older versions.
@@ -168,7 +168,8 @@ class RunStorage:
 
     Args:
         stateful: parts of the run by their names in a checkpoint (`stateful_parts` in recipe/run_output.py): model,
-            optimizer, scaler (the GradScaler), progress (the TrainState) and splits (the OomHistory).
+            optimizer, scaler (the GradScaler), progress (the TrainState) and splits (the OomHistory). No generator is
+            stored: all random numbers are functions of seed and step, or seed, epoch and utterance (randomness.py).
         plan_digest: digest of the order of the data (the epoch plan, not the memory plan).
         locks: locks of the run's folders.
     """
@@ -191,7 +192,7 @@ class RunLogs:
 
 @dataclass(frozen=True)
 class Run:
-    """Parts that the training loop works with; only `state` changes."""
+    """Parts that the training loop works with; of its fields only `state` changes."""
 
     config: TrainConfig
     state: TrainState

@@ -25,7 +25,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import evaluate_manifest, load_evaluation_model
 from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.loop import train
-from konkanivani.training.optimizer_state import delayed_warmup_factor
+from konkanivani.training.optimizer_state import TrainedPart, delayed_warmup_factor
 from konkanivani.training.step import StepParts, train_step
 from tests.conftest import TINY_MODEL, Corpus, further, read_log, run_folders, run_script, well, write_corpus
 from tests.invariants.parts import global_batch, measured_peak, speeches
@@ -398,3 +398,16 @@ def test_the_same_command_with_resume_auto_begins_and_goes_on_but_not_with_anoth
         with pytest.raises(CheckpointError, match="--init_from is other.pt here and .*in the checkpoint"):
             begin_run([*run_folders(tmp_path / "twice"), "--resume", newest, "--init_from", "other.pt"])
     assert begin_run(["--resume", path]).resumed.step == 2  # --init_from need not be repeated
+
+
+def test_a_checkpoint_saved_while_parameters_are_frozen_has_all_trained_weights(corpus, base, tmp_path):
+    """A signal may save during a step, which disables the gradients of all parameters but the heads' at first."""
+    flags = (*corpus.flags(), *run_folders(tmp_path), *STEADY, "--init_from", str(base))
+    run = build_run(begin_run([*flags, "--freeze_steps", "2"]))
+    model = run.step.model
+    part = TrainedPart(model)
+    with run.step.stage(0):
+        now = {name for name, weight in model.named_parameters() if weight.requires_grad}
+        assert set(part.state_dict()) == {name for name, _ in model.named_parameters()}
+        assert set(TrainedPart(model).state_dict()) == now != set(part.state_dict())  # negative control
+    part.load_state_dict({name: weight.clone() for name, weight in part.state_dict().items()})
