@@ -10,11 +10,14 @@ import errno
 import hashlib
 import re
 import shutil
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -154,7 +157,7 @@ class Repository:
         self._check_disk(missing)
         for file in missing:
             try:
-                with _quiet(), self._explained(file.name):
+                with _quiet(), _unwound_at_signals(), self._explained(file.name):
                     self._check_etag(commit, file)
                     path = Path(self.hub.hf_hub_download(self.name, file.name, revision=commit, repo_type=self.kind))
                     is_sound = file.is_sound(path)
@@ -313,6 +316,28 @@ def _quiet() -> Iterator[None]:
             logging.set_verbosity(level)
             if not were_disabled:
                 enable_progress_bars()
+
+
+@contextlib.contextmanager
+def _unwound_at_signals() -> Iterator[None]:
+    """Exit through the clean-up of the block at SIGTERM and SIGHUP, which else leave a temporary file of gigabytes.
+
+    Handlers that are already installed stay.
+    """
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [signal.SIGTERM, signal.SIGHUP] if is_main else []
+    replaced = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in replaced:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in replaced:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _root_reason(error: BaseException) -> str:

@@ -62,6 +62,7 @@ class Hub(ThreadingHTTPServer):
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
         self.is_proxy = False
+        self.is_stuck = threading.Event()
         self.connections: list[socket.socket] = []
 
     def stop(self) -> None:
@@ -159,12 +160,27 @@ class Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": commit, "ETag": f'"{etag}"'}
         if is_large(file):
             headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(data) + (lie == "size"))}
+        if lie == "stuck" and self.command == "GET":
+            return self._hang(data, headers)
         if lie == "cut" and self.command == "GET":
             return self._cut(data, headers)
         start = int((found := re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))) and found[1] or 0)
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         self._send(206 if start else 200, data[start:], headers)
+
+    def _hang(self, data: bytes, headers: dict[str, str]) -> None:
+        """Send half of the file, and nothing more until the client goes away."""
+        self.send_response(200)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2])
+        self.wfile.flush()
+        self.server.is_stuck.set()
+        with suppress(OSError):
+            self.connection.recv(1)
+        self.close_connection = True
 
     def _cut(self, data: bytes, headers: dict[str, str]) -> None:
         """Send half of the file and reset the connection."""

@@ -1,6 +1,7 @@
 """Real scripts with names on the hub: training, resuming, evaluation, plan, import; the token is never printed."""
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,11 @@ import pytest
 from konkanivani.checkpoints.checkpoint import read_checkpoint, read_provenance
 from konkanivani.flags import config_from_text
 from konkanivani.models.hub import locate_model
-from tests.conftest import Corpus, run_folders, run_script
+from tests.conftest import Corpus, further, run_folders, run_script, script_command, start_cold
 from tests.hub.conftest import TOKEN
 from tests.hub.server import Hub, Repository
 from tests.nemo.files import FOLDER
+from tests.patience import PATIENCE
 from tests.warm import ROOT
 
 NAME = "someone/whisper-small"
@@ -99,3 +101,18 @@ def test_a_typo_is_a_usage_error(
     words = run(code, script, "--pretrained", "someone/typo", *flags, cwd=tmp_path)
     assert "There is no folder someone/typo, and no public repository someone/typo" in words
     assert [path for path in sorted(tmp_path.iterdir()) if path.name != "home"] == before
+
+
+@pytest.mark.parametrize("stop", [*further(signal.SIGINT), signal.SIGTERM])
+def test_a_signal_during_a_download(hub: Hub, cache: Path, tmp_path: Path, stop: signal.Signals) -> None:
+    hub.repositories[NAME].lies["model.safetensors"] = "stuck"
+    (tmp_path / "a.wav").write_bytes(b"RIFF")
+    flags = ("--pretrained", NAME, "--language", "mr", "--device", "cpu", str(tmp_path / "a.wav"))
+    command = script_command("training_scripts/transcribe.py", *flags)
+    process = start_cold(command, tmp_path / "output")
+    assert hub.is_stuck.wait(PATIENCE)
+    process.send_signal(stop)
+    assert process.wait(PATIENCE) in (128 + stop, -stop)
+    words = (tmp_path / "output").read_text()
+    assert TOKEN not in words and "Traceback" not in words
+    assert not list(cache.rglob("model.safetensors")) and not list(cache.rglob("*.incomplete"))
