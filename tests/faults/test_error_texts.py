@@ -34,6 +34,7 @@ ADVICE = {
     "loaded.error",
 }
 ADVICE |= {"'; '.join(broken)", "'; '.join(problems)", "retry", "str(error)", "WRONG_TIME"}
+ADVICE |= {"str(error).replace(str(folder), str(source))"}
 
 
 def spoken(node: ast.expr) -> str:
