@@ -44,6 +44,11 @@ class RemoteFile:
     blob: str | None
     sha256: str | None
 
+    def is_in(self, folder: Path) -> bool:
+        """Return whether the folder has the file, in the size of the listing."""
+        path = folder / self.name
+        return path.is_file() and self.size in (None, path.stat().st_size)
+
     def is_sound(self, path: Path) -> bool:
         """Return whether the file at `path` has the size and the digest of the listing."""
         size = path.stat().st_size
@@ -153,21 +158,33 @@ class Repository:
             CheckpointError: A file differs from the listing; it is deleted.
             ResourceError: The disk has too little space, or the download fails.
         """
-        missing = [file for file in files if not (self.snapshot(commit) / file.name).is_file()]
+        folder = self.snapshot(commit)
+        missing = [file for file in files if not file.is_in(folder)]
         self._check_disk(missing)
         for file in missing:
             try:
                 with _quiet(), _unwound_at_signals(), self._explained(file.name):
                     self._check_etag(commit, file)
-                    path = Path(self.hub.hf_hub_download(self.name, file.name, revision=commit, repo_type=self.kind))
-                    is_sound = file.is_sound(path)
+                    # `huggingface_hub` would return a file of another size unchanged.
+                    _remove_from_cache(folder / file.name)
+                    self._download(commit, file)
             except Unreachable as error:
                 raise ResourceError(str(error)) from None
+
+    def _download(self, commit: str, file: RemoteFile) -> None:
+        """Download and verify one file; delete it if it differs from the listing, or if the check is interrupted."""
+        path = Path(self.hub.hf_hub_download(self.name, file.name, revision=commit, repo_type=self.kind))
+        is_sound = False
+        try:
+            is_sound = file.is_sound(path)
+        finally:
+            # After an interruption too: the next start would take a file in the cache for a verified one.
             if not is_sound:
                 _remove_from_cache(path)
-                raise self.refused(
-                    f"its {file.name} differs in size or digest from the hub's listing, and was deleted", "Start again"
-                )
+        if not is_sound:
+            raise self.refused(
+                f"its {file.name} differs in size or digest from the hub's listing, and was deleted", "Start again"
+            )
 
     def _check_etag(self, commit: str, file: RemoteFile) -> None:
         """Refuse an ETag that is a path: `huggingface_hub` uses it as a file name."""

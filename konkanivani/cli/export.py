@@ -50,7 +50,7 @@ class Flags:
     pretrained: str | None = None
     """Current path, or name on the hub, of the run's --pretrained folder (None: the one used in training)."""
     revision: str | None = None
-    """Branch, tag or commit of a --pretrained name on the hub (None: main)."""
+    """Branch, tag or commit of a --pretrained name on the hub (None: the run's, or main for another name)."""
     manifest: str | None = None
     """JSONL manifest to evaluate the checkpoint and the exported models on."""
     audio_roots: tuple[str, ...] = ()
@@ -176,6 +176,8 @@ def with_folder(checkpoint: "Checkpoint", folder: str, revision: str | None) -> 
     from konkanivani.flags import config_from_text, config_to_text
 
     config = config_from_text(checkpoint.config)
+    if revision is None and folder == config.pretrained.pretrained:
+        revision = config.pretrained.revision  # the commit of the run, since the branch may have moved on
     config = replace(config, pretrained=replace(config.pretrained, pretrained=folder, revision=revision))
     return replace(checkpoint, config=config_to_text(config))
 

@@ -143,7 +143,7 @@ def _declared_configs(configs: object) -> dict[str, list[tuple[str, str]]]:
         if isinstance(entry, dict) and isinstance(entry.get("config_name"), str):
             folder = entry.get("data_dir")
             prefix = f"{folder.strip('/')}/" if isinstance(folder, str) and folder.strip("/.") else ""
-            pairs = _patterns(entry.get("data_files"), "") or ([("", "*")] if prefix else [])
+            pairs = _patterns(entry.get("data_files"), "") or ([("", "**")] if prefix else [])
             declared[entry["config_name"]] = [(split, prefix + pattern) for split, pattern in pairs]
     return declared
 
@@ -168,7 +168,7 @@ def _of_config(
     config = config or (_only(declared) if declared else "")
     if declared.get(config):
         pairs = declared[config]
-        found = {name: split for split, pattern in pairs for name in names if fnmatch.fnmatchcase(name, pattern)}
+        found = {name: split for split, pattern in pairs for name in names if _matches(name, pattern)}
         # The reader takes the split from the file's name or the innermost folder that names one.
         links = {
             f"{split}/{number:05d}.parquet" if split else name: name
@@ -183,6 +183,20 @@ def _of_config(
     if any(not is_plain(link) for link in links):
         raise repository.refused("its card declares a split whose name is outside of the folder")
     return {link: listing.files[name] for link, name in links.items()}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a path matches a pattern of a card, in which `*` stays within a folder and `**` does not."""
+    # fnmatch alone would let the pattern *.parquet take the files of all folders, and so of other configurations.
+    parts = name.split("/")
+    # Numbers of parts that the pattern can match so far. A set, since a search by recursion would be exponential.
+    matched = {0}
+    for part in pattern.split("/"):
+        if part == "**":
+            matched = set(range(min(matched, default=len(parts) + 1), len(parts) + 1))
+        else:
+            matched = {n + 1 for n in matched if n < len(parts) and fnmatch.fnmatchcase(parts[n], part)}
+    return len(parts) in matched
 
 
 def _belongs_to(name: str, config: str) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.corpora.hub import DatasetName, locate_dataset, parse_dataset_name
+from konkanivani.corpora.hub import DatasetName, _matches, locate_dataset, parse_dataset_name
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.files import cache_folder
 from tests.conftest import run_script
@@ -183,3 +183,28 @@ def test_names_of_data_sets() -> None:
     assert parse_dataset_name("google/fleurs") == DatasetName("google/fleurs")
     for text in ("fleurs", "/google/fleurs", "google/fleurs:", "google/fleurs@", "a/b:../c", "./a/b", "a/b/c:d"):
         assert parse_dataset_name(text) is None
+
+
+@pytest.mark.parametrize(
+    "pattern, matched",
+    [
+        ("*.parquet", ["a.parquet"]),
+        ("mr/*.parquet", ["mr/a.parquet"]),
+        ("mr/**", ["mr/a.parquet", "mr/new/a.parquet"]),
+        ("**/a.parquet", ["a.parquet", "mr/a.parquet", "mr/new/a.parquet"]),
+        ("**", ["a.parquet", "mr/a.parquet", "mr/new/a.parquet"]),
+        ("mr", []),
+        ("**/" * 40 + "b", []),
+    ],
+)
+def test_an_asterisk_stays_within_a_folder(pattern: str, matched: list[str]) -> None:
+    names = ["a.parquet", "mr/a.parquet", "mr/new/a.parquet"]
+    assert [name for name in names if _matches(name, pattern)] == matched
+
+
+def test_a_configuration_takes_no_files_of_another(hub: Hub, cache: Path) -> None:
+    entries = [{"config_name": "default", "data_files": "*.parquet"}, {"config_name": "mr", "data_dir": "mr"}]
+    files = {"train.parquet": b"one", "mr/train.parquet": b"two", "mr/more/test.parquet": b"three"}
+    hub.repositories[NAME] = Repository(files, card={"configs": entries})
+    assert list(locate_dataset(DatasetName(NAME)).files) == ["train.parquet"]
+    assert len(locate_dataset(DatasetName(NAME, "mr")).files) == 2

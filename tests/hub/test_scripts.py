@@ -51,6 +51,10 @@ def test_a_run_stores_the_commit_and_resumes_from_it(hub: Hub, cache: Path, corp
     exported = tmp_path / "exported"
     run(0, "training_scripts/export_asr.py", "--checkpoint", str(checkpoint), "--whisper", str(exported))
     assert (exported / "model.safetensors").is_file() and hub.requests == []
+    # So does an export that repeats the name: not main, which now is another model.
+    named = ("--checkpoint", str(checkpoint), "--pretrained", NAME, "--whisper", str(tmp_path / "again"))
+    run(0, "training_scripts/export_asr.py", *named)
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
     # Without the cache, the stored commit is asked for, and has vanished.
     shutil.rmtree(cache)
     words = run(2, TRAIN, *flags, "--resume", str(checkpoint), "--max_steps", "3")
