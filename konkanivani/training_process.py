@@ -34,6 +34,7 @@ from konkanivani.errors import (
 from konkanivani.flags import changed_settings, with_shape_of_preset, words_of
 
 KEPT_LINES = 50  # of each output stream
+INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 KILLED = 128 + signal.SIGKILL
 KILLED_TEXT = "Killed (SIGKILL), perhaps by the system for lack of memory."
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -49,6 +50,13 @@ class Ended:
     exit_code: int
     said: tuple[str, ...]
     errors: tuple[str, ...]
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Return whether a signal stopped the run."""
+        # Exit code 1: Ctrl-C while the interpreter starts, before it has a handler.
+        in_start = self.exit_code == 1 and any(line.startswith("KeyboardInterrupt") for line in self.errors)
+        return self.exit_code in INTERRUPTED or in_start
 
     @property
     def reason(self) -> str:
@@ -204,7 +212,6 @@ class TrainingSummary:
 
 ERRORS = {error.exit_code: error for error in (UsageError, DataError, CheckpointError, NumericsError, ResourceError)}
 ERRORS[KILLED] = ResourceError
-INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 
 
 def train(config: TrainConfig) -> TrainingSummary:
@@ -223,7 +230,7 @@ def train(config: TrainConfig) -> TrainingSummary:
     trainer = Trainer()
     with trainer.forwarding_interrupts():
         ended = trainer.run(words)
-    if ended.exit_code in INTERRUPTED:
+    if ended.is_interrupted:
         latest = Path(config.run.checkpoint_dir) / "checkpoint_last.pt"
         return TrainingSummary(True, latest if latest.is_file() else None)
     if ended.exit_code:

@@ -147,6 +147,14 @@ def test_the_handler_of_ctrl_c_is_restored(tmp_path):
         trainer.check()
 
 
+def test_ctrl_c_ends_a_run_with_one_of_these_codes():
+    """130 and 143 are exit codes of signals; a traceback of KeyboardInterrupt comes from the start of Python."""
+    traceback = ("Traceback (most recent call last):", "KeyboardInterrupt")
+    assert all(Ended(code, (), ()).is_interrupted for code in (129, 130, 143))
+    assert Ended(1, (), traceback).is_interrupted
+    assert not any(Ended(code, (), ("ValueError: KeyboardInterrupt",)).is_interrupted for code in (0, 1, 2, 137))
+
+
 @pytest.mark.parametrize(
     "code, errors, message",
     [
