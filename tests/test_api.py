@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import konkanivani
-from konkanivani import DataConfig, MemoryConfig, ModelConfig, PretrainedConfig, RunConfig, TrainConfig
+from konkanivani import DataConfig, MemoryConfig, ModelConfig, PretrainedConfig, RunConfig, TrainConfig, TuningConfig
 from konkanivani.errors import DataError, Interrupted, ResourceError, UsageError
-from konkanivani.flags import changed_settings, parse_args, words_of
+from konkanivani.flags import as_command_line, changed_settings, parse_args, words_of
 from konkanivani.training_process import Ended, Trainer, copy_output, summary_of
 from tests.conftest import ROOT, Corpus, run_script, well
 from tests.leftovers import descendants
@@ -195,6 +195,22 @@ def test_plan_equals_the_command(capfd):
     assert json.loads(report.as_json()) == json.loads(well(run_script(*command)).stdout)
     with pytest.raises(UsageError, match="memory_budget"):
         konkanivani.plan(TrainConfig())
+    with pytest.raises(UsageError, match="run.device='gpu'"):
+        konkanivani.plan(TrainConfig(run=RunConfig(device="gpu")), memory_budget="4GiB")
+    with pytest.raises(UsageError, match="--lora_alpha has no effect"):
+        konkanivani.plan(TrainConfig(tuning=TuningConfig(lora_alpha=2.0)), gpu="T4")
+
+
+def test_plan_has_the_shape_of_the_initial_checkpoint(base):
+    report = konkanivani.plan(TrainConfig(run=RunConfig(init_from=str(base))), memory_budget="1GiB")
+    command = ("training_scripts/plan_memory.py", "--checkpoint", str(base), "--memory_budget", "1GiB", "--json")
+    assert json.loads(report.as_json()) == json.loads(well(run_script(*command)).stdout)
+
+
+def test_settings_of_a_pretrained_model_have_the_defaults_of_the_command_line():
+    asked = as_command_line(TrainConfig(pretrained=PretrainedConfig(pretrained="whisper", language="mr")))
+    assert asked.config == parse_args(["--pretrained", "whisper", "--language", "mr"]).config
+    assert asked.config.data.max_duration == 30.0 != TrainConfig().data.max_duration
 
 
 def test_import_is_lazy():
