@@ -80,10 +80,12 @@ class StepTracer:
         self._mode = Shapes()
         self.costs = costs
         front_end = copy.deepcopy(front_end).cpu()
+        dense_buffers = {buffer: buffer.clone() for buffer in front_end.buffers()}
         with self._mode:
             for module in front_end.modules():
                 for name, buffer in module.named_buffers(recurse=False):
-                    setattr(module, name, self._mode.from_tensor(buffer))
+                    # A periodic window is a view of a window with one more sample, and a mode may count that sample.
+                    setattr(module, name, self._mode.from_tensor(dense_buffers[buffer]))
             parts = build(front_end)
             # Every micro-batch but a step's first one finds gradients, and takes more memory than the first one.
             for parameter in trained_parameters(parts.model):
