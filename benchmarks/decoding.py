@@ -146,7 +146,8 @@ def measure_decoding(
     )
     audio = speech.seconds * speech.utterances
     rates = [audio / each for each in seconds[:4]]
-    return DecodingTimes(preset, torch.get_num_threads(), *rates, tokens, beam, *seconds[4:])
+    measured = (preset, torch.get_num_threads(), *rates, tokens, beam, *seconds[4:])
+    return DecodingTimes(*measured)
 
 
 def medians(rounds: int, device: torch.device, *actions: Callable[[], object]) -> list[float]:

@@ -354,8 +354,9 @@ def build_model(entry: Entry, terms: Terms) -> ESPnet | SpeechBrain:
 
 def build(entry: dict, terms: dict) -> Contestant:
     """Import the toolkit of an entry and return the contestant."""
-    entry, terms = Entry(**entry), Terms(**terms)
-    if entry.toolkit == "konkanivani":
+    contestant = Entry(**entry)
+    workload = Terms(**terms)
+    if contestant.toolkit == "konkanivani":
         bootstrap.set_malloc_options(os.environ)  # as in every training script
-        return KonkaniVani(entry, terms)
-    return OtherToolkit(entry, terms)
+        return KonkaniVani(contestant, workload)
+    return OtherToolkit(contestant, workload)

@@ -321,7 +321,7 @@ def measure_accumulation(seed: int, divided: bool = False) -> AccumulationCompar
         report = train_step(parts, global_batch, 0)
         loss, norm = train_with_trainer(model, rows, size)
         cuts.append(MicroBatchPlan(size, len(LABELS) // size, loss, norm, report.loss, report.gradient_norm))
-    return AccumulationComparison(*(version(name) for name in ("transformers", "accelerate", "torch")), tuple(cuts))
+    return AccumulationComparison(version("transformers"), version("accelerate"), version("torch"), tuple(cuts))
 
 
 def build_model(seed: int) -> torch.nn.Module:

@@ -270,9 +270,10 @@ class Transformers:
         # Teacher forcing: the inputs are the labels shifted by one. -100 is ignored by the loss.
         given = [[special.start, *said, *[special.end] * (longest - len(said))] for said in tokens]
         wanted = [[*said, special.end, *[-100] * (longest - len(said))] for said in tokens]
-        given, wanted = (torch.tensor(rows, device=self.terms.device) for rows in (given, wanted))
-        logits = self.model(input_features=features, decoder_input_ids=given, use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="sum")
+        inputs = torch.tensor(given, device=self.terms.device)
+        labels = torch.tensor(wanted, device=self.terms.device)
+        logits = self.model(input_features=features, decoder_input_ids=inputs, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
 
     def features_of(self, waveform: torch.Tensor) -> torch.Tensor:
         """Return the features (1, F, T) of Whisper's window."""
@@ -340,8 +341,9 @@ def _plain_name(name: str) -> str:
 
 def build(entry: dict, terms: dict) -> Contestant:
     """Import the toolkit of an entry and return the contestant."""
-    entry, terms = Entry(**entry), WhisperTerms(**terms)
-    if entry.toolkit == "konkanivani":
+    contestant = Entry(**entry)
+    workload = WhisperTerms(**terms)
+    if contestant.toolkit == "konkanivani":
         bootstrap.set_malloc_options(os.environ)  # as in every training script
-        return KonkaniVani(entry, terms)
-    return Transformers(terms)
+        return KonkaniVani(contestant, workload)
+    return Transformers(workload)

@@ -2,9 +2,7 @@
 
 Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision, section 2.3: each segment is a start
 timestamp, its text and an end timestamp. A segment that continues after Whisper's 30 s window has no end timestamp.
-
-Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision, section 2.3. Token ids differ between
-models, so special tokens are looked up by name in the model's files.
+Token ids differ between models, so special tokens are looked up by name in the model's files.
 """
 
 import dataclasses
