@@ -97,8 +97,9 @@ class OomHistory:
     as large does not fit either. The number 0 stands for an utterance that did not fit although all blocks were
     recomputed: it needs small chunks. After a failure of concurrent micro-batches, all later ones run one at a time.
 
-    `conditions` is a hash of the device and all settings that affect memory, except for the model, which no resumed run
-    changes; sizes from a checkpoint with other conditions are ignored.
+    `conditions` is a hash of the device, the architecture and all settings that affect memory (`memory_conditions` in
+    training/build_step.py); sizes from a checkpoint with other conditions are ignored. A checkpoint stores this object
+    as its part "splits".
     """
 
     def __init__(self, conditions: int) -> None:

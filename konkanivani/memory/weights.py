@@ -179,7 +179,8 @@ class Placement:
     With `half_precision` the weights on the GPU are in half precision and their fp32 masters on the host. With
     `prefetch` the next block's weights are copied while the current block computes, from page-locked memory (in mixed
     precision from half-precision copies of the masters): less time, one more block on the GPU, and in half precision
-    two more bytes per weight on the host.
+    two more bytes per weight on the host. Recomputed Whisper blocks then also keep their attention results, since
+    prefetch is chosen only if memory is left.
     """
 
     offloaded_blocks: int = 0

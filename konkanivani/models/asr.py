@@ -59,8 +59,11 @@ class LossTerm:
     """Term of the objective; with `has_end`, each utterance's end token is a target too.
 
     A network returns the sums of its terms in the order of `Objective.terms` (`loss_sums`). Whisper has one term. A new
-    term needs a branch there, a sum in `HeadLosses` (for long utterances also in `ChunkedLosses`, ops/chunks.py), a
-    place in `HybridArchitecture.objective`, and its number in the records (`StepReport`, training/progress.py).
+    term needs: a `name`, a field of `Losses` and a line in `Objective.losses`; a branch in `loss_sums` and a sum in
+    `HeadLosses` (for long utterances also in `ChunkedLosses`, ops/chunks.py); its weight in `LossConfig` (config.py)
+    and its place in `HybridArchitecture.objective`; its number in `StepReport` and `update` (training/step.py), in the
+    records (training/progress.py) and where training/loop.py fills them. Targets other than the tokens are fields of
+    `Batch` (data/batching.py).
     """
 
     name: Literal["ctc", "attention"]
@@ -177,8 +180,8 @@ def at_least_float32(tensor: torch.Tensor) -> torch.dtype:
 class ASROutput:
     """Result of a forward pass: encoded (B, T', D), its lengths, decoded (B, U + 1, D).
 
-    `middle` (B, T', D) is the output of the encoder's middle block before any norm, or None for a model without such a
-    loss.
+    `middle` (B, T', D) is the output of the encoder's middle block before any norm; None for a Whisper model, which has
+    no intermediate CTC.
     `ctc_head` turns `encoded` into CTC logits (B, T', V), `decoder.output` turns `decoded` into attention logits
     (B, U + 1, V). `decoded` is None without a decoder.
     """

@@ -333,6 +333,7 @@ class Encoder(SpeechEncoder):
         x, layout = self.arrange(x, lengths, chunk_frames)
         middle = x
         for number, block in enumerate(self.blocks, start=1):
+            # A generator per block: the recomputation of a block then restores its own masks only.
             with block_dropout(number):
                 x = wrap_block(number, block)(x, layout)
             if number == len(self.blocks) // 2:

@@ -4,8 +4,9 @@ Two threads that share every operator wait for each other, and both for Python, 
 with one micro-batch each wait much less. Memory then contains the activations of both, but weights and gradients of the
 model only once.
 
-If memory runs out, all micro-batches are computed again with smaller ones. Ranks agree that each has computed its part
-of the gradient before they sum it, because a rank that ran out of memory during the all-reduce would block the others.
+If memory runs out in a micro-batch, all are computed again with smaller ones, except with sharded weights. Ranks agree
+that each has computed its part of the gradient before they sum it, because a rank that ran out of memory during the
+all-reduce would block the others.
 """
 
 import contextlib
@@ -258,6 +259,8 @@ def accumulate(task: GradientTask, plan: MicroBatchPlan) -> torch.Tensor | None:
     parts.forward.refresh_weights()
     parts.optimizer.zero_grad()
     terms = len(parts.forward.objective.terms)
+    # The seed of this step, which seed_step has set. On a CPU each micro-batch draws from a generator of its own, so
+    # that masks do not depend on the order of concurrent ones.
     seed = torch.initial_seed()
     totals = torch.zeros(terms, dtype=torch.float64, device=parts.forward.device)
 

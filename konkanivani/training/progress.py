@@ -1,4 +1,6 @@
-"""Records of steps, skips and validations, and the progress of a run computed from them.
+"""Records of steps, skips and validations, and the progress of a run computed from them, for logs and the progress bar.
+
+The counters that a checkpoint stores as "progress" are `TrainState` (run.py).
 
 A number that TensorBoard draws carries its tag in the metadata of its field; a value of None is not logged. The digits
 in the tags exist because TensorBoard sorts its groups by name and opens only the first two.

@@ -46,7 +46,7 @@ class TrainState:
         epoch, consumed: the cursor; `consumed` is the number of the epoch's global batches so far.
         epochs_finished: epochs that have been validated.
         best_score: lowest validation score so far.
-        splits: OOM retries of steps with smaller micro-batches.
+        splits: OOM retries, of any kind (`MicroBatchPlan.smaller`).
         epoch_steps, epoch_clipped, epoch_loss: of the current epoch, the steps so far, the number with a clipped
             gradient, and their summed losses.
         first_loss: mean loss over the steps of the first epoch; 0 until it is finished.
@@ -170,6 +170,8 @@ class RunStorage:
         stateful: parts of the run by their names in a checkpoint (`stateful_parts` in recipe/run_output.py): model,
             optimizer, scaler (the GradScaler), progress (the TrainState) and splits (the OomHistory). No generator is
             stored: all random numbers are functions of seed and step, or seed, epoch and utterance (randomness.py).
+            `load_weights` in recipe/resume.py restores them; the memory plan is read by `resolve_plan` in
+            planning/plan.py.
         plan_digest: digest of the order of the data (the epoch plan, not the memory plan).
         locks: locks of the run's folders.
     """

@@ -2,8 +2,8 @@
 
 Evaluation shares the forward pass: waveforms in, hidden states and summed losses out.
 
-If memory runs out before the update, all micro-batches are computed again with smaller ones. The update allocates
-nothing, so it needs no retry.
+If memory runs out in a micro-batch, all micro-batches are computed again with smaller ones; with sharded weights the
+process restarts instead (gradient.py). The update allocates nothing, so it needs no retry.
 """
 
 import dataclasses
@@ -122,7 +122,7 @@ class StepGradient:
 
 
 ComputeGradient = Callable[["GradientTask"], StepGradient | None]
-"""Computes the gradient of a global batch: in a single process, summed over ranks, or with sharded weights.
+"""Computes the gradient of a global batch: `local_gradient`, `summed_gradient` or `sharded_gradient` (gradient.py).
 
 The gradient is stored in the parameters' `.grad`, unscaled and clipped. If interrupted, the result is None and no
 `.grad` is set.
