@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from konkanivani.cli.plan import plan
     from konkanivani.config import (
         DataConfig,
         LossConfig,
@@ -28,14 +29,13 @@ if TYPE_CHECKING:
         TuningConfig,
     )
     from konkanivani.inference.recognizer import load_recognizer
-    from konkanivani.planning.report import plan
     from konkanivani.training_process import TrainingSummary, train
 
 __version__ = "0.2.0"
 
 _MODULES = {
     "load_recognizer": "inference.recognizer",
-    "plan": "planning.report",
+    "plan": "cli.plan",
     "train": "training_process",
     "TrainingSummary": "training_process",
     "TrainConfig": "config",

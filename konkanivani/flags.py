@@ -298,6 +298,18 @@ class CommandLine:
         return _checked(_with_given(base, self.parsed, self.explicit), self.explicit, stored=None)
 
 
+def as_command_line(config: TrainConfig) -> CommandLine:
+    """Return a configuration written in Python as if its changed settings were flags of a command line.
+
+    Raises UsageError for a value of the wrong type, which a command line would refuse.
+    """
+    changed = changed_settings(with_shape_of_preset(config))
+    if wrong := [f"{setting.group}.{setting.name}={setting.value!r}" for setting in changed if not _has_type(setting)]:
+        raise UsageError(f"Invalid settings: {', '.join(wrong)}. konkanivani train --help all lists the values.")
+    full = with_values(defaults_beside(config), {setting.name: setting.value for setting in changed})
+    return CommandLine(full, full, frozenset(setting.name for setting in changed))
+
+
 def parse_args(arguments: list[str], description: str | None = None) -> CommandLine:
     """Parse the trainer's command line; an unknown or mistyped flag ends the process with exit code 2.
 

@@ -6,6 +6,7 @@ again when it ends: neither suits a notebook's kernel.
 
 import contextlib
 import ctypes
+import io
 import json
 import re
 import signal
@@ -13,17 +14,17 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
 from konkanivani.config import TrainConfig
 from konkanivani.errors import (
     CheckpointError,
     DataError,
     Interrupted,
+    KonkaniVaniError,
     NumericsError,
     ResourceError,
     UsageError,
@@ -33,8 +34,13 @@ from konkanivani.errors import (
 from konkanivani.flags import changed_settings, with_shape_of_preset, words_of
 
 KEPT_LINES = 50  # of each output stream
+INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
+KILLED = 128 + signal.SIGKILL
+KILLED_TEXT = "Killed (SIGKILL), perhaps by the system for lack of memory."
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LINE_OF_BAR = re.compile(r"\s*\d+%\|")  # a progress bar of tqdm
+# A warning of Python, whose source line follows indented, such as "a.py:3: UserWarning: text".
+LINE_OF_WARNING = re.compile(r"\S+:\d+: \w*Warning: ")
 
 
 @dataclass(frozen=True)
@@ -46,10 +52,17 @@ class Ended:
     errors: tuple[str, ...]
 
     @property
+    def is_interrupted(self) -> bool:
+        """Return whether a signal stopped the run."""
+        # Exit code 1: Ctrl-C while the interpreter starts, before it has a handler.
+        in_start = self.exit_code == 1 and any(line.startswith("KeyboardInterrupt") for line in self.errors)
+        return self.exit_code in INTERRUPTED or in_start
+
+    @property
     def reason(self) -> str:
-        """Return the error message of a failed run."""
-        if self.exit_code == 128 + signal.SIGKILL:
-            return "Killed (SIGKILL), perhaps by the system for lack of memory."
+        """Return the last error of a failed run in one line, for a table."""
+        if self.exit_code == KILLED:
+            return KILLED_TEXT
         lines = [line for line in self.errors if line.strip() and not LINE_OF_BAR.match(line)]
         start = len(lines) - 1
         # Keep an indented list with the lines around it.
@@ -60,6 +73,27 @@ class Ended:
         if told and told[0].startswith("Traceback"):
             told = told[-1:]
         return " ".join(line.strip() for line in told) or f"Exit code {self.exit_code}, without a message."
+
+    @property
+    def message(self) -> str:
+        """Return all errors of a failed run, a line each: what it printed on stderr after its last progress bar.
+
+        Warnings are left out. Of a mistyped value, whose error is printed in a box, only the sentence is returned.
+        """
+        told: list[str] = []
+        for line in self.errors:
+            if LINE_OF_BAR.match(line) or LINE_OF_WARNING.match(line):
+                # Errors end the run: what precedes a bar or a warning is not one.
+                told = []
+            elif line.strip() and (told or not line.startswith("  ")):
+                told.append(line)
+        if any(line.startswith("Traceback") for line in told) or self.exit_code == KILLED or not told:
+            return self.reason
+        if told[0].startswith("╭"):
+            inside = [line.strip("│ ") for line in told[1:]]
+            rule = next((number for number, line in enumerate(inside) if set(line) <= set("─╰╯")), len(inside))
+            return " ".join(inside[:rule])
+        return "\n".join(told)
 
 
 class Trainer:
@@ -79,6 +113,22 @@ class Trainer:
         for number in stopping_signals():
             signal.signal(number, self._pass_on)
 
+    @contextlib.contextmanager
+    def forwarding_interrupts(self) -> Iterator[None]:
+        """Forward Ctrl-C, or the interrupt of a notebook, to the process; no KeyboardInterrupt is raised in the block.
+
+        Outside of the main thread this has no effect: Python raises KeyboardInterrupt in the main thread only.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        # A handler, because KeyboardInterrupt may also be raised before the process is known or while it is joined.
+        before = signal.signal(signal.SIGINT, self._pass_on)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
     def check(self) -> None:
         """Raise Interrupted if a signal has arrived."""
         if self._signal_number:
@@ -86,7 +136,7 @@ class Trainer:
 
     def run(self, arguments: Sequence[str]) -> Ended:
         """Run the trainer to its end and forward its output to stderr."""
-        self._process = process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "konkanivani", "train", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -97,15 +147,17 @@ class Trainer:
             start_new_session=True,
             preexec_fn=self._end_with_parent,
         )
-        if self._signal_number:  # it arrived before the process existed
-            process.send_signal(self._signal_number)
         kept = deque[str](maxlen=KEPT_LINES), deque[str](maxlen=KEPT_LINES)
         streams = zip((process.stdout, process.stderr), kept, strict=True)
-        threads = [threading.Thread(target=_copy, args=pair, daemon=True) for pair in streams]
+        threads = [threading.Thread(target=copy_output, args=pair, daemon=True) for pair in streams]
         with defer_signals():  # threads inherit the blocked mask, so that signals reach the main thread only
+            # Deferred, so that a signal is sent once: two would end the process without saving.
+            self._process = process
+            if self._signal_number:  # it arrived before the process existed
+                process.send_signal(self._signal_number)
             for thread in threads:
                 thread.start()
-        code = _wait(process)
+        code = process.wait()
         for thread in threads:
             thread.join()
         said, errors = map(tuple, kept)
@@ -121,19 +173,15 @@ class Trainer:
         self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait(process: "subprocess.Popen[str]") -> int:
-    """Return the exit code; forward each Ctrl-C that reaches this process as KeyboardInterrupt, as in a notebook."""
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)
-
-
-def _copy(stream: TextIO, kept: deque[str]) -> None:
+def copy_output(stream: io.TextIOWrapper, kept: deque[str]) -> None:
+    """Copy a stream to stderr and keep its last lines."""
+    # Carriage returns must stay: with them a progress bar redraws its line instead of adding one.
+    stream.reconfigure(newline="")
     for line in stream:
-        kept.append(line.rstrip("\n"))
-        print(line, end="", file=sys.stderr, flush=True)
+        kept.append(line.rstrip("\r\n"))
+        # The copy goes on without a reader of stderr: a full pipe would block the run.
+        with contextlib.suppress(OSError, ValueError):
+            print(line, end="", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -142,7 +190,7 @@ class TrainingSummary:
 
     Args:
         is_interrupted: Ctrl-C or a signal stopped the run, which has saved; train again with `resume="auto"`.
-        checkpoint: the best checkpoint by validation, or the last one.
+        checkpoint: the best checkpoint by validation, or the last one; None if interrupted before the first one.
         tensorboard: folder of the run's logs; None if interrupted.
         steps, epochs, parameters: of the model; None if interrupted.
         best_valid_score: lowest validation score, if there is a validation manifest.
@@ -151,7 +199,7 @@ class TrainingSummary:
     """
 
     is_interrupted: bool
-    checkpoint: Path
+    checkpoint: Path | None
     tensorboard: Path | None = None
     steps: int | None = None
     epochs: int | None = None
@@ -163,7 +211,7 @@ class TrainingSummary:
 
 
 ERRORS = {error.exit_code: error for error in (UsageError, DataError, CheckpointError, NumericsError, ResourceError)}
-INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
+ERRORS[KILLED] = ResourceError
 
 
 def train(config: TrainConfig) -> TrainingSummary:
@@ -172,15 +220,21 @@ def train(config: TrainConfig) -> TrainingSummary:
     If `config.model` is left at its default, the model has the shape of `config.run.preset`.
 
     The output of the run appears on stderr. Ctrl-C saves a checkpoint and returns; a second one ends the run at once.
-    Raises the errors of the command: UsageError, DataError, CheckpointError, NumericsError, ResourceError.
+    Raises the errors of the command: UsageError, DataError, CheckpointError, NumericsError, ResourceError. A run that
+    crashes raises their base class, KonkaniVaniError.
     """
+    if config.run.dry_run:
+        raise UsageError("A dry run has no summary: use konkanivani train --dry_run, or leave dry_run at False.")
     config = with_shape_of_preset(config)
     words = [word for setting in changed_settings(config) for word in words_of(setting)]
-    ended = Trainer().run(words)
-    if ended.exit_code in INTERRUPTED:
-        return TrainingSummary(True, Path(config.run.checkpoint_dir) / "checkpoint_last.pt")
+    trainer = Trainer()
+    with trainer.forwarding_interrupts():
+        ended = trainer.run(words)
+    if ended.is_interrupted:
+        latest = Path(config.run.checkpoint_dir) / "checkpoint_last.pt"
+        return TrainingSummary(True, latest if latest.is_file() else None)
     if ended.exit_code:
-        raise ERRORS.get(ended.exit_code, ResourceError)(ended.reason)
+        raise ERRORS.get(ended.exit_code, KonkaniVaniError)(ended.message)
     return summary_of(ended.said)
 
 

@@ -1,21 +1,26 @@
 """Python API: training in a child process, and plans; equal to the commands."""
 
 import dataclasses
+import io
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import konkanivani
-from konkanivani import DataConfig, MemoryConfig, ModelConfig, PretrainedConfig, RunConfig, TrainConfig
-from konkanivani.errors import DataError, ResourceError, UsageError
-from konkanivani.flags import changed_settings, parse_args, words_of
-from konkanivani.training_process import summary_of
+from konkanivani import DataConfig, MemoryConfig, ModelConfig, PretrainedConfig, RunConfig, TrainConfig, TuningConfig
+from konkanivani.errors import DataError, Interrupted, ResourceError, UsageError
+from konkanivani.flags import as_command_line, changed_settings, parse_args, words_of
+from konkanivani.training_process import Ended, Trainer, copy_output, summary_of
 from tests.conftest import ROOT, Corpus, run_script, well
+from tests.leftovers import descendants
 from tests.patience import PATIENCE
 
 TINY = ModelConfig(d_model=16, attention_heads=2, feedforward_dim=32, encoder_layers=1, decoder_layers=1)
@@ -72,13 +77,19 @@ def test_errors_of_the_run_are_raised_with_its_message(tmp_path, corpus):
         konkanivani.train(dataclasses.replace(broken, data=nowhere))
     with pytest.raises(UsageError, match="train_manifest"):
         konkanivani.train(TrainConfig())
+    two = dataclasses.replace(nowhere, valid_manifest=str(tmp_path / "lost.jsonl"))
+    with pytest.raises(DataError, match=r"nowhere\.jsonl.*\n.*lost\.jsonl"):
+        konkanivani.train(dataclasses.replace(broken, data=two))
+    with pytest.raises(UsageError, match=r"^invalid choice 'gpu' for argument '--device'"):
+        konkanivani.train(TrainConfig(run=RunConfig(device="gpu")))
+    with pytest.raises(UsageError, match="dry run"):
+        konkanivani.train(TrainConfig(run=RunConfig(dry_run=True)))
     with pytest.raises(ResourceError, match="without a summary"):
         summary_of(["no JSON"])
 
 
-def test_ctrl_c_saves_and_returns(corpus, tmp_path):
-    """Interrupt this process like a notebook's kernel: Python raises KeyboardInterrupt in the main thread."""
-    config = config_of(corpus, tmp_path, epochs=5000, save_minutes=60.0)
+def start_in_python(config: TrainConfig) -> "subprocess.Popen[str]":
+    """Start a Python program that trains and prints the summary's checkpoint."""
     words = json.dumps([word for setting in changed_settings(config) for word in words_of(setting)])
     program = (
         "import json, sys, konkanivani\n"
@@ -86,19 +97,95 @@ def test_ctrl_c_saves_and_returns(corpus, tmp_path):
         "summary = konkanivani.train(parse_args(json.loads(sys.argv[1])).config)\n"
         "print(summary.is_interrupted, summary.checkpoint)\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    log = tmp_path / "runs"
+    command = [sys.executable, "-c", program, words]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until the condition holds; fail after PATIENCE seconds."""
     until = time.monotonic() + PATIENCE
-    while not list(log.rglob("log.jsonl")) and time.monotonic() < until:
-        time.sleep(0.1)
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_ctrl_c_saves_and_returns(corpus, tmp_path):
+    """Interrupt this process like a notebook's kernel, and resume."""
+    config = config_of(corpus, tmp_path, epochs=5000, save_minutes=60.0)
+    process = start_in_python(config)
+    wait_until(lambda: list((tmp_path / "runs").rglob("log.jsonl")))
     time.sleep(2.0)  # into the training loop
     process.send_signal(signal.SIGINT)
     said, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert said.split() == ["True", f"{tmp_path}/checkpoints/checkpoint_last.pt"]
-    assert Path(said.split()[1]).is_file()
+    step = int(re.findall(r"step (\d+)", errors)[-1])
+    run = dataclasses.replace(config.run, resume="auto", max_steps=step + 1)
+    resumed = konkanivani.train(dataclasses.replace(config, run=run))
+    assert (resumed.is_interrupted, resumed.steps) == (False, step + 1)
+
+
+def test_ctrl_c_before_the_first_checkpoint(corpus, tmp_path):
+    """Interrupt the start of the run, twice: the process returns without a checkpoint."""
+    process = start_in_python(config_of(corpus, tmp_path))
+    wait_until(lambda: len(descendants(process.pid)) > 0)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    said, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, said.split()) == (0, ["True", "None"]), errors
+
+
+def test_the_handler_of_ctrl_c_is_restored(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    trainer = Trainer()
+    with pytest.raises(ZeroDivisionError), trainer.forwarding_interrupts():
+        assert signal.getsignal(signal.SIGINT) != before
+        signal.raise_signal(signal.SIGINT)  # no KeyboardInterrupt
+        raise ZeroDivisionError
+    assert signal.getsignal(signal.SIGINT) == before
+    with pytest.raises(Interrupted):
+        trainer.check()
+
+
+def test_ctrl_c_ends_a_run_with_one_of_these_codes():
+    """130 and 143 are exit codes of signals; a traceback of KeyboardInterrupt comes from the start of Python."""
+    traceback = ("Traceback (most recent call last):", "KeyboardInterrupt")
+    assert all(Ended(code, (), ()).is_interrupted for code in (129, 130, 143))
+    assert Ended(1, (), traceback).is_interrupted
+    assert not any(Ended(code, (), ("ValueError: KeyboardInterrupt",)).is_interrupted for code in (0, 1, 2, 137))
+
+
+@pytest.mark.parametrize(
+    "code, errors, message",
+    [
+        (3, ("a.jsonl: not found.", "b.jsonl: not found."), "a.jsonl: not found.\nb.jsonl: not found."),
+        (2, ("Contradiction:", "  --a", "  --b"), "Contradiction:\n  --a\n  --b"),
+        (6, ("x/y.py:7: UserWarning: slow", "  warn(", "", " 5%|#  | 1/20", "No space left."), "No space left."),
+        (1, ("Traceback (most recent call last):", '  File "x"', "ValueError: y"), "ValueError: y"),
+        (2, ("╭─ Value ─╮", "│ not an  │", "│ int.    │", "│ ─────── │", "│ --help  │", "╰─────────╯"), "not an int."),
+        (137, ("a",), "Killed (SIGKILL), perhaps by the system for lack of memory."),
+        (5, (), "Exit code 5, without a message."),
+    ],
+)
+def test_all_errors_of_a_run_are_in_its_message(code, errors, message):
+    assert Ended(code, (), errors).message == message
+
+
+class ClosedStream(io.StringIO):
+    """Stream whose reader has ended."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_output_is_copied_with_carriage_returns_and_without_a_reader(monkeypatch):
+    written = "0%|  |\r50%|# |\rDone: é.\n".encode()
+    for stream, expected in ((io.StringIO(), written.decode()), (ClosedStream(), "")):
+        monkeypatch.setattr(sys, "stderr", stream)
+        kept = deque[str]()
+        copy_output(io.TextIOWrapper(io.BytesIO(written), encoding="utf-8"), kept)
+        assert list(kept) == ["0%|  |", "50%|# |", "Done: é."]
+        assert stream.getvalue() == expected
 
 
 def test_plan_equals_the_command(capfd):
@@ -108,6 +195,22 @@ def test_plan_equals_the_command(capfd):
     assert json.loads(report.as_json()) == json.loads(well(run_script(*command)).stdout)
     with pytest.raises(UsageError, match="memory_budget"):
         konkanivani.plan(TrainConfig())
+    with pytest.raises(UsageError, match="run.device='gpu'"):
+        konkanivani.plan(TrainConfig(run=RunConfig(device="gpu")), memory_budget="4GiB")
+    with pytest.raises(UsageError, match="--lora_alpha has no effect"):
+        konkanivani.plan(TrainConfig(tuning=TuningConfig(lora_alpha=2.0)), gpu="T4")
+
+
+def test_plan_has_the_shape_of_the_initial_checkpoint(base):
+    report = konkanivani.plan(TrainConfig(run=RunConfig(init_from=str(base))), memory_budget="1GiB")
+    command = ("training_scripts/plan_memory.py", "--checkpoint", str(base), "--memory_budget", "1GiB", "--json")
+    assert json.loads(report.as_json()) == json.loads(well(run_script(*command)).stdout)
+
+
+def test_settings_of_a_pretrained_model_have_the_defaults_of_the_command_line():
+    asked = as_command_line(TrainConfig(pretrained=PretrainedConfig(pretrained="whisper", language="mr")))
+    assert asked.config == parse_args(["--pretrained", "whisper", "--language", "mr"]).config
+    assert asked.config.data.max_duration == 30.0 != TrainConfig().data.max_duration
 
 
 def test_import_is_lazy():

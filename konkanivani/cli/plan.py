@@ -13,13 +13,17 @@ import re
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from konkanivani.command_line import read_flags
 from konkanivani.config import TrainConfig
 from konkanivani.errors import UsageError
-from konkanivani.flags import CommandLine, check_idle_flags, defaults_beside, explicit_flags
-from konkanivani.memory.devices import find_target
+from konkanivani.flags import CommandLine, as_command_line, check_idle_flags, defaults_beside, explicit_flags
+from konkanivani.memory.devices import PlanTarget, find_target
 from konkanivani.rules import check_config
+
+if TYPE_CHECKING:
+    from konkanivani.planning.report import PlanReport
 
 HOW_LONG = "10 to 20 s the first time, 3 s when repeated, since traces are cached"
 
@@ -54,8 +58,48 @@ def read_plan_flags(arguments: list[str]) -> Flags:
     return read_flags(Flags, arguments, Flags(train=defaults_beside(first.train)), description=__doc__)
 
 
-def plan(flags: Flags, given: frozenset[str]) -> str:
-    """Return the memory plan as text; `given` are the names of the flags on the command line."""
+def plan(config: TrainConfig, gpu: str | None = None, memory_budget: str | None = None, world: int = 1) -> "PlanReport":
+    """Return the memory plan of a training run, as `konkanivani plan` does; no GPU is needed.
+
+    Args:
+        config: settings of the run; those that are left at their default have the value of the command line.
+        gpu: name of the GPU to plan for, such as "GTX 980".
+        memory_budget: maximum memory, such as "4GiB" (None: `config.memory.memory_budget`, or the memory of the GPU).
+        world: number of ranks.
+
+    Raises a UsageError for settings that contradict each other, and a ResourceError if the model does not fit.
+    """
+    if memory_budget is not None:
+        config = replace(config, memory=replace(config.memory, memory_budget=memory_budget))
+    asked = as_command_line(config)
+    return report_of(Flags(train=asked.config, gpu=gpu, world=world), asked.explicit)
+
+
+def report_of(flags: Flags, given: frozenset[str]) -> "PlanReport":
+    """Return the memory plan; `given` are the names of the flags on the command line."""
+    train, target = settle(flags, given)
+    from konkanivani.planning.report import plan_target
+
+    return plan_target(train, target, flags.world, given)
+
+
+def plan_text(flags: Flags, given: frozenset[str]) -> str:
+    """Return the memory plan, or a table of models, as text."""
+    if not (flags.table or flags.presets):
+        report = report_of(flags, given)
+        return report.as_json() if flags.json else report.as_table()
+    train, target = settle(flags, given)
+    from konkanivani.planning.report import plan_presets, plan_whisper
+
+    if flags.table:
+        return plan_whisper(train, target.costs, target.budget)
+    if flags.world > 1:
+        raise UsageError("--presets supports one process: use --world with one --preset.")
+    return plan_presets(train, target.costs)
+
+
+def settle(flags: Flags, given: frozenset[str]) -> tuple[TrainConfig, PlanTarget]:
+    """Return the checked settings, with the shape of a checkpoint, and the device to plan for."""
     check_idle_flags(flags.train, given)
     check_config(flags.train)
     if flags.world < 1:
@@ -67,16 +111,7 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
         check_pretrained(flags)
     # On stderr, so that --json leaves one line on stdout.
     print(f"Tracing training steps ({HOW_LONG}).", file=sys.stderr, flush=True)
-    from konkanivani.planning.report import plan_presets, plan_target, plan_whisper
-
-    if flags.table:
-        return plan_whisper(flags.train, target.costs, target.budget)
-    if flags.presets:
-        if flags.world > 1:
-            raise UsageError("--presets supports one process: use --world with one --preset.")
-        return plan_presets(flags.train, target.costs)
-    report = plan_target(flags.train, target, flags.world, given)
-    return report.as_json() if flags.json else report.as_table()
+    return flags.train, target
 
 
 def with_shape_of_checkpoint(train: TrainConfig, path: Path, given: frozenset[str]) -> TrainConfig:
@@ -102,4 +137,4 @@ def check_pretrained(flags: Flags) -> None:
 def main(arguments: list[str]) -> str:
     """Plan according to the command line; return the plan as text."""
     words = [re.sub(r"^--checkpoint(?==|$)", "--init_from", word) for word in arguments]
-    return plan(read_plan_flags(words), explicit_flags(words))
+    return plan_text(read_plan_flags(words), explicit_flags(words))

@@ -15,8 +15,8 @@ import torch
 
 from konkanivani.config import AUTO, PRESETS, ModelConfig, Preset, TrainConfig, TuningConfig
 from konkanivani.console import GIB, MIB, budget_text, peak_text
-from konkanivani.flags import changed_settings, resolve, resolved, with_shape_of_preset
-from konkanivani.memory.devices import DeviceCosts, PlanTarget, find_target
+from konkanivani.flags import resolve, resolved
+from konkanivani.memory.devices import DeviceCosts, PlanTarget
 from konkanivani.memory.plan import BucketPlan, RecomputePolicy
 from konkanivani.memory.weights import ON_CARD, Placement
 from konkanivani.models.architecture import Architecture
@@ -38,7 +38,7 @@ from konkanivani.planning.sizes import (
 )
 from konkanivani.planning.tracer import BatchShape, Peak
 from konkanivani.planning.traces import kept_traces
-from konkanivani.rules import check_config, settings_of
+from konkanivani.rules import settings_of
 
 # --------------------
 # Report of a memory plan before training, as a table or as JSON, planned in worker processes.
@@ -292,17 +292,6 @@ def plan_target(
     """Plan this configuration for a device and its budget, in one process or in `world_size` ranks."""
     ranks = choose_ranks(config, target.costs, target.budget, world_size)
     return plan_budget(config, target.costs, target.budget, ranks, given)
-
-
-def plan(config: TrainConfig, gpu: str | None = None) -> PlanReport:
-    """Return the memory plan of a training run: for a GPU by name, or for `config.memory.memory_budget`.
-
-    The same as `konkanivani plan`; no GPU is needed, because the training step is traced on tensors without data.
-    Raises a UsageError for settings that contradict each other, and a ResourceError if the model does not fit.
-    """
-    config = with_shape_of_preset(config)
-    check_config(config)
-    return plan_target(config, find_target(config, gpu), given=[setting.name for setting in changed_settings(config)])
 
 
 def answer(request: PlanRequest) -> Answer:
