@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from konkanivani.child_process import TrainingSummary, train
     from konkanivani.cli.plan import plan
     from konkanivani.config import (
         DataConfig,
@@ -29,15 +30,14 @@ if TYPE_CHECKING:
         TuningConfig,
     )
     from konkanivani.inference.recognizer import load_recognizer
-    from konkanivani.training_process import TrainingSummary, train
 
 __version__ = "0.2.0"
 
 _MODULES = {
     "load_recognizer": "inference.recognizer",
     "plan": "cli.plan",
-    "train": "training_process",
-    "TrainingSummary": "training_process",
+    "train": "child_process",
+    "TrainingSummary": "child_process",
     "TrainConfig": "config",
     "DataConfig": "config",
     "LossConfig": "config",

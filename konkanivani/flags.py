@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from konkanivani.command_line import HelpSection, read_flags, with_new_name
+from konkanivani.command_line import HelpSection, read_flags, value_names, with_new_name
 from konkanivani.config import (
     AUTO,
     DEFAULT_EFFECTIVE_BATCH_SIZE,
@@ -126,9 +126,7 @@ def _with_global_batch(data: DataConfig, utterances: int) -> DataConfig:
 def decisions(asked: TrainConfig, config: TrainConfig) -> str:
     """Return the resolved "auto" settings as flags, such as `--epochs 20`; empty if there are none."""
     pairs = zip(settings_of(asked), settings_of(config), strict=True)
-    decided = [new for old, new in pairs if old.value != new.value]
-    typed = (new.value if isinstance(new.value, tuple) else (new.value,) for new in decided)
-    return " ".join(f"--{new.name} {' '.join(map(str, values))}" for new, values in zip(decided, typed, strict=True))
+    return " ".join(word for old, new in pairs if old.value != new.value for word in words_of(new))
 
 
 def as_stored(config: TrainConfig, stored: TrainConfig, names: tuple[str, ...] = DECIDED) -> TrainConfig:
@@ -223,10 +221,27 @@ def words_of(setting: Setting) -> list[str]:
     if setting.value is True:
         return [f"--{setting.name}"]
     values = setting.value if isinstance(setting.value, tuple) else (setting.value,)
-    # "=", since a value may begin with a hyphen.
-    if len(values) == 1:
-        return [f"--{setting.name}={values[0]}"]
-    return [f"--{setting.name}", *map(str, values)]
+    words = [str(value) for value in values]
+    # A value that begins with a hyphen would be read as a flag.
+    if len(words) == 1 and words[0].startswith("-"):
+        return [f"--{setting.name}={words[0]}"]
+    return [f"--{setting.name}", *words]
+
+
+def command_words(config: TrainConfig) -> list[str]:
+    """Return a configuration written in Python as words of the trainer's command line.
+
+    Raises UsageError for a value of the wrong type.
+    """
+    changed = changed_settings(with_shape_of_preset(config))
+    wrong = [
+        f"{setting.group}.{setting.name}={setting.value!r} must be {value_names(_declared_type(setting)) or 'a bool'}"
+        for setting in changed
+        if not _has_type(setting)
+    ]
+    if wrong:
+        raise UsageError(f"Invalid settings: {'; '.join(wrong)}. Correct them.")
+    return [word for setting in changed for word in words_of(setting)]
 
 
 def config_from_text(text: str) -> TrainConfig:
@@ -296,18 +311,6 @@ class CommandLine:
         if not self.parsed.tuning.new_tokenizer:
             base = dataclasses.replace(base, text=stored.text)
         return _checked(_with_given(base, self.parsed, self.explicit), self.explicit, stored=None)
-
-
-def as_command_line(config: TrainConfig) -> CommandLine:
-    """Return a configuration written in Python as if its changed settings were flags of a command line.
-
-    Raises UsageError for a value of the wrong type, which a command line would refuse.
-    """
-    changed = changed_settings(with_shape_of_preset(config))
-    if wrong := [f"{setting.group}.{setting.name}={setting.value!r}" for setting in changed if not _has_type(setting)]:
-        raise UsageError(f"Invalid settings: {', '.join(wrong)}. konkanivani train --help all lists the values.")
-    full = with_values(defaults_beside(config), {setting.name: setting.value for setting in changed})
-    return CommandLine(full, full, frozenset(setting.name for setting in changed))
 
 
 def parse_args(arguments: list[str], description: str | None = None) -> CommandLine:
@@ -454,9 +457,13 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
     return found
 
 
+def _declared_type(setting: Setting) -> object:
+    return get_type_hints(type(getattr(TrainConfig(), setting.group)))[setting.name]
+
+
 def _has_type(setting: Setting) -> bool:
     """Return whether a stored value has the type that its field declares."""
-    declared = get_type_hints(type(getattr(TrainConfig(), setting.group)))[setting.name]
+    declared = _declared_type(setting)
     kinds = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
     return any(_is_of(setting.value, kind) for kind in kinds)
 

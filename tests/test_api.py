@@ -16,9 +16,9 @@ import pytest
 
 import konkanivani
 from konkanivani import DataConfig, MemoryConfig, ModelConfig, PretrainedConfig, RunConfig, TrainConfig, TuningConfig
+from konkanivani.child_process import CommandRunner, Ended, copy_output, summary_of
 from konkanivani.errors import DataError, Interrupted, ResourceError, UsageError
-from konkanivani.flags import as_command_line, changed_settings, parse_args, words_of
-from konkanivani.training_process import Ended, Trainer, copy_output, summary_of
+from konkanivani.flags import command_words, parse_args
 from tests.conftest import ROOT, Corpus, run_script, well
 from tests.leftovers import descendants
 from tests.patience import PATIENCE
@@ -47,23 +47,17 @@ def test_words_of_settings_give_the_same_settings():
         memory=MemoryConfig(mixed_precision=True),
         run=RunConfig(preset="minimal", epochs=3),
     )
-    words = [word for setting in changed_settings(config) for word in words_of(setting)]
+    words = command_words(config)
     assert parse_args(words).config == config
-    assert "--mixed_precision" in words and "--encoder_layers=1" in words
-    assert changed_settings(TrainConfig()) == []
-    tuned = TrainConfig(pretrained=PretrainedConfig(pretrained="whisper", language="mr"))
-    assert [setting.name for setting in changed_settings(tuned)] == ["pretrained", "language"]
+    assert "--mixed_precision" in words and "--train_manifest=-odd name.jsonl" in words
+    assert command_words(TrainConfig()) == []
 
 
 def test_train_returns_what_the_command_prints(corpus, tmp_path, capfd):
     summary = konkanivani.train(config_of(corpus, tmp_path / "api", max_steps=2, epochs=1))
     assert (summary.is_interrupted, summary.steps) == (False, 2)
     assert summary.checkpoint.is_file() and summary.tensorboard.is_dir()
-    words = [
-        word
-        for s in changed_settings(config_of(corpus, tmp_path / "cli", max_steps=2, epochs=1))
-        for word in words_of(s)
-    ]
+    words = command_words(config_of(corpus, tmp_path / "cli", max_steps=2, epochs=1))
     printed = json.loads(well(run_script("training_scripts/train_konkanivani_asr.py", *words)).stdout.splitlines()[-1])
     assert summary.scores["best_valid_score"] == printed["best_valid_score"]
     assert (summary.parameters, summary.epochs) == (printed["parameters"], printed["epochs"])
@@ -80,8 +74,9 @@ def test_errors_of_the_run_are_raised_with_its_message(tmp_path, corpus):
     two = dataclasses.replace(nowhere, valid_manifest=str(tmp_path / "lost.jsonl"))
     with pytest.raises(DataError, match=r"nowhere\.jsonl.*\n.*lost\.jsonl"):
         konkanivani.train(dataclasses.replace(broken, data=two))
-    with pytest.raises(UsageError, match=r"^invalid choice 'gpu' for argument '--device'"):
-        konkanivani.train(TrainConfig(run=RunConfig(device="gpu")))
+    wrong = r"^Invalid settings: run.device='gpu' must be \{auto,cuda,cpu\}; run.fresh=1 must be a bool\. Correct them\.$"
+    with pytest.raises(UsageError, match=wrong):
+        konkanivani.train(TrainConfig(run=RunConfig(device="gpu", fresh=1)))
     with pytest.raises(UsageError, match="dry run"):
         konkanivani.train(TrainConfig(run=RunConfig(dry_run=True)))
     with pytest.raises(ResourceError, match="without a summary"):
@@ -90,7 +85,7 @@ def test_errors_of_the_run_are_raised_with_its_message(tmp_path, corpus):
 
 def start_in_python(config: TrainConfig) -> "subprocess.Popen[str]":
     """Start a Python program that trains and prints the summary's checkpoint."""
-    words = json.dumps([word for setting in changed_settings(config) for word in words_of(setting)])
+    words = json.dumps(command_words(config))
     program = (
         "import json, sys, konkanivani\n"
         "from konkanivani.flags import parse_args\n"
@@ -137,7 +132,7 @@ def test_ctrl_c_before_the_first_checkpoint(corpus, tmp_path):
 
 def test_the_handler_of_ctrl_c_is_restored(tmp_path):
     before = signal.getsignal(signal.SIGINT)
-    trainer = Trainer()
+    trainer = CommandRunner()
     with pytest.raises(ZeroDivisionError), trainer.forwarding_interrupts():
         assert signal.getsignal(signal.SIGINT) != before
         signal.raise_signal(signal.SIGINT)  # no KeyboardInterrupt
@@ -199,6 +194,51 @@ def test_plan_equals_the_command(capfd):
         konkanivani.plan(TrainConfig(run=RunConfig(device="gpu")), memory_budget="4GiB")
     with pytest.raises(UsageError, match="--lora_alpha has no effect"):
         konkanivani.plan(TrainConfig(tuning=TuningConfig(lora_alpha=2.0)), gpu="T4")
+    assert "{" not in capfd.readouterr().err  # JSON is for the caller
+
+
+def run_program(program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run a Python program in a process of its own."""
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE)
+
+
+AFTER_BACKWARD_PASS = """
+import sys, torch, konkanivani
+from konkanivani.cli.plan import main
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+with FakeTensorMode():  # its devices start threads of autograd, as a GPU does
+    values = torch.ones(4, 4, requires_grad=True)
+    (values @ values).sum().backward()
+if sys.argv[1] == "function":
+    settings = konkanivani.TrainConfig(run=konkanivani.RunConfig(preset="minimal"))
+    print(konkanivani.plan(settings, gpu="GTX 980").as_json())
+else:
+    print(main(["--preset", "minimal", "--gpu", "GTX 980", "--json"]))
+"""
+
+
+def test_plan_after_a_backward_pass_in_the_same_process():
+    report = json.loads(well(run_program(AFTER_BACKWARD_PASS, "function")).stdout)
+    assert report["device"] == "GTX 980" and len(report["answers"]) == 2
+
+
+def test_negative_control_forks_fail_after_a_backward_pass(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # without cached traces
+    done = run_program(AFTER_BACKWARD_PASS, "command")
+    assert done.returncode != 0 and "fork-based multiprocessing" in done.stderr
+
+
+def test_ctrl_c_interrupts_a_plan(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    program = "import konkanivani\nkonkanivani.plan(konkanivani.TrainConfig(), gpu='T4')"
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: len(descendants(process.pid)) >= 3)  # the command and its two workers
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == -signal.SIGINT and errors.endswith("KeyboardInterrupt\n"), errors
 
 
 def test_plan_has_the_shape_of_the_initial_checkpoint(base):
@@ -208,9 +248,9 @@ def test_plan_has_the_shape_of_the_initial_checkpoint(base):
 
 
 def test_settings_of_a_pretrained_model_have_the_defaults_of_the_command_line():
-    asked = as_command_line(TrainConfig(pretrained=PretrainedConfig(pretrained="whisper", language="mr")))
-    assert asked.config == parse_args(["--pretrained", "whisper", "--language", "mr"]).config
-    assert asked.config.data.max_duration == 30.0 != TrainConfig().data.max_duration
+    words = command_words(TrainConfig(pretrained=PretrainedConfig(pretrained="whisper", language="mr")))
+    assert words == ["--pretrained", "whisper", "--language", "mr"]
+    assert parse_args(words).config.data.max_duration == 30.0 != TrainConfig().data.max_duration
 
 
 def test_import_is_lazy():

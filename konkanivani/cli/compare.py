@@ -21,8 +21,8 @@ from konkanivani.errors import ReportedByOtherRank
 from konkanivani.files import check_own_file
 from konkanivani.recipe.comparison import (
     REPORT,
+    CommandRunner,
     Flag,
-    Trainer,
     check_conditions,
     check_data,
     choose_candidates,
@@ -79,14 +79,14 @@ def main(arguments: list[str]) -> str:
     check_conditions(conditions, flags.folder)
     if flags.folder.is_dir():
         check_report(flags.folder)  # before the lock, which is a file in the folder
-    trainer = Trainer()
+    runner = CommandRunner()
     _lock = RunLock(flags.folder, COMPARING)
     # Again, under the lock: another process may have written the file meanwhile.
     check_report(flags.folder)
-    trainer.install()
+    runner.install()
     # A closed terminal or a full disk for the output must not end hours of training.
     with ignore_lost_output():
-        outcomes = compare(candidates, conditions, flags.folder, trainer)
+        outcomes = compare(candidates, conditions, flags.folder, runner)
     told = report_of(outcomes) if flags.json else table_of(outcomes)
     if all(outcome.exit_code for outcome in outcomes):
         say(told)

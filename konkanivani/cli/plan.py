@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from konkanivani.child_process import run_command
 from konkanivani.command_line import read_flags
 from konkanivani.config import TrainConfig
 from konkanivani.errors import UsageError
-from konkanivani.flags import CommandLine, as_command_line, check_idle_flags, defaults_beside, explicit_flags
+from konkanivani.flags import CommandLine, check_idle_flags, command_words, defaults_beside, explicit_flags
 from konkanivani.memory.devices import PlanTarget, find_target
 from konkanivani.rules import check_config
 
@@ -71,26 +72,26 @@ def plan(config: TrainConfig, gpu: str | None = None, memory_budget: str | None 
     """
     if memory_budget is not None:
         config = replace(config, memory=replace(config.memory, memory_budget=memory_budget))
-    asked = as_command_line(config)
-    return report_of(Flags(train=asked.config, gpu=gpu, world=world), asked.explicit)
+    device = [] if gpu is None else ["--gpu", gpu]
+    # In a child process: the plan forks, which is not possible after this process has used CUDA.
+    ended = run_command(
+        "plan", [*command_words(config), *device, "--world", str(world), "--json"], is_result_shown=False
+    )
+    if ended.is_interrupted:
+        raise KeyboardInterrupt
+    from konkanivani.planning.report import read_report
 
-
-def report_of(flags: Flags, given: frozenset[str]) -> "PlanReport":
-    """Return the memory plan; `given` are the names of the flags on the command line."""
-    train, target = settle(flags, given)
-    from konkanivani.planning.report import plan_target
-
-    return plan_target(train, target, flags.world, given)
+    return read_report(ended.said[-1])
 
 
 def plan_text(flags: Flags, given: frozenset[str]) -> str:
     """Return the memory plan, or a table of models, as text."""
-    if not (flags.table or flags.presets):
-        report = report_of(flags, given)
-        return report.as_json() if flags.json else report.as_table()
     train, target = settle(flags, given)
-    from konkanivani.planning.report import plan_presets, plan_whisper
+    from konkanivani.planning.report import plan_presets, plan_target, plan_whisper
 
+    if not (flags.table or flags.presets):
+        report = plan_target(train, target, flags.world, given)
+        return report.as_json() if flags.json else report.as_table()
     if flags.table:
         return plan_whisper(train, target.costs, target.budget)
     if flags.world > 1:

@@ -9,13 +9,13 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from konkanivani.config import TrainConfig
 from konkanivani.console import count, duration_words, show_text
 from konkanivani.errors import UsageError
-from konkanivani.flags import changed_settings
+from konkanivani.flags import changed_settings, words_of
 from konkanivani.inference.card_scores import CardScore
 
 CARD = "README.md"
@@ -353,12 +353,10 @@ def training_command(config: TrainConfig) -> list[str]:
     for setting in changed_settings(config):
         if setting.name in LOCAL_SETTINGS:
             continue
-        if setting.value is True:
-            parts.append(f"--{setting.name}")
-            continue
-        values = setting.value if isinstance(setting.value, tuple) else (setting.value,)
-        words = " ".join(shlex.quote(show_text(_without_folder(item))) for item in values)
-        parts.append(f"--{setting.name} {words}")
+        if setting.value is not True:
+            values = setting.value if isinstance(setting.value, tuple) else (setting.value,)
+            setting = replace(setting, value=tuple(show_text(_without_folder(item)) for item in values))
+        parts.append(shlex.join(words_of(setting)))
     return parts
 
 

@@ -15,7 +15,7 @@ import torch
 
 from konkanivani.config import AUTO, PRESETS, ModelConfig, Preset, TrainConfig, TuningConfig
 from konkanivani.console import GIB, MIB, budget_text, peak_text
-from konkanivani.flags import resolve, resolved
+from konkanivani.flags import resolve, resolved, words_of
 from konkanivani.memory.devices import DeviceCosts, PlanTarget
 from konkanivani.memory.plan import BucketPlan, RecomputePolicy
 from konkanivani.memory.weights import ON_CARD, Placement
@@ -247,6 +247,20 @@ class PlanReport:
         )
 
 
+def read_report(line: str) -> PlanReport:
+    """Return the report that `PlanReport.as_json` has written."""
+    values = json.loads(line)
+    answers = [
+        Answer(
+            found["gradient_checkpointing"],
+            tuple(BucketPlan(**bucket) for bucket in found["buckets"]),
+            found["longest_seconds"],
+        )
+        for found in values["answers"]
+    ]
+    return PlanReport(**(values | {"answers": tuple(answers)}))
+
+
 def plan_budget(
     config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks = ONE_RANK, given: Collection[str] = ()
 ) -> PlanReport:
@@ -362,9 +376,7 @@ def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int, given:
     words = [] if {"preset", "init_from", "pretrained"} & set(given) else ["--preset", config.run.preset]
     for setting in settings_of(config):
         if setting.name in set(given) - DECIDED:
-            values = setting.value if isinstance(setting.value, tuple) else [setting.value]
-            # A switch has no value.
-            words += [f"--{setting.name}", *(str(value) for value in values if value is not True)]
+            words += words_of(setting)
     words += ["--memory_budget", budget_text(budget)]
     words += ["--batch_size", "auto", "--effective_batch_size", str(config.global_batch_size)]
     words += ["--gradient_checkpointing", "auto", "--max_duration", f"{longest:g}"]

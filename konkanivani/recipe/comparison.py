@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from konkanivani.child_process import CommandRunner
 from konkanivani.command_line import with_new_name
 from konkanivani.config import TrainConfig, TuningConfig
 from konkanivani.console import MIB, parse_share, say, table_lines
@@ -20,7 +21,6 @@ from konkanivani.files import atomic_write, digest_of_file
 from konkanivani.flags import NATIVE_ONLY_FLAGS, parse_args
 from konkanivani.hub import is_hub_name
 from konkanivani.rules import settings_of
-from konkanivani.training_process import Trainer
 
 # --------------------
 # Candidates of a model comparison: names, trainer flags, and checks before the first one is trained.
@@ -321,7 +321,7 @@ def check_conditions(conditions: Mapping[str, Mapping[str, str]], folder: Path) 
 
 
 def compare(
-    candidates: Sequence[Candidate], conditions: Mapping[str, Mapping[str, str]], folder: Path, trainer: Trainer
+    candidates: Sequence[Candidate], conditions: Mapping[str, Mapping[str, str]], folder: Path, runner: CommandRunner
 ) -> list[Outcome]:
     """Train the models that are not finished, and write the report after each one.
 
@@ -329,7 +329,7 @@ def compare(
     """
     outcomes: list[Outcome] = []
     for number, candidate in enumerate(candidates, start=1):
-        trainer.check()
+        runner.check()
         place = folder / candidate.name
         beginning = f"Model {number} of {len(candidates)}, {candidate.name}"
         kept = read_kept(place)
@@ -338,7 +338,7 @@ def compare(
             outcome = kept.outcome
         else:
             say(f"{beginning}: training in {place}.", sys.stderr)
-            outcome = _train(candidate, conditions[candidate.name], place, trainer)
+            outcome = _train(candidate, conditions[candidate.name], place, runner)
         outcomes.append(outcome)
         with atomic_write(folder / REPORT) as partial:
             partial.write_text(report_of(outcomes) + "\n", encoding="utf-8")
@@ -350,11 +350,11 @@ def report_of(outcomes: Sequence[Outcome]) -> str:
     return json.dumps({"models": [dataclasses.asdict(outcome) for outcome in outcomes]}, ensure_ascii=False)
 
 
-def _train(candidate: Candidate, conditions: Mapping[str, str], place: Path, trainer: Trainer) -> Outcome:
+def _train(candidate: Candidate, conditions: Mapping[str, str], place: Path, runner: CommandRunner) -> Outcome:
     kept = Kept(conditions)
     write_kept(place, kept)
     folders = ("--checkpoint_dir", str(place / "checkpoints"), "--log_dir", str(place / "logs"))
-    ended = trainer.run([*candidate.flags, *folders, "--resume", "auto"])
+    ended = runner.run("train", [*candidate.flags, *folders, "--resume", "auto"])
     if ended.exit_code == 0:
         # The trainer prints its JSON line last.
         summary = json.loads(ended.said[-1])
@@ -362,7 +362,7 @@ def _train(candidate: Candidate, conditions: Mapping[str, str], place: Path, tra
         write_kept(place, dataclasses.replace(kept, summary=summary, outcome=outcome))
     else:
         # An interrupted run has no outcome, so that the next call resumes it: raise before a failure is recorded.
-        trainer.check()
+        runner.check()
         outcome = Outcome(candidate.name, candidate.source, ended.exit_code, ended.reason)
         write_kept(place, dataclasses.replace(kept, outcome=outcome))
     return outcome

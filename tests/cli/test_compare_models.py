@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from konkanivani.child_process import Ended
 from konkanivani.errors import DataError, UsageError
 from konkanivani.recipe.comparison import (
     KEPT,
@@ -23,7 +24,6 @@ from konkanivani.recipe.comparison import (
     table_of,
     write_kept,
 )
-from konkanivani.training_process import Ended
 from tests.conftest import ROOT, TINY_MODEL, Corpus, start_script, well, write_corpus
 from tests.patience import PATIENCE
 from tests.warm import fork_scripts, warm_parent

@@ -1,7 +1,8 @@
-"""Training in a child process: `konkanivani.train` in Python, and the comparison of models.
+"""Commands in a child process: `konkanivani.train` and `konkanivani.plan` in Python, and the comparison of models.
 
 The child has its own signal handlers, which save and end the process, and its own CUDA context, whose memory is free
-again when it ends: neither suits a notebook's kernel.
+again when it ends: neither suits a notebook's kernel. A notebook's kernel also must not fork after it has used CUDA or
+traced a model, as PyTorch's autograd then fails in the forked process.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ from konkanivani.errors import (
     defer_signals,
     stopping_signals,
 )
-from konkanivani.flags import changed_settings, with_shape_of_preset, words_of
+from konkanivani.flags import command_words
 
 KEPT_LINES = 50  # of each output stream
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
@@ -96,10 +97,10 @@ class Ended:
         return "\n".join(told)
 
 
-class Trainer:
-    """Runner of `konkanivani train`, one process at a time.
+class CommandRunner:
+    """Runner of `konkanivani COMMAND`, one process at a time.
 
-    A process has its own session, so that Ctrl-C reaches only this process, which forwards it once. The trainer then
+    A process has its own session, so that Ctrl-C reaches only this process, which forwards it once. A training run then
     saves and exits; it also does if this process is killed.
     """
 
@@ -134,10 +135,10 @@ class Trainer:
         if self._signal_number:
             raise Interrupted("Stopped by a signal; run the same command again to resume.", self._signal_number)
 
-    def run(self, arguments: Sequence[str]) -> Ended:
-        """Run the trainer to its end and forward its output to stderr."""
+    def run(self, command: str, arguments: Sequence[str], *, is_result_shown: bool = True) -> Ended:
+        """Run the command to its end and forward its output to stderr; that on stdout only if `is_result_shown`."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "konkanivani", "train", *arguments],
+            [sys.executable, "-m", "konkanivani", command, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -148,8 +149,8 @@ class Trainer:
             preexec_fn=self._end_with_parent,
         )
         kept = deque[str](maxlen=KEPT_LINES), deque[str](maxlen=KEPT_LINES)
-        streams = zip((process.stdout, process.stderr), kept, strict=True)
-        threads = [threading.Thread(target=copy_output, args=pair, daemon=True) for pair in streams]
+        copies = (process.stdout, kept[0], is_result_shown), (process.stderr, kept[1], True)
+        threads = [threading.Thread(target=copy_output, args=copy, daemon=True) for copy in copies]
         with defer_signals():  # threads inherit the blocked mask, so that signals reach the main thread only
             # Deferred, so that a signal is sent once: two would end the process without saving.
             self._process = process
@@ -173,12 +174,14 @@ class Trainer:
         self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def copy_output(stream: io.TextIOWrapper, kept: deque[str]) -> None:
-    """Copy a stream to stderr and keep its last lines."""
+def copy_output(stream: io.TextIOWrapper, kept: deque[str], is_shown: bool = True) -> None:
+    """Keep the last lines of a stream, and copy all to stderr if `is_shown`."""
     # Carriage returns must stay: with them a progress bar redraws its line instead of adding one.
     stream.reconfigure(newline="")
     for line in stream:
         kept.append(line.rstrip("\r\n"))
+        if not is_shown:
+            continue
         # The copy goes on without a reader of stderr: a full pipe would block the run.
         with contextlib.suppress(OSError, ValueError):
             print(line, end="", file=sys.stderr, flush=True)
@@ -214,6 +217,16 @@ ERRORS = {error.exit_code: error for error in (UsageError, DataError, Checkpoint
 ERRORS[KILLED] = ResourceError
 
 
+def run_command(command: str, arguments: Sequence[str], *, is_result_shown: bool = True) -> Ended:
+    """Run `konkanivani COMMAND` in a child process that gets Ctrl-C; raise the error that ended it, if any."""
+    runner = CommandRunner()
+    with runner.forwarding_interrupts():
+        ended = runner.run(command, arguments, is_result_shown=is_result_shown)
+    if ended.exit_code and not ended.is_interrupted:
+        raise ERRORS.get(ended.exit_code, KonkaniVaniError)(ended.message)
+    return ended
+
+
 def train(config: TrainConfig) -> TrainingSummary:
     """Train as `konkanivani train` does with these settings, in a child process, and return the results.
 
@@ -225,16 +238,10 @@ def train(config: TrainConfig) -> TrainingSummary:
     """
     if config.run.dry_run:
         raise UsageError("A dry run has no summary: use konkanivani train --dry_run, or leave dry_run at False.")
-    config = with_shape_of_preset(config)
-    words = [word for setting in changed_settings(config) for word in words_of(setting)]
-    trainer = Trainer()
-    with trainer.forwarding_interrupts():
-        ended = trainer.run(words)
+    ended = run_command("train", command_words(config))
     if ended.is_interrupted:
         latest = Path(config.run.checkpoint_dir) / "checkpoint_last.pt"
         return TrainingSummary(True, latest if latest.is_file() else None)
-    if ended.exit_code:
-        raise ERRORS.get(ended.exit_code, KonkaniVaniError)(ended.message)
     return summary_of(ended.said)
 
 
