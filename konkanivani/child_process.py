@@ -230,7 +230,9 @@ def run_command(command: str, arguments: Sequence[str], *, is_result_shown: bool
 def train(config: TrainConfig) -> TrainingSummary:
     """Train as `konkanivani train` does with these settings, in a child process, and return the results.
 
-    If `config.model` is left at its default, the model has the shape of `config.run.preset`.
+    If `config.model` is left at its default, the model has the shape of `config.run.preset`. A setting that equals the
+    default of TrainConfig counts as not given, as `dataclasses.replace` passes all fields: a pretrained model or a
+    checkpoint may replace it, and only the command line can then set it to that value.
 
     The output of the run appears on stderr. Ctrl-C saves a checkpoint and returns; a second one ends the run at once.
     Raises the errors of the command: UsageError, DataError, CheckpointError, NumericsError, ResourceError. A run that

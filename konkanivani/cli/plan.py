@@ -63,7 +63,7 @@ def plan(config: TrainConfig, gpu: str | None = None, memory_budget: str | None 
     """Return the memory plan of a training run, as `konkanivani plan` does; no GPU is needed.
 
     Args:
-        config: settings of the run; those that are left at their default have the value of the command line.
+        config: settings of the run; those that equal their default count as not given (see `konkanivani.train`).
         gpu: name of the GPU to plan for, such as "GTX 980".
         memory_budget: maximum memory, such as "4GiB" (None: `config.memory.memory_budget`, or the memory of the GPU).
         world: number of ranks.
