@@ -7,18 +7,20 @@ Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
 
 import contextlib
 import errno
+import fcntl
 import hashlib
+import os
 import re
 import shutil
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
 from konkanivani.console import say
@@ -26,12 +28,17 @@ from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError,
 from konkanivani.files import PIECE_BYTES, atomic_replace
 
 Kind = Literal["model", "dataset"]
+Found = TypeVar("Found")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 REVISION = re.compile(r"\w[\w./+-]{0,199}", re.ASCII)
 ETAG = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
+SHA1 = re.compile(r"[0-9a-f]{40}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MAIN = "main"
+FOREIGN_ANSWER = "the answer is not the hub's but probably the login page of a proxy"
 SPARE_BYTES = 2**26  # disk space that stays free
+MARKER = ".unverified-"  # prefix of a file in the cache that names a file whose check has not ended
 TIMEOUT = 10.0  # seconds until a silent Hub counts as unreachable
 
 
@@ -48,6 +55,13 @@ class RemoteFile:
         """Return whether the folder has the file, in the size of the listing."""
         path = folder / self.name
         return path.is_file() and self.size in (None, path.stat().st_size)
+
+    def may_have_etag(self, etag: str) -> bool:
+        """Return whether an ETag is a file name, and not the digest of other content than the listing's."""
+        is_other = (self.sha256 and SHA256.fullmatch(etag) and etag != self.sha256) or (
+            self.sha256 is None and self.blob and SHA1.fullmatch(etag) and etag != self.blob
+        )
+        return ETAG.fullmatch(etag) is not None and not is_other
 
     def is_sound(self, path: Path) -> bool:
         """Return whether the file at `path` has the size and the digest of the listing."""
@@ -127,13 +141,32 @@ class Repository:
             with atomic_replace(path) as partial:
                 partial.write_text(commit, encoding="ascii")
 
+    def from_cache_or_hub(self, cached: Callable[[], Found | None], download: Callable[[], Found]) -> Found:
+        """Return what `download` returns, or `cached`: for a commit if it has it, else if the Hub is unreachable.
+
+        Raises the ResourceError for an unreachable Hub if `cached` returns None.
+        """
+        self.discard_unverified()
+        # A commit never changes, so that a complete copy of it needs no request.
+        found = cached() if is_commit(self.revision) else None
+        if found is not None:
+            return found
+        try:
+            return download()
+        except Unreachable as error:
+            found = cached()
+            if found is None:
+                raise ResourceError(str(error)) from None
+        say(f"{self.endpoint} cannot be reached: using {self.name} from the cache.", sys.stderr)
+        return found
+
     def listing(self) -> Listing:
         """Return the commit of the revision and its files, after their names are checked.
 
         Raises:
             Unreachable: The Hub does not answer; the cache may have what is needed.
         """
-        with _quiet(), self._explained():
+        with quiet(), self._explained():
             info = self.hub.HfApi().repo_info(
                 self.name, revision=self.revision, repo_type=self.kind, files_metadata=True, timeout=TIMEOUT
             )
@@ -163,7 +196,9 @@ class Repository:
         self._check_disk(missing)
         for file in missing:
             try:
-                with _quiet(), _unwound_at_signals(), self._explained(file.name):
+                with quiet(), _unwound_at_signals(), self._explained(file.name), self._locked():
+                    if file.is_in(folder):  # another process has downloaded it meanwhile
+                        continue
                     self._check_etag(commit, file)
                     # `huggingface_hub` would return a file of another size unchanged.
                     _remove_from_cache(folder / file.name)
@@ -171,31 +206,65 @@ class Repository:
             except Unreachable as error:
                 raise ResourceError(str(error)) from None
 
+    def discard_unverified(self) -> None:
+        """Delete the files whose verification was cut short by SIGKILL or a crash of the system."""
+        if any(self.folder.glob(f"{MARKER}*")):
+            with self._explained(), self._locked():
+                pass
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold an exclusive lock of the repository's folder in the block, without unverified files at its begin."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"Another process is downloading {self.name}: waiting for it.", sys.stderr)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except OSError:
+                pass  # a file system without locks
+            # The kernel releases the lock when a process ends: who left these markers has ended.
+            for marker in self.folder.glob(f"{MARKER}*"):
+                name = marker.read_text(encoding="utf-8", errors="replace")
+                if is_plain(name):
+                    _remove_from_cache(self.folder / "snapshots" / name)
+                marker.unlink()
+            yield
+        finally:
+            os.close(descriptor)
+
     def _download(self, commit: str, file: RemoteFile) -> None:
         """Download and verify one file; delete it if it differs from the listing, or if the check is interrupted."""
-        path = Path(self.hub.hf_hub_download(self.name, file.name, revision=commit, repo_type=self.kind))
+        name = f"{commit}/{file.name}"
+        marker = self.folder / f"{MARKER}{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+        # Written before the download and deleted after the check, for the case that SIGKILL comes in between.
+        marker.write_text(name, encoding="utf-8")
+        path = self.snapshot(commit) / file.name
         is_sound = False
         try:
+            self.hub.hf_hub_download(self.name, file.name, revision=commit, repo_type=self.kind)
             is_sound = file.is_sound(path)
         finally:
             # After an interruption too: the next start would take a file in the cache for a verified one.
             if not is_sound:
                 _remove_from_cache(path)
+            marker.unlink(missing_ok=True)
         if not is_sound:
             raise self.refused(
                 f"its {file.name} differs in size or digest from the hub's listing, and was deleted", "Start again"
             )
 
     def _check_etag(self, commit: str, file: RemoteFile) -> None:
-        """Refuse an ETag that is a path: `huggingface_hub` uses it as a file name."""
+        """Refuse an ETag that is a path or the digest of other content.
+
+        `huggingface_hub` uses it as a file name, and a file of this name as the content.
+        """
         url = self.hub.hf_hub_url(self.name, file.name, revision=commit, repo_type=self.kind)
         etag = self.hub.get_hf_file_metadata(url, timeout=TIMEOUT).etag
-        if etag is not None and not ETAG.fullmatch(etag):
+        if etag is not None and not file.may_have_etag(etag):
             raise self.refused(f"the hub states {etag!r:.60} as the digest of its {file.name}")
-
-    def say_offline(self) -> None:
-        """Print that the cache is used because the Hub cannot be reached."""
-        say(f"{self.endpoint} cannot be reached: using {self.name} from the cache.", sys.stderr)
 
     def refused(self, reason: str, advice: str = "Use another repository, or a local folder") -> CheckpointError:
         """Return the error for a repository that cannot be used."""
@@ -213,19 +282,8 @@ class Repository:
 
     # Errors.
 
-    @contextlib.contextmanager
-    def _explained(self, file: str | None = None) -> Iterator[None]:
-        """Convert any exception of `huggingface_hub` and of the HTTP client below it."""
-        try:
-            yield
-        except (KonkaniVaniError, Unreachable):
-            raise
-        except Exception as error:
-            explained = self._explain(error, file)
-        else:
-            return
-        # Without the chained exception, which holds the request and with it the token.
-        raise explained from None
+    def _explained(self, file: str | None = None) -> contextlib.AbstractContextManager[None]:
+        return converting_errors(lambda error: self._explain(error, file))
 
     def _explain(self, error: Exception, file: str | None) -> Exception:
         """Return the error to raise.
@@ -251,7 +309,7 @@ class Repository:
             case theirs.RemoteEntryNotFoundError():
                 return CheckpointError(f"{at} lists {file} but does not have it. Give another --revision.")
             case theirs.LocalEntryNotFoundError() | theirs.OfflineModeIsEnabled() | theirs.FileMetadataError():
-                return Unreachable(self._no_answer(_root_reason(error)))
+                return Unreachable(self._no_answer(root_reason(error)))
             case theirs.HfHubHTTPError():
                 return self._explain_status(error.response.status_code)
         return self._explain_other(error, file)
@@ -283,8 +341,8 @@ class Repository:
         if isinstance(error, UnicodeError) or type(error).__name__ == "LocalProtocolError":
             return UsageError("HF_TOKEN, or the stored token, contains characters that are not allowed. Set it again.")
         if isinstance(error, ValueError):
-            return Unreachable(self._no_answer("the answer is not JSON but probably the login page of a proxy"))
-        return Unreachable(self._no_answer(_root_reason(error), file))
+            return Unreachable(self._no_answer(FOREIGN_ANSWER))
+        return Unreachable(self._no_answer(root_reason(error), file))
 
     def _no_answer(self, reason: str, file: str | None = None) -> str:
         cut = f"the download of {file} from " if file else ""
@@ -316,7 +374,22 @@ def _import_hub(name: str):  # noqa: ANN202 - a module
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def converting_errors(convert: Callable[[Exception], Exception]) -> Iterator[None]:
+    """Convert any exception of `huggingface_hub` and of the HTTP client below it, in the block, with `convert`."""
+    try:
+        yield
+    except (KonkaniVaniError, Unreachable):
+        raise
+    except Exception as error:
+        converted = convert(error)
+    else:
+        return
+    # Without the chained exception, which holds the request and with it the token.
+    raise converted from None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
     """Silence the warnings of `huggingface_hub`, which can name URLs with signatures; bars are for terminals only."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
 
@@ -357,7 +430,7 @@ def _unwound_at_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _root_reason(error: BaseException) -> str:
+def root_reason(error: BaseException) -> str:
     """Return the operating system's reason for a failed connection, else the name of the exception's class."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:

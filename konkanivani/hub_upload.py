@@ -3,7 +3,6 @@
 Does not import torch; huggingface_hub is imported on use.
 """
 
-import contextlib
 import glob
 import importlib.util
 import json
@@ -11,8 +10,7 @@ import os
 import re
 import stat
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING
 from konkanivani.command_line import command_line_of
 from konkanivani.console import count, say, show_text, table_lines
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.hub import FOREIGN_ANSWER, converting_errors, quiet
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -191,14 +190,14 @@ def publish(folder: Path, name: str, is_private: bool = False, is_confirmed: boo
     files = list_files(folder)
     _require_hub()
     token = _token()
-    with _explained(name, token):
+    with quiet(), converting_errors(lambda error: _sentence(error, name, token)):
         api = _connect(token)
         _check_metadata(folder)
         destination = _destination(api, name, is_private)
     say(_overview(folder, files, destination))
     if not is_confirmed:
         _confirm()
-    with _explained(name, token):
+    with quiet(), converting_errors(lambda error: _sentence(error, name, token)):
         if destination.commit is None:
             api.create_repo(name, private=is_private, repo_type="model", exist_ok=False)
         done = api.upload_folder(
@@ -240,14 +239,10 @@ def _token() -> str:
 
 
 def _connect(token: str) -> "HfApi":
-    """Return the client, with a time limit and without messages of its own."""
+    """Return the client, with a time limit."""
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import disable_progress_bars, get_session, logging
+    from huggingface_hub.utils import get_session
 
-    # Debug messages contain requests; warnings are lines without advice.
-    logging.set_verbosity(logging.CRITICAL)
-    if not sys.stderr.isatty():
-        disable_progress_bars()
     get_session().timeout = TIMEOUT
     return HfApi(token=token)
 
@@ -326,21 +321,8 @@ def _confirm() -> None:
         raise UsageError("Nothing was uploaded, since the answer was not yes. Start again to upload.")
 
 
-@contextlib.contextmanager
-def _explained(name: str, token: str) -> Iterator[None]:
-    """Convert every error of the block to a sentence without the token."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the hub about metadata, several lines each
-            yield
-    except KonkaniVaniError:
-        raise
-    except Exception as error:  # of HTTP libraries, of the upload in native code, or a ValueError
-        raise _sentence(error, name, token) from None
-
-
 def _sentence(error: Exception, name: str, token: str) -> KonkaniVaniError:
-    """Return the error for the user."""
+    """Return the error for the user, without the token."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     if isinstance(error, OfflineModeIsEnabled):
@@ -348,10 +330,7 @@ def _sentence(error: Exception, name: str, token: str) -> KonkaniVaniError:
     if isinstance(error, HfHubHTTPError):
         return _refusal(error.response.status_code, error.server_message or "", name, token)
     if isinstance(error, json.JSONDecodeError | KeyError):
-        return ResourceError(
-            f"The answer for {name} is not from the hub: perhaps a proxy or login page of the network answered. Check "
-            "the connection and HF_ENDPOINT."
-        )
+        return ResourceError(f"The upload to {name} failed: {FOREIGN_ANSWER}. Check the connection and HF_ENDPOINT.")
     first = (str(error) or type(error).__name__).splitlines()[0]
     if isinstance(error, ValueError) and "README.md" in first:
         return CheckpointError(f"The hub refuses the metadata of {CARD}: {_redacted(str(error), token)}. Correct it.")

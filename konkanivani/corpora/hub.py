@@ -14,19 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.errors import ResourceError, UsageError
+from konkanivani.errors import UsageError
 from konkanivani.files import atomic_replace, cache_folder
-from konkanivani.hub import (
-    MAIN,
-    Listing,
-    RemoteFile,
-    Repository,
-    Unreachable,
-    check_revision,
-    is_commit,
-    is_hub_name,
-    is_plain,
-)
+from konkanivani.hub import MAIN, Listing, RemoteFile, Repository, check_revision, is_hub_name, is_plain
 
 CONFIG_NAME = re.compile(r"[\w.-]{1,100}")
 CONVERTED = "refs/convert/parquet"  # the branch with the Hub's own conversion, CONFIG/SPLIT/NNNN.parquet
@@ -83,18 +73,14 @@ def locate_dataset(dataset: DatasetName) -> Tables:
     """
     check_revision(dataset.revision)
     repository = Repository(dataset.name, dataset.revision or MAIN, "dataset")
-    if is_commit(dataset.revision):
-        found = _remembered(repository, dataset)
-        if found is not None:
-            return found
-    try:
-        repository, listing, chosen = _choose(repository, dataset)
-    except Unreachable as error:
-        found = _remembered(repository, dataset)
-        if found is None:
-            raise ResourceError(str(error)) from None
-        repository.say_offline()
-        return found
+    return repository.from_cache_or_hub(
+        lambda: _remembered(repository, dataset), lambda: _download_tables(repository, dataset)
+    )
+
+
+def _download_tables(repository: Repository, dataset: DatasetName) -> Tables:
+    """Download the files that `_choose` returns, and store their names for later use without a network."""
+    repository, listing, chosen = _choose(repository, dataset)
     repository.fetch(listing.commit, chosen.values())
     names = {link: file.name for link, file in chosen.items()}
     tables = _tables(repository, dataset, listing.commit, names)

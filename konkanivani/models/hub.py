@@ -13,18 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from konkanivani.console import say
-from konkanivani.errors import ResourceError, UsageError
-from konkanivani.hub import (
-    MAIN,
-    Listing,
-    RemoteFile,
-    Repository,
-    Unreachable,
-    check_revision,
-    is_commit,
-    is_hub_name,
-    is_plain,
-)
+from konkanivani.errors import UsageError
+from konkanivani.hub import MAIN, Listing, RemoteFile, Repository, check_revision, is_commit, is_hub_name, is_plain
 
 # What the caller reads: the settings alone, a Whisper folder, or a NeMo model (a .nemo file or a Parakeet folder).
 Needs = Literal["settings", "whisper", "nemo"]
@@ -88,29 +78,17 @@ def locate_model(name: str, revision: str | None, needs: Needs) -> Located:
 
 def _locate_remote_model(repository: Repository, needs: Needs) -> Located:
     """Return the snapshot with the needed files, downloaded unless it is complete in the cache."""
-    # A commit never changes, so that a complete snapshot of it needs no request.
-    if is_commit(repository.revision):
-        found = _cached_model(repository, repository.revision, needs)
-        if found is not None:
-            return found
-    try:
-        listing = repository.listing()
-    except Unreachable as error:
-        found = _cached_model(repository, repository.cached_commit(), needs)
-        if found is None:
-            raise ResourceError(str(error)) from None
-        repository.say_offline()
-        return found
-    found = _download_model(repository, listing, needs)
-    repository.store_ref(listing.commit, is_complete=needs != "settings")
-    return found
+    return repository.from_cache_or_hub(
+        lambda: _cached_model(repository, needs), lambda: _download_model(repository, needs)
+    )
 
 
-def _cached_model(repository: Repository, commit: str | None, needs: Needs) -> Located | None:
+def _cached_model(repository: Repository, needs: Needs) -> Located | None:
     """Return the model in the cache, or None if it is not complete.
 
     Weights are downloaded last, but other programs, which share the cache, may have left out some of the settings.
     """
+    commit = repository.cached_commit()
     if commit is None:
         return None
     folder = repository.snapshot(commit)
@@ -126,7 +104,15 @@ def _cached_model(repository: Repository, commit: str | None, needs: Needs) -> L
     return Located(folder, commit) if is_complete else None
 
 
-def _download_model(repository: Repository, listing: Listing, needs: Needs) -> Located:
+def _download_model(repository: Repository, needs: Needs) -> Located:
+    """Download the needed files of the revision, and store its commit for later use without a network."""
+    listing = repository.listing()
+    found = _download_files(repository, listing, needs)
+    repository.store_ref(listing.commit, is_complete=needs != "settings")
+    return found
+
+
+def _download_files(repository: Repository, listing: Listing, needs: Needs) -> Located:
     """Download the needed files that the cache lacks: settings first, weights last."""
     files = listing.files
     folder = repository.snapshot(listing.commit)

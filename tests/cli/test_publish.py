@@ -206,9 +206,9 @@ ANSWERS: dict[str, tuple[str, Answer, type[KonkaniVaniError], str]] = {
     ),
     "too large": ("/commit/", saying(413), ResourceError, "as too large"),
     "bad request": ("/commit/", saying(400, "bad path"), UsageError, "refuses the request .*bad path"),
-    "proxy": ("GET /api/models", HTML, ResourceError, "not from the hub: perhaps a proxy"),
-    "proxy at the end": ("/commit/", HTML, ResourceError, "not from the hub: perhaps a proxy"),
-    "other JSON": ("/commit/", saying(200), ResourceError, "not from the hub"),
+    "proxy": ("GET /api/models", HTML, ResourceError, "not the hub's but probably the login page"),
+    "proxy at the end": ("/commit/", HTML, ResourceError, "not the hub's but probably the login page"),
+    "other JSON": ("/commit/", saying(200), ResourceError, "not the hub's"),
     "echo": ("/commit/", saying(418, f"a {TOKEN} b"), ResourceError, "418.*: a <token> b"),
 }
 

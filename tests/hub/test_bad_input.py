@@ -103,7 +103,7 @@ def test_unknown_host(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_proxy_that_answers_html(hub: Hub, cache: Path) -> None:
     hub.is_proxy = True
-    refuse(ResourceError, "not JSON but probably the login page of a proxy")
+    refuse(ResourceError, "not the hub.s but probably the login page of a proxy")
     assert_nothing_half_written(cache)
 
 

@@ -1,13 +1,21 @@
 """Interrupted verification and damaged caches: no unverified file is used."""
 
+import fcntl
+import hashlib
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from konkanivani.errors import CheckpointError
-from konkanivani.hub import RemoteFile
+from konkanivani.errors import CheckpointError, ResourceError
+from konkanivani.hub import MARKER, RemoteFile, Repository
 from konkanivani.models.hub import locate_model
-from tests.hub.server import Hub
+from tests.conftest import ROOT
+from tests.hub.server import Hub, git_id
+from tests.patience import PATIENCE
 
 NAME = "someone/whisper-small"
 WEIGHTS = "model.safetensors"
@@ -39,3 +47,119 @@ def test_a_cached_file_of_another_size_is_downloaded_again(
     hub.requests.clear()
     assert locate_model(NAME, None, "whisper").path / WEIGHTS == weights
     assert weights.read_bytes() == whisper_files[WEIGHTS] and hub.downloads() == [WEIGHTS]
+
+
+KILLED_IN_THE_CHECK = """
+import os, signal
+from konkanivani.hub import RemoteFile
+from konkanivani.models.hub import locate_model
+
+verify = RemoteFile.is_sound
+RemoteFile.is_sound = lambda file, path: (
+    os.kill(os.getpid(), signal.SIGKILL) if file.name == "model.safetensors" else verify(file, path)
+)
+locate_model("someone/whisper-small", None, "whisper")
+"""
+
+
+def kill_in_the_check(hub: Hub) -> None:
+    """Download weights of other content in a process that SIGKILL ends before it has checked them."""
+    hub.repositories[NAME].lies[WEIGHTS] = "content"
+    done = subprocess.run([sys.executable, "-c", KILLED_IN_THE_CHECK], cwd=ROOT, timeout=PATIENCE, check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_sigkill_before_the_check_leaves_no_file_that_is_used(hub: Hub, cache: Path) -> None:
+    kill_in_the_check(hub)
+    (weights,) = cache.rglob(WEIGHTS)
+    commit = hub.repositories[NAME].commit
+    hub.repositories[NAME].lies.clear()
+    good = locate_model(NAME, commit, "whisper").path / WEIGHTS
+    assert good == weights and good.read_bytes() == hub.repositories[NAME].files[WEIGHTS]
+    assert not list(cache.rglob(f"{MARKER}*"))
+
+
+def test_sigkill_before_the_check_without_a_network(hub: Hub, cache: Path) -> None:
+    kill_in_the_check(hub)
+    commit = hub.repositories[NAME].commit
+    hub.stop()
+    with pytest.raises(ResourceError, match="Connection refused"):
+        locate_model(NAME, commit, "whisper")
+    assert not list(cache.rglob(WEIGHTS))
+
+
+def test_negative_control_the_marker_tells_that_a_file_is_unverified(hub: Hub, cache: Path) -> None:
+    kill_in_the_check(hub)
+    (marker,) = cache.rglob(f"{MARKER}*")
+    marker.unlink()
+    located = locate_model(NAME, hub.repositories[NAME].commit, "whisper")
+    assert set((located.path / WEIGHTS).read_bytes()) == {0}
+
+
+@pytest.mark.parametrize("name", ["../../../precious", "/precious", "", "a\0b"])
+def test_a_marker_with_another_path_deletes_nothing(hub: Hub, cache: Path, name: str) -> None:
+    folder = locate_model(NAME, None, "whisper").path
+    (cache.parent / "precious").write_bytes(b"1")
+    (folder.parents[1] / f"{MARKER}0").write_bytes(name.encode())
+    before = sorted(cache.parent.rglob("[!.]*"))
+    locate_model(NAME, None, "whisper")
+    assert sorted(cache.parent.rglob("[!.]*")) == before and not list(cache.rglob(f"{MARKER}*"))
+
+
+def test_a_download_waits_for_another_process(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    located = locate_model(NAME, None, "whisper")
+    (located.path / WEIGHTS).unlink()
+    descriptor = os.open(located.path.parents[1], os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    lock = fcntl.flock
+
+    def wait(file: int, operation: int) -> None:
+        """Release the lock of the other process when this one starts to wait."""
+        if operation == fcntl.LOCK_EX:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        lock(file, operation)
+
+    monkeypatch.setattr("konkanivani.hub.fcntl.flock", wait)
+    assert locate_model(NAME, None, "whisper") == located
+    os.close(descriptor)
+    assert f"Another process is downloading {NAME}" in capfd.readouterr().err
+
+
+def lie_about_the_weights(hub: Hub, cache: Path) -> Path:
+    """Return the path of the file in the cache whose digest the hub then states as that of the weights."""
+    settings = locate_model(NAME, None, "settings").path / "config.json"
+    blob = settings.resolve()
+    # A digest as Git LFS has it, of another file in the cache.
+    other = blob.with_name(hashlib.sha256(blob.read_bytes()).hexdigest())
+    blob.rename(other)
+    settings.unlink()
+    settings.symlink_to(other)
+    hub.repositories[NAME].lies[WEIGHTS] = f"etag {other.name}"
+    return other
+
+
+def test_an_etag_of_other_content_is_refused(hub: Hub, cache: Path, whisper_files: dict[str, bytes]) -> None:
+    other = lie_about_the_weights(hub, cache)
+    with pytest.raises(CheckpointError, match=f"states '{other.name[:50]}.* as the digest of its {WEIGHTS}"):
+        locate_model(NAME, None, "whisper")
+    assert other.read_bytes() == whisper_files["config.json"]
+    (card,) = cache.rglob("README.md")
+    card.unlink()
+    hub.repositories[NAME].lies = {"README.md": f"etag {git_id(b'other')}"}
+    with pytest.raises(CheckpointError, match="as the digest of its README.md"):
+        locate_model(NAME, None, "whisper")
+    # Another form of ETag, as a mirror has it, is not a digest.
+    hub.repositories[NAME].lies = {WEIGHTS: "etag 65f2-1a"}
+    assert (locate_model(NAME, None, "whisper").path / WEIGHTS).is_file()
+
+
+def test_negative_control_an_etag_of_other_content_costs_another_file(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = lie_about_the_weights(hub, cache)
+    monkeypatch.setattr(Repository, "_check_etag", lambda *_: None)
+    with pytest.raises(CheckpointError, match="differs in size or digest"):
+        locate_model(NAME, None, "whisper")
+    assert not other.exists()
