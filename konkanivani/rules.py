@@ -23,6 +23,9 @@ from konkanivani.console import parse_budget, parse_share, parse_snr
 from konkanivani.errors import ErrorCollector, UsageError
 
 LORA_LAYERS = {"query_key_value", "query", "key_value", "key", "value", "output", "expand", "contract", "gate"}
+# Lower bounds of --longest_piece and --pause, in seconds.
+MIN_PIECE = 1.0
+MIN_PAUSE = 0.2
 SUBSAMPLED_BINS = 7  # minimum input for one output of two convolutions with kernel 3 and stride 2
 
 
@@ -110,6 +113,22 @@ def check_decoding(config: DecodingConfig) -> None:
 def check_pretrained(config: PretrainedConfig) -> None:
     """Raise UsageError if the settings of a pretrained model contradict each other."""
     raise_broken(_pretrained_rules(config))
+
+
+def check_model_choice(checkpoint: str | None, pretrained: PretrainedConfig, decoding: DecodingConfig) -> None:
+    """Raise UsageError for flags of a recognizer that contradict each other: its model, and how it decodes."""
+    check_decoding(decoding)
+    check_pretrained(pretrained)
+    if pretrained.pretrained is not None and checkpoint is not None:
+        raise UsageError("--checkpoint and --pretrained are two models: give only one.")
+
+
+def check_segmentation(longest_piece: float | None, pause: float, max_piece: float, max_pause: float) -> None:
+    """Raise UsageError if --longest_piece or --pause, in seconds, is out of bounds."""
+    if longest_piece is not None and not MIN_PIECE <= longest_piece <= max_piece:
+        raise UsageError(f"--longest_piece must be from {MIN_PIECE:g} to {max_piece:g} seconds.")
+    if not MIN_PAUSE <= pause <= max_pause:
+        raise UsageError(f"--pause must be from {MIN_PAUSE:g} to {max_pause:g} seconds.")
 
 
 def raise_broken(rules: list[Rule]) -> None:

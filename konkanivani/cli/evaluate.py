@@ -15,7 +15,7 @@ from konkanivani.config import TRAINING_ONLY, DecodingConfig, PretrainedConfig
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import UsageError
 from konkanivani.files import check_own_file
-from konkanivani.rules import check_decoding, check_pretrained
+from konkanivani.rules import check_model_choice
 from konkanivani.scoring.html import PAGE_START, write_page
 from konkanivani.scoring.metrics import count_edits
 from konkanivani.scoring.report import draw_score_page, score_json, score_lines
@@ -148,9 +148,7 @@ def check_flags(flags: Flags) -> None:
     Raises UsageError if the input is not clear or flags contradict each other, and ResourceError if an output file
     cannot be written.
     """
-    check_pretrained(flags.pretrained)
-    if None not in (flags.checkpoint, flags.pretrained.pretrained):
-        raise UsageError("--checkpoint and --pretrained are two models: give only one.")
+    check_model_choice(flags.checkpoint, flags.pretrained, flags.decoding)
     of_checkpoint = (flags.model, flags.manifest)
     of_texts = (flags.references, flags.hypotheses)
     # Exactly one of the two inputs, each complete.
@@ -163,7 +161,6 @@ def check_flags(flags: Flags) -> None:
             "Give --checkpoint and --manifest to evaluate a checkpoint, or --references and --hypotheses to "
             "score existing transcripts (--hypotheses alone if its JSON lines contain both texts)."
         )
-    check_decoding(flags.decoding)
     if flags.worst < 0:
         raise UsageError(f"--worst {flags.worst} must be at least 0.")
     if flags.html is not None:

@@ -9,7 +9,6 @@ stored on disk.
 
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
@@ -18,13 +17,11 @@ from konkanivani.command_line import read_flags
 from konkanivani.config import TRAINING_ONLY, DecodingConfig, PretrainedConfig
 from konkanivani.console import say
 from konkanivani.data.audio.files import SIGN
-from konkanivani.errors import CheckpointError, DataError, UsageError
-from konkanivani.rules import check_decoding, check_pretrained
+from konkanivani.errors import DataError, UsageError
+from konkanivani.rules import check_model_choice, check_segmentation
 
-# Bounds of --longest_piece and --pause, in seconds.
-MIN_PIECE = 1.0
+# Upper bounds of --longest_piece and --pause, in seconds.
 MAX_PIECE = 30.0
-MIN_PAUSE = 0.2
 MAX_PAUSE = 10.0
 
 
@@ -61,18 +58,14 @@ def listen(flags: Flags) -> str:
     from konkanivani.data.audio.pcm import PcmFormat, check_format
     from konkanivani.inference import live
     from konkanivani.inference.recognizer import build_recognizer
-    from konkanivani.recipe.final_scores import best_checkpoint
+    from konkanivani.recipe.final_scores import choose_checkpoint
 
     raw = PcmFormat(flags.sample_rate, flags.channels, flags.sample_format)
     try:
         check_format(raw)
     except DataError as error:
         raise UsageError(f"{error}") from None
-    checkpoint = Path(flags.checkpoint) if flags.checkpoint else best_checkpoint("checkpoints")
-    if flags.checkpoint is None and flags.pretrained.pretrained is None and not checkpoint.is_file():
-        raise CheckpointError(
-            "There is no checkpoint in checkpoints/. Give one with --checkpoint, or train a model first."
-        )
+    checkpoint = choose_checkpoint(flags.checkpoint, flags.pretrained)
     recognizer = build_recognizer(
         checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause, flags.pretrained
     )
@@ -93,14 +86,8 @@ def check_flags(flags: Flags) -> None:
         raise UsageError(
             "Standard input is a terminal. Pipe audio: arecord -t raw -f S16_LE -r 16000 | konkanivani listen -."
         )
-    if flags.longest_piece is not None and not MIN_PIECE <= flags.longest_piece <= MAX_PIECE:
-        raise UsageError(f"--longest_piece must be from {MIN_PIECE:g} to {MAX_PIECE:g} seconds.")
-    if not MIN_PAUSE <= flags.pause <= MAX_PAUSE:
-        raise UsageError(f"--pause must be from {MIN_PAUSE:g} to {MAX_PAUSE:g} seconds.")
-    check_decoding(flags.decoding)
-    check_pretrained(flags.pretrained)
-    if flags.pretrained.pretrained is not None and flags.checkpoint is not None:
-        raise UsageError("--checkpoint and --pretrained are two models: give only one.")
+    check_segmentation(flags.longest_piece, flags.pause, MAX_PIECE, MAX_PAUSE)
+    check_model_choice(flags.checkpoint, flags.pretrained, flags.decoding)
 
 
 def main(arguments: list[str]) -> str:

@@ -16,8 +16,8 @@ from typing import Literal
 from konkanivani.command_line import read_flags
 from konkanivani.config import TRAINING_ONLY, DecodingConfig, PretrainedConfig
 from konkanivani.console import say
-from konkanivani.errors import CheckpointError, UsageError
-from konkanivani.rules import check_decoding, check_pretrained
+from konkanivani.errors import UsageError
+from konkanivani.rules import check_model_choice
 
 OLDEST_WEBSOCKETS = 15
 MAX_PORT = 65_535
@@ -49,16 +49,12 @@ def serve(flags: Flags) -> str:
     from konkanivani.inference.listener import Listener
     from konkanivani.inference.live import expected_delay
     from konkanivani.inference.recognizer import build_recognizer
-    from konkanivani.recipe.final_scores import best_checkpoint
+    from konkanivani.recipe.final_scores import choose_checkpoint
     from konkanivani.serve.corrections import open_corrections
     from konkanivani.serve.messages import Ready
     from konkanivani.serve.server import PageServer, bind
 
-    checkpoint = Path(flags.checkpoint) if flags.checkpoint else best_checkpoint("checkpoints")
-    if flags.checkpoint is None and flags.pretrained.pretrained is None and not checkpoint.is_file():
-        raise CheckpointError(
-            "There is no checkpoint in checkpoints/. Give one with --checkpoint, or train a model first."
-        )
+    checkpoint = choose_checkpoint(flags.checkpoint, flags.pretrained)
     corrections = open_corrections(flags.corrections) if flags.corrections is not None else None
     # Before the model is loaded, which takes seconds.
     listening = bind(flags.host, flags.port)
@@ -79,10 +75,7 @@ def check_flags(flags: Flags) -> None:
     """Raise UsageError for flags that are invalid or contradict each other."""
     if not 0 <= flags.port <= MAX_PORT:
         raise UsageError(f"--port must be from 0 to {MAX_PORT}.")
-    check_decoding(flags.decoding)
-    check_pretrained(flags.pretrained)
-    if flags.pretrained.pretrained is not None and flags.checkpoint is not None:
-        raise UsageError("--checkpoint and --pretrained are two models: give only one.")
+    check_model_choice(flags.checkpoint, flags.pretrained, flags.decoding)
 
 
 def check_websockets() -> None:

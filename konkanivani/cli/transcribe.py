@@ -15,16 +15,14 @@ from tyro.conf import Positional, arg
 from konkanivani.command_line import print_on_local_rank0, read_flags
 from konkanivani.config import TRAINING_ONLY, DecodingConfig, PretrainedConfig
 from konkanivani.data.audio.files import SIGN, spooled_input
-from konkanivani.errors import CheckpointError, UsageError
-from konkanivani.rules import check_decoding, check_pretrained
+from konkanivani.errors import UsageError
+from konkanivani.rules import check_model_choice, check_segmentation
 
 if TYPE_CHECKING:
     from konkanivani.distributed import Topology
 
-# Bounds of --longest_piece and --pause, in seconds.
-MIN_PIECE = 1.0
+# Upper bounds of --longest_piece and --pause, in seconds.
 MAX_PIECE = 600.0
-MIN_PAUSE = 0.2
 MAX_PAUSE = 60.0
 
 
@@ -81,14 +79,10 @@ def transcribe_files(flags: Flags, topology: "Topology", spooled: Path | None) -
     """Transcribe this rank's share of the files; `spooled` is the file with the standard input, or None."""
     from konkanivani.inference.recognizer import build_recognizer
     from konkanivani.inference.transcribe import Transcription, find_recordings
-    from konkanivani.recipe.final_scores import best_checkpoint
+    from konkanivani.recipe.final_scores import choose_checkpoint
 
     recordings = find_recordings(flags.files, spooled)
-    checkpoint = Path(flags.checkpoint) if flags.checkpoint else best_checkpoint("checkpoints")
-    if flags.checkpoint is None and flags.pretrained.pretrained is None and not checkpoint.is_file():
-        raise CheckpointError(
-            "There is no checkpoint in checkpoints/. Give one with --checkpoint, or train a model first."
-        )
+    checkpoint = choose_checkpoint(flags.checkpoint, flags.pretrained)
     # Loaded by Transcription, after it has checked the input and output files.
     load = partial(
         build_recognizer, checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause, flags.pretrained
@@ -103,14 +97,8 @@ def check_flags(flags: Flags) -> None:
         raise UsageError("No input. Give audio files, or folders of them.")
     if flags.files.count(SIGN) > 1:
         raise UsageError(f"{SIGN} (standard input) is given more than once. Give it once.")
-    if flags.longest_piece is not None and not MIN_PIECE <= flags.longest_piece <= MAX_PIECE:
-        raise UsageError(f"--longest_piece must be from {MIN_PIECE:g} to {MAX_PIECE:g} seconds.")
-    if not MIN_PAUSE <= flags.pause <= MAX_PAUSE:
-        raise UsageError(f"--pause must be from {MIN_PAUSE:g} to {MAX_PAUSE:g} seconds.")
-    check_decoding(flags.decoding)
-    check_pretrained(flags.pretrained)
-    if flags.pretrained.pretrained is not None and flags.checkpoint is not None:
-        raise UsageError("--checkpoint and --pretrained are two models: give only one.")
+    check_segmentation(flags.longest_piece, flags.pause, MAX_PIECE, MAX_PAUSE)
+    check_model_choice(flags.checkpoint, flags.pretrained, flags.decoding)
 
 
 def main(arguments: list[str]) -> str:

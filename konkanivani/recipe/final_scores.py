@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from konkanivani.checkpoints.checkpointer import BEST, LAST
-from konkanivani.config import AUTO, DecodingConfig, DecodingMethod, TrainConfig
+from konkanivani.config import AUTO, DecodingConfig, DecodingMethod, PretrainedConfig, TrainConfig
 from konkanivani.console import say, table_lines
 from konkanivani.decoding.decode import build_decode, greedy_decode, ways_to_decode
 from konkanivani.distributed import Topology, choose_device
+from konkanivani.errors import CheckpointError
 from konkanivani.inference.speech_model import read_pretrained
 from konkanivani.memory.monitor import PhaseMemory
 from konkanivani.models.asr import frozen_count, parameter_count
@@ -89,6 +90,18 @@ def best_checkpoint(directory: str | Path) -> Path:
     """Return the folder's best checkpoint by validation, or the last one if nothing was validated."""
     best = Path(directory) / BEST
     return best if best.is_file() else Path(directory) / LAST
+
+
+def choose_checkpoint(checkpoint: str | None, pretrained: PretrainedConfig) -> Path:
+    """Return the given checkpoint, else the best one in checkpoints/, which need not exist with a pretrained model."""
+    if checkpoint:
+        return Path(checkpoint)
+    best = best_checkpoint("checkpoints")
+    if pretrained.pretrained is None and not best.is_file():
+        raise CheckpointError(
+            "There is no checkpoint in checkpoints/. Give one with --checkpoint, or train a model first."
+        )
+    return best
 
 
 def memory_table(run: Run) -> str:
