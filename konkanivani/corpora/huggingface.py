@@ -84,13 +84,6 @@ def _guarded(what: str, advice: str) -> Iterator[None]:
 
 
 def _parts(source: SpeechFolder) -> Iterator[DatasetPart]:
-    try:
-        import datasets  # noqa: F401 - Parquet alone would do without, but one rule is easier to remember
-    except ImportError:
-        raise ResourceError(
-            "--format huggingface needs the package `datasets`, which is not installed. Install it with "
-            ".venv/bin/python -m pip install datasets."
-        ) from None
     is_saved = any((source.path / name).is_file() for name in ("dataset_dict.json", "state.json"))
     part = None
     for part in _saved_parts(source) if is_saved else _parquet_parts(source):
@@ -102,8 +95,21 @@ def _parts(source: SpeechFolder) -> Iterator[DatasetPart]:
         )
 
 
+@contextmanager
+def _installed() -> Iterator[None]:
+    """Convert the ImportError of a missing package."""
+    try:
+        yield
+    except ImportError:
+        raise ResourceError(
+            "--format huggingface needs the package `datasets`, which is not installed. Install it with "
+            ".venv/bin/python -m pip install datasets."
+        ) from None
+
+
 def _saved_parts(source: SpeechFolder) -> Iterator[DatasetPart]:
-    import datasets
+    with _installed():
+        import datasets
 
     with _guarded(f"{source.path} cannot be loaded as a saved data set", "Save it again."):
         loaded = datasets.load_from_disk(str(source.path))
@@ -118,7 +124,9 @@ def _saved_parts(source: SpeechFolder) -> Iterator[DatasetPart]:
 
 
 def _parquet_parts(source: SpeechFolder) -> Iterator[DatasetPart]:
-    import pyarrow.parquet
+    with _installed():
+        # A dependency of `datasets`, whose own import takes seconds and is not needed here.
+        import pyarrow.parquet
 
     tables = (path for path in visible_files(source.path) if path.name.endswith(".parquet"))
     for path in sorted(path for path in tables if path.is_file()):

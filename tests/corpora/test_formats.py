@@ -435,7 +435,7 @@ def test_a_whole_table_of_common_voice_is_split_by_its_speakers(tmp_path):
 
 def test_preparing_imports_no_torch_and_huggingface_says_what_to_install(tmp_path, monkeypatch):
     folders(tmp_path / "corpus")
-    for module in ("torch", "datasets"):
+    for module in ("torch", "datasets", "pyarrow"):
         (tmp_path / f"{module}.py").write_text("raise ImportError('not here')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("KONKANIVANI_RERUN", "1")

@@ -1,5 +1,6 @@
 """Real scripts with names on the hub: training, resuming, evaluation, plan, import; the token is never printed."""
 
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from konkanivani.checkpoints.checkpoint import read_checkpoint, read_provenance
 from konkanivani.flags import config_from_text
 from konkanivani.models.hub import locate_model
-from tests.conftest import Corpus, further, run_folders, run_script, script_command, start_cold
+from tests.conftest import Corpus, further, run_folders, run_script, start_script
 from tests.hub.conftest import TOKEN
 from tests.hub.server import Hub, Repository
 from tests.nemo.files import FOLDER
@@ -112,10 +113,9 @@ def test_a_signal_during_a_download(hub: Hub, cache: Path, tmp_path: Path, stop:
     hub.repositories[NAME].lies["model.safetensors"] = "stuck"
     (tmp_path / "a.wav").write_bytes(b"RIFF")
     flags = ("--pretrained", NAME, "--language", "mr", "--device", "cpu", str(tmp_path / "a.wav"))
-    command = script_command("training_scripts/transcribe.py", *flags)
-    process = start_cold(command, tmp_path / "output")
+    process = start_script("training_scripts/transcribe.py", *flags, output=tmp_path / "output")
     assert hub.is_stuck.wait(PATIENCE)
-    process.send_signal(stop)
+    os.kill(process.pid, stop)
     assert process.wait(PATIENCE) in (128 + stop, -stop)
     words = (tmp_path / "output").read_text()
     assert TOKEN not in words and "Traceback" not in words
