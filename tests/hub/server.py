@@ -90,6 +90,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers GET and HEAD."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # the body would wait 40 ms for the client's acknowledgement of the headers
     server: Hub
 
     def setup(self) -> None:
