@@ -17,6 +17,8 @@ SUBSAMPLING = {"valid": 4, "striding": 4, "separable": 8}  # feature frames per 
 SUBSAMPLING_REACH = 7  # receptive field of encoder frame t' without padding: feature frames 4 t' to 4 t' + 6
 
 Lengths = tuple[int, ...]
+BatchLengths = Lengths | torch.Tensor
+"""Lengths of a batch; in a captured step a tensor (B,) int64 on the device, whose values the host never reads."""
 Count = TypeVar("Count", int, np.ndarray, torch.Tensor)
 """One length, or (N,) lengths: an array, or a tensor in an exported graph, whose values are known only at run time."""
 
@@ -111,8 +113,23 @@ def ctc_frames_needed(tokens: list[int]) -> int:
     return len(tokens) + sum(a == b for a, b in zip(tokens, tokens[1:], strict=False))
 
 
-def padding_mask(lengths: Lengths, longest: int, device: torch.device) -> torch.Tensor:
+def is_padded(lengths: BatchLengths, longest: int) -> bool:
+    """Return whether a mask is needed: some length is less than `longest`, or the host does not know the lengths."""
+    # A captured step launches the same kernels for all lengths, so it always masks.
+    return isinstance(lengths, torch.Tensor) or min(lengths) < longest
+
+
+def on_host(lengths: BatchLengths) -> Lengths:
+    """Return the lengths, or raise TypeError in a captured step, whose lengths are on the device only."""
+    if isinstance(lengths, torch.Tensor):
+        raise TypeError("the lengths of a captured step are not on the host")
+    return lengths
+
+
+def padding_mask(lengths: BatchLengths, longest: int, device: torch.device) -> torch.Tensor:
     """Return a bool mask (B, longest) on `device`, True at padding, that is at or after the row's length."""
+    if isinstance(lengths, torch.Tensor):
+        return beyond(lengths, longest)
     # non_blocking: the host does not wait for the copy.
     return beyond(torch.tensor(lengths).to(device, non_blocking=True), longest)
 

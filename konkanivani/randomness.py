@@ -10,6 +10,9 @@ from contextvars import ContextVar
 
 import torch
 
+MASK_64 = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15  # increment of SplitMix64 (Steele et al., 2014): 2^64 divided by the golden ratio
+
 # A context variable is local to a thread, and torch's default CPU generator is global.
 _GENERATOR: ContextVar[torch.Generator | None] = ContextVar("dropout_generator", default=None)
 
@@ -51,6 +54,11 @@ def block_dropout(number: int) -> Iterator[None]:
 
     The masks of a block then depend on no other block, and are those of runs that older versions began.
     """
+    counters = mask_counters()
+    if counters is not None:
+        with counted_dropout(MaskCounters(counters.row_seeds, number)):
+            yield
+        return
     masks = dropout_generator()
     if masks is None:
         yield
@@ -80,3 +88,74 @@ def _drawing_from(generator: torch.Generator) -> Iterator[None]:
 def dropout_generator() -> torch.Generator | None:
     """Return the generator of CPU dropout in this thread; None: torch's default generator."""
     return _GENERATOR.get()
+
+
+# --------------------
+# Dropout without a generator: bits are a hash of their position, as in counter-based generators (Salmon et al., 2011).
+
+
+class MaskCounters:
+    """Counters of the dropout masks of one block.
+
+    A mask is a function of an utterance's seed, the number of the block, the number of the mask in the block, the frame
+    and the channel. It depends neither on padding nor on the other utterances, and no generator's state has to be
+    saved for a recomputation or read in a captured step.
+    """
+
+    def __init__(self, row_seeds: torch.Tensor, block: int = 0, masks: int = 0) -> None:
+        """`row_seeds` (B,) is int64 on the model's device; `masks` counts the masks that the block has drawn."""
+        self.row_seeds = row_seeds
+        self.block = block
+        self.masks = masks
+
+    def copy(self) -> "MaskCounters":
+        """Return counters that continue from the same mask, for a recomputation."""
+        return MaskCounters(self.row_seeds, self.block, self.masks)
+
+    def draw_bits(self, frames: int, channels: int) -> torch.Tensor:
+        """Return the next mask's random 16-bit integers (B, frames, channels)."""
+        # 64 bits serve four channels.
+        groups = -(-channels // 4)
+        # The site's stream starts at a hash of its number, so that the streams of two sites do not overlap.
+        site = _signed(_mixed((self.block << 32) + self.masks + 1))
+        self.masks += 1
+        device = self.row_seeds.device
+        numbers = torch.arange(frames * groups, device=device).mul_(_signed(GOLDEN)).view(1, frames, groups)
+        bits = numbers + (self.row_seeds ^ site)[:, None, None]
+        # SplitMix64's finaliser with arithmetic shifts, since torch has no unsigned ones: also invertible.
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            bits ^= bits >> shift
+            bits *= _signed(factor)
+        bits ^= bits >> 31
+        return bits.view(torch.int16)[..., :channels]
+
+
+_COUNTERS: ContextVar[MaskCounters | None] = ContextVar("mask_counters", default=None)
+
+
+@contextlib.contextmanager
+def counted_dropout(counters: MaskCounters) -> Iterator[None]:
+    """Make `CountedDropout` draw its masks with these counters in the block, in this thread only."""
+    token = _COUNTERS.set(counters)
+    try:
+        yield
+    finally:
+        _COUNTERS.reset(token)
+
+
+def mask_counters() -> MaskCounters | None:
+    """Return the counters of this thread's dropout masks; None: masks are drawn from a generator."""
+    return _COUNTERS.get()
+
+
+def _mixed(number: int) -> int:
+    """Return SplitMix64's hash of a number, in 64 bits without a sign."""
+    number = number * GOLDEN & MASK_64
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & MASK_64
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & MASK_64
+    return number ^ number >> 31
+
+
+def _signed(number: int) -> int:
+    """Return the int64 with the bits of a 64-bit number without a sign."""
+    return number - 2**64 if number >= 2**63 else number

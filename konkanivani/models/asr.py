@@ -18,7 +18,7 @@ from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
 from konkanivani.config import ModelConfig
-from konkanivani.lengths import CHUNK_FRAMES, Lengths
+from konkanivani.lengths import CHUNK_FRAMES, BatchLengths, Lengths, on_host
 from konkanivani.models.conformer import Encoder, SpeechEncoder, WrapBlock, keep_activations
 from konkanivani.models.decoder import Decoder, TokenDecoder
 
@@ -48,10 +48,13 @@ class Targets(Protocol):
 
 @dataclass(frozen=True)
 class LossCounts:
-    """Divisors of the losses of one global batch: its tokens, and its utterances (one end token each)."""
+    """Divisors of the losses of one global batch: its tokens, and its utterances (one end token each).
 
-    tokens: float
-    utterances: float
+    In a captured step they are 0-dim tensors, because it would repeat the numbers of the step that was captured.
+    """
+
+    tokens: float | torch.Tensor
+    utterances: float | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class LossTerm:
     weight: float
     has_end: bool
 
-    def divisor(self, counts: LossCounts) -> float:
+    def divisor(self, counts: LossCounts) -> float | torch.Tensor:
         """Return the number of targets, by which the summed loss is divided."""
         return counts.tokens + counts.utterances if self.has_end else counts.tokens
 
@@ -109,7 +112,7 @@ class Objective:
     def losses(self, sums: Sequence[float], counts: LossCounts) -> Losses:
         """Return the losses per token of a global batch or of an evaluation."""
         pairs = zip(self.terms, sums, strict=True)
-        found = {term.name: summed / term.divisor(counts) for term, summed in pairs}
+        found = {term.name: summed / float(term.divisor(counts)) for term, summed in pairs}
         total = sum(term.weight * found[term.name] for term in self.terms)
         return Losses(total, found.get("ctc"), found.get("attention"))
 
@@ -124,19 +127,14 @@ class HeadLosses:
         self,
         encoded: torch.Tensor,
         head: Head,
-        encoded_lengths: Lengths,
+        encoded_lengths: BatchLengths,
         tokens: torch.Tensor,
         token_lengths: Lengths,
         chunk_frames: int = CHUNK_FRAMES,
     ) -> torch.Tensor:
         """Return the summed CTC loss of head(encoded (B, T', D)) against tokens (B, U); blank is 0."""
-        logits = head(encoded)
-        # In at least fp32 whatever the autocast: the forward variables span hundreds of nats (Graves et al., 2006).
-        with torch.autocast(logits.device.type, enabled=False):
-            log_probabilities = F.log_softmax(logits, dim=-1, dtype=at_least_float32(logits)).transpose(0, 1)
-            # With lengths on the host the loss never waits for the GPU; PyTorch's annotations know only tensors.
-            lengths = encoded_lengths, token_lengths
-            return F.ctc_loss(log_probabilities, tokens, *lengths, BLANK, reduction="sum")  # type: ignore[arg-type]
+        log_probabilities = ctc_log_probabilities(head(encoded))
+        return ctc_loss_sum(log_probabilities, on_host(encoded_lengths), tokens, token_lengths)
 
     def attention(
         self,
@@ -151,6 +149,23 @@ class HeadLosses:
         Padding is -1. In at least fp32 whatever the autocast.
         """
         return cross_entropy_sum(decoded, head, targets, label_smoothing)
+
+
+def ctc_log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """Return log probabilities (T', B, V) of logits (B, T', V), in at least fp32 whatever the autocast."""
+    # The forward variables of CTC span hundreds of nats (Graves et al., 2006).
+    with torch.autocast(logits.device.type, enabled=False):
+        return F.log_softmax(logits, dim=-1, dtype=at_least_float32(logits)).transpose(0, 1)
+
+
+def ctc_loss_sum(
+    log_probabilities: torch.Tensor, encoded_lengths: Lengths, tokens: torch.Tensor, token_lengths: Lengths
+) -> torch.Tensor:
+    """Return the summed CTC loss of log probabilities (T', B, V) against tokens (B, U); blank is 0."""
+    with torch.autocast(log_probabilities.device.type, enabled=False):
+        # With lengths on the host the loss never waits for the GPU; PyTorch's annotations know only tensors.
+        lengths = encoded_lengths, token_lengths
+        return F.ctc_loss(log_probabilities, tokens, *lengths, BLANK, reduction="sum")  # type: ignore[arg-type]
 
 
 def cross_entropy_sum(decoded: torch.Tensor, head: Head, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
@@ -188,7 +203,7 @@ class ASROutput:
 
     encoded: torch.Tensor
     middle: torch.Tensor | None
-    encoded_lengths: Lengths
+    encoded_lengths: BatchLengths
     decoded: torch.Tensor | None
 
 
@@ -212,7 +227,7 @@ class SpeechNetwork(torch.nn.Module):
     def forward(
         self,
         features: torch.Tensor,
-        feature_lengths: Lengths,
+        feature_lengths: BatchLengths,
         decoder_tokens: torch.Tensor,
         wrap_block: WrapBlock = keep_activations,
         chunk_frames: int = CHUNK_FRAMES,
@@ -229,7 +244,7 @@ class SpeechNetwork(torch.nn.Module):
         if self.ctc_head is None:
             raise ValueError("a network without a CTC head has no CTC logits")
         encoded, encoded_lengths = self.encoder(features, feature_lengths)
-        return self.ctc_head(encoded), encoded_lengths
+        return self.ctc_head(encoded), on_host(encoded_lengths)
 
 
 class KonkaniVaniASR(SpeechNetwork):
@@ -252,7 +267,7 @@ class KonkaniVaniASR(SpeechNetwork):
     def forward(
         self,
         features: torch.Tensor,
-        feature_lengths: Lengths,
+        feature_lengths: BatchLengths,
         decoder_tokens: torch.Tensor,
         wrap_block: WrapBlock = keep_activations,
         chunk_frames: int = CHUNK_FRAMES,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from konkanivani.lengths import CHUNK_FRAMES, Lengths, padding_mask
+from konkanivani.lengths import CHUNK_FRAMES, BatchLengths, Lengths, is_padded, padding_mask
 
 Positions = tuple[torch.Tensor, ...]
 """Position tables of attention: rotary cosines and sines of each position, or one table of relative distances."""
@@ -35,9 +35,9 @@ class SequenceLayout:
 UNPADDED = SequenceLayout()
 
 
-def key_mask_of(keys: torch.Tensor, lengths: Lengths) -> torch.Tensor | None:
+def key_mask_of(keys: torch.Tensor, lengths: BatchLengths) -> torch.Tensor | None:
     """Return the key mask (B, 1, 1, S) of keys (B, S, D), True for keys that are attended to; None if all are."""
-    if min(lengths) == keys.shape[1]:
+    if not is_padded(lengths, keys.shape[1]):
         return None
     return ~padding_mask(lengths, keys.shape[1], keys.device)[:, None, None, :]
 

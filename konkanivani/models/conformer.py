@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.config import ModelConfig
-from konkanivani.lengths import CHUNK_FRAMES, SUBSAMPLING, Lengths, padding_mask, subsampled_length
+from konkanivani.lengths import CHUNK_FRAMES, SUBSAMPLING, BatchLengths, is_padded, padding_mask, subsampled_length
 from konkanivani.models.attention import (
     UNPADDED,
     RelativePositions,
@@ -285,10 +285,10 @@ class SpeechEncoder(torch.nn.Module):
     def forward(
         self,
         features: torch.Tensor,
-        feature_lengths: Lengths,
+        feature_lengths: BatchLengths,
         wrap_block: WrapBlock = keep_activations,
         chunk_frames: int = CHUNK_FRAMES,
-    ) -> tuple[torch.Tensor, Lengths]:
+    ) -> tuple[torch.Tensor, BatchLengths]:
         raise NotImplementedError
 
 
@@ -314,16 +314,16 @@ class Encoder(SpeechEncoder):
     def forward(
         self,
         features: torch.Tensor,
-        feature_lengths: Lengths,
+        feature_lengths: BatchLengths,
         wrap_block: WrapBlock = keep_activations,
         chunk_frames: int = CHUNK_FRAMES,
-    ) -> tuple[torch.Tensor, Lengths]:
+    ) -> tuple[torch.Tensor, BatchLengths]:
         encoded, _, encoded_lengths = self.with_middle(features, feature_lengths, wrap_block, chunk_frames)
         return encoded, encoded_lengths
 
     def with_middle(
-        self, features: torch.Tensor, feature_lengths: Lengths, wrap_block: WrapBlock, chunk_frames: int
-    ) -> tuple[torch.Tensor, torch.Tensor, Lengths]:
+        self, features: torch.Tensor, feature_lengths: BatchLengths, wrap_block: WrapBlock, chunk_frames: int
+    ) -> tuple[torch.Tensor, torch.Tensor, BatchLengths]:
         """Return encoded (B, T', D), the middle block's output (B, T', D) for intermediate CTC, and their lengths."""
         layout = SequenceLayout((), self.feature_padding(features, feature_lengths), chunk_frames)
         x = wrap_block(0, self.subsampling)(features, layout)
@@ -340,27 +340,29 @@ class Encoder(SpeechEncoder):
                 middle = x
         return self.restore(self.norm(x), layout, lengths), self.restore(middle, layout, lengths), lengths
 
-    def arrange(self, x: torch.Tensor, lengths: Lengths, chunk_frames: int) -> tuple[torch.Tensor, SequenceLayout]:
+    def arrange(self, x: torch.Tensor, lengths: BatchLengths, chunk_frames: int) -> tuple[torch.Tensor, SequenceLayout]:
         """Return the input of the blocks, after dropout, and its layout, for x (B, T', D)."""
         x = self.dropout(x)
         return x, SequenceLayout(self.positions(x.shape[1], x), self.frame_padding(x, lengths), chunk_frames)
 
-    def restore(self, x: torch.Tensor, layout: SequenceLayout, lengths: Lengths) -> torch.Tensor:
+    def restore(self, x: torch.Tensor, layout: SequenceLayout, lengths: BatchLengths) -> torch.Tensor:
         """Return a block's output as (B, T', D); the inverse of `arrange`."""
         return x
 
-    def feature_padding(self, features: torch.Tensor, feature_lengths: Lengths) -> torch.Tensor | None:
+    def feature_padding(self, features: torch.Tensor, feature_lengths: BatchLengths) -> torch.Tensor | None:
         """Return the padding mask (B, T) of features if the subsampling needs it."""
         frames = features.shape[1]
-        if not self.subsampling.is_padded or min(feature_lengths) == frames:
+        if not self.subsampling.is_padded or not is_padded(feature_lengths, frames):
             return None
         return padding_mask(feature_lengths, frames, features.device)
 
-    def frame_padding(self, x: torch.Tensor, lengths: Lengths) -> torch.Tensor | None:
+    def frame_padding(self, x: torch.Tensor, lengths: BatchLengths) -> torch.Tensor | None:
         """Return the padding mask (B, T') of frames x (B, T', D); without one, attention uses its fastest kernel."""
         frames = x.shape[1]
-        return None if min(lengths) == frames else padding_mask(lengths, frames, x.device)
+        return padding_mask(lengths, frames, x.device) if is_padded(lengths, frames) else None
 
-    def encoded_lengths(self, feature_lengths: Lengths) -> Lengths:
+    def encoded_lengths(self, feature_lengths: BatchLengths) -> BatchLengths:
         """Return the numbers of encoder frames of utterances with these numbers of feature frames."""
+        if isinstance(feature_lengths, torch.Tensor):
+            return subsampled_length(feature_lengths, self.config.subsampling)
         return tuple(subsampled_length(length, self.config.subsampling) for length in feature_lengths)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.config import ModelConfig
-from konkanivani.lengths import Lengths
+from konkanivani.lengths import BatchLengths
 from konkanivani.models.attention import (
     CrossAttention,
     Positions,
@@ -131,7 +131,7 @@ class TokenDecoder(torch.nn.Module):
         """Maximal number of tokens after the start token; infinite if there is none."""
         raise NotImplementedError
 
-    def begin(self, encoded: torch.Tensor, encoded_lengths: Lengths, beam: int) -> DecoderCache:
+    def begin(self, encoded: torch.Tensor, encoded_lengths: BatchLengths, beam: int) -> DecoderCache:
         """Return an empty cache for `beam` hypotheses of each utterance of encoded (B, S, D)."""
         raise NotImplementedError
 
@@ -165,7 +165,7 @@ class Decoder(TokenDecoder):
         self,
         tokens: torch.Tensor,
         encoded: torch.Tensor,
-        encoded_lengths: Lengths,
+        encoded_lengths: BatchLengths,
         wrap_block: WrapBlock = keep_activations,
     ) -> torch.Tensor:
         x = self.dropout(self.embedding(tokens))
@@ -177,7 +177,7 @@ class Decoder(TokenDecoder):
                 x = wrap_block(number, block)(x, layout, encoded, encoded_mask)
         return self.norm(x)
 
-    def begin(self, encoded: torch.Tensor, encoded_lengths: Lengths, beam: int) -> DecoderCache:
+    def begin(self, encoded: torch.Tensor, encoded_lengths: BatchLengths, beam: int) -> DecoderCache:
         """Return an empty cache for `beam` hypotheses of each utterance of encoded (B, S, D)."""
         cross_kv = [block.cross_attention.keys_and_values(encoded) for block in self.blocks]
         keys, _ = cross_kv[0]

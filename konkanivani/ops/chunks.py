@@ -22,7 +22,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from konkanivani.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES, Lengths, subsampled_length
+from konkanivani.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES, BatchLengths, Lengths, on_host, subsampled_length
 from konkanivani.models.asr import BLANK, Head, HeadLosses, at_least_float32, cross_entropy_sum
 from konkanivani.models.attention import UNPADDED, RelativeSelfAttention, SequenceLayout, attend_by_distance
 from konkanivani.models.conformer import PaddedSubsampling, Subsampling
@@ -298,14 +298,14 @@ class ChunkedLosses(HeadLosses):
         self,
         encoded: torch.Tensor,
         head: Head,
-        encoded_lengths: Lengths,
+        encoded_lengths: BatchLengths,
         tokens: torch.Tensor,
         token_lengths: Lengths,
         chunk_frames: int = CHUNK_FRAMES,
     ) -> torch.Tensor:
         if encoded.shape[1] <= chunk_frames:
             return super().ctc(encoded, head, encoded_lengths, tokens, token_lengths)
-        losses = long_ctc_losses(encoded, head, encoded_lengths, tokens, token_lengths)
+        losses = long_ctc_losses(encoded, head, on_host(encoded_lengths), tokens, token_lengths)
         return losses.sum().to(at_least_float32(encoded))
 
     def attention(

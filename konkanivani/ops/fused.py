@@ -269,13 +269,12 @@ class MaskedDropout(Dropout):
             return x
         if x.device.type != "cpu":
             return F.dropout(x, self.p)  # one fused kernel, which keeps one byte per number as well
-        return _Masked.apply(x, draw_mask(x, self.p), 1 / (1 - self.p))
+        return masked(x, draw_mask(x, self.p), 1 / (1 - self.p))
 
     def add_residual(self, x: torch.Tensor, branch: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
         """Return x + weight * dropout(branch), on a CPU in fewer passes over memory than the separate operations."""
         if self.training and self.p and x.device.type == "cpu":
-            mask = draw_mask(branch, self.p)
-            return _MaskedSum.apply(x, branch, mask, weight / (1 - self.p))
+            return add_masked(x, branch, draw_mask(branch, self.p), weight / (1 - self.p))
         return torch.add(x, self(branch), alpha=weight)
 
 
@@ -413,6 +412,16 @@ def fuse_blocks(model: torch.nn.Module, fuses_norms: bool) -> None:
     for block in model.modules():
         if isinstance(block, FusedConformerBlock | FusedTransformerBlock | FusedDecoderBlock):
             block.fuses_norms = fuses_norms
+
+
+def masked(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return x * mask * scale; autograd keeps only the mask."""
+    return _Masked.apply(x, mask, scale)
+
+
+def add_masked(x: torch.Tensor, branch: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return x + branch * mask * scale; autograd keeps only the mask."""
+    return _MaskedSum.apply(x, branch, mask, scale)
 
 
 class _Masked(torch.autograd.Function):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.lengths import Lengths
+from konkanivani.lengths import BatchLengths, Lengths, on_host
 from konkanivani.models.attention import RelativeSelfAttention, SelfAttention, SequenceLayout
 from konkanivani.models.conformer import DepthwiseConv, Encoder
 from konkanivani.models.twin import replace_modules
@@ -41,9 +41,9 @@ class PackedEncoder(Encoder):
     packs_as_one = False
     """Whether blocks see a packed batch as one utterance: the same memory in fewer operators, for a trace."""
 
-    def arrange(self, x: torch.Tensor, lengths: Lengths, chunk_frames: int) -> tuple[torch.Tensor, SequenceLayout]:
+    def arrange(self, x: torch.Tensor, lengths: BatchLengths, chunk_frames: int) -> tuple[torch.Tensor, SequenceLayout]:
         is_possible = self.packs and has_varlen_attention(x.device) and len(lengths) <= MAX_PACKED
-        if not is_possible or min(lengths) == x.shape[1]:
+        if not is_possible or isinstance(lengths, torch.Tensor) or min(lengths) == x.shape[1]:
             return super().arrange(x, lengths, chunk_frames)
         positions = self.positions.of_spans(lengths, x)
         packed = torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])[None]
@@ -52,8 +52,8 @@ class PackedEncoder(Encoder):
         spans = (sum(lengths),) if is_one else lengths
         return self.dropout(packed), PackedLayout(positions, None, chunk_frames, spans)
 
-    def restore(self, x: torch.Tensor, layout: SequenceLayout, lengths: Lengths) -> torch.Tensor:
-        return unpack(x, lengths) if isinstance(layout, PackedLayout) else x
+    def restore(self, x: torch.Tensor, layout: SequenceLayout, lengths: BatchLengths) -> torch.Tensor:
+        return unpack(x, on_host(lengths)) if isinstance(layout, PackedLayout) else x
 
 
 class PackedSelfAttention(SelfAttention):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from konkanivani.models.twin import replace_modules
 from konkanivani.models.whisper.model import Attention
-from konkanivani.randomness import dropout_generator, dropout_state
+from konkanivani.randomness import MaskCounters, counted_dropout, dropout_generator, dropout_state, mask_counters
 
 Result = TypeVar("Result")
 Part = TypeVar("Part", bound=torch.nn.Module)
@@ -96,25 +96,33 @@ def run_recomputed(
     if not torch.is_grad_enabled():
         return function(*inputs)
     # PyTorch restores its default generators, but knows nothing of the one that dropout draws from in this thread.
-    masks = dropout_generator() if keeps_random_state else None
+    counters = mask_counters()
+    masks = dropout_generator() if keeps_random_state and counters is None else None
     state = None if masks is None else masks.get_state()
+    # Copied: the first pass counts on.
+    counters = None if counters is None else counters.copy()
 
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
         if not keeps_attention:
-            return _within(nullcontext, None), _within(nullcontext, state)
+            return _within(nullcontext, None, None), _within(nullcontext, state, counters)
         kept = KeptResults()
-        return _within(kept.save_next, None), _within(kept.restore_next, state)
+        return _within(kept.save_next, None, None), _within(kept.restore_next, state, counters)
 
-    is_default = keeps_random_state and masks is None
+    is_default = keeps_random_state and masks is None and counters is None
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=is_default, context_fn=contexts)
 
 
 @contextmanager
-def _within(keeper: Callable[[], AbstractContextManager], state: torch.Tensor | None) -> Iterator[None]:
-    """Set `recomputed_part` and, with a `state`, let dropout draw the masks of the forward pass again."""
+def _within(
+    keeper: Callable[[], AbstractContextManager], state: torch.Tensor | None, counters: MaskCounters | None
+) -> Iterator[None]:
+    """Set `recomputed_part` and, with a `state` or counters, let dropout draw the masks of the forward pass again."""
     token = recomputed_part.set(keeper)
     try:
-        with nullcontext() if state is None else dropout_state(state):
+        with (
+            nullcontext() if state is None else dropout_state(state),
+            nullcontext() if counters is None else counted_dropout(counters.copy()),
+        ):
             yield
     finally:
         recomputed_part.reset(token)

@@ -21,6 +21,7 @@ from konkanivani.decoding.decode import Decode
 from konkanivani.distributed import ALONE, Topology, gather
 from konkanivani.errors import Interrupted
 from konkanivani.memory.recovery import MicroBatchPlan, OomHistory, OomRetry
+from konkanivani.lengths import on_host
 from konkanivani.models.asr import LossCounts, Losses, Objective
 from konkanivani.scoring.metrics import ErrorRates, error_rates
 from konkanivani.training.optimizer_state import full_weights
@@ -81,13 +82,14 @@ class RecognizedBatch:
 def recognize(forward: ForwardPass, batch: Batch, decode: Decode) -> RecognizedBatch:
     """Return the losses and hypotheses of one batch, in the current mode of the model."""
     output, sums = forward(batch)
+    lengths = on_host(output.encoded_lengths)
     with forward.autocast():
-        hypotheses = decode(forward.model, output.encoded, output.encoded_lengths)
+        hypotheses = decode(forward.model, output.encoded, lengths)
         blanks = torch.zeros((), dtype=torch.int64, device=forward.device)
         frames = 0
         if forward.architecture.has_ctc:
-            frames = sum(output.encoded_lengths)
-            blanks = blank_frames(argmax_tokens(forward.model, output.encoded), output.encoded_lengths)
+            frames = sum(lengths)
+            blanks = blank_frames(argmax_tokens(forward.model, output.encoded), lengths)
     # In float64, because these sums are added over the whole set.
     return RecognizedBatch(torch.stack(sums).double(), blanks, frames, hypotheses)
 

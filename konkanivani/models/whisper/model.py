@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from konkanivani.config import AudioContext
 from konkanivani.errors import DataError
-from konkanivani.lengths import CHUNK_FRAMES, SAMPLE_RATE, Count, Lengths, padding_mask
+from konkanivani.lengths import CHUNK_FRAMES, SAMPLE_RATE, BatchLengths, Count, is_padded, on_host, padding_mask
 from konkanivani.models.asr import ASROutput, LossSums, Objective, SpeechNetwork, Targets, cross_entropy_sum
 from konkanivani.models.attention import key_mask_of
 from konkanivani.models.conformer import BlockList, SpeechEncoder, WrapBlock, keep_activations
@@ -300,27 +300,34 @@ class Encoder(SpeechEncoder):
     def forward(
         self,
         features: torch.Tensor,
-        feature_lengths: Lengths,
+        feature_lengths: BatchLengths,
         wrap_block: WrapBlock = keep_activations,
         chunk_frames: int = CHUNK_FRAMES,
-    ) -> tuple[torch.Tensor, Lengths]:
+    ) -> tuple[torch.Tensor, BatchLengths]:
         """Encode; raise ValueError if features are longer than a window, or are not whole windows if they must be."""
         longest = features.shape[1]
         window = STRIDE * len(self.positions)
-        if longest > window or (self.audio_context == "window" and {longest, *feature_lengths} != {window}):
+        if longest > window or (self.audio_context == "window" and {longest, *on_host(feature_lengths)} != {window}):
             raise ValueError(f"features of {longest} frames do not match the window of {window}")
         padding = None
-        if min(feature_lengths) < longest:
+        if is_padded(feature_lengths, longest):
             padding = padding_mask(feature_lengths, longest, features.device)[:, None, :]
         # The table may be in host memory: only the rows that are needed are copied to the features' device.
         positions = self.positions[: -(-longest // STRIDE)].to(features.device)
         x = wrap_block(0, self.subsampling)(features, positions, padding)
-        encoded_lengths = tuple(-(-length // STRIDE) for length in feature_lengths)
+        encoded_lengths = encoded_lengths_of(feature_lengths)
         key_mask = key_mask_of(x, encoded_lengths)
         for number, block in enumerate(self.blocks, start=1):
             with block_dropout(number):
                 x = wrap_block(number, block)(x, key_mask)
         return self.norm(x), encoded_lengths
+
+
+def encoded_lengths_of(feature_lengths: BatchLengths) -> BatchLengths:
+    """Return the numbers of encoder frames, rounded up."""
+    if isinstance(feature_lengths, torch.Tensor):
+        return -(-feature_lengths // STRIDE)
+    return tuple(-(-length // STRIDE) for length in feature_lengths)
 
 
 @dataclass(frozen=True)
@@ -409,7 +416,7 @@ class Decoder(TokenDecoder):
         """Maximal number of tokens after the start token, as there are positions."""
         return len(self.positions) - 1
 
-    def begin(self, encoded: torch.Tensor, encoded_lengths: Lengths, beam: int) -> DecoderCache:
+    def begin(self, encoded: torch.Tensor, encoded_lengths: BatchLengths, beam: int) -> DecoderCache:
         """Return an empty cache for `beam` hypotheses of each utterance of encoded (B, T', D)."""
         cross_kv = [block.cross_attention.keys_and_values(encoded) for block in self.blocks]
         keys, _ = cross_kv[0]
@@ -462,7 +469,7 @@ class Whisper(SpeechNetwork):
     def forward(
         self,
         features: torch.Tensor,
-        feature_lengths: Lengths,
+        feature_lengths: BatchLengths,
         decoder_tokens: torch.Tensor,
         wrap_block: WrapBlock = keep_activations,
         chunk_frames: int = CHUNK_FRAMES,

@@ -1,0 +1,160 @@
+"""Recorder of dispatched operators: the twin of a CUDA graph on a CPU, which shows that a step can be captured.
+
+It records each operator with its tensors. A replay runs the operators on the current contents of the same storages and
+writes the results to the storages of the first run. A replay on other contents equals the eager step, bit for bit, only
+if nothing of the data went through Python.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from konkanivani.ops.capturable import CaptureError, Replay
+
+# Operators that hand a number of the data to Python, or make a tensor of Python's numbers.
+READS = {"_local_scalar_dense", "is_nonzero", "equal"}
+CONSTANTS = {"lift_fresh", "lift_fresh_copy", "lift"}
+# Operators whose result has no contents yet.
+UNFILLED = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One recorded operator; `outputs` are the results to be written again."""
+
+    operator: Callable
+    args: tuple
+    kwargs: dict
+    outputs: tuple[torch.Tensor, ...]
+
+    def run(self) -> None:
+        """Run the operator on the current contents."""
+        results = _tensors(self.operator(*self.args, **self.kwargs))
+        for output, result in zip(self.outputs, results, strict=bool(self.outputs)):
+            output.copy_(result)
+
+    def signature(self) -> str:
+        """Return the operator with its numbers and the shapes of its tensors."""
+        return f"{self.operator}({_described(self.args)}, {_described(self.kwargs)})"
+
+
+class OperatorRecorder(TorchDispatchMode):
+    """Mode that records and runs operators; raises CaptureError for one that a graph cannot contain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+
+    def __torch_dispatch__(
+        self, operator: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        _check(operator)
+        result = operator(*args, **kwargs)
+        kind = _kind(operator)
+        if kind != "view":
+            outputs = () if kind == "in place" else _tensors(result)
+            self.operations.append(Operation(operator, args, kwargs, outputs))
+        return result
+
+    def replay(self) -> None:
+        """Run all operators again, on the current contents of their tensors."""
+        with torch.no_grad():
+            for operation in self.operations:
+                operation.run()
+
+    def poison(self) -> None:
+        """Overwrite all results, so that a replay that does not compute one of them shows."""
+        with torch.no_grad():
+            for operation in self.operations:
+                for output in operation.outputs:
+                    output.fill_(math.nan if output.is_floating_point() else 0)
+
+
+class RecorderBackend:
+    """`GraphBackend` on a CPU; as on a GPU, what was computed during the capture is lost."""
+
+    def __init__(self) -> None:
+        self._open: OperatorRecorder | None = None
+        self._complete: list[OperatorRecorder] = []
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Run a step as it will be captured."""
+        run()
+
+    def begin(self) -> None:
+        """Start a recording."""
+        self._open = OperatorRecorder()
+        self._open.__enter__()
+
+    def end(self) -> Replay:
+        """Complete the recording."""
+        recorder = self._open
+        if recorder is None:
+            raise CaptureError("no recording is open")
+        self._open = None
+        recorder.__exit__(None, None, None)
+        self._complete.append(recorder)
+        return recorder.replay
+
+    def abort(self) -> None:
+        """Discard the open recording."""
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+
+    def drop(self) -> None:
+        """Forget all recordings."""
+        self._complete.clear()
+
+    def poison(self) -> None:
+        """Overwrite the results of all recordings."""
+        for recorder in self._complete:
+            recorder.poison()
+
+    def signatures(self) -> list[str]:
+        """Return all recorded operators with their numbers and shapes."""
+        return [operation.signature() for recorder in self._complete for operation in recorder.operations]
+
+
+def _check(operator: Callable) -> None:
+    name = operator.overloadpacket.__name__  # type: ignore[attr-defined]
+    tags = operator.tags  # type: ignore[attr-defined]
+    if name in READS or torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        raise CaptureError(f"the host reads the result of {operator}, which a graph cannot contain")
+    if name in CONSTANTS:
+        raise CaptureError(f"{operator} makes a tensor of Python's numbers, which a graph would repeat")
+    if torch.Tag.nondeterministic_seeded in tags:
+        raise CaptureError(f"{operator} draws from a generator, whose state a graph would repeat")
+
+
+def _kind(operator: Callable) -> str:
+    """Return whether an operator writes to its arguments, returns views of them, or makes new tensors."""
+    schema = operator._schema  # type: ignore[attr-defined]
+    name = operator.overloadpacket.__name__  # type: ignore[attr-defined]
+    if schema.is_mutable:
+        return "in place"
+    if name in UNFILLED or any(result.alias_info is not None for result in schema.returns):
+        return "view"
+    return "new"
+
+
+def _tensors(result: object) -> tuple[torch.Tensor, ...]:
+    if isinstance(result, torch.Tensor):
+        return (result,)
+    if isinstance(result, (tuple, list)):
+        return tuple(item for item in result if isinstance(item, torch.Tensor))
+    return ()
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{tuple(value.shape)}{value.stride()}"
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_described, value))}]"
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={_described(item)}" for name, item in value.items())
+    return repr(value)
