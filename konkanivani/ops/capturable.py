@@ -88,14 +88,21 @@ class Capture:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Capture the operators of the block."""
+        with self.in_place():
+            try:
+                self._backend.begin()
+                yield
+                self.graphs.append(self._backend.end())
+            except BaseException:
+                self._backend.abort()
+                raise
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Give CTC losses of the block to this capture, without capturing anything."""
         token = _CAPTURE.set(self)
         try:
-            self._backend.begin()
             yield
-            self.graphs.append(self._backend.end())
-        except BaseException:
-            self._backend.abort()
-            raise
         finally:
             _CAPTURE.reset(token)
 

@@ -206,10 +206,9 @@ def use_fast_logits(model: torch.nn.Module) -> None:
 class TiedGradient:
     """Gradient of a weight (V, D) that is used twice, accumulated in place in the earlier micro-batches' gradient.
 
-    Autograd would hold the sum of the earlier gradients and this one, each of the weight's size. Here the sum is taken
-    out of `.grad`, the output layer's gradient is added to it in slices, then the rows of the embedded vectors, and the
-    result is returned to autograd as this pass's gradient. Rounding is the same as autograd's: earlier + (output layer
-    + vectors).
+    Autograd would hold the sum of the earlier gradients and this one, each of the weight's size. Here the output
+    layer's gradient is added to the earlier sum in slices, then the rows of the embedded vectors, and autograd gets no
+    gradient. Rounding is the same as autograd's: earlier + (output layer + vectors).
     """
 
     def __init__(self, weight: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -223,14 +222,17 @@ class TiedGradient:
         # A hook must see this pass's gradient alone.
         if earlier is None or self._weight._backward_hooks:
             return torch.zeros_like(self._weight)
-        self._weight.grad = None
         # Rows of this batch's tokens are added at the end, for the same rounding as autograd's.
         self._earlier = earlier[self.tokens]
-        earlier[self.tokens] = 0
+        # Not `earlier[tokens] = 0`, which makes a tensor of the number on the host: a capture would refuse it.
+        earlier.index_fill_(0, self.tokens.flatten(), 0.0)
         return earlier
 
-    def finish(self, grad_head: torch.Tensor, grad_vectors: torch.Tensor) -> torch.Tensor:
-        """Return grad_head (V, D) plus the vectors' gradient (B, U, D) and the earlier sum's rows, added in place."""
+    def finish(self, grad_head: torch.Tensor, grad_vectors: torch.Tensor) -> torch.Tensor | None:
+        """Add the vectors' gradient (B, U, D) and the earlier sum's rows to grad_head (V, D) in place.
+
+        Return grad_head if it is not the parameter's `.grad` yet.
+        """
         grad_vectors = grad_vectors.to(grad_head.dtype)
         # On a CPU, index_put_ accumulates in the order in which threads arrive: not reproducible.
         if grad_head.device.type == "cpu":
@@ -238,10 +240,11 @@ class TiedGradient:
         else:
             grad_head.index_put_((self.tokens,), grad_vectors, accumulate=True)
         # A repeated token has the same row several times: the sum is assigned, not accumulated.
-        if self._earlier is not None:
-            grad_head[self.tokens] = grad_head[self.tokens] + self._earlier
-            self._earlier = None
-        return grad_head
+        if self._earlier is None:
+            return grad_head
+        grad_head[self.tokens] = grad_head[self.tokens] + self._earlier
+        self._earlier = None
+        return None
 
 
 class _Tied(torch.autograd.Function):
@@ -253,7 +256,7 @@ class _Tied(torch.autograd.Function):
         return torch.nn.functional.embedding(gradient.tokens, weight), weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx, grad_vectors: torch.Tensor, grad_head: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx, grad_vectors: torch.Tensor, grad_head: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         return ctx.gradient.finish(grad_head, grad_vectors), None
 
 

@@ -52,7 +52,7 @@ class OperatorRecorder(TorchDispatchMode):
         self, operator: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         kwargs = kwargs or {}
-        _check(operator)
+        _check(operator, args, kwargs)
         result = operator(*args, **kwargs)
         kind = _kind(operator)
         if kind != "view":
@@ -120,15 +120,27 @@ class RecorderBackend:
         return [operation.signature() for recorder in self._complete for operation in recorder.operations]
 
 
-def _check(operator: Callable) -> None:
+def _check(operator: Callable, args: tuple, kwargs: dict) -> None:
     name = operator.overloadpacket.__name__  # type: ignore[attr-defined]
     tags = operator.tags  # type: ignore[attr-defined]
-    if name in READS or torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+    is_dynamic = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+    # The result of an index has the shape of the indices, unless they are masks.
+    if name in ("index", "index_put", "index_put_"):
+        is_dynamic = any(tensor is not None and tensor.dtype == torch.bool for tensor in args[1])
+    if name in READS or is_dynamic:
         raise CaptureError(f"the host reads the result of {operator}, which a graph cannot contain")
     if name in CONSTANTS:
         raise CaptureError(f"{operator} makes a tensor of Python's numbers, which a graph would repeat")
-    if torch.Tag.nondeterministic_seeded in tags:
+    if torch.Tag.nondeterministic_seeded in tags and not _is_without_dropout(operator, args, kwargs):
         raise CaptureError(f"{operator} draws from a generator, whose state a graph would repeat")
+
+
+def _is_without_dropout(operator: Callable, args: tuple, kwargs: dict) -> bool:
+    """Return whether an attention operator has a dropout of 0, so that it draws nothing."""
+    arguments = operator._schema.arguments  # type: ignore[attr-defined]
+    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    defaults = {argument.name: argument.default_value for argument in arguments}
+    return (defaults | given).get("dropout_p") == 0
 
 
 def _kind(operator: Callable) -> str:

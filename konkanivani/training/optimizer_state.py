@@ -213,6 +213,8 @@ class Optimizer:
         self.param_groups = groups
         self.state = {parameter: self.new_state(parameter) for group in groups for parameter in group["params"]}
         self.workspace: list[torch.Tensor] = []
+        self.keeps_gradients = False
+        """Whether gradients stay allocated, as captured steps need, which add to them."""
 
     def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the initial state of a parameter; `step` counts its updates."""
@@ -223,7 +225,10 @@ class Optimizer:
         raise NotImplementedError
 
     def zero_grad(self) -> None:
-        """Free all gradients."""
+        """Free all gradients, or set those that stay allocated to zero."""
+        if self.keeps_gradients:
+            torch._foreach_zero_([parameter.grad for parameter in self.state if parameter.grad is not None])
+            return
         for parameter in self.state:
             parameter.grad = None
 

@@ -20,8 +20,8 @@ from konkanivani.decoding.ctc import argmax_tokens, blank_frames
 from konkanivani.decoding.decode import Decode
 from konkanivani.distributed import ALONE, Topology, gather
 from konkanivani.errors import Interrupted
-from konkanivani.memory.recovery import MicroBatchPlan, OomHistory, OomRetry
 from konkanivani.lengths import on_host
+from konkanivani.memory.recovery import MicroBatchPlan, OomHistory, OomRetry
 from konkanivani.models.asr import LossCounts, Losses, Objective
 from konkanivani.scoring.metrics import ErrorRates, error_rates
 from konkanivani.training.optimizer_state import full_weights

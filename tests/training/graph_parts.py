@@ -1,0 +1,89 @@
+"""Small steps whose micro-batches are captured by the recorder of operators, and the same steps without capturing."""
+
+import dataclasses
+
+import torch
+
+from konkanivani.config import LossConfig, ModelConfig
+from konkanivani.data.batching import Batch, GlobalBatch
+from konkanivani.data.shape_grid import GridShape, ShapeGrid
+from konkanivani.models.asr import LossCounts, LossSums, ctc_loss_sum
+from konkanivani.ops.capturable import Capture, make_capturable
+from konkanivani.ops.recorder import RecorderBackend
+from konkanivani.randomness import seed_step
+from konkanivani.training.graphs import CapturedMicroBatch, GraphedGradient, graph_key, run_network
+from konkanivani.training.step import GradientTask, StepParts, forward_and_backward, loss_counts
+from tests.invariants.parts import KINDS, double_parts, global_batch, speeches, with_dropout
+from tests.whisper.parts import whisper_config, whisper_parts
+
+GRID = ShapeGrid(tuple(GridShape(samples, rows, 8) for samples in (20_000, 32_000) for rows in (1, 2, 4)))
+MODELS = (*KINDS, "whisper")
+
+
+def parts_of(kind: str, recompute: str = "never", dropout: float = 0.2, middle: float = 0.3) -> StepParts:
+    """Return step parts in float64 with a capturable model; Whisper has neither dropout nor intermediate CTC."""
+    if kind == "whisper":
+        parts = whisper_parts("full", whisper_config(recompute))
+    else:
+        parts = conformer_parts(with_dropout(KINDS[kind], dropout), recompute, middle)
+    make_capturable(parts.model)
+    return parts
+
+
+def conformer_parts(model: ModelConfig, recompute: str, middle: float) -> StepParts:
+    parts = double_parts(model, recompute)
+    objective = parts.architecture.objective(LossConfig(ctc_weight=0.4, intermediate_ctc_weight=middle))
+    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, objective=objective))
+
+
+def task_of(parts: StepParts, cut: GlobalBatch, step: int = 0) -> GradientTask:
+    return GradientTask(parts, cut, step, forward_and_backward)
+
+
+def graphed(parts: StepParts, grid: ShapeGrid = GRID) -> tuple[StepParts, GraphedGradient, RecorderBackend]:
+    """Return the parts with a gradient by the recorder."""
+    backend = RecorderBackend()
+    gradient = GraphedGradient(backend, grid)
+    return dataclasses.replace(parts, compute_gradient=gradient), gradient, backend
+
+
+class InGraphCtc(Capture):
+    """Captures nothing, and computes CTC where it stands, as the eager step does."""
+
+    def __init__(self, parts: StepParts, batch: Batch) -> None:
+        super().__init__(RecorderBackend())
+        lengths = tuple(parts.architecture.framing.encoded_length(samples) for samples in batch.sample_lengths)
+        self._targets = lengths, batch.tokens, batch.token_lengths
+
+    def loss_between(self, log_probabilities: torch.Tensor) -> torch.Tensor:
+        return ctc_loss_sum(log_probabilities, *self._targets)
+
+
+def eager_on_grid(parts: StepParts, batch: Batch, counts: LossCounts, grid: ShapeGrid = GRID) -> LossSums:
+    """Add the gradient of a micro-batch, padded to its shape of the grid, without any capture."""
+    key = graph_key(parts, grid.shape_of(batch))
+    capture = InGraphCtc(parts, batch)
+    micro_batch = CapturedMicroBatch(parts, key, RecorderBackend())
+    micro_batch.fill(parts, batch, counts)
+    with capture.in_place():
+        return run_network(parts, micro_batch.inputs, key.recompute)
+
+
+def eager_gradients(parts: StepParts, cut: GlobalBatch, step: int = 0, on_grid: bool = True) -> dict[str, torch.Tensor]:
+    """Return the gradients of a global batch without graphs, on the grid or at the batches' own lengths."""
+    seed_step(parts.seed, step)
+    parts.model.train()
+    parts.optimizer.zero_grad()
+    run = eager_on_grid if on_grid else GraphedGradient(RecorderBackend(), GRID).run_eagerly
+    for batch in cut.micro_batches:
+        run(parts, batch, loss_counts(cut))
+    return gradients_of(parts)
+
+
+def gradients_of(parts: StepParts) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in parts.model.named_parameters() if p.grad is not None}
+
+
+def spoken_batch(seed: int, size: int, count: int = 4) -> GlobalBatch:
+    """Return utterances of 0.4 to 2 s in micro-batches of `size`."""
+    return global_batch(speeches(count, seed), size)

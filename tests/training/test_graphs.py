@@ -1,0 +1,123 @@
+"""A captured and replayed micro-batch computes what the eager one does, bit for bit."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from konkanivani.training.gradient import accumulate
+from tests.invariants.parts import relative_difference
+from tests.training.graph_parts import MODELS, eager_gradients, gradients_of, graphed, parts_of, spoken_batch, task_of
+
+BOUND = 1e-9
+ONE_SHAPE = ShapeGrid(GRID.shapes[-1:])
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names whose tensors differ in any bit."""
+    assert one.keys() == other.keys() and len(one) > 10
+    return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+
+
+def replayed_gradients(parts, gradient, backend, cut, step):
+    """Return the gradients of a step's micro-batches by graphs alone, before clipping."""
+    task = task_of(parts, cut, step)
+    if not gradient.captured_shapes:
+        gradient(task)
+        backend.poison()
+    totals = accumulate(dataclasses.replace(task, forward_and_backward=gradient.run), task.plan)
+    assert totals is not None
+    return gradients_of(parts)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_replay_equals_the_eager_step_bit_for_bit(kind, recompute):
+    parts, gradient, backend = graphed(parts_of(kind, recompute))
+    eager = parts_of(kind, recompute)
+    for step, size in enumerate((4, 2, 1)):  # 1, 2 and 4 micro-batches
+        cut = spoken_batch(step, size)
+        found = replayed_gradients(parts, gradient, backend, cut, step)
+        assert differing(found, eager_gradients(eager, cut, step)) == []
+        tight = eager_gradients(eager, cut, step, on_grid=False)
+        assert max(relative_difference(found[name], tight[name]) for name in tight) < BOUND
+
+
+def test_dropout_depends_neither_on_recomputation_nor_on_the_micro_batches_nor_on_padding():
+    cuts = [spoken_batch(0, size) for size in (4, 1)]
+    found = [
+        eager_gradients(parts_of("conformer", recompute), cut, on_grid=on_grid)
+        for recompute in ("never", "always")
+        for cut in cuts
+        for on_grid in (False, True)
+    ]
+    assert max(relative_difference(found[0][name], other[name]) for other in found for name in other) < BOUND
+    # Negative control: another step has other masks.
+    other = eager_gradients(parts_of("conformer"), cuts[0], step=1)
+    assert max(relative_difference(found[0][name], other[name]) for name in other) > 1e-3
+
+
+def test_all_shapes_of_a_length_launch_the_same_operators():
+    parts, gradient, backend = graphed(parts_of("conformer", "always"), ONE_SHAPE)
+    signatures = []
+    for seed in range(2):
+        gradient.drop(parts)
+        gradient(task_of(parts, spoken_batch(seed, 4)))
+        signatures.append(backend.signatures())
+    assert signatures[0] == signatures[1] and len(signatures[0]) > 300
+    assert "aten.add_.Tensor" in " ".join(signatures[0])  # gradients are accumulated in place
+
+
+def reading(module, inputs):
+    """Read a number of the data, as a forward pre-hook."""
+    return inputs if inputs[0].sum().item() != 0 else None
+
+
+def constant(module, inputs):
+    """Add a tensor made of a number of the host, as a forward pre-hook."""
+    return inputs[0] + torch.tensor([0.0]), *inputs[1:]
+
+
+def random(module, inputs):
+    """Add noise from a generator, as a forward pre-hook."""
+    return inputs[0] + 0 * torch.rand_like(inputs[0]), *inputs[1:]
+
+
+@pytest.mark.parametrize(("hook", "reason"), [(reading, "reads"), (constant, "Python"), (random, "generator")])
+def test_negative_control_what_a_graph_would_freeze_is_refused(hook, reason):
+    parts, gradient, _ = graphed(parts_of("conformer"))
+    parts.model.encoder.blocks[1].register_forward_pre_hook(hook)
+    with pytest.raises(CaptureError, match=reason):
+        gradient(task_of(parts, spoken_batch(0, 4)))
+    # The recording was closed: operators run as usual.
+    assert torch.zeros(1).item() == 0
+
+
+def test_negative_control_divisors_from_python_are_frozen(monkeypatch):
+    monkeypatch.setattr(StaticInputs, "counts", LossCounts(7.0, 4.0))
+    parts, gradient, backend = graphed(parts_of("conformer"))
+    cut = spoken_batch(0, 4)
+    found = replayed_gradients(parts, gradient, backend, cut, 0)
+    monkeypatch.undo()
+    assert len(differing(found, eager_gradients(parts_of("conformer"), cut))) > 50
+
+
+def test_negative_control_a_branch_on_the_lengths_is_frozen(monkeypatch):
+    lengths = []
+    fill = CapturedMicroBatch.fill
+    monkeypatch.setattr(
+        CapturedMicroBatch,
+        "fill",
+        lambda self, parts, batch, counts: (lengths.append(batch), fill(self, parts, batch, counts)),
+    )
+
+    def branching(module, inputs):
+        return (2 * inputs[0], *inputs[1:]) if lengths and lengths[-1].size == 4 else inputs
+
+    both = [parts_of("conformer"), parts_of("conformer")]
+    for parts in both:
+        parts.model.encoder.blocks[1].register_forward_pre_hook(branching)
+    parts, gradient, backend = graphed(both[0])
+    cut = spoken_batch(0, 4)
+    found = replayed_gradients(parts, gradient, backend, cut, 0)
+    assert len(differing(found, eager_gradients(both[1], cut))) > 50
