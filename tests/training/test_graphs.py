@@ -5,9 +5,22 @@ import dataclasses
 import pytest
 import torch
 
+from konkanivani.data.shape_grid import ShapeGrid
+from konkanivani.models.asr import LossCounts
+from konkanivani.ops.capturable import CaptureError
 from konkanivani.training.gradient import accumulate
+from konkanivani.training.graphs import CapturedMicroBatch, StaticInputs
 from tests.invariants.parts import relative_difference
-from tests.training.graph_parts import MODELS, eager_gradients, gradients_of, graphed, parts_of, spoken_batch, task_of
+from tests.training.graph_parts import (
+    GRID,
+    MODELS,
+    eager_gradients,
+    gradients_of,
+    graphed,
+    parts_of,
+    spoken_batch,
+    task_of,
+)
 
 BOUND = 1e-9
 ONE_SHAPE = ShapeGrid(GRID.shapes[-1:])
