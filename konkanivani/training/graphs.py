@@ -175,7 +175,8 @@ class GraphedGradient:
     """
 
     def __init__(self, backend: GraphBackend, grid: ShapeGrid) -> None:
-        self.grid = grid
+        # Of more shapes, the largest: these have room for all micro-batches.
+        self.grid = ShapeGrid(grid.shapes[-MAX_SHAPES:])
         self.is_active = True
         self._backend = backend
         self._captured: dict[GraphKey, CapturedMicroBatch] = {}
@@ -241,7 +242,7 @@ class GraphedGradient:
         parts = task.parts
         parts.model.train()
         parts.forward.refresh_weights()
-        keys = [graph_key(parts, shape) for shape in self.grid.shapes[-MAX_SHAPES:]]
+        keys = [graph_key(parts, shape) for shape in self.grid.shapes]
         keys = [key for key in keys if is_capturable(parts, key)]
         keys.sort(key=lambda key: key.shape.samples * key.shape.utterances, reverse=True)
         with _graph_memory():

@@ -1,0 +1,201 @@
+"""Training by captured micro-batches: out of memory, interruption, frozen stages, other batch sizes, resumed runs."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from konkanivani.config import TuningConfig
+from konkanivani.data.shape_grid import ShapeGrid
+from konkanivani.ops.capturable import BetweenGraphs
+from konkanivani.ops.recorder import OperatorRecorder, RecorderBackend
+from konkanivani.training.graphs import GraphedGradient, gradient_addresses
+from konkanivani.training.optimizer_state import OptimizerState
+from konkanivani.training.step import StepParts, train_step
+from tests.invariants.parts import relative_difference
+from tests.training.graph_parts import GRID, graphed, parts_of, spoken_batch
+
+BOUND = 1e-9
+NO_SHAPE = ShapeGrid(())
+
+
+def trained(parts: StepParts, steps: range = range(3), size: int = 2) -> dict[str, torch.Tensor]:
+    """Return the weights after these steps, each on other utterances."""
+    for step in steps:
+        report = train_step(parts, spoken_batch(step, size), step)
+        assert report is not None and not report.is_skipped
+    return weights_of(parts)
+
+
+def weights_of(parts: StepParts) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in parts.model.named_parameters()}
+
+
+def eager() -> StepParts:
+    """Return parts with the same dropout, whose micro-batches are never captured."""
+    return graphed(parts_of("conformer"), NO_SHAPE)[0]
+
+
+def farthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys() and len(one) > 10
+    return max(relative_difference(tensor, other[name]) for name, tensor in one.items())
+
+
+class Memory:
+    """Makes a function run out of memory at its n-th call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, at: int) -> None:
+        self.calls = 0
+        function = getattr(owner, name)
+
+        def failing(*args: object) -> object:
+            self.calls += 1
+            if self.calls == at:
+                raise RuntimeError("CUDA error: out of memory")
+            return function(*args)
+
+        monkeypatch.setattr(owner, name, failing)
+
+
+def test_weights_after_some_steps_are_those_without_graphs():
+    parts, gradient, _ = graphed(parts_of("conformer"))
+    assert farthest(trained(parts), trained(eager())) < BOUND
+    assert len(gradient.captured_shapes) == len(GRID.shapes)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "at"),
+    [
+        (RecorderBackend, "warm_up", 1),
+        (RecorderBackend, "begin", 4),
+        (RecorderBackend, "end", 5),
+        (BetweenGraphs, "compute", 3),  # in the second micro-batch, when the first has added its gradient
+        (OperatorRecorder, "replay", 6),
+    ],
+)
+def test_out_of_memory_drops_the_graphs_and_repeats_the_step(owner, name, at, monkeypatch, capsys):
+    parts, gradient, _ = graphed(parts_of("conformer"))
+    memory = Memory(monkeypatch, owner, name, at)
+    found = trained(parts)
+    assert memory.calls == at, "nothing is captured or replayed afterwards"
+    assert not gradient.is_active and gradient.captured_shapes == ()
+    assert "Out of memory with CUDA graphs" in capsys.readouterr().out
+    assert farthest(found, trained(eager())) < BOUND
+    # No limit is recorded: the micro-batches fit without graphs.
+    assert parts.oom_history.sizes() == {}
+
+
+def test_negative_control_a_half_added_gradient_shows(monkeypatch):
+    parts, _, _ = graphed(parts_of("conformer"))
+    Memory(monkeypatch, BetweenGraphs, "compute", 3)
+    monkeypatch.setattr("konkanivani.training.graphs.drop_gradient", lambda parts: None)
+    monkeypatch.setattr(type(parts.optimizer), "zero_grad", lambda self: None)
+    assert farthest(trained(parts, range(1)), trained(eager(), range(1))) > 1e-6
+
+
+def test_an_error_in_a_capture_leaves_no_recording_open(monkeypatch):
+    parts, gradient, _ = graphed(parts_of("conformer"))
+
+    def interrupted(module, inputs):
+        raise KeyboardInterrupt
+
+    parts.model.encoder.blocks[1].register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trained(parts)
+    recorder = OperatorRecorder()
+    with recorder:
+        torch.zeros(2).add_(1)
+    assert len(recorder.operations) == 2 and gradient.captured_shapes == ()
+
+
+def test_a_signal_between_captures_stops_before_the_step():
+    parts, gradient, _ = graphed(parts_of("conformer"))
+    before = weights_of(parts)
+    asked = []
+
+    def is_interrupted() -> bool:
+        asked.append(len(gradient.captured_shapes))
+        return len(asked) > 2
+
+    assert train_step(parts, spoken_batch(0, 2), 0, is_interrupted) is None
+    assert len(gradient.captured_shapes) == 2 and farthest(weights_of(parts), before) == 0
+    # The same process can go on.
+    assert farthest(trained(parts), trained(eager())) < BOUND
+
+
+def test_a_stage_with_other_trained_parameters_is_captured_anew():
+    def staged() -> StepParts:
+        parts = parts_of("conformer")
+        architecture = dataclasses.replace(parts.architecture, tuning=TuningConfig(freeze_steps=2))
+        return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, architecture=architecture))
+
+    parts, gradient, backend = graphed(staged())
+    initial = weights_of(parts)
+    during = trained(parts, range(2))
+    counts = [len(backend.signatures())]
+    assert sum(address is not None for address in gradient_addresses(parts)) < 10
+    assert [name for name in during if not torch.equal(during[name], initial[name])] != list(during)
+    after = trained(parts, range(2, 4))
+    counts.append(len(backend.signatures()))
+    assert counts[0] < counts[1]
+    plain = graphed(staged(), NO_SHAPE)[0]
+    assert farthest(during, trained(plain, range(2))) < BOUND
+    assert farthest(after, trained(plain, range(2, 4))) < BOUND
+    assert all(not torch.equal(after[name], initial[name]) for name in after)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_another_batch_size_is_replayed_or_runs_eagerly(size):
+    parts, gradient, _ = graphed(parts_of("conformer"))
+    trained(parts, range(1), size=2)
+    captured = gradient.captured_shapes
+    found = trained(parts, range(1, 3), size=size)
+    assert gradient.captured_shapes == captured
+    plain = eager()
+    trained(plain, range(1), size=2)
+    assert farthest(found, trained(plain, range(1, 3), size=size)) < BOUND
+
+
+def test_a_resumed_run_continues_with_the_same_weights():
+    parts, _, _ = graphed(parts_of("conformer"))
+    whole = trained(parts, range(4))
+    parts, _, _ = graphed(parts_of("conformer"))
+    trained(parts, range(2))
+    resumed, _, _ = graphed(parts_of("conformer"))
+    resumed.model.load_state_dict(parts.model.state_dict())
+    saved = copy.deepcopy(OptimizerState(parts.model, parts.optimizer).state_dict())
+    OptimizerState(resumed.model, resumed.optimizer).load_state_dict(saved)
+    assert farthest(trained(resumed, range(2, 4)), whole) == 0
+
+
+def test_gradients_stay_where_they_are():
+    parts, _, _ = graphed(parts_of("whisper"))
+    trained(parts, range(1))
+    before = gradient_addresses(parts)
+    trained(parts, range(1, 3))
+    assert gradient_addresses(parts) == before and any(before)
+    # Negative control: without graphs they are freed after each step.
+    plain = parts_of("whisper")
+    trained(plain, range(1))
+    assert not any(gradient_addresses(plain))
+
+
+def test_scale_and_overflow_in_a_captured_step():
+    def scaled() -> StepParts:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        return dataclasses.replace(parts_of("conformer"), scaler=scaler)
+
+    parts, plain = graphed(scaled())[0], graphed(scaled(), NO_SHAPE)[0]
+    for step in range(5):
+        # The scale grows in place, and the graphs read it there.
+        reports = [train_step(one, spoken_batch(step, 2), step) for one in (parts, plain)]
+        assert reports[0].scale == reports[1].scale and not reports[0].is_skipped
+    assert reports[0].scale > 2.0**10
+    assert farthest(weights_of(parts), weights_of(plain)) < BOUND
+
+
+def test_more_shapes_than_the_limit_run_eagerly():
+    many = tuple(dataclasses.replace(GRID.shapes[-1], samples=32_000 + 160 * number) for number in range(40))
+    gradient = GraphedGradient(RecorderBackend(), ShapeGrid(many))
+    assert len(gradient.grid.shapes) == 32
