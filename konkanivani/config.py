@@ -336,6 +336,9 @@ class MemoryConfig:
     one)."""
     replan: bool = False
     """Make a new memory plan and discard recorded OOM limits, instead of resuming with the checkpoint's."""
+    cuda_graphs: Literal["off", "auto", "on"] = "off"
+    """CUDA only, not yet run on a GPU: capture a micro-batch's kernels once per shape and replay them (auto: if the GPU
+    idles more than 40 % of the time)."""
     empty_cache_interval: int = 50
     """Release cached memory every N micro-batches (0: never)."""
 

@@ -41,7 +41,7 @@ LOCAL_SETTINGS = frozenset(
     """
     device checkpoint_dir log_dir run_name save_minutes save_steps keep_checkpoints resume fresh new_corpus rank_timeout
     dry_run num_workers loader_timeout audio_roots memory_budget host_budget rehearsal shard replan
-    empty_cache_interval concurrent_micro_batches
+    empty_cache_interval concurrent_micro_batches cuda_graphs
     """.split()
 )
 

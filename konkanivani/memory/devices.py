@@ -35,11 +35,13 @@ class DeviceCosts:
     workspace: int
     context: int
     among_ranks: int = 0
+    graphs: int = 0
+    """Bytes of captured graphs besides the tensors of the largest micro-batch; 0 without --cuda_graphs."""
 
     @property
     def beside(self) -> int:
         """Sum of all fixed costs."""
-        return self.workspace + self.context + self.among_ranks
+        return self.workspace + self.context + self.among_ranks + self.graphs
 
     def attention_workspace(self, utterances: int, frames: int, d_model: int, is_half: bool) -> int:
         """Return the bytes of the fp32 sums of the gradients of query, key and value in half-precision attention."""

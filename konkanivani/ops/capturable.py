@@ -50,6 +50,9 @@ class GraphBackend(Protocol):
     def drop(self) -> None:
         """Free the memory of all graphs, which are not used any more."""
 
+    def busy_share(self, run: Callable[[], None]) -> float:
+        """Return the share of the wall time of `run` in which the device computes."""
+
 
 class BetweenGraphs:
     """A CTC loss that is computed between two graphs.

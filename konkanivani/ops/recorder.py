@@ -110,6 +110,11 @@ class RecorderBackend:
         """Forget all recordings."""
         self._complete.clear()
 
+    def busy_share(self, run: Callable[[], None]) -> float:
+        """Run; a CPU waits for nobody."""
+        run()
+        return 1.0
+
     def poison(self) -> None:
         """Overwrite the results of all recordings."""
         for recorder in self._complete:

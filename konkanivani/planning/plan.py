@@ -24,7 +24,7 @@ from konkanivani.lengths import CHUNK_FRAMES, SAMPLE_RATE
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, RecomputePolicy, read_plan
 from konkanivani.memory.weights import ON_CARD, Placement, choose_placement
 from konkanivani.models.architecture import Architecture
-from konkanivani.planning.sizes import Ranks, check_host, check_state, costs_per_rank, device_costs, fits
+from konkanivani.planning.sizes import Ranks, check_host, check_state, costs_per_rank, device_costs, fits, with_graphs
 from konkanivani.planning.tracer import BatchShape, Peak
 from konkanivani.planning.traces import Traces, kept_traces
 from konkanivani.training.build_step import choose_concurrency, memory_conditions
@@ -35,6 +35,9 @@ from konkanivani.training.build_step import choose_concurrency, memory_condition
 
 MAX_SECONDS = 3600.0
 MAX_UTTERANCES = 512
+# Activations of a captured micro-batch relative to those of an eager one: padding to the grid, masks, and a front end
+# and CTC that cannot use the memory of the graphs. An estimate, not measured on a card yet.
+GRAPH_GROWTH = 1.15
 NEVER = RecomputePolicy("never")
 ALWAYS = RecomputePolicy("always")
 
@@ -85,7 +88,8 @@ class Planner:
 
     def phases(self, shape: BatchShape, recompute: RecomputePolicy) -> Peak:
         """Return the peaks of the step's phases in bytes of tensors."""
-        return self.traces.peak(shape, recompute).side_by_side(self.concurrent_micro_batches)
+        peak = self.traces.peak(shape, recompute).side_by_side(self.concurrent_micro_batches)
+        return peak.grown(GRAPH_GROWTH) if self.traces.costs.graphs else peak
 
     def largest_batch(self, seconds: float, tokens: int, recompute: RecomputePolicy, most: int) -> BucketPlan:
         """Return the largest micro-batch of these utterances that fits, at most `most`; its size has been traced."""
@@ -244,7 +248,7 @@ def resolve_plan(
         print("The checkpoint's memory plan was made under different conditions: making a new plan.", flush=True)
     budget = parse_budget(config.memory.memory_budget) if config.memory.memory_budget else free
     rate = float(train.tokens.sum() / train.seconds.sum())
-    costs = costs_per_rank(device_costs(device), architecture, ranks)
+    costs = with_graphs(costs_per_rank(device_costs(device), architecture, ranks), config)
     # The longest utterance in a micro-batch of one, with all recomputation that is allowed, decides on the placement.
     longest = BatchShape(1, bucket_edges(train.seconds)[-1], int(train.tokens.max()))
     policy = NEVER if config.memory.gradient_checkpointing == "never" else ALWAYS

@@ -35,6 +35,7 @@ from konkanivani.planning.sizes import (
     planned_architecture,
     state_bytes,
     traffic_bytes,
+    with_graphs,
 )
 from konkanivani.planning.tracer import BatchShape, Peak
 from konkanivani.planning.traces import kept_traces
@@ -270,7 +271,7 @@ def plan_budget(
     """
     config = resolve(config)
     architecture = planned_architecture(config)
-    costs = costs_per_rank(costs, architecture, ranks)
+    costs = with_graphs(costs_per_rank(costs, architecture, ranks), config)
     # Tracing must not start in this process: it forks the workers.
     with two_processes() as pool:
         placement, longest = pool.submit(settle_placement, PlanRequest(config, costs, budget, "always"), ranks).result()

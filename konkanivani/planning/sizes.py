@@ -8,6 +8,7 @@ import torch
 
 from konkanivani.config import PRESETS, OptimizerConfig, TextConfig, TrainConfig
 from konkanivani.console import MIB, budget_text, parse_budget, peak_text
+from konkanivani.data.shape_grid import MAX_SHAPES
 from konkanivani.distributed import BUCKET_BYTES
 from konkanivani.errors import ResourceError
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
@@ -23,6 +24,8 @@ from konkanivani.training.optimizer_state import bytes_per_rank
 from konkanivani.training.optimizers import build_optimizer
 
 LATER_KERNELS = 64 * MIB  # the driver loads a library's kernels when they are first used
+# A graph's kernel arguments, static inputs and CTC gradient. An estimate, not measured on a card yet.
+GRAPH_BYTES = 8 * MIB
 RECORD_BYTES = 400  # name, checksum and alignment of one tensor of a checkpoint; a parameter has two to six tensors
 SETTINGS_BYTES = MIB  # flags, tokenizer, counters of a checkpoint
 ADAMW = OptimizerConfig()
@@ -46,6 +49,13 @@ def device_costs(device: torch.device) -> DeviceCosts:
     context = measure_context(device)
     context = None if context is None else context + LATER_KERNELS
     return cuda_costs(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), context)
+
+
+def with_graphs(costs: DeviceCosts, config: TrainConfig) -> DeviceCosts:
+    """Return the device's costs with those of captured graphs, if --cuda_graphs may use them."""
+    if config.memory.cuda_graphs == "off" or not costs.is_cuda:
+        return costs
+    return dataclasses.replace(costs, graphs=MAX_SHAPES * GRAPH_BYTES)
 
 
 def state_bytes(config: TrainConfig, architecture: Architecture) -> int:

@@ -64,6 +64,13 @@ class Peak:
         forward, backward = (self.state + count * (phase - self.state) for phase in (self.forward, self.backward))
         return dataclasses.replace(self, forward=forward, backward=backward)
 
+    def grown(self, factor: float) -> "Peak":
+        """Return the peak with `factor` times the memory beyond the state, in forward and backward."""
+        forward, backward = (
+            self.state + round(factor * (phase - self.state)) for phase in (self.forward, self.backward)
+        )
+        return dataclasses.replace(self, forward=forward, backward=backward)
+
 
 class StepTracer:
     """Tracer of one model's steps for one device. Building it takes a second, a trace a tenth of a second or more."""

@@ -14,12 +14,15 @@ from konkanivani.memory.recovery import OomHistory
 from konkanivani.memory.weights import HOST, ON_CARD, OffloadedWeights, Placement
 from konkanivani.models.architecture import Architecture
 from konkanivani.models.front_end import FeatureExtractor
+from konkanivani.ops.capturable import GraphBackend, make_capturable
+from konkanivani.ops.cuda_graphs import CudaGraphBackend
 from konkanivani.ops.passes import ALL_PASSES, Passes, optimize
 from konkanivani.randomness import derive_seed
 from konkanivani.training.gradient import local_gradient, sharded_gradient, summed_gradient
+from konkanivani.training.graphs import GraphedGradient
 from konkanivani.training.optimizer_state import RateSchedule, shard_model
 from konkanivani.training.optimizers import build_optimizer
-from konkanivani.training.step import ForwardPass, StepParts
+from konkanivani.training.step import ComputeGradient, ForwardPass, StepParts
 
 AT_ONCE = 2  # default number of concurrent micro-batches: saves a third of a step on two cores (docs/experiments.md)
 
@@ -91,7 +94,6 @@ def build_step_parts(
 ) -> StepParts:
     """Return all parts of a training step, with a model initialised from the seed."""
     forward = build_forward(config, architecture, device, front_end, layout, passes)
-    is_single_process = layout.topology.is_single_process
     return StepParts(
         forward=forward,
         optimizer=build_optimizer(forward.model, config.optimizer, architecture.tuning),
@@ -101,13 +103,29 @@ def build_step_parts(
         seed=config.run.seed,
         oom_history=OomHistory(memory_conditions(config, architecture, device)),
         monitor=MemoryMonitor(device, config.memory.empty_cache_interval),
-        compute_gradient=sharded_gradient
-        if layout.sharded
-        else local_gradient
-        if is_single_process
-        else summed_gradient,
+        compute_gradient=choose_gradient(config, forward, layout),
         topology=layout.topology,
     )
+
+
+def choose_gradient(config: TrainConfig, forward: ForwardPass, layout: StateLayout) -> ComputeGradient:
+    """Return how gradients are computed; with --cuda_graphs, make the model capturable if that is possible."""
+    if layout.sharded:
+        return sharded_gradient
+    if not layout.topology.is_single_process:
+        return summed_gradient
+    if config.memory.cuda_graphs == "off" or forward.weights is not None:
+        return local_gradient
+    backend = new_graph_backend(forward.device)
+    if backend is None:
+        return local_gradient
+    make_capturable(forward.model)
+    return GraphedGradient(backend, is_measured_first=config.memory.cuda_graphs == AUTO)
+
+
+def new_graph_backend(device: torch.device) -> GraphBackend | None:
+    """Return the backend that captures on this device, or None; tests replace it by the recorder."""
+    return CudaGraphBackend(device) if device.type == "cuda" else None
 
 
 def memory_conditions(config: TrainConfig, architecture: Architecture, device: torch.device) -> int:
@@ -121,6 +139,8 @@ def memory_conditions(config: TrainConfig, architecture: Architecture, device: t
     # The default is left out, so that older plans stay valid.
     if memory.weights != AUTO or memory.host_budget is not None:
         step = *step, memory.weights, memory.host_budget
+    if memory.cuda_graphs != "off":
+        step = *step, memory.cuda_graphs
     # Also left out by default: checkpoints from before --optimizer keep their plan.
     if config.optimizer.optimizer != "adamw":
         step = *step, config.optimizer.optimizer

@@ -10,6 +10,7 @@ B batch, T feature frames, F mel bins, U tokens.
 """
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from tqdm import tqdm
 from konkanivani.command_line import is_out_of_memory
 from konkanivani.console import count
 from konkanivani.data.batching import Batch
-from konkanivani.data.shape_grid import MAX_SHAPES, GridShape, ShapeGrid
+from konkanivani.data.shape_grid import GridShape, ShapeGrid
 from konkanivani.lengths import SAMPLE_RATE, BatchLengths
 from konkanivani.memory.plan import RecomputedBlocks
 from konkanivani.memory.recovery import release_memory
@@ -29,6 +30,10 @@ from konkanivani.ops.capturable import BetweenGraphs, Capture, CaptureError, Gra
 from konkanivani.randomness import MaskCounters, counted_dropout, derive_seed
 from konkanivani.training.gradient import drop_gradient, local_gradient
 from konkanivani.training.step import GradientTask, StepGradient, StepParts, forward_and_backward
+
+NO_SHAPES = ShapeGrid(())
+MEASURED_STEPS = 3
+BUSY_SHARE = 0.6  # of the time with a kernel, from which on replays save little
 
 
 class GraphMemoryError(Exception):
@@ -174,10 +179,11 @@ class GraphedGradient:
     and so are the steps after it, until other parameters are trained (--freeze_steps).
     """
 
-    def __init__(self, backend: GraphBackend, grid: ShapeGrid) -> None:
-        # Of more shapes, the largest: these have room for all micro-batches.
-        self.grid = ShapeGrid(grid.shapes[-MAX_SHAPES:])
+    def __init__(self, backend: GraphBackend, grid: ShapeGrid = NO_SHAPES, is_measured_first: bool = False) -> None:
+        """`is_measured_first`: capture only if the first steps show that the device waits for the host."""
+        self.grid = grid
         self.is_active = True
+        self._shares: list[float] | None = [] if is_measured_first else None
         self._backend = backend
         self._captured: dict[GraphKey, CapturedMicroBatch] = {}
         self._trained: tuple[bool, ...] | None = None
@@ -199,8 +205,10 @@ class GraphedGradient:
         eagerly = dataclasses.replace(task, forward_and_backward=self.run_eagerly)
         if not self.is_active:
             return local_gradient(eagerly)
+        if self._shares is not None:
+            return self._measure(eagerly, self._shares)
         try:
-            if not self._captured:
+            if not self._captured and self.grid.shapes:
                 self._capture_all(task)
             if task.is_interrupted():
                 return None
@@ -211,6 +219,20 @@ class GraphedGradient:
             tqdm.write(f"Out of memory with CUDA graphs: training goes on without them, with the same result. {error}")
             drop_gradient(parts)
             return local_gradient(eagerly)
+
+    def _measure(self, task: GradientTask, shares: list[float]) -> StepGradient | None:
+        """Return the gradient without graphs; after some measured steps, decide whether to capture."""
+        results = []
+        share = self._backend.busy_share(lambda: results.append(local_gradient(task)))
+        shares.append(share)
+        if len(shares) == 1 + MEASURED_STEPS:
+            # The first step selects kernels.
+            mean = statistics.mean(shares[1:])
+            self._shares = None
+            self.is_active = mean < BUSY_SHARE
+            if not self.is_active:
+                tqdm.write(f"CUDA graphs: not used, since kernels run {mean:.0%} of the time without them.")
+        return results[0]
 
     def run(self, parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
         """Add the scaled gradient of a micro-batch, by its graphs if its shape was captured; see ForwardAndBackward."""
@@ -297,6 +319,10 @@ class _Uncaptured:
 
     def drop(self) -> None:
         pass
+
+    def busy_share(self, run: Callable[[], None]) -> float:
+        run()
+        return 1.0
 
 
 def graph_key(parts: StepParts, shape: GridShape) -> GraphKey:

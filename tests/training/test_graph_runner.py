@@ -195,7 +195,20 @@ def test_scale_and_overflow_in_a_captured_step():
     assert farthest(weights_of(parts), weights_of(plain)) < BOUND
 
 
-def test_more_shapes_than_the_limit_run_eagerly():
-    many = tuple(dataclasses.replace(GRID.shapes[-1], samples=32_000 + 160 * number) for number in range(40))
-    gradient = GraphedGradient(RecorderBackend(), ShapeGrid(many))
-    assert len(gradient.grid.shapes) == 32
+@pytest.mark.parametrize(("share", "captures"), [(0.1, True), (0.9, False)])
+def test_auto_captures_if_the_device_waits(share, captures, monkeypatch, capsys):
+    def busy_share(self, run):
+        run()
+        return share
+
+    monkeypatch.setattr(RecorderBackend, "busy_share", busy_share)
+    gradient = GraphedGradient(RecorderBackend(), GRID, is_measured_first=True)
+    parts = dataclasses.replace(parts_of("conformer"), compute_gradient=gradient)
+    trained(parts, range(4))
+    assert gradient.captured_shapes == ()
+    found = trained(parts, range(4, 6))
+    assert bool(gradient.captured_shapes) == captures
+    assert ("not used" in capsys.readouterr().out) != captures
+    plain = eager()
+    trained(plain, range(4))
+    assert farthest(found, trained(plain, range(4, 6))) < BOUND

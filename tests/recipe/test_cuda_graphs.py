@@ -1,0 +1,78 @@
+"""A run with --cuda_graphs, whose micro-batches the recorder captures: line, resume, plan, and the CPU without it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from konkanivani.memory.devices import cuda_costs
+from konkanivani.ops.recorder import RecorderBackend
+from konkanivani.planning.sizes import GRAPH_BYTES, with_graphs
+from konkanivani.recipe.build import build_run
+from konkanivani.training.graphs import GraphedGradient
+from konkanivani.training.loop import train
+from konkanivani.training.run import Run
+from tests.conftest import TINY_MODEL, Corpus, run_folders
+from tests.starts import begin_run, parse_flags
+
+ON = ("--cuda_graphs", "on")
+
+
+def built(corpus: Corpus, folder: Path, *more: str) -> Run:
+    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(folder), "--num_workers", "0", "--batch_size", "2")
+    return build_run(begin_run([*flags, "--dropout", "0.1", *more]))
+
+
+def weights_after(corpus: Corpus, folder: Path, *more: str) -> dict[str, torch.Tensor]:
+    run = built(corpus, folder, *more)
+    train(run)
+    return {name: weight.detach() for name, weight in run.step.model.named_parameters()}
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture by the recorder, as if this CPU were a GPU."""
+    monkeypatch.setattr("konkanivani.training.build_step.new_graph_backend", lambda device: RecorderBackend())
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_run_captures_its_shapes_says_so_and_resumes_exactly(corpus, tmp_path, capsys):
+    run = built(corpus, tmp_path / "whole", *ON, "--max_steps", "4")
+    gradient = run.step.compute_gradient
+    assert isinstance(gradient, GraphedGradient) and 1 < len(gradient.grid.shapes) <= 32
+    assert f"CUDA graphs (not yet run on a GPU by the project): {len(gradient.grid.shapes)} shapes" in (
+        capsys.readouterr().out
+    )
+    train(run)
+    assert len(gradient.captured_shapes) == len(gradient.grid.shapes)
+    whole = {name: weight.detach() for name, weight in run.step.model.named_parameters()}
+    train(built(corpus, tmp_path / "stopped", *ON, "--max_steps", "4"), last_step=2)
+    resumed = weights_after(corpus, tmp_path / "stopped", *ON, "--max_steps", "4", "--resume", "auto")
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(resumed[name], whole[name]) for name in resumed)
+    # Negative control: another seed draws other masks.
+    other = weights_after(corpus, tmp_path / "other", *ON, "--max_steps", "4", "--seed", "5")
+    assert not any(torch.equal(other[name], whole[name]) for name in other if "norm" not in name)
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_rehearsal_changes_nothing(corpus, tmp_path):
+    found = [
+        weights_after(corpus, tmp_path / rehearsal, *ON, "--max_steps", "2", "--rehearsal", rehearsal)
+        for rehearsal in ("never", "always")
+    ]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_on_a_cpu_nothing_is_captured_and_nothing_changes(corpus, tmp_path, capsys):
+    plain = weights_after(corpus, tmp_path / "plain", "--max_steps", "2")
+    assert "CUDA graphs" not in capsys.readouterr().out
+    asked = weights_after(corpus, tmp_path / "asked", *ON, "--max_steps", "2")
+    assert "CUDA graphs: not used" in capsys.readouterr().out
+    assert all(torch.equal(plain[name], asked[name]) for name in plain)
+
+
+def test_the_plan_counts_the_graphs():
+    costs = cuda_costs("a T4", (7, 5))
+    assert with_graphs(costs, parse_flags([])) == costs
+    assert with_graphs(costs, parse_flags(list(ON))).beside == costs.beside + 32 * GRAPH_BYTES
