@@ -337,8 +337,7 @@ class MemoryConfig:
     replan: bool = False
     """Make a new memory plan and discard recorded OOM limits, instead of resuming with the checkpoint's."""
     cuda_graphs: Literal["off", "auto", "on"] = "off"
-    """CUDA only, not yet run on a GPU: capture a micro-batch's kernels once per shape and replay them (auto: if the GPU
-    idles more than 40 % of the time)."""
+    """Replay micro-batches as CUDA graphs; not yet run on a GPU (auto: if the GPU idles 40 % of the time)."""
     empty_cache_interval: int = 50
     """Release cached memory every N micro-batches (0: never)."""
 

@@ -4,8 +4,9 @@ B batch, T feature frames, T' encoder frames, U tokens. The lengths of a batch a
 utterance, so that computing a mask or a CTC alignment never waits for the GPU.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -119,6 +120,11 @@ def is_padded(lengths: BatchLengths, longest: int) -> bool:
     return isinstance(lengths, torch.Tensor) or min(lengths) < longest
 
 
+def map_lengths(function: Callable[[Any], Any], lengths: BatchLengths) -> BatchLengths:
+    """Return `function` of each length, on the host or on the device."""
+    return function(lengths) if isinstance(lengths, torch.Tensor) else tuple(map(function, lengths))
+
+
 def on_host(lengths: BatchLengths) -> Lengths:
     """Return the lengths, or raise TypeError in a captured step, whose lengths are on the device only."""
     if isinstance(lengths, torch.Tensor):
@@ -132,6 +138,11 @@ def padding_mask(lengths: BatchLengths, longest: int, device: torch.device) -> t
         return beyond(lengths, longest)
     # non_blocking: the host does not wait for the copy.
     return beyond(torch.tensor(lengths).to(device, non_blocking=True), longest)
+
+
+def padding_or_none(lengths: BatchLengths, longest: int, device: torch.device) -> torch.Tensor | None:
+    """Return `padding_mask`, or None if no utterance is padded."""
+    return padding_mask(lengths, longest, device) if is_padded(lengths, longest) else None
 
 
 def beyond(ends: torch.Tensor, longest: int) -> torch.Tensor:

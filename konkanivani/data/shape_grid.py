@@ -110,7 +110,7 @@ def _most_tokens(sizes: MicroBatchSizes, samples: np.ndarray, edge: int) -> int:
 
 
 def _share_out(groups: list[BestEdges], numbers: list[int]) -> list[int]:
-    """Return the number of shapes of each group: one more, where it saves most, until padding is small enough."""
+    """Return the number of shapes of each group: add the shape that saves most until padding is small enough."""
     counts = [1] * len(groups)
     total = sum(number * group.total for group, number in zip(groups, numbers, strict=True))
 
@@ -181,7 +181,7 @@ class Padding:
 
 
 def measure_padding(grid: ShapeGrid, sizes: MicroBatchSizes) -> Padding:
-    """Return what the grid adds to the frames and decoder positions of these micro-batches."""
+    """Return how many frames and decoder positions the grid adds to these micro-batches."""
     added_frames = 0
     added_tokens = 0
     uncaptured = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from konkanivani.lengths import CHUNK_FRAMES, BatchLengths, Lengths, is_padded, padding_mask
+from konkanivani.lengths import CHUNK_FRAMES, BatchLengths, Lengths, padding_or_none
 
 Positions = tuple[torch.Tensor, ...]
 """Position tables of attention: rotary cosines and sines of each position, or one table of relative distances."""
@@ -37,9 +37,8 @@ UNPADDED = SequenceLayout()
 
 def key_mask_of(keys: torch.Tensor, lengths: BatchLengths) -> torch.Tensor | None:
     """Return the key mask (B, 1, 1, S) of keys (B, S, D), True for keys that are attended to; None if all are."""
-    if not is_padded(lengths, keys.shape[1]):
-        return None
-    return ~padding_mask(lengths, keys.shape[1], keys.device)[:, None, None, :]
+    padding = padding_or_none(lengths, keys.shape[1], keys.device)
+    return None if padding is None else ~padding[:, None, None, :]
 
 
 class RotaryPositions(torch.nn.Module):

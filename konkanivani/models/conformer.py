@@ -7,13 +7,14 @@ B batch, T feature frames or frames of a block, T' encoder frames, F mel bins, C
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from konkanivani.config import ModelConfig
-from konkanivani.lengths import CHUNK_FRAMES, SUBSAMPLING, BatchLengths, is_padded, padding_mask, subsampled_length
+from konkanivani.lengths import CHUNK_FRAMES, SUBSAMPLING, BatchLengths, map_lengths, padding_or_none, subsampled_length
 from konkanivani.models.attention import (
     UNPADDED,
     RelativePositions,
@@ -352,17 +353,12 @@ class Encoder(SpeechEncoder):
     def feature_padding(self, features: torch.Tensor, feature_lengths: BatchLengths) -> torch.Tensor | None:
         """Return the padding mask (B, T) of features if the subsampling needs it."""
         frames = features.shape[1]
-        if not self.subsampling.is_padded or not is_padded(feature_lengths, frames):
-            return None
-        return padding_mask(feature_lengths, frames, features.device)
+        return padding_or_none(feature_lengths, frames, features.device) if self.subsampling.is_padded else None
 
     def frame_padding(self, x: torch.Tensor, lengths: BatchLengths) -> torch.Tensor | None:
         """Return the padding mask (B, T') of frames x (B, T', D); without one, attention uses its fastest kernel."""
-        frames = x.shape[1]
-        return padding_mask(lengths, frames, x.device) if is_padded(lengths, frames) else None
+        return padding_or_none(lengths, x.shape[1], x.device)
 
     def encoded_lengths(self, feature_lengths: BatchLengths) -> BatchLengths:
         """Return the numbers of encoder frames of utterances with these numbers of feature frames."""
-        if isinstance(feature_lengths, torch.Tensor):
-            return subsampled_length(feature_lengths, self.config.subsampling)
-        return tuple(subsampled_length(length, self.config.subsampling) for length in feature_lengths)
+        return map_lengths(partial(subsampled_length, subsampling=self.config.subsampling), feature_lengths)

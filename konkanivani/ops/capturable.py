@@ -25,11 +25,11 @@ from konkanivani.ops.packing import PackedEncoder
 from konkanivani.randomness import mask_counters
 
 Replay = Callable[[], None]
-"""Function that runs what a backend has captured, on the current contents of the tensors."""
+"""Function that runs captured operators on the current contents of their tensors."""
 
 
 class CaptureError(RuntimeError):
-    """A step cannot be captured: what it launches depends on the data."""
+    """A step cannot be captured, because its operators depend on the data."""
 
 
 class GraphBackend(Protocol):
@@ -110,7 +110,7 @@ class Capture:
             _CAPTURE.reset(token)
 
     def loss_between(self, log_probabilities: torch.Tensor) -> torch.Tensor:
-        """Complete a graph with these log probabilities (T', B, V), and begin the next one with their loss."""
+        """Complete a graph with these log probabilities (T', B, V), and start the next one with their loss."""
         self.graphs.append(self._backend.end())
         loss = BetweenGraphs(log_probabilities.detach())
         self.losses.append(loss)
@@ -129,7 +129,7 @@ _CAPTURE: ContextVar[Capture | None] = ContextVar("capture", default=None)
 
 
 class _GivenLoss(torch.autograd.Function):
-    """Loss whose value and gradient are computed elsewhere, before the forward pass goes on."""
+    """Loss whose value and gradient are computed between two graphs."""
 
     @staticmethod
     def forward(ctx, log_probabilities: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

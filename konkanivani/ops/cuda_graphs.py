@@ -1,7 +1,7 @@
 """Capture and replay by CUDA graphs. NOT RUN ON A CARD YET.
 
-All graphs are captured on one stream and share one pool of memory. They are replayed one after another and only static
-inputs, gradients and summed losses, which lie outside of the pool or are kept, are read afterwards.
+All graphs are captured on one stream and share one pool of memory. That is safe because they are replayed one after
+another, and gradients, static inputs and summed losses are never freed.
 """
 
 import contextlib

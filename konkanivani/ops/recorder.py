@@ -75,7 +75,7 @@ class OperatorRecorder(TorchDispatchMode):
 
 
 class RecorderBackend:
-    """`GraphBackend` on a CPU; as on a GPU, what was computed during the capture is lost."""
+    """`GraphBackend` on a CPU. As on a GPU, results are valid only after a replay."""
 
     def __init__(self) -> None:
         self._open: OperatorRecorder | None = None
@@ -111,7 +111,7 @@ class RecorderBackend:
         self._complete.clear()
 
     def busy_share(self, run: Callable[[], None]) -> float:
-        """Run; a CPU waits for nobody."""
+        """Run; a CPU never waits for its host."""
         run()
         return 1.0
 

@@ -35,7 +35,7 @@ from konkanivani.training.build_step import choose_concurrency, memory_condition
 
 MAX_SECONDS = 3600.0
 MAX_UTTERANCES = 512
-# Activations of a captured micro-batch relative to those of an eager one: padding to the grid, masks, and a front end
+# Activations of a captured micro-batch relative to an eager one's: padding to the grid, masks, and a front end
 # and CTC that cannot use the memory of the graphs. An estimate, not measured on a card yet.
 GRAPH_GROWTH = 1.15
 NEVER = RecomputePolicy("never")

@@ -52,7 +52,7 @@ def device_costs(device: torch.device) -> DeviceCosts:
 
 
 def with_graphs(costs: DeviceCosts, config: TrainConfig) -> DeviceCosts:
-    """Return the device's costs with those of captured graphs, if --cuda_graphs may use them."""
+    """Return the device's costs, captured graphs included if --cuda_graphs may use them."""
     if config.memory.cuda_graphs == "off" or not costs.is_cuda:
         return costs
     return dataclasses.replace(costs, graphs=MAX_SHAPES * GRAPH_BYTES)

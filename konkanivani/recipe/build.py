@@ -10,14 +10,8 @@ from konkanivani.decoding.decode import greedy_decode
 from konkanivani.distributed import choose_device
 from konkanivani.memory.monitor import announce_card, resident_mib
 from konkanivani.memory.plan import MemoryPlan
-from konkanivani.recipe.planned_step import (
-    budget_watch,
-    build_planned_step,
-    learn_shapes,
-    learn_sizes,
-    micro_batch_limits,
-    tell_plan,
-)
+from konkanivani.recipe.graph_shapes import learn_shapes
+from konkanivani.recipe.planned_step import budget_watch, build_planned_step, learn_sizes, micro_batch_limits, tell_plan
 from konkanivani.recipe.resume import load_weights, schedule_rates, settle_stages
 from konkanivani.recipe.run_data import RunData, build_speech, loader_config
 from konkanivani.recipe.run_folders import listing_rejected, make_run_directory

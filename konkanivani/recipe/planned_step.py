@@ -3,18 +3,15 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from konkanivani.config import TrainConfig
 from konkanivani.console import MIB, Report, announced, budget_text, count, duration_words, parse_budget, peak_text
 from konkanivani.data.batching import EpochPlanner, SizeLimit, same_size
 from konkanivani.data.dataset import TrainDataset
-from konkanivani.data.shape_grid import choose_grid, measure_padding, micro_batch_sizes
 from konkanivani.distributed import Topology, all_reduce_max, broadcast_from_rank0, gather
 from konkanivani.errors import UsageError
 from konkanivani.flags import resolved
-from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.monitor import BudgetWatch, available_bytes, enforce_budget, set_mmap_threshold
 from konkanivani.memory.plan import MemoryPlan, plan_sentences
 from konkanivani.memory.recovery import forget_sizes, read_sizes
@@ -26,7 +23,6 @@ from konkanivani.recipe.resume import count_steps, load_base, whole_model
 from konkanivani.recipe.run_data import RunData, more_tokens
 from konkanivani.recipe.startup import Start
 from konkanivani.training.build_step import StateLayout, build_step_parts
-from konkanivani.training.graphs import GraphedGradient
 from konkanivani.training.optimizer_state import FullState
 from konkanivani.training.step import StepParts
 
@@ -138,33 +134,6 @@ def micro_batch_limits(config: TrainConfig, step: StepParts, plan: MemoryPlan | 
         return same_size(resolved(config.data.batch_size))
     print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
     return tuple(SizeLimit(bucket.seconds, bucket.utterances) for bucket in plan.buckets)
-
-
-def learn_shapes(
-    config: TrainConfig, step: StepParts, speech: TrainDataset, planner: EpochPlanner, limits: tuple[SizeLimit, ...]
-) -> None:
-    """Choose the shapes to capture, from the utterances; with --cuda_graphs, print why nothing is captured."""
-    gradient = step.compute_gradient
-    if config.memory.cuda_graphs == "off":
-        return
-    if not isinstance(gradient, GraphedGradient):
-        print(
-            "CUDA graphs: not used; they need a GPU, one process, and weights on the GPU in full precision.", flush=True
-        )
-        return
-    framing = step.architecture.framing
-    has_fixed_length = framing.feature_length(1) == framing.feature_length(SAMPLE_RATE)
-    tokens = speech.utterances.tokens.astype(np.int64) + more_tokens(config)
-    sizes = micro_batch_sizes(planner, tokens, limits, speech.speeds, has_fixed_length)
-    longest = int(np.ceil(planner.durations.max() / min(speech.speeds) * SAMPLE_RATE))
-    gradient.grid = choose_grid(sizes, longest)
-    padding = measure_padding(gradient.grid, sizes)
-    print(
-        f"CUDA graphs (not yet run on a GPU by the project): {count(len(gradient.grid.shapes), 'shape')}, "
-        f"{padding.added_frames:.1%} more frames; {padding.uncaptured:.1%} of the frames in other shapes, without "
-        "graphs. Front end, SpecAugment and CTC run between the graphs.",
-        flush=True,
-    )
 
 
 def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochPlanner) -> str:

@@ -29,7 +29,7 @@ from konkanivani.models.asr import LossCounts, LossSums, at_least_float32
 from konkanivani.ops.capturable import BetweenGraphs, Capture, CaptureError, GraphBackend
 from konkanivani.randomness import MaskCounters, counted_dropout, derive_seed
 from konkanivani.training.gradient import drop_gradient, local_gradient
-from konkanivani.training.step import GradientTask, StepGradient, StepParts, forward_and_backward
+from konkanivani.training.step import ForwardPass, GradientTask, StepGradient, StepParts, forward_and_backward
 
 NO_SHAPES = ShapeGrid(())
 MEASURED_STEPS = 3
@@ -158,16 +158,22 @@ def static_inputs(parts: StepParts, shape: GridShape) -> StaticInputs:
 def run_network(parts: StepParts, inputs: StaticInputs, recompute: RecomputedBlocks) -> LossSums:
     """Add the scaled gradient of static inputs to the parameters' `.grad`; return their summed losses."""
     with counted_dropout(MaskCounters(inputs.row_seeds)):
-        sums = parts.forward.network(inputs.features, inputs.feature_lengths, inputs.decoder_tokens, inputs, recompute)[
-            1
-        ]
+        sums = _loss_sums(parts.forward, inputs, recompute)
     parts.scaler.scale(parts.forward.objective.total(sums, inputs.counts)).backward()
     return tuple(summed.detach() for summed in sums)
 
 
+def _loss_sums(forward: ForwardPass, inputs: StaticInputs, recompute: RecomputedBlocks) -> LossSums:
+    """Return the summed losses, as `ForwardPass` does after its front end."""
+    model = forward.model
+    with forward.autocast():
+        output = model(inputs.features, inputs.feature_lengths, inputs.decoder_tokens, recompute, forward.chunk_frames)
+        return model.loss_sums(output, inputs, forward.objective, forward.chunk_frames)
+
+
 def row_seeds(batch: Batch) -> list[int]:
     """Return the seeds of the utterances' dropout masks in this step, whatever the micro-batch."""
-    # The step's seed, of which `seed_step` has made the default generator's.
+    # `seed_step` has set the default generator to the step's seed.
     step_seed = torch.initial_seed()
     return [derive_seed(step_seed, name) for name in batch.utterance_ids]
 
@@ -326,7 +332,7 @@ class _Uncaptured:
 
 
 def graph_key(parts: StepParts, shape: GridShape) -> GraphKey:
-    """Return what the graph of a shape depends on under the current plan."""
+    """Return the key of a shape's graph under the current plan."""
     forward = parts.forward
     recompute = forward.recompute(shape.samples / SAMPLE_RATE)
     if not isinstance(recompute, RecomputedBlocks):

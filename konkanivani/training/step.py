@@ -18,13 +18,13 @@ import torch
 from konkanivani.config import OptimizerConfig
 from konkanivani.data.batching import Batch, GlobalBatch, order_for_concurrency, split_batch
 from konkanivani.distributed import ALONE, Topology
-from konkanivani.lengths import CHUNK_FRAMES, BatchLengths
+from konkanivani.lengths import CHUNK_FRAMES
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.memory.recovery import MicroBatchPlan, OomHistory
 from konkanivani.memory.weights import OffloadedWeights
 from konkanivani.models.architecture import Architecture
-from konkanivani.models.asr import ASROutput, LossCounts, LossSums, Objective, SpeechNetwork, Targets
+from konkanivani.models.asr import ASROutput, LossCounts, LossSums, Objective, SpeechNetwork
 from konkanivani.models.conformer import WrapBlock
 from konkanivani.models.front_end import FeatureExtractor
 from konkanivani.training.optimizer_state import Optimizer, RateSchedule, non_head_parameters, set_learning_rate
@@ -58,23 +58,12 @@ class ForwardPass:
         """Return the output of the model for a batch and its summed losses, all on the device."""
         batch = batch.to(self.device)
         features, feature_lengths = self.front_end(batch.waveforms, batch.sample_lengths, batch.augment_seeds)
-        recompute = self.recompute(batch.longest_seconds)
-        return self.network(features, feature_lengths, batch.decoder_tokens, batch, recompute)
-
-    def network(
-        self,
-        features: torch.Tensor,
-        feature_lengths: BatchLengths,
-        decoder_tokens: torch.Tensor,
-        spoken: Targets,
-        recompute: WrapBlock,
-    ) -> tuple[ASROutput, LossSums]:
-        """Return the output for features (B, T, F) and decoder_tokens (B, U + 1), and its summed losses."""
         with self.autocast():
             # Both wrap a block: the outer recomputes it in the backward pass, the inner fetches its weights each time.
+            recompute = self.recompute(batch.longest_seconds)
             wrap_block = self.weights.around(recompute) if self.weights else recompute
-            output = self.model(features, feature_lengths, decoder_tokens, wrap_block, self.chunk_frames)
-            return output, self.model.loss_sums(output, spoken, self.objective, self.chunk_frames)
+            output = self.model(features, feature_lengths, batch.decoder_tokens, wrap_block, self.chunk_frames)
+            return output, self.model.loss_sums(output, batch, self.objective, self.chunk_frames)
 
     def plan(self, micro_batches: tuple[Batch, ...]) -> MicroBatchPlan:
         """Return the plan that runs these micro-batches; a single one is halved if two are to run in parallel."""

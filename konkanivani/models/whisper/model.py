@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from konkanivani.config import AudioContext
 from konkanivani.errors import DataError
-from konkanivani.lengths import CHUNK_FRAMES, SAMPLE_RATE, BatchLengths, Count, is_padded, on_host, padding_mask
+from konkanivani.lengths import CHUNK_FRAMES, SAMPLE_RATE, BatchLengths, Count, map_lengths, on_host, padding_or_none
 from konkanivani.models.asr import ASROutput, LossSums, Objective, SpeechNetwork, Targets, cross_entropy_sum
 from konkanivani.models.attention import key_mask_of
 from konkanivani.models.conformer import BlockList, SpeechEncoder, WrapBlock, keep_activations
@@ -309,25 +309,17 @@ class Encoder(SpeechEncoder):
         window = STRIDE * len(self.positions)
         if longest > window or (self.audio_context == "window" and {longest, *on_host(feature_lengths)} != {window}):
             raise ValueError(f"features of {longest} frames do not match the window of {window}")
-        padding = None
-        if is_padded(feature_lengths, longest):
-            padding = padding_mask(feature_lengths, longest, features.device)[:, None, :]
+        padding = padding_or_none(feature_lengths, longest, features.device)
+        padding = None if padding is None else padding[:, None, :]
         # The table may be in host memory: only the rows that are needed are copied to the features' device.
         positions = self.positions[: -(-longest // STRIDE)].to(features.device)
         x = wrap_block(0, self.subsampling)(features, positions, padding)
-        encoded_lengths = encoded_lengths_of(feature_lengths)
+        encoded_lengths = map_lengths(lambda length: -(-length // STRIDE), feature_lengths)
         key_mask = key_mask_of(x, encoded_lengths)
         for number, block in enumerate(self.blocks, start=1):
             with block_dropout(number):
                 x = wrap_block(number, block)(x, key_mask)
         return self.norm(x), encoded_lengths
-
-
-def encoded_lengths_of(feature_lengths: BatchLengths) -> BatchLengths:
-    """Return the numbers of encoder frames, rounded up."""
-    if isinstance(feature_lengths, torch.Tensor):
-        return -(-feature_lengths // STRIDE)
-    return tuple(-(-length // STRIDE) for length in feature_lengths)
 
 
 @dataclass(frozen=True)
