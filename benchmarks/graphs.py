@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""Measure steps with and without --cuda_graphs in turn: time, busy share, launches, memory, capture, gradient.
+
+    python3 benchmarks/graphs.py --models original minimal whisper-base
+    python3 benchmarks/graphs.py --device cpu --models tiny --steps 2
+
+Each step has new utterances of noise, of 3 to 12 s. On a CPU the recorder of operators takes the place of CUDA graphs:
+it shows that the script works, and its times mean nothing. A line of JSON per model.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "training_scripts"))
+import bootstrap
+
+bootstrap.rerun_under_venv()
+
+import dataclasses
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from benchmarks.measuring.fixed_step import VOCABULARY, random_example, wait_for_device
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.config import PRESETS, DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.console import MIB
+from konkanivani.data.batching import GlobalBatch, same_size, split_into_micro_batches
+from konkanivani.data.shape_grid import MicroBatchSizes, choose_grid
+from konkanivani.data.text import OUR_TOKENS
+from konkanivani.distributed import choose_device
+from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.models.architecture import Architecture, architecture_of
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.model import WhisperShape
+from konkanivani.ops.capturable import make_capturable
+from konkanivani.ops.cuda_graphs import CudaGraphBackend
+from konkanivani.ops.recorder import RecorderBackend
+from konkanivani.training.build_step import build_step_parts
+from konkanivani.training.gradient import local_gradient
+from konkanivani.training.graphs import GraphedGradient
+from konkanivani.training.step import GradientTask, StepParts, forward_and_backward, train_step
+
+TINY = ModelConfig(d_model=16, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=4)
+# A NeMo Conformer-CTC (medium): relative positions, striding subsampling, a folded BatchNorm, no decoder.
+NEMO = dataclasses.replace(
+    ModelConfig(d_model=256, encoder_layers=18, decoder_layers=0),
+    attention_positions="relative",
+    convolution_norm="none",
+    subsampling="striding",
+    scaled_input=True,
+    entry_norm=False,
+)
+NATIVE: dict[str, ModelConfig] = {**PRESETS, "nemo": NEMO, "tiny": TINY}
+WHISPER = {
+    "whisper-base": WhisperShape(512, 8, 6, 6, 2048, 80, 51_865),
+    "whisper-tiny": WhisperShape(16, 2, 2, 2, 32, 80, VOCABULARY, source_positions=600),
+}
+TOTAL_STEPS = 1000
+Model = Literal["original", "optimized", "minimal", "nemo", "tiny", "whisper-base", "whisper-speech", "whisper-tiny"]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of this script."""
+
+    models: tuple[Model, ...] = ("original", "minimal", "optimized", "whisper-base", "whisper-speech", "nemo")
+    """Models to measure; whisper-speech is Whisper base over the speech alone."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Device to measure on."""
+    utterances: int = 8
+    """Utterances of a step."""
+    micro_batches: int = 2
+    """Micro-batches of a step."""
+    steps: int = 8
+    """Timed steps of each."""
+    fp32: bool = False
+    """In full precision, not fp16 (bf16 on a CPU)."""
+    seed: int = 0
+    """Seed of the utterances."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Measurements of steps with or without graphs; times in seconds, memory in MiB."""
+
+    step_s: float
+    busy_share: float
+    launches: int
+    peak_mib: float
+    reserved_mib: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result for one model; `gradient_difference` is relative, in float64 and without dropout."""
+
+    model: str
+    device: str
+    eager: Side
+    graphs: Side
+    ratio: float
+    shapes: int
+    first_step_s: float
+    gradient_difference: float
+
+
+def measure(flags: Flags) -> str:
+    """Measure each model."""
+    device = choose_device(flags.device)
+    for model in flags.models:
+        print(json.dumps(asdict(compare(model, flags, device))), flush=True)
+    return ""
+
+
+def compare(model: str, flags: Flags, device: torch.device) -> Comparison:
+    """Measure steps of one model, with and without graphs in turn, on the same utterances."""
+    batches = [build_batch(flags, step) for step in range(flags.steps + 1)]
+    # The trainer's usual step, with its own dropout: the losses of the two sides are therefore not compared.
+    eager = build(model, flags, device)
+    graphs = build(model, flags, device)
+    gradient = with_graphs(graphs, batches)
+    graphs = dataclasses.replace(graphs, compute_gradient=gradient)
+    started = time.perf_counter()
+    timed(graphs, batches[0], 0)
+    first = time.perf_counter() - started
+    timed(eager, batches[0], 0)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for step, batch in enumerate(batches[1:], start=1):
+        for has_graphs, parts in ((False, eager), (True, graphs)):
+            times[has_graphs].append(timed(parts, batch, step))
+    sides = [
+        profiled(parts, batches[-1], statistics.median(times[has_graphs]))
+        for has_graphs, parts in ((False, eager), (True, graphs))
+    ]
+    return Comparison(
+        model=model,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu (recorder)",
+        eager=sides[0],
+        graphs=sides[1],
+        ratio=round(sides[1].step_s / sides[0].step_s, 3),
+        shapes=len(gradient.captured_shapes),
+        first_step_s=round(first, 2),
+        gradient_difference=gradient_difference(model, flags, device),
+    )
+
+
+def build_batch(flags: Flags, step: int, dtype: torch.dtype = torch.float32) -> GlobalBatch:
+    """Return the utterances of a step: noise of 3 to 12 s."""
+    generator = torch.Generator().manual_seed(1000 * flags.seed + step)
+    seconds = (3 + 9 * torch.rand(flags.utterances, generator=generator)).tolist()
+    speeches = [random_example(length, VOCABULARY, generator) for length in seconds]
+    speeches = [dataclasses.replace(speech, waveform=speech.waveform.to(dtype)) for speech in speeches]
+    return split_into_micro_batches(speeches, same_size(flags.utterances // flags.micro_batches), OUR_TOKENS)
+
+
+def build(model: str, flags: Flags, device: torch.device, dropout: float = 0.1) -> StepParts:
+    """Return the parts of a step of a model."""
+    is_half = not flags.fp32 and torch.get_default_dtype() == torch.float32
+    config, architecture = settings_of(model, is_half, dropout)
+    return build_step_parts(config, architecture, device, TOTAL_STEPS)
+
+
+def with_graphs(parts: StepParts, batches: list[GlobalBatch]) -> GraphedGradient:
+    """Make the model capturable, and return a gradient by graphs of the shapes of these batches."""
+    make_capturable(parts.model)
+    framing = parts.architecture.framing
+    micro_batches = [batch for global_batch in batches for batch in global_batch.micro_batches]
+    sizes = MicroBatchSizes(
+        np.array([batch.size for batch in micro_batches]),
+        np.array([max(batch.sample_lengths) for batch in micro_batches]),
+        np.array([max(batch.token_lengths) for batch in micro_batches]),
+        has_fixed_length=framing.feature_length(1) == framing.feature_length(SAMPLE_RATE),
+    )
+    device = parts.forward.device
+    backend = CudaGraphBackend(device) if device.type == "cuda" else RecorderBackend()
+    return GraphedGradient(backend, choose_grid(sizes, int(sizes.samples.max())))
+
+
+def settings_of(model: str, is_half: bool, dropout: float) -> tuple[TrainConfig, Architecture]:
+    """Return the settings and the architecture of a model; Whisper recomputes all of its blocks."""
+    data = DataConfig(concurrent_micro_batches=1)
+    if model in NATIVE:
+        shape = dataclasses.replace(NATIVE[model], dropout=dropout)
+        loss = LossConfig(ctc_weight=0.3 if shape.decoder_layers else 1.0)
+        config = TrainConfig(model=shape, data=data, loss=loss, memory=MemoryConfig(mixed_precision=is_half))
+        return config, architecture_of(config, VOCABULARY)
+    memory = MemoryConfig(mixed_precision=is_half, gradient_checkpointing="always")
+    config = TrainConfig(data=data, loss=LossConfig(ctc_weight=0.0), memory=memory)
+    if model == "whisper-speech":
+        return config, WhisperArchitecture(WHISPER["whisper-base"], audio_context="speech")
+    return config, WhisperArchitecture(WHISPER[model])
+
+
+def timed(parts: StepParts, batch: GlobalBatch, step: int) -> float:
+    """Return the seconds of a step."""
+    wait_for_device(parts.forward.device)
+    started = time.perf_counter()
+    train_step(parts, batch, step)
+    wait_for_device(parts.forward.device)
+    return time.perf_counter() - started
+
+
+def profiled(parts: StepParts, batch: GlobalBatch, seconds: float) -> Side:
+    """Return the measurements of a side, with those of one more step under PyTorch's profiler."""
+    device = parts.forward.device
+    is_cuda = device.type == "cuda"
+    kind = torch.profiler.ProfilerActivity.CUDA if is_cuda else torch.profiler.ProfilerActivity.CPU
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    with torch.profiler.profile(activities=[kind]) as profile:
+        train_step(parts, batch, TOTAL_STEPS - 1)
+        wait_for_device(device)
+    events = profile.key_averages()
+    # Kernels of a replay are recorded one by one, like those of an eager step.
+    kernels = sum(event.self_device_time_total for event in events) * 1e-6
+    return Side(
+        step_s=round(seconds, 4),
+        busy_share=round(kernels / seconds, 3),
+        launches=sum(event.count for event in events),
+        peak_mib=round(torch.cuda.max_memory_allocated(device) / MIB, 1) if is_cuda else 0.0,
+        reserved_mib=round(torch.cuda.memory_reserved(device) / MIB, 1) if is_cuda else 0.0,
+    )
+
+
+def gradient_difference(model: str, flags: Flags, device: torch.device) -> float:
+    """Return the relative difference of the gradients of a global batch in float64, without dropout."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        batch = build_batch(flags, 0, torch.float64)
+        parts = build(model, flags, device, dropout=0.0)
+        gradient = with_graphs(parts, [batch])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    found = []
+    for compute in (local_gradient, gradient):
+        compute(GradientTask(parts, batch, 0, forward_and_backward))
+        gradients = [weight.grad.flatten() for weight in parts.model.parameters() if weight.grad is not None]
+        found.append(torch.cat(gradients).clone())
+        parts.optimizer.zero_grad()
+    return float((found[0] - found[1]).norm() / found[0].norm())
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(lambda: measure(read_flags(Flags, sys.argv[1:]))))
