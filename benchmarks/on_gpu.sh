@@ -38,12 +38,13 @@ else
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv >"$folder/card.txt" 2>&1
     # First: whether replays compute the same gradient. A wrong one makes the times below meaningless.
     part card_tests 60 "$python" -m pytest -q -n 0 -p no:cacheprovider -m card tests/training/test_graphs_on_a_card.py
-    part original 40 "$python" benchmarks/graphs.py --models original --utterances 8 --micro_batches 2
+    part original 40 "$python" benchmarks/graphs.py --models original --utterances 8 --micro_batches 4
     part original_auto 30 "$python" benchmarks/graphs.py --models original --utterances 8 --micro_batches 1
-    part small 40 "$python" benchmarks/graphs.py --models minimal optimized
-    part whisper 60 "$python" benchmarks/graphs.py --models whisper-base whisper-speech --utterances 4 --micro_batches 1
-    part nemo 30 "$python" benchmarks/graphs.py --models nemo
-    part speechbrain 50 "$python" benchmarks/peers/step.py compare --device cuda --amp --cuts 2 --rounds 3
+    part small 40 "$python" benchmarks/graphs.py --models minimal optimized --micro_batches 4
+    part whisper 60 "$python" benchmarks/graphs.py --models whisper-base whisper-speech --utterances 4 --micro_batches 4
+    part nemo 30 "$python" benchmarks/graphs.py --models nemo --micro_batches 4
+    part speechbrain 50 "$python" benchmarks/peers/step.py compare --device cuda --mixed_precision --cuts 4 \
+        --contestants konkanivani speechbrain --concurrent_micro_batches 1 --rounds 3
     part transformers 50 "$python" benchmarks/peers/whisper_step.py compare --device cuda --amp --size base --rounds 3
 fi
 echo "total $SECONDS s; failed: ${failed[*]:-none}"
