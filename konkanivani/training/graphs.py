@@ -9,10 +9,11 @@ one memory pool.
 B batch, T feature frames, F mel bins, U tokens.
 """
 
+import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -244,7 +245,7 @@ class GraphedGradient:
         """Add the scaled gradient of a micro-batch, by its graphs if its shape was captured; see ForwardAndBackward."""
         shape = self.grid.shape_of(batch)
         captured = None if shape is None else self._captured.get(graph_key(parts, shape))
-        with _graph_memory():
+        with graph_memory():
             if captured is None:
                 return self.run_eagerly(parts, batch, counts)
             return captured.replay(parts, batch, counts)
@@ -273,7 +274,7 @@ class GraphedGradient:
         keys = [graph_key(parts, shape) for shape in self.grid.shapes]
         keys = [key for key in keys if is_capturable(parts, key)]
         keys.sort(key=lambda key: key.shape.samples * key.shape.utterances, reverse=True)
-        with _graph_memory():
+        with graph_memory():
             if keys:
                 self._allocate_gradients(parts, keys)
             for key in keys:
@@ -296,6 +297,7 @@ class GraphedGradient:
         parts.scaler.scale(torch.zeros((), device=parts.forward.device))  # creates the scale, before the capture
         # By the smallest shape: which parameters get a gradient does not depend on it.
         _run_uncaptured(parts, keys[-1])
+        release_memory()
         parts.optimizer.keeps_gradients = True
         self._backend.warm_up(lambda: _run_uncaptured(parts, keys[0]))
         parts.optimizer.zero_grad()
@@ -352,15 +354,15 @@ def gradient_addresses(parts: StepParts) -> list[int | None]:
     return [None if gradient is None else gradient.data_ptr() for gradient in gradients]
 
 
-class _graph_memory:
-    """Context that turns an out-of-memory error into a `GraphMemoryError`."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, (MemoryError, RuntimeError)) and is_out_of_memory(error):
-            # The traceback would keep the tensors of the failed pass alive.
-            error.__traceback__ = None
-            reason = (str(error) or "the system refused to allocate more").splitlines()[0]
-            raise GraphMemoryError(reason) from None
+@contextlib.contextmanager
+def graph_memory() -> Iterator[None]:
+    """Turn an out-of-memory error of the block into a `GraphMemoryError`."""
+    try:
+        yield
+        return
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = (str(error) or "the system refused to allocate more").splitlines()[0]
+    # Outside of the handler: the traceback would keep the tensors of the failed pass alive.
+    raise GraphMemoryError(reason)

@@ -5,6 +5,7 @@ import torch
 
 from konkanivani.models.conformer import draw_mask
 from konkanivani.ops.fused import MaskedDropout
+from konkanivani.randomness import MaskCounters, derive_seed
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.5])
@@ -64,3 +65,41 @@ def test_onto_a_residual_in_full_precision_of_a_branch_in_half():
     y = MaskedDropout(0.3).add_residual(x, branch)
     y.sum().backward()
     assert y.dtype == torch.float32 and branch.grad.dtype == torch.bfloat16
+
+
+def counted_bits(rows: int = 4, frames: int = 300, channels: int = 64, block: int = 1, seed: int = 0) -> torch.Tensor:
+    """Return the bits of a mask as numbers from -0.5 to 0.5."""
+    seeds = torch.tensor([derive_seed(seed, row) for row in range(rows)])
+    return MaskCounters(seeds, block).draw_bits(frames, channels).double() / 2**16
+
+
+def test_counted_masks_are_uniform_and_independent():
+    bits = counted_bits()
+    count = bits.numel()
+    assert abs(float(bits.mean())) < 4 * (1 / 12 / count) ** 0.5
+    assert abs(float(bits.var()) - 1 / 12) < 0.001
+    occurrences = torch.histc(bits, bins=16, min=-0.5, max=0.5)
+    assert float(((occurrences - count / 16) ** 2 / (count / 16)).sum()) < 40  # chi-square of 15 degrees of freedom
+    # Neighbouring rows, frames and channels, other masks, blocks and seeds.
+    others = [
+        bits[1:] * bits[:-1],
+        bits[:, 1:] * bits[:, :-1],
+        bits[..., 1:] * bits[..., :-1],
+        bits[..., 4:] * bits[..., :-4],
+        bits * counted_bits(block=2),
+        bits * counted_bits(seed=1),
+    ]
+    for product in others:
+        assert abs(float(product.mean())) < 4 / 12 / product.numel() ** 0.5
+    # Negative control: the same numbers.
+    assert float((bits * counted_bits()).mean()) > 0.08
+
+
+def test_counted_masks_of_an_utterance_do_not_depend_on_the_batch_or_its_length():
+    whole = counted_bits(rows=4, frames=300)
+    assert torch.equal(counted_bits(rows=2, frames=120), whole[:2, :120])
+    counters = MaskCounters(torch.tensor([3, 4]))
+    first = counters.draw_bits(5, 6)
+    again = counters.copy()
+    second = counters.draw_bits(5, 6)
+    assert torch.equal(again.draw_bits(5, 6), second) and not torch.equal(first, second)

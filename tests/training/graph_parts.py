@@ -4,30 +4,50 @@ import dataclasses
 
 import torch
 
-from konkanivani.config import LossConfig, ModelConfig
+from konkanivani.config import AudioContext, LossConfig, ModelConfig
 from konkanivani.data.batching import Batch, GlobalBatch
 from konkanivani.data.shape_grid import GridShape, ShapeGrid
 from konkanivani.models.asr import LossCounts, LossSums, ctc_loss_sum
 from konkanivani.ops.capturable import Capture, make_capturable
 from konkanivani.ops.recorder import RecorderBackend
 from konkanivani.randomness import seed_step
+from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.graphs import CapturedMicroBatch, GraphedGradient, graph_key, run_network
 from konkanivani.training.step import GradientTask, StepParts, forward_and_backward, loss_counts
-from tests.invariants.parts import KINDS, double_parts, global_batch, speeches, with_dropout
-from tests.whisper.parts import whisper_config, whisper_parts
+from tests.invariants.parts import CPU, KINDS, double_parts, global_batch, speeches, with_dropout
+from tests.whisper.parts import MODES, SHAPE, LearntWhisper, whisper_config
 
 GRID = ShapeGrid(tuple(GridShape(samples, rows, 8) for samples in (20_000, 32_000) for rows in (1, 2, 4)))
-MODELS = (*KINDS, "whisper")
+# Whisper's training mode, audio context, and whether it runs in half precision.
+WHISPERS: dict[str, tuple[str, AudioContext, bool]] = {
+    "whisper": ("full", "window", False),
+    "whisper, speech": ("full", "speech", False),
+    "whisper, LoRA": ("LoRA", "window", False),
+    "whisper, frozen encoder": ("encoder", "window", False),
+    "whisper, bf16": ("full", "window", True),
+}
+MODELS = (*KINDS, *WHISPERS)
 
 
 def parts_of(kind: str, recompute: str = "never", dropout: float = 0.2, middle: float = 0.3) -> StepParts:
     """Return step parts in float64 with a capturable model; Whisper has neither dropout nor intermediate CTC."""
-    if kind == "whisper":
-        parts = whisper_parts("full", whisper_config(recompute))
+    if kind in WHISPERS:
+        parts = whisper_of(*WHISPERS[kind], recompute)
     else:
         parts = conformer_parts(with_dropout(KINDS[kind], dropout), recompute, middle)
     make_capturable(parts.model)
     return parts
+
+
+def whisper_of(mode: str, context: AudioContext, is_half: bool, recompute: str) -> StepParts:
+    """Return step parts of a small Whisper; in half precision, the weights are float32."""
+    dtype = torch.float32 if is_half else torch.float64
+    torch.set_default_dtype(dtype)
+    try:
+        architecture = LearntWhisper(SHAPE, MODES[mode], audio_context=context)
+        return build_step_parts(whisper_config(recompute, half=is_half), architecture, CPU, 100)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def conformer_parts(model: ModelConfig, recompute: str, middle: float) -> StepParts:
@@ -84,6 +104,7 @@ def gradients_of(parts: StepParts) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in parts.model.named_parameters() if p.grad is not None}
 
 
-def spoken_batch(seed: int, size: int, count: int = 4) -> GlobalBatch:
-    """Return utterances of 0.4 to 2 s in micro-batches of `size`."""
-    return global_batch(speeches(count, seed), size)
+def spoken_batch(seed: int, size: int, dtype: torch.dtype = torch.float64) -> GlobalBatch:
+    """Return four utterances of 0.4 to 2 s in micro-batches of `size`."""
+    spoken = [dataclasses.replace(speech, waveform=speech.waveform.to(dtype)) for speech in speeches(4, seed)]
+    return global_batch(spoken, size)

@@ -28,7 +28,7 @@ ONE_SHAPE = ShapeGrid(GRID.shapes[-1:])
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
     """Return the names whose tensors differ in any bit."""
-    assert one.keys() == other.keys() and len(one) > 10
+    assert one.keys() == other.keys() and len(one) > 5
     return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
 
 
@@ -48,12 +48,14 @@ def replayed_gradients(parts, gradient, backend, cut, step):
 def test_replay_equals_the_eager_step_bit_for_bit(kind, recompute):
     parts, gradient, backend = graphed(parts_of(kind, recompute))
     eager = parts_of(kind, recompute)
+    is_half = parts.forward.amp_dtype is not None
     for step, size in enumerate((4, 2, 1)):  # 1, 2 and 4 micro-batches
-        cut = spoken_batch(step, size)
+        cut = spoken_batch(step, size, torch.float32 if is_half else torch.float64)
         found = replayed_gradients(parts, gradient, backend, cut, step)
         assert differing(found, eager_gradients(eager, cut, step)) == []
         tight = eager_gradients(eager, cut, step, on_grid=False)
-        assert max(relative_difference(found[name], tight[name]) for name in tight) < BOUND
+        farthest = max(relative_difference(found[name], tight[name]) for name in tight)
+        assert farthest < (0.05 if is_half else BOUND)
 
 
 def test_dropout_depends_neither_on_recomputation_nor_on_the_micro_batches_nor_on_padding():
