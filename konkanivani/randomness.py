@@ -122,11 +122,11 @@ class MaskCounters:
         device = self.row_seeds.device
         numbers = torch.arange(frames * groups, device=device).mul_(_signed(GOLDEN)).view(1, frames, groups)
         bits = numbers + (self.row_seeds ^ site)[:, None, None]
-        # SplitMix64's finaliser with arithmetic shifts, since torch has no unsigned ones: also invertible.
+        # SplitMix64's finaliser.
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            bits ^= bits >> shift
+            bits ^= _shifted_right(bits, shift)
             bits *= _signed(factor)
-        bits ^= bits >> 31
+        bits ^= _shifted_right(bits, 31)
         return bits.view(torch.int16)[..., :channels]
 
 
@@ -146,6 +146,11 @@ def counted_dropout(counters: MaskCounters) -> Iterator[None]:
 def mask_counters() -> MaskCounters | None:
     """Return the counters of this thread's dropout masks; None: masks are drawn from a generator."""
     return _COUNTERS.get()
+
+
+def _shifted_right(bits: torch.Tensor, places: int) -> torch.Tensor:
+    """Return int64 numbers shifted to the right with zeros from the left, as numbers without a sign."""
+    return (bits >> places).bitwise_and_(2 ** (64 - places) - 1)
 
 
 def _mixed(number: int) -> int:

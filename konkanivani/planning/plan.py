@@ -162,16 +162,17 @@ class Planner:
             return True
         return fits[1] > 0.97 * self.budget
 
-    def validation_seconds(self, longest: float, tokens: int, asked: float) -> tuple[float, int]:
+    def validation_seconds(self, longest: float, tokens: int, asked: float, held: int = 0) -> tuple[float, int]:
         """Return the seconds of padded audio per validation batch, at most `asked`, and the peak in bytes.
 
-        The peak is that at the longest utterances. A single utterance is accepted even beyond the budget: validation
-        needs far less memory than training, so that an actual failure is handled when it occurs.
+        The peak is that at the longest utterances; `held` bytes of training stay allocated. A single utterance is
+        accepted even beyond the budget: validation needs far less memory than training, so that an actual failure is
+        handled when it occurs.
         """
         utterances = max(1, int(asked // longest))
         seconds = asked
         while True:
-            peak = self.traces.validation_peak(BatchShape(utterances, longest, tokens)) + self.beside()
+            peak = self.traces.validation_peak(BatchShape(utterances, longest, tokens)) + self.beside() + held
             if peak <= self.budget or utterances == 1:
                 return seconds, peak
             utterances //= 2
@@ -335,7 +336,8 @@ def _plan_buckets(
     validation_peak = 0
     if validation is not None:
         longest = float(validation.seconds.max())
-        seconds, validation_peak = planner.validation_seconds(longest, int(validation.tokens.max()), seconds)
+        held = held_by_graphs(peak) if planner.traces.costs.graphs else 0
+        seconds, validation_peak = planner.validation_seconds(longest, int(validation.tokens.max()), seconds, held)
     # The allocator's statistics, with which the peaks are compared, do not include the context.
     beside = planner.traces.costs.beside - planner.traces.costs.context
     return MemoryPlan(
@@ -351,6 +353,12 @@ def _plan_buckets(
         concurrent_micro_batches=planner.concurrent_micro_batches,
         host=peak.host,
     )
+
+
+def held_by_graphs(peak: Peak) -> int:
+    """Return the bytes that captured steps keep between steps: their pool, and the gradients."""
+    # Gradients are at most half of the state: 4 bytes per parameter, of at least 8 (Adafactor).
+    return peak.bytes - peak.state + peak.state // 2
 
 
 def max_at_once(config: TrainConfig, planner: Planner, seconds: float) -> int:

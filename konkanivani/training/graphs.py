@@ -182,8 +182,8 @@ def row_seeds(batch: Batch) -> list[int]:
 class GraphedGradient:
     """`ComputeGradient` of a single process that replays micro-batches of the grid's shapes.
 
-    If memory runs out, all graphs are dropped, the step is computed again without graphs, with the same dropout masks,
-    and so are the steps after it, until other parameters are trained (--freeze_steps).
+    If memory runs out or a shape cannot be captured, all graphs are dropped, the step is computed again without graphs,
+    with the same dropout masks, and so are the steps after it, until other parameters are trained (--freeze_steps).
     """
 
     def __init__(self, backend: GraphBackend, grid: ShapeGrid = NO_SHAPES, is_measured_first: bool = False) -> None:
@@ -220,10 +220,10 @@ class GraphedGradient:
             if task.is_interrupted():
                 return None
             return local_gradient(dataclasses.replace(task, forward_and_backward=self.run))
-        except GraphMemoryError as error:
+        except (GraphMemoryError, CaptureError) as error:
             self.drop(parts)
             self.is_active = False
-            tqdm.write(f"Out of memory with CUDA graphs: training goes on without them, with the same result. {error}")
+            tqdm.write(f"CUDA graphs: dropped, training continues without them, with the same result. {error}")
             drop_gradient(parts)
             return local_gradient(eagerly)
 
@@ -274,7 +274,7 @@ class GraphedGradient:
         keys = [graph_key(parts, shape) for shape in self.grid.shapes]
         keys = [key for key in keys if is_capturable(parts, key)]
         keys.sort(key=lambda key: key.shape.samples * key.shape.utterances, reverse=True)
-        with graph_memory():
+        with graph_memory(), capture_errors():
             if keys:
                 self._allocate_gradients(parts, keys)
             for key in keys:
@@ -365,4 +365,15 @@ def graph_memory() -> Iterator[None]:
             raise
         reason = (str(error) or "the system refused to allocate more").splitlines()[0]
     # Outside of the handler: the traceback would keep the tensors of the failed pass alive.
-    raise GraphMemoryError(reason)
+    raise GraphMemoryError(f"Out of memory: {reason}")
+
+
+@contextlib.contextmanager
+def capture_errors() -> Iterator[None]:
+    """Turn errors of the block into a `CaptureError`: operators that CUDA cannot capture raise a RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, CaptureError) or is_out_of_memory(error):
+            raise
+        raise CaptureError(str(error).splitlines()[0]) from error

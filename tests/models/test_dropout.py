@@ -5,7 +5,7 @@ import torch
 
 from konkanivani.models.conformer import draw_mask
 from konkanivani.ops.fused import MaskedDropout
-from konkanivani.randomness import MaskCounters, derive_seed
+from konkanivani.randomness import GOLDEN, MaskCounters, derive_seed
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.5])
@@ -103,3 +103,23 @@ def test_counted_masks_of_an_utterance_do_not_depend_on_the_batch_or_its_length(
     again = counters.copy()
     second = counters.draw_bits(5, 6)
     assert torch.equal(again.draw_bits(5, 6), second) and not torch.equal(first, second)
+
+
+def test_counted_bits_are_those_of_splitmix64():
+    seeds = torch.tensor([derive_seed(7, row) for row in range(2)])
+    counters = MaskCounters(seeds, block=3)
+    counters.draw_bits(1, 1)
+    bits = counters.draw_bits(20, 30)  # the second mask of block 3: 8 groups of channels per frame
+
+    def mixed(number: int) -> int:
+        """Return SplitMix64's finaliser in Python's integers."""
+        number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        number = (number ^ number >> 27) * 0x94D049BB133111EB % 2**64
+        return number ^ number >> 31
+
+    site = mixed(((3 << 32) + 2) * GOLDEN % 2**64)
+    for row, frame, group in ((0, 0, 0), (1, 19, 6), (1, 5, 2)):
+        number = mixed(((frame * 8 + group) * GOLDEN + (int(seeds[row]) ^ site)) % 2**64)
+        lanes = [(number >> 16 * lane) % 2**16 for lane in range(4)]
+        expected = [lane - 2**16 if lane >= 2**15 else lane for lane in lanes]
+        assert bits[row, frame, 4 * group : 4 * group + 4].tolist() == expected

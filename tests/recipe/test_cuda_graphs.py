@@ -7,7 +7,9 @@ import torch
 
 from konkanivani.memory.devices import cuda_costs
 from konkanivani.ops.recorder import RecorderBackend
+from konkanivani.planning.plan import held_by_graphs
 from konkanivani.planning.sizes import GRAPH_BYTES, with_graphs
+from konkanivani.planning.tracer import Peak
 from konkanivani.recipe.build import build_run
 from konkanivani.training.graphs import GraphedGradient
 from konkanivani.training.loop import train
@@ -73,6 +75,9 @@ def test_on_a_cpu_nothing_is_captured_and_nothing_changes(corpus, tmp_path, caps
 
 
 def test_the_plan_counts_the_graphs():
+    peak = Peak(state=1000, forward=1200, backward=1500, update=1000)
+    assert peak.grown(2.0) == Peak(state=1000, forward=1400, backward=2000, update=1000)
+    assert held_by_graphs(peak) == 500 + 500
     costs = cuda_costs("a T4", (7, 5))
     assert with_graphs(costs, parse_flags([])) == costs
     assert with_graphs(costs, parse_flags(list(ON))).beside == costs.beside + 32 * GRAPH_BYTES

@@ -80,7 +80,9 @@ def test_out_of_memory_drops_the_graphs_and_repeats_the_step(owner, name, at, mo
     found = trained(parts)
     assert memory.calls == at, "nothing is captured or replayed afterwards"
     assert not gradient.is_active and gradient.captured_shapes == ()
-    assert "Out of memory with CUDA graphs" in capsys.readouterr().out
+    assert "CUDA graphs: dropped, training continues without them, with the same result. Out of memory" in (
+        capsys.readouterr().out
+    )
     assert farthest(found, trained(eager())) < BOUND
     # No limit is recorded: the micro-batches fit without graphs.
     assert parts.oom_history.sizes() == {}
