@@ -247,7 +247,7 @@ class Tally:
 
 def measure_latency(recognizer: Recognizer, recording: Recording, clock: Clock) -> Latency:
     """Return the delays of a recording."""
-    recognizer.recognize_greedily(torch.from_numpy(recording.samples[: 3 * SAMPLE_RATE]))  # warm-up
+    recognizer.recognize_prefix(torch.from_numpy(recording.samples[: 3 * SAMPLE_RATE]))  # warm-up
     heard = hear(recognizer, recording.samples, clock)
     tally = Tally()
     for spoken in recording.sentences:
