@@ -2,6 +2,8 @@
 """Measure the delay of words while a person speaks, against the word times of espeak-ng.
 
     python3 benchmarks/latency.py --checkpoint checkpoints/checkpoint_best.pt --json
+    python3 benchmarks/latency.py --measure memory --seconds 3600
+    python3 benchmarks/latency.py --measure backlog --seconds 600 --pretrained whisper-tiny --language mr
 
 The built-in corpus' test part is one recording with pauses, which arrives at real-time pace on one core. By default the
 pace is simulated: audio arrives by a clock that advances with the CPU time of decoding. `--pace real` waits for the
@@ -11,6 +13,9 @@ start of each word; a word ends where the next one starts.
 A word is emitted when it is fixed, or by the final text. Delays of emission are from the end of the spoken word and
 count only words that are recognised as spoken. The final delay has two parts: from the end of the speech to the
 decision that it has ended, and from there to the text.
+
+`--measure memory` feeds the recording again and again, as fast as it is decoded, and reports the growth of the process
+after the first sixth. `--measure backlog` feeds it without pauses at the simulated pace. Both work with any audio.
 """
 
 import sys
@@ -35,15 +40,17 @@ import torch
 
 from benchmarks.accuracy import check_speech, matches
 from konkanivani.command_line import read_flags, run_script
-from konkanivani.config import DecodingConfig
+from konkanivani.config import TRAINING_ONLY, DecodingConfig, PretrainedConfig
 from konkanivani.corpora.builtin import SplitSizes, plan_corpus
 from konkanivani.corpora.synthesis import SpeechSynthesizer, SpokenWords
 from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import DataError, UsageError
 from konkanivani.inference.listener import Event, Final, Listener, Partial
+from konkanivani.inference.live import expected_delay
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.memory.monitor import resident_mib
 from konkanivani.scoring.metrics import error_rates
 
 BLOCK_SECONDS = 0.05
@@ -247,7 +254,7 @@ class Tally:
 
 def measure_latency(recognizer: Recognizer, recording: Recording, clock: Clock) -> Latency:
     """Return the delays of a recording."""
-    recognizer.recognize_greedily(torch.from_numpy(recording.samples[: 3 * SAMPLE_RATE]))  # warm-up
+    recognizer.recognize_prefix(torch.from_numpy(recording.samples[: 3 * SAMPLE_RATE]))  # warm-up
     heard = hear(recognizer, recording.samples, clock)
     tally = Tally()
     for spoken in recording.sentences:
@@ -279,14 +286,59 @@ def quantiles(values: list[float]) -> Quantiles:
     return Quantiles(round(statistics.median(ranked), 3), round(highest, 3), len(ranked))
 
 
+def repeated_speech(manifest: str, count: int, pause: float, seconds: float) -> np.ndarray:
+    """Return `seconds` of the first `count` utterances, again and again, each after a pause."""
+    silence = np.zeros(round(pause * SAMPLE_RATE), dtype=np.float32)
+    parts: list[np.ndarray] = []
+    for utterance in itertools.islice(read_manifest(manifest), count):
+        parts += [silence, load_audio(utterance.source).numpy()]
+    spoken = np.concatenate(parts)
+    total = round(seconds * SAMPLE_RATE)
+    return np.tile(spoken, -(-total // len(spoken)))[:total]
+
+
+def measure_memory(recognizer: Recognizer, samples: np.ndarray) -> str:
+    """Return a sentence on the resident memory while the samples are decoded in blocks of a second."""
+    listener = Listener(recognizer, SAMPLE_RATE)
+    resident = []
+    began = time.thread_time()
+    for start in range(0, len(samples), SAMPLE_RATE):
+        listener.accept(samples[start : start + SAMPLE_RATE])
+        resident.append(resident_mib())
+    listener.finish()
+    load = (time.thread_time() - began) / (len(samples) / SAMPLE_RATE)
+    later = resident[len(resident) // 6 :]
+    return (
+        f"Resident memory after {len(resident) // 6} s of {len(resident)}: {later[0]:.1f} MiB, at the end "
+        f"{later[-1]:.1f}, from {min(later):.1f} to {max(later):.1f}; {len(listener.finals)} segments kept, load "
+        f"{load:.3f}."
+    )
+
+
+def measure_backlog(recognizer: Recognizer, samples: np.ndarray, clock: Clock) -> str:
+    """Return sentences on the expected delay, and on the backlog at real-time pace."""
+    expected = expected_delay(recognizer)
+    heard = hear(recognizer, samples, clock)
+    seconds = len(samples) / SAMPLE_RATE
+    finals = [each for each in heard.results if isinstance(each.event, Final)]
+    return (
+        f"{expected}\n{seconds:g} s: load {heard.busy / seconds:.3f}, backlog at most {heard.max_backlog:.3f} s, at "
+        f"the end {heard.last_backlog:.3f} s; {len(heard.results) - len(finals)} partial and {len(finals)} final texts."
+    )
+
+
 @dataclass(frozen=True)
 class Flags:
     """Flags of this script."""
 
     checkpoint: str = "checkpoints/checkpoint_best.pt"
     """A checkpoint_*.pt file."""
+    measure: Literal["delays", "memory", "backlog"] = "delays"
+    """Delays of words, growth of memory, or backlog without pauses."""
+    seconds: float = 600.0
+    """Seconds of audio for memory and backlog."""
     manifest: str = "data/builtin/test.jsonl"
-    """Test part of the built-in corpus."""
+    """Test part of the built-in corpus; for memory and backlog, any manifest."""
     utterances: int = 140
     """Number of utterances, from the first one."""
     pause: float = 0.8
@@ -298,17 +350,23 @@ class Flags:
     json: bool = False
     """Print one line of JSON instead of sentences."""
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
 
 
 def measure(flags: Flags) -> str:
     """Return the report."""
-    if flags.utterances < 1 or flags.pause < 0:
-        raise UsageError("--utterances must be at least 1, and --pause at least 0.")
+    if flags.utterances < 1 or flags.pause < 0 or flags.seconds < 10:
+        raise UsageError("--utterances must be at least 1, --pause at least 0, and --seconds at least 10.")
     from konkanivani.inference.recognizer import build_recognizer
 
     torch.set_num_threads(1)
     level = 0.0 if flags.noise is None else 10 ** (flags.noise / 20)
-    recognizer = build_recognizer(flags.checkpoint, flags.decoding, "cpu")
+    recognizer = build_recognizer(flags.checkpoint, flags.decoding, "cpu", pretrained=flags.pretrained)
+    if flags.measure == "memory":
+        return measure_memory(recognizer, repeated_speech(flags.manifest, flags.utterances, flags.pause, flags.seconds))
+    if flags.measure == "backlog":
+        samples = repeated_speech(flags.manifest, flags.utterances, 0.0, flags.seconds)
+        return measure_backlog(recognizer, samples, Clock(flags.pace))
     recording = build_recording(flags.manifest, flags.utterances, flags.pause, level)
     found = measure_latency(recognizer, recording, Clock(flags.pace))
     if flags.json:
@@ -333,4 +391,4 @@ def measure(flags: Flags) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(lambda: measure(read_flags(Flags, sys.argv[1:]))))
+    sys.exit(run_script(lambda: measure(read_flags(Flags, sys.argv[1:], hidden=TRAINING_ONLY))))

@@ -2,12 +2,14 @@
 
 The current segment is decoded again and again. A word is fixed when two successive passes agree on it
 (LocalAgreement-2: Liu et al., 2020, Low-Latency Sequence-to-Sequence Speech Recognition; Macháček et al., 2023,
-Turning Whisper into Real-Time Transcription System). At a pause the segment is decoded once more with the configured
-search.
+Turning Whisper into Real-Time Transcription System), or more passes if decodings of the same audio differ. Late in a
+pause the segment is decoded with the configured search, which fixes all its words. They become the final text if the
+pause lasts.
 
 Time is counted in samples, never by a clock: results depend on the samples, not on the machine.
 """
 
+import copy
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +20,14 @@ import torch
 from konkanivani.data.audio.waveform import Resampler, as_mono, check_rate, check_samples
 from konkanivani.errors import DataError
 from konkanivani.inference.recognizer import Recognizer
-from konkanivani.inference.segmentation import Piece
+from konkanivani.inference.segmentation import STEPS_A_SECOND, Piece
 from konkanivani.inference.voice_activity import TICK_SAMPLES, CausalSegmenter
 from konkanivani.inference.word_times import EmissionDelay, Word
 from konkanivani.lengths import SAMPLE_RATE
 
 EVERY = 0.2  # seconds of audio from one pass to the next
+SURE_PASSES = 4  # agreeing passes that fix a word on which decodings of the same audio differ
+SETTLED_SHARE = 0.75  # of the pause, after which it probably lasts; closures of plosives reach half of it
 MAX_LEVEL = 8.0  # samples beyond it are not audio between -1 and 1, even with clipping restored
 FINALS_KEPT = 1000
 
@@ -57,16 +61,36 @@ class LocalAgreement:
     def __init__(self) -> None:
         self.fixed: list[str] = []
         self.tentative: list[str] = []
+        self._counts: list[int] = []  # successive passes that agree on each tentative word and all before it
 
-    def update(self, words: Sequence[str]) -> None:
-        """Fix the words on which this pass agrees with the previous one, but never the last word of a pass."""
+    def update(self, words: Sequence[str], views: Sequence[Sequence[str]] = ()) -> None:
+        """Fix the words on which this pass agrees with the previous one, but never the last word of a pass.
+
+        Args:
+            views: words of other decodings of the same audio. A word that is not in all of them is fixed when
+                `SURE_PASSES` passes agree.
+        """
         tail = list(words[matched_prefix(self.fixed, words) :])
+        tails = [list(view[matched_prefix(self.fixed, view) :]) for view in views]
+        same = 0
+        while same < min(len(tail), len(self.tentative)) and tail[same] == self.tentative[same]:
+            same += 1
+        counts = [count + 1 for count in self._counts[:same]] + [1] * (len(tail) - same)
         agreed = 0
-        most = min(len(tail), len(self.tentative)) - 1
-        while agreed < most and tail[agreed] == self.tentative[agreed]:
+        while agreed < len(tail) - 1:
+            is_in_views = all(other[agreed : agreed + 1] == [tail[agreed]] for other in tails)
+            if counts[agreed] < (2 if is_in_views else SURE_PASSES):
+                break
             agreed += 1
         self.fixed += tail[:agreed]
         self.tentative = tail[agreed:]
+        self._counts = counts[agreed:]
+
+    def settle(self, words: Sequence[str]) -> None:
+        """Fix all words of a pass, whose speech has probably ended."""
+        self.fixed += words[matched_prefix(self.fixed, words) :]
+        self.tentative = []
+        self._counts = []
 
     def finish(self, words: Sequence[str], is_cut: bool) -> bool:
         """Start the next segment after these final words; return whether fixed words were different.
@@ -78,6 +102,7 @@ class LocalAgreement:
         is_changed = self.fixed[:count] != list(words[:count])
         self.fixed = self.fixed[count:]
         self.tentative = []
+        self._counts = []
         return is_changed
 
 
@@ -99,6 +124,25 @@ def matched_prefix(words: Sequence[str], others: Sequence[str]) -> int:
         return distances[count], ends_differently, abs(count - len(words))
 
     return min(range(len(others) + 1), key=rank)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Words of a segment, and the estimate of the emission delay after it."""
+
+    piece: Piece
+    words: tuple[Word, ...]
+    delay: EmissionDelay
+
+    def is_of(self, piece: Piece) -> bool:
+        """Return whether `piece` is the segment that was decoded."""
+        return (
+            self.piece.core_start == piece.core_start
+            and self.piece.core_end == piece.core_end
+            and self.piece.speech_start == piece.speech_start
+            and self.piece.speech_end == piece.speech_end
+            and torch.equal(self.piece.waveform, piece.waveform)
+        )
 
 
 class Listener:
@@ -131,6 +175,7 @@ class Listener:
         self._agreement = LocalAgreement()
         self._next_pass = 0.0
         self._passed_end = 0.0  # end of the speech in the latest pass
+        self._early: Decoded | None = None  # final text in case that the current pause lasts
         self._is_finished = False
         self.partial: Partial | None = None
         self.finals: deque[Final] = deque(maxlen=FINALS_KEPT)
@@ -198,21 +243,33 @@ class Listener:
         now = self._segmenter.seconds
         # Tolerance of half a tick: seconds are rounded.
         tolerance = TICK_SAMPLES / SAMPLE_RATE / 2
-        if self._every is None or now < self._next_pass - tolerance:
-            return []
-        if self._skips_passes and last - now >= self._every - tolerance:
+        if self._every is None or (self._skips_passes and last - now >= self._every - tolerance):
             return []
         piece = self._segmenter.current()
         if piece is None:
             return self._cleared()
+        if not self._recognizer.is_long_enough(piece):
+            return []
+        pause = self._recognizer.segmentation.pause / STEPS_A_SECOND
+        if piece.speech_end is not None and now - piece.speech_end >= SETTLED_SHARE * pause - tolerance:
+            return self._settled(piece)
         # In a pause the same audio would be decoded again, and would agree with itself.
-        if piece.end <= self._passed_end or not self._recognizer.is_long_enough(piece):
+        if now < self._next_pass - tolerance or piece.end <= self._passed_end:
             return []
         self._next_pass = now + self._every
         self._passed_end = piece.end
         # Without the overlap with the previous segment, whose words are final.
         core = piece.waveform[round((piece.core_start - piece.start) * SAMPLE_RATE) :]
-        self._agreement.update(self._recognizer.recognize_greedily(core).split())
+        heard = self._recognizer.recognize_prefix(core)
+        self._agreement.update(heard.text.split(), [view.split() for view in heard.views])
+        return self._shown(piece.core_start)
+
+    def _settled(self, piece: Piece) -> list[Event]:
+        """Decode a segment that has probably ended, once, with the configured search."""
+        if self._early is not None and self._early.is_of(piece):
+            return []
+        self._early = self._decoded(piece)
+        self._agreement.settle([word.text for word in self._early.words])
         return self._shown(piece.core_start)
 
     def _shown(self, start: float) -> list[Event]:
@@ -235,15 +292,26 @@ class Listener:
 
     def _finals(self, piece: Piece) -> list[Event]:
         """Decode a complete segment with the configured search."""
-        words: list[Word] = []
-        if self._recognizer.is_long_enough(piece):
-            ((words),) = self._recognizer.recognize([piece], self._delay)
+        decoded = self._early
+        if decoded is None or not decoded.is_of(piece):
+            decoded = self._decoded(piece)
+        self._early = None
+        self._delay = decoded.delay
         self._passed_end = piece.core_end
+        words = decoded.words
         texts = [word.text for word in words]
         is_changed = self._agreement.finish(texts, piece.is_cut)
         if not words:
             return self._cleared()
         self.partial = None
-        final = Final(" ".join(texts), tuple(words), words[0].start, words[-1].end, is_changed)
+        final = Final(" ".join(texts), words, words[0].start, words[-1].end, is_changed)
         self.finals.append(final)
         return [final]
+
+    def _decoded(self, piece: Piece) -> Decoded:
+        """Decode a segment; the estimate of the delay becomes the listener's only if the segment is final."""
+        delay = copy.deepcopy(self._delay)
+        words: list[Word] = []
+        if self._recognizer.is_long_enough(piece):
+            ((words),) = self._recognizer.recognize([piece], delay)
+        return Decoded(piece, tuple(words), delay)

@@ -79,9 +79,9 @@ def expected_delay(recognizer: Recognizer, every: float = EVERY) -> str:
     seconds = min(TIMED_SECONDS, recognizer.segmentation.longest / STEPS_A_SECOND)
     noise = 0.01 * torch.randn(round(seconds * SAMPLE_RATE), generator=torch.Generator().manual_seed(0))
     piece = Piece(noise, 0.0, 0.0, seconds, 0.0, seconds)
-    recognizer.recognize_greedily(noise)  # the first pass allocates memory and compiles kernels
+    recognizer.recognize_prefix(noise)  # the first pass allocates memory and compiles kernels
     started = time.perf_counter()
-    recognizer.recognize_greedily(noise)
+    recognizer.recognize_prefix(noise)
     greedy = time.perf_counter() - started
     started = time.perf_counter()
     recognizer.recognize([piece], EmissionDelay())

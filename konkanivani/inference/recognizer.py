@@ -17,6 +17,7 @@ from konkanivani.checkpoints.checkpoint import read_checkpoint
 from konkanivani.config import DecodingConfig, PretrainedConfig
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import stream_audio, stream_samples
+from konkanivani.decoding.ctc import collapse_repeats
 from konkanivani.decoding.decode import BeamDecode, Decode, build_decode, greedy_decode
 from konkanivani.distributed import choose_device
 from konkanivani.inference.bundle import FOLDER_NAME, is_bundle, read_bundle
@@ -45,7 +46,18 @@ MAX_PIECE = 30.0  # seconds, even if the model was trained on longer utterances
 PAUSE = 0.4  # seconds
 BATCH_SECONDS = 20.0  # seconds of padded audio per batch
 
+# Models that were trained on whole utterances change the words of shorter speech most as it grows.
+STABLE_SECONDS = 2.5
+
 Audio = str | os.PathLike | np.ndarray | torch.Tensor
+
+
+@dataclass(frozen=True)
+class PrefixText:
+    """Text of the beginning of an utterance, and the texts of the decodings whose probabilities were averaged."""
+
+    text: str
+    views: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -111,12 +123,25 @@ class Recognizer:
         return found
 
     @torch.no_grad()
-    def recognize_greedily(self, waveform: torch.Tensor) -> str:
-        """Return the text of a waveform (S,), without times, by greedy decoding whatever the configured search is."""
+    def recognize_prefix(self, waveform: torch.Tensor) -> PrefixText:
+        """Return the text of the beginning (S,) of an utterance, greedily decoded whatever the configured search is.
+
+        With CTC, speech shorter than `STABLE_SECONDS` is also decoded repeated up to that duration, and the text is
+        that of the mean probabilities.
+        """
         heard = self.speech_model
+        decode = greedy_decode(heard.architecture, heard.tokenizer)
         encoded, lengths = heard.encode(waveform[None], (len(waveform),))
-        (tokens,) = greedy_decode(heard.architecture, heard.tokenizer)(heard.model, encoded, lengths)
-        return heard.tokenizer.decode(tokens)
+        repeats = math.ceil(STABLE_SECONDS * SAMPLE_RATE / len(waveform))
+        if heard.model.ctc_head is None or repeats < 2:
+            (tokens,) = decode(heard.model, encoded, lengths)
+            return PrefixText(heard.tokenizer.decode(tokens), ())
+        repeated, _ = heard.encode(waveform.repeat(repeats)[None], (repeats * len(waveform),))
+        views = [heard.model.ctc_head(each[:, : encoded.shape[1]]).float() for each in (encoded, repeated)]
+        mean = torch.stack([view.softmax(dim=-1) for view in views]).mean(dim=0)
+        paths = torch.cat([mean, *views]).argmax(dim=-1)
+        texts = [heard.tokenizer.decode(tokens) for tokens in collapse_repeats(paths, lengths * len(paths))]
+        return PrefixText(texts[0], tuple(texts[1:]))
 
     def _words(self, piece: Piece, encoded: torch.Tensor, tokens: list[int], delay: EmissionDelay) -> list[Word]:
         """Return the words of encoded speech (T', D) with times within the piece.

@@ -11,9 +11,10 @@ import torchaudio
 
 from konkanivani.config import DecodingConfig, PretrainedConfig
 from konkanivani.data.audio.waveform import resample_blocks
+from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.errors import DataError
-from konkanivani.inference.listener import Event, Final, Listener, LocalAgreement, Partial, matched_prefix
-from konkanivani.inference.recognizer import Recognizer, build_recognizer
+from konkanivani.inference.listener import SURE_PASSES, Event, Final, Listener, LocalAgreement, Partial, matched_prefix
+from konkanivani.inference.recognizer import STABLE_SECONDS, Recognizer, build_recognizer
 from konkanivani.inference.segmentation import build_segmentation
 from konkanivani.inference.voice_activity import TICK_SAMPLES, CausalSegmenter
 from konkanivani.inference.word_times import EmissionDelay
@@ -141,14 +142,64 @@ def test_local_agreement_only_appends_and_never_fixes_the_last_word():
 
 def test_two_passes_fix_what_they_agree_on():
     agreement = LocalAgreement()
-    for words, fixed in (("a b", ""), ("a b", "a"), ("x b c", "a"), ("a b c d", "a b")):
+    for words, fixed in (("a b", ""), ("a b", "a"), ("x c d", "a"), ("a b c d", "a"), ("a b c d", "a b c")):
         agreement.update(words.split())
         assert " ".join(agreement.fixed) == fixed
+    agreement.settle(["a", "b", "c", "e"])
+    assert agreement.fixed == ["a", "b", "c", "e"] and agreement.tentative == []
+    agreement.fixed = ["a", "b"]
     assert not agreement.finish(["a", "b", "c"], is_cut=False)
     agreement.fixed = ["a", "b", "c"]
     assert not agreement.finish(["a", "b"], is_cut=True)
     assert agreement.fixed == ["c"]
     assert agreement.finish(["d"], is_cut=False)
+
+
+def test_words_on_which_decodings_of_the_same_audio_differ_need_more_passes():
+    agreement = LocalAgreement()
+    for number in range(1, SURE_PASSES + 1):
+        agreement.update(["a", "b", "c"], [["a", "b", "c"], ["a", "x", "c"]])
+        expected = [[], ["a"], ["a"], ["a", "b"]][number - 1]
+        assert agreement.fixed == expected
+    # Negative control: equal decodings need two passes.
+    agreement = LocalAgreement()
+    for expected in ([], ["a", "b"]):
+        agreement.update(["a", "b", "c"], [["a", "b", "c"], ["a", "b", "d"]])
+        assert agreement.fixed == expected
+
+
+def test_short_speech_is_also_decoded_repeated(trained):
+    recognizer = trained.recognizer
+    whole = torch.from_numpy(tones(("उदक", "घर", "शाळा", "बाजार", "एक", "दोन", "तीन")))
+    short = whole[: round(0.8 * STABLE_SECONDS * 16_000)]
+    assert len(recognizer.recognize_prefix(short).views) == 2
+    # The first decoding is that of the speech as it is; the text is that of the mean, which lies between both.
+    encoded, lengths = recognizer.speech_model.encode(short[None], (len(short),))
+    (tokens,) = greedy_ctc(recognizer.speech_model.model, encoded, lengths)
+    assert recognizer.recognize_prefix(short).views[0] == recognizer.speech_model.tokenizer.decode(tokens)
+    # Negative control: longer speech has one decoding.
+    longer = whole.repeat(3)[: round(1.1 * STABLE_SECONDS * 16_000)]
+    assert recognizer.recognize_prefix(longer).views == ()
+
+
+def test_the_text_of_a_pause_is_the_final_text_if_it_lasts(trained, monkeypatch):
+    decoded = []
+    recognize = Recognizer.recognize
+    monkeypatch.setattr(
+        Recognizer, "recognize", lambda self, *given: decoded.append(given[0]) or recognize(self, *given)
+    )
+    events = listen(trained.recognizer, recording(), 800)
+    assert len(decoded) == len(finals(events)) == len(SENTENCES)
+    for before, event in itertools.pairwise(events):
+        if isinstance(event, Final):
+            assert isinstance(before, Partial) and before.fixed.split()[-1:] == event.text.split()[-1:]
+    # Speech that goes on after the decoding is decoded again.
+    decoded.clear()
+    word = tones(("शाळा", "बाजार"))
+    resumed = np.concatenate([word, quiet(0.36), word, quiet(0.75)])
+    (final,) = finals(listen(trained.recognizer, resumed, 800))
+    assert len(decoded) == 2
+    assert [final.words] == of_recognizer(trained.recognizer, resumed)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +223,8 @@ def test_speech_without_pause_is_joined_from_its_cuts(trained):
 
 def test_passes_that_the_rest_of_a_block_would_replace_are_skipped(trained, monkeypatch):
     passes = []
-    greedy = Recognizer.recognize_greedily
-    monkeypatch.setattr(Recognizer, "recognize_greedily", lambda self, w: passes.append(len(w)) or greedy(self, w))
+    greedy = Recognizer.recognize_prefix
+    monkeypatch.setattr(Recognizer, "recognize_prefix", lambda self, w: passes.append(len(w)) or greedy(self, w))
     one_block = listen(trained.recognizer, recording(), 10**6)
     skipped = len(passes)
     passes.clear()
