@@ -308,6 +308,18 @@ def evaluation_set(
     """Return the utterances of a manifest, whose broken rows are already in `rejections`, in evaluation batches."""
     limits = evaluation_limits(config, architecture.framing)
     limits = limits.within(architecture.longest_seconds, architecture.most_tokens)
+    return set_within(limits, manifest, config, tokenizer, device, rejections)
+
+
+def set_within(
+    limits: Limits,
+    manifest: Manifest,
+    config: TrainConfig,
+    tokenizer: Vocabulary,
+    device: torch.device,
+    rejections: Rejections,
+) -> EvaluationSet:
+    """Return the utterances of a manifest that are within the limits, in evaluation batches."""
     kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
     plan = plan_evaluation(kept.durations, config.data.validation_batch_seconds)
     speech = EvalDataset(kept, tokenizer, manifest.path)
