@@ -100,11 +100,11 @@ class FeatureConfig:
     """Mel scale: htk, or slaney with area normalisation."""
     std_ddof: Imported[Literal["population", "sample"]] = "population"
     """Divisor of the standard deviation in feature normalisation: n (population) or n - 1 (sample)."""
-    dynamic_range: float = 0.0
+    dynamic_range: Imported[float] = 0.0
     """Floor of the log-mel features, in dB below the utterance's maximum (0: none)."""
-    dc_removal: Literal["none", "frame"] = "none"
+    dc_removal: Imported[Literal["none", "frame"]] = "none"
     """Remove the DC offset of each feature frame."""
-    normalization: Literal["utterance", "speech", "peak"] = "utterance"
+    normalization: Imported[Literal["utterance", "speech", "peak"]] = "utterance"
     """Feature normalisation: mean and variance of all frames of the utterance, of its speech frames, or constants
     relative to its maximum."""
 

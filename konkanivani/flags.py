@@ -169,7 +169,10 @@ COMMON_FLAGS = (
 # Flags of this process only: their values in a checkpoint are ignored.
 SESSION_FLAGS = ("resume", "fresh", "new_corpus", "replan", "dry_run")
 # Values of settings that a checkpoint does not name, because the version that wrote it did not have them.
-LEGACY_DEFAULTS = TrainConfig(data=DataConfig(first_epoch="shuffled"))
+LEGACY_DEFAULTS = TrainConfig(
+    data=DataConfig(first_epoch="shuffled"),
+    features=FeatureConfig(dynamic_range=0.0, dc_removal="none", normalization="utterance"),
+)
 # Flags that define a model trained from scratch; the folder of a pretrained model defines them already.
 NATIVE_ONLY_FLAGS = frozenset(
     ("preset", "init_from", "tokenizer_type", "vocab_size", "ctc_weight", "intermediate_ctc_weight")

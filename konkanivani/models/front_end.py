@@ -33,7 +33,12 @@ DESCRIPTIONS = {
         "sample": "mean 0 and variance 1, of n frames with n - 1, of each bin over the utterance",
     },
 }
-UNSAID = {"preemphasis": 0.0, "power_guard": "floor"}  # settings that a description omits at these values
+# Settings that a description omits at these values.
+UNSAID = {"preemphasis": 0.0, "power_guard": "floor", "dynamic_range": 0.0, "dc_removal": "none"}
+NORMALISATIONS = {  # where it is not that of `deviation`
+    "speech": "mean 0 and variance 1 of each bin over the frames within 35 dB of the loudest, weighted",
+    "peak": "1.5 at the utterance's maximum, 3 less at 80 dB below it",
+}
 # Keys of these fields in bundles and ONNX files, which other programs and older versions read.
 STORED_NAMES = {"frame_padding": "edges", "std_ddof": "deviation", "log_floor_mode": "power_guard"}
 
@@ -49,6 +54,7 @@ def described(config: FeatureConfig) -> dict[str, object]:
     words = {name: kinds[str(settings[name])] for name, kinds in DESCRIPTIONS.items()}
     numbers = {name: value for name, value in settings.items() if name not in words and UNSAID.get(name) != value}
     words["normalisation"] = words.pop("deviation")
+    words["normalisation"] = NORMALISATIONS.get(str(numbers.pop("normalization")), words["normalisation"])
     return {"sample_rate": SAMPLE_RATE, **words, **numbers}
 
 
