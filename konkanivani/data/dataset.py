@@ -18,6 +18,7 @@ from konkanivani.data.audio.conditions import UNCHANGED, condition_named
 from konkanivani.data.audio.effects import add_noise, perturb_speed, reverberate, scale_and_clip
 from konkanivani.data.audio.files import SPAN_ROUNDING, AudioSource, UnusableAudio, read_header, read_samples
 from konkanivani.data.audio.waveform import load_audio, resample, speech_span
+from konkanivani.data.augmentation import RecordingAugmentation, draw_index, draw_number
 from konkanivani.data.batching import Example
 from konkanivani.data.filtering import Selection
 from konkanivani.data.index import Utterance
@@ -103,16 +104,6 @@ class NoiseReverb:
             number = draw_number(utterance_generator(self.seed, epoch, utterance_id, "gain"))
             waveform = scale_and_clip(waveform, self.gain * (2 * number - 1))  # uniform in dB
         return waveform
-
-
-def draw_number(generator: torch.Generator) -> float:
-    """Return a random number, uniform in [0, 1)."""
-    return float(torch.rand((), dtype=torch.float64, generator=generator))
-
-
-def draw_index(count: int, generator: torch.Generator) -> int:
-    """Return a random index, uniform in 0 to `count - 1`."""
-    return int(torch.randint(count, (), generator=generator))
 
 
 def load_excerpt(sound: Sound, samples: int, generator: torch.Generator) -> torch.Tensor:
@@ -207,8 +198,8 @@ def choose_speed(speeds: tuple[float, ...], generator: torch.Generator) -> float
 class TrainDataset(Dataset):
     """Map-style training dataset: (epoch, index) -> `Example`, or a `Rejection` if the audio is unusable.
 
-    Applies speed perturbation, then reverberation, noise and gain. A share `timed_share` of the labels contains the
-    start and end of the speech. All randomness is a function of (seed, epoch, utterance).
+    Applies speed perturbation, then reverberation, noise and gain, then the simulated recording. A share `timed_share`
+    of the labels contains the start and end of the speech. All randomness is a function of (seed, epoch, utterance).
     """
 
     utterances: Selection
@@ -218,6 +209,7 @@ class TrainDataset(Dataset):
     manifest: str = ""
     noise_reverb: NoiseReverb = NoiseReverb()
     timed_share: float = 0.0
+    recording: RecordingAugmentation = RecordingAugmentation()
 
     def __getitem__(self, key: tuple[int, int]) -> Example | Rejection:
         epoch, index = key
@@ -227,15 +219,22 @@ class TrainDataset(Dataset):
             return waveform
         speed = choose_speed(self.speeds, utterance_generator(self.seed, epoch, utterance.id, "speed"))
         clean = perturb_speed(waveform, speed)
-        waveform = self.noise_reverb(clean, epoch, utterance.id)
+        noisy = self.noise_reverb(clean, epoch, utterance.id)
+        recorded = self.recording(noisy, epoch, utterance.id, self._talker)
         seed = derive_seed(self.seed, epoch, "specaugment", utterance.id)
         drawn = torch.rand((), generator=utterance_generator(self.seed, epoch, utterance.id, "times"))
         if drawn < self.timed_share:
             # Speech is detected in the clean waveform, after speed perturbation has changed its times.
-            tokens = self.tokenizer.encode_with_times(utterance.text, *speech_span(clean))
+            start, end = speech_span(clean)
+            tokens = self.tokenizer.encode_with_times(utterance.text, start + recorded.delay, end + recorded.delay)
         else:
             tokens = self.tokenizer.encode(utterance.text)
-        return Example(utterance.id, waveform, tokens, seed)
+        return Example(utterance.id, recorded.waveform, tokens, seed)
+
+    def _talker(self, generator: torch.Generator) -> torch.Tensor | None:
+        """Return the waveform of a random utterance; None if it is unusable, which its own turn reports."""
+        found = _read(self.utterances[draw_index(len(self.utterances), generator)], self.manifest)
+        return None if isinstance(found, Rejection) else found
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 
 from konkanivani.config import TrainConfig
 from konkanivani.console import count, duration_words, parse_share, say
+from konkanivani.data.augmentation import RecordingAugmentation
 from konkanivani.data.batching import EpochPlanner, choose_subset, plan_evaluation
 from konkanivani.data.dataset import EvalDataset, NoiseReverb, TrainDataset, read_noise_reverb
 from konkanivani.data.filtering import (
@@ -263,9 +264,11 @@ def build_training_speech(
     # Drawn from the usable utterances, so that --train_subset is a percentage of those.
     if config.data.train_subset < 100:
         kept = kept.part(choose_subset(len(kept), config.data.train_subset, config.run.seed))
-    return TrainDataset(
-        kept, tokenizer, speeds, config.run.seed, manifest.path, noise_reverb, config.pretrained.timestamp_share
-    )
+    # Added silence may not exceed what the memory plan and the model's window allow for.
+    longest = float(kept.durations.max()) / min(speeds)
+    recording = RecordingAugmentation(config.run.seed, resolved(config.augment.augmentation), longest)
+    timed_share = config.pretrained.timestamp_share
+    return TrainDataset(kept, tokenizer, speeds, config.run.seed, manifest.path, noise_reverb, timed_share, recording)
 
 
 def more_tokens(config: TrainConfig) -> int:
