@@ -191,7 +191,7 @@ class AugmentConfig:
     gain: float = 0.0
     """Random gain of up to N dB up or down (0: off)."""
     augmentation: Literal["auto", "none", "light", "strong"] = "auto"
-    """Simulate other recordings: silence, noise, rooms, telephones (auto: light; none with --pretrained)."""
+    """Simulate other recordings: silence, noise, rooms, telephones (auto: none)."""
     frequency_masks: int = 2
     """SpecAugment: frequency masks per utterance."""
     frequency_mask_bins: int = 15

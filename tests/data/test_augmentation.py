@@ -11,7 +11,7 @@ from konkanivani.data.dataset import EvalDataset, TrainDataset
 from konkanivani.data.filtering import Selection, check_utterances, training_limits
 from konkanivani.data.manifest import Rejection, read_manifest
 from konkanivani.data.text import train_tokenizer
-from konkanivani.flags import CorpusSize, config_from_text, config_to_text, parse_args, resolve
+from konkanivani.flags import CorpusSize, config_from_text, config_to_text, resolve
 from konkanivani.lengths import SAMPLE_RATE
 from tests.conftest import Corpus
 
@@ -118,10 +118,10 @@ def test_babble_is_speech_of_the_training_set(monkeypatch):
     assert torch.equal(missing, speech())
 
 
-def test_auto_is_light_from_scratch_and_none_for_pretrained_models():
-    assert resolve(TrainConfig(), CorpusSize(1.0, 1000)).augment.augmentation == "light"
-    tuned = parse_args(["--pretrained", "openai/whisper-tiny", "--language", "mr"]).config
-    assert resolve(tuned, CorpusSize(1.0, 1000)).augment.augmentation == "none"
+def test_auto_is_none():
+    assert resolve(TrainConfig(), CorpusSize(1.0, 1000)).augment.augmentation == "none"
+    asked = TrainConfig(augment=AugmentConfig(augmentation="light"))
+    assert resolve(asked, CorpusSize(1.0, 1000)).augment.augmentation == "light"
 
 
 def test_an_older_checkpoint_has_no_augmentation():
