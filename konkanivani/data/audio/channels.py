@@ -64,14 +64,21 @@ class ChannelPowers:
         return None, ""
 
 
+def choose_channel(samples: np.ndarray) -> tuple[int | None, str]:
+    """Return the channel to use of samples (S, C) and the reason; None and "" for the mean of all channels."""
+    if samples.shape[1] == 1:
+        return None, ""
+    powers = ChannelPowers(samples.shape[1])
+    powers.add(samples)
+    return powers.choose()
+
+
 def mix(samples: np.ndarray, source: AudioSource) -> torch.Tensor:
     """Return the samples (S, C) of a source as mono (S,); a line names a file whose channels are not averaged."""
     channels = torch.from_numpy(samples)
     if channels.shape[1] == 1:
         return channels[:, 0]
-    powers = ChannelPowers(channels.shape[1])
-    powers.add(samples)
-    return _of_channel(channels, _chosen(powers, source))
+    return _of_channel(channels, _tell(*choose_channel(samples), source))
 
 
 def mix_blocks(blocks: Iterable[np.ndarray], source: AudioSource) -> Iterator[torch.Tensor]:
@@ -90,13 +97,13 @@ def mix_blocks(blocks: Iterable[np.ndarray], source: AudioSource) -> Iterator[to
         with_sound += bool(block.any())
         if with_sound == DECISION_BLOCKS or len(waiting) == MAX_WAITING_BLOCKS:
             break
-    channel = None if powers is None else _chosen(powers, source)
+    channel = None if powers is None else _tell(*powers.choose(), source)
     for block in itertools.chain(waiting, stream):
         yield _of_channel(torch.from_numpy(block), channel)
 
 
-def _chosen(powers: ChannelPowers, source: AudioSource) -> int | None:
-    channel, reason = powers.choose()
+def _tell(channel: int | None, reason: str, source: AudioSource) -> int | None:
+    """Return the channel; name the file, once, if it is not None."""
     name = str(source.path)
     if channel is not None and name not in _told:
         _told.add(name)
