@@ -219,7 +219,8 @@ def normalize_by_speech(features: torch.Tensor, padding: torch.Tensor) -> torch.
     Silence does not change the result, however much of it the recording contains: only frames within 35 dB of the
     utterance's loudest frame count.
     """
-    levels = features.mean(dim=2, keepdim=True) / NEPERS_PER_DB
+    # Energies, not means of logarithms, in which weak noise of all bands would outweigh vowels.
+    levels = features.logsumexp(dim=2, keepdim=True) / NEPERS_PER_DB
     padding = padding[:, :, None]
     lowest = levels.amin(dim=1, keepdim=True)
     highest = torch.where(padding, lowest, levels).amax(dim=1, keepdim=True)

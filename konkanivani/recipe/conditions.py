@@ -1,6 +1,7 @@
 """Evaluation of a model under simulated recording conditions."""
 
 import dataclasses
+import sys
 
 from konkanivani.config import DecodingConfig
 from konkanivani.console import parse_share, say
@@ -34,7 +35,10 @@ def recognize_under_conditions(
     for condition in CONDITIONS:
         speech = dataclasses.replace(usual.speech, condition=condition.name)
         evaluation = dataclasses.replace(usual, speech=speech).evaluate(trained.forward, decode)
-        say(f"{condition.description}: WER {evaluation.rates.wer:.1%}, CER {evaluation.rates.cer:.1%}")
+        if trained.topology.is_first:
+            rates = evaluation.rates
+            # On stderr: the report, or one line of JSON, is on stdout.
+            say(f"{condition.description}: WER {rates.wer:.1%}, CER {rates.cer:.1%}", sys.stderr)
         pairs = TextPairs(texts_in_order(manifest, evaluation), unchanged.source, unchanged.normalizer)
         found.append(ConditionTexts(condition.name, condition.description, pairs))
     return tuple(found)

@@ -48,7 +48,7 @@ def by_definition(waveform: np.ndarray, config: FeatureConfig) -> np.ndarray:
     decibels = np.maximum(decibels, decibels.max() - 80)
     if config.normalization == "peak":
         return 1.5 * ((decibels - decibels.max()) / 40 + 1)
-    levels = decibels.mean(axis=1)
+    levels = 10 * np.log10((10 ** (decibels / 10)).sum(axis=1))
     weights = np.interp(levels - levels.max(), [-35, -25], [0, 1])
     weights = np.ones_like(weights) if config.normalization == "utterance" else weights
     centred = decibels - np.average(decibels, axis=0, weights=weights)
@@ -75,6 +75,17 @@ def test_digital_silence_changes_no_frame_of_speech(kind):
     assert distance(features(longer, NEW[kind])[first : first + len(usual)], usual) < 1e-4
     old = features(waveform, OLD)
     assert distance(features(longer, OLD)[first : first + len(old)], old) > 0.5  # negative control
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_noise_behind_at_60_db_below_full_scale_changes_no_frame_of_speech(kind):
+    noise = torch.randn(32_000, generator=torch.Generator().manual_seed(1))
+    waveform = torch.nn.functional.pad(spoken(2.0), (0, 1_600))
+    usual = features(waveform, NEW[kind])
+    longer = torch.cat([waveform, 0.001 * noise])
+    assert distance(features(longer, NEW[kind])[: len(usual) - 10], usual[: len(usual) - 10]) < 1e-3
+    old = features(waveform, OLD)
+    assert distance(features(longer, OLD)[: len(old) - 10], old[: len(old) - 10]) > 0.5  # negative control
 
 
 @pytest.mark.parametrize("kind", NEW)
