@@ -103,7 +103,7 @@ def _part(part: PartHealth) -> Section:
             "Recordings with a DC offset": part.sound.offset,
             "Recordings with digital silence": part.sound.gated,
             "Recordings with a limited band": part.sound.narrow,
-            "Recordings of which one channel is used": part.sound.mixing,
+            "Recordings reduced to one channel": part.sound.mixing,
             "Recordings with a wrong duration in the manifest": part.sound.deviating,
         }
     title = f"{short_name(part.path)}, {role}"

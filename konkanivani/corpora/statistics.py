@@ -355,7 +355,7 @@ def band_limit(mono: np.ndarray, rate: int) -> float:
     hertz = np.fft.rfftfreq(SPECTRUM_SAMPLES, 1 / rate)
     voice = power[(hertz >= TELEPHONE_BAND[0]) & (hertz <= TELEPHONE_BAND[1])]
     for band in BANDS:
-        # Up to the 8 kHz that a model hears. Filters of resamplers pass a little up to a quarter above the band.
+        # Up to 8 kHz, since training resamples to 16 kHz. Resamplers' filters pass a little up to a quarter above.
         above = power[(hertz > 1.25 * band) & (hertz < 0.95 * min(rate / 2, SAMPLE_RATE / 2))]
         if len(above) and len(voice) and above.mean() < NO_SOUND_SHARE * voice.mean():
             return band

@@ -62,7 +62,7 @@ PROBABILITIES: dict[Strength, dict[Kind, float]] = {
 T60_SECONDS = (0.1, 0.8)
 DIRECT_TO_REVERBERANT_DB = (-2.0, 10.0)
 BEFORE_SECONDS = (0.0, 1.0)
-BEHIND_SECONDS = (0.0, 2.0)
+AFTER_SECONDS = (0.0, 2.0)
 NOISE_EXPONENT = (0.0, 2.0)
 SNR_DB = (5.0, 30.0)
 FLOOR_DBFS = (-80.0, -45.0)
@@ -117,12 +117,12 @@ class RecordingAugmentation:
         return AugmentedWaveform(waveform, sides[0] / SAMPLE_RATE)
 
     def _silence(self, samples: int, generator: torch.Generator) -> tuple[int, int]:
-        """Return the samples of silence before and behind a waveform of `samples` samples."""
+        """Return the samples of silence before and after a waveform of `samples` samples."""
         before = draw_uniform(BEFORE_SECONDS, generator)
-        behind = draw_uniform(BEHIND_SECONDS, generator)
+        after = draw_uniform(AFTER_SECONDS, generator)
         allowed = max(0.0, self.longest_seconds - samples / SAMPLE_RATE)
-        share = min(1.0, allowed / (before + behind)) if before + behind > 0 else 0.0
-        return int(before * share * SAMPLE_RATE), int(behind * share * SAMPLE_RATE)
+        share = min(1.0, allowed / (before + after)) if before + after > 0 else 0.0
+        return int(before * share * SAMPLE_RATE), int(after * share * SAMPLE_RATE)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ DESCRIPTIONS = {
 }
 # Settings that a description omits at these values.
 UNSAID = {"preemphasis": 0.0, "power_guard": "floor", "dynamic_range": 0.0, "dc_removal": "none"}
-NORMALISATIONS = {  # where it is not that of `deviation`
+NORMALISATIONS = {  # normalisations that replace `deviation`
     "speech": "mean 0 and variance 1 of each bin over the frames within 35 dB of the loudest, weighted",
     "peak": "1.5 at the utterance's maximum, 3 less at 80 dB below it",
 }

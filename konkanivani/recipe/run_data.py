@@ -264,7 +264,7 @@ def build_training_speech(
     # Drawn from the usable utterances, so that --train_subset is a percentage of those.
     if config.data.train_subset < 100:
         kept = kept.part(choose_subset(len(kept), config.data.train_subset, config.run.seed))
-    # Added silence may not exceed what the memory plan and the model's window allow for.
+    # Added silence stays within the memory plan and the model's window.
     longest = float(kept.durations.max()) / min(speeds)
     recording = RecordingAugmentation(config.run.seed, resolved(config.augment.augmentation), longest)
     timed_share = config.pretrained.timestamp_share

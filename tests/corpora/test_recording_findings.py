@@ -83,7 +83,7 @@ def test_the_report_names_them(manifest, tmp_path):
     said = well(run_script("training_scripts/inspect_data.py", *words)).stdout
     assert "interrupted by digital silence" in said and "used with one channel only" in said
     shown = page.read_text(encoding="utf-8")
-    for title in ("Recordings with digital silence", "with a limited band", "of which one channel is used"):
+    for title in ("Recordings with digital silence", "with a limited band", "reduced to one channel"):
         assert title in shown
 
 

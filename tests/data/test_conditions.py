@@ -1,4 +1,4 @@
-"""Simulated recording conditions: what each changes, that it is the same in every run, and the effects behind it."""
+"""Simulated recording conditions: what each changes, that it is the same in every run, and the effects after it."""
 
 import math
 

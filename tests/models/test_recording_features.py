@@ -78,7 +78,7 @@ def test_digital_silence_changes_no_frame_of_speech(kind):
 
 
 @pytest.mark.parametrize("kind", RECORDED)
-def test_noise_behind_at_60_db_below_full_scale_changes_no_frame_of_speech(kind):
+def test_noise_after_at_60_db_below_full_scale_changes_no_frame_of_speech(kind):
     noise = torch.randn(32_000, generator=torch.Generator().manual_seed(1))
     waveform = torch.nn.functional.pad(spoken(2.0), (0, 1_600))
     usual = features(waveform, NEW[kind])

@@ -48,7 +48,7 @@ class Condition:
         return self.change(waveform, utterance_generator(SEED, 0, utterance_id, f"condition {self.name}"))
 
 
-def _noise_behind(waveform: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _noise_after(waveform: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     noise = white_noise(round(LONGEST_SILENCE * SAMPLE_RATE), generator)
     return torch.cat([waveform, scale(noise, NOISE_FLOOR)])
 
@@ -63,8 +63,8 @@ def _reverberant(waveform: torch.Tensor, generator: torch.Generator) -> torch.Te
 
 CONDITIONS = (
     Condition(UNCHANGED, "as recorded", lambda waveform, _: waveform),
-    Condition("digital_silence", "1 s of zeros before and behind", lambda waveform, _: surround(waveform, 1.0, 1.0)),
-    Condition("noise_behind", "2 s of white noise at -60 dBFS behind", _noise_behind),
+    Condition("digital_silence", "1 s of zeros before and after", lambda waveform, _: surround(waveform, 1.0, 1.0)),
+    Condition("noise_after", "2 s of white noise at -60 dBFS after", _noise_after),
     Condition("dc_offset", "DC offset of 0.005", lambda waveform, _: waveform + 0.005),
     Condition("level", "34 dB quieter, in 16 bits", lambda waveform, _: quantize(scale(waveform, -34.0))),
     Condition("hum", "mains hum of 50 Hz at 30 dB", lambda waveform, _: add_noise(waveform, hum(len(waveform)), 30.0)),

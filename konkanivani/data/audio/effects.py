@@ -1,6 +1,6 @@
 """Changes of a waveform that microphones, rooms, telephones and editors make, as pure functions.
 
-S samples at 16 kHz, R samples of an impulse response. What is random is drawn from the generator that is passed.
+S samples at 16 kHz, R samples of an impulse response. All random values come from the given generator.
 """
 
 import math
@@ -51,9 +51,9 @@ def perturb_speed(waveform: torch.Tensor, speed: float) -> torch.Tensor:
     return change_rate(waveform, percent, 100)
 
 
-def surround(waveform: torch.Tensor, before: float, behind: float) -> torch.Tensor:
-    """Return the waveform with digital silence before and behind, in seconds."""
-    sides = (round(before * SAMPLE_RATE), round(behind * SAMPLE_RATE))
+def surround(waveform: torch.Tensor, before: float, after: float) -> torch.Tensor:
+    """Return the waveform with digital silence before and after, in seconds."""
+    sides = (round(before * SAMPLE_RATE), round(after * SAMPLE_RATE))
     return torch.nn.functional.pad(waveform, sides)
 
 
@@ -118,7 +118,7 @@ def room_response(t60: float, direct_to_reverberant: float, generator: torch.Gen
 
     Args:
         t60: Reverberation time in seconds.
-        direct_to_reverberant: Energy of the direct path over that of the reverberation, in dB.
+        direct_to_reverberant: Ratio of the energies of direct path and reverberation, in dB.
         generator: Source of the noise.
     """
     first = round(EARLIEST_REFLECTION * SAMPLE_RATE)
