@@ -100,6 +100,13 @@ class FeatureConfig:
     """Mel scale: htk, or slaney with area normalisation."""
     std_ddof: Imported[Literal["population", "sample"]] = "population"
     """Divisor of the standard deviation in feature normalisation: n (population) or n - 1 (sample)."""
+    dynamic_range: Imported[float] = 0.0
+    """Floor of the log-mel features, in dB below the utterance's maximum (0: none)."""
+    dc_removal: Imported[Literal["none", "frame"]] = "none"
+    """Remove the DC offset of each feature frame."""
+    normalization: Imported[Literal["utterance", "speech", "peak"]] = "utterance"
+    """Feature normalisation: mean and variance of all frames of the utterance, of its speech frames, or constants
+    relative to its maximum."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +190,8 @@ class AugmentConfig:
     """Probability of noise, with --noise_manifest."""
     gain: float = 0.0
     """Random gain of up to N dB up or down (0: off)."""
+    augmentation: Literal["auto", "none", "light", "strong"] = "auto"
+    """Simulate other recordings: silence, noise, rooms, telephones (auto: none)."""
     frequency_masks: int = 2
     """SpecAugment: frequency masks per utterance."""
     frequency_mask_bins: int = 15

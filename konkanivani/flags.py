@@ -15,6 +15,7 @@ from konkanivani.config import (
     DEFAULT_EFFECTIVE_BATCH_SIZE,
     DEFAULT_RATE,
     PRESETS,
+    AugmentConfig,
     DataConfig,
     FeatureConfig,
     ModelConfig,
@@ -29,8 +30,8 @@ from konkanivani.rules import Setting, check_config, settings_of, with_values
 
 
 DECIDED = (
-    *("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "gradient_accumulation_steps", "first_epoch"),
-    "learning_rate",
+    *("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "augmentation", "gradient_accumulation_steps"),
+    *("first_epoch", "learning_rate"),
 )
 # With less audio, subwords are too rare to be learnt, and attention without CTC aligns too late.
 LITTLE_HOURS = 10.0
@@ -107,6 +108,7 @@ def resolve(config: TrainConfig, amount: CorpusSize = UNLIMITED) -> TrainConfig:
         "tokenizer_type": AUTO if is_tuned else "char" if amount.is_little else "unigram",
         "ctc_weight": 1.0 if not config.model.decoder_layers else 0.7 if amount.is_little else 0.3,
         "speed_perturbation": (1.0,) if amount.is_little else (0.9, 1.0, 1.1),
+        "augmentation": "none",
         "first_epoch": "shortest_first" if amount.is_little and from_nothing else "shuffled",
         "epochs": round(min(most, max(fewest, TARGET_HOURS / max(amount.hours, 1e-9)))),
     }
@@ -169,7 +171,11 @@ COMMON_FLAGS = (
 # Flags of this process only: their values in a checkpoint are ignored.
 SESSION_FLAGS = ("resume", "fresh", "new_corpus", "replan", "dry_run")
 # Values of settings that a checkpoint does not name, because the version that wrote it did not have them.
-LEGACY_DEFAULTS = TrainConfig(data=DataConfig(first_epoch="shuffled"))
+LEGACY_DEFAULTS = TrainConfig(
+    data=DataConfig(first_epoch="shuffled"),
+    augment=AugmentConfig(augmentation="none"),
+    features=FeatureConfig(dynamic_range=0.0, dc_removal="none", normalization="utterance"),
+)
 # Flags that define a model trained from scratch; the folder of a pretrained model defines them already.
 NATIVE_ONLY_FLAGS = frozenset(
     ("preset", "init_from", "tokenizer_type", "vocab_size", "ctc_weight", "intermediate_ctc_weight")

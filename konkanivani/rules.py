@@ -195,6 +195,7 @@ def _feature_rules(features: FeatureConfig) -> list[Rule]:
         (0 < features.hop_samples <= features.fft_samples, "--hop_samples must be between 1 and --fft_samples"),
         (features.smallest_power > 0, "--smallest_power must be above 0"),
         (0 <= features.preemphasis < 1, "--preemphasis must be at least 0 and below 1"),
+        (0 <= features.dynamic_range <= 200, "--dynamic_range must be between 0 and 200 dB"),
         (
             # The padding is half an FFT.
             features.frame_padding == "none" or features.fft_samples % 2 == 0,

@@ -101,7 +101,7 @@ def write_shards(corpus: Corpus, directory: Path) -> Corpus:
 
 
 def write_surroundings(directory: Path) -> tuple[str, ...]:
-    """Write two noises and two room impulse responses, and return the trainer flags that use them."""
+    """Write two noises and two room impulse responses; return trainer flags with them and all other augmentation."""
     generator = np.random.default_rng(5)
     directory.mkdir(parents=True)
     for kind, seconds, rate in (("noise", 1.7, 22_050), ("rir", 0.2, 16_000)):
@@ -111,8 +111,9 @@ def write_surroundings(directory: Path) -> tuple[str, ...]:
             soundfile.write(directory / f"{kind}{number}.wav", 0.1 * sound, rate)
             rows.append(json.dumps({"audio_filepath": f"{kind}{number}.wav", "duration": seconds}))
         (directory / f"{kind}.jsonl").write_text("\n".join(rows) + "\n")
+    augmented = ("--augmentation", "strong")
     noise = ("--noise_manifest", str(directory / "noise.jsonl"), "--noise_prob", "0.7")
-    return (*noise, "--rir_manifest", str(directory / "rir.jsonl"), "--rir_prob", "0.5", "--gain", "3")
+    return (*noise, "--rir_manifest", str(directory / "rir.jsonl"), "--rir_prob", "0.5", "--gain", "3", *augmented)
 
 
 def further(*cases: object) -> list:

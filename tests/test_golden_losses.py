@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.config import LossConfig, OptimizerConfig
+from konkanivani.config import FeatureConfig, LossConfig, OptimizerConfig
+from konkanivani.flags import LEGACY_DEFAULTS
 from konkanivani.training.step import StepParts, train_step
 from tests.invariants.parts import MODEL, double_parts, global_batch, speeches
 
@@ -21,12 +22,19 @@ RUNS = {
     "conformer": MODEL,
     "transformer": dataclasses.replace(MODEL, encoder_type="transformer"),
     "intermediate_ctc": MODEL,
+    "speech_features": MODEL,
+    "peak_features": MODEL,
+}
+# Features of the first three are those of all versions.
+FEATURES = {
+    f"{kind}_features": FeatureConfig(dynamic_range=80.0, dc_removal="frame", normalization=kind, smallest_power=1e-16)
+    for kind in ("speech", "peak")
 }
 
 
 def parts_of(run: str) -> StepParts:
     """Return the freshly initialised step parts of the run."""
-    parts = double_parts(RUNS[run])
+    parts = double_parts(RUNS[run], features=FEATURES.get(run, LEGACY_DEFAULTS.features))
     loss = LossConfig(ctc_weight=0.3, intermediate_ctc_weight=0.3 if run == "intermediate_ctc" else 0.0)
     forward = dataclasses.replace(parts.forward, objective=parts.architecture.objective(loss))
     return dataclasses.replace(parts, forward=forward, schedule=OptimizerConfig(warmup_steps=500))

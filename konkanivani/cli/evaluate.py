@@ -19,7 +19,16 @@ from konkanivani.rules import check_model_choice
 from konkanivani.scoring.html import PAGE_START, write_page
 from konkanivani.scoring.metrics import count_edits
 from konkanivani.scoring.report import draw_score_page, score_json, score_lines
-from konkanivani.scoring.score import HYPOTHESES, TextPairs, build_report, other_system, read_pairs, write_hypotheses
+from konkanivani.scoring.score import (
+    HYPOTHESES,
+    ConditionTexts,
+    TextPairs,
+    build_report,
+    other_system,
+    read_pairs,
+    score_conditions,
+    write_hypotheses,
+)
 from konkanivani.scoring.transcripts import is_json_file, read_transcripts
 
 if TYPE_CHECKING:
@@ -51,6 +60,8 @@ class Flags:
     """Transcripts of another system to compare with, in any format of --hypotheses."""
     worst: int = 10
     """Number of worst utterances to show, with their alignment."""
+    conditions: bool = False
+    """Also evaluate under 13 simulated recording conditions, such as silence, noise, a telephone or a room."""
     html: str | None = None
     """Also write the report to this HTML file."""
     output: str | None = None
@@ -92,18 +103,20 @@ def score(flags: Flags) -> str:
     from konkanivani.recipe.preflight import in_ranks
 
     with in_ranks() as topology:
-        pairs = recognize(flags, topology)
+        pairs, conditions = recognize(flags, topology)
         # Rank 0 has gathered all hypotheses.
-        return report_on(flags, pairs) if topology.is_first else ""
+        return report_on(flags, pairs, conditions) if topology.is_first else ""
 
 
-def report_on(flags: Flags, raw: TextPairs) -> str:
+def report_on(flags: Flags, raw: TextPairs, conditions: tuple[ConditionTexts, ...] = ()) -> str:
     """Score the hypotheses, write the output files, and return the text to print."""
     other = None if flags.compare is None else read_transcripts(flags.compare, flags.format, "hypothesis")
     pairs = (raw if flags.normalize == "auto" else replace(raw, normalizer=flags.normalize)).normalized()
     edits = count_edits([text.reference for text in pairs.texts], [text.hypothesis for text in pairs.texts])
     system = None if other is None else other_system(pairs, other)
     report = build_report(pairs, edits, flags.interval_by, flags.worst, system)
+    if conditions:
+        report = replace(report, conditions=score_conditions(conditions, pairs.normalizer, flags.interval_by))
     if flags.output_path:
         write_hypotheses(flags.output_path, pairs.texts, edits)
     if flags.html is not None:
@@ -114,12 +127,16 @@ def report_on(flags: Flags, raw: TextPairs) -> str:
     return score_lines(report) + "".join(f"\n\nWritten: {path}" for path in written)
 
 
-def recognize(flags: Flags, topology: "Topology") -> TextPairs:
-    """Recognize the manifest with the model, as in the final scoring of training; each rank processes its share."""
+def recognize(flags: Flags, topology: "Topology") -> tuple[TextPairs, tuple[ConditionTexts, ...]]:
+    """Recognize the manifest with the model, as in the final scoring of training, and under --conditions.
+
+    Each rank processes its share.
+    """
     assert flags.model is not None and flags.manifest is not None  # check_flags requires both
     # Read before torch is imported, so that errors in it are reported at once.
     manifest = read_manifest(flags.manifest, flags.audio_roots)
     from konkanivani.distributed import choose_device
+    from konkanivani.recipe.conditions import recognize_under_conditions
     from konkanivani.recipe.evaluation_model import (
         load_evaluation_model,
         load_pretrained_evaluation,
@@ -133,7 +150,10 @@ def recognize(flags: Flags, topology: "Topology") -> TextPairs:
         trained = load_pretrained_evaluation(flags.pretrained, device, topology)
     # Before the recognition, whose result could otherwise not be saved.
     check_output(flags)
-    return recognize_manifest(trained, flags.model, manifest, flags.decoding)
+    pairs = recognize_manifest(trained, flags.model, manifest, flags.decoding)
+    if not flags.conditions:
+        return pairs, ()
+    return pairs, recognize_under_conditions(trained, pairs, manifest, flags.decoding)
 
 
 def check_output(flags: Flags) -> None:
@@ -161,6 +181,8 @@ def check_flags(flags: Flags) -> None:
             "Give --checkpoint and --manifest to evaluate a checkpoint, or --references and --hypotheses to "
             "score existing transcripts (--hypotheses alone if its JSON lines contain both texts)."
         )
+    if flags.conditions and is_text:
+        raise UsageError("--conditions changes recordings: it needs --checkpoint and --manifest.")
     if flags.worst < 0:
         raise UsageError(f"--worst {flags.worst} must be at least 0.")
     if flags.html is not None:

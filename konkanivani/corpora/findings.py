@@ -226,6 +226,9 @@ def _of_levels(name: str, sound: SoundHealth) -> Iterator[Finding]:
         (sound.loud, f"louder than {LOUD:g} dBFS", "Check for clipping and compression."),
         (sound.silent, f"over {100 * MAX_SILENCE:.0f} % silence", "Trim the pauses; check the transcripts."),
         (sound.offset, "shifted by a DC offset", filtered),
+        (sound.gated, "interrupted by digital silence", "Switch off the noise gate; record in an uncompressed format."),
+        (sound.narrow, "without sound above the given frequency", "Expect more errors on recordings with all of it."),
+        (sound.mixing, "used with one channel only", "Check the cable; set the row's channel to choose another one."),
     )
     for listed, what, remedy in checks:
         if listed.count:

@@ -101,6 +101,9 @@ def _part(part: PartHealth) -> Section:
             "Empty recordings": part.sound.mute,
             "Mostly silent recordings": part.sound.silent,
             "Recordings with a DC offset": part.sound.offset,
+            "Recordings with digital silence": part.sound.gated,
+            "Recordings with a limited band": part.sound.narrow,
+            "Recordings reduced to one channel": part.sound.mixing,
             "Recordings with a wrong duration in the manifest": part.sound.deviating,
         }
     title = f"{short_name(part.path)}, {role}"

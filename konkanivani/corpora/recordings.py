@@ -13,7 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from konkanivani.console import show_text
-from konkanivani.corpora.statistics import MAX_EXAMPLES, Listed, SoundLevels, Tally, example, measure_levels, tallies
+from konkanivani.corpora.statistics import (
+    MAX_EXAMPLES,
+    ExampleRow,
+    Listed,
+    SoundLevels,
+    Tally,
+    example,
+    measure_levels,
+    tallies,
+)
 from konkanivani.data.audio.files import AudioSource, content_digest, duration_tolerance
 from konkanivani.data.batching import EpochPlanner, padded_seconds, same_size
 from konkanivani.data.index import Utterance
@@ -30,6 +39,7 @@ LOUD = -10.0
 MUTE = -80.0
 MAX_OFFSET = 0.01  # as a share of full scale
 MAX_SILENCE = 0.6  # as a share of the time
+MAX_DIGITAL_SILENCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,9 @@ class SoundHealth:
     mute: Listed
     silent: Listed
     offset: Listed
+    gated: Listed
+    narrow: Listed
+    mixing: Listed
     deviating: Listed
 
 
@@ -81,15 +94,7 @@ def measure_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
     Args:
         chosen: Utterances, each with a flag whether it is within the trainer's limits, so that the trainer opens it.
     """
-    unreadable = []
-    heard = []
-    for utterance, _ in chosen:
-        try:
-            heard.append((utterance, measure_levels(utterance)))
-        except DataError as error:
-            # The example names the file; keep only the reason.
-            reason = str(error).split(" cannot be read: ", 1)[-1].removesuffix(" Repair the file, or leave it out.")
-            unreadable.append(example(utterance, reason.rstrip(".")))
+    heard, unreadable = _measure_each(chosen)
     deviations = [_deviation(utterance, sound) for utterance, sound in heard]
     as_told = {utterance.row for (utterance, _), deviation in zip(heard, deviations, strict=True) if not deviation}
     levels = np.array([sound.level for _, sound in heard])
@@ -119,8 +124,30 @@ def measure_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
         mute=_worst(heard, [-s.level for _, s in heard], -MUTE, "silent"),
         silent=_worst(heard, 100 * silence * (levels > MUTE), 100 * MAX_SILENCE, "{:.0f} % silence"),
         offset=_worst(heard, [abs(s.offset) for _, s in heard], MAX_OFFSET, "{:.3f} of full scale"),
+        gated=_worst(
+            heard,
+            [100 * s.digital_silence_share * (s.level > MUTE) for _, s in heard],
+            100 * MAX_DIGITAL_SILENCE,
+            "{:.0f} % of it",
+        ),
+        narrow=_described(heard, [f"{s.band:.0f} Hz" if s.band < np.inf else "" for _, s in heard]),
+        mixing=_described(heard, [s.mixing for _, s in heard]),
         deviating=_worst(heard, deviations, 0, "off by {:.2f} s"),
     )
+
+
+def _measure_each(chosen: list[tuple[Utterance, bool]]) -> tuple[list[tuple[Utterance, SoundLevels]], list[ExampleRow]]:
+    """Return the readable utterances with their measurements, and the others with the reason."""
+    unreadable = []
+    heard = []
+    for utterance, _ in chosen:
+        try:
+            heard.append((utterance, measure_levels(utterance)))
+        except DataError as error:
+            # The example names the file; keep only the reason.
+            reason = str(error).split(" cannot be read: ", 1)[-1].removesuffix(" Repair the file, or leave it out.")
+            unreadable.append(example(utterance, reason.rstrip(".")))
+    return heard, unreadable
 
 
 def _speaker_levels(heard: list[tuple[Utterance, SoundLevels]]) -> tuple[SpeakerLevel, ...]:
@@ -138,6 +165,12 @@ def _deviation(utterance: Utterance, sound: SoundLevels) -> float:
         return 0.0
     deviation = abs(sound.file_seconds - utterance.duration)
     return deviation if deviation > duration_tolerance(utterance.duration) else 0.0
+
+
+def _described(heard: list[tuple[Utterance, SoundLevels]], details: list[str]) -> Listed:
+    """Return the utterances with a detail that is not empty, in the manifest's order."""
+    found = [example(utterance, detail) for (utterance, _), detail in zip(heard, details, strict=True) if detail]
+    return Listed(len(found), tuple(found[:MAX_EXAMPLES]))
 
 
 def _worst(heard: list[tuple[Utterance, SoundLevels]], values: Iterable[float], most: float, words: str) -> Listed:

@@ -16,10 +16,12 @@ from typing import Literal
 import numpy as np
 
 from konkanivani.console import JOINERS, is_invisible, show_text
+from konkanivani.data.audio.channels import choose_channel
 from konkanivani.data.audio.files import read_header, read_samples
 from konkanivani.data.audio.waveform import FRAME_SECONDS, silent_frames
 from konkanivani.data.index import Utterance
 from konkanivani.data.text import ZWJ, count_mapped_joiners, normalize_text
+from konkanivani.lengths import SAMPLE_RATE
 
 # --------------------
 # Inventory of the characters in raw transcripts, with their counts, Unicode names and noteworthy properties.
@@ -266,13 +268,18 @@ def _composition() -> tuple[frozenset[str], re.Pattern[str]]:
 FULL_SCALE = 32_767 / 32_768  # the largest positive value of 16 bits; float samples beyond 1 are at full scale, too
 FLOOR = -120.0
 MAX_SECONDS = 600.0  # decoded per file
+SPECTRUM_SAMPLES = 1024
+TELEPHONE_BAND = (300.0, 3400.0)  # Hz
+BANDS = (4000.0, 5500.0)  # Hz, of sample rates of 8 and 11 kHz
+NO_SOUND_SHARE = 1e-5  # of the power in the telephone band, per Hz
 
 
 @dataclass(frozen=True)
 class SoundLevels:
     """Measurements of an utterance's audio: seconds, dBFS, shares of the samples or of the time.
 
-    `file_seconds` is from the file's header; None if the utterance is a span of the file.
+    `file_seconds` is from the file's header; None if the utterance is a span of the file. `band` is the frequency in Hz
+    above which there is no sound, infinite without such a limit; `mixing` says why the channels are not averaged.
     """
 
     rate: int
@@ -286,6 +293,9 @@ class SoundLevels:
     trailing_silence: float
     silence_share: float
     offset: float
+    digital_silence_share: float
+    band: float
+    mixing: str
 
 
 def measure_levels(utterance: Utterance) -> SoundLevels:
@@ -300,7 +310,8 @@ def measure_levels(utterance: Utterance) -> SoundLevels:
         # Decode the whole file, whatever duration its row states: the difference is a finding.
         source, file_seconds = replace(source, seconds=None), read_header(source).seconds
     samples, rate = read_samples(source, MAX_SECONDS)
-    mono = samples.mean(axis=1, dtype=np.float64)
+    channel, mixing = choose_channel(samples)
+    mono = samples.mean(axis=1, dtype=np.float64) if channel is None else samples[:, channel].astype(np.float64)
     silent = silent_frames(mono, rate)
     speech = np.flatnonzero(~silent)
     # An utterance without speech counts as leading silence.
@@ -318,7 +329,37 @@ def measure_levels(utterance: Utterance) -> SoundLevels:
         trailing_silence=float((len(silent) - last) * FRAME_SECONDS),
         silence_share=float(silent.mean()),
         offset=float(mono.mean()),
+        digital_silence_share=digital_silence(mono, rate),
+        band=band_limit(mono, rate),
+        mixing=mixing,
     )
+
+
+def digital_silence(mono: np.ndarray, rate: int) -> float:
+    """Return the share of 10 ms frames of samples (S,) without any change, as noise gates and decoders write them."""
+    size = max(2, round(rate * FRAME_SECONDS))
+    frames = mono[: len(mono) // size * size].reshape(-1, size)
+    return float((np.ptp(frames, axis=1) == 0).mean()) if len(frames) else 0.0
+
+
+def band_limit(mono: np.ndarray, rate: int) -> float:
+    """Return the lowest of BANDS above which samples (S,) have no sound; infinity if there is none.
+
+    Sound above the limit is at least 50 dB weaker, per Hz, than in the telephone band.
+    """
+    count = len(mono) // SPECTRUM_SAMPLES
+    frames = mono[: count * SPECTRUM_SAMPLES].reshape(count, SPECTRUM_SAMPLES)
+    if not count:
+        return np.inf
+    power = (np.abs(np.fft.rfft(frames * np.hanning(SPECTRUM_SAMPLES))) ** 2).mean(axis=0)
+    hertz = np.fft.rfftfreq(SPECTRUM_SAMPLES, 1 / rate)
+    voice = power[(hertz >= TELEPHONE_BAND[0]) & (hertz <= TELEPHONE_BAND[1])]
+    for band in BANDS:
+        # Up to 8 kHz, since training resamples to 16 kHz. Resamplers' filters pass a little up to a quarter above.
+        above = power[(hertz > 1.25 * band) & (hertz < 0.95 * min(rate / 2, SAMPLE_RATE / 2))]
+        if len(above) and len(voice) and above.mean() < NO_SOUND_SHARE * voice.mean():
+            return band
+    return np.inf
 
 
 def decibels(amplitude: float) -> float:

@@ -1,6 +1,6 @@
 """Datasets of examples: utterances read, augmented and encoded as tokens.
 
-S samples, R samples of an impulse response.
+S samples.
 
 All random values are functions of (seed, epoch, utterance). Each kind of augmentation has its own generator, so that
 enabling one does not change the others.
@@ -10,13 +10,15 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
-import torchaudio
 from torch.utils.data import Dataset
 
 from konkanivani.config import AugmentConfig
 from konkanivani.console import DecibelRange, parse_snr
+from konkanivani.data.audio.conditions import UNCHANGED, condition_named
+from konkanivani.data.audio.effects import add_noise, perturb_speed, reverberate, scale_and_clip
 from konkanivani.data.audio.files import SPAN_ROUNDING, AudioSource, UnusableAudio, read_header, read_samples
-from konkanivani.data.audio.waveform import change_rate, load_audio, one_thread, resample, speech_span
+from konkanivani.data.audio.waveform import load_audio, resample, speech_span
+from konkanivani.data.augmentation import RecordingAugmentation, draw_index, draw_number
 from konkanivani.data.batching import Example
 from konkanivani.data.filtering import Selection
 from konkanivani.data.index import Utterance
@@ -25,68 +27,6 @@ from konkanivani.data.text import Vocabulary
 from konkanivani.errors import DataError, ErrorCollector
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.randomness import derive_seed, utterance_generator
-
-# --------------------
-# Waveform augmentation as pure functions of a waveform and drawn parameters.
-
-
-def choose_speed(speeds: tuple[float, ...], generator: torch.Generator) -> float:
-    """Return one of `speeds`, drawn uniformly."""
-    return speeds[int(torch.randint(len(speeds), (), generator=generator))]
-
-
-def perturb_speed(waveform: torch.Tensor, speed: float) -> torch.Tensor:
-    """Return the waveform (S,) as (ceil(S / speed),), changed in tempo and pitch (Ko et al., 2015)."""
-    percent = round(speed * 100)
-    if percent == 100:
-        return waveform
-    return change_rate(waveform, percent, 100)
-
-
-def reverberate(waveform: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-    """Convolve a waveform (S,) with a room's impulse response (R,) and return (S,).
-
-    The response's largest sample is taken as the direct path and keeps its time. A silent response or waveform leaves
-    the waveform unchanged.
-    """
-    direct = int(response.abs().argmax())
-    if response[direct] == 0:
-        return waveform
-    with one_thread():
-        # Normalise the direct path to 1: responses of any scale stay within the range of float32.
-        reverberant = torchaudio.functional.fftconvolve(waveform, response / response[direct].abs())
-        reverberant = reverberant[direct : direct + len(waveform)]
-        before = _energy(waveform)
-        after = _energy(reverberant)
-    if not before > 0 or not after > 0:
-        return waveform
-    # Keep the waveform's energy: the scale of a response depends on its recording, not on the room.
-    return reverberant * (before / after) ** 0.5
-
-
-def add_noise(waveform: torch.Tensor, noise: torch.Tensor, snr: float) -> torch.Tensor:
-    """Return waveform plus noise, all (S,), with the noise scaled to a signal-to-noise ratio of `snr` dB.
-
-    The ratio is 10 log10(P_speech / P_noise) with the mean powers P. If either is silent, it is undefined and the
-    waveform is returned unchanged.
-    """
-    with one_thread():
-        speech_energy = _energy(waveform)
-        noise_energy = _energy(noise)
-    if not speech_energy > 0 or not noise_energy > 0:
-        return waveform
-    factor = (speech_energy / noise_energy * 10 ** (-snr / 10)) ** 0.5
-    return waveform + (noise.double() * factor).to(waveform.dtype)  # for very quiet noise, the factor exceeds float32
-
-
-def scale_and_clip(waveform: torch.Tensor, decibels: float) -> torch.Tensor:
-    """Return the waveform (S,) amplified by `decibels` and clipped to [-1, 1], as a recording would be."""
-    return (waveform * 10 ** (decibels / 20)).clamp(-1.0, 1.0)
-
-
-def _energy(waveform: torch.Tensor) -> float:
-    return float(waveform.double().square().sum())
-
 
 # --------------------
 # Noise, reverberation and gain augmentation of training utterances.
@@ -164,16 +104,6 @@ class NoiseReverb:
             number = draw_number(utterance_generator(self.seed, epoch, utterance_id, "gain"))
             waveform = scale_and_clip(waveform, self.gain * (2 * number - 1))  # uniform in dB
         return waveform
-
-
-def draw_number(generator: torch.Generator) -> float:
-    """Return a random number, uniform in [0, 1)."""
-    return float(torch.rand((), dtype=torch.float64, generator=generator))
-
-
-def draw_index(count: int, generator: torch.Generator) -> int:
-    """Return a random index, uniform in 0 to `count - 1`."""
-    return int(torch.randint(count, (), generator=generator))
 
 
 def load_excerpt(sound: Sound, samples: int, generator: torch.Generator) -> torch.Tensor:
@@ -259,12 +189,17 @@ def _read_sound(manifest: str, row: Utterance, longest: float) -> Sound:
 # Map-style datasets that load an utterance's waveform and tokens.
 
 
+def choose_speed(speeds: tuple[float, ...], generator: torch.Generator) -> float:
+    """Return one of `speeds`, drawn uniformly."""
+    return speeds[int(torch.randint(len(speeds), (), generator=generator))]
+
+
 @dataclass(frozen=True)
 class TrainDataset(Dataset):
     """Map-style training dataset: (epoch, index) -> `Example`, or a `Rejection` if the audio is unusable.
 
-    Applies speed perturbation, then reverberation, noise and gain. A share `timed_share` of the labels contains the
-    start and end of the speech. All randomness is a function of (seed, epoch, utterance).
+    Applies speed perturbation, then reverberation, noise and gain, then the simulated recording. A share `timed_share`
+    of the labels contains the start and end of the speech. All randomness is a function of (seed, epoch, utterance).
     """
 
     utterances: Selection
@@ -274,6 +209,7 @@ class TrainDataset(Dataset):
     manifest: str = ""
     noise_reverb: NoiseReverb = NoiseReverb()
     timed_share: float = 0.0
+    recording: RecordingAugmentation = RecordingAugmentation()
 
     def __getitem__(self, key: tuple[int, int]) -> Example | Rejection:
         epoch, index = key
@@ -283,30 +219,42 @@ class TrainDataset(Dataset):
             return waveform
         speed = choose_speed(self.speeds, utterance_generator(self.seed, epoch, utterance.id, "speed"))
         clean = perturb_speed(waveform, speed)
-        waveform = self.noise_reverb(clean, epoch, utterance.id)
+        noisy = self.noise_reverb(clean, epoch, utterance.id)
+        recorded = self.recording(noisy, epoch, utterance.id, self._talker)
         seed = derive_seed(self.seed, epoch, "specaugment", utterance.id)
         drawn = torch.rand((), generator=utterance_generator(self.seed, epoch, utterance.id, "times"))
         if drawn < self.timed_share:
             # Speech is detected in the clean waveform, after speed perturbation has changed its times.
-            tokens = self.tokenizer.encode_with_times(utterance.text, *speech_span(clean))
+            start, end = speech_span(clean)
+            tokens = self.tokenizer.encode_with_times(utterance.text, start + recorded.delay, end + recorded.delay)
         else:
             tokens = self.tokenizer.encode(utterance.text)
-        return Example(utterance.id, waveform, tokens, seed)
+        return Example(utterance.id, recorded.waveform, tokens, seed)
+
+    def _talker(self, generator: torch.Generator) -> torch.Tensor | None:
+        """Return the waveform of a random utterance; None if it is unusable, which its own turn reports."""
+        found = _read(self.utterances[draw_index(len(self.utterances), generator)], self.manifest)
+        return None if isinstance(found, Rejection) else found
 
 
 @dataclass(frozen=True)
 class EvalDataset(Dataset):
-    """Map-style dataset without augmentation: index -> `Example`, or a `Rejection` if the audio is unusable."""
+    """Map-style dataset without augmentation: index -> `Example`, or a `Rejection` if the audio is unusable.
+
+    `condition` names the recording condition to simulate.
+    """
 
     utterances: Selection
     tokenizer: Vocabulary
     manifest: str = ""
+    condition: str = UNCHANGED
 
     def __getitem__(self, index: int) -> Example | Rejection:
         utterance = self.utterances[index]
         waveform = _read(utterance, self.manifest)
         if isinstance(waveform, Rejection):
             return waveform
+        waveform = condition_named(self.condition).apply(waveform, utterance.id)
         return Example(utterance.id, waveform, self.tokenizer.encode(utterance.text), None)
 
 

@@ -22,20 +22,22 @@ from konkanivani.config import AugmentConfig, FeatureConfig, ModelConfig, TrainC
 from konkanivani.data.text import Tokenizer
 from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError
 from konkanivani.files import conversion_hint
-from konkanivani.flags import config_from_text
+from konkanivani.flags import LEGACY_DEFAULTS, config_from_text
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.models.architecture import HybridArchitecture, is_within_bounds
 from konkanivani.models.front_end import described, stored_features
 from konkanivani.ops.passes import optimize
 from konkanivani.rules import check_config
 
-FORMAT = 2
+FORMAT = 3
 # Settings that format 1 lacks. A bundle in which all of them have their defaults is written as format 1, which older
 # versions can read.
 SINCE_FORMAT_2 = {
     *("attention_positions", "convolution_norm", "subsampling", "scaled_input", "entry_norm", "biases"),
     *("power_guard", "preemphasis", "window", "edges", "mel_scale", "deviation"),
 }
+# Settings that formats 1 and 2 lack, with the only values that those can describe.
+SINCE_FORMAT_3 = ("dynamic_range", "dc_removal", "normalization")
 SUFFIX = ".safetensors"
 FOLDER_NAME = "model.safetensors"  # of the bundle in a folder for the hub
 ENTRY = "konkanivani"  # key in the file's metadata
@@ -45,6 +47,8 @@ MAX_HEADER_BYTES = 2**21  # about 130 per tensor, 500 tensors in the largest pre
 # defaults
 MODEL = dataclasses.asdict(ModelConfig())
 FEATURES = stored_features(FeatureConfig())
+OLDER_FEATURES = stored_features(LEGACY_DEFAULTS.features)
+OF_FORMAT_2 = {name: OLDER_FEATURES[name] for name in SINCE_FORMAT_3}
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,13 @@ def bundle_bytes(speech_model: SpeechModel) -> bytes:
     tensors[TOKENIZER] = torch.frombuffer(bytearray(speech_model.tokenizer.model), dtype=torch.uint8)
     model = dataclasses.asdict(shape.model)
     features = stored_features(shape.features)
-    # Format 1 with the defaults of all newer settings describes the same model.
-    is_first = MODEL | FEATURES | _of_format_1(model | features) == model | features
+    # An older format with the values that its readers take for all newer settings describes the same model.
+    is_first = MODEL | OLDER_FEATURES | _of_format_1(model | features) == model | features
+    is_second = features | OF_FORMAT_2 == features
+    if is_second:
+        features = _of_format_2(features)
     description = {
-        "format": 1 if is_first else FORMAT,
+        "format": 1 if is_first else 2 if is_second else FORMAT,
         "model": _of_format_1(model) if is_first else model,
         "features": described(shape.features) if is_first else features,
         "digits": speech_model.digits,
@@ -139,9 +146,9 @@ def _read_contents(path: Path) -> Contents:
         entry = json.loads((file.metadata() or {}).get(ENTRY, "null"))
         if not isinstance(entry, dict):
             raise CheckpointError(f"The file {path} is not a KonkaniVani bundle. Give one written by export_asr.py.")
-        if entry.get("format") not in (1, FORMAT):
+        if entry.get("format") not in (1, 2, FORMAT):
             raise CheckpointError(
-                f"The bundle {path} has format {entry.get('format')!r:.40}; this version reads formats 1 and "
+                f"The bundle {path} has format {entry.get('format')!r:.40}; this version reads formats 1 to "
                 f"{FORMAT}. Use the version that wrote it, or export it again."
             )
         # Copy: the tensors are memory-mapped from a file that another program may change after the check.
@@ -164,13 +171,16 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
     dimensions = description["model"]
     features = _features(description["features"], path) if is_first else description["features"]
     names = [set(_of_format_1(usual) if is_first else usual) for usual in (MODEL, FEATURES)]
+    if description["format"] == 2:
+        names[1] -= set(SINCE_FORMAT_3)
     if not isinstance(dimensions, dict) or not isinstance(features, dict) or [set(dimensions), set(features)] != names:
         raise ValueError("its dimensions have unknown names")
     longest_seconds = description["longest_seconds"]
     # Python's JSON parser accepts NaN and Infinity.
     if type(longest_seconds) is not float or not 0 < longest_seconds < math.inf:
         raise ValueError(f"longest_seconds is {longest_seconds}")
-    config = _config({**dimensions, **features, "digits": description["digits"]})
+    older = {} if description["format"] == FORMAT else OF_FORMAT_2
+    config = _config({**dimensions, **older, **features, "digits": description["digits"]})
     tokenizer = _tokenizer(weights.pop(TOKENIZER))
     has_ctc = "ctc_head.weight" in weights
     architecture = HybridArchitecture(config.model, config.features, tokenizer.size, has_ctc)
@@ -190,7 +200,12 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
 
 def _of_format_1(settings: Mapping[str, object]) -> dict[str, object]:
     """Return the settings that format 1 contains."""
-    return {name: value for name, value in settings.items() if name not in SINCE_FORMAT_2}
+    return {name: value for name, value in _of_format_2(settings).items() if name not in SINCE_FORMAT_2}
+
+
+def _of_format_2(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings that format 2 contains."""
+    return {name: value for name, value in settings.items() if name not in SINCE_FORMAT_3}
 
 
 def _config(settings: Mapping[str, object]) -> TrainConfig:
@@ -220,7 +235,7 @@ def _tokenizer(model: torch.Tensor) -> Tokenizer:
 def _features(found: object, path: Path) -> dict[str, object]:
     """Return the feature settings of a format 1 bundle; raise a CheckpointError if this version cannot compute them."""
     found = found if isinstance(found, dict) else {}
-    ours = described(FeatureConfig())
+    ours = described(LEGACY_DEFAULTS.features)
     fixed = ours.keys() - _of_format_1(FEATURES).keys()
     names = sorted({*found} ^ {*ours} | {name for name in fixed if found.get(name) != ours[name]})
     if names:

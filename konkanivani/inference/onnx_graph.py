@@ -16,7 +16,7 @@ from konkanivani.lengths import SUBSAMPLING, beyond, subsampled_length
 from konkanivani.models.architecture import HybridArchitecture
 from konkanivani.models.asr import KonkaniVaniASR
 from konkanivani.models.conformer import Encoder, keep_activations
-from konkanivani.models.front_end import FrontEnd, LogMel, has_margins, log_power, normalize_features, with_margins
+from konkanivani.models.front_end import FrontEnd, LogMel, has_margins, log_power, normalize, with_margins
 from konkanivani.models.twin import twin_of
 
 PACKAGES = "onnx", "onnxruntime", "onnxscript"  # the extra `export` of setup.cfg
@@ -54,6 +54,9 @@ class MatrixLogMel(torch.nn.Module):
         # Computed in float64 and rounded once: angles exceed a thousand radians.
         angles = 2 * torch.pi / size * bins[:, None] * times[None, :]
         waves = torch.cat([angles.cos(), angles.sin()]) * spectrum.window.double().cpu()
+        if self.config.dc_removal == "frame":
+            # Every wave becomes orthogonal to a constant: X(f) - X(0) W(f) / W(0).
+            waves = waves - waves.sum(dim=1, keepdim=True) * waves[0] / waves[0].sum()
         self.register_buffer("waves", waves.float()[:, None, :])
         self.register_buffer("filters", log_mel.power.mel_scale.fb.cpu().t()[:, :, None].contiguous())
         self.before = before
@@ -68,7 +71,7 @@ class MatrixLogMel(torch.nn.Module):
         # The mean over frames divides by their number, which is 0 for a short waveform.
         padding = beyond(frames, features.shape[1])
         frames = frames.clamp_min(1).to(features.dtype)
-        return normalize_features(features, padding, frames, self.config.std_ddof)
+        return normalize(features, padding, frames, self.config)
 
 
 class GraphEncoder(Encoder):

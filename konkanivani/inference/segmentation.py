@@ -153,6 +153,11 @@ def first_piece(
     )
 
 
+def step_powers(steps: torch.Tensor) -> torch.Tensor:
+    """Return the power of each row of steps (N, samples) without its mean: a DC offset would hide the pauses."""
+    return (steps - steps.mean(dim=1, keepdim=True)).square().mean(dim=1)
+
+
 class StepBuffer:
     """Samples from step `first` to step `end` of a stream, and the power of each step."""
 
@@ -175,9 +180,9 @@ class StepBuffer:
         self._samples = torch.cat([self._samples, *blocks])
         new = self._samples[len(self._power) * STEP :]
         whole = len(new) // STEP
-        powers = [new[: whole * STEP].view(whole, STEP).square().mean(dim=1)]
+        powers = [step_powers(new[: whole * STEP].view(whole, STEP))]
         if is_end and len(new) > whole * STEP:
-            powers.append(new[whole * STEP :].square().mean()[None])
+            powers.append(step_powers(new[None, whole * STEP :]))
         self._power = torch.cat([self._power, *powers])
         added = self.first + len(self._power) - self.end
         self.end += added

@@ -33,7 +33,12 @@ DESCRIPTIONS = {
         "sample": "mean 0 and variance 1, of n frames with n - 1, of each bin over the utterance",
     },
 }
-UNSAID = {"preemphasis": 0.0, "power_guard": "floor"}  # settings that a description omits at these values
+# Settings that a description omits at these values.
+UNSAID = {"preemphasis": 0.0, "power_guard": "floor", "dynamic_range": 0.0, "dc_removal": "none"}
+NORMALISATIONS = {  # normalisations that replace `deviation`
+    "speech": "mean 0 and variance 1 of each bin over the frames within 35 dB of the loudest, weighted",
+    "peak": "1.5 at the utterance's maximum, 3 less at 80 dB below it",
+}
 # Keys of these fields in bundles and ONNX files, which other programs and older versions read.
 STORED_NAMES = {"frame_padding": "edges", "std_ddof": "deviation", "log_floor_mode": "power_guard"}
 
@@ -49,6 +54,7 @@ def described(config: FeatureConfig) -> dict[str, object]:
     words = {name: kinds[str(settings[name])] for name, kinds in DESCRIPTIONS.items()}
     numbers = {name: value for name, value in settings.items() if name not in words and UNSAID.get(name) != value}
     words["normalisation"] = words.pop("deviation")
+    words["normalisation"] = NORMALISATIONS.get(str(numbers.pop("normalization")), words["normalisation"])
     return {"sample_rate": SAMPLE_RATE, **words, **numbers}
 
 
@@ -64,9 +70,11 @@ class LogMel(torch.nn.Module):
     """Log-mel features: waveforms (B, S) with their lengths -> features (B, T, F) and their lengths.
 
     Frames reach beyond a waveform only into margins computed from that waveform, so batch padding never enters a valid
-    frame. Each bin is normalised to mean 0 and variance 1 over the utterance's valid frames. NeMo's dither (noise of
-    1e-5, in training only) is not implemented.
+    frame, nor the maximum and the statistics of an utterance. NeMo's dither (noise of 1e-5, in training only) is not
+    implemented.
     """
+
+    dc_response: torch.Tensor
 
     def __init__(self, config: FeatureConfig) -> None:
         super().__init__()
@@ -88,17 +96,45 @@ class LogMel(torch.nn.Module):
             )
         if config.mel_scale == "slaney":
             self.power.mel_scale.fb.copy_(slaney_bands(config))
+        self.register_buffer("dc_response", dc_response(self.power.spectrogram.window, config), persistent=False)
 
     def forward(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
         if has_margins(self.config):
             ends = torch.tensor(sample_lengths).to(waveforms.device, non_blocking=True)
             waveforms = with_margins(waveforms, ends, self.framing)
-        power = self.power(waveforms)
+        power = self.power(waveforms) if self.config.dc_removal == "none" else self._power_without_dc(waveforms)
         features = log_power(power, self.config, out=power).transpose(1, 2)
         feature_lengths = tuple(map(self.framing.feature_length, sample_lengths))
         padding = padding_mask(feature_lengths, features.shape[1], features.device)
         frames = torch.tensor(feature_lengths, dtype=features.dtype).to(features.device)
-        return normalize_features(features, padding, frames, self.config.std_ddof), feature_lengths
+        return normalize(features, padding, frames, self.config), feature_lengths
+
+    def _power_without_dc(self, waveforms: torch.Tensor) -> torch.Tensor:
+        """Return the band powers (B, F, T) of the frames without their DC offsets."""
+        config = self.config
+        spectrum = torch.stft(
+            waveforms,
+            config.fft_samples,
+            config.hop_samples,
+            config.window_samples,
+            self.power.spectrogram.window,
+            center=False,
+            return_complex=True,
+        )
+        # A constant c in a frame has the spectrum c W(f), and bin 0 gives c W(0).
+        offsets = spectrum[:, :1].clone()
+        spectrum.addcmul_(offsets, torch.view_as_complex(self.dc_response)[:, None], value=-1)
+        return self.power.mel_scale(torch.view_as_real(spectrum).square().sum(dim=-1))
+
+
+def dc_response(window: torch.Tensor, config: FeatureConfig) -> torch.Tensor:
+    """Return the spectrum of the window, divided by its value at 0 Hz, as real and imaginary parts (K, 2)."""
+    before = (config.fft_samples - config.window_samples) // 2
+    padded = torch.zeros(config.fft_samples, dtype=torch.float64)
+    padded[before : before + config.window_samples] = window.double()
+    spectrum = torch.fft.rfft(padded)
+    # Real and imaginary parts: Module.double() does not convert complex buffers.
+    return torch.view_as_real(spectrum / spectrum[0].real).to(window.dtype)
 
 
 def has_margins(config: FeatureConfig) -> bool:
@@ -144,6 +180,56 @@ def slaney_bands(config: FeatureConfig) -> torch.Tensor:
     rising = (bins - low) / (middle - low)
     falling = (high - bins) / (high - middle)
     return torch.minimum(rising, falling).clamp_min(0) * 2 / (high - low)
+
+
+NEPERS_PER_DB = math.log(10) / 10  # of power
+# Weight of a frame in the statistics of speech: 1 down to 25 dB below the loudest frame, 0 from 35 dB on. A ramp
+# instead of a threshold, so that rounding never moves a frame in or out.
+FULL_WEIGHT_DB = 25.0
+NO_WEIGHT_DB = 35.0
+PEAK_RANGE_DB = 80.0  # Whisper maps this range to 2; these features are 1.5 times as large, of variance about 1
+PEAK_SCALE = 1.5
+
+
+def normalize(
+    features: torch.Tensor, padding: torch.Tensor, frames: torch.Tensor, config: FeatureConfig
+) -> torch.Tensor:
+    """Limit the dynamic range of log-mel features (B, T, F) and normalise them; padding becomes 0.
+
+    `padding` (B, T) is True after an utterance's end; `frames` (B,) is the number of valid frames, as floats.
+    """
+    if config.dynamic_range or config.normalization == "peak":
+        # The smallest value that the logarithm can have: the maximum of an utterance without frames stays finite.
+        smallest = math.log(config.smallest_power)
+        highest = features.masked_fill(padding[:, :, None], smallest).amax(dim=(1, 2), keepdim=True)
+    if config.dynamic_range:
+        features = torch.maximum(features, highest - config.dynamic_range * NEPERS_PER_DB)
+    if config.normalization == "utterance":
+        return normalize_features(features, padding, frames, config.std_ddof)
+    if config.normalization == "speech":
+        return normalize_by_speech(features, padding)
+    half_range = PEAK_RANGE_DB / 2 * NEPERS_PER_DB
+    features = ((features - highest) / half_range + 1) * PEAK_SCALE
+    return features.masked_fill(padding[:, :, None], 0.0)
+
+
+def normalize_by_speech(features: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    """Normalise each bin of features (B, T, F) to mean 0, variance 1 over the frames of speech; padding becomes 0.
+
+    Silence does not change the result, however much of it the recording contains: only frames within 35 dB of the
+    utterance's loudest frame count.
+    """
+    # Energies, not means of logarithms, in which weak noise of all bands would outweigh vowels.
+    levels = features.logsumexp(dim=2, keepdim=True) / NEPERS_PER_DB
+    padding = padding[:, :, None]
+    lowest = levels.amin(dim=1, keepdim=True)
+    highest = torch.where(padding, lowest, levels).amax(dim=1, keepdim=True)
+    weights = (levels - highest + NO_WEIGHT_DB) / (NO_WEIGHT_DB - FULL_WEIGHT_DB)
+    weights = weights.clamp(0.0, 1.0).masked_fill(padding, 0.0)
+    total = weights.sum(dim=1, keepdim=True).clamp_min(1.0)  # 0 for an utterance without frames
+    features = features - (features * weights).sum(dim=1, keepdim=True) / total
+    spread = ((features.square() * weights).sum(dim=1, keepdim=True) / total).sqrt()
+    return (features / (spread + 1e-5)).masked_fill(padding, 0.0)
 
 
 def normalize_features(

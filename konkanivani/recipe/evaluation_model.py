@@ -24,7 +24,7 @@ from konkanivani.inference.speech_model import (
 )
 from konkanivani.models.architecture import Architecture
 from konkanivani.recipe.run_data import build_evaluation_set
-from konkanivani.scoring.score import CheckpointRun, TextPairs
+from konkanivani.scoring.score import CheckpointRun, NormalizerName, TextPairs
 from konkanivani.scoring.transcripts import ScoredText
 from konkanivani.training.build_step import build_forward
 from konkanivani.training.step import ForwardPass
@@ -98,14 +98,7 @@ def recognize_manifest(trained: EvaluationModel, path: str, manifest: Manifest, 
     """
     decode = build_decode(decoding, trained.architecture, trained.tokenizer, trained.forward.device)
     evaluation = evaluate_manifest(trained, manifest.path, decode, manifest.named_roots)
-    # Evaluation batches are sorted by length: restore the manifest's order.
-    heard = {scored.utterance.row: scored.hypothesis for scored in evaluation.scored}
-    texts = tuple(
-        ScoredText(said.id, said.text, heard[said.row], said.speaker, said.duration, said.pattern)
-        for said in manifest
-        # Utterances beyond the limits have no hypothesis; `left_out` counts them.
-        if said.row in heard
-    )
+    texts = texts_in_order(manifest, evaluation)
     run = CheckpointRun(
         checkpoint=path,
         step=trained.step,
@@ -117,4 +110,20 @@ def recognize_manifest(trained: EvaluationModel, path: str, manifest: Manifest, 
         seconds=evaluation.seconds,
         decoding=decoding,
     )
-    return TextPairs(texts, run, "spell" if trained.config.text.digits == "spell" else "konkanivani")
+    return TextPairs(texts, run, normalizer_of(trained.config))
+
+
+def texts_in_order(manifest: Manifest, evaluation: Evaluation) -> tuple[ScoredText, ...]:
+    """Return references and hypotheses in the manifest's order; evaluation batches are sorted by length."""
+    heard = {scored.utterance.row: scored.hypothesis for scored in evaluation.scored}
+    return tuple(
+        ScoredText(said.id, said.text, heard[said.row], said.speaker, said.duration, said.pattern)
+        for said in manifest
+        # Utterances beyond the limits have no hypothesis; `left_out` counts them.
+        if said.row in heard
+    )
+
+
+def normalizer_of(config: TrainConfig) -> NormalizerName:
+    """Return the text normalisation of the model's training."""
+    return "spell" if config.text.digits == "spell" else "konkanivani"

@@ -10,6 +10,7 @@ import torch
 
 from konkanivani.config import TrainConfig
 from konkanivani.console import count, duration_words, parse_share, say
+from konkanivani.data.augmentation import RecordingAugmentation
 from konkanivani.data.batching import EpochPlanner, choose_subset, plan_evaluation
 from konkanivani.data.dataset import EvalDataset, NoiseReverb, TrainDataset, read_noise_reverb
 from konkanivani.data.filtering import (
@@ -263,9 +264,11 @@ def build_training_speech(
     # Drawn from the usable utterances, so that --train_subset is a percentage of those.
     if config.data.train_subset < 100:
         kept = kept.part(choose_subset(len(kept), config.data.train_subset, config.run.seed))
-    return TrainDataset(
-        kept, tokenizer, speeds, config.run.seed, manifest.path, noise_reverb, config.pretrained.timestamp_share
-    )
+    # Added silence stays within the memory plan and the model's window.
+    longest = float(kept.durations.max()) / min(speeds)
+    recording = RecordingAugmentation(config.run.seed, resolved(config.augment.augmentation), longest)
+    timed_share = config.pretrained.timestamp_share
+    return TrainDataset(kept, tokenizer, speeds, config.run.seed, manifest.path, noise_reverb, timed_share, recording)
 
 
 def more_tokens(config: TrainConfig) -> int:
@@ -308,6 +311,18 @@ def evaluation_set(
     """Return the utterances of a manifest, whose broken rows are already in `rejections`, in evaluation batches."""
     limits = evaluation_limits(config, architecture.framing)
     limits = limits.within(architecture.longest_seconds, architecture.most_tokens)
+    return set_within(limits, manifest, config, tokenizer, device, rejections)
+
+
+def set_within(
+    limits: Limits,
+    manifest: Manifest,
+    config: TrainConfig,
+    tokenizer: Vocabulary,
+    device: torch.device,
+    rejections: Rejections,
+) -> EvaluationSet:
+    """Return the utterances of a manifest that are within the limits, in evaluation batches."""
     kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
     plan = plan_evaluation(kept.durations, config.data.validation_batch_seconds)
     speech = EvalDataset(kept, tokenizer, manifest.path)

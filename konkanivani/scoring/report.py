@@ -9,7 +9,7 @@ from pathlib import Path
 from konkanivani.console import count, display_width, duration_words, padded, show_text, table_lines
 from konkanivani.scoring.html import draw_bar, draw_cells, draw_document, draw_table, draw_tile, escape
 from konkanivani.scoring.metrics import Edit, EditCounts, EditKind, ErrorRates, Interval
-from konkanivani.scoring.score import AlignedUtterance, Comparison, ScoreReport, Slice, TextPairs
+from konkanivani.scoring.score import AlignedUtterance, Comparison, ConditionScore, ScoreReport, Slice, TextPairs
 
 # --------------------
 # Score report as lines for a terminal.
@@ -23,6 +23,7 @@ LINE_WIDTH = 100
 GAP = "***"  # in place of a missing word, as in sclite
 SIGNS: dict[EditKind, str] = {"hit": "", "substitution": "S", "deletion": "D", "insertion": "I"}
 COLUMNS = ("utterances", "words", "WER %", "95 %", "CER %", "S", "D", "I")
+CONDITION_COLUMNS = ("WER %", "95 %", "CER %", "× unchanged")  # the last is a ratio of WERs
 
 
 def score_lines(report: ScoreReport) -> str:
@@ -45,6 +46,7 @@ def _lines(report: ScoreReport) -> Iterator[str]:
         yield from comparison_sentences(report.comparison)
     for name, slices in (("speaker", report.speakers), ("duration", report.durations), ("pattern", report.patterns)):
         yield from _table_lines(name, slices)
+    yield from _condition_lines(report.conditions)
     yield from _confusion_lines(report)
     if report.worst:
         yield from ("", "Worst utterances, by word errors (S substituted, D deleted, I inserted)")
@@ -119,6 +121,23 @@ def _table_lines(name: str, slices: Sequence[Slice]) -> Iterator[str]:
     yield from (f"  {line}" for line in table_lines(rows))
     if len(slices) > MAX_SLICES:
         yield f"  … the {MAX_SLICES} with the highest WER of {len(slices):,}; --json and --html list all"
+
+
+def _condition_lines(conditions: Sequence[ConditionScore]) -> Iterator[str]:
+    """Yield a table of all recording conditions; nothing if there are none."""
+    if conditions:
+        rows: list[tuple[str, ...]] = [("condition", *CONDITION_COLUMNS)]
+        rows += [(condition.part.name, *condition_cells(condition)) for condition in conditions]
+        yield ""
+        yield from (f"  {line}" for line in table_lines(rows))
+
+
+def condition_cells(condition: ConditionScore) -> tuple[str, ...]:
+    """Return the cells of a condition's row, in the order of CONDITION_COLUMNS."""
+    part = condition.part
+    wer, cer = (f"{100 * share:.1f}" if math.isfinite(share) else "-" for share in (part.rates.wer, part.rates.cer))
+    ratio = f"{condition.ratio:.2f}" if math.isfinite(condition.ratio) else "-"
+    return wer, interval_words(part.interval) or "-", cer, ratio
 
 
 def _confusion_lines(report: ScoreReport) -> Iterator[str]:
@@ -204,6 +223,8 @@ def score_fields(report: ScoreReport) -> dict[str, object]:
         fields |= {f"words_{part.name}_patterns": part.rates.words.length}
     fields |= {"speakers": [_slice_fields("speaker", part) for part in report.speakers]}
     fields |= {"durations": [_slice_fields("duration", part) for part in report.durations]}
+    if report.conditions:
+        fields |= {"conditions": [_condition_fields(condition) for condition in report.conditions]}
     if report.comparison:
         fields |= {"comparison": _comparison_fields(report.comparison)}
     return fields
@@ -229,6 +250,19 @@ def _slice_fields(name: str, part: Slice) -> dict[str, object]:
     return fields | count_fields(part.rates) | _kind_fields(part.rates)
 
 
+def _condition_fields(condition: ConditionScore) -> dict[str, object]:
+    part = condition.part
+    return {
+        "condition": condition.name,
+        "description": part.name,
+        "wer": part.rates.wer,
+        "wer_interval": astuple(part.interval),
+        "cer": part.rates.cer,
+        "ratio": condition.ratio,
+        **count_fields(part.rates),
+    }
+
+
 def _comparison_fields(compared: Comparison) -> dict[str, object]:
     return {
         "other": compared.name,
@@ -248,7 +282,7 @@ def _comparison_fields(compared: Comparison) -> dict[str, object]:
 
 MAX_OPEN_ROWS = 15  # rows of a table that are shown unfolded
 MAX_PAGE_WORDS = 1_000  # of an aligned utterance
-NUMBERS = set(COLUMNS) | {"count"}
+NUMBERS = {*COLUMNS, *CONDITION_COLUMNS, "count"}
 STYLE = """
 :root { --of-substitution: #8a5a00; --of-deletion: #b3261e; --of-insertion: #1f5fa8 }
 @media (prefers-color-scheme: dark) { :root { --of-substitution: #f2c14e; --of-deletion: #ff8a80;
@@ -290,6 +324,7 @@ def draw_score_page(report: ScoreReport) -> str:
         _draw_slices("speaker", "By speaker", report.speakers),
         _draw_slices("duration", "By duration", report.durations),
         _draw_slices("pattern", "By pattern", report.patterns),
+        _draw_conditions(report.conditions),
         _confusions(report),
         _worst(report.worst),
     ]
@@ -323,10 +358,8 @@ def _draw_slices(name: str, title: str, slices: Sequence[Slice]) -> str:
     """Return the slices as rows with bars, folded from the sixteenth on; "" if there are none."""
     if not slices:
         return ""
-    # All bars of a table have the same scale, which leaves space for the intervals.
-    ends = [end for part in slices for end in (part.rates.wer, part.interval.high) if math.isfinite(end)]
     names = (name, *COLUMNS, "")
-    rows = [_row(names, part, max(ends, default=0.0)) for part in slices]
+    rows = [_row(names, part, _longest_bar(slices)) for part in slices]
     shown = draw_table(names, rows[:MAX_OPEN_ROWS], NUMBERS, "cards")
     if len(rows) > MAX_OPEN_ROWS:
         rest = draw_table(names, rows[MAX_OPEN_ROWS:], NUMBERS, "cards")
@@ -334,12 +367,37 @@ def _draw_slices(name: str, title: str, slices: Sequence[Slice]) -> str:
     return f"<section><h2>{title}</h2>{shown}</section>"
 
 
+def _draw_conditions(conditions: Sequence[ConditionScore]) -> str:
+    """Return the recording conditions as rows with bars; "" if there are none."""
+    if not conditions:
+        return ""
+    parts = [condition.part for condition in conditions]
+    longest = _longest_bar(parts)
+    names = ("condition", *CONDITION_COLUMNS, "")
+    rows = []
+    for condition in conditions:
+        cells = draw_cells(names[:-1], (condition.part.name, *condition_cells(condition)), NUMBERS)
+        rows.append(cells + _bar_cell(condition.part, longest))
+    drawn = draw_table(names, rows, NUMBERS, "cards")
+    return f"<section><h2>By recording condition</h2><p>Simulated on the same utterances.</p>{drawn}</section>"
+
+
+def _longest_bar(parts: Sequence[Slice]) -> float:
+    """Return the rate at full width: all bars of a table have one scale, which leaves space for the intervals."""
+    ends = [end for part in parts for end in (part.rates.wer, part.interval.high) if math.isfinite(end)]
+    return max(ends, default=0.0)
+
+
+def _bar_cell(part: Slice, longest: float) -> str:
+    if not math.isfinite(part.rates.wer):
+        return "<td></td>"
+    said = f"WER {rate_words(part.rates.wer, part.interval)}"
+    return f"<td>{draw_bar(part.rates.wer, part.interval.low, part.interval.high, longest, said)}</td>"
+
+
 def _row(names: tuple[str, ...], part: Slice, longest: float) -> str:
     cells = draw_cells(names[:-1], (slice_name(part), *slice_cells(part)), NUMBERS)
-    if not math.isfinite(part.rates.wer):
-        return f"{cells}<td></td>"
-    said = f"WER {rate_words(part.rates.wer, part.interval)}"
-    return f"{cells}<td>{draw_bar(part.rates.wer, part.interval.low, part.interval.high, longest, said)}</td>"
+    return cells + _bar_cell(part, longest)
 
 
 def _confusions(report: ScoreReport) -> str:

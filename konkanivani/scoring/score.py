@@ -207,6 +207,27 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class ConditionTexts:
+    """Transcripts of the same utterances under one simulated recording condition."""
+
+    name: str
+    description: str
+    pairs: TextPairs
+
+
+@dataclass(frozen=True)
+class ConditionScore:
+    """Score under a recording condition, which `part.name` describes; `ratio` is its WER over the unchanged one's.
+
+    The ratio is NaN if there are no errors on unchanged recordings.
+    """
+
+    name: str
+    part: Slice
+    ratio: float
+
+
+@dataclass(frozen=True)
 class AlignedUtterance:
     """An utterance with its aligned words."""
 
@@ -261,6 +282,7 @@ class ScoreReport:
     insertions: tuple[tuple[Edit, int], ...]
     worst: tuple[AlignedUtterance, ...]
     comparison: Comparison | None
+    conditions: tuple[ConditionScore, ...] = ()
 
     @property
     def interval_words(self) -> str:
@@ -310,6 +332,23 @@ def build_report(
         insertions=edits.confusions("insertion", MAX_CONFUSIONS),
         worst=_worst(texts, edits, worst),
         comparison=_compare(texts, edits, other, wish) if other else None,
+    )
+
+
+def score_conditions(
+    heard: Sequence[ConditionTexts], normalizer: NormalizerName, wish: Wish
+) -> tuple[ConditionScore, ...]:
+    """Return the scores of all conditions, in order; the first one is of unchanged recordings."""
+    parts = []
+    for condition in heard:
+        texts = replace(condition.pairs, normalizer=normalizer).normalized().texts
+        edits = count_edits([text.reference for text in texts], [text.hypothesis for text in texts])
+        found = _slices(texts, edits, wish, [condition.description] * len(texts))
+        parts.append(found[condition.description])
+    usual = parts[0].rates.wer
+    return tuple(
+        ConditionScore(condition.name, part, part.rates.wer / usual if usual > 0 else np.nan)
+        for condition, part in zip(heard, parts, strict=True)
     )
 
 

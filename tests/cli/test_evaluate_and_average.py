@@ -12,7 +12,14 @@ import torch
 from konkanivani.checkpoints.averaging import NamedCheckpoint, average_checkpoints, newest_epochs
 from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from konkanivani.checkpoints.checkpointer import Checkpointer
+from konkanivani.config import DecodingConfig
+from konkanivani.data.audio.conditions import condition_named
+from konkanivani.data.audio.waveform import load_audio
+from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import CheckpointError
+from konkanivani.recipe.conditions import recognize_under_conditions
+from konkanivani.recipe.evaluation_model import load_evaluation_model, recognize_manifest
+from konkanivani.training.validation import EvaluationSet
 from tests.conftest import ROOT, TINY_MODEL, Corpus, run_folders, run_here, run_script, run_trainer, well
 
 EVALUATE = "training_scripts/evaluate_konkanivani_asr.py"
@@ -252,3 +259,43 @@ def test_resuming_never_takes_the_averaged_checkpoint(trained, averaged, corpus,
     assert done.returncode == 4, done.stdout
     assert "optimizer" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_conditions_are_scored_on_the_same_utterances_and_shown(trained, scored, tmp_path):
+    page = tmp_path / "conditions.html"
+    told = evaluate(trained.path("best"), trained.manifest, "--conditions", "--html", str(page))
+    rows = told["conditions"]
+    assert len(rows) == 14 and rows[0]["condition"] == "unchanged"
+    assert {row["words"] for row in rows} == {scored["words"]}
+    assert [rows[0][name] for name in COUNTS] == [scored[name] for name in COUNTS]
+    assert all(told[name] == scored[name] for name in COUNTS)
+    said = page.read_text(encoding="utf-8")
+    assert "By recording condition" in said and "8 kHz, mu-law" in said
+    assert "conditions" not in scored
+
+
+def test_the_model_hears_each_condition(trained, monkeypatch):
+    heard: dict[str, list[torch.Tensor]] = {}
+    usual = EvaluationSet.evaluate
+
+    def evaluate_and_keep(self, *arguments):
+        examples = [self.speech[number] for number in range(len(self.speech.utterances))]
+        heard[self.speech.condition] = [example.waveform for example in examples]
+        return usual(self, *arguments)
+
+    monkeypatch.setattr(EvaluationSet, "evaluate", evaluate_and_keep)
+    model = load_evaluation_model(trained.path("best"), torch.device("cpu"))
+    manifest = read_manifest(trained.manifest)
+    unchanged = recognize_manifest(model, str(trained.path("best")), manifest, DecodingConfig())
+    texts = recognize_under_conditions(model, unchanged, manifest, DecodingConfig())
+    assert [condition.name for condition in texts] == list(heard)
+    for name, waveforms in heard.items():
+        for row, waveform in zip(manifest, waveforms, strict=True):
+            as_recorded = load_audio(row.source)
+            assert torch.equal(waveform, condition_named(name).apply(as_recorded, row.id))
+            assert torch.equal(waveform, as_recorded) == (name == "unchanged")
+
+
+def test_conditions_of_transcripts_are_refused(scored):
+    done = run_script(EVALUATE, "--hypotheses", scored["hypotheses"], "--conditions")
+    assert done.returncode == 2 and "--conditions" in done.stderr and "Traceback" not in done.stderr

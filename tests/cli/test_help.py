@@ -38,7 +38,8 @@ TRAINER = ROOT / "training_scripts/train_konkanivani_asr.py"
 # Settings that only an imported checkpoint changes.
 IMPORTED_SETTINGS = frozenset(
     "attention_positions convolution_norm subsampling scaled_input entry_norm biases fft_samples window_samples "
-    "hop_samples smallest_power log_floor_mode preemphasis window frame_padding mel_scale std_ddof".split()
+    "hop_samples smallest_power log_floor_mode preemphasis window frame_padding mel_scale std_ddof "
+    "dynamic_range dc_removal normalization".split()
 )
 
 

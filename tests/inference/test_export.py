@@ -256,7 +256,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a dimension that is true": (with_dimension("encoder_layers", True), "wrong type"),
     "a dimension of another name": (with_dimension("mel_bins", 80), "unknown names"),
     "no dimensions": (with_entry("model", None), "not a KonkaniVani bundle"),
-    "another format": (with_entry("format", 3), "has format 3; this version reads formats 1 and 2"),
+    "another format": (with_entry("format", 4), "has format 4; this version reads formats 1 to 3"),
     "a format that is a book": (with_entry("format", "x" * 10**5), "has format 'xxx"),
     "other features": (with_entry("features", FEATURES | {"mel_scale": "slaney"}), "mel_scale 'slaney' for 'htk"),
     "more features": (with_entry("features", FEATURES | {"preemphasis": 0.97}), "preemphasis 0.97 for None"),

@@ -79,11 +79,12 @@ def double_parts(
     optimizer: OptimizerConfig = ADAMW,
     device: torch.device = CPU,
     passes: Passes = ALL_PASSES,
+    features: FeatureConfig | None = None,
 ) -> StepParts:
     """Return step parts in float64, by default on the CPU, with consecutive micro-batches and SpecAugment."""
     one_after_another = DataConfig(concurrent_micro_batches=1)
     memory = MemoryConfig(gradient_checkpointing=recompute)
-    features = features_of(model)
+    features = features or features_of(model)
     config = TrainConfig(model=model, features=features, data=one_after_another, memory=memory, optimizer=optimizer)
     torch.set_default_dtype(torch.float64)
     try:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from konkanivani.data.augmentation import RecordingAugmentation
 from konkanivani.data.batching import Cursor, EpochPlanner, GlobalBatch, same_size
 from konkanivani.data.dataset import TrainDataset, read_noise_reverb
 from konkanivani.data.loader import LoaderConfig
@@ -90,7 +91,14 @@ def surrounded_speech(corpus: Corpus, directory: Path) -> TrainDataset:
     utterances = list(read_manifest(shards.manifest("train")))
     tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
     augment = parse_flags(list(more)).augment
-    return TrainDataset(utterances, tokenizer, (0.9, 1.1), 3, noise_reverb=read_noise_reverb(augment, 3))
+    return TrainDataset(
+        utterances,
+        tokenizer,
+        (0.9, 1.1),
+        3,
+        noise_reverb=read_noise_reverb(augment, 3),
+        recording=RecordingAugmentation(3, "strong", 4.0),
+    )
 
 
 def epoch_of(speech: TrainDataset, size: int, workers: int) -> list[GlobalBatch]:

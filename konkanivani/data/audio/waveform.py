@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torchaudio
 
+from konkanivani.data.audio.channels import mix, mix_blocks
 from konkanivani.data.audio.files import (
     MAX_CHANNELS,
     MAX_RATE,
@@ -77,13 +78,12 @@ def one_thread() -> Iterator[None]:
 
 
 def load_audio(source: AudioSource) -> torch.Tensor:
-    """Return the source's waveform (S,) float32 at 16 kHz: its channel if it names one, else the mean of all channels.
+    """Return the source's waveform (S,) float32 at 16 kHz: its channel if it names one, else all of them (see `mix`).
 
     Raise a `DataError` that names the source if it cannot be used.
     """
     samples, rate = read_samples(source)
-    channels = torch.from_numpy(samples)
-    return resample(channels[:, 0] if channels.shape[1] == 1 else channels.mean(dim=1), rate)
+    return resample(mix(samples, source), rate)
 
 
 def resample(waveform: torch.Tensor, rate: int) -> torch.Tensor:
@@ -110,8 +110,7 @@ def change_rate(waveform: torch.Tensor, old: int, new: int) -> torch.Tensor:
 def stream_audio(source: AudioSource) -> Iterator[torch.Tensor]:
     """Return the waveform of `load_audio` as a stream of blocks (S,) of about 1 s; raise as `read_blocks`."""
     rate = claimed_header(source).rate
-    blocks = (torch.from_numpy(samples).mean(dim=1) for samples in read_blocks(source, BLOCK_SECONDS))
-    return resample_blocks(blocks, rate)
+    return resample_blocks(mix_blocks(read_blocks(source, BLOCK_SECONDS), source), rate)
 
 
 def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[torch.Tensor]:

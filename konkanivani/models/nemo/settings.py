@@ -241,6 +241,9 @@ def _features(section: Section, frame_padding: Literal["zeros", "reflected"]) ->
         frame_padding=frame_padding,
         mel_scale="slaney",
         std_ddof="sample",
+        dynamic_range=0.0,
+        dc_removal="none",
+        normalization="utterance",
     )
     section.finish()
     return found

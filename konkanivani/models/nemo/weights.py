@@ -255,6 +255,9 @@ def _features(path: Path) -> FeatureConfig:
         frame_padding="zeros",
         mel_scale="slaney",
         std_ddof="sample",
+        dynamic_range=0.0,
+        dc_removal="none",
+        normalization="utterance",
     )
     section.finish()
     return found

@@ -1,0 +1,177 @@
+"""Augmentation that simulates other recordings: determinism, independence of the kinds, lengths, sources of speech."""
+
+import pytest
+import torch
+
+from konkanivani.config import AugmentConfig, TrainConfig
+from konkanivani.data import augmentation, dataset
+from konkanivani.data.audio.waveform import speech_span
+from konkanivani.data.augmentation import PROBABILITIES, RecordingAugmentation
+from konkanivani.data.dataset import EvalDataset, TrainDataset
+from konkanivani.data.filtering import Selection, check_utterances, training_limits
+from konkanivani.data.manifest import Rejection, read_manifest
+from konkanivani.data.text import train_tokenizer
+from konkanivani.flags import CorpusSize, config_from_text, config_to_text, resolve
+from konkanivani.lengths import SAMPLE_RATE
+from tests.conftest import Corpus
+
+KINDS = tuple(PROBABILITIES["light"])
+
+
+def speech(seconds: float = 1.0) -> torch.Tensor:
+    return 0.1 * torch.randn(round(seconds * SAMPLE_RATE), generator=torch.Generator().manual_seed(1))
+
+
+def other_talker(generator: torch.Generator) -> torch.Tensor:
+    return 0.1 * torch.randn(12_000, generator=generator)
+
+
+def no_talker(generator: torch.Generator) -> torch.Tensor:
+    raise AssertionError("another utterance is read")
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *kinds: str, probability: float = 1.0) -> None:
+    """Let the strength `light` draw these kinds only."""
+    drawn = {kind: probability if kind in kinds else 0.0 for kind in KINDS}
+    monkeypatch.setitem(augmentation.PROBABILITIES, "light", drawn)
+
+
+def light(longest: float = 10.0, seed: int = 1) -> RecordingAugmentation:
+    return RecordingAugmentation(seed, "light", longest)
+
+
+def test_none_returns_the_waveform_itself():
+    waveform = speech()
+    assert RecordingAugmentation()(waveform, 0, "a", no_talker).waveform is waveform
+
+
+@pytest.mark.parametrize("strength", ["light", "strong"])
+def test_a_recording_is_a_function_of_seed_epoch_and_utterance(strength):
+    def recorded(seed: int, epoch: int, utterance: str) -> list[torch.Tensor]:
+        augment = RecordingAugmentation(seed, strength, 10.0)
+        return [augment(speech(), epoch, f"{utterance}{n}", other_talker).waveform for n in range(20)]
+
+    first = recorded(1, 0, "a")
+    assert all(map(torch.equal, first, recorded(1, 0, "a")))
+    for others in (recorded(2, 0, "a"), recorded(1, 1, "a"), recorded(1, 0, "b")):
+        assert not all(map(torch.equal, first, others))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_changes_the_waveform_alone(kind, monkeypatch):
+    only(monkeypatch)
+    assert torch.equal(light()(speech(), 0, "a", no_talker).waveform, speech())  # negative control
+    only(monkeypatch, kind)
+    changed = light()(speech(), 0, "a", other_talker).waveform
+    assert changed.isfinite().all() and not torch.equal(changed, speech())
+
+
+def test_a_kind_does_not_change_the_draws_of_another(monkeypatch):
+    only(monkeypatch, "floor")
+    noise = light()(speech(), 0, "a", no_talker).waveform - speech()
+    only(monkeypatch, "floor", "offset")
+    both = light()(speech(), 0, "a", no_talker).waveform - speech()
+    assert (both - noise).std() < 1e-6 < abs(float((both - noise).mean()))
+
+
+def test_stronger_draws_every_kind_more_often():
+    assert set(PROBABILITIES["strong"]) == set(KINDS)
+    assert all(PROBABILITIES["strong"][kind] > PROBABILITIES["light"][kind] for kind in KINDS)
+
+
+@pytest.mark.parametrize("longest", [0.5, 1.0, 1.5, 10.0])
+def test_silence_never_makes_an_utterance_longer_than_the_longest(longest, monkeypatch):
+    only(monkeypatch, "silence")
+    seconds = [len(light(longest)(speech(), 0, str(n), no_talker).waveform) / SAMPLE_RATE for n in range(50)]
+    assert max(seconds) <= max(longest, 1.0)
+    assert min(seconds) >= 1.0
+    assert max(seconds) > 0.9 * min(longest, 4.0)  # the allowance is used
+
+
+def test_the_delay_is_where_the_speech_starts(monkeypatch):
+    only(monkeypatch, "silence")
+    for number in range(20):
+        recorded = light()(speech(), 0, str(number), no_talker)
+        before = round(recorded.delay * SAMPLE_RATE)
+        assert torch.equal(recorded.waveform[before : before + SAMPLE_RATE], speech())
+        assert speech_span(recorded.waveform)[0] == pytest.approx(recorded.delay, abs=0.011)
+
+
+def test_recorded_silence_is_filled_with_noise_and_digital_silence_is_not(monkeypatch):
+    only(monkeypatch, "silence", "floor")
+    digital = 0
+    for number in range(40):
+        recorded = light()(speech(), 0, str(number), no_talker)
+        before = recorded.waveform[: round(recorded.delay * SAMPLE_RATE)]
+        digital += not before.any()
+        assert not before.any() or (before != 0).float().mean() > 0.99
+    assert 10 < digital < 30
+
+
+def test_babble_is_speech_of_the_training_set(monkeypatch):
+    only(monkeypatch, "babble")
+    told = torch.zeros(9_000)
+    told[::90] = 1.0
+    added = light()(speech(), 0, "a", lambda generator: told).waveform - speech()
+    assert (added.abs() > 1e-4).float().mean() < 0.05  # only where the talkers' pulses are
+    missing = light()(speech(), 0, "a", lambda generator: None).waveform
+    assert torch.equal(missing, speech())
+
+
+def test_auto_is_none():
+    assert resolve(TrainConfig(), CorpusSize(1.0, 1000)).augment.augmentation == "none"
+    asked = TrainConfig(augment=AugmentConfig(augmentation="light"))
+    assert resolve(asked, CorpusSize(1.0, 1000)).augment.augmentation == "light"
+
+
+def test_an_older_checkpoint_has_no_augmentation():
+    lines = config_to_text(TrainConfig()).splitlines(keepends=True)
+    older = "".join(line for line in lines if not line.startswith("--augmentation "))
+    assert len(older) < len("".join(lines))
+    assert config_from_text(older).augment.augmentation == "none"
+    assert config_from_text("".join(lines)).augment.augmentation == AugmentConfig().augmentation
+
+
+def training_set(corpus: Corpus) -> tuple[TrainDataset, Selection]:
+    """Return the training set with light augmentation, and its utterances."""
+    manifest = read_manifest(corpus.manifest("train"))
+    tokenizer = train_tokenizer([row.text for row in manifest], "char", 100)
+    limits = training_limits(resolve(TrainConfig(), CorpusSize(1.0, 10)))
+    kept, _ = check_utterances(manifest, tokenizer, limits, "keep")
+    return TrainDataset(kept, tokenizer, (1.0,), 1, manifest.path, recording=light()), kept
+
+
+def test_the_training_set_reads_its_own_utterances_for_babble(corpus, monkeypatch):
+    only(monkeypatch, "babble")
+    augmented, kept = training_set(corpus)
+    first, usual = augmented[0, 0], EvalDataset(kept, augmented.tokenizer, augmented.manifest)[0]
+    assert len(first.waveform) == len(usual.waveform) and not torch.equal(first.waveform, usual.waveform)
+    assert torch.equal(first.waveform, augmented[0, 0].waveform)
+    assert not torch.equal(first.waveform, augmented[1, 0].waveform)
+    read: list[str] = []
+
+    def read_and_note(utterance, manifest):
+        read.append(utterance.id)
+        return usual_read(utterance, manifest)
+
+    usual_read = dataset._read
+    monkeypatch.setattr(dataset, "_read", read_and_note)
+    assert torch.equal(augmented[0, 0].waveform, first.waveform)
+    assert read[0] == kept[0].id and 2 <= len(read) <= 4
+    assert set(read) <= {utterance.id for utterance in kept}
+
+
+def test_an_unusable_talker_is_left_out(corpus, monkeypatch):
+    only(monkeypatch, "babble")
+    augmented, kept = training_set(corpus)
+    usual_read = dataset._read
+
+    def read_only_the_first(utterance, manifest):
+        if utterance.id == kept[0].id:
+            return usual_read(utterance, manifest)
+        return Rejection(manifest, utterance.row, utterance.id, "unreadable", is_broken=True)
+
+    usual = EvalDataset(kept, augmented.tokenizer, augmented.manifest)[0].waveform
+    monkeypatch.setattr(dataset, "_read", read_only_the_first)
+    found = [augmented[epoch, 0].waveform for epoch in range(5)]
+    assert any(torch.equal(waveform, usual) for waveform in found)

@@ -1,0 +1,97 @@
+"""Simulated recording conditions: what each changes, that it is the same in every run, and the effects after it."""
+
+import math
+
+import pytest
+import torch
+
+from konkanivani.data.audio import effects
+from konkanivani.data.audio.conditions import CONDITIONS, FASTEST, LONGEST_SILENCE, SLOWEST, condition_named
+from konkanivani.lengths import SAMPLE_RATE
+
+
+def speech(seconds: float = 1.0, level: float = 0.1) -> torch.Tensor:
+    """Return a chirp from 200 to 7000 Hz."""
+    times = torch.arange(round(seconds * SAMPLE_RATE), dtype=torch.float64) / SAMPLE_RATE
+    return (level * torch.sin(2 * math.pi * (200 + 3400 * times / seconds) * times)).float()
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def decibels(ratio: float) -> float:
+    return 10 * math.log10(ratio)
+
+
+def test_there_are_fourteen_conditions_with_names_of_their_own():
+    assert len({condition.name for condition in CONDITIONS}) == len(CONDITIONS) == 14
+    assert torch.equal(CONDITIONS[0].apply(speech(), "a"), speech())
+
+
+@pytest.mark.parametrize("condition", CONDITIONS[1:], ids=lambda condition: condition.name)
+def test_a_condition_changes_the_waveform_the_same_way_every_time(condition):
+    changed = condition.apply(speech(), "a")
+    assert changed.dtype == torch.float32 and changed.isfinite().all()
+    assert not torch.equal(changed, speech())
+    assert torch.equal(changed, condition.apply(speech(), "a"))
+
+
+def test_noise_differs_between_utterances_and_conditions():
+    white = condition_named("noise_20")
+    assert not torch.equal(white.apply(speech(), "a"), white.apply(speech(), "b"))
+    noises = [condition_named(name).apply(speech(), "a") - speech() for name in ("noise_20", "noise_10")]
+    assert abs(float(torch.corrcoef(torch.stack(noises))[0, 1])) < 0.1
+
+
+@pytest.mark.parametrize("snr", [30, 20, 10])
+def test_the_noise_has_the_snr_of_its_name(snr):
+    noise = condition_named(f"noise_{snr}").apply(speech(), "a") - speech()
+    assert decibels(effects.energy(speech()) / effects.energy(noise)) == pytest.approx(snr, abs=0.01)
+
+
+def test_silence_and_speed_change_the_length_within_the_limits_of_the_evaluation():
+    samples = len(speech())
+    assert len(condition_named("digital_silence").apply(speech(), "a")) == samples + 2 * SAMPLE_RATE
+    longest = (len(condition.apply(speech(), "a")) for condition in CONDITIONS)
+    assert max(longest) <= max(samples + LONGEST_SILENCE * SAMPLE_RATE, samples / SLOWEST + 1)
+    assert len(condition_named("faster").apply(speech(), "a")) == math.ceil(samples / FASTEST)
+
+
+def test_a_telephone_removes_what_is_above_its_band():
+    def share_above(waveform: torch.Tensor) -> float:
+        power = torch.fft.rfft(waveform).abs().square()
+        return float(power[len(power) * 45 // 80 :].sum() / power.sum())
+
+    assert share_above(speech()) > 0.3  # negative control
+    assert share_above(effects.limit_band(speech(), 8_000)) < 1e-3
+
+
+def test_companding_is_fine_for_quiet_samples_and_coarse_for_loud_ones():
+    quiet, loud = (effects.companded(speech(level=level)) - speech(level=level) for level in (0.001, 1.0))
+    assert quiet.abs().max() < 2e-4 < 1e-2 < loud.abs().max() < 0.05
+
+
+def test_a_room_decays_by_60_db_in_its_reverberation_time_and_has_the_given_direct_path():
+    response = effects.room_response(0.4, 3.0, generator())
+    assert response[0] == 1 and not response[1 : round(effects.EARLIEST_REFLECTION * SAMPLE_RATE)].any()
+    tail = response[1:]
+    assert decibels(1 / effects.energy(tail)) == pytest.approx(3.0, abs=1e-3)
+    # Schroeder's integral over the first half: 30 dB in 0.2 s.
+    remaining = tail.square().flip(0).cumsum(0).flip(0)
+    first, half = (float(remaining[round(seconds * SAMPLE_RATE)]) for seconds in (0.01, 0.21))
+    assert decibels(first / half) == pytest.approx(30, abs=1.5)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 2.0])
+def test_coloured_noise_falls_with_its_exponent(exponent):
+    power = torch.fft.rfft(effects.colored_noise(16 * SAMPLE_RATE, exponent, generator())).abs().square()
+    octaves = [power[16 * low : 16 * 2 * low].mean() for low in (200, 400, 800, 1600, 3200)]
+    steps = [decibels(float(low / high)) for low, high in zip(octaves, octaves[1:], strict=False)]
+    assert sum(steps) / len(steps) == pytest.approx(3.01 * exponent, abs=0.3)
+
+
+def test_clipped_peaks_are_clipped_at_their_share_of_the_peak():
+    clipped = effects.clip_peaks(speech(), 6.0)
+    assert float(clipped.abs().max()) == pytest.approx(0.0501, abs=1e-4)
+    assert torch.equal(effects.clip_peaks(torch.zeros(5), 6.0), torch.zeros(5))

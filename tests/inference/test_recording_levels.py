@@ -1,0 +1,41 @@
+"""A DC offset changes neither the pieces of a recording nor the pauses between them."""
+
+import math
+
+import pytest
+import torch
+
+from konkanivani.inference import segmentation
+from konkanivani.inference.segmentation import build_segmentation, segment_audio, step_powers
+from konkanivani.lengths import SAMPLE_RATE
+
+
+def recording() -> torch.Tensor:
+    """Return three tones of 1 s with 1 s of quiet noise around each."""
+    generator = torch.Generator().manual_seed(1)
+    pause = torch.zeros(SAMPLE_RATE)
+    tone = 0.1 * torch.sin(torch.arange(SAMPLE_RATE) * (2 * math.pi * 300 / SAMPLE_RATE))
+    spoken = torch.cat([pause, tone, pause, tone, pause, tone, pause])
+    return spoken + 0.0003 * torch.randn(len(spoken), generator=generator)
+
+
+def times(waveform: torch.Tensor) -> list[tuple[float, float]]:
+    pieces = segment_audio(waveform.split(4_000), build_segmentation(20.0, 0.5))
+    return [(piece.start, piece.end) for piece in pieces]
+
+
+@pytest.mark.parametrize("offset", [-0.2, 0.005, 0.05])
+def test_an_offset_changes_no_piece(offset, monkeypatch):
+    usual = times(recording())
+    assert len(usual) == 3
+    assert times(recording() + offset) == usual
+    monkeypatch.setattr(segmentation, "step_powers", lambda steps: steps.square().mean(dim=1))
+    assert times(recording()) == usual
+    if abs(offset) > 0.01:  # negative control: against the mean square the offset is a sound
+        assert times(recording() + offset) != usual
+
+
+def test_powers_are_those_of_centred_steps():
+    steps = recording()[: 100 * 160].view(100, 160)
+    assert torch.allclose(step_powers(steps), steps.var(dim=1, correction=0), rtol=1e-4)
+    assert step_powers(torch.zeros(0, 160)).shape == (0,)

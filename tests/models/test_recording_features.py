@@ -1,0 +1,198 @@
+"""Features that do not depend on silence, DC offset and level, and the files that store their settings."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+
+from konkanivani.config import AugmentConfig, FeatureConfig, TrainConfig
+from konkanivani.flags import LEGACY_DEFAULTS, config_from_text, config_to_text
+from konkanivani.inference.bundle import bundle_bytes, read_bundle
+from konkanivani.inference.onnx_graph import MatrixLogMel, RecognitionGraph
+from konkanivani.inference.speech_model import SpeechModel
+from konkanivani.models.architecture import HybridArchitecture
+from konkanivani.models.front_end import LogMel, described
+from tests.inference.test_export import SHAPE, speech_model_of_shape, spoken
+from tests.invariants.parts import double_parts, relative_difference, speeches
+from tests.invariants.test_padding_is_invisible import BOUND, outputs
+
+OLD = LEGACY_DEFAULTS.features
+NEW = {
+    kind: dataclasses.replace(OLD, normalization=kind, dynamic_range=80.0, dc_removal="frame", smallest_power=1e-16)
+    for kind in ("utterance", "speech", "peak")
+}
+RECORDED = ("speech", "peak")  # kinds that silence does not change
+
+
+def features(waveform: torch.Tensor, config: FeatureConfig) -> torch.Tensor:
+    """Return features (T, F) of one waveform (S,)."""
+    return LogMel(config)(waveform[None], (len(waveform),))[0][0]
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+def by_definition(waveform: np.ndarray, config: FeatureConfig) -> np.ndarray:
+    """Return features (T, F) in float64 of the settings in NEW, computed frame by frame."""
+    window = np.zeros(512)
+    window[56:456] = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(400) / 400)
+    frames = np.stack([waveform[start : start + 512] for start in range(0, len(waveform) - 511, 160)])
+    frames = frames - (frames @ window / window.sum())[:, None]
+    power = np.abs(np.fft.rfft(frames * window)) ** 2
+    logs = np.log(np.maximum(1e-16, power @ LogMel(config).power.mel_scale.fb.double().numpy()))
+    decibels = 10 * logs / np.log(10)
+    decibels = np.maximum(decibels, decibels.max() - 80)
+    if config.normalization == "peak":
+        return 1.5 * ((decibels - decibels.max()) / 40 + 1)
+    levels = 10 * np.log10((10 ** (decibels / 10)).sum(axis=1))
+    weights = np.interp(levels - levels.max(), [-35, -25], [0, 1])
+    weights = np.ones_like(weights) if config.normalization == "utterance" else weights
+    centred = decibels - np.average(decibels, axis=0, weights=weights)
+    return centred / np.sqrt(np.average(centred**2, axis=0, weights=weights))
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_features_are_what_their_definition_says(kind):
+    waveform = spoken(2.5) + 0.01
+    found = features(waveform, NEW[kind])
+    wanted = torch.from_numpy(by_definition(waveform.double().numpy(), NEW[kind]))
+    assert distance(found, wanted) < 5e-3
+    assert distance(features(waveform, OLD), wanted) > 0.1  # negative control
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_digital_silence_changes_no_frame_of_speech(kind):
+    # 0.1 s of silence in both: the frames at an edge contain speech too.
+    waveform = torch.nn.functional.pad(spoken(2.0), (1_600, 1_600))
+    silence = torch.zeros(16_000)
+    longer = torch.cat([silence, waveform, silence])
+    usual = features(waveform, NEW[kind])
+    first = 16_000 // 160
+    assert distance(features(longer, NEW[kind])[first : first + len(usual)], usual) < 1e-4
+    old = features(waveform, OLD)
+    assert distance(features(longer, OLD)[first : first + len(old)], old) > 0.5  # negative control
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_noise_after_at_60_db_below_full_scale_changes_no_frame_of_speech(kind):
+    noise = torch.randn(32_000, generator=torch.Generator().manual_seed(1))
+    waveform = torch.nn.functional.pad(spoken(2.0), (0, 1_600))
+    usual = features(waveform, NEW[kind])
+    longer = torch.cat([waveform, 0.001 * noise])
+    assert distance(features(longer, NEW[kind])[: len(usual) - 10], usual[: len(usual) - 10]) < 1e-3
+    old = features(waveform, OLD)
+    assert distance(features(longer, OLD)[: len(old) - 10], old[: len(old) - 10]) > 0.5  # negative control
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_an_offset_and_the_level_change_nothing(kind):
+    waveform = spoken(2.0)
+    usual = features(waveform, NEW[kind])
+    assert distance(features(waveform + 0.05, NEW[kind]), usual) < 0.02
+    assert distance(features(0.02 * waveform, NEW[kind]), usual) < 1e-2
+    assert distance(features(waveform + 0.05, OLD), features(waveform, OLD)) > 1.0  # negative control
+
+
+@pytest.mark.parametrize("kind", NEW)
+@pytest.mark.parametrize("samples", [0, 511, 512, 40_000])
+def test_silence_and_short_waveforms_give_finite_features(kind, samples):
+    log_mel = LogMel(NEW[kind])
+    silence = torch.zeros(1, max(samples, 512))
+    frames = log_mel.framing.feature_length(samples)
+    if frames:  # training and recognition reject what is shorter than a frame
+        assert log_mel(silence, (samples,))[0].isfinite().all()
+    assert MatrixLogMel(log_mel)(silence, torch.tensor([frames])).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_an_utterance_has_the_same_outputs_alone_and_in_a_batch(kind):
+    parts = double_parts(features=NEW[kind])
+    spoken_ones = speeches(7)
+    # Quiet and loud neighbours, and padding after the shorter ones.
+    spoken_ones = [
+        dataclasses.replace(one, waveform=one.waveform * 10.0 ** -(number % 3))
+        for number, one in enumerate(spoken_ones)
+    ]
+    alone, together = outputs(parts, spoken_ones, 1), outputs(parts, spoken_ones, 7)
+    for name, pair in alone.items():
+        for one, other in zip(pair, together[name], strict=True):
+            assert one.shape == other.shape and relative_difference(one, other) < BOUND
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_padding_is_not_silence(kind):
+    first, second = spoken(1.0), spoken(2.0, seed=1)
+    waveforms = torch.zeros(2, len(second))
+    waveforms[0, : len(first)], waveforms[1] = first, second
+    found, lengths = LogMel(NEW[kind])(waveforms, (len(first), len(second)))
+    assert distance(found[0, : lengths[0]], features(first, NEW[kind])) < 1e-5
+    assert not found[0, lengths[0] :].any()
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_matrices_and_graph_compute_the_same(kind):
+    waveform = spoken(2.5) + 0.01
+    log_mel = LogMel(NEW[kind])
+    wanted, lengths = log_mel(waveform[None], (len(waveform),))
+    assert distance(MatrixLogMel(log_mel)(waveform[None], torch.tensor(lengths)), wanted) < 1e-3
+    model = with_features(NEW[kind])
+    with torch.no_grad():
+        found, frames = RecognitionGraph(model)(waveform[None], torch.tensor([len(waveform)]))
+        encoded, _ = model.encode(waveform[None], (len(waveform),))
+        wanted = model.model.ctc_head(encoded).log_softmax(dim=-1)[0]
+    assert frames.tolist() == [len(wanted)]
+    assert distance(found[0, : len(wanted)], wanted) < 1e-3
+
+
+def with_features(config: FeatureConfig) -> SpeechModel:
+    model = speech_model_of_shape(SHAPE)
+    assert isinstance(model.architecture, HybridArchitecture)
+    architecture = dataclasses.replace(model.architecture, features=config)
+    front_end = architecture.build_front_end(AugmentConfig())
+    return dataclasses.replace(model, architecture=architecture, front_end=front_end)
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_a_bundle_keeps_the_features(kind, tmp_path):
+    model = with_features(NEW[kind])
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bundle_bytes(model))
+    read = read_bundle(path, torch.device("cpu"))
+    assert isinstance(read.architecture, HybridArchitecture) and read.architecture.features == NEW[kind]
+    waveform = spoken(1.5)
+    found, wanted = (one.encode(waveform[None], (len(waveform),))[0] for one in (read, model))
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("config", "number"), [(OLD, 1), (dataclasses.replace(OLD, preemphasis=0.97), 2), (NEW["speech"], 3)]
+)
+def test_a_bundle_has_the_oldest_format_that_describes_it(config, number, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bundle_bytes(with_features(config)))
+    with safetensors.safe_open(path, framework="pt") as file:
+        entry = json.loads(file.metadata()["konkanivani"])
+    assert entry["format"] == number
+    assert ("normalization" in entry["features"]) == (number == 3)
+    architecture = read_bundle(path, torch.device("cpu")).architecture
+    assert isinstance(architecture, HybridArchitecture) and architecture.features == config
+
+
+def test_a_checkpoint_without_the_settings_keeps_its_features():
+    names = ("dynamic_range", "dc_removal", "normalization")
+    lines = config_to_text(TrainConfig()).splitlines(keepends=True)
+    older = "".join(line for line in lines if not line.startswith(tuple(f"--{name} " for name in names)))
+    assert len(older.splitlines()) == len(lines) - len(names)
+    assert config_from_text(older).features == OLD
+    stored = TrainConfig(features=NEW["peak"])
+    assert config_from_text(config_to_text(stored)).features == NEW["peak"]
+
+
+def test_a_description_says_what_the_features_are():
+    words = {str(described(config)["normalisation"]) for config in NEW.values()}
+    assert len(words) == 3
+    assert "dynamic_range" not in described(OLD) and described(NEW["speech"])["dynamic_range"] == 80.0
