@@ -22,7 +22,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import sentencepiece
 
@@ -411,3 +411,25 @@ class Vocabulary(Protocol):
 
     def piece(self, token: int) -> str:
         """Return the string of one token, for display."""
+
+
+@dataclass(frozen=True)
+class TextLimits:
+    """Largest numbers of tokens of an input and of a target, end tokens included; longer texts are cut or skipped."""
+
+    input_tokens: int
+    target_tokens: int
+    cuts: bool = True
+
+
+@runtime_checkable
+class TextVocabulary(Vocabulary, Protocol):
+    """Vocabulary of a model whose input is text as well."""
+
+    limits: TextLimits
+
+    def encode_input(self, text: str) -> list[int]:
+        """Return the tokens of a normalised input with its end token, within the limit if inputs are cut."""
+
+    def encode_target(self, text: str) -> list[int]:
+        """Return the tokens of a normalised target without its end token, within the limit if targets are cut."""

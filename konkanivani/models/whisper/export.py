@@ -10,9 +10,10 @@ import dataclasses
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import safetensors
 import safetensors.torch
@@ -21,6 +22,7 @@ import torch
 from konkanivani.config import AudioContext, PretrainedConfig, TrainConfig, TuningConfig
 from konkanivani.errors import CheckpointError, NumericsError, ResourceError, UsageError
 from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.models.architecture import Architecture
 from konkanivani.models.fine_tuning import LOW_RANK_TENSORS
 from konkanivani.models.hub import locate_model
 from konkanivani.models.whisper.architecture import WhisperArchitecture
@@ -34,7 +36,6 @@ from konkanivani.models.whisper.folder import (
     WhisperFolder,
     check_finite,
     check_is_new,
-    name_in_file,
     read_json,
     read_tensors,
     read_whisper_folder,
@@ -52,13 +53,33 @@ from konkanivani.models.whisper.vocabulary import ModelTokens, Prompt, PromptedV
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's prefix of the names in transformers' model
-MODEL = {
-    "base_model_class": "WhisperForConditionalGeneration",
-    "parent_library": "transformers.models.whisper.modeling_whisper",
-}
+class ModelFolder(Protocol):
+    """Folder of a base model of any family, as exports need it."""
+
+    @property
+    def path(self) -> Path:
+        """Path of the folder."""
+
+    @property
+    def files(self) -> Mapping[str, tuple[str, ...]]:
+        """Weight files with the names of their tensors."""
+
+    @property
+    def architecture(self) -> Architecture:
+        """Architecture that the folder describes."""
+
+    @property
+    def peft_model(self) -> Mapping[str, str]:
+        """Class of the model in transformers, as PEFT's adapter_config.json names it."""
+
+    def our_names(self) -> dict[str, str]:
+        """Return the network's tensor names, keyed by their names in the files."""
+
+    def name_in_file(self, name: str) -> str:
+        """Return the name in the files of the network's tensor or layer `name`."""
 
 
-def write_adapter(base: WhisperFolder, weights: Mapping[str, torch.Tensor], tuning: TuningConfig, out: Path) -> None:
+def write_adapter(base: ModelFolder, weights: Mapping[str, torch.Tensor], tuning: TuningConfig, out: Path) -> None:
     """Write the low-rank products of `weights` to the folder `out`, which is complete or does not exist.
 
     Args:
@@ -82,12 +103,12 @@ def write_adapter(base: WhisperFolder, weights: Mapping[str, torch.Tensor], tuni
     _check_shapes(base, products, {name: layers.get(name, (0, 0)) for name in adapted}, tuning.lora_rank)
     check_finite(products)
     with whole_folder(out) as partial:
-        safetensors.torch.save_file(_named_as_in_peft(products), partial / WEIGHTS, {"format": "pt"})
-        write_json(partial / ADAPTER_CONFIG, _config(base, tuning, _targets(layers, adapted)))
+        safetensors.torch.save_file(_named_as_in_peft(base, products), partial / WEIGHTS, {"format": "pt"})
+        write_json(partial / ADAPTER_CONFIG, _config(base, tuning, _targets(base, layers, adapted)))
 
 
 def _check_shapes(
-    base: WhisperFolder, products: Mapping[str, torch.Tensor], adapted: Mapping[str, tuple[int, int]], rank: int
+    base: ModelFolder, products: Mapping[str, torch.Tensor], adapted: Mapping[str, tuple[int, int]], rank: int
 ) -> None:
     down, up = LOW_RANK_TENSORS
     wanted = {f"{name}.{down}": (rank, width) for name, (_, width) in adapted.items()}
@@ -98,30 +119,30 @@ def _check_shapes(
         )
 
 
-def _named_as_in_peft(products: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _named_as_in_peft(base: ModelFolder, products: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the products by PEFT's names; A is (r, D) and B (N, r) in PEFT too."""
     parts = dict(zip(LOW_RANK_TENSORS, ("lora_A.weight", "lora_B.weight"), strict=True))
     named = {}
     for name, tensor in products.items():
         part = next(part for part in LOW_RANK_TENSORS if name.endswith(part))
-        layer = name_in_file(name.removesuffix(f".{part}"))
+        layer = base.name_in_file(name.removesuffix(f".{part}"))
         named[f"{PREFIX}{layer}.{parts[part]}"] = tensor.detach().cpu().contiguous()
     return named
 
 
-def _targets(layers: Mapping[str, tuple[int, int]], adapted: Set[str]) -> list[str]:
+def _targets(base: ModelFolder, layers: Mapping[str, tuple[int, int]], adapted: Set[str]) -> list[str]:
     """Return PEFT's `target_modules`: last parts of names if all layers with them are adapted, else full names."""
     ends = {name.rpartition(".")[2] for name in adapted}
     has_all = adapted == {name for name in layers if name.rpartition(".")[2] in ends}
-    names = [name_in_file(name) for name in adapted]
+    names = [base.name_in_file(name) for name in adapted]
     return sorted({name.rpartition(".")[2] for name in names} if has_all else names)
 
 
-def _config(base: WhisperFolder, tuning: TuningConfig, targets: list[str]) -> dict[str, object]:
+def _config(base: ModelFolder, tuning: TuningConfig, targets: list[str]) -> dict[str, object]:
     return {
         "peft_type": "LORA",
         "task_type": None,  # none of PEFT's own tasks takes audio features as input
-        "auto_mapping": MODEL,
+        "auto_mapping": dict(base.peft_model),
         "base_model_name_or_path": str(base.path.resolve()),
         "r": tuning.lora_rank,
         "lora_alpha": tuning.lora_alpha or 2 * tuning.lora_rank,
@@ -178,8 +199,28 @@ def write_whisper_folder(
         ResourceError: The files cannot be written.
         NumericsError: The files, read back, differ from the weights.
     """
+    named = named_as_in_files(base, weights)
+    if any(HEAD in tensors for tensors in base.files.values()):
+        # The output layer is the embedding, so a file that stores it separately gets a copy.
+        named[HEAD] = named["model.decoder.embed_tokens.weight"].clone()
+
+    def mark(partial: Path) -> None:
+        if audio_context not in (None, base.audio_context):
+            said = read_json(partial / base.marked_file)
+            write_json(partial / base.marked_file, said | {AUDIO_CONTEXT: audio_context})
+
+    return write_copy(base, named, out, mark)
+
+
+def write_copy(
+    base: ModelFolder, named: Mapping[str, torch.Tensor], out: Path, mark: Callable[[Path], None] = lambda _: None
+) -> WrittenFolder:
+    """Write the base's files with the weights `named` as in its files; errors are those of `write_whisper_folder`.
+
+    Args:
+        mark: changes other files in the complete folder, which still has a temporary name.
+    """
     check_is_new(out)
-    named = _named_as_in_files(base, weights)
     kept_as = (pair for file in base.files for pair in read_tensors(base.path / file).items())
     # fp16 ends at 65,504: a trained weight can leave its range.
     in_full = any(not named[name].to(tensor.dtype).isfinite().all() for name, tensor in kept_as)
@@ -193,22 +234,18 @@ def write_whisper_folder(
         verify_weights(partial, base, named, in_full, out)
         if in_full:
             _tell_of_full_precision(partial)
-        if audio_context not in (None, base.audio_context):
-            said = read_json(partial / base.marked_file)
-            write_json(partial / base.marked_file, said | {AUDIO_CONTEXT: audio_context})
+        mark(partial)
     return WrittenFolder(tuple(rewritten), left_out, in_full)
 
 
-def _named_as_in_files(base: WhisperFolder, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def named_as_in_files(base: ModelFolder, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights by their names in the files; raise a CheckpointError if they do not match the base model."""
     names = {ours: theirs for theirs, ours in base.our_names().items()}
     shapes = {name: tensor.shape for name, tensor in base.architecture.build_without_values().state_dict().items()}
     if shapes != {name: tensor.shape for name, tensor in weights.items()}:
         raise CheckpointError(f"The weights do not match the shape of {base.path}. Use its own base model.")
     check_finite(weights)
-    named = {names[name]: tensor.detach().cpu() for name, tensor in weights.items()}
-    has_head = any(HEAD in tensors for tensors in base.files.values())
-    # The output layer is the embedding, so a file that stores it separately gets a copy.
-    return named | ({HEAD: named["model.decoder.embed_tokens.weight"].clone()} if has_head else {})
+    return {names[name]: tensor.detach().cpu() for name, tensor in weights.items()}
 
 
 def _write_weights(source: Path, weights: Mapping[str, torch.Tensor], target: Path, in_full: bool) -> bool:
@@ -229,7 +266,7 @@ def _write_weights(source: Path, weights: Mapping[str, torch.Tensor], target: Pa
 
 
 def verify_weights(
-    written: Path, base: WhisperFolder, weights: Mapping[str, torch.Tensor], in_full: bool, out: Path
+    written: Path, base: ModelFolder, weights: Mapping[str, torch.Tensor], in_full: bool, out: Path
 ) -> None:
     """Compare the files in `written` with `weights` rounded to each tensor's number format, bit for bit.
 
@@ -254,7 +291,7 @@ def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def _other_files(base: WhisperFolder) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _other_files(base: ModelFolder) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the base's files without weights, as relative paths, and its other files of weights (left out)."""
     found = []
     for directory, folders, names in os.walk(base.path):
@@ -265,7 +302,7 @@ def _other_files(base: WhisperFolder) -> tuple[tuple[str, ...], tuple[str, ...]]
     return tuple(name for name in found if name not in {*stale, *base.files}), stale
 
 
-def _check_room(base: WhisperFolder, kept: tuple[str, ...], out: Path) -> None:
+def _check_room(base: ModelFolder, kept: tuple[str, ...], out: Path) -> None:
     needed = sum((base.path / name).stat().st_size for name in (*kept, *base.files))
     free = shutil.disk_usage(out.parent).free
     if free < needed:

@@ -37,7 +37,7 @@ MOST_JSON_BYTES = MAX_HEADER_BYTES = 2**22  # the longest of both, large-v3's li
 
 def refused(path: Path, reason: str, advice: str = "Download it again, or use another") -> CheckpointError:
     """Return the error for a folder that cannot be used."""
-    return CheckpointError(f"The Whisper folder {path} cannot be used: {reason}. {advice}.")
+    return CheckpointError(f"The model folder {path} cannot be used: {reason}. {advice}.")
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -77,6 +77,12 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}
 
 
+def first_rows(path: Path, name: str, count: int) -> torch.Tensor:
+    """Return the first `count` rows of a tensor in a safetensors file."""
+    with _read_or_refused(path), safetensors.safe_open(path, framework="pt") as file:
+        return file.get_slice(name)[:count]
+
+
 def files_of(path: Path) -> dict[str, tuple[str, ...]]:
     """Return the names of the tensors in each weight file: from the index, or from a single file's header."""
     if (path / WEIGHTS).exists():
@@ -87,9 +93,8 @@ def files_of(path: Path) -> dict[str, tuple[str, ...]]:
             raise refused(
                 path,
                 f"its {pickled[0]} is pickle, which can run code when it is read",
-                "If you trust it, convert it with transformers, "
-                'WhisperForConditionalGeneration.from_pretrained("OLD").save_pretrained("NEW"), and copy '
-                "the other files to the new folder",
+                "If you trust it, convert it with the model's class in transformers, "
+                'from_pretrained("OLD").save_pretrained("NEW"), and copy the other files to the new folder',
             )
         raise refused(path, f"it has no {WEIGHTS}", "Use a folder with all files of the model")
     listed = read_json(path / INDEX).get("weight_map")
@@ -221,6 +226,10 @@ NAMES = {
     "feedforward.contract": "fc2",
     "norm": "layer_norm",
 }
+PEFT_MODEL = {
+    "base_model_class": "WhisperForConditionalGeneration",
+    "parent_library": "transformers.models.whisper.modeling_whisper",
+}
 PART = re.compile(r"(?<=\.)(" + "|".join(map(re.escape, NAMES)) + r")(?=\.|$)")
 
 
@@ -261,6 +270,15 @@ class WhisperFolder:
     def architecture(self) -> WhisperArchitecture:
         """Architecture that the folder describes."""
         return WhisperArchitecture(self.shape, audio_context=self.audio_context)
+
+    @property
+    def peft_model(self) -> Mapping[str, str]:
+        """Class of the model in transformers, as PEFT's adapter_config.json names it."""
+        return PEFT_MODEL
+
+    def name_in_file(self, name: str) -> str:
+        """Return the name in the files of the network's tensor or layer `name`."""
+        return name_in_file(name)
 
     def our_names(self) -> dict[str, str]:
         """Return the network's tensor names, keyed by their names in the files."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from konkanivani.config import AudioContext
 from konkanivani.errors import DataError
-from konkanivani.lengths import CHUNK_FRAMES, SAMPLE_RATE, Count, Lengths, padding_mask
+from konkanivani.lengths import CHUNK_FRAMES, SAMPLE_RATE, SECONDS, Count, Lengths, padding_mask
 from konkanivani.models.asr import ASROutput, LossSums, Objective, SpeechNetwork, Targets, cross_entropy_sum
 from konkanivani.models.attention import key_mask_of
 from konkanivani.models.conformer import BlockList, SpeechEncoder, WrapBlock, keep_activations
@@ -63,6 +63,8 @@ class WhisperShape:
 @dataclass(frozen=True)
 class SpeechFraming:
     """Frame counts of the speech alone, the last frame counted in full."""
+
+    unit = SECONDS
 
     def feature_length(self, samples: Count) -> Count:
         """Return the number of feature frames: 300 for 3 s."""
