@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from konkanivani.config import FeatureConfig
+from konkanivani.console import duration_words
 
 SAMPLE_RATE = 16_000
 SUBSAMPLING = {"valid": 4, "striding": 4, "separable": 8}  # feature frames per encoder frame
@@ -35,11 +36,17 @@ class InputUnit:
     typical: float
     cpu_batch: float
 
+    def total(self, length: float) -> str:
+        """Return the length of a whole corpus for messages, such as 1.5 h or 12,000 tokens."""
+        return duration_words(length / 3600) if self.dtype.is_floating_point else f"{length:,.0f} {self.name}"
+
     def text(self, length: float) -> str:
         """Return the length for messages, such as 1.5 s or 196 tokens."""
         return f"{length:.1f} s" if self.dtype.is_floating_point else f"{length:.0f} {self.name}"
 
 
+# On a CPU, longer micro-batches only add padding (4 x 2 beats 1 x 8: docs/performance.md); a GPU is faster the fuller
+# it is.
 SECONDS = InputUnit("s", SAMPLE_RATE, torch.float32, typical=20.0, cpu_batch=24.0)
 TOKENS = InputUnit("tokens", 1, torch.long, typical=256.0, cpu_batch=2048.0)
 

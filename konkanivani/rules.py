@@ -341,6 +341,14 @@ def _pretrained_rules(config: PretrainedConfig) -> list[Rule]:
             config.pretrained is not None or config.revision is None,
             "--revision selects a revision of a model on the hub: give --pretrained",
         ),
+        (
+            all(most is None or 2 <= most < 2**16 for most in (config.max_input_tokens, config.max_target_tokens)),
+            "--max_input_tokens and --max_target_tokens must be between 2 and 65535",
+        ),
+        (
+            config.input_field != config.target_field and "" not in (config.input_field, config.target_field),
+            "--input_field and --target_field must be the names of two different fields",
+        ),
         (0 <= config.timestamp_share <= 1, "--timestamp_share must be between 0 and 1"),
         (
             config.pretrained is not None or not config.timestamp_share,

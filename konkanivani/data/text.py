@@ -22,7 +22,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeGuard, runtime_checkable
 
 import sentencepiece
 
@@ -428,8 +428,16 @@ class TextVocabulary(Vocabulary, Protocol):
 
     limits: TextLimits
 
+    def count_input(self, text: str) -> int:
+        """Return the number of tokens of a normalised input with its end token, before it is cut."""
+
     def encode_input(self, text: str) -> list[int]:
         """Return the tokens of a normalised input with its end token, within the limit if inputs are cut."""
 
     def encode_target(self, text: str) -> list[int]:
         """Return the tokens of a normalised target without its end token, within the limit if targets are cut."""
+
+
+def reads_text(tokenizer: Vocabulary) -> TypeGuard[TextVocabulary]:
+    """Return whether the input of the tokenizer's model is text, not audio."""
+    return isinstance(tokenizer, TextVocabulary)

@@ -17,7 +17,7 @@ import torch
 
 from konkanivani.data.batching import Batch, GlobalBatch, largest_batch
 from konkanivani.decoding.ctc import Network, argmax_tokens, decoder_of
-from konkanivani.lengths import SAMPLE_RATE, Lengths
+from konkanivani.lengths import Lengths
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.plan import RecomputePolicy, model_state_bytes
@@ -191,14 +191,15 @@ class StepTracer:
 
     def _batch(self, shape: BatchShape) -> Batch:
         """Return a batch without data; with several utterances, one is a frame shorter, because padding costs masks."""
-        samples = round(shape.seconds * SAMPLE_RATE)
+        unit = self._parts.architecture.framing.unit
+        samples = round(shape.seconds * unit.rate)
         tokens = max(1, shape.tokens)
         shorter = 1 if shape.utterances > 1 else 0
         a_frame_less = max(1, samples - self._parts.architecture.framing.encoder_hop)
         with self._mode:
             return Batch(
                 utterance_ids=tuple(map(str, range(shape.utterances))),
-                waveforms=torch.empty(shape.utterances, samples),
+                waveforms=torch.empty(shape.utterances, samples, dtype=unit.dtype),
                 sample_lengths=(samples,) * (shape.utterances - shorter) + (a_frame_less,) * shorter,
                 tokens=torch.empty(shape.utterances, tokens, dtype=torch.long),
                 token_lengths=(tokens,) * shape.utterances,

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from konkanivani.config import TrainConfig
-from konkanivani.console import MIB, Report, announced, budget_text, count, duration_words, parse_budget, peak_text
+from konkanivani.console import MIB, Report, announced, budget_text, count, parse_budget, peak_text
 from konkanivani.data.batching import EpochPlanner, SizeLimit, same_size
 from konkanivani.data.dataset import TrainDataset
 from konkanivani.distributed import Topology, all_reduce_max, broadcast_from_rank0, gather
@@ -132,7 +132,8 @@ def micro_batch_limits(config: TrainConfig, step: StepParts, plan: MemoryPlan | 
     """Return the number of utterances per micro-batch, by their length; print the memory plan if there is one."""
     if plan is None:
         return same_size(resolved(config.data.batch_size))
-    print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
+    unit = step.architecture.framing.unit
+    print(plan_sentences(plan, blocks=len(step.model.blocks), unit=unit), flush=True)
     return tuple(SizeLimit(bucket.seconds, bucket.utterances) for bucket in plan.buckets)
 
 
@@ -145,7 +146,7 @@ def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochP
 
 
 def tell_plan(config: TrainConfig, step: StepParts, speech: TrainDataset, planner: EpochPlanner) -> None:
-    hours = planner.durations.sum() / 3600
+    amount = step.architecture.framing.unit.total(float(planner.durations.sum()))
     cut = f"{config.data.batch_size} x {config.data.gradient_accumulation_steps}"
     cut = str(config.global_batch_size) if config.data.batch_size == "auto" else cut
     concurrent_micro_batches = step.forward.concurrent_micro_batches
@@ -157,7 +158,7 @@ def tell_plan(config: TrainConfig, step: StepParts, speech: TrainDataset, planne
     print(
         f"{step.architecture.description}, {parameters}, {step.architecture.vocab_size} tokens, on "
         f"{step.forward.device.type}{amp}; {count(len(speech.utterances), 'utterance')}, "
-        f"{duration_words(hours)}; {cut} utterances per step{side_by_side}, "
+        f"{amount}; {cut} utterances per step{side_by_side}, "
         f"{count(planner.global_batches_per_epoch(), 'step')} per epoch, {step.total_steps} in total.",
         flush=True,
     )

@@ -123,7 +123,9 @@ class T5Architecture:
             Layer("decoder's self-attention", "M 8 B U D H E", decoders * 8 * written * width * heads),
             Layer("its products", "M 4 B U^2 H E", decoders * 4 * written * (tokens + 1) * heads, is_dense=False),
             Layer("cross-attention", "M 4 B (U + T) D H E", decoders * 4 * (written + rows) * width * heads),
-            Layer("its products over tokens", "M 4 B U T H E", decoders * 4 * written * longest * heads, is_dense=False),
+            Layer(
+                "its products over tokens", "M 4 B U T H E", decoders * 4 * written * longest * heads, is_dense=False
+            ),
             Layer("decoder's feed-forward", "M 2 p B U D I", decoders * written * inner),
             Layer("decoder's output", "2 B U D V", 2 * written * width * shape.vocab_size),
         )

@@ -111,6 +111,16 @@ class T5Folder:
         settings = read_json(self.path / TOKENIZER_CONFIG) if (self.path / TOKENIZER_CONFIG).exists() else {}
         return BYTE_TOKENIZER in (settings.get("tokenizer_class"), self.config.get("tokenizer_class"))
 
+    @property
+    def peft_model(self) -> Mapping[str, str]:
+        """Class of the model in transformers, as PEFT's adapter_config.json names it."""
+        kind = str(self.config.get("model_type"))
+        name = {"t5": "T5", "mt5": "MT5"}[kind]
+        return {
+            "base_model_class": f"{name}ForConditionalGeneration",
+            "parent_library": f"transformers.models.{kind}.modeling_{kind}",
+        }
+
     def name_in_file(self, name: str) -> str:
         """Return the name in the files of the network's tensor or layer `name`."""
         return name_in_file(name, self.shape.variant.is_gated)
@@ -123,6 +133,13 @@ class T5Folder:
         """Return the names in the files that repeat another tensor, with that tensor's name in the files."""
         repeated = COPIES if self.shape.variant.has_head else (*COPIES, HEAD)
         return {name: EMBEDDING for names in self.files.values() for name in names if name in repeated}
+
+    def unused(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the files, by their names, that the network does not have and exports keep."""
+        for file, names in self.files.items():
+            if UNUSED in names:
+                return {UNUSED: read_tensors(self.path / file)[UNUSED]}
+        return {}
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the network's tensors in fp32, by the project's names; raises as `check_weights` does."""

@@ -1,7 +1,7 @@
 """T5 (Raffel et al., 2020): a Transformer of tokens to tokens, with relative positions as a bias of the attention.
 
-The variants differ in three places: T5 1.0 has a ReLU and multiplies with the embedding, scaled, for the output; T5 1.1,
-FLAN-T5, mT5 and ByT5 have a gated GELU (Shazeer, 2020) and an output layer of their own. There is no dropout.
+The variants differ in three places: T5 1.0 has a ReLU and multiplies with the embedding, scaled, for the output; T5
+1.1, FLAN-T5, mT5 and ByT5 have a gated GELU (Shazeer, 2020) and an output layer of their own. There is no dropout.
 
 B batch, T tokens of an input, S encoded tokens, U tokens of a target, K hypotheses, D model width, H heads, E head
 width, V vocabulary.

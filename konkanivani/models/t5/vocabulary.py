@@ -12,14 +12,7 @@ from typing import Protocol
 
 import sentencepiece
 
-from konkanivani.data.text import (
-    WORD_BOUNDARY,
-    Digits,
-    GenerationRules,
-    SpecialTokens,
-    TextLimits,
-    drop_unwritten,
-)
+from konkanivani.data.text import WORD_BOUNDARY, Digits, GenerationRules, SpecialTokens, TextLimits, drop_unwritten
 from konkanivani.errors import DataError, UsageError
 
 BYTE_IDS = 3  # padding, end and unknown come before the bytes
@@ -147,6 +140,10 @@ class T5Vocabulary:
     def normalize(self, text: str, digits: Digits) -> str:
         """Return a text without format characters that have no effect on its letters; case and punctuation stay."""
         return drop_unwritten(text).strip()
+
+    def count_input(self, text: str) -> int:
+        """Return the number of tokens of an input with its end token, before it is cut."""
+        return len(self._codec.encode(text)) + 1
 
     def encode_input(self, text: str) -> list[int]:
         """Return the tokens of an input with its end token, within the limit if inputs are cut."""

@@ -53,6 +53,8 @@ from konkanivani.models.whisper.vocabulary import ModelTokens, Prompt, PromptedV
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's prefix of the names in transformers' model
+
+
 class ModelFolder(Protocol):
     """Folder of a base model of any family, as exports need it."""
 
