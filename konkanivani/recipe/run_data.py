@@ -311,10 +311,7 @@ def choose_usable(
     check_any_usable(kept, left_out)
     cut = count_cut(kept)
     if cut:
-        say(
-            f"{count(cut, 'row')} of {manifest.path} have longer texts, which are cut to --max_input_tokens or "
-            "--max_target_tokens."
-        )
+        say(f"Cut to --max_input_tokens or --max_target_tokens: the texts of {count(cut, 'row')} of {manifest.path}.")
     return kept
 
 

@@ -33,7 +33,7 @@ LINES = (
     "The quick brown fox jumps over 13 lazy dogs!",
     "e-mail: someone@example.org — price €12.50…",
     "  spaces   around,\ttabs too  ",
-    "ﬁne ½ Ⅷ ＡＢＣ",
+    "ﬁne ½ Ⅸ ＡＢＣ",
     "क्‍ष ज्ञ श्री र्‍य",
     "😀 emoji and 漢字 unknown",
     "a",
@@ -163,7 +163,10 @@ def pieces_of(size: int = 300) -> bytes:
     return model.getvalue()
 
 
-def vocabulary(limits: TextLimits = TextLimits(64, 64), is_bytes: bool = False) -> T5Vocabulary:
+LIMITS = TextLimits(64, 64)
+
+
+def vocabulary(limits: TextLimits = LIMITS, is_bytes: bool = False) -> T5Vocabulary:
     """Return a vocabulary of the test's pieces, or of bytes."""
     if is_bytes:
         return T5Vocabulary(Utf8Bytes(), T5Tokens(384), limits)

@@ -8,19 +8,17 @@ from pathlib import Path
 import torch
 
 from konkanivani.config import PretrainedConfig, TuningConfig
-from konkanivani.data.text import TextLimits
 from konkanivani.errors import CheckpointError, DataError
 from konkanivani.models.t5.architecture import T5Architecture
 from konkanivani.models.t5.folder import MIN_BUCKETS, MOST, PIECES, T5Folder, read_t5_folder
 from konkanivani.models.t5.model import T5Shape, T5Variant
-from konkanivani.models.t5.vocabulary import Pieces, T5Vocabulary, Utf8Bytes
+from konkanivani.models.t5.vocabulary import Pieces, T5Vocabulary, Utf8Bytes, text_limits
 from konkanivani.models.whisper.export import WrittenFolder, named_as_in_files, write_copy
 from konkanivani.models.whisper.folder import refused
 
 KIND = "t5"
 RATE = 1e-4
 LORA_RATE = 1e-3  # high, since LoRA's products start at zero
-DEFAULT_LIMIT = 512  # tokens, as in T5's pretraining
 # The embedding may have some rows more than there are pieces: 100 sentinels, and padding to a multiple of 128.
 MAX_SPARE_ROWS = 256
 
@@ -79,15 +77,6 @@ class PretrainedT5:
         shape = dataclasses.asdict(self.folder.shape)
         variant = shape.pop("variant")
         return {"kind": KIND, **shape, **variant}
-
-
-def text_limits(config: PretrainedConfig) -> TextLimits:
-    """Return the limits of the settings, by default 512 tokens each."""
-    return TextLimits(
-        config.max_input_tokens or DEFAULT_LIMIT,
-        config.max_target_tokens or DEFAULT_LIMIT,
-        cuts=config.long_texts == "cut",
-    )
 
 
 def read_pretrained_t5(path: Path) -> PretrainedT5:

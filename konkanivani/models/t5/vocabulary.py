@@ -12,11 +12,13 @@ from typing import Protocol
 
 import sentencepiece
 
+from konkanivani.config import PretrainedConfig
 from konkanivani.data.text import WORD_BOUNDARY, Digits, GenerationRules, SpecialTokens, TextLimits, drop_unwritten
 from konkanivani.errors import DataError, UsageError
 
 BYTE_IDS = 3  # padding, end and unknown come before the bytes
 BYTES = 256
+DEFAULT_LIMIT = 512  # tokens, as in T5's pretraining
 OTHER = "Use another model, or download its files again."
 
 
@@ -180,6 +182,15 @@ class T5Vocabulary:
 
     def _cut(self, ids: list[int], most: int) -> list[int]:
         return ids[: most - 1] if self.limits.cuts else ids
+
+
+def text_limits(config: PretrainedConfig) -> TextLimits:
+    """Return the limits of the settings, by default 512 tokens each."""
+    return TextLimits(
+        config.max_input_tokens or DEFAULT_LIMIT,
+        config.max_target_tokens or DEFAULT_LIMIT,
+        cuts=config.long_texts == "cut",
+    )
 
 
 def vocabulary_of(model: bytes) -> T5Vocabulary:
