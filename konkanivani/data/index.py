@@ -193,8 +193,7 @@ def parse_text_row(line: bytes, names: TextFields, row: int) -> Utterance:
     for name in (names.input, names.target):
         text = fields.get(name)
         if not isinstance(text, str):
-            is_speech = text is None and "audio_filepath" in fields
-            instead = "; the row is of speech, for another model" if is_speech else ""
+            instead = "; the row is of speech, for another model" if "audio_filepath" in fields else ""
             raise BadRow(f"{name} must be a string with a text, not {text!r:.200}{instead}")
         if not text.strip():
             raise BadRow(f"{name} is empty")

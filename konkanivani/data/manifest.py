@@ -42,7 +42,7 @@ class Manifest:
     """Valid rows of a manifest in the order of the file.
 
     Only the index is held in memory or memory-mapped; each access reads the row from the file. `durations` (rows,) are
-    in seconds; `broken` are the invalid rows. `fields` are those of a text-to-text
+    in seconds; `broken` are the invalid rows. `fields` names the texts of a text-to-text
     manifest, None for speech.
     """
 

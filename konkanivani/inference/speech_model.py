@@ -29,10 +29,9 @@ from konkanivani.hub import is_commit, is_hub_name
 from konkanivani.lengths import Lengths
 from konkanivani.models.architecture import Architecture, architecture_of, is_within_bounds
 from konkanivani.models.asr import SkipInit, SpeechNetwork
-from konkanivani.models.families import read_pretrained_model, restored_model, restored_vocabulary
+from konkanivani.models.families import Tuned, read_pretrained_model, restored_model, restored_vocabulary, tuned_of
 from konkanivani.models.front_end import FeatureExtractor
 from konkanivani.models.hub import locate_model
-from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.export import TunedWhisper
 from konkanivani.ops.passes import optimize
 from konkanivani.rules import check_config
@@ -138,12 +137,18 @@ def restored_architecture(checkpoint: Checkpoint, config: TrainConfig) -> Archit
 
 
 def tuned_whisper(checkpoint: Checkpoint, config: TrainConfig) -> TunedWhisper:
+    """Return a checkpoint's fine-tuned Whisper model for export; raise a UsageError if it is another model."""
+    tuned = tuned_model(checkpoint, config)
+    if not isinstance(tuned, TunedWhisper):
+        raise UsageError("The checkpoint is of a T5 model: export it with --folder or --adapter.")
+    return tuned
+
+
+def tuned_model(checkpoint: Checkpoint, config: TrainConfig) -> Tuned:
     """Return a checkpoint's fine-tuned model for export; raise a UsageError if its run did not use `--pretrained`."""
     architecture = restored_architecture(checkpoint, config)
-    if not isinstance(architecture, WhisperArchitecture):
-        raise UsageError("The checkpoint is not of a --pretrained model: export it with --bundle, --onnx or --int8.")
     weights = whole_weights(checkpoint, config, architecture.build_without_values().state_dict())
-    return TunedWhisper(config, architecture, weights, checkpoint.tokenizer)
+    return tuned_of(config, architecture, weights, checkpoint.tokenizer)
 
 
 def whole_weights(

@@ -225,7 +225,7 @@ class SpeechNetwork(torch.nn.Module):
         raise NotImplementedError
 
     def encode(self, features: torch.Tensor, feature_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
-        """Return encoded (B, T', D) and lengths of features (B, T, F), or of what the model's front end returns."""
+        """Return encoded (B, T', D) and lengths of features (B, T, F), or of the front end's other output."""
         return self.encoder(features, feature_lengths)
 
     def example_input(self) -> torch.Tensor:

@@ -1,10 +1,16 @@
 """Families of pretrained models: which one a folder or a checkpoint holds."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from konkanivani.config import PretrainedConfig, TuningConfig
-from konkanivani.errors import CheckpointError
+import torch
+
+from konkanivani.config import PretrainedConfig, TrainConfig, TuningConfig
+from konkanivani.errors import CheckpointError, UsageError
+from konkanivani.models.architecture import Architecture
+from konkanivani.models.model_files import CONFIG, read_json
 from konkanivani.models.t5 import export as t5
 from konkanivani.models.t5 import vocabulary as t5_tokens
 from konkanivani.models.t5.architecture import T5Architecture
@@ -12,10 +18,11 @@ from konkanivani.models.t5.folder import MODEL_TYPES, read_t5_architecture
 from konkanivani.models.whisper import export as whisper
 from konkanivani.models.whisper import vocabulary as whisper_tokens
 from konkanivani.models.whisper.architecture import WhisperArchitecture
-from konkanivani.models.whisper.folder import CONFIG, read_json, read_whisper_architecture
+from konkanivani.models.whisper.folder import read_whisper_architecture
 
 PretrainedModel = whisper.PretrainedWhisper | t5.PretrainedT5
 PretrainedArchitecture = WhisperArchitecture | T5Architecture
+Tuned = whisper.TunedWhisper | t5.TunedT5
 
 
 def is_t5_folder(path: Path) -> bool:
@@ -51,3 +58,40 @@ def restored_vocabulary(
     if state.get("kind") == t5.KIND:
         return t5_tokens.vocabulary_of(model)
     return whisper_tokens.vocabulary_of(model)
+
+
+def tuned_of(
+    config: TrainConfig, architecture: Architecture, weights: Mapping[str, torch.Tensor], tokenizer: bytes
+) -> Tuned:
+    """Return a fine-tuned model for export; raise a UsageError if it is of no family."""
+    if isinstance(architecture, T5Architecture):
+        return t5.TunedT5(config, architecture, weights, tokenizer)
+    if isinstance(architecture, WhisperArchitecture):
+        return whisper.TunedWhisper(config, architecture, weights, tokenizer)
+    raise UsageError("The checkpoint is not of a --pretrained model: export it with --bundle, --onnx or --int8.")
+
+
+@dataclass(frozen=True)
+class FolderWriters:
+    """Functions that write a fine-tuned model to a folder: whole, or its LoRA adapter; `note` is advice or None."""
+
+    whole: Callable[[Path], whisper.WrittenFolder]
+    adapter: Callable[[Path], None]
+    note: str | None
+
+
+def folder_writers(tuned: Tuned, folder: str | None, outputs: Iterable[Path]) -> FolderWriters:
+    """Return the functions for a model whose base is the folder of its run, or `folder`, its copy.
+
+    Raises a CheckpointError if the folder does not exist or has another model, and a UsageError if one of the `outputs`
+    is inside it.
+    """
+    if isinstance(tuned, t5.TunedT5):
+        base = t5.read_t5_base(tuned, folder, outputs)
+        return FolderWriters(partial(t5.export_t5, tuned, base), partial(t5.export_t5_adapter, tuned, base), None)
+    of_whisper = whisper.read_base(tuned, folder, outputs)
+    return FolderWriters(
+        partial(whisper.export_whisper, tuned, of_whisper),
+        partial(whisper.export_adapter, tuned, of_whisper),
+        tuned.note(),
+    )

@@ -218,6 +218,15 @@ def speech_sizes(utterances: Selection, slowest: float, more: int = 0) -> Speech
     return SpeechSizes(utterances, utterances.durations / slowest, utterances.tokens.astype(np.int64) + more)
 
 
+def generated_sizes(utterances: Selection) -> SpeechSizes:
+    """Return the sizes of a validation set; of texts, generated tokens may reach the limit of targets."""
+    sizes = speech_sizes(utterances, slowest=1.0)
+    limits = utterances.text_limits
+    if limits is None:
+        return sizes
+    return dataclasses.replace(sizes, tokens=np.maximum(sizes.tokens, limits.target_tokens - 1))
+
+
 def resolve_plan(
     config: TrainConfig,
     architecture: Architecture,

@@ -17,7 +17,7 @@ from konkanivani.memory.plan import MemoryPlan, plan_sentences
 from konkanivani.memory.recovery import forget_sizes, read_sizes
 from konkanivani.models.architecture import Architecture
 from konkanivani.models.asr import frozen_count, parameter_count
-from konkanivani.planning.plan import resolve_placement, resolve_plan, speech_sizes
+from konkanivani.planning.plan import generated_sizes, resolve_placement, resolve_plan, speech_sizes
 from konkanivani.planning.sizes import Ranks, device_costs, needs_sharding
 from konkanivani.recipe.resume import count_steps, load_base, whole_model
 from konkanivani.recipe.run_data import RunData, more_tokens
@@ -99,7 +99,7 @@ def plan_memory(
             free,
             Ranks(start.topology.world_size, sharded),
             train=speech_sizes(speech.train.utterances, min(speech.train.speeds), more_tokens(start.config)),
-            validation=speech_sizes(validation.speech.utterances, slowest=1.0) if validation else None,
+            validation=generated_sizes(validation.speech.utterances) if validation else None,
             stored=start.resumed.states.get("plan") if start.resumed else None,
         ),
     )

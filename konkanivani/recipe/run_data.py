@@ -200,11 +200,9 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     noise_reverb = NoiseReverb()
     with problems.collect():
         noise_reverb = read_noise_reverb(config.augment, config.run.seed, config.data.audio_roots)
+    paths = config.data.train_manifest, config.data.valid_manifest, config.data.test_manifest
     fields = fields_of(start.architecture(config.text.vocab_size), config)
-    manifests = [
-        _read(path, config.data.audio_roots, fields, problems)
-        for path in (config.data.train_manifest, config.data.valid_manifest, config.data.test_manifest)
-    ]
+    manifests = [_read(path, config.data.audio_roots, fields, problems) for path in paths]
     train, valid, test = manifests
     corpus = None if train is None else make_fingerprint(train)
     if corpus:
@@ -281,8 +279,6 @@ def build_training_speech(
     """Return the training set; rejected utterances are added to `rejections`."""
     # The slowest speed gives the longest audio, for which the limits have to hold.
     speeds = resolved(config.augment.speed_perturbation)
-    if reads_text(tokenizer):
-        speeds = (1.0,)
     limits = training_limits(config, architecture.framing)
     most = architecture.most_tokens - more_tokens(config)
     limits = limits.within(architecture.longest_seconds, most, slowest_speed=min(speeds))

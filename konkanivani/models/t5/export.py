@@ -1,20 +1,21 @@
 """T5 folders as pretrained models, and trained T5 models as a copy of their base folder."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from konkanivani.config import PretrainedConfig, TuningConfig
-from konkanivani.errors import CheckpointError, DataError
+from konkanivani.config import PretrainedConfig, TrainConfig, TuningConfig
+from konkanivani.errors import CheckpointError, DataError, UsageError
+from konkanivani.models.adapter import write_adapter
+from konkanivani.models.model_files import refused
 from konkanivani.models.t5.architecture import T5Architecture
 from konkanivani.models.t5.folder import MIN_BUCKETS, MOST, PIECES, T5Folder, read_t5_folder
 from konkanivani.models.t5.model import T5Shape, T5Variant
 from konkanivani.models.t5.vocabulary import Pieces, T5Vocabulary, Utf8Bytes, text_limits
-from konkanivani.models.whisper.export import WrittenFolder, named_as_in_files, write_copy
-from konkanivani.models.whisper.folder import refused
+from konkanivani.models.whisper.export import WrittenFolder, locate_base, named_as_in_files, other_base, write_copy
 
 KIND = "t5"
 RATE = 1e-4
@@ -35,7 +36,7 @@ class PretrainedT5:
         return self.folder.path
 
     def settled(self, config: PretrainedConfig) -> PretrainedConfig:
-        """Return the settings with the default limits where they have none."""
+        """Return the settings with default limits for unset ones."""
         limits = text_limits(config)
         return dataclasses.replace(config, max_input_tokens=limits.input_tokens, max_target_tokens=limits.target_tokens)
 
@@ -108,12 +109,45 @@ def restored_t5(state: Mapping[str, object], tuning: TuningConfig) -> T5Architec
     return T5Architecture(T5Shape(**found, variant=variant), tuning)
 
 
-def export_t5(base: PretrainedT5, weights: Mapping[str, torch.Tensor], out: Path) -> WrittenFolder:
-    """Write the folder `out`: the base's files, with `weights` (without adapters) in the base's number formats.
+@dataclass(frozen=True)
+class TunedT5:
+    """Settings, architecture, complete weights and serialized tokenizer of a fine-tuned T5 model."""
 
-    Errors are those of `write_copy`, which compares the files with the weights bit for bit.
+    config: TrainConfig
+    architecture: T5Architecture
+    weights: Mapping[str, torch.Tensor]
+    tokenizer: bytes
+
+
+def read_t5_base(tuned: TunedT5, folder: str | None, outputs: Iterable[Path]) -> PretrainedT5:
+    """Return the pretrained folder of the run, or `folder` its copy; raise errors as `locate_base` does."""
+    path = locate_base(tuned.config.pretrained, folder, outputs)
+    base = read_pretrained_t5(path)
+    if (base.folder.shape, base.vocabulary(tuned.config.pretrained).model) != (
+        tuned.architecture.model,
+        tuned.tokenizer,
+    ):
+        raise other_base(path)
+    return base
+
+
+def export_t5_adapter(tuned: TunedT5, base: PretrainedT5, out: Path) -> None:
+    """Write the folder `out` with the LoRA weights only, in PEFT's format."""
+    if not tuned.architecture.tuning.lora_rank:
+        raise UsageError(
+            "--adapter needs a run with --lora_rank, but this run trained the layers themselves: use --folder."
+        )
+    write_adapter(base.folder, tuned.weights, tuned.architecture.tuning, out)
+
+
+def export_t5(tuned: TunedT5, base: PretrainedT5, out: Path) -> WrittenFolder:
+    """Write the folder `out`: the base's files, with the trained weights in the base's number formats.
+
+    Raises as `write_copy` does, which compares the files with the weights bit for bit.
     """
     folder = base.folder
+    # `plain` merges LoRA weights into the layers.
+    _, weights = tuned.architecture.plain(tuned.weights)
     named = named_as_in_files(folder, weights)
     for copy, name in folder.copies().items():
         named[copy] = named[name].clone()

@@ -9,10 +9,7 @@ from pathlib import Path
 import torch
 
 from konkanivani.errors import UsageError
-from konkanivani.models.t5.architecture import T5Architecture
-from konkanivani.models.t5.model import T5, T5Shape, T5Variant
-from konkanivani.models.t5.vocabulary import T5Tokens
-from konkanivani.models.whisper.folder import (
+from konkanivani.models.model_files import (
     CONFIG,
     INDEX,
     NUMBER_FORMATS,
@@ -23,6 +20,9 @@ from konkanivani.models.whisper.folder import (
     read_tensors,
     refused,
 )
+from konkanivani.models.t5.architecture import T5Architecture
+from konkanivani.models.t5.model import T5, T5Shape, T5Variant
+from konkanivani.models.t5.vocabulary import T5Tokens
 
 PIECES = "spiece.model"
 TOKENIZER_CONFIG = "tokenizer_config.json"

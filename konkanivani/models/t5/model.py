@@ -23,7 +23,7 @@ from konkanivani.models.whisper.model import TiedEmbedding, TiedHead, Vocabulary
 
 @dataclass(frozen=True)
 class T5Variant:
-    """Differences between T5 1.0 and its successors; `epsilon` is that of the norms."""
+    """Differences between T5 1.0 and its successors; `epsilon` belongs to the norms."""
 
     is_gated: bool = True
     has_head: bool = True
@@ -193,7 +193,7 @@ class FeedForward(torch.nn.Module):
         expanded = self.expand(normed)
         gate = None if self.gate is None else self.gate(normed)
         if expanded.dtype == torch.float16:
-            # The largest activations of T5's larger sizes exceed 65,504: no product of theirs is in fp16.
+            # In T5's larger sizes, activations here exceed 65,504, the largest number in fp16.
             with torch.autocast(x.device.type, enabled=False):
                 return self.contract(activated(expanded.float(), None if gate is None else gate.float()))
         return self.contract(activated(expanded, gate))

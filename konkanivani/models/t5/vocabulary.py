@@ -1,6 +1,6 @@
 """Tokens of T5: SentencePiece for T5, FLAN-T5 and mT5, bytes for ByT5 (Xue et al., 2022).
 
-Sentinels such as <extra_id_0>, which stand for gaps in pretraining, have ids behind the pieces. They are not looked for
+Sentinels such as <extra_id_0>, which stand for gaps in pretraining, have ids after the pieces. They are not looked for
 in texts, and have no text.
 """
 

@@ -1,19 +1,12 @@
-"""Whisper folders: reading a pretrained one, and writing a trained model as a copy of its base or as an adapter.
-
-PEFT (github.com/huggingface/peft) adds lora_alpha / r times the product of `lora_B` and `lora_A` to a layer of the base
-model that transformers has loaded.
-
-r rank, D input and N output width of a layer.
-"""
+"""Whisper folders: reading a pretrained one, and writing a trained model as a copy of its base or as an adapter."""
 
 import dataclasses
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import safetensors
 import safetensors.torch
@@ -22,139 +15,24 @@ import torch
 from konkanivani.config import AudioContext, PretrainedConfig, TrainConfig, TuningConfig
 from konkanivani.errors import CheckpointError, NumericsError, ResourceError, UsageError
 from konkanivani.lengths import SAMPLE_RATE
-from konkanivani.models.architecture import Architecture
-from konkanivani.models.fine_tuning import LOW_RANK_TENSORS
+from konkanivani.models.adapter import ModelFolder, write_adapter
 from konkanivani.models.hub import locate_model
-from konkanivani.models.whisper.architecture import WhisperArchitecture
-from konkanivani.models.whisper.byte_pairs import read_byte_pairs
-from konkanivani.models.whisper.folder import (
-    AUDIO_CONTEXT,
+from konkanivani.models.model_files import (
     CONFIG,
-    HEAD,
     INDEX,
-    MOST,
-    WhisperFolder,
     check_finite,
     check_is_new,
     read_json,
     read_tensors,
-    read_whisper_folder,
     refused,
     whole_folder,
     write_json,
 )
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.byte_pairs import read_byte_pairs
+from konkanivani.models.whisper.folder import AUDIO_CONTEXT, HEAD, MOST, WhisperFolder, read_whisper_folder
 from konkanivani.models.whisper.model import WhisperShape
 from konkanivani.models.whisper.vocabulary import ModelTokens, Prompt, PromptedVocabulary, is_english_only
-
-# --------------------
-# LoRA adapter of a tuned Whisper model, written in the format of PEFT.
-
-
-ADAPTER_CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # PEFT's prefix of the names in transformers' model
-
-
-class ModelFolder(Protocol):
-    """Folder of a base model of any family, as exports need it."""
-
-    @property
-    def path(self) -> Path:
-        """Path of the folder."""
-
-    @property
-    def files(self) -> Mapping[str, tuple[str, ...]]:
-        """Weight files with the names of their tensors."""
-
-    @property
-    def architecture(self) -> Architecture:
-        """Architecture that the folder describes."""
-
-    @property
-    def peft_model(self) -> Mapping[str, str]:
-        """Class of the model in transformers, as PEFT's adapter_config.json names it."""
-
-    def our_names(self) -> dict[str, str]:
-        """Return the network's tensor names, keyed by their names in the files."""
-
-    def name_in_file(self, name: str) -> str:
-        """Return the name in the files of the network's tensor or layer `name`."""
-
-
-def write_adapter(base: ModelFolder, weights: Mapping[str, torch.Tensor], tuning: TuningConfig, out: Path) -> None:
-    """Write the low-rank products of `weights` to the folder `out`, which is complete or does not exist.
-
-    Args:
-        weights: tensors by the project's names: all of the model, or its low-rank products only.
-
-    Raises:
-        UsageError: `out` exists and is not empty, or there are no products.
-        CheckpointError: The products do not match this base and rank, or are not finite.
-        ResourceError: The files cannot be written.
-    """
-    check_is_new(out)
-    products = {name: tensor for name, tensor in weights.items() if name.endswith(LOW_RANK_TENSORS)}
-    if not products:
-        raise UsageError("The model has no LoRA adapter. Export its weights as a whole folder.")
-    modules = base.architecture.build_without_values().named_modules()
-    layers = {
-        name: (layer.out_features, layer.in_features) for name, layer in modules if isinstance(layer, torch.nn.Linear)
-    }
-    adapted = {name.removesuffix(f".{part}") for part in LOW_RANK_TENSORS for name in products if name.endswith(part)}
-    # A layer that the base model does not have gets the shape (0, 0), which matches no tensor.
-    _check_shapes(base, products, {name: layers.get(name, (0, 0)) for name in adapted}, tuning.lora_rank)
-    check_finite(products)
-    with whole_folder(out) as partial:
-        safetensors.torch.save_file(_named_as_in_peft(base, products), partial / WEIGHTS, {"format": "pt"})
-        write_json(partial / ADAPTER_CONFIG, _config(base, tuning, _targets(base, layers, adapted)))
-
-
-def _check_shapes(
-    base: ModelFolder, products: Mapping[str, torch.Tensor], adapted: Mapping[str, tuple[int, int]], rank: int
-) -> None:
-    down, up = LOW_RANK_TENSORS
-    wanted = {f"{name}.{down}": (rank, width) for name, (_, width) in adapted.items()}
-    wanted |= {f"{name}.{up}": (width, rank) for name, (width, _) in adapted.items()}
-    if {name: tuple(tensor.shape) for name, tensor in products.items()} != wanted:
-        raise CheckpointError(
-            f"The LoRA adapter does not match the layers of {base.path} at rank {rank}. Use its own base model."
-        )
-
-
-def _named_as_in_peft(base: ModelFolder, products: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the products by PEFT's names; A is (r, D) and B (N, r) in PEFT too."""
-    parts = dict(zip(LOW_RANK_TENSORS, ("lora_A.weight", "lora_B.weight"), strict=True))
-    named = {}
-    for name, tensor in products.items():
-        part = next(part for part in LOW_RANK_TENSORS if name.endswith(part))
-        layer = base.name_in_file(name.removesuffix(f".{part}"))
-        named[f"{PREFIX}{layer}.{parts[part]}"] = tensor.detach().cpu().contiguous()
-    return named
-
-
-def _targets(base: ModelFolder, layers: Mapping[str, tuple[int, int]], adapted: Set[str]) -> list[str]:
-    """Return PEFT's `target_modules`: last parts of names if all layers with them are adapted, else full names."""
-    ends = {name.rpartition(".")[2] for name in adapted}
-    has_all = adapted == {name for name in layers if name.rpartition(".")[2] in ends}
-    names = [base.name_in_file(name) for name in adapted]
-    return sorted({name.rpartition(".")[2] for name in names} if has_all else names)
-
-
-def _config(base: ModelFolder, tuning: TuningConfig, targets: list[str]) -> dict[str, object]:
-    return {
-        "peft_type": "LORA",
-        "task_type": None,  # none of PEFT's own tasks takes audio features as input
-        "auto_mapping": dict(base.peft_model),
-        "base_model_name_or_path": str(base.path.resolve()),
-        "r": tuning.lora_rank,
-        "lora_alpha": tuning.lora_alpha or 2 * tuning.lora_rank,
-        "target_modules": targets,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
-
 
 # --------------------
 # Export of a trained Whisper model as a copy of its base folder in which only changed weights differ.
@@ -217,7 +95,7 @@ def write_whisper_folder(
 def write_copy(
     base: ModelFolder, named: Mapping[str, torch.Tensor], out: Path, mark: Callable[[Path], None] = lambda _: None
 ) -> WrittenFolder:
-    """Write the base's files with the weights `named` as in its files; errors are those of `write_whisper_folder`.
+    """Write the base's files with the weights `named` as in its files; raise errors as `write_whisper_folder` does.
 
     Args:
         mark: changes other files in the complete folder, which still has a temporary name.
@@ -450,26 +328,37 @@ def read_base(tuned: TunedWhisper, folder: str | None, outputs: Iterable[Path]) 
     Raises a CheckpointError if the folder does not exist or contains a model of other dimensions or tokens, and a
     UsageError if one of the `outputs` is inside it.
     """
-    named = folder or tuned.config.pretrained.pretrained or ""
-    path = locate_model(named, tuned.config.pretrained.revision, "whisper").path
+    path = locate_base(tuned.config.pretrained, folder, outputs)
+    base = read_pretrained_whisper(path)
+    if base.folder.shape != tuned.architecture.model or not _has_tokens_of(base, tuned):
+        raise other_base(path)
+    return base
+
+
+def locate_base(config: PretrainedConfig, folder: str | None, outputs: Iterable[Path]) -> Path:
+    """Return the path of the pretrained folder of a run, or of `folder`, its copy; raise errors as `read_base` does."""
+    named = folder or config.pretrained or ""
+    path = locate_model(named, config.revision, "whisper").path
     if folder is None and not path.is_dir():
         raise CheckpointError(
             f"The folder {path} that the run was started from does not exist, but the export needs it. Give "
             "its current path with --pretrained."
         )
-    base = read_pretrained_whisper(path)
     # Compare resolved paths: a symbolic link could point into the base folder.
     inside = [out for out in outputs if path.resolve() in out.resolve().parents]
     if inside:
         raise UsageError(
             f"{inside[0]} is inside the folder that the run was started from. Choose a folder outside of it."
         )
-    if base.folder.shape != tuned.architecture.model or not _has_tokens_of(base, tuned):
-        raise CheckpointError(
-            f"The run was not started from a model like {base.path}: its dimensions or tokens differ. Give the "
-            "original folder with --pretrained."
-        )
-    return base
+    return path
+
+
+def other_base(path: Path) -> CheckpointError:
+    """Return the error for a base folder of another model."""
+    return CheckpointError(
+        f"The run was not started from a model like {path}: its dimensions or tokens differ. Give the original folder "
+        "with --pretrained."
+    )
 
 
 def _has_tokens_of(base: PretrainedWhisper, tuned: TunedWhisper) -> bool:

@@ -1,7 +1,6 @@
 """Whisper (Radford et al., 2022): an encoder of features over a padded window, or over speech, and a token decoder.
 
 Masks are for utterances shorter than the longest of their batch, and None if there are none.
-
 B batch, T feature frames (in attention: frames or tokens), T' or S encoder frames, U tokens, K hypotheses, F mel bins,
 D model width, H heads, E = D / H head width, V vocabulary.
 """
