@@ -263,5 +263,5 @@ def test_the_search_takes_what_is_planned_with_its_cache():
         found.append(live.restart_peak())
     tracer = build_tracer(t5_config(), architecture, ONLY_TENSORS)
     planned = tracer.trace_validation(BatchShape(4, 64.0, 200))
-    assert found[0] <= planned <= 1.3 * found[0]
+    assert found[0] <= planned <= 1.5 * found[0]
     assert tracer.trace_validation(BatchShape(4, 64.0, 20)) < found[0]  # negative control: a cache of 20 tokens

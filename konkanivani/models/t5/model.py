@@ -105,12 +105,13 @@ class Attention(torch.nn.Module):
     """Multi-head attention of x (B, T, D) over itself or over encoded tokens -> (B, T, D), not scaled by 1 / sqrt(E).
 
     The scale is in the initial weights. `bias` (1, H, T, S) is added to the scores; `key_mask` (B, 1, 1, S) is True for
-    keys that are attended to.
+    keys that are attended to. If `is_causal`, the bias is -inf for keys after the query.
     """
 
-    def __init__(self, shape: T5Shape) -> None:
+    def __init__(self, shape: T5Shape, is_causal: bool = False) -> None:
         super().__init__()
         inner = shape.attention_heads * shape.head_width
+        self.is_causal = is_causal
         self.heads = shape.attention_heads
         self.query = torch.nn.Linear(shape.d_model, inner, bias=False)
         self.key = torch.nn.Linear(shape.d_model, inner, bias=False)
@@ -231,7 +232,7 @@ class DecoderBlock(torch.nn.Module):
     def __init__(self, shape: T5Shape) -> None:
         super().__init__()
         self.self_attention_norm = RMSNorm(shape.d_model, shape.variant.epsilon)
-        self.self_attention = Attention(shape)
+        self.self_attention = Attention(shape, is_causal=True)
         self.cross_attention_norm = RMSNorm(shape.d_model, shape.variant.epsilon)
         self.cross_attention = Attention(shape)
         self.feedforward = FeedForward(shape)
