@@ -93,10 +93,17 @@ def _chunks(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> Iterator
     if is_causal:
         count = min(count, CAUSAL_QUERIES)
     rows = max(1, SCORE_NUMBERS // (width * count))
+    # A plan's tensors without data are of a subclass: chunks of one shape take the same memory, and one of each is run.
+    is_traced = type(query) is not torch.Tensor
+    traced: set[tuple[int, int, int]] = set()
     for first_row in range(0, batch, rows):
         for first in range(0, queries, count):
             end = min(first + count, queries)
             keys = end if is_causal else key.shape[2]
+            shape = min(rows, batch - first_row), end - first, keys
+            if is_traced and shape in traced:
+                continue
+            traced.add(shape)
             yield _Chunk(slice(first_row, first_row + rows), slice(first, end), slice(0, keys))
 
 
