@@ -1,7 +1,10 @@
 """Correct lines of text with a text-to-text model, or write pairs to train one from text with artificial errors.
 
-konkanivani correct hypotheses.txt --model checkpoints/checkpoint_best.pt
-konkanivani correct sentences.txt --corrupt 0.2 --output pairs.jsonl
+    konkanivani correct said.txt --model flan-konkani
+    konkanivani correct said.txt --corrupt 0.2 \\
+        --output pairs.jsonl
+
+Without --output, corrected lines are printed.
 """
 
 from dataclasses import dataclass
