@@ -15,7 +15,6 @@ from konkanivani.config import (
     DEFAULT_EFFECTIVE_BATCH_SIZE,
     DEFAULT_RATE,
     PRESETS,
-    AugmentConfig,
     DataConfig,
     FeatureConfig,
     ModelConfig,
@@ -23,7 +22,7 @@ from konkanivani.config import (
 )
 from konkanivani.errors import CheckpointError, ErrorCollector, UsageError
 from konkanivani.hub import is_commit
-from konkanivani.rules import Setting, check_config, settings_of, with_values
+from konkanivani.rules import TEXT_FLAGS, Setting, check_config, settings_of, with_values
 
 # --------------------
 # Values of the "auto" settings, chosen from the amount of training audio. Does not import torch.
@@ -182,15 +181,6 @@ PRETRAINED_DEFAULTS = NO_REGULARISATION | {"max_duration": 30.0, "max_tokens": 2
 # Settings in GROUPS_OF_SHAPE that --resume may still change; all others there must equal the checkpoint's.
 FREE_TO_CHANGE = ("dropout", "pretrained", "revision", "forgetting_manifest", "forgetting_language")
 GROUPS_OF_SHAPE = ("text", "features", "model", "pretrained", "tuning")
-# Flags of models whose input is text, and of those whose input is audio.
-TEXT_FLAGS = ("input_field", "target_field", "max_input_tokens", "max_target_tokens", "long_texts")
-SPEECH_FLAGS = frozenset(
-    ("language", "task", "audio_context", "timestamp_share", "forgetting_manifest", "forgetting_language", "digits")
-    + ("audio_roots", "min_duration", "max_duration", "max_validation_duration", "max_tokens")
-    + tuple(leaf.name for leaf in dataclasses.fields(AugmentConfig))
-)
-# Text has no speeds, and a micro-batch of its validation is counted in tokens.
-TEXT_DEFAULTS: dict[str, object] = {"speed_perturbation": (1.0,), "validation_batch_seconds": 4096.0}
 # Flag that has no effect without another flag, optionally with the value that the other needs.
 FLAG_REQUIRES = {
     **{"rir_prob": "rir_manifest", "noise_snr": "noise_manifest", "noise_prob": "noise_manifest"},
@@ -433,23 +423,6 @@ def check_idle_flags(config: TrainConfig, explicit: frozenset[str]) -> None:
         raise UsageError(
             f"A --pretrained model has the shape that its folder defines, and {named} would change it: omit {them}."
         )
-
-
-def check_input_flags(explicit: frozenset[str], is_text: bool) -> None:
-    """Raise UsageError for given flags of the other kind of input than the model's."""
-    idle = sorted(explicit & (SPEECH_FLAGS if is_text else frozenset(TEXT_FLAGS)))
-    if idle:
-        named = ", ".join(f"--{name}" for name in idle)
-        kinds = ("text", "speech") if is_text else ("speech", "text")
-        raise UsageError(
-            f"The input of the --pretrained model is {kinds[0]}, and {named} {'is' if len(idle) == 1 else 'are'} for "
-            f"models of {kinds[1]}: omit {'it' if len(idle) == 1 else 'them'}."
-        )
-
-
-def with_text_defaults(config: TrainConfig, explicit: frozenset[str]) -> TrainConfig:
-    """Return the configuration of a text-to-text model with the defaults of the flags that are not given."""
-    return with_values(config, {name: value for name, value in TEXT_DEFAULTS.items() if name not in explicit})
 
 
 def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 
 from konkanivani.config import AUTO, PRESETS, ModelConfig, Preset, TrainConfig
 from konkanivani.console import GIB, MIB, budget_text, peak_text
-from konkanivani.flags import check_input_flags, resolve, resolved, with_text_defaults, words_of
+from konkanivani.flags import resolve, resolved, words_of
 from konkanivani.lengths import SECONDS, TOKENS
 from konkanivani.memory.devices import DeviceCosts, PlanTarget
 from konkanivani.memory.plan import BucketPlan, RecomputePolicy
@@ -38,7 +38,7 @@ from konkanivani.planning.sizes import (
 )
 from konkanivani.planning.tracer import BatchShape, Peak
 from konkanivani.planning.traces import kept_traces
-from konkanivani.rules import settings_of
+from konkanivani.rules import check_input_flags, settings_of, with_text_defaults
 
 # --------------------
 # Report of a memory plan before training, as a table or as JSON, planned in worker processes.

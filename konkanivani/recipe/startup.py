@@ -17,12 +17,10 @@ from konkanivani.flags import (
     CorpusSize,
     as_stored,
     check_idle_flags,
-    check_input_flags,
     config_from_text,
     contradictions,
     decisions,
     resolve,
-    with_text_defaults,
 )
 from konkanivani.inference.speech_model import (
     Origin,
@@ -37,7 +35,7 @@ from konkanivani.models.architecture import Architecture, architecture_of
 from konkanivani.models.hub import locate_model
 from konkanivani.recipe.preflight import check_disk, check_paths, check_ranks, named_manifests
 from konkanivani.recipe.run_folders import take_log_folder
-from konkanivani.rules import settings_of, with_values
+from konkanivani.rules import check_input_flags, settings_of, with_text_defaults, with_values
 from konkanivani.training.logbook import LOG_NAME
 
 # Settings of a checkpoint that name files and folders. They are printed on resume: the checkpoint may be from another
