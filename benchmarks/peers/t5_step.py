@@ -4,8 +4,8 @@
     python benchmarks/peers/t5_step.py --steps 5
 
 Both sides train the same shape on the same tokens in fp32 with AdamW, 8 pairs of 196 and 384 tokens. Each side is a
-process of its own that makes one step when its turn comes, so that both meet the same other load; peaks are of the
-process, above its memory before the model is built.
+process of its own that makes one step when its turn comes, so that both meet the same other load; CPU seconds are of
+all threads. Peaks are of the process, above its memory before the model is built.
 """
 
 import argparse
@@ -120,10 +120,12 @@ def serve(side: str, threads: int) -> None:
     before = peak_mib()
     step = theirs() if "ours" not in side else ours("always" if "recomputed" in side else "never")
     for _ in sys.stdin:
-        started = time.perf_counter()
+        started = time.perf_counter(), time.process_time()
         loss = step()
-        seconds = time.perf_counter() - started
-        print(json.dumps({"seconds": seconds, "loss": loss, "peak": peak_mib() - before}), flush=True)
+        ended = time.perf_counter(), time.process_time()
+        seconds, cpu_seconds = (end - begin for begin, end in zip(started, ended, strict=True))
+        found = {"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss, "peak": peak_mib() - before}
+        print(json.dumps(found), flush=True)
 
 
 def main() -> None:
@@ -151,10 +153,12 @@ def main() -> None:
         assert process.stdin is not None
         process.stdin.close()
         process.wait()
-    print(f"{'':30}{'s a step':>10}{'MiB':>8}{'first loss':>12}")
+    print(f"{'':30}{'s a step':>10}{'CPU s':>8}{'MiB':>8}{'first loss':>12}")
     for side, steps in found.items():
-        seconds = statistics.median(step["seconds"] for step in steps[1:])
-        print(f"{side:30}{seconds:10.2f}{steps[-1]['peak']:8.0f}{steps[0]['loss']:12.3f}")
+        seconds, cpu_seconds = (
+            statistics.median(step[name] for step in steps[1:]) for name in ("seconds", "cpu_seconds")
+        )
+        print(f"{side:30}{seconds:10.2f}{cpu_seconds:8.2f}{steps[-1]['peak']:8.0f}{steps[0]['loss']:12.3f}")
 
 
 if __name__ == "__main__":

@@ -235,7 +235,7 @@ LARGER = T5Shape(64, 16, 4, 3, 3, 128, 300)
 POLICIES = {"never": RecomputePolicy("never"), "some": RecomputePolicy.first(3), "always": RecomputePolicy("always")}
 
 
-@pytest.mark.parametrize(("mode", "policy"), crossed(("full", "LoRA"), POLICIES))
+@pytest.mark.parametrize(("mode", "policy"), [("full", "never"), ("full", "always"), ("LoRA", "some")])
 def test_a_step_takes_what_is_planned_for_its_size(mode, policy):
     architecture = T5Architecture(LARGER, MODES[mode])
     said = [dataclasses.replace(one, waveform=torch.arange(2, 130 - n), tokens=[9] * 100) for n, one in enumerate(SAID)]
@@ -253,7 +253,7 @@ def test_the_search_takes_what_is_planned_with_its_cache():
     parts = build_step_parts(t5_config(), architecture, CPU, 100)
     said = [dataclasses.replace(one, waveform=torch.arange(2, 66), tokens=[9] * 20) for one in SAID]
     found = []
-    rules = GenerationRules(suppressed=(SPECIAL.end,), most_tokens=200)
+    rules = GenerationRules(suppressed=(SPECIAL.end,), most_tokens=80)
     batches = [(b, [Utterance(n, n, 1.0, "") for n in b.utterance_ids]) for b in global_batch(said, 4).micro_batches]
     decode = BeamDecode(1, 0.0, 0.0, None, 0.0, SPECIAL, rules)
     with LiveBytes() as live:
@@ -262,6 +262,6 @@ def test_the_search_takes_what_is_planned_with_its_cache():
         recognize_all(parts.forward, batches, Numbers(), decode)
         found.append(live.restart_peak())
     tracer = build_tracer(t5_config(), architecture, ONLY_TENSORS)
-    planned = tracer.trace_validation(BatchShape(4, 64.0, 200))
+    planned = tracer.trace_validation(BatchShape(4, 64.0, 80))
     assert found[0] <= planned <= 1.5 * found[0]
     assert tracer.trace_validation(BatchShape(4, 64.0, 20)) < found[0]  # negative control: a cache of 20 tokens
