@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 
+from konkanivani.config import PretrainedConfig, TrainConfig
 from konkanivani.data.index import Utterance
 from konkanivani.data.text import GenerationRules
 from konkanivani.decoding.decode import BeamDecode
@@ -17,7 +18,8 @@ from konkanivani.models import decoder
 from konkanivani.models.asr import LossCounts
 from konkanivani.models.decoder import FIRST_CAPACITY, DecoderCache
 from konkanivani.models.t5.architecture import T5Architecture
-from konkanivani.models.t5.model import T5Shape
+from konkanivani.models.t5.model import FeedForward, T5Shape
+from konkanivani.planning.report import PlanRequest
 from konkanivani.planning.tensors import LiveBytes
 from konkanivani.planning.tracer import BatchShape
 from konkanivani.planning.traces import build_tracer
@@ -42,6 +44,7 @@ from tests.t5.parts import (
     pairs,
     t5_config,
     t5_parts,
+    write_folder,
 )
 
 BOUND = 1e-9
@@ -265,3 +268,25 @@ def test_the_search_takes_what_is_planned_with_its_cache():
     planned = tracer.trace_validation(BatchShape(4, 64.0, 80))
     assert found[0] <= planned <= 1.5 * found[0]
     assert tracer.trace_validation(BatchShape(4, 64.0, 20)) < found[0]  # negative control: a cache of 20 tokens
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_activations_beyond_fp16_do_not_overflow(variant):
+    torch.manual_seed(0)
+    module = FeedForward(dataclasses.replace(SHAPE, variant=VARIANTS[variant]))
+    with torch.no_grad():
+        module.expand.weight.mul_(3_000)
+        module.contract.weight.mul_(100)
+    x = torch.randn(2, 5, SHAPE.d_model)
+    expected = module(x)
+    with torch.autocast("cpu", dtype=torch.float16):
+        found = module(x)
+    assert found.isfinite().all() and relative_difference(expected, found) < 0.01
+    assert expected.abs().max() > 65_504  # negative control: fp16 has no such numbers
+
+
+def test_a_plan_counts_tokens_up_to_the_limits(tmp_path):
+    texts = PretrainedConfig(str(write_folder(tmp_path / "base")), max_input_tokens=196, max_target_tokens=384)
+    request = PlanRequest(TrainConfig(pretrained=texts), ONLY_TENSORS, 2**30, "always")
+    assert request.lengths == [25, 49, 98, 196] and request.window == 196
+    assert (request.tokens(196), request.tokens(1)) == (384, 2)
