@@ -26,6 +26,7 @@ from typing import Literal, Protocol, TypeGuard, runtime_checkable
 
 import sentencepiece
 
+from konkanivani.config import PretrainedConfig
 from konkanivani.console import announced, count
 from konkanivani.errors import DataError, UsageError
 
@@ -420,6 +421,18 @@ class TextLimits:
     input_tokens: int
     target_tokens: int
     cuts: bool = True
+
+
+DEFAULT_LIMIT = 512  # tokens, as in T5's pretraining
+
+
+def text_limits(config: PretrainedConfig) -> TextLimits:
+    """Return the limits of the settings, by default 512 tokens each."""
+    return TextLimits(
+        config.max_input_tokens or DEFAULT_LIMIT,
+        config.max_target_tokens or DEFAULT_LIMIT,
+        cuts=config.long_texts == "cut",
+    )
 
 
 @runtime_checkable

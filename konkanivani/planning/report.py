@@ -15,13 +15,13 @@ import torch
 
 from konkanivani.config import AUTO, PRESETS, ModelConfig, Preset, TrainConfig
 from konkanivani.console import GIB, MIB, budget_text, peak_text
+from konkanivani.data.text import text_limits
 from konkanivani.flags import resolve, resolved, words_of
 from konkanivani.lengths import SECONDS, TOKENS
 from konkanivani.memory.devices import DeviceCosts, PlanTarget
 from konkanivani.memory.plan import BucketPlan, RecomputePolicy
 from konkanivani.memory.weights import ON_CARD, Placement
 from konkanivani.models.architecture import Architecture
-from konkanivani.models.t5.vocabulary import text_limits
 from konkanivani.planning.plan import ALWAYS, MAX_UTTERANCES, NEVER, Planner, resolve_placement
 from konkanivani.planning.sizes import (
     ONE_RANK,

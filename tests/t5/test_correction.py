@@ -69,7 +69,7 @@ def test_confusions_are_read_from_a_hypotheses_file(tmp_path):
 
 
 def test_pairs_are_written_and_lines_are_corrected(tmp_path, monkeypatch):
-    monkeypatch.setattr("konkanivani.models.t5.vocabulary.DEFAULT_LIMIT", 12)  # a random model never ends
+    monkeypatch.setattr("konkanivani.data.text.DEFAULT_LIMIT", 12)  # a random model never ends
     base, lines = write_folder(tmp_path / "base"), tmp_path / "lines.txt"
     lines.write_text("\n".join(LINES[:5]), encoding="utf-8")
     pairs = tmp_path / "pairs.jsonl"

@@ -14,7 +14,7 @@ from konkanivani.models.model_files import refused
 from konkanivani.models.t5.architecture import T5Architecture
 from konkanivani.models.t5.folder import MIN_BUCKETS, MOST, PIECES, T5Folder, read_t5_folder
 from konkanivani.models.t5.model import T5Shape, T5Variant
-from konkanivani.models.t5.vocabulary import Pieces, T5Vocabulary, Utf8Bytes, text_limits
+from konkanivani.models.t5.vocabulary import Pieces, T5Vocabulary, Utf8Bytes, limits_of
 from konkanivani.models.whisper.export import WrittenFolder, locate_base, named_as_in_files, other_base, write_copy
 
 KIND = "t5"
@@ -37,7 +37,7 @@ class PretrainedT5:
 
     def settled(self, config: PretrainedConfig) -> PretrainedConfig:
         """Return the settings with default limits for unset ones."""
-        limits = text_limits(config)
+        limits = limits_of(config)
         return dataclasses.replace(config, max_input_tokens=limits.input_tokens, max_target_tokens=limits.target_tokens)
 
     def architecture(self, tuning: TuningConfig, config: PretrainedConfig) -> T5Architecture:
@@ -53,7 +53,7 @@ class PretrainedT5:
                 codec = Pieces((self.path / PIECES).read_bytes(), tokens)
                 if codec.size + MAX_SPARE_ROWS < tokens.size:
                     raise DataError(f"{PIECES} has {codec.size} tokens, but its model has {tokens.size}. Use its own.")
-            return T5Vocabulary(codec, tokens, text_limits(config))
+            return T5Vocabulary(codec, tokens, limits_of(config))
         except DataError as error:
             raise refused(self.path, f"its tokenizer does not fit: {error}".removesuffix(".")) from None
 

@@ -13,12 +13,19 @@ from typing import Protocol
 import sentencepiece
 
 from konkanivani.config import PretrainedConfig
-from konkanivani.data.text import WORD_BOUNDARY, Digits, GenerationRules, SpecialTokens, TextLimits, drop_unwritten
+from konkanivani.data.text import (
+    WORD_BOUNDARY,
+    Digits,
+    GenerationRules,
+    SpecialTokens,
+    TextLimits,
+    drop_unwritten,
+    text_limits,
+)
 from konkanivani.errors import DataError, UsageError
 
 BYTE_IDS = 3  # padding, end and unknown come before the bytes
 BYTES = 256
-DEFAULT_LIMIT = 512  # tokens, as in T5's pretraining
 OTHER = "Use another model, or download its files again."
 
 
@@ -184,13 +191,9 @@ class T5Vocabulary:
         return ids[: most - 1] if self.limits.cuts else ids
 
 
-def text_limits(config: PretrainedConfig) -> TextLimits:
-    """Return the limits of the settings, by default 512 tokens each."""
-    return TextLimits(
-        config.max_input_tokens or DEFAULT_LIMIT,
-        config.max_target_tokens or DEFAULT_LIMIT,
-        cuts=config.long_texts == "cut",
-    )
+def limits_of(config: PretrainedConfig) -> TextLimits:
+    """Return the limits of the settings."""
+    return text_limits(config)
 
 
 def vocabulary_of(model: bytes) -> T5Vocabulary:
