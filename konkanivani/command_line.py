@@ -51,6 +51,7 @@ SCRIPTS = {
     "plan": "plan_memory.py",
     "evaluate": "evaluate_konkanivani_asr.py",
     "transcribe": "transcribe.py",
+    "correct": "correct.py",
     "listen": "listen.py",
     "serve": "serve.py",
     "export": "export_asr.py",

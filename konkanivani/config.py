@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 # store it and command lines accept it, so that older commands work, but `--help` does not list it.
 Imported = Annotated[Value, IMPORTED]
 # Settings of PretrainedConfig that have no effect without training.
-TRAINING_ONLY = ("timestamp_share", "forgetting_manifest", "forgetting_language")
+TRAINING_ONLY = ("timestamp_share", "forgetting_manifest", "forgetting_language", "long_texts")
 # Old flag names, accepted on command lines and in checkpoints.
 OLD_NAMES = {
     # Keys are the old names, values the current ones.
@@ -217,10 +217,10 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class PretrainedConfig:
-    """Pretrained Whisper model."""
+    """Pretrained Whisper or T5 model."""
 
     pretrained: str | None = None
-    """Folder of a Whisper model in Hugging Face format, or a name on the hub such as openai/whisper-small."""
+    """Folder of a Whisper or T5 model in Hugging Face format, or a name on the hub such as openai/whisper-small."""
     revision: str | None = None
     """Branch, tag or commit of a --pretrained name on the hub (None: main); checkpoints store the commit."""
     language: str | None = None
@@ -237,6 +237,16 @@ class PretrainedConfig:
     """JSONL manifest of speech the model already knows, scored before and after training to measure forgetting."""
     forgetting_language: str | None = None
     """Language of --forgetting_manifest (None: --language)."""
+    input_field: str = "input"
+    """T5: field of a manifest's rows with the input text."""
+    target_field: str = "text"
+    """T5: field of a manifest's rows with the target text."""
+    max_input_tokens: int | None = None
+    """T5: largest number of tokens of an input, end token included (None: 512)."""
+    max_target_tokens: int | None = None
+    """T5: largest number of tokens of a target, end token included (None: 512)."""
+    long_texts: Literal["cut", "skip"] = "cut"
+    """T5: cut texts beyond these limits, or skip their rows."""
 
 
 @dataclass(frozen=True)

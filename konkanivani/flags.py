@@ -23,7 +23,7 @@ from konkanivani.config import (
 )
 from konkanivani.errors import CheckpointError, ErrorCollector, UsageError
 from konkanivani.hub import is_commit
-from konkanivani.rules import Setting, check_config, settings_of, with_values
+from konkanivani.rules import TEXT_FLAGS, Setting, check_config, settings_of, with_values
 
 # --------------------
 # Values of the "auto" settings, chosen from the amount of training audio. Does not import torch.
@@ -191,6 +191,7 @@ GROUPS_OF_SHAPE = ("text", "features", "model", "pretrained", "tuning")
 FLAG_REQUIRES = {
     **{"rir_prob": "rir_manifest", "noise_snr": "noise_manifest", "noise_prob": "noise_manifest"},
     **dict.fromkeys(("language", "task", "audio_context", "revision"), "pretrained"),
+    **dict.fromkeys(TEXT_FLAGS, "pretrained"),
     **{"lora_alpha": "lora_rank", "lora_targets": "lora_rank"},
     **dict.fromkeys(("convolution_kernel", "convolution_norm", "entry_norm"), "encoder_type conformer"),
 }

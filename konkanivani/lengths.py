@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from konkanivani.config import FeatureConfig
+from konkanivani.console import duration_words
 
 SAMPLE_RATE = 16_000
 SUBSAMPLING = {"valid": 4, "striding": 4, "separable": 8}  # feature frames per encoder frame
@@ -24,8 +25,46 @@ Count = TypeVar("Count", int, np.ndarray, torch.Tensor)
 """One length, or (N,) lengths: an array, or a tensor in an exported graph, whose values are known only at run time."""
 
 
+@dataclass(frozen=True)
+class InputUnit:
+    """Unit in which the length, and with it the cost, of an input is counted: seconds of audio, or tokens of text.
+
+    `rate` is the numbers of an input's tensor per unit. On a CPU, micro-batches longer than `cpu_batch` units only add
+    padding; lengths up to `typical` units guide the search for a memory plan.
+    """
+
+    name: str
+    rate: int
+    dtype: torch.dtype
+    typical: float
+    cpu_batch: float
+
+    def total(self, length: float) -> str:
+        """Return the length of a whole corpus for messages, such as 1.5 h or 12,000 tokens."""
+        return duration_words(length / 3600) if self.dtype.is_floating_point else f"{length:,.0f} {self.name}"
+
+    def text(self, length: float) -> str:
+        """Return the length for messages, such as 1.5 s or 196 tokens."""
+        return f"{length:.1f} s" if self.dtype.is_floating_point else f"{length:.0f} {self.name}"
+
+
+# On a CPU, longer micro-batches only add padding (4 x 2 beats 1 x 8: docs/performance.md); a GPU is faster the fuller
+# it is.
+SECONDS = InputUnit("s", SAMPLE_RATE, torch.float32, typical=20.0, cpu_batch=24.0)
+TOKENS = InputUnit("tokens", 1, torch.long, typical=256.0, cpu_batch=2048.0)
+
+
+def unit_of(inputs: torch.Tensor) -> InputUnit:
+    """Return the unit of a batch's input: waveforms are floats, tokens integers."""
+    return SECONDS if inputs.is_floating_point() else TOKENS
+
+
 class FrameLengths(Protocol):
     """Conversion of a number of samples to feature frames and encoder frames, and of frames to times."""
+
+    @property
+    def unit(self) -> InputUnit:
+        """Unit of an input's length; a text has tokens in place of samples."""
 
     @property
     def encoder_hop(self) -> int:
@@ -47,6 +86,7 @@ class Framing:
 
     features: FeatureConfig
     subsampling: str = "valid"
+    unit = SECONDS
 
     @property
     def padding(self) -> tuple[int, int]:

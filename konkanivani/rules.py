@@ -28,6 +28,16 @@ MIN_PIECE = 1.0
 MIN_PAUSE = 0.2
 SUBSAMPLED_BINS = 7  # minimum input for one output of two convolutions with kernel 3 and stride 2
 
+# Flags of models whose input is text, and of those whose input is audio.
+TEXT_FLAGS = ("input_field", "target_field", "max_input_tokens", "max_target_tokens", "long_texts")
+SPEECH_FLAGS = frozenset(
+    ("language", "task", "audio_context", "timestamp_share", "forgetting_manifest", "forgetting_language", "digits")
+    + ("audio_roots", "min_duration", "max_duration", "max_validation_duration", "max_tokens")
+    + tuple(leaf.name for leaf in dataclasses.fields(AugmentConfig))
+)
+# Text has no speeds, and a micro-batch of its validation is counted in tokens.
+TEXT_DEFAULTS: dict[str, object] = {"speed_perturbation": (1.0,), "validation_batch_seconds": 4096.0}
+
 
 Rule = tuple[bool, str]
 """(whether the rule holds, message if it does not)."""
@@ -129,6 +139,23 @@ def check_segmentation(longest_piece: float | None, pause: float, max_piece: flo
         raise UsageError(f"--longest_piece must be from {MIN_PIECE:g} to {max_piece:g} seconds.")
     if not MIN_PAUSE <= pause <= max_pause:
         raise UsageError(f"--pause must be from {MIN_PAUSE:g} to {max_pause:g} seconds.")
+
+
+def check_input_flags(explicit: frozenset[str], is_text: bool) -> None:
+    """Raise UsageError for given flags of the other kind of input than the model's."""
+    idle = sorted(explicit & (SPEECH_FLAGS if is_text else frozenset(TEXT_FLAGS)))
+    if idle:
+        named = ", ".join(f"--{name}" for name in idle)
+        kinds = ("text", "speech") if is_text else ("speech", "text")
+        raise UsageError(
+            f"The input of the --pretrained model is {kinds[0]}, and {named} {'is' if len(idle) == 1 else 'are'} for "
+            f"models of {kinds[1]}: omit {'it' if len(idle) == 1 else 'them'}."
+        )
+
+
+def with_text_defaults(config: TrainConfig, explicit: frozenset[str]) -> TrainConfig:
+    """Return the configuration of a text-to-text model with the defaults of the flags that are not given."""
+    return with_values(config, {name: value for name, value in TEXT_DEFAULTS.items() if name not in explicit})
 
 
 def raise_broken(rules: list[Rule]) -> None:
@@ -341,6 +368,14 @@ def _pretrained_rules(config: PretrainedConfig) -> list[Rule]:
         (
             config.pretrained is not None or config.revision is None,
             "--revision selects a revision of a model on the hub: give --pretrained",
+        ),
+        (
+            all(most is None or 2 <= most < 2**16 for most in (config.max_input_tokens, config.max_target_tokens)),
+            "--max_input_tokens and --max_target_tokens must be between 2 and 65535",
+        ),
+        (
+            config.input_field != config.target_field and "" not in (config.input_field, config.target_field),
+            "--input_field and --target_field must be the names of two different fields",
         ),
         (0 <= config.timestamp_share <= 1, "--timestamp_share must be between 0 and 1"),
         (

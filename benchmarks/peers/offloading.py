@@ -59,8 +59,8 @@ def transformers_peak(size: str) -> int:
     import transformers
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from konkanivani.planning.report import SIZES
     from konkanivani.planning.tensors import LiveBytes
+    from konkanivani.planning.whisper_table import SIZES
 
     # The CUDA allocator rounds each allocation up to a multiple of 512 bytes.
     live = LiveBytes(rounding=512)
@@ -90,9 +90,9 @@ def our_peaks(size: str) -> list[int]:
     from konkanivani.memory.devices import cuda_costs
     from konkanivani.memory.plan import RecomputePolicy
     from konkanivani.models.whisper.architecture import WhisperArchitecture
-    from konkanivani.planning.report import PLACES, SIZES
     from konkanivani.planning.tracer import BatchShape
     from konkanivani.planning.traces import build_tracer
+    from konkanivani.planning.whisper_table import PLACES, SIZES
 
     memory = MemoryConfig(mixed_precision=True, gradient_checkpointing=AUTO)
     config = resolve(TrainConfig(memory=memory, loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0)))

@@ -43,6 +43,8 @@ class Flags:
     """ONNX file to write with int8 weights; run it on one utterance at a time."""
     whisper: str | None = None
     """Folder to write in Hugging Face Whisper format, for a run with --pretrained."""
+    folder: str | None = None
+    """Folder to write in Hugging Face format, for a run with --pretrained of any kind, such as T5."""
     adapter: str | None = None
     """Folder to write with only the LoRA adapter, in PEFT format."""
     hub_folder: str | None = None
@@ -67,7 +69,7 @@ class Flags:
     @property
     def folders(self) -> list[Path]:
         """Folders to write."""
-        return [Path(path) for path in (self.whisper, self.adapter) if path is not None]
+        return [Path(path) for path in (self.whisper, self.folder, self.adapter) if path is not None]
 
 
 def check_flags(flags: Flags) -> None:
@@ -75,7 +77,7 @@ def check_flags(flags: Flags) -> None:
     if not flags.outputs and not flags.folders and flags.hub_folder is None:
         raise UsageError(
             "No output is given. Give --bundle, --onnx or --int8 with the file to write, or several; for a "
-            "run with --pretrained, give --whisper or --adapter with the folder to write; for the hub, give "
+            "run with --pretrained, give --whisper, --folder or --adapter with the folder to write; for the hub, give "
             "--hub_folder."
         )
     if flags.outputs and flags.folders:
@@ -83,6 +85,8 @@ def check_flags(flags: Flags) -> None:
             "--bundle, --onnx and --int8 are for models trained from scratch, --whisper and --adapter for "
             "--pretrained models: give only one kind."
         )
+    if None not in (flags.whisper, flags.folder):
+        raise UsageError("--whisper and --folder both write the whole model: give only one of them.")
     if flags.revision is not None and flags.pretrained is None:
         raise UsageError("--revision selects a revision of a model on the hub: give --pretrained, or omit it.")
     folders = flags.folders
@@ -157,7 +161,7 @@ def export(flags: Flags) -> str:
     if flags.onnx is not None or flags.int8 is not None:
         forms += export_onnx(speech_model, flags.onnx, flags.int8)
     if flags.folders:
-        forms += export_folders(checkpoint, flags.pretrained, flags.whisper, flags.adapter)
+        forms += export_folders(checkpoint, flags.pretrained, flags.whisper or flags.folder, flags.adapter)
     if flags.hub_folder is not None:
         asked = HubFolder(Path(flags.hub_folder), flags.card, scores)
         forms.append(export_hub_folder(asked, checkpoint, speech_model, flags.pretrained))
@@ -193,6 +197,9 @@ def check_kind(flags: Flags, checkpoint: "Checkpoint") -> None:
             f"{flags.checkpoint} was trained without --pretrained, and {named} for --pretrained models: export "
             "it with --bundle, --onnx or --int8."
         )
+    is_text = checkpoint.states.get(PRETRAINED_STATE, {}).get("kind") == "t5"
+    if is_text and (flags.whisper is not None or flags.hub_folder is not None):
+        raise UsageError(f"{flags.checkpoint} is of a T5 model: export it with --folder or --adapter.")
     if not is_ours and flags.outputs:
         raise UsageError(
             f"The run of {flags.checkpoint} used --pretrained: export it with --whisper, or its LoRA adapter "

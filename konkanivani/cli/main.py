@@ -28,6 +28,7 @@ COMMANDS = {
     "plan": Command("plan", "compute the batch sizes that fit a GPU"),
     "evaluate": Command("evaluate", "compute word and character error rates"),
     "transcribe": Command("transcribe", "transcribe recordings to text, JSON or subtitles"),
+    "correct": Command("texts.correct", "correct texts with a T5 model, or write pairs to train one"),
     "listen": Command("listen", "transcribe speech from standard input while a person speaks"),
     "serve": Command("serve", "serve a page to speak into"),
     "export": Command("export", "export to safetensors, ONNX, Whisper, PEFT or a folder for the hub"),

@@ -19,7 +19,10 @@ from konkanivani.errors import UsageError
 from konkanivani.rules import check_model_choice, check_segmentation
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from konkanivani.distributed import Topology
+    from konkanivani.inference.recognizer import Recognizer
 
 # Upper bounds of --longest_piece and --pause, in seconds.
 MAX_PIECE = 600.0
@@ -48,6 +51,10 @@ class Flags:
     """Maximum segment length in seconds (None: the longest training utterance, at most 30)."""
     pause: float = 0.4
     """Minimum silence between segments, in seconds."""
+    corrector: str | None = None
+    """Checkpoint or folder of a T5 model that corrects each segment; JSON keeps the raw text."""
+    keep_confidence: float = 0.9
+    """With --corrector: leave words that the recogniser is this sure of, except their case and punctuation."""
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
 
@@ -84,11 +91,23 @@ def transcribe_files(flags: Flags, topology: "Topology", spooled: Path | None) -
     recordings = find_recordings(flags.files, spooled)
     checkpoint = choose_checkpoint(flags.checkpoint, flags.pretrained)
     # Loaded by Transcription, after it has checked the input and output files.
-    load = partial(
+    load: Callable[[], Recognizer] = partial(
         build_recognizer, checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause, flags.pretrained
     )
+    if flags.corrector is not None:
+        load = partial(load_corrected, load, flags.corrector, flags.device, flags.keep_confidence)
     output = Path(flags.output_dir) if flags.output_dir is not None else None
     return Transcription(load, flags.format, flags.timestamps, output, flags.existing, topology).run(recordings)
+
+
+def load_corrected(
+    load: "Callable[[], Recognizer]", corrector: str, device: str, keep_confidence: float
+) -> "Recognizer":
+    """Return the recogniser with the corrector, which is read first, since it is the smaller one."""
+    from konkanivani.recipe.correction import load_corrector, with_corrector
+
+    loaded = load_corrector(corrector, device)
+    return with_corrector(load(), loaded, keep_confidence)
 
 
 def check_flags(flags: Flags) -> None:
@@ -99,6 +118,8 @@ def check_flags(flags: Flags) -> None:
         raise UsageError(f"{SIGN} (standard input) is given more than once. Give it once.")
     check_segmentation(flags.longest_piece, flags.pause, MAX_PIECE, MAX_PAUSE)
     check_model_choice(flags.checkpoint, flags.pretrained, flags.decoding)
+    if not 0 <= flags.keep_confidence <= 1:
+        raise UsageError("--keep_confidence must be between 0 and 1.")
 
 
 def main(arguments: list[str]) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from konkanivani.data.text import SpecialTokens
 from konkanivani.errors import DataError
-from konkanivani.lengths import SAMPLE_RATE, Lengths
+from konkanivani.lengths import Lengths, unit_of
 from konkanivani.randomness import derive_seed
 
 # --------------------
@@ -25,7 +25,10 @@ from konkanivani.randomness import derive_seed
 
 @dataclass(frozen=True)
 class Example:
-    """Utterance for training: waveform (S,), token ids, and the seed of SpecAugment (None: no SpecAugment)."""
+    """Utterance for training: waveform (S,), token ids, and the seed of SpecAugment (None: no SpecAugment).
+
+    If the input is text, `waveform` holds its token ids.
+    """
 
     utterance_id: str
     waveform: torch.Tensor
@@ -34,8 +37,8 @@ class Example:
 
     @property
     def seconds(self) -> float:
-        """Return the duration of the waveform."""
-        return len(self.waveform) / SAMPLE_RATE
+        """Return the duration of the waveform, or the number of the input text's tokens."""
+        return len(self.waveform) / unit_of(self.waveform).rate
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Batch:
     """Micro-batch of B utterances.
 
     Args:
-        waveforms: (B, S) float32, padded with 0.
+        waveforms: (B, S) float32, padded with 0; token ids in int64 if the input is text.
         tokens: (B, U), padded with 0; the targets of CTC.
         decoder_tokens: (B, U + 1), the decoder's input with the start token first, padded with 0.
         targets: (B, U + 1), the decoder's targets with the end token last, padded with -1.
@@ -65,8 +68,13 @@ class Batch:
 
     @property
     def longest_seconds(self) -> float:
-        """Return the duration of the longest utterance, to which the others are padded."""
-        return max(self.sample_lengths) / SAMPLE_RATE
+        """Return the duration (of a text: the tokens) of the longest utterance, to which the others are padded."""
+        return max(self.sample_lengths) / unit_of(self.waveforms).rate
+
+    @property
+    def length_text(self) -> str:
+        """Return the length of the longest utterance for messages."""
+        return unit_of(self.waveforms).text(self.longest_seconds)
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch with its tensors on `device`; copies from pinned memory are asynchronous."""
@@ -91,6 +99,7 @@ class GlobalBatch:
     """Utterances of one optimizer step, split into micro-batches.
 
     With several ranks, `micro_batches` are one rank's share, but the counts cover the whole global batch.
+    `audio_seconds` are tokens if the inputs are text.
     """
 
     micro_batches: tuple[Batch, ...]
@@ -354,12 +363,13 @@ def split_into_micro_batches(
     sizes = cut_sizes(sorted(speech.seconds for speech in speeches), limits)
     micro_batches = tuple(collate(list(islice(rest, size)), special) for size in sizes)
     samples = sum(len(speech.waveform) for speech in speeches)
+    rate = unit_of(speeches[0].waveform).rate
     padded = sum(batch.waveforms.numel() for batch in micro_batches)
     return GlobalBatch(
         micro_batches=micro_batches,
         tokens=sum(len(speech.tokens) for speech in speeches),
         utterances=len(speeches),
-        audio_seconds=samples / SAMPLE_RATE,
+        audio_seconds=samples / rate,
         padding_share=1 - samples / padded,
     )
 

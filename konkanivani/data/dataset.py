@@ -23,7 +23,7 @@ from konkanivani.data.batching import Example
 from konkanivani.data.filtering import Selection
 from konkanivani.data.index import Utterance
 from konkanivani.data.manifest import Rejection, read_recordings
-from konkanivani.data.text import Vocabulary
+from konkanivani.data.text import TextVocabulary, Vocabulary, reads_text
 from konkanivani.errors import DataError, ErrorCollector
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.randomness import derive_seed, utterance_generator
@@ -214,6 +214,8 @@ class TrainDataset(Dataset):
     def __getitem__(self, key: tuple[int, int]) -> Example | Rejection:
         epoch, index = key
         utterance = self.utterances[index]
+        if reads_text(self.tokenizer):
+            return _text_example(utterance, self.tokenizer)
         waveform = _read(utterance, self.manifest)
         if isinstance(waveform, Rejection):
             return waveform
@@ -251,11 +253,19 @@ class EvalDataset(Dataset):
 
     def __getitem__(self, index: int) -> Example | Rejection:
         utterance = self.utterances[index]
+        if reads_text(self.tokenizer):
+            return _text_example(utterance, self.tokenizer)
         waveform = _read(utterance, self.manifest)
         if isinstance(waveform, Rejection):
             return waveform
         waveform = condition_named(self.condition).apply(waveform, utterance.id)
         return Example(utterance.id, waveform, self.tokenizer.encode(utterance.text), None)
+
+
+def _text_example(utterance: Utterance, tokenizer: TextVocabulary) -> Example:
+    """Return the tokens of an utterance's input and target texts; nothing is drawn."""
+    tokens = torch.tensor(tokenizer.encode_input(utterance.input_text or ""))
+    return Example(utterance.id, tokens, tokenizer.encode_target(utterance.text), None)
 
 
 def _read(utterance: Utterance, manifest: str) -> torch.Tensor | Rejection:

@@ -16,11 +16,11 @@ from konkanivani.config import FeatureConfig, TrainConfig
 from konkanivani.console import count, progress_bar, say, short_name
 from konkanivani.data.index import Utterance
 from konkanivani.data.manifest import Manifest, Rejection
-from konkanivani.data.text import Digits, Vocabulary
+from konkanivani.data.text import Digits, TextLimits, Vocabulary, reads_text
 from konkanivani.errors import DataError
 from konkanivani.files import atomic_replace
 from konkanivani.flags import resolved
-from konkanivani.lengths import SAMPLE_RATE, FrameLengths, Framing, ctc_frames_needed, speed_perturbed_samples
+from konkanivani.lengths import TOKENS, FrameLengths, Framing, ctc_frames_needed, speed_perturbed_samples
 
 # --------------------
 # Number of tokens and of frames needed by CTC for each row of a manifest, cached per tokenizer.
@@ -34,7 +34,10 @@ NORMALISATION_VERSION = b"2"  # increment when normalize_text changes, to invali
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Counts per row (rows,) uint16, saturated at 65,535: tokens of the normalised transcript, frames needed by CTC."""
+    """Counts per row (rows,) uint16, saturated at 65,535: tokens of the normalised transcript, frames needed by CTC.
+
+    If the input is text, `frames_needed` counts its tokens, before texts are cut.
+    """
 
     tokens: np.ndarray
     frames_needed: np.ndarray
@@ -81,7 +84,11 @@ def _count(manifest: Manifest, first: int, end: int, tokenizer: Vocabulary, digi
     for place, utterance in enumerate(manifest.between(first, end)):
         text = tokenizer.normalize(utterance.text, digits)
         tokens = tokenizer.encode(text) if text else []
-        counts[:, place] = min(MAX_COUNT, len(tokens)), min(MAX_COUNT, ctc_frames_needed(tokens))
+        if utterance.input_text is not None and reads_text(tokenizer):
+            needed = tokenizer.count_input(tokenizer.normalize(utterance.input_text, digits))
+        else:
+            needed = ctc_frames_needed(tokens)
+        counts[:, place] = min(MAX_COUNT, len(tokens)), min(MAX_COUNT, needed)
     return counts
 
 
@@ -93,7 +100,8 @@ def _count(manifest: Manifest, first: int, end: int, tokenizer: Vocabulary, digi
 class Selection:
     """Lazily read utterances of a manifest at the indices `places` (N,), with normalised text.
 
-    `counts` covers the whole manifest. `is_whole` means all utterances in the manifest's order.
+    `counts` covers the whole manifest. `is_whole` means all utterances in the manifest's order. `text_limits` is set if
+    the inputs are texts, whose durations are their tokens.
     """
 
     manifest: Manifest
@@ -101,24 +109,32 @@ class Selection:
     counts: TokenCounts
     normalize: Callable[[str], str]
     is_whole: bool = False
+    text_limits: TextLimits | None = None
 
     @property
     def durations(self) -> np.ndarray:
-        """Return the durations (N,) in seconds, float64."""
+        """Return the durations (N,) in seconds, float64; of texts, the tokens of the inputs."""
+        if self.text_limits is not None:
+            return input_lengths(self.counts.frames_needed[self.places], self.text_limits)
         # The manifest's durations may be memory-mapped; indexing would copy them.
         return self.manifest.durations if self.is_whole else self.manifest.durations[self.places]
 
     @property
     def tokens(self) -> np.ndarray:
         """Return the number of tokens of each transcript (N,)."""
-        return self.counts.tokens[self.places]
+        tokens = self.counts.tokens[self.places]
+        return tokens if self.text_limits is None else target_lengths(tokens, self.text_limits)
 
     def __len__(self) -> int:
         return len(self.places)
 
     def __getitem__(self, number: int) -> Utterance:
         utterance = self.manifest[int(self.places[number])]
-        return dataclasses.replace(utterance, text=self.normalize(utterance.text))
+        normalized = dataclasses.replace(utterance, text=self.normalize(utterance.text))
+        if utterance.input_text is None:
+            return normalized
+        length = float(self.counts.frames_needed[self.places[number]])
+        return dataclasses.replace(normalized, input_text=self.normalize(utterance.input_text), duration=length)
 
     def __iter__(self) -> Iterator[Utterance]:
         return (self[number] for number in range(len(self)))
@@ -126,6 +142,26 @@ class Selection:
     def part(self, numbers: np.ndarray) -> "Selection":
         """Return the selection of the utterances with these indices."""
         return dataclasses.replace(self, places=self.places[numbers], is_whole=False)
+
+
+def input_lengths(tokens: np.ndarray, limits: TextLimits) -> np.ndarray:
+    """Return the numbers of tokens (N,) of inputs, float64, after they are cut."""
+    return np.minimum(tokens, limits.input_tokens if limits.cuts else MAX_COUNT).astype(np.float64)
+
+
+def target_lengths(tokens: np.ndarray, limits: TextLimits) -> np.ndarray:
+    """Return the numbers of tokens (N,) of targets after they are cut; the end token is not counted."""
+    return np.minimum(tokens, limits.target_tokens - 1 if limits.cuts else MAX_COUNT)
+
+
+def count_cut(selection: Selection) -> int:
+    """Return the number of utterances whose input or target text is cut."""
+    limits = selection.text_limits
+    if limits is None or not limits.cuts:
+        return 0
+    counts = selection.counts
+    is_cut = counts.frames_needed[selection.places] > limits.input_tokens
+    return int((is_cut | (counts.tokens[selection.places] >= limits.target_tokens)).sum())
 
 
 # --------------------
@@ -177,13 +213,13 @@ class Limits:
     def most_spoken_tokens(self, durations: np.ndarray) -> np.ndarray:
         """Return the most tokens (N,) that utterances of these durations (N,) may have; CTC has a stricter bound."""
         durations = np.asarray(durations)
-        if self.is_aligned:
+        if self.is_aligned or self.framing.unit == TOKENS:
             return np.full(durations.shape, np.inf)
         return SPARE_TOKENS + MAX_TOKEN_RATE * durations
 
     def encoder_frames(self, durations: np.ndarray) -> np.ndarray:
         """Return the number of encoder frames of these durations (N,) in seconds, at the fastest speed."""
-        samples = np.rint(np.asarray(durations) * SAMPLE_RATE).astype(np.int64)
+        samples = np.rint(np.asarray(durations) * self.framing.unit.rate).astype(np.int64)
         return self.framing.encoded_length(speed_perturbed_samples(samples, self.fastest_speed))
 
 
@@ -217,6 +253,12 @@ def evaluation_limits(config: TrainConfig, framing: FrameLengths | None = None) 
     )
 
 
+def limits_of_text(limits: TextLimits, framing: FrameLengths) -> Limits:
+    """Return the limits of texts, which a run that cuts longer texts never exceeds."""
+    most = (MAX_COUNT, MAX_COUNT) if limits.cuts else (limits.input_tokens, limits.target_tokens - 1)
+    return Limits(1, *most, 1.0, "--max_input_tokens", "--max_target_tokens", framing, is_aligned=False)
+
+
 def reason_to_reject(utterance: Utterance, tokens: list[int], limits: Limits) -> str | None:
     """Return why an utterance with normalised text and these tokens cannot be used; None if it can."""
     if not utterance.text:
@@ -224,8 +266,12 @@ def reason_to_reject(utterance: Utterance, tokens: list[int], limits: Limits) ->
     if utterance.duration < limits.min_duration:
         return f"{utterance.duration:.2f} s is shorter than --min_duration {limits.min_duration:g} s"
     if utterance.duration > limits.max_duration:
+        if utterance.input_text is not None:
+            return f"{utterance.duration:g} tokens are more than {limits.duration_flag} {limits.max_duration:g}"
         return f"{utterance.duration:.2f} s is longer than {limits.duration_flag} {limits.max_duration:g} s"
     if len(tokens) > limits.max_tokens:
+        if utterance.input_text is not None:  # here the limit includes the end token
+            return f"{len(tokens) + 1} tokens are more than {limits.tokens_limit} {limits.max_tokens + 1}"
         return f"{len(tokens)} tokens are more than {limits.tokens_limit} {limits.max_tokens}"
     durations = np.array([utterance.duration])
     if len(tokens) > limits.most_spoken_tokens(durations)[0]:
@@ -247,9 +293,11 @@ def check_utterances(
     """Return the usable utterances and the rejected ones with reasons; an empty transcript counts as broken."""
     counts = count_tokens(manifest, tokenizer, digits)
     normalize = partial(tokenizer.normalize, digits=digits)
-    usable = _usable(manifest, counts, limits)
+    usable = _usable(manifest, counts, limits, is_text=reads_text(tokenizer))
     rejections = []
-    everything = Selection(manifest, np.arange(len(manifest), dtype=np.int32), counts, normalize, is_whole=True)
+    text_limits = tokenizer.limits if reads_text(tokenizer) else None
+    places = np.arange(len(manifest), dtype=np.int32)
+    everything = Selection(manifest, places, counts, normalize, is_whole=True, text_limits=text_limits)
     # Only rejected rows are read and tokenized again, for their reasons; the check itself needs the counts alone.
     for place in np.flatnonzero(~usable):
         utterance = everything[int(place)]
@@ -260,13 +308,13 @@ def check_utterances(
     return everything if usable.all() else everything.part(np.flatnonzero(usable).astype(np.int32)), rejections
 
 
-def _usable(manifest: Manifest, counts: TokenCounts, limits: Limits) -> np.ndarray:
+def _usable(manifest: Manifest, counts: TokenCounts, limits: Limits, is_text: bool) -> np.ndarray:
     """Return which rows are usable: bool (rows,)."""
     usable = np.empty(len(manifest), bool)
     # In blocks: the intermediate arrays take ten times the memory of the result.
     for first in range(0, len(manifest), ROWS_AT_ONCE):
         rows = slice(first, first + ROWS_AT_ONCE)
-        durations = manifest.durations[rows]
+        durations = counts.frames_needed[rows].astype(np.float64) if is_text else manifest.durations[rows]
         tokens = counts.tokens[rows]
         fits = (tokens > 0) & (tokens <= limits.max_tokens)
         fits &= (durations >= limits.min_duration) & (durations <= limits.max_duration)

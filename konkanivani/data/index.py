@@ -12,6 +12,8 @@ A row is a JSON object with the fields
 - `speaker` (optional)
 - `pattern` (optional): `seen` or `unseen` in training; set by the built-in corpus
 
+A row of a text-to-text manifest has two fields with texts, which `TextFields` names, and no audio.
+
 For a manifest of `SMALL_BYTES` or more, the index is stored as plain arrays in the folder MANIFEST.index, next to the
 manifest, and memory-mapped. Opening it takes constant time, all processes share its pages, and it is rebuilt when the
 manifest changes.
@@ -31,7 +33,7 @@ from heapq import nsmallest
 from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -56,12 +58,22 @@ class BadRow(Exception):
 
 
 @dataclass(frozen=True)
+class TextFields:
+    """Names of the fields with the input and the target in a text-to-text manifest."""
+
+    input: str = "input"
+    target: str = "text"
+
+
+@dataclass(frozen=True)
 class Utterance:
     """Row of a manifest; `duration` and `offset` are in seconds, `offset` is None for a whole audio file.
 
     `audio_filepath` is the path as written in the manifest, `audio_path` the path to open. `row` is the line number
     from 1 (0: not from a file). Audio must be inside one of the `roots` (None: anywhere). `row` and `roots` are
     excluded from comparison.
+
+    A row of a text-to-text manifest has `input_text` in place of audio, and its row number as `audio_filepath`.
     """
 
     audio_filepath: str
@@ -74,6 +86,7 @@ class Utterance:
     byte_offset: int = 0
     byte_count: int = 0
     channel: int | None = None
+    input_text: str | None = None
     row: int = field(default=0, compare=False)
     roots: tuple[str, ...] | None = field(default=None, compare=False, repr=False)
 
@@ -87,7 +100,13 @@ class Utterance:
 
     @property
     def mark(self) -> int:
-        """Return a 56-bit hash that survives moving the corpus, converting its audio and correcting its text."""
+        """Return a 56-bit hash that survives moving the corpus, converting its audio and correcting its text.
+
+        Of a text-to-text row, it survives moving the row.
+        """
+        if self.input_text is not None:
+            both = f"{self.input_text}\0{self.text}"
+            return int.from_bytes(hashlib.blake2b(both.encode(), digest_size=7).digest(), "big")
         stem = os.path.splitext(os.path.basename(self.audio_filepath))[0]
         place: tuple[object, ...] = (stem, self.byte_offset, self.offset or 0.0, round(self.duration, 2))
         # Only with a channel, so that the hashes of older checkpoints stay valid.
@@ -134,19 +153,13 @@ def parse_row(
     `roots` are the folders that may contain its audio, the manifest's own first. With `needs_text=False`, rows without
     text are accepted (noise).
     """
-    try:
-        fields = json.loads(line)
-    except UnicodeDecodeError:
-        raise BadRow("not UTF-8") from None
-    except (ValueError, RecursionError) as error:  # RecursionError: deeply nested JSON
-        raise BadRow(f"not a line of JSON ({error}); prepare_data.py converts a table to a manifest") from None
-    if not isinstance(fields, dict):
-        raise BadRow(f"a {type(fields).__name__}, but a JSON object is expected")
+    fields: dict[str, Any] = _parse_object(line)
     if not needs_text and fields.get("text") is None:
         fields["text"] = ""
     audio = fields.get("audio_filepath")
     if not isinstance(audio, str) or not audio or forbidden_character(audio):
-        raise BadRow(f"audio_filepath must be a string with a path, not {audio!r:.200}")
+        instead = "; the row is of text, for a T5 model" if audio is None and "input" in fields else ""
+        raise BadRow(f"audio_filepath must be a string with a path, not {audio!r:.200}{instead}")
     if roots is not None and not is_named_inside(audio, roots):
         raise BadRow(OUTSIDE, audio)
     reason = _reason_to_refuse(fields)
@@ -171,6 +184,37 @@ def parse_row(
         row=row,
         roots=roots,
     )
+
+
+def parse_text_row(line: bytes, names: TextFields, row: int) -> Utterance:
+    """Parse a line of a text-to-text manifest; raise `BadRow` with the reason if it is invalid."""
+    fields = _parse_object(line)
+    texts = []
+    for name in (names.input, names.target):
+        text = fields.get(name)
+        if not isinstance(text, str):
+            instead = "; the row is of speech, for another model" if "audio_filepath" in fields else ""
+            raise BadRow(f"{name} must be a string with a text, not {text!r:.200}{instead}")
+        if not text.strip():
+            raise BadRow(f"{name} is empty")
+        character = forbidden_in_transcript(text)
+        if character:
+            raise BadRow(f"{name} contains the control character U+{ord(character):04X}: remove it")
+        texts.append(text)
+    return Utterance(f"row {row}", "", 0.0, texts[1], input_text=texts[0], row=row)
+
+
+def _parse_object(line: bytes) -> dict[str, object]:
+    """Return the JSON object of a line; raise `BadRow` if it is none."""
+    try:
+        fields = json.loads(line)
+    except UnicodeDecodeError:
+        raise BadRow("not UTF-8") from None
+    except (ValueError, RecursionError) as error:  # RecursionError: deeply nested JSON
+        raise BadRow(f"not a line of JSON ({error}); prepare_data.py converts a table to a manifest") from None
+    if not isinstance(fields, dict):
+        raise BadRow(f"a {type(fields).__name__}, but a JSON object is expected")
+    return fields
 
 
 def _reason_to_refuse(fields: dict[str, object]) -> str | None:
@@ -254,17 +298,18 @@ class ManifestIndex:
     format_characters: FormatCharacterCount = field(default_factory=FormatCharacterCount)
 
 
-def open_index(manifest: Path, named_roots: tuple[str, ...] = ()) -> ManifestIndex:
+def open_index(manifest: Path, named_roots: tuple[str, ...] = (), fields: TextFields | None = None) -> ManifestIndex:
     """Load the manifest's stored index if it is valid, or build it; raise an `OSError` if the manifest is unreadable.
 
-    Rows whose audio is neither in the manifest's folder nor in one of the `named_roots` count as broken.
+    Rows whose audio is neither in the manifest's folder nor in one of the `named_roots` count as broken. With `fields`,
+    rows are of texts.
     """
     found = manifest.stat()
     roots = audio_roots(str(manifest.parent), named_roots)
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         raise OSError("it is not a file")  # opening a pipe would block
     if found.st_size < SMALL_BYTES or not manifest.is_file():
-        return _joined(list(_scanned(manifest, roots)))
+        return _joined(list(_scanned(manifest, roots, fields)))
     # Inode and ctime, which unpacking an archive does not restore: an index from elsewhere is not trusted.
     identity: dict[str, object] = {
         "version": VERSION,
@@ -273,16 +318,18 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = ()) -> ManifestInd
         "changed_ns": found.st_ctime_ns,
         "roots": list(roots),
     }
+    if fields is not None:
+        identity["fields"] = asdict(fields)
     folder = manifest.with_name(manifest.name + ".index")
     index = _read(folder, manifest, identity)
     if index is not None:
         return index
     say(f"Indexing {manifest} ({found.st_size / 2**30:.2f} GiB), once.")
     try:
-        return _write(folder, manifest, identity, roots)
+        return _write(folder, manifest, identity, roots, fields)
     except OSError as error:
         say(f"The index cannot be stored in {folder} ({error.strerror or error}); it is rebuilt at each start.")
-        return _joined(list(_scanned(manifest, roots)))
+        return _joined(list(_scanned(manifest, roots, fields)))
 
 
 def _read(folder: Path, manifest: Path, identity: dict[str, object]) -> ManifestIndex | None:
@@ -315,7 +362,9 @@ def _mapped(path: Path, kind: type) -> np.ndarray:
     return np.memmap(path, kind, mode="r") if path.stat().st_size else np.empty(0, kind)
 
 
-def _write(folder: Path, manifest: Path, identity: dict[str, object], roots: tuple[str, ...]) -> ManifestIndex:
+def _write(
+    folder: Path, manifest: Path, identity: dict[str, object], roots: tuple[str, ...], fields: TextFields | None
+) -> ManifestIndex:
     """Build the index block by block, so that memory does not grow with the rows, and store it in `folder`."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -323,7 +372,7 @@ def _write(folder: Path, manifest: Path, identity: dict[str, object], roots: tup
     broken: list[BrokenRow] = []
     sketch: tuple[int, ...] = ()
     removed = FormatCharacterCount()
-    for block in _scanned(manifest, roots):
+    for block in _scanned(manifest, roots, fields):
         for name in ARRAYS:
             with open(partial / name, "ab") as file:
                 getattr(block, name).tofile(file)
@@ -358,7 +407,7 @@ def _joined(blocks: list[ManifestIndex]) -> ManifestIndex:
     return ManifestIndex(**arrays, broken=broken, sketch=sketch, folder=None, format_characters=removed)
 
 
-def _scanned(manifest: Path, roots: tuple[str, ...]) -> Iterator[ManifestIndex]:
+def _scanned(manifest: Path, roots: tuple[str, ...], fields: TextFields | None) -> Iterator[ManifestIndex]:
     """Yield the index of each block of lines in order; several blocks are scanned in parallel processes."""
     edges = _block_edges(manifest)
     lines_before = 0
@@ -367,7 +416,7 @@ def _scanned(manifest: Path, roots: tuple[str, ...]) -> Iterator[ManifestIndex]:
         if len(edges) > 2:
             pool = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork"))
             run_each = opened.enter_context(pool).map
-        scans = run_each(_scan, repeat(str(manifest)), edges[:-1], edges[1:], repeat(roots))
+        scans = run_each(_scan, repeat(str(manifest)), edges[:-1], edges[1:], repeat(roots), repeat(fields))
         # A block counts its lines from 1; only here the lines of all earlier blocks are known.
         for block, lines in progress_bar(scans, len(edges) - 1, f"indexing {manifest.name}", "block"):
             broken = tuple(replace(row, row=row.row + lines_before) for row in block.broken)
@@ -388,7 +437,9 @@ def _block_edges(manifest: Path) -> list[int]:
     return edges if edges[-1] == size and len(edges) > 1 else [*edges, size]
 
 
-def _scan(manifest: str, first: int, end: int, roots: tuple[str, ...]) -> tuple[ManifestIndex, int]:
+def _scan(
+    manifest: str, first: int, end: int, roots: tuple[str, ...], fields: TextFields | None
+) -> tuple[ManifestIndex, int]:
     """Return the index of the lines in bytes `first` to `end`, rows numbered from 1, and the number of lines."""
     columns: dict[str, list] = {name: [] for name in ARRAYS}
     broken = []
@@ -406,9 +457,16 @@ def _scan(manifest: str, first: int, end: int, roots: tuple[str, ...]) -> tuple[
                 try:
                     if size > MAX_LINE:
                         raise BadRow(f"{size:,} bytes are too many for one row")
-                    utterance = parse_row(line, folder, row, roots)
+                    if fields is None:
+                        utterance = parse_row(line, folder, row, roots)
+                    else:
+                        utterance = parse_text_row(line, fields, row)
                     # Consecutive rows are often spans of one file or shard: its existence is checked once.
-                    if utterance.audio_path != known and not os.path.exists(existing_path(utterance.audio_path)):
+                    if (
+                        fields is None
+                        and utterance.audio_path != known
+                        and not os.path.exists(existing_path(utterance.audio_path))
+                    ):
                         raise BadRow(MISSING, utterance.audio_filepath)
                     known = utterance.audio_path
                     marks.add(utterance.mark)

@@ -21,9 +21,10 @@ from konkanivani.data.dataset import EvalDataset, TrainDataset
 from konkanivani.data.index import Utterance
 from konkanivani.data.loader import Fetcher, Loaded, LoaderConfig, load_in_order
 from konkanivani.data.manifest import Rejections
+from konkanivani.data.text import reads_text
 from konkanivani.distributed import ALONE, Topology, gather, gather_numbers
 from konkanivani.errors import Interrupted
-from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.lengths import SECONDS, TOKENS
 
 NO_UTTERANCES = GlobalBatch((), tokens=0, utterances=0, audio_seconds=0.0, padding_share=0.0)
 
@@ -76,7 +77,8 @@ class GlobalBatchStream:
         portion = found.value or NO_UTTERANCES
         padded = sum(batch.waveforms.numel() for batch in portion.micro_batches)
         # As integers, for gather_numbers and for sums that do not depend on the world size.
-        samples = round(portion.audio_seconds * SAMPLE_RATE)
+        rate = (TOKENS if reads_text(self.speech.tokenizer) else SECONDS).rate
+        samples = round(portion.audio_seconds * rate)
         exit_code = interrupted.exit_code if interrupted else 0
         mine = [exit_code, len(found.rejections), portion.tokens, portion.utterances, samples, padded]
         codes, rejected, *counts = zip(*gather_numbers(self.topology, mine), strict=True)
@@ -88,7 +90,7 @@ class GlobalBatchStream:
         tokens, utterances, samples, padded = map(sum, counts)
         if not utterances:
             return None
-        return GlobalBatch(portion.micro_batches, tokens, utterances, samples / SAMPLE_RATE, 1 - samples / padded)
+        return GlobalBatch(portion.micro_batches, tokens, utterances, samples / rate, 1 - samples / padded)
 
     def planned(self, cursor: Cursor) -> Iterator[list[tuple[int, int]]]:
         """Yield the dataset keys of this rank's share of each global batch; the loader prefetches from it."""

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -14,7 +15,17 @@ import numpy as np
 
 from konkanivani.console import count, duration_words, is_or_are, say
 from konkanivani.data.audio.paths import audio_roots
-from konkanivani.data.index import SKETCHED, BadRow, ManifestIndex, Utterance, open_index, parse_row, row_of
+from konkanivani.data.index import (
+    SKETCHED,
+    BadRow,
+    ManifestIndex,
+    TextFields,
+    Utterance,
+    open_index,
+    parse_row,
+    parse_text_row,
+    row_of,
+)
 from konkanivani.errors import CheckpointError, DataError, ErrorCollector, explained
 from konkanivani.files import write_json_lines
 from konkanivani.flags import CorpusSize
@@ -31,13 +42,17 @@ class Manifest:
     """Valid rows of a manifest in the order of the file.
 
     Only the index is held in memory or memory-mapped; each access reads the row from the file. `durations` (rows,) are
-    in seconds; `broken` are the invalid rows.
+    in seconds; `broken` are the invalid rows. `fields` names the texts of a text-to-text
+    manifest, None for speech.
     """
 
-    def __init__(self, path: str, index: ManifestIndex, named_roots: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, path: str, index: ManifestIndex, named_roots: tuple[str, ...] = (), fields: TextFields | None = None
+    ) -> None:
         self.path = path
         self.index = index
         self.named_roots = named_roots
+        self.fields = fields
         self.durations = index.durations
         self.broken = index.broken
         self._folder = os.path.dirname(path)
@@ -70,6 +85,8 @@ class Manifest:
 
     def _parse(self, line: bytes, row: int) -> Utterance:
         try:
+            if self.fields is not None:
+                return parse_text_row(line, self.fields, row)
             return parse_row(line, self._folder, row, self._roots)
         except BadRow as error:
             raise DataError(
@@ -79,7 +96,7 @@ class Manifest:
 
     def __reduce__(self) -> tuple:
         # A file descriptor cannot be pickled: the other process opens the file and maps the index itself.
-        return read_manifest, (self.path, self.named_roots)
+        return read_manifest, (self.path, self.named_roots, self.fields)
 
     def __del__(self) -> None:
         file: int | None = getattr(self, "_file", None)  # __init__ may have failed before setting it
@@ -87,18 +104,18 @@ class Manifest:
             os.close(file)
 
 
-def read_manifest(path: str | Path, named_roots: tuple[str, ...] = ()) -> Manifest:
+def read_manifest(path: str | Path, named_roots: tuple[str, ...] = (), fields: TextFields | None = None) -> Manifest:
     """Open the manifest at `path`; raise a `DataError` if it cannot be read or is empty.
 
-    Audio must be in the manifest's folder or in one of the `named_roots`; rows with other paths count as broken.
+    Audio must be in the manifest's folder or in one of the `named_roots`; rows with other paths count as broken. With
+    `fields`, rows have texts and no audio.
     """
     with explained(DataError, f"The manifest {path} cannot be read", ADVICE):
-        index = open_index(Path(path), named_roots)
+        index = open_index(Path(path), named_roots, fields)
     if not len(index.starts) and not index.broken:
-        raise DataError(
-            f"The manifest {path} is empty. Each line must be a JSON object with audio_filepath, duration and text."
-        )
-    return Manifest(str(path), index, named_roots)
+        wanted = "audio_filepath, duration and text" if fields is None else f"{fields.input} and {fields.target}"
+        raise DataError(f"The manifest {path} is empty. Each line must be a JSON object with {wanted}.")
+    return Manifest(str(path), index, named_roots, fields)
 
 
 def read_recordings(path: str | Path, named_roots: tuple[str, ...] = ()) -> list[Utterance]:
@@ -131,7 +148,12 @@ def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
 
 
 def measure_corpus_size(manifest: Manifest) -> CorpusSize:
-    """Return the hours and utterances of the valid rows, and the number of distinct words if the corpus is small."""
+    """Return the hours and utterances of the valid rows, and the number of distinct words if the corpus is small.
+
+    A corpus of texts has no hours and counts as large.
+    """
+    if manifest.fields is not None:
+        return CorpusSize(math.inf, len(manifest))
     amount = CorpusSize(float(manifest.durations.sum()) / 3600, len(manifest.durations))
     # Only for a small corpus: this reads every transcript.
     words = {word for text in iterate_texts(manifest) for word in text.split()} if amount.is_little else ()
@@ -189,7 +211,8 @@ class Fingerprint:
 
     def sentence(self) -> str:
         """Return a description of the corpus for messages."""
-        return f"{self.manifest} ({count(self.utterances, 'utterance')}, {duration_words(self.hours)})"
+        hours = f", {duration_words(self.hours)}" if self.hours else ""
+        return f"{self.manifest} ({count(self.utterances, 'utterance')}{hours})"
 
     def shared(self, other: "Fingerprint") -> float:
         """Estimate the share of the smaller corpus's utterances that are also in the other corpus."""

@@ -22,10 +22,11 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeGuard, runtime_checkable
 
 import sentencepiece
 
+from konkanivani.config import PretrainedConfig
 from konkanivani.console import announced, count
 from konkanivani.errors import DataError, UsageError
 
@@ -411,3 +412,45 @@ class Vocabulary(Protocol):
 
     def piece(self, token: int) -> str:
         """Return the string of one token, for display."""
+
+
+@dataclass(frozen=True)
+class TextLimits:
+    """Largest numbers of tokens of an input and of a target, end tokens included; longer texts are cut or skipped."""
+
+    input_tokens: int
+    target_tokens: int
+    cuts: bool = True
+
+
+DEFAULT_LIMIT = 512  # tokens, as in T5's pretraining
+
+
+def text_limits(config: PretrainedConfig) -> TextLimits:
+    """Return the limits of the settings, by default 512 tokens each."""
+    return TextLimits(
+        config.max_input_tokens or DEFAULT_LIMIT,
+        config.max_target_tokens or DEFAULT_LIMIT,
+        cuts=config.long_texts == "cut",
+    )
+
+
+@runtime_checkable
+class TextVocabulary(Vocabulary, Protocol):
+    """Vocabulary of a model whose input is text as well."""
+
+    limits: TextLimits
+
+    def count_input(self, text: str) -> int:
+        """Return the number of tokens of a normalised input with its end token, before it is cut."""
+
+    def encode_input(self, text: str) -> list[int]:
+        """Return the tokens of a normalised input with its end token, within the limit if inputs are cut."""
+
+    def encode_target(self, text: str) -> list[int]:
+        """Return the tokens of a normalised target without its end token, within the limit if targets are cut."""
+
+
+def reads_text(tokenizer: Vocabulary) -> TypeGuard[TextVocabulary]:
+    """Return whether the input of the tokenizer's model is text, not audio."""
+    return isinstance(tokenizer, TextVocabulary)

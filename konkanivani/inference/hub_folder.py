@@ -32,8 +32,8 @@ from konkanivani.inference.model_card import (
     name_of,
 )
 from konkanivani.inference.speech_model import SpeechModel
+from konkanivani.models.model_files import whole_folder
 from konkanivani.models.whisper.export import PretrainedWhisper, TunedWhisper, WrittenFolder, export_whisper, read_base
-from konkanivani.models.whisper.folder import whole_folder
 
 BASE_CARD = "base_model_card.md"  # the card of the base model, which names its authors and licence
 MARK = re.compile(r"\n<!-- Written by konkanivani export: ([0-9a-f]{64}) -->\n\Z")

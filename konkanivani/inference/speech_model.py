@@ -29,11 +29,10 @@ from konkanivani.hub import is_commit, is_hub_name
 from konkanivani.lengths import Lengths
 from konkanivani.models.architecture import Architecture, architecture_of, is_within_bounds
 from konkanivani.models.asr import SkipInit, SpeechNetwork
+from konkanivani.models.families import Tuned, read_pretrained_model, restored_model, restored_vocabulary, tuned_of
 from konkanivani.models.front_end import FeatureExtractor
 from konkanivani.models.hub import locate_model
-from konkanivani.models.whisper.architecture import WhisperArchitecture
-from konkanivani.models.whisper.export import KIND, TunedWhisper, read_pretrained_whisper, restored_shape
-from konkanivani.models.whisper.vocabulary import vocabulary_of
+from konkanivani.models.whisper.export import TunedWhisper
 from konkanivani.ops.passes import optimize
 from konkanivani.rules import check_config
 
@@ -106,7 +105,7 @@ def read_pretrained(path: str | Path, revision: str | None = None) -> Pretrained
     Args:
         revision: branch, tag or commit of a name on the hub.
     """
-    return read_pretrained_whisper(locate_model(str(path), revision, "whisper").path)
+    return read_pretrained_model(locate_model(str(path), revision, "whisper").path)
 
 
 def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
@@ -130,21 +129,26 @@ def restored_architecture(checkpoint: Checkpoint, config: TrainConfig) -> Archit
     state = checkpoint.states.get(PRETRAINED_STATE)
     if state is None:
         return architecture_of(config, checkpoint.vocab_size)
-    if state.get("kind") != KIND:
-        raise CheckpointError("The checkpoint has an unknown model type. Use a newer version.")
+    architecture = restored_model(state, config.tuning, config.pretrained)
     # Without this digest a wrong folder would be combined with the trained weights unnoticed.
     if type(state.get("frozen")) is not str:
         raise CheckpointError("The checkpoint does not record the weights that it omits. Use another checkpoint.")
-    return WhisperArchitecture(restored_shape(state), config.tuning, config.pretrained.audio_context or "window")
+    return architecture
 
 
 def tuned_whisper(checkpoint: Checkpoint, config: TrainConfig) -> TunedWhisper:
+    """Return a checkpoint's fine-tuned Whisper model for export; raise a UsageError if it is another model."""
+    tuned = tuned_model(checkpoint, config)
+    if not isinstance(tuned, TunedWhisper):
+        raise UsageError("The checkpoint is of a T5 model: export it with --folder or --adapter.")
+    return tuned
+
+
+def tuned_model(checkpoint: Checkpoint, config: TrainConfig) -> Tuned:
     """Return a checkpoint's fine-tuned model for export; raise a UsageError if its run did not use `--pretrained`."""
     architecture = restored_architecture(checkpoint, config)
-    if not isinstance(architecture, WhisperArchitecture):
-        raise UsageError("The checkpoint is not of a --pretrained model: export it with --bundle, --onnx or --int8.")
     weights = whole_weights(checkpoint, config, architecture.build_without_values().state_dict())
-    return TunedWhisper(config, architecture, weights, checkpoint.tokenizer)
+    return tuned_of(config, architecture, weights, checkpoint.tokenizer)
 
 
 def whole_weights(
@@ -216,7 +220,7 @@ class SpeechModel:
     def encode(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
         """Return encoded audio (B, T', D) and its lengths, for waveforms (B, S) at 16 kHz and their lengths."""
         features, feature_lengths = self.front_end(waveforms.to(self.device), sample_lengths, None)
-        return self.model.encoder(features, feature_lengths)
+        return self.model.encode(features, feature_lengths)
 
 
 def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechModel:
@@ -297,11 +301,14 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
 
 def load_tokenizer(checkpoint: Checkpoint) -> Vocabulary:
     """Return the checkpoint's tokenizer; raise a CheckpointError if it is invalid or does not fit the weights."""
-    # Only runs from a pretrained Whisper model have this state.
-    is_pretrained = PRETRAINED_STATE in checkpoint.states
+    # Only runs from a pretrained model have this state.
+    pretrained = checkpoint.states.get(PRETRAINED_STATE)
     tokenizer: Vocabulary
     try:
-        tokenizer = vocabulary_of(checkpoint.tokenizer) if is_pretrained else Tokenizer(checkpoint.tokenizer)
+        if pretrained is None:
+            tokenizer = Tokenizer(checkpoint.tokenizer)
+        else:
+            tokenizer = restored_vocabulary(pretrained, checkpoint.tokenizer)
     except DataError as error:
         raise CheckpointError(f"The checkpoint's tokenizer cannot be used: {error} Use another checkpoint.") from None
     if tokenizer.size != checkpoint.vocab_size:

@@ -53,6 +53,8 @@ class Segment:
     """One or more words that were recognised together, usually the speech between two pauses."""
 
     words: tuple[Word, ...]
+    raw_text: str | None = None
+    """Text before a correction; None if there was none."""
 
     @property
     def text(self) -> str:
@@ -134,6 +136,8 @@ def json_text(transcript: Transcript, timestamps: Timestamps, name: str) -> str:
     segments = []
     for segment in transcript.segments:
         segments.append(_timed_row(segment))
+        if segment.raw_text is not None:
+            segments[-1]["raw_text"] = segment.raw_text
         if timestamps == "word":
             confidences = [None if word.confidence is None else round(word.confidence, 4) for word in segment.words]
             words = zip(segment.words, confidences, strict=True)

@@ -23,9 +23,15 @@ from konkanivani.files import atomic_write
 from konkanivani.flags import config_from_text
 from konkanivani.inference.bundle import FOLDER_NAME, bundle_bytes, read_bundle
 from konkanivani.inference.hub_folder import HubFolder, write_hub_bundle, write_hub_whisper
-from konkanivani.inference.speech_model import SpeechModel, build_pretrained_model, read_pretrained, tuned_whisper
+from konkanivani.inference.speech_model import (
+    SpeechModel,
+    build_pretrained_model,
+    read_pretrained,
+    tuned_model,
+    tuned_whisper,
+)
 from konkanivani.lengths import SAMPLE_RATE, Lengths
-from konkanivani.models.whisper.export import export_adapter, export_whisper, read_base
+from konkanivani.models.families import folder_writers
 from konkanivani.scoring.metrics import ErrorRates, error_rates
 from konkanivani.training.validation import EvaluationSet
 
@@ -201,20 +207,21 @@ def export_onnx(speech_model: SpeechModel, onnx: str | None, int8: str | None) -
 
 
 def export_folders(
-    checkpoint: Checkpoint, pretrained: str | None, whisper: str | None, adapter: str | None
+    checkpoint: Checkpoint, pretrained: str | None, folder: str | None, adapter: str | None
 ) -> list[Exported]:
     """Write the requested folders, and read the model back for the comparison."""
-    tuned = tuned_whisper(checkpoint, config_from_text(checkpoint.config))
+    tuned = tuned_model(checkpoint, config_from_text(checkpoint.config))
+    outputs = [Path(path) for path in (folder, adapter) if path is not None]
     forms = []
-    base = read_base(tuned, pretrained, [Path(folder) for folder in (whisper, adapter) if folder is not None])
+    writers = folder_writers(tuned, pretrained, outputs)
     if adapter is not None:
-        export_adapter(tuned, base, Path(adapter))
+        writers.adapter(Path(adapter))
         say(f"{adapter}: {size_in_words(size_of(Path(adapter)))}")
-    if tuned.note():
-        say(tuned.note())
-    if whisper is not None:
-        out = Path(whisper)
-        say(f"{export_whisper(tuned, base, out).sentence()}\n{out}: {size_in_words(size_of(out))}")
+    if writers.note:
+        say(writers.note)
+    if folder is not None:
+        out = Path(folder)
+        say(f"{writers.whole(out).sentence()}\n{out}: {size_in_words(size_of(out))}")
         # Read from disk like any other folder, not from memory.
         read = build_pretrained_model(read_pretrained(out), tuned.config.pretrained, torch.device("cpu"))
         forms.append(Exported("folder", out, recognize_with(read)))

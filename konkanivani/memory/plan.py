@@ -10,6 +10,7 @@ import torch
 
 from konkanivani.console import MIB, budget_text, peak_text
 from konkanivani.errors import CheckpointError
+from konkanivani.lengths import SECONDS, InputUnit
 from konkanivani.memory.weights import ON_CARD, OffloadedBlock, Placement
 from konkanivani.models.asr import parameter_count
 from konkanivani.models.conformer import RunBlock
@@ -183,7 +184,7 @@ def read_plan(state: Mapping[str, Any]) -> MemoryPlan:
     return plan
 
 
-def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
+def plan_sentences(plan: MemoryPlan, blocks: int, unit: InputUnit = SECONDS) -> str:
     """Describe the plan for the user, one line per bucket."""
     side_by_side = (
         f", {plan.concurrent_micro_batches} micro-batches in parallel" if plan.concurrent_micro_batches > 1 else ""
@@ -193,9 +194,10 @@ def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
         beside = f"; on the host {peak_text(plan.host)}" if plan.host else ""
         lines.append(f"  {plan.placement.describe(blocks)}{beside}")
     for bucket in plan.buckets:
+        longest = f"{bucket.seconds:6.2f} s" if unit == SECONDS else unit.text(bucket.seconds)
         recomputed = f", {min(bucket.recomputed_blocks, blocks)} of {blocks} blocks recomputed"
         lines.append(
-            f"  up to {bucket.seconds:6.2f} s: micro-batch of {bucket.utterances}, "
+            f"  up to {longest}: micro-batch of {bucket.utterances}, "
             f"{peak_text(bucket.peak)}{recomputed if bucket.recomputed_blocks else ''}"
         )
     return "\n".join(lines)

@@ -214,9 +214,9 @@ class OomAttempt(Generic[Result]):
             raise _does_not_fit(self.plan.largest, self.reason)
         oom_history.remember(self.plan)
         size = self.plan.largest.size
-        seconds = self.plan.largest.longest_seconds
+        longest = self.plan.largest.length_text
         raise RestartAfterOom(
-            f"Out of memory at {size} x {seconds:.1f} s ({self.reason.rstrip('.')}) with weights sharded over "
+            f"Out of memory at {size} x {longest} ({self.reason.rstrip('.')}) with weights sharded over "
             "the ranks, so no rank can retry alone. The limit is recorded: resume with --resume auto, which "
             "uses smaller micro-batches (torchrun --max_restarts does this automatically)."
         )
@@ -297,7 +297,7 @@ def release_memory() -> None:
 
 def _tell(plan: MicroBatchPlan, smaller: MicroBatchPlan) -> None:
     size = plan.largest.size
-    seconds = plan.largest.longest_seconds
+    longest = plan.largest.length_text
     if smaller.concurrent_micro_batches < plan.concurrent_micro_batches:
         way = "one micro-batch at a time"
     elif smaller.largest_size < plan.largest_size:
@@ -306,13 +306,11 @@ def _tell(plan: MicroBatchPlan, smaller: MicroBatchPlan) -> None:
         way = "all blocks recomputed"
     else:
         way = f"subsampling, logits and CTC in chunks of {smaller.chunk_frames} frames"
-    tqdm.write(
-        f"Out of memory at {size} x {seconds:.1f} s: retrying with {way}; the gradient is the same, up to dropout."
-    )
+    tqdm.write(f"Out of memory at {size} x {longest}: retrying with {way}; the gradient is the same, up to dropout.")
 
 
 def _does_not_fit(batch: Batch, reason: str) -> ResourceError:
-    utterance = f"{', '.join(batch.utterance_ids)} of {batch.longest_seconds:.1f} s"
+    utterance = f"{', '.join(batch.utterance_ids)} of {batch.length_text}"
     return ResourceError(
         f"Out of memory with a micro-batch of one: {utterance} does not fit ({reason.rstrip('.')}). Use a "
         "lower --max_duration (--max_validation_duration for validation and test sets), a smaller --preset or "

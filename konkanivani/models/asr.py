@@ -18,7 +18,7 @@ from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
 from konkanivani.config import ModelConfig
-from konkanivani.lengths import CHUNK_FRAMES, BatchLengths, Lengths, on_host
+from konkanivani.lengths import CHUNK_FRAMES, SAMPLE_RATE, BatchLengths, Lengths, on_host
 from konkanivani.models.conformer import Encoder, SpeechEncoder, WrapBlock, keep_activations
 from konkanivani.models.decoder import Decoder, TokenDecoder
 
@@ -238,6 +238,14 @@ class SpeechNetwork(torch.nn.Module):
     def loss_sums(self, output: ASROutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
         """Return each term of the objective, summed over the utterances."""
         raise NotImplementedError
+
+    def encode(self, features: torch.Tensor, feature_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
+        """Return encoded (B, T', D) and lengths of features (B, T, F), or of the front end's other output."""
+        return self.encoder(features, feature_lengths)
+
+    def example_input(self) -> torch.Tensor:
+        """Return a short input of the front end: half a second of silence."""
+        return torch.zeros(SAMPLE_RATE // 2, dtype=next(self.parameters()).dtype)
 
     def ctc_logits(self, features: torch.Tensor, feature_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
         """Return logits (B, T', V) and their lengths from the encoder and CTC head alone, for greedy decoding."""

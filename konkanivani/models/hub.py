@@ -16,7 +16,8 @@ from konkanivani.console import say
 from konkanivani.errors import UsageError
 from konkanivani.hub import MAIN, Listing, RemoteFile, Repository, check_revision, is_commit, is_hub_name, is_plain
 
-# What the caller reads: the settings alone, a Whisper folder, or a NeMo model (a .nemo file or a Parakeet folder).
+# What the caller reads: the settings alone, a Whisper or T5 folder ("whisper"), or a NeMo model (a .nemo file or a
+# Parakeet folder).
 Needs = Literal["settings", "whisper", "nemo"]
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -32,11 +33,14 @@ SETTINGS = (
     *TOKENIZERS,
     "tokenizer_config.json",
     "merges.txt",
+    "spiece.model",
     "added_tokens.json",
     "special_tokens_map.json",
     "normalizer.json",
 )
-MODEL_TYPES = {"settings": ("whisper",), "whisper": ("whisper",), "nemo": ("parakeet_ctc",)}
+TEXT_TYPES = ("t5", "mt5")
+TEXT_TOKENIZERS = ("spiece.model", "tokenizer_config.json")  # a model of bytes has the latter only
+MODEL_TYPES = {"settings": ("whisper", *TEXT_TYPES), "whisper": ("whisper", *TEXT_TYPES), "nemo": ("parakeet_ctc",)}
 MAX_SETTINGS_BYTES = 2**26  # the longest, a tokenizer.json, has about 4 million
 
 
@@ -98,8 +102,9 @@ def _cached_model(repository: Repository, needs: Needs) -> Located | None:
             return Located(archives[0], commit)
     is_complete = (folder / CONFIG).is_file()
     if needs != "settings":
-        has_features = any((folder / name).is_file() for name in FEATURES)
-        has_tokenizer = any((folder / name).is_file() for name in TOKENIZERS)
+        is_text = is_complete and _model_type(folder / CONFIG) in TEXT_TYPES
+        has_features = is_text or any((folder / name).is_file() for name in FEATURES)
+        has_tokenizer = any((folder / name).is_file() for name in (TEXT_TOKENIZERS if is_text else TOKENIZERS))
         is_complete = is_complete and has_features and has_tokenizer and _has_weights(folder)
     return Located(folder, commit) if is_complete else None
 
@@ -158,14 +163,19 @@ def _check_size(repository: Repository, file: RemoteFile) -> None:
 
 
 def _check_model_type(repository: Repository, path: Path, needs: Needs) -> None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError):
-        found = None
-    kind = found.get("model_type") if isinstance(found, dict) else None
+    kind = _model_type(path)
     if kind not in MODEL_TYPES[needs]:
         wanted = " or ".join(MODEL_TYPES[needs])
         raise repository.refused(f"its {CONFIG} is of a model of type {kind!r:.40}, and only {wanted} is supported")
+
+
+def _model_type(path: Path) -> object:
+    """Return the model_type of a config.json, or None if the file has none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found.get("model_type") if isinstance(found, dict) else None
 
 
 def _has_weights(folder: Path) -> bool:

@@ -30,6 +30,7 @@ from konkanivani.models.conformer import (
     draw_mask,
 )
 from konkanivani.models.decoder import DecoderBlock
+from konkanivani.models.t5.model import T5
 from konkanivani.models.twin import replace_modules
 from konkanivani.models.whisper import model as whisper
 from konkanivani.models.whisper.model import TiedEmbedding, TiedHead, VocabularyLoss, Whisper
@@ -192,8 +193,8 @@ class SlicedVocabularyLoss(VocabularyLoss):
 
 
 def slice_vocabulary(model: torch.nn.Module) -> None:
-    """Let Whisper compute its loss in slices of the vocabulary, with one gradient of the tied weight."""
-    if isinstance(model, Whisper):
+    """Let pretrained models compute their loss in slices of the vocabulary, with one gradient of a tied weight."""
+    if isinstance(model, Whisper | T5):
         model.loss = SlicedVocabularyLoss()
         replace_modules(model, {TiedEmbedding: SlicedTiedEmbedding})
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from konkanivani.models.asr import KonkaniVaniASR, SpeechNetwork
 from konkanivani.models.conformer import Dropout
 from konkanivani.models.twin import replace_modules
+from konkanivani.ops.biased_attention import use_chunked_attention
 from konkanivani.ops.chunks import ChunkedLosses, compute_in_chunks
 from konkanivani.ops.fused import MaskedDropout, fuse_blocks, fuse_norms, slice_vocabulary, use_fast_logits
 from konkanivani.ops.packing import pack_encoder
@@ -45,7 +46,9 @@ class Passes:
     kept_attention: bool = True
     """Attention results of recomputed Whisper blocks are kept."""
     sliced_vocabulary: bool = True
-    """Whisper's loss in slices of the vocabulary."""
+    """Whisper's and T5's loss in slices of the vocabulary."""
+    chunked_attention: bool = True
+    """T5's attention, whose bias has a gradient, in chunks of queries."""
 
 
 NO_PASSES = Passes(
@@ -57,6 +60,7 @@ NO_PASSES = Passes(
     chunks=False,
     kept_attention=False,
     sliced_vocabulary=False,
+    chunked_attention=False,
 )
 ALL_PASSES = Passes()
 
@@ -79,6 +83,8 @@ def optimize(model: SpeechNetwork, passes: Passes = ALL_PASSES) -> None:
         fuse_blocks(model, passes.fused_norms)
     if passes.kept_attention:
         keep_attention(model)
+    if passes.chunked_attention:
+        use_chunked_attention(model)
     if passes.sliced_vocabulary:
         slice_vocabulary(model)
     if passes.fast_products:

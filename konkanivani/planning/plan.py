@@ -20,7 +20,7 @@ from konkanivani.data.filtering import Selection
 from konkanivani.data.index import Utterances
 from konkanivani.errors import ResourceError, UsageError
 from konkanivani.flags import resolved
-from konkanivani.lengths import CHUNK_FRAMES, SAMPLE_RATE
+from konkanivani.lengths import CHUNK_FRAMES, SECONDS, TOKENS, InputUnit
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, RecomputePolicy, read_plan
 from konkanivani.memory.weights import ON_CARD, Placement, choose_placement
 from konkanivani.models.architecture import Architecture
@@ -136,7 +136,7 @@ class Planner:
         too_long = None
         seconds = min(MAX_SECONDS, float(int(self._growth(recompute).seconds(self.budget))))
         # An utterance just long enough for chunked computation takes less than a slightly shorter one: try it first.
-        in_chunks = math.ceil(CHUNK_FRAMES * self.traces.encoder_hop / SAMPLE_RATE) + 1.0
+        in_chunks = math.ceil(CHUNK_FRAMES * self.traces.encoder_hop / self.traces.unit.rate) + 1.0
         peak = self.peak(BatchShape(1, in_chunks, tokens(in_chunks)), recompute)
         if peak <= self.budget:
             fits = (in_chunks, float(peak))
@@ -181,7 +181,7 @@ class Planner:
     def _growth(self, recompute: RecomputePolicy) -> Growth:
         """Return the linear model through three traces, whose sizes span most of the search."""
         if recompute not in self._growths:
-            longest = min(20.0, self.traces.longest_seconds)
+            longest = min(self.traces.unit.typical, self.traces.longest_seconds)
             sizes = ((2, longest / 4), (2, longest), (6, longest / 2))
             shapes = [BatchShape(count, seconds, round(seconds * self.tokens_per_second)) for count, seconds in sizes]
             rows = np.array([[1.0, shape.utterances, shape.utterances * shape.seconds] for shape in shapes])
@@ -206,9 +206,6 @@ def plan_bucket(planner: Planner, seconds: float, tokens: int, mode: str, most: 
 
 BUCKET_RATIO = 0.7  # between the longest utterances of neighbouring buckets
 MAX_BUCKETS = 8
-# On a CPU, longer micro-batches only add padding (4 x 2 beats 1 x 8: docs/performance.md); a GPU is faster the fuller
-# it is.
-MAX_CPU_SECONDS = 24.0
 
 
 @dataclass(frozen=True)
@@ -224,6 +221,15 @@ def speech_sizes(utterances: Selection, slowest: float, more: int = 0) -> Speech
     """Return the sizes of the utterances at the slowest speed, with `more` additional tokens each."""
     # Token counts are uint16: widen them before the addition.
     return SpeechSizes(utterances, utterances.durations / slowest, utterances.tokens.astype(np.int64) + more)
+
+
+def generated_sizes(utterances: Selection) -> SpeechSizes:
+    """Return the sizes of a validation set; of texts, generated tokens may reach the limit of targets."""
+    sizes = speech_sizes(utterances, slowest=1.0)
+    limits = utterances.text_limits
+    if limits is None:
+        return sizes
+    return dataclasses.replace(sizes, tokens=np.maximum(sizes.tokens, limits.target_tokens - 1))
 
 
 def resolve_plan(
@@ -272,7 +278,7 @@ def resolve_plan(
             )
             if _has_room_for_two(side_by_side, plan, is_asked_for=config.data.concurrent_micro_batches != AUTO):
                 plan = side_by_side
-    _check_every_utterance_fits(plan.buckets, train, config, budget)
+    _check_every_utterance_fits(plan.buckets, train, config, budget, architecture.framing.unit)
     check_host(plan.host, config, costs, placement)
     return dataclasses.replace(plan, placement=placement)
 
@@ -370,11 +376,11 @@ def max_at_once(config: TrainConfig, planner: Planner, seconds: float) -> int:
     most = -(
         -config.global_batch_size // planner.concurrent_micro_batches
     )  # at least one micro-batch for each concurrent slot
-    return int(np.clip(MAX_CPU_SECONDS // seconds, 1, most))
+    return int(np.clip(planner.traces.unit.cpu_batch // seconds, 1, most))
 
 
 def _check_every_utterance_fits(
-    buckets: tuple[BucketPlan, ...], train: SpeechSizes, config: TrainConfig, budget: int
+    buckets: tuple[BucketPlan, ...], train: SpeechSizes, config: TrainConfig, budget: int, unit: InputUnit
 ) -> None:
     too_long = [bucket for bucket in buckets if not bucket.utterances]
     if not too_long:
@@ -383,16 +389,19 @@ def _check_every_utterance_fits(
     # Slow speed perturbation lengthens audio, and --max_duration applies to the recording. Rounded down to 0.1 s.
     as_recorded = int(10 * limit * min(resolved(config.augment.speed_perturbation))) / 10
     rows = [int(i) for i in np.argsort(-train.seconds) if train.seconds[i] > limit]
-    named = ", ".join(f"{train.utterances[i].id} ({train.seconds[i]:.1f} s)" for i in rows[:3])
+    named = ", ".join(f"{train.utterances[i].id} ({unit.text(train.seconds[i])})" for i in rows[:3])
     helps = []
     if config.memory.gradient_checkpointing == "never":
         helps.append("--gradient_checkpointing auto")
-    if as_recorded > config.data.min_duration:
+    if unit == TOKENS and limit >= 2:
+        helps.append(f"--max_input_tokens {limit:.0f}")
+    elif unit == SECONDS and as_recorded > config.data.min_duration:
         helps.append(f"--max_duration {as_recorded:g}")
     if not config.memory.mixed_precision:
         helps.append("--mixed_precision")
+    smaller = "model" if unit == TOKENS else "--preset"
     raise ResourceError(
         f"{count(len(rows), 'training utterance', 'does/do')} not fit the budget of {budget_text(budget)} even "
         f"in a micro-batch of one: {named}{' and others' if len(rows) > 3 else ''}; the longest would need "
-        f"{peak_text(too_long[-1].peak)}. Use {', '.join(helps)} or a smaller --preset."
+        f"{peak_text(too_long[-1].peak)}. Use {', '.join(helps)} or a smaller {smaller}."
     )

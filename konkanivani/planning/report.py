@@ -1,4 +1,4 @@
-"""Report of a memory plan for a GPU, and the table of Whisper's sizes."""
+"""Report of a memory plan for a GPU."""
 
 import gc
 import json
@@ -13,15 +13,15 @@ from multiprocessing import get_context
 
 import torch
 
-from konkanivani.config import AUTO, PRESETS, ModelConfig, Preset, TrainConfig, TuningConfig
+from konkanivani.config import AUTO, PRESETS, ModelConfig, Preset, TrainConfig
 from konkanivani.console import GIB, MIB, budget_text, peak_text
+from konkanivani.data.text import text_limits
 from konkanivani.flags import resolve, resolved, words_of
+from konkanivani.lengths import SECONDS, TOKENS
 from konkanivani.memory.devices import DeviceCosts, PlanTarget
 from konkanivani.memory.plan import BucketPlan, RecomputePolicy
 from konkanivani.memory.weights import ON_CARD, Placement
 from konkanivani.models.architecture import Architecture
-from konkanivani.models.whisper.architecture import WhisperArchitecture
-from konkanivani.models.whisper.model import WhisperShape
 from konkanivani.planning.plan import ALWAYS, MAX_UTTERANCES, NEVER, Planner, resolve_placement
 from konkanivani.planning.sizes import (
     ONE_RANK,
@@ -39,7 +39,7 @@ from konkanivani.planning.sizes import (
 )
 from konkanivani.planning.tracer import BatchShape, Peak
 from konkanivani.planning.traces import kept_traces
-from konkanivani.rules import settings_of
+from konkanivani.rules import check_input_flags, settings_of, with_text_defaults
 
 # --------------------
 # Report of a memory plan before training, as a table or as JSON, planned in worker processes.
@@ -70,10 +70,24 @@ class PlanRequest:
         """Return whether one of the longest utterances fits with this placement of the weights."""
         return fits(self.config, self.architecture, self.costs, self.budget, self.longest_peak, placement)
 
+    @property
+    def window(self) -> float:
+        """Longest input of the model, in its unit: of audio, or the limit of texts; may be infinite."""
+        architecture = self.architecture
+        if architecture.framing.unit == TOKENS:
+            return float(text_limits(self.config.pretrained).input_tokens)
+        return architecture.longest_seconds
+
+    @property
+    def lengths(self) -> list[float]:
+        """Lengths to plan micro-batches for, in ascending order."""
+        if self.architecture.framing.unit == TOKENS:
+            return sorted({math.ceil(self.window * part) for part in (0.125, 0.25, 0.5, 1.0)})
+        return sorted({min(seconds, self.window) for seconds in BUCKETS})
+
     def longest_peak(self, placement: Placement) -> Peak:
         """Return the peaks of one of the longest utterances with this placement of the weights."""
-        window = self.architecture.longest_seconds
-        longest = BUCKETS[-1] if window == math.inf else window
+        longest = BUCKETS[-1] if self.window == math.inf else self.window
         with replace(self, placement=placement).planner() as planner:
             return planner.phases(BatchShape(1, longest, self.tokens(longest)), self.policy)
 
@@ -86,23 +100,31 @@ class PlanRequest:
         if self.costs.is_cuda or not self.placement.is_on_card:
             concurrent_micro_batches = 1
         with kept_traces(self.config, self.architecture, self.costs, self.placement) as traces:
-            yield Planner(traces, self.budget, _tokens_per_second(self.config), concurrent_micro_batches)
+            yield Planner(traces, self.budget, self.token_rate, concurrent_micro_batches)
 
     @property
     def architecture(self) -> Architecture:
         """The architecture to plan for."""
         return planned_architecture(self.config)
 
-    def tokens(self, seconds: float) -> int:
-        """Return the most tokens of `seconds` of read Konkani, within the decoder's limit."""
-        return int(min(max(1, round(seconds * _tokens_per_second(self.config))), self.architecture.most_tokens))
+    @property
+    def token_rate(self) -> float:
+        """Target tokens per unit of the input: of read Konkani, or of texts by their limits."""
+        if self.architecture.framing.unit != TOKENS:
+            return _tokens_per_second(self.config)
+        limits = text_limits(self.config.pretrained)
+        return limits.target_tokens / limits.input_tokens
+
+    def tokens(self, length: float) -> int:
+        """Return the most target tokens of an input of this length, within the decoder's limit."""
+        return int(min(max(1, round(length * self.token_rate)), self.architecture.most_tokens))
 
     def longest_utterance(self, planner: Planner) -> float:
         """Return the longest utterance in seconds that trains alone; 0 if none fits.
 
-        With Whisper's 30 s window, all utterances cost the same.
+        With Whisper's 30 s window, all utterances cost the same; texts are cut.
         """
-        window = self.architecture.longest_seconds
+        window = self.window
         if window == math.inf:
             return planner.longest_utterance(self.tokens, self.policy)
         fits = planner.peak(BatchShape(1, window, self.tokens(window)), self.policy) <= planner.budget
@@ -138,7 +160,9 @@ def settle_placement(request: PlanRequest, ranks: Ranks) -> tuple[Placement, Pea
 def peak_of_validation(request: PlanRequest) -> int:
     """Return the peak bytes of validation, which recomputes nothing."""
     config = request.config
-    longest = min(config.data.max_validation_duration, request.architecture.longest_seconds)
+    longest = request.window
+    if request.architecture.framing.unit == SECONDS:
+        longest = min(config.data.max_validation_duration, longest)
     with request.planner() as planner:
         _, peak = planner.validation_seconds(longest, request.tokens(longest), config.data.validation_batch_seconds)
     return peak
@@ -195,6 +219,7 @@ class PlanReport:
     placement: str = ""
     host: int = 0
     checkpoint: int = 0
+    unit: str = SECONDS.name
 
     def as_json(self) -> str:
         """Return the report as one line of JSON."""
@@ -210,17 +235,21 @@ class PlanReport:
             *self._ranks(),
             f"{self.placement}{host}; a checkpoint needs {_mib(self.checkpoint)} of disk space.",
             "",
-            f"{'':24}{'utterances of':>14}{'at once':>9}{'audio':>9}{'activations':>13}{'peak':>11}",
+            f"{'':24}{'utterances of':>14}{'at once':>9}{self._input:>9}{'activations':>13}{'peak':>11}",
         ]
         for answer in self.answers:
             title = f"{'keeping activations' if answer.gradient_checkpointing == 'never' else 'recomputing all'}"
             for bucket in answer.buckets:
                 lines.append(f"{title:24}{self._row(bucket)}")
                 title = ""
-            longest = f"{answer.longest_seconds:g} s" if answer.longest_seconds else "none"
+            longest = f"{answer.longest_seconds:g} {self.unit}" if answer.longest_seconds else "none"
             lines.append(f"{'':24}longest utterance that fits: {longest}")
         lines += ["", f"Validation: peak {_mib(self.validation_peak)}.", "", f"Flags for the trainer: {self.flags}"]
         return "\n".join(lines)
+
+    @property
+    def _input(self) -> str:
+        return "audio" if self.unit == SECONDS.name else "input"
 
     def _ranks(self) -> list[str]:
         """Return a line about sharding and traffic if there are several ranks."""
@@ -240,12 +269,15 @@ class PlanReport:
 
     def _row(self, bucket: BucketPlan) -> str:
         if not bucket.utterances:
-            return f"{bucket.seconds:12.0f} s{'none':>9}{'':22}{peak_text(bucket.peak):>11}"
+            return f"{self._length(bucket.seconds):>14}{'none':>9}{'':22}{peak_text(bucket.peak):>11}"
         activations = bucket.peak - self.state_of_rank - self.workspace - self.context
         return (
-            f"{bucket.seconds:12.0f} s{bucket.utterances:9}{bucket.utterances * bucket.seconds:7.0f} s"
-            f"{_mib(activations):>13}{peak_text(bucket.peak):>11}"
+            f"{self._length(bucket.seconds):>14}{bucket.utterances:9}"
+            f"{self._length(bucket.utterances * bucket.seconds):>9}{_mib(activations):>13}{peak_text(bucket.peak):>11}"
         )
+
+    def _length(self, length: float) -> str:
+        return f"{length:.0f} s" if self.unit == SECONDS.name else f"{length:.0f}"
 
 
 def read_report(line: str) -> PlanReport:
@@ -269,8 +301,10 @@ def plan_budget(
 
     Raises a ResourceError if not even the model's state fits.
     """
-    config = resolve(config)
     architecture = planned_architecture(config)
+    is_text = architecture.framing.unit == TOKENS
+    check_input_flags(frozenset(given), is_text)
+    config = resolve(with_text_defaults(config, frozenset(given)) if is_text else config)
     costs = with_graphs(costs_per_rank(costs, architecture, ranks), config)
     # Tracing must not start in this process: it forks the workers.
     with two_processes() as pool:
@@ -298,6 +332,7 @@ def plan_budget(
         placement=placement.describe(len(architecture.build_without_values().blocks)).capitalize(),
         host=longest.host,
         checkpoint=checkpoint_bytes(architecture, config.optimizer),
+        unit=architecture.framing.unit.name,
     )
 
 
@@ -313,11 +348,12 @@ def answer(request: PlanRequest) -> Answer:
     policy = request.policy
     buckets = []
     with request.planner() as planner:
-        for seconds in sorted({min(seconds, request.architecture.longest_seconds) for seconds in BUCKETS}):
-            buckets.append(planner.largest_batch(seconds, request.tokens(seconds), policy, MAX_UTTERANCES))
-            request.tell(f"micro-batch of {buckets[-1].utterances} utterances of {seconds:g} s")
+        unit = request.architecture.framing.unit.name
+        for length in request.lengths:
+            buckets.append(planner.largest_batch(length, request.tokens(length), policy, MAX_UTTERANCES))
+            request.tell(f"micro-batch of {buckets[-1].utterances} utterances of {length:g} {unit}")
         longest = request.longest_utterance(planner)
-    request.tell(f"the longest utterance, {longest:g} s")
+    request.tell(f"the longest utterance, {longest:g} {unit}")
     return Answer(request.mode, tuple(buckets), longest)
 
 
@@ -380,96 +416,11 @@ def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int, given:
             words += words_of(setting)
     words += ["--memory_budget", budget_text(budget)]
     words += ["--batch_size", "auto", "--effective_batch_size", str(config.global_batch_size)]
-    words += ["--gradient_checkpointing", "auto", "--max_duration", f"{longest:g}"]
+    words += ["--gradient_checkpointing", "auto"]
+    if planned_architecture(config).framing.unit == SECONDS:
+        words += ["--max_duration", f"{longest:g}"]
     return shlex.join(words)
 
 
 def _mib(size: int) -> str:
     return f"{size / MIB:.0f} MiB"
-
-
-# --------------------
-# GPU memory of fine-tuning each published Whisper size, by weight placement; planned without loading weights.
-
-
-# Width, heads, blocks of the encoder and of the decoder, inner width, mel bands,
-# tokens (Radford et al., 2022).
-SIZES = {
-    "tiny": WhisperShape(384, 6, 4, 4, 1536, 80, 51_865),
-    "base": WhisperShape(512, 8, 6, 6, 2048, 80, 51_865),
-    "small": WhisperShape(768, 12, 12, 12, 3072, 80, 51_865),
-    "medium": WhisperShape(1024, 16, 24, 24, 4096, 80, 51_865),
-    "turbo": WhisperShape(1280, 20, 32, 4, 5120, 128, 51_866),
-    "large-v3": WhisperShape(1280, 20, 32, 32, 5120, 128, 51_866),
-}
-TRAINED = {
-    "everything": TuningConfig(),
-    "--freeze encoder": TuningConfig(freeze="encoder"),
-    "--lora_rank 32": TuningConfig(lora_rank=32, lora_targets=("query", "value")),
-}
-PLACES = {"card": ON_CARD, "half": Placement(half_precision=True), "host": Placement(offloaded_blocks=99)}
-WINDOW = BatchShape(1, 30.0, 444)  # one 30 s utterance with the longest label: text tokens after start and prompt
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Peak memory of the process in bytes: on the GPU in training and in validation, and on the host."""
-
-    train: int
-    valid: int
-    host: int
-
-    def words(self, most: int) -> str:
-        """Format the peaks in MiB, with a star if both fit into `most` bytes."""
-        fits = "*" if max(self.train, self.valid) <= most else " "
-        return f"{self.train >> 20:,} / {self.valid >> 20:,}{fits}"
-
-
-@dataclass(frozen=True)
-class Question:
-    """Input of one table cell: model size, trained part, weight placement."""
-
-    size: str
-    trained: str
-    place: str
-    config: TrainConfig
-    costs: DeviceCosts
-
-
-def answer_cell(question: Question) -> Cell:
-    """Plan one utterance of 30 s with the longest label, every block recomputed."""
-    config = question.config
-    costs = question.costs
-    architecture = WhisperArchitecture(SIZES[question.size], TRAINED[question.trained])
-    with kept_traces(config, architecture, costs, PLACES[question.place]) as traces:
-        # A budget of 1 PiB: the planner reports the peak without shrinking the batch.
-        planner = Planner(traces, 2**50, WINDOW.tokens / WINDOW.seconds)
-        step = planner.phases(WINDOW, ALWAYS)
-        _, valid = planner.validation_seconds(WINDOW.seconds, WINDOW.tokens, WINDOW.seconds)
-    return Cell(step.bytes + costs.beside, valid, step.host)
-
-
-def plan_whisper(config: TrainConfig, costs: DeviceCosts, budget: int, sizes: tuple[str, ...] = tuple(SIZES)) -> str:
-    """Return the table as text: one line per model size and trained part."""
-    memory = replace(config.memory, mixed_precision=True, gradient_checkpointing=AUTO)
-    loss = replace(config.loss, ctc_weight=0.0, label_smoothing=0.0)
-    config = resolve(replace(config, memory=memory, loss=loss))
-    rows = [(size, trained) for size in sizes for trained in TRAINED]
-    # pool.map keeps the order of its input, row by row.
-    with two_processes() as pool:
-        questions = [Question(*row, place, config, costs) for row in rows for place in PLACES]
-        cells = iter(list(pool.map(answer_cell, questions)))
-    lines = [
-        (
-            f"Peak MiB on {costs.name} (budget {budget >> 20:,}) in training / validation: one utterance of 30 s "
-            "with its"
-        ),
-        "longest label, half precision, all blocks recomputed, AdamW. *: it fits. Last column: host memory.",
-        "",
-        f"{'':10}{'trained':18}" + "".join(f"{f'--weights {place}':>19}" for place in PLACES) + f"{'host':>10}",
-    ]
-    for size, trained in rows:
-        found = [next(cells) for _ in PLACES]
-        words = "".join(f"{cell.words(budget):>19}" for cell in found)
-        lines.append(f"{size:10}{trained:18}{words}{found[-1].host >> 20:>10,}")
-    return "\n".join(lines)

@@ -17,8 +17,9 @@ from konkanivani.memory.plan import STATE_BYTES, model_state_bytes
 from konkanivani.memory.weights import Placement
 from konkanivani.models.architecture import Architecture, architecture_of
 from konkanivani.models.asr import parameter_count
+from konkanivani.models.families import read_architecture
 from konkanivani.models.hub import locate_model
-from konkanivani.models.whisper.folder import read_whisper_architecture
+from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.planning.tracer import Peak
 from konkanivani.training.optimizer_state import bytes_per_rank
 from konkanivani.training.optimizers import build_optimizer
@@ -80,9 +81,10 @@ def planned_architecture(config: TrainConfig) -> Architecture:
     if config.pretrained.pretrained is None:
         return architecture_of(config, config.text.vocab_size)
     located = locate_model(config.pretrained.pretrained, config.pretrained.revision, "settings")
-    read = read_whisper_architecture(located.path)
-    context = config.pretrained.audio_context or read.audio_context
-    return dataclasses.replace(read, tuning=config.tuning, audio_context=context)
+    read = dataclasses.replace(read_architecture(located.path), tuning=config.tuning)
+    if isinstance(read, WhisperArchitecture) and config.pretrained.audio_context is not None:
+        read = dataclasses.replace(read, audio_context=config.pretrained.audio_context)
+    return read
 
 
 def check_state(config: TrainConfig, architecture: Architecture, costs: DeviceCosts, budget: int) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from konkanivani.data.batching import Batch, GlobalBatch, largest_batch
 from konkanivani.decoding.ctc import Network, argmax_tokens, decoder_of
-from konkanivani.lengths import SAMPLE_RATE, Lengths
+from konkanivani.lengths import Lengths
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.plan import RecomputePolicy, model_state_bytes
@@ -176,7 +176,7 @@ class StepTracer:
         forward.model.eval()
         batch = self._batch(shape)
         with self._mode, torch.no_grad(), live, forward.decoder_on_device():
-            recognize(forward, batch, _greedy_on_the_device)
+            recognize(forward, batch, functools.partial(_greedy_on_the_device, longest_target=shape.tokens))
         return live.peak
 
     def _counted(self) -> tuple[LiveBytes, LiveBytes]:
@@ -198,14 +198,15 @@ class StepTracer:
 
     def _batch(self, shape: BatchShape) -> Batch:
         """Return a batch without data; with several utterances, one is a frame shorter, because padding costs masks."""
-        samples = round(shape.seconds * SAMPLE_RATE)
+        unit = self._parts.architecture.framing.unit
+        samples = round(shape.seconds * unit.rate)
         tokens = max(1, shape.tokens)
         shorter = 1 if shape.utterances > 1 else 0
         a_frame_less = max(1, samples - self._parts.architecture.framing.encoder_hop)
         with self._mode:
             return Batch(
                 utterance_ids=tuple(map(str, range(shape.utterances))),
-                waveforms=torch.empty(shape.utterances, samples),
+                waveforms=torch.empty(shape.utterances, samples, dtype=unit.dtype),
                 sample_lengths=(samples,) * (shape.utterances - shorter) + (a_frame_less,) * shorter,
                 tokens=torch.empty(shape.utterances, tokens, dtype=torch.long),
                 token_lengths=(tokens,) * shape.utterances,
@@ -255,11 +256,13 @@ def _cast_input_to_fp32(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ..
     return tuple(tensor.float() for tensor in inputs) if torch.is_autocast_enabled("cpu") else inputs
 
 
-def _greedy_on_the_device(model: Network, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
+def _greedy_on_the_device(
+    model: Network, encoded: torch.Tensor, encoded_lengths: Lengths, longest_target: int
+) -> list[list[int]]:
     """Run the device part of greedy decoding; the rest runs on the host.
 
     Without CTC, the decoder's cache grows until a hypothesis has the decoder's maximum number of tokens or, if there is
-    no maximum, one token per encoder frame.
+    no maximum, the number of encoder frames or the longest target.
     """
     if model.ctc_head is not None:
         argmax_tokens(model, encoded)
@@ -267,7 +270,7 @@ def _greedy_on_the_device(model: Network, encoded: torch.Tensor, encoded_lengths
     decoder = decoder_of(model)
     cache = decoder.begin(encoded, encoded_lengths, beam=1)
     tokens = torch.empty(len(encoded), 1, dtype=torch.long)
-    most = encoded.shape[1] if math.isinf(decoder.most_tokens) else decoder.most_tokens
+    most = max(encoded.shape[1], longest_target) if math.isinf(decoder.most_tokens) else decoder.most_tokens
     while cache.length < most:
         decoder.output(decoder.step(tokens, cache)).double().log_softmax(dim=-1)
         cache.length = max(FIRST_CAPACITY, 2 * cache.length - 2)  # next length at which the cache has to be enlarged

@@ -19,6 +19,7 @@ import torch
 from konkanivani.config import TrainConfig
 from konkanivani.errors import ResourceError
 from konkanivani.files import atomic_write, cache_folder, digest_of_code
+from konkanivani.lengths import SECONDS, InputUnit
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.memory.weights import ON_CARD, Placement
@@ -41,8 +42,10 @@ class Traces:
         costs: DeviceCosts,
         encoder_hop: int,
         longest_seconds: float = math.inf,
+        unit: InputUnit = SECONDS,
     ) -> None:
-        """`encoder_hop` is in samples per encoder frame; `longest_seconds` is the longest input of the model."""
+        """`encoder_hop` is in samples per encoder frame; `longest_seconds` is the longest input, in its `unit`."""
+        self.unit = unit
         self.blocks = blocks
         self.costs = costs
         self.encoder_hop = encoder_hop
@@ -117,9 +120,14 @@ def kept_traces(
 ) -> Iterator[Traces]:
     """Yield the cached traces of this configuration's step, and write them back with the new ones at the end."""
     blocks = len(architecture.build_without_values().blocks)
-    hop = architecture.framing.encoder_hop
+    framing = architecture.framing
     traces = Traces(
-        lambda: build_tracer(config, architecture, costs, placement), blocks, costs, hop, architecture.longest_seconds
+        lambda: build_tracer(config, architecture, costs, placement),
+        blocks,
+        costs,
+        framing.encoder_hop,
+        architecture.longest_seconds,
+        framing.unit,
     )
     path = traces_path(config, architecture, costs, placement)
     if path is None:

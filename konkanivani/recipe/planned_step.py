@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from konkanivani.config import TrainConfig
-from konkanivani.console import MIB, Report, announced, budget_text, count, duration_words, parse_budget, peak_text
+from konkanivani.console import MIB, Report, announced, budget_text, count, parse_budget, peak_text
 from konkanivani.data.batching import EpochPlanner, SizeLimit, same_size
 from konkanivani.data.dataset import TrainDataset
 from konkanivani.distributed import Topology, all_reduce_max, broadcast_from_rank0, gather
@@ -17,7 +17,7 @@ from konkanivani.memory.plan import MemoryPlan, plan_sentences
 from konkanivani.memory.recovery import forget_sizes, read_sizes
 from konkanivani.models.architecture import Architecture
 from konkanivani.models.asr import frozen_count, parameter_count
-from konkanivani.planning.plan import resolve_placement, resolve_plan, speech_sizes
+from konkanivani.planning.plan import generated_sizes, resolve_placement, resolve_plan, speech_sizes
 from konkanivani.planning.sizes import Ranks, device_costs, needs_sharding
 from konkanivani.recipe.resume import count_steps, load_base, whole_model
 from konkanivani.recipe.run_data import RunData, more_tokens
@@ -99,7 +99,7 @@ def plan_memory(
             free,
             Ranks(start.topology.world_size, sharded),
             train=speech_sizes(speech.train.utterances, min(speech.train.speeds), more_tokens(start.config)),
-            validation=speech_sizes(validation.speech.utterances, slowest=1.0) if validation else None,
+            validation=generated_sizes(validation.speech.utterances) if validation else None,
             stored=start.resumed.states.get("plan") if start.resumed else None,
         ),
     )
@@ -132,7 +132,8 @@ def micro_batch_limits(config: TrainConfig, step: StepParts, plan: MemoryPlan | 
     """Return the number of utterances per micro-batch, by their length; print the memory plan if there is one."""
     if plan is None:
         return same_size(resolved(config.data.batch_size))
-    print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
+    unit = step.architecture.framing.unit
+    print(plan_sentences(plan, blocks=len(step.model.blocks), unit=unit), flush=True)
     return tuple(SizeLimit(bucket.seconds, bucket.utterances) for bucket in plan.buckets)
 
 
@@ -145,7 +146,7 @@ def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochP
 
 
 def tell_plan(config: TrainConfig, step: StepParts, speech: TrainDataset, planner: EpochPlanner) -> None:
-    hours = planner.durations.sum() / 3600
+    amount = step.architecture.framing.unit.total(float(planner.durations.sum()))
     cut = f"{config.data.batch_size} x {config.data.gradient_accumulation_steps}"
     cut = str(config.global_batch_size) if config.data.batch_size == "auto" else cut
     concurrent_micro_batches = step.forward.concurrent_micro_batches
@@ -157,7 +158,7 @@ def tell_plan(config: TrainConfig, step: StepParts, speech: TrainDataset, planne
     print(
         f"{step.architecture.description}, {parameters}, {step.architecture.vocab_size} tokens, on "
         f"{step.forward.device.type}{amp}; {count(len(speech.utterances), 'utterance')}, "
-        f"{duration_words(hours)}; {cut} utterances per step{side_by_side}, "
+        f"{amount}; {cut} utterances per step{side_by_side}, "
         f"{count(planner.global_batches_per_epoch(), 'step')} per epoch, {step.total_steps} in total.",
         flush=True,
     )

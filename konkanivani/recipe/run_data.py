@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from konkanivani.config import TrainConfig
-from konkanivani.console import count, duration_words, parse_share, say
+from konkanivani.console import count, parse_share, say
 from konkanivani.data.augmentation import RecordingAugmentation
 from konkanivani.data.batching import EpochPlanner, choose_subset, plan_evaluation
 from konkanivani.data.dataset import EvalDataset, NoiseReverb, TrainDataset, read_noise_reverb
@@ -18,9 +18,12 @@ from konkanivani.data.filtering import (
     Selection,
     check_any_usable,
     check_utterances,
+    count_cut,
     evaluation_limits,
+    limits_of_text,
     training_limits,
 )
+from konkanivani.data.index import TextFields
 from konkanivani.data.loader import LoaderConfig
 from konkanivani.data.manifest import (
     Fingerprint,
@@ -32,11 +35,20 @@ from konkanivani.data.manifest import (
     no_text,
     read_manifest,
 )
-from konkanivani.data.text import ZWJ, Digits, FormatCharacterCount, Vocabulary, normalize_text, train_tokenizer
+from konkanivani.data.text import (
+    ZWJ,
+    Digits,
+    FormatCharacterCount,
+    Vocabulary,
+    normalize_text,
+    reads_text,
+    train_tokenizer,
+)
 from konkanivani.distributed import broadcast_from_rank0
 from konkanivani.errors import DataError, ErrorCollector
 from konkanivani.flags import config_from_text, resolved
 from konkanivani.inference.speech_model import load_tokenizer
+from konkanivani.lengths import SECONDS, TOKENS
 from konkanivani.models.architecture import Architecture
 from konkanivani.recipe.resume import check_corpus, remembered_corpus
 from konkanivani.recipe.startup import Start, settle
@@ -89,7 +101,7 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, tex
 
     The limit is 0.5 % of the tokens; up to that, the unknown characters are only printed.
     """
-    if not (start.resumed or keeps_tokens(start)):
+    if not (start.resumed or start.pretrained or keeps_tokens(start)):
         return
     unknown_token = tokenizer.special.unknown
     if unknown_token is None:
@@ -98,7 +110,8 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, tex
     characters: Counter[str] = Counter()
     tokens: Counter[int] = Counter()
     # Tokenizing a large corpus takes long: an unchanged one is only sampled.
-    for text in islice(texts, TOLD_BY if remembered is not None and remembered.is_unchanged(corpus) else None):
+    is_sampled = start.pretrained is not None or (remembered is not None and remembered.is_unchanged(corpus))
+    for text in islice(texts, TOLD_BY if is_sampled else None):
         characters.update(text)
         tokens.update(tokenizer.encode(text))
     unknown = {c: number for c, number in characters.items() if unknown_token in tokenizer.encode(c)}
@@ -108,16 +121,17 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, tex
     commonest = sorted(unknown, key=unknown.__getitem__, reverse=True)
     named = ", ".join(f"{character} {unknown[character]:,} times" for character in commonest[:NAMED_CHARACTERS])
     named += ", …" if len(commonest) > NAMED_CHARACTERS else ""
-    found = (
-        f"{part:.2%} of the tokens of {corpus.manifest} are unknown to the checkpoint's tokenizer: it has no {named}"
-    )
+    owner = "pretrained model" if start.pretrained else "checkpoint"
+    found = f"{part:.2%} of the tokens of {corpus.manifest} are unknown to the {owner}'s tokenizer: it has no {named}"
     if part <= MAX_UNKNOWN:
         say(f"{found}. They are trained as the unknown token.")
         return
     spelt = "--digits spell, which writes digits as words, or " if any(map(str.isdecimal, unknown)) else ""
     spelt = spelt if start.config.text.digits == "keep" and start.initial else ""
     advice = f"Use {spelt}--new_tokenizer, which trains a tokenizer on this text and a new output head."
-    if start.resumed:
+    if start.pretrained:
+        advice = "Use a model whose tokenizer has them, such as mT5 or ByT5."
+    elif start.resumed:
         advice = "Start a new run with --init_from and --new_tokenizer, in another --checkpoint_dir."
     raise DataError(f"{found}. That is more than {MAX_UNKNOWN:.1%}: the model could never output them. {advice}")
 
@@ -158,10 +172,11 @@ class RunData:
 
     def sentence(self) -> str:
         """Return a sentence with the sizes of the sets for the user."""
-        hours = self.train.utterances.durations.sum() / 3600
+        unit = TOKENS if reads_text(self.tokenizer) else SECONDS
+        amount = unit.total(float(self.train.utterances.durations.sum()))
         validated = len(self.validation.speech.utterances) if self.validation else 0
         return (
-            f"{count(len(self.train.utterances), 'training utterance')}, {duration_words(hours)}; "
+            f"{count(len(self.train.utterances), 'training utterance')}, {amount}; "
             f"{validated:,} for validation; {self.tested:,} for testing; {self.rejections.count:,} skipped"
         )
 
@@ -186,10 +201,9 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     noise_reverb = NoiseReverb()
     with problems.collect():
         noise_reverb = read_noise_reverb(config.augment, config.run.seed, config.data.audio_roots)
-    manifests = [
-        _read(path, config.data.audio_roots, problems)
-        for path in (config.data.train_manifest, config.data.valid_manifest, config.data.test_manifest)
-    ]
+    paths = config.data.train_manifest, config.data.valid_manifest, config.data.test_manifest
+    fields = fields_of(start.architecture(config.text.vocab_size), config)
+    manifests = [_read(path, config.data.audio_roots, fields, problems) for path in paths]
     train, valid, test = manifests
     corpus = None if train is None else make_fingerprint(train)
     if corpus:
@@ -225,11 +239,20 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     return RunData(config, corpus, tokenizer, training, validation, rejections, test_utterances)
 
 
-def _read(path: str | None, named_roots: tuple[str, ...], problems: ErrorCollector) -> Manifest | None:
+def fields_of(architecture: Architecture, config: TrainConfig) -> TextFields | None:
+    """Return the fields of a manifest's rows if the model's input is text, else None."""
+    if architecture.framing.unit != TOKENS:
+        return None
+    return TextFields(config.pretrained.input_field, config.pretrained.target_field)
+
+
+def _read(
+    path: str | None, named_roots: tuple[str, ...], fields: TextFields | None, problems: ErrorCollector
+) -> Manifest | None:
     """Return the manifest; None if no path is given or, with the error added to `problems`, if it cannot be read."""
     if path is not None:
         with problems.collect():
-            return read_manifest(path, named_roots)
+            return read_manifest(path, named_roots, fields)
     return None
 
 
@@ -260,6 +283,8 @@ def build_training_speech(
     limits = training_limits(config, architecture.framing)
     most = architecture.most_tokens - more_tokens(config)
     limits = limits.within(architecture.longest_seconds, most, slowest_speed=min(speeds))
+    if reads_text(tokenizer):
+        limits = limits_of_text(tokenizer.limits, architecture.framing)
     kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
     # Drawn from the usable utterances, so that --train_subset is a percentage of those.
     if config.data.train_subset < 100:
@@ -283,6 +308,9 @@ def choose_usable(
     kept, left_out = check_utterances(manifest, tokenizer, limits, digits)
     rejections.add_many(left_out)
     check_any_usable(kept, left_out)
+    cut = count_cut(kept)
+    if cut:
+        say(f"Cut to --max_input_tokens or --max_target_tokens: the texts of {count(cut, 'row')} of {manifest.path}.")
     return kept
 
 
@@ -295,7 +323,7 @@ def build_evaluation_set(
     rejections: Rejections,
 ) -> EvaluationSet:
     """Read a manifest and return its evaluation batches; rejected utterances are added to `rejections`."""
-    manifest = read_manifest(path, config.data.audio_roots)
+    manifest = read_manifest(path, config.data.audio_roots, fields_of(architecture, config))
     rejections.begin(manifest)
     return evaluation_set(manifest, config, tokenizer, architecture, device, rejections)
 
@@ -311,6 +339,8 @@ def evaluation_set(
     """Return the utterances of a manifest, whose broken rows are already in `rejections`, in evaluation batches."""
     limits = evaluation_limits(config, architecture.framing)
     limits = limits.within(architecture.longest_seconds, architecture.most_tokens)
+    if reads_text(tokenizer):
+        limits = limits_of_text(tokenizer.limits, architecture.framing)
     return set_within(limits, manifest, config, tokenizer, device, rejections)
 
 

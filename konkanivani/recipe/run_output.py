@@ -64,7 +64,7 @@ def open_logs(
     forward = step.forward
     return RunLogs(
         logbook=logbook,
-        progress=Progress(state.step, step.total_steps),
+        progress=Progress(state.step, step.total_steps, step.architecture.framing.unit),
         utilisation=Utilisation(step.architecture, forward.device, forward.amp_dtype or torch.float32),
         watch=watch,
     )

@@ -1,6 +1,7 @@
 """Start of a run: resolve its command line, read the checkpoint or pretrained model that it names, lock its folders."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +30,12 @@ from konkanivani.inference.speech_model import (
     restored_architecture,
     settings_of_weights,
 )
+from konkanivani.lengths import TOKENS
 from konkanivani.models.architecture import Architecture, architecture_of
 from konkanivani.models.hub import locate_model
 from konkanivani.recipe.preflight import check_disk, check_paths, check_ranks, named_manifests
 from konkanivani.recipe.run_folders import take_log_folder
-from konkanivani.rules import settings_of, with_values
+from konkanivani.rules import check_input_flags, settings_of, with_text_defaults, with_values
 from konkanivani.training.logbook import LOG_NAME
 
 # Settings of a checkpoint that name files and folders. They are printed on resume: the checkpoint may be from another
@@ -158,7 +160,7 @@ def _check_new_run(asked: CommandLine, report: Report) -> tuple[TrainConfig, Che
     if asked.config.run.init_from:
         check_paths(asked.config)
         asked, initial = start_from_checkpoint(asked, Path(asked.config.run.init_from))
-    config, pretrained = start_pretrained(asked.config)
+    config, pretrained = start_pretrained(asked)
     _check_paths_and_disk(config, architecture_for(config, config.text.vocab_size, pretrained), report)
     return config, initial, pretrained
 
@@ -179,6 +181,7 @@ def _resume(
     if "checkpoint_dir" not in asked.explicit:  # a checkpoint resumes in its own folder, wherever it was trained
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, checkpoint_dir=str(path.parent)))
     pretrained = resume_pretrained(asked, config, checkpoint)
+    check_input_flags(asked.explicit, restored_architecture(checkpoint, config).framing.unit == TOKENS)
     _check_paths_and_disk(config, architecture_for(config, checkpoint.vocab_size, pretrained, checkpoint), report)
     lock = lock or _take_folder(config.run)
     _check_folder_is_its_own(path, Path(config.run.checkpoint_dir))
@@ -260,11 +263,12 @@ def _check_folder_is_its_own(resumed: Path, folder: Path) -> None:
         )
 
 
-def start_pretrained(config: TrainConfig) -> tuple[TrainConfig, Pretrained | None]:
+def start_pretrained(asked: CommandLine) -> tuple[TrainConfig, Pretrained | None]:
     """Read the folder of --pretrained, if given, and return the settings completed by it (language, learning rate).
 
     Errors are raised here, before any folder is created: unsupported tuning, a missing language, unusable weights.
     """
+    config = asked.config
     if config.pretrained.pretrained is None:
         return config, None
     located = locate_model(config.pretrained.pretrained, config.pretrained.revision, "whisper")
@@ -272,6 +276,10 @@ def start_pretrained(config: TrainConfig) -> tuple[TrainConfig, Pretrained | Non
     # The branch may move on: checkpoints store the commit, and a resumed run reads that.
     pinned = dataclasses.replace(config.pretrained, revision=located.commit)
     config = dataclasses.replace(config, pretrained=pretrained.settled(pinned))
+    is_text = pretrained.architecture(config.tuning, config.pretrained).framing.unit == TOKENS
+    check_input_flags(asked.explicit, is_text)
+    if is_text:
+        config = with_text_defaults(config, asked.explicit)
     # Built on the meta device and discarded: raises a UsageError if the tuning flags do not fit the model.
     pretrained.architecture(config.tuning, config.pretrained).build_without_values()
     tokenizer = pretrained.vocabulary(config.pretrained)
@@ -330,5 +338,6 @@ def settle(start: Start, amount: CorpusSize) -> Start:
         config = as_stored(config, config_from_text(start.initial.config), names=("tokenizer_type",))
     config = resolve(config, amount)
     if decided := decisions(asked, config):
-        say(f"Automatic settings for {duration_words(amount.hours)} of speech: {decided}")
+        speech = f"{duration_words(amount.hours)} of speech" if amount.hours < math.inf else "a text-to-text model"
+        say(f"Automatic settings for {speech}: {decided}")
     return dataclasses.replace(start, config=config)

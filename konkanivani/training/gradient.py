@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from konkanivani.data.batching import Batch, Example, collate
 from konkanivani.data.text import SpecialTokens
 from konkanivani.distributed import all_reduce_max, full_tensor, gather, new_bucket, raise_rank_lost, sum_tensors
-from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.recovery import MicroBatchPlan, OomAttempt, OomRetry, Outcome
 from konkanivani.models.asr import LossCounts, LossSums, SpeechNetwork, trained_parameters
 from konkanivani.randomness import derive_seed, dropout_seed, seed_step
@@ -241,9 +240,8 @@ def sharded_gradient(task: GradientTask) -> StepGradient | None:
 
 
 def dummy_batch(model: SpeechNetwork) -> Batch:
-    """Return the smallest batch that the model accepts: half a second of silence, and one token."""
-    waveform = torch.zeros(SAMPLE_RATE // 2, dtype=next(model.parameters()).dtype)
-    return collate([Example("silence", waveform, [1], None)], SpecialTokens(start=1, end=1))
+    """Return a small batch that the model accepts, of one utterance with one token."""
+    return collate([Example("silence", model.example_input(), [1], None)], SpecialTokens(start=1, end=1))
 
 
 def accumulate(task: GradientTask, plan: MicroBatchPlan) -> torch.Tensor | None:

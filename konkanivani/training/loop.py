@@ -16,6 +16,7 @@ from konkanivani.data.dataset import EvalDataset
 from konkanivani.data.manifest import Rejection
 from konkanivani.distributed import all_reduce_max, gather
 from konkanivani.errors import DataError, Interrupted, NumericsError, ResourceError
+from konkanivani.lengths import SECONDS
 from konkanivani.training.optimizer_state import full_weights
 from konkanivani.training.progress import (
     EpochLearning,
@@ -210,7 +211,8 @@ def log_validation(run: Run, evaluation: Evaluation, learning: EpochLearning) ->
     )
     run.logs.logbook.log(record)
     # FSDP2: the whole model must run once on each rank before the CTC part alone may run.
-    if run.state.step and run.data.validation is not None:
+    is_speech = run.step.architecture.framing.unit == SECONDS  # a text has no spectrogram
+    if run.state.step and run.data.validation is not None and is_speech:
         log_spectrogram(run, run.data.validation.speech, shown[0].utterance.id)
 
 

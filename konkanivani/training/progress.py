@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from konkanivani.data.batching import GlobalBatch
+from konkanivani.lengths import SECONDS, InputUnit
 from konkanivani.memory.monitor import PLANNED, RESERVED, VALIDATION, PhaseMemory, logged_as
 from konkanivani.models.architecture import Architecture, product_rate, step_flop
 from konkanivani.ops.products import fast_linear
@@ -285,7 +286,8 @@ Item = TypeVar("Item")
 class Progress:
     """tqdm bar over the optimizer steps of a run, with the mean speed of this process."""
 
-    def __init__(self, step: int, total_steps: int) -> None:
+    def __init__(self, step: int, total_steps: int, unit: InputUnit = SECONDS) -> None:
+        self._speed_unit = "audio s/s" if unit == SECONDS else f"{unit.name}/s"
         # If stderr is a file, write one line per minute instead of redrawing the bar.
         self._bar = tqdm(
             total=total_steps,
@@ -317,7 +319,7 @@ class Progress:
         self._audio_seconds += audio_seconds
         self._seconds += seconds
         self._waited += self.last_wait
-        postfix = f"loss {report.loss:.3f}, {audio_seconds / seconds:.0f} audio s/s, {peak_mib:.0f} MiB"
+        postfix = f"loss {report.loss:.3f}, {audio_seconds / seconds:.0f} {self._speed_unit}, {peak_mib:.0f} MiB"
         self._bar.set_postfix_str(postfix, refresh=False)
         self._bar.update(0 if report.is_skipped else 1)
 

@@ -29,17 +29,17 @@ KEPT = ("progress", "splits")
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """One trial: its largest micro-batch (utterances, seconds of the longest) and its number of OOM retries."""
+    """One trial: its largest micro-batch (utterances, length of the longest) and its number of OOM retries."""
 
     name: str
     utterances: int
-    seconds: float
+    length: str
     splits: int
 
     def sentence(self) -> str:
         """Return a description for the user."""
         again = f", retried {count(self.splits, 'time')} with smaller micro-batches" if self.splits else ""
-        return f"{self.name}: {self.utterances} x {self.seconds:.1f} s{again}"
+        return f"{self.name}: {self.utterances} x {self.length}{again}"
 
 
 def rehearse(run: Run) -> tuple[Rehearsal, ...]:
@@ -132,7 +132,7 @@ def _try_global_batch(run: Run, name: str, global_batch: GlobalBatch) -> Rehears
         report = train_step(run.step, global_batch, max(run.state.step, run.step.architecture.tuning.freeze_steps or 0))
     assert report is not None  # only `is_interrupted`, which is not given here, makes it None
     largest = largest_batch(global_batch.micro_batches)
-    return Rehearsal(name, largest.size, largest.longest_seconds, report.splits)
+    return Rehearsal(name, largest.size, largest.length_text, report.splits)
 
 
 def _try_validation(run: Run, validation: EvaluationSet) -> Rehearsal:
@@ -143,4 +143,5 @@ def _try_validation(run: Run, validation: EvaluationSet) -> Rehearsal:
     one_batch = dataclasses.replace(validation, plan=[longest], topology=ALONE)  # each rank tries it
     with run.interruption.interruptible(run.interruption.stop_unsaved):
         run.evaluate(one_batch)
-    return Rehearsal("validation", len(longest), float(durations[longest[0]]), 0)
+    unit = run.step.architecture.framing.unit
+    return Rehearsal("validation", len(longest), unit.text(float(durations[longest[0]])), 0)

@@ -56,10 +56,13 @@ class Evaluation:
 
 
 def rates_over(scored: list[ScoredUtterance]) -> ErrorRates:
-    """Return WER and CER over the utterances, ignoring case and punctuation."""
-    return error_rates(
-        [normalize_text(s.utterance.text) for s in scored], [normalize_text(s.hypothesis) for s in scored]
-    )
+    """Return WER and CER over the utterances, ignoring case and punctuation if their input is speech."""
+    references = [s.utterance.text for s in scored]
+    hypotheses = [s.hypothesis for s in scored]
+    if any(s.utterance.input_text is not None for s in scored):
+        # A text-to-text model may be trained to restore case and punctuation alone.
+        return error_rates(references, hypotheses)
+    return error_rates(list(map(normalize_text, references)), list(map(normalize_text, hypotheses)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -202,7 +202,7 @@ def test_revision_that_does_not_exist(hub: Hub, cache: Path) -> None:
 )
 def test_unsupported_model_type(hub: Hub, cache: Path, whisper_files: dict[str, bytes], config: bytes) -> None:
     hub.repositories[NAME] = Repository(whisper_files | {"config.json": config})
-    refuse(CheckpointError, "only whisper is supported")
+    refuse(CheckpointError, "only whisper or t5 or mt5 is supported")
     assert hub.downloads() == ["config.json"]
 
 

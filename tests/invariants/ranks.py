@@ -24,7 +24,10 @@ from konkanivani.training.step import StepParts, train_step
 from tests.invariants.failing import ERRORS, failing_forward, once_at
 from tests.invariants.parts import KINDS, double_parts, global_batch, speeches
 from tests.patience import PATIENCE
+from tests.t5 import parts as t5
 from tests.warm import Job, warm_parent
+
+TEXT_KINDS = {"T5": "full", "T5, LoRA": "LoRA"}  # with the trained part
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Case:
     """Training run of `steps` steps in micro-batches of `batch_size`, its weights sharded over the ranks or not.
 
     `recompute` as --gradient_checkpointing. `out_of_memory_rank` runs out of memory in its third micro-batch.
-    `own_divisor` is the negative control: each rank divides its losses by its own tokens. `kind` is one of KINDS.
+    `own_divisor` is the negative control: each rank divides its losses by its own tokens. `kind` is one of KINDS or
+    TEXT_KINDS.
     """
 
     steps: int
@@ -60,20 +64,30 @@ def utterances_of(step: int) -> int:
 
 def share_of(step: int, case: Case, topology: Topology) -> GlobalBatch:
     """Return the share of a rank in the global batch of a step, with the counts of the whole."""
-    spoken = speeches(utterances_of(step), seed=step)
-    whole = global_batch(spoken, case.batch_size)
+    is_text = case.kind in TEXT_KINDS
+    spoken = t5.pairs(utterances_of(step), seed=step) if is_text else speeches(utterances_of(step), seed=step)
+    split = t5.global_batch if is_text else global_batch
+    whole = split(spoken, case.batch_size)
     own = partition(np.array([speech.seconds for speech in spoken]), topology.world_size)[topology.rank]
-    portion = global_batch([spoken[number] for number in own], case.batch_size) if len(own) else NO_UTTERANCES
+    portion = split([spoken[number] for number in own], case.batch_size) if len(own) else NO_UTTERANCES
     if case.own_divisor:
         return portion if len(own) else dataclasses.replace(portion, tokens=1, utterances=1)
     return dataclasses.replace(whole, micro_batches=portion.micro_batches)
 
 
 def parts_of(case: Case, topology: Topology) -> StepParts:
-    parts = double_parts(KINDS[case.kind], case.recompute, topology=topology, sharded=case.sharded)
+    if case.kind in TEXT_KINDS:
+        mode = TEXT_KINDS[case.kind]
+        parts = t5.t5_parts(mode, t5.t5_config(case.recompute), topology=topology, sharded=case.sharded)
+    else:
+        parts = speech_parts(case, topology)
     if case.out_of_memory_rank == topology.rank and not topology.is_single_process:
         return failing_forward(parts, once_at(2), ERRORS["cpu"])
     return parts
+
+
+def speech_parts(case: Case, topology: Topology) -> StepParts:
+    return double_parts(KINDS[case.kind], case.recompute, topology=topology, sharded=case.sharded)
 
 
 def train_case(case: Case, topology: Topology = ALONE) -> Trained:

@@ -24,6 +24,8 @@ from tests.conftest import ROOT, TINY_MODEL, TRAINER, run_script, well, write_co
 from tests.corpora.test_formats import common_voice
 from tests.nemo.files import NemoParts, changed, in_languages
 from tests.patience import PATIENCE
+from tests.t5.parts import LINES, write_pairs
+from tests.t5.parts import write_folder as write_text_model
 from tests.warm import fork_scripts, warm_parent
 from tests.whisper.small_model import write_model
 
@@ -51,7 +53,7 @@ ELSEWHERE = (
 IN_PACKAGE = (
     "konkanivani/config.py",
     "konkanivani/corpora/prepare.py",
-    "konkanivani/cli/*.py",
+    "konkanivani/cli/**/*.py",
     "konkanivani/inference/model_card.py",
 )
 FLAGS_IN = (*IN_PACKAGE, "training_scripts/*.py", "benchmarks/**/*.py")
@@ -96,6 +98,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_surroundings(folder / "noise")
     for name in ("whisper-small", "whisper-tiny"):
         write_model(folder / name, layers=(1, 1), positions=64)  # untrained: it decodes the maximum number of tokens
+    write_text_model(folder / "flan-t5-small")
+    for name in ("pairs.jsonl", "valid.jsonl"):
+        write_pairs(folder / name, [(line.strip(), line.strip()) for line in LINES[:4]])
     changed(in_three_languages, folder / "indicconformer_kok.nemo")
     run(commands(TRAINING)[0], folder, FIRST_STEPS)
     return folder

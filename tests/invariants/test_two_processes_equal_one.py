@@ -20,6 +20,9 @@ CASES = {
     "sharded weights, recomputed": Case(STEPS, batch_size=2, sharded=True, recompute="always"),
     "sharded weights of other parts": Case(STEPS, batch_size=2, sharded=True, recompute="always", kind="other parts"),
 }
+for kind in ("T5", "T5, LoRA"):
+    CASES[kind] = Case(STEPS, batch_size=2, recompute="always", kind=kind)
+    CASES[f"{kind}, sharded"] = Case(STEPS, batch_size=2, sharded=True, kind=kind)
 OWN_DIVISOR = Case(STEPS, batch_size=2, own_divisor=True)
 
 

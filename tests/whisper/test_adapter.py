@@ -10,7 +10,7 @@ import torch
 
 from konkanivani.config import TuningConfig
 from konkanivani.errors import CheckpointError, ResourceError, UsageError
-from konkanivani.models.whisper import export as adapter
+from konkanivani.models import adapter
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.export import write_adapter, write_whisper_folder
 from konkanivani.models.whisper.folder import WhisperFolder, name_in_file, read_whisper_folder

@@ -1,16 +1,10 @@
-"""Whisper folders: reading a pretrained one, and writing a trained model as a copy of its base or as an adapter.
-
-PEFT (github.com/huggingface/peft) adds lora_alpha / r times the product of `lora_B` and `lora_A` to a layer of the base
-model that transformers has loaded.
-
-r rank, D input and N output width of a layer.
-"""
+"""Whisper folders: reading a pretrained one, and writing a trained model as a copy of its base or as an adapter."""
 
 import dataclasses
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,117 +15,24 @@ import torch
 from konkanivani.config import AudioContext, PretrainedConfig, TrainConfig, TuningConfig
 from konkanivani.errors import CheckpointError, NumericsError, ResourceError, UsageError
 from konkanivani.lengths import SAMPLE_RATE
-from konkanivani.models.fine_tuning import LOW_RANK_TENSORS
+from konkanivani.models.adapter import ModelFolder, write_adapter
 from konkanivani.models.hub import locate_model
-from konkanivani.models.whisper.architecture import WhisperArchitecture
-from konkanivani.models.whisper.byte_pairs import read_byte_pairs
-from konkanivani.models.whisper.folder import (
-    AUDIO_CONTEXT,
+from konkanivani.models.model_files import (
     CONFIG,
-    HEAD,
     INDEX,
-    MOST,
-    WhisperFolder,
     check_finite,
     check_is_new,
-    name_in_file,
     read_json,
     read_tensors,
-    read_whisper_folder,
     refused,
     whole_folder,
     write_json,
 )
+from konkanivani.models.whisper.architecture import WhisperArchitecture
+from konkanivani.models.whisper.byte_pairs import read_byte_pairs
+from konkanivani.models.whisper.folder import AUDIO_CONTEXT, HEAD, MOST, WhisperFolder, read_whisper_folder
 from konkanivani.models.whisper.model import WhisperShape
 from konkanivani.models.whisper.vocabulary import ModelTokens, Prompt, PromptedVocabulary, is_english_only
-
-# --------------------
-# LoRA adapter of a tuned Whisper model, written in the format of PEFT.
-
-
-ADAPTER_CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # PEFT's prefix of the names in transformers' model
-MODEL = {
-    "base_model_class": "WhisperForConditionalGeneration",
-    "parent_library": "transformers.models.whisper.modeling_whisper",
-}
-
-
-def write_adapter(base: WhisperFolder, weights: Mapping[str, torch.Tensor], tuning: TuningConfig, out: Path) -> None:
-    """Write the low-rank products of `weights` to the folder `out`, which is complete or does not exist.
-
-    Args:
-        weights: tensors by the project's names: all of the model, or its low-rank products only.
-
-    Raises:
-        UsageError: `out` exists and is not empty, or there are no products.
-        CheckpointError: The products do not match this base and rank, or are not finite.
-        ResourceError: The files cannot be written.
-    """
-    check_is_new(out)
-    products = {name: tensor for name, tensor in weights.items() if name.endswith(LOW_RANK_TENSORS)}
-    if not products:
-        raise UsageError("The model has no LoRA adapter. Export its weights as a whole folder.")
-    modules = base.architecture.build_without_values().named_modules()
-    layers = {
-        name: (layer.out_features, layer.in_features) for name, layer in modules if isinstance(layer, torch.nn.Linear)
-    }
-    adapted = {name.removesuffix(f".{part}") for part in LOW_RANK_TENSORS for name in products if name.endswith(part)}
-    # A layer that the base model does not have gets the shape (0, 0), which matches no tensor.
-    _check_shapes(base, products, {name: layers.get(name, (0, 0)) for name in adapted}, tuning.lora_rank)
-    check_finite(products)
-    with whole_folder(out) as partial:
-        safetensors.torch.save_file(_named_as_in_peft(products), partial / WEIGHTS, {"format": "pt"})
-        write_json(partial / ADAPTER_CONFIG, _config(base, tuning, _targets(layers, adapted)))
-
-
-def _check_shapes(
-    base: WhisperFolder, products: Mapping[str, torch.Tensor], adapted: Mapping[str, tuple[int, int]], rank: int
-) -> None:
-    down, up = LOW_RANK_TENSORS
-    wanted = {f"{name}.{down}": (rank, width) for name, (_, width) in adapted.items()}
-    wanted |= {f"{name}.{up}": (width, rank) for name, (width, _) in adapted.items()}
-    if {name: tuple(tensor.shape) for name, tensor in products.items()} != wanted:
-        raise CheckpointError(
-            f"The LoRA adapter does not match the layers of {base.path} at rank {rank}. Use its own base model."
-        )
-
-
-def _named_as_in_peft(products: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the products by PEFT's names; A is (r, D) and B (N, r) in PEFT too."""
-    parts = dict(zip(LOW_RANK_TENSORS, ("lora_A.weight", "lora_B.weight"), strict=True))
-    named = {}
-    for name, tensor in products.items():
-        part = next(part for part in LOW_RANK_TENSORS if name.endswith(part))
-        layer = name_in_file(name.removesuffix(f".{part}"))
-        named[f"{PREFIX}{layer}.{parts[part]}"] = tensor.detach().cpu().contiguous()
-    return named
-
-
-def _targets(layers: Mapping[str, tuple[int, int]], adapted: Set[str]) -> list[str]:
-    """Return PEFT's `target_modules`: last parts of names if all layers with them are adapted, else full names."""
-    ends = {name.rpartition(".")[2] for name in adapted}
-    has_all = adapted == {name for name in layers if name.rpartition(".")[2] in ends}
-    names = [name_in_file(name) for name in adapted]
-    return sorted({name.rpartition(".")[2] for name in names} if has_all else names)
-
-
-def _config(base: WhisperFolder, tuning: TuningConfig, targets: list[str]) -> dict[str, object]:
-    return {
-        "peft_type": "LORA",
-        "task_type": None,  # none of PEFT's own tasks takes audio features as input
-        "auto_mapping": MODEL,
-        "base_model_name_or_path": str(base.path.resolve()),
-        "r": tuning.lora_rank,
-        "lora_alpha": tuning.lora_alpha or 2 * tuning.lora_rank,
-        "target_modules": targets,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
-
 
 # --------------------
 # Export of a trained Whisper model as a copy of its base folder in which only changed weights differ.
@@ -178,8 +79,28 @@ def write_whisper_folder(
         ResourceError: The files cannot be written.
         NumericsError: The files, read back, differ from the weights.
     """
+    named = named_as_in_files(base, weights)
+    if any(HEAD in tensors for tensors in base.files.values()):
+        # The output layer is the embedding, so a file that stores it separately gets a copy.
+        named[HEAD] = named["model.decoder.embed_tokens.weight"].clone()
+
+    def mark(partial: Path) -> None:
+        if audio_context not in (None, base.audio_context):
+            said = read_json(partial / base.marked_file)
+            write_json(partial / base.marked_file, said | {AUDIO_CONTEXT: audio_context})
+
+    return write_copy(base, named, out, mark)
+
+
+def write_copy(
+    base: ModelFolder, named: Mapping[str, torch.Tensor], out: Path, mark: Callable[[Path], None] = lambda _: None
+) -> WrittenFolder:
+    """Write the base's files with the weights `named` as in its files; raise errors as `write_whisper_folder` does.
+
+    Args:
+        mark: changes other files in the complete folder, which still has a temporary name.
+    """
     check_is_new(out)
-    named = _named_as_in_files(base, weights)
     kept_as = (pair for file in base.files for pair in read_tensors(base.path / file).items())
     # fp16 ends at 65,504: a trained weight can leave its range.
     in_full = any(not named[name].to(tensor.dtype).isfinite().all() for name, tensor in kept_as)
@@ -193,22 +114,18 @@ def write_whisper_folder(
         verify_weights(partial, base, named, in_full, out)
         if in_full:
             _tell_of_full_precision(partial)
-        if audio_context not in (None, base.audio_context):
-            said = read_json(partial / base.marked_file)
-            write_json(partial / base.marked_file, said | {AUDIO_CONTEXT: audio_context})
+        mark(partial)
     return WrittenFolder(tuple(rewritten), left_out, in_full)
 
 
-def _named_as_in_files(base: WhisperFolder, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def named_as_in_files(base: ModelFolder, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights by their names in the files; raise a CheckpointError if they do not match the base model."""
     names = {ours: theirs for theirs, ours in base.our_names().items()}
     shapes = {name: tensor.shape for name, tensor in base.architecture.build_without_values().state_dict().items()}
     if shapes != {name: tensor.shape for name, tensor in weights.items()}:
         raise CheckpointError(f"The weights do not match the shape of {base.path}. Use its own base model.")
     check_finite(weights)
-    named = {names[name]: tensor.detach().cpu() for name, tensor in weights.items()}
-    has_head = any(HEAD in tensors for tensors in base.files.values())
-    # The output layer is the embedding, so a file that stores it separately gets a copy.
-    return named | ({HEAD: named["model.decoder.embed_tokens.weight"].clone()} if has_head else {})
+    return {names[name]: tensor.detach().cpu() for name, tensor in weights.items()}
 
 
 def _write_weights(source: Path, weights: Mapping[str, torch.Tensor], target: Path, in_full: bool) -> bool:
@@ -229,7 +146,7 @@ def _write_weights(source: Path, weights: Mapping[str, torch.Tensor], target: Pa
 
 
 def verify_weights(
-    written: Path, base: WhisperFolder, weights: Mapping[str, torch.Tensor], in_full: bool, out: Path
+    written: Path, base: ModelFolder, weights: Mapping[str, torch.Tensor], in_full: bool, out: Path
 ) -> None:
     """Compare the files in `written` with `weights` rounded to each tensor's number format, bit for bit.
 
@@ -254,7 +171,7 @@ def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def _other_files(base: WhisperFolder) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _other_files(base: ModelFolder) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the base's files without weights, as relative paths, and its other files of weights (left out)."""
     found = []
     for directory, folders, names in os.walk(base.path):
@@ -265,7 +182,7 @@ def _other_files(base: WhisperFolder) -> tuple[tuple[str, ...], tuple[str, ...]]
     return tuple(name for name in found if name not in {*stale, *base.files}), stale
 
 
-def _check_room(base: WhisperFolder, kept: tuple[str, ...], out: Path) -> None:
+def _check_room(base: ModelFolder, kept: tuple[str, ...], out: Path) -> None:
     needed = sum((base.path / name).stat().st_size for name in (*kept, *base.files))
     free = shutil.disk_usage(out.parent).free
     if free < needed:
@@ -411,26 +328,37 @@ def read_base(tuned: TunedWhisper, folder: str | None, outputs: Iterable[Path]) 
     Raises a CheckpointError if the folder does not exist or contains a model of other dimensions or tokens, and a
     UsageError if one of the `outputs` is inside it.
     """
-    named = folder or tuned.config.pretrained.pretrained or ""
-    path = locate_model(named, tuned.config.pretrained.revision, "whisper").path
+    path = locate_base(tuned.config.pretrained, folder, outputs)
+    base = read_pretrained_whisper(path)
+    if base.folder.shape != tuned.architecture.model or not _has_tokens_of(base, tuned):
+        raise other_base(path)
+    return base
+
+
+def locate_base(config: PretrainedConfig, folder: str | None, outputs: Iterable[Path]) -> Path:
+    """Return the path of the pretrained folder of a run, or of `folder`, its copy; raise errors as `read_base` does."""
+    named = folder or config.pretrained or ""
+    path = locate_model(named, config.revision, "whisper").path
     if folder is None and not path.is_dir():
         raise CheckpointError(
             f"The folder {path} that the run was started from does not exist, but the export needs it. Give "
             "its current path with --pretrained."
         )
-    base = read_pretrained_whisper(path)
     # Compare resolved paths: a symbolic link could point into the base folder.
     inside = [out for out in outputs if path.resolve() in out.resolve().parents]
     if inside:
         raise UsageError(
             f"{inside[0]} is inside the folder that the run was started from. Choose a folder outside of it."
         )
-    if base.folder.shape != tuned.architecture.model or not _has_tokens_of(base, tuned):
-        raise CheckpointError(
-            f"The run was not started from a model like {base.path}: its dimensions or tokens differ. Give the "
-            "original folder with --pretrained."
-        )
-    return base
+    return path
+
+
+def other_base(path: Path) -> CheckpointError:
+    """Return the error for a base folder of another model."""
+    return CheckpointError(
+        f"The run was not started from a model like {path}: its dimensions or tokens differ. Give the original folder "
+        "with --pretrained."
+    )
 
 
 def _has_tokens_of(base: PretrainedWhisper, tuned: TunedWhisper) -> bool:

@@ -1,7 +1,6 @@
 """Whisper (Radford et al., 2022): an encoder of features over a padded window, or over speech, and a token decoder.
 
 Masks are for utterances shorter than the longest of their batch, and None if there are none.
-
 B batch, T feature frames (in attention: frames or tokens), T' or S encoder frames, U tokens, K hypotheses, F mel bins,
 D model width, H heads, E = D / H head width, V vocabulary.
 """
@@ -15,7 +14,16 @@ import torch.nn.functional as F
 
 from konkanivani.config import AudioContext
 from konkanivani.errors import DataError
-from konkanivani.lengths import CHUNK_FRAMES, SAMPLE_RATE, BatchLengths, Count, map_lengths, on_host, padding_or_none
+from konkanivani.lengths import (
+    CHUNK_FRAMES,
+    SAMPLE_RATE,
+    SECONDS,
+    BatchLengths,
+    Count,
+    map_lengths,
+    on_host,
+    padding_or_none,
+)
 from konkanivani.models.asr import ASROutput, LossSums, Objective, SpeechNetwork, Targets, cross_entropy_sum
 from konkanivani.models.attention import key_mask_of
 from konkanivani.models.conformer import BlockList, SpeechEncoder, WrapBlock, keep_activations
@@ -63,6 +71,8 @@ class WhisperShape:
 @dataclass(frozen=True)
 class SpeechFraming:
     """Frame counts of the speech alone, the last frame counted in full."""
+
+    unit = SECONDS
 
     def feature_length(self, samples: Count) -> Count:
         """Return the number of feature frames: 300 for 3 s."""

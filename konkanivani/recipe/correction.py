@@ -1,0 +1,126 @@
+"""Correction of transcripts by a text-to-text model, word by word, within limits that keep it from inventing text."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from pathlib import Path
+
+import torch
+
+from konkanivani.checkpoints.checkpoint import read_checkpoint
+from konkanivani.config import PretrainedConfig
+from konkanivani.data.text import normalize_text, reads_text
+from konkanivani.decoding.decode import Decode, greedy_decode
+from konkanivani.distributed import choose_device
+from konkanivani.errors import UsageError
+from konkanivani.inference.recognizer import Audio, Recognizer
+from konkanivani.inference.speech_model import SpeechModel, build_pretrained_model, build_speech_model, read_pretrained
+from konkanivani.inference.word_times import Segment, Word
+from konkanivani.lengths import SAMPLE_RATE
+
+TEXTS_AT_ONCE = 16
+MAX_INSERTED = 2  # words beyond those that a change replaces
+
+
+@dataclass(frozen=True)
+class Corrector:
+    """Text-to-text model with greedy search."""
+
+    model: SpeechModel
+    decode: Decode
+
+    def correct(self, texts: list[str]) -> list[str]:
+        """Return the model's output for each text; an empty text stays empty."""
+        found = list(texts)
+        places = [place for place, text in enumerate(texts) if text.strip()]
+        for start in range(0, len(places), TEXTS_AT_ONCE):
+            part = places[start : start + TEXTS_AT_ONCE]
+            for place, text in zip(part, self._generate([texts[place] for place in part]), strict=True):
+                found[place] = text
+        return found
+
+    @torch.no_grad()
+    def _generate(self, texts: list[str]) -> list[str]:
+        tokenizer = self.model.tokenizer
+        assert reads_text(tokenizer)  # load_corrector accepts no other model
+        inputs = [torch.tensor(tokenizer.encode_input(tokenizer.normalize(text, "keep"))) for text in texts]
+        padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True)
+        encoded = self.model.encode(padded, tuple(map(len, inputs)))
+        return [tokenizer.decode(tokens) for tokens in self.decode(self.model.model, *encoded)]
+
+
+def load_corrector(path: str, device: str = "auto") -> Corrector:
+    """Return the corrector of a checkpoint or a T5 folder; raise a UsageError for a model of speech."""
+    place = choose_device("cpu" if device == "cpu" else "cuda" if device == "cuda" else "auto")
+    if Path(path).is_file():
+        model = build_speech_model(read_checkpoint(path), place)
+    else:
+        settings = PretrainedConfig(pretrained=path)
+        pretrained = read_pretrained(path)
+        model = build_pretrained_model(pretrained, pretrained.settled(settings), place)
+    if not reads_text(model.tokenizer):
+        raise UsageError(f"{path} is a model of speech. Give a checkpoint or folder of a T5 model.")
+    return Corrector(model, greedy_decode(model.architecture, model.tokenizer))
+
+
+def corrected_words(words: tuple[Word, ...], text: str, keep_confidence: float) -> tuple[Word, ...]:
+    """Return the words with the corrected `text`, as far as the limits allow.
+
+    A word with a confidence of `keep_confidence` or more may get another case and punctuation only. Others may be
+    replaced, split, joined or removed; a change adds at most `MAX_INSERTED` words, and none without a word that it
+    replaces. Each word has the time of the word that it replaces, or a part of it.
+    """
+    new = text.split()
+    old_forms = [normalize_text(word.text) for word in words]
+    new_forms = [normalize_text(word) for word in new]
+    found: list[Word] = []
+    matcher = SequenceMatcher(None, old_forms, new_forms, autojunk=False)
+    for kind, first, last, start, end in matcher.get_opcodes():
+        olds = words[first:last]
+        if kind == "equal":
+            # The same words: the correction's case and punctuation.
+            found += [replace(word, text=written) for word, written in zip(olds, new[start:end], strict=True)]
+            continue
+        is_sure = any(word.confidence is None or word.confidence >= keep_confidence for word in olds)
+        if kind == "insert" or is_sure or end - start > len(olds) + MAX_INSERTED:
+            found += olds
+        elif kind == "replace":
+            found += _spread(olds, new[start:end])
+    return tuple(found)
+
+
+def _spread(olds: tuple[Word, ...], texts: list[str]) -> list[Word]:
+    """Return words with these texts over the time of the words that they replace."""
+    if len(olds) == len(texts):
+        return [replace(word, text=text) for word, text in zip(olds, texts, strict=True)]
+    begin = olds[0].start
+    each = (olds[-1].end - begin) / len(texts)
+    known = [word.confidence for word in olds if word.confidence is not None]
+    confidence = min(known, default=None)
+    return [
+        Word(text, begin + number * each, begin + (number + 1) * each, confidence) for number, text in enumerate(texts)
+    ]
+
+
+@dataclass(frozen=True)
+class CorrectingRecognizer(Recognizer):
+    """Recogniser whose segments a corrector has changed; each keeps its raw text."""
+
+    corrector: Corrector | None = None
+    keep_confidence: float = 1.0
+
+    def segments(self, audio: Audio, sample_rate: int = SAMPLE_RATE) -> Iterator[Segment]:
+        """Yield the corrected segments of a transcript as soon as they are recognised."""
+        for segment in super().segments(audio, sample_rate):
+            if self.corrector is None:
+                yield segment
+                continue
+            (text,) = self.corrector.correct([segment.text])
+            words = corrected_words(segment.words, text, self.keep_confidence)
+            yield Segment(words or segment.words, raw_text=segment.text)
+
+
+def with_corrector(recognizer: Recognizer, corrector: Corrector, keep_confidence: float) -> CorrectingRecognizer:
+    """Return the recogniser with a corrector of its segments."""
+    parts = recognizer.speech_model, recognizer.decode, recognizer.segmentation
+    return CorrectingRecognizer(*parts, corrector, keep_confidence)

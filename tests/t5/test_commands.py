@@ -1,0 +1,246 @@
+"""Commands with a T5 folder: training from manifests of pairs, resuming, export, and bad input."""
+
+import dataclasses
+import gc
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from konkanivani.cli import export
+from konkanivani.errors import KonkaniVaniError
+from konkanivani.flags import parse_args
+from konkanivani.models.t5.folder import read_t5_folder
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.dry_run import dry_run
+from konkanivani.recipe.startup import resolve_start
+from konkanivani.recipe.train import train_and_report
+from konkanivani.training.loop import train
+from tests.conftest import further
+from tests.t5.parts import LINES, write_folder, write_pairs
+
+TEXTS = [(line.strip().lower(), line.strip()) for line in LINES[:9]]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a read-only folder of a random model."""
+    return write_folder(tmp_path_factory.mktemp("t5") / "base")
+
+
+def flags_of(base: Path, folder: Path, *more: object) -> list[str]:
+    """Return the flags of a run of one epoch on 18 pairs."""
+    train, valid = folder / "train.jsonl", folder / "valid.jsonl"
+    if not train.exists():
+        write_pairs(train, 2 * TEXTS)
+        write_pairs(valid, [(one + " x", two) for one, two in TEXTS[:3]])
+    said = ["--pretrained", base, "--train_manifest", train, "--valid_manifest", valid, "--device", "cpu"]
+    said += ["--num_workers", 0, "--epochs", 1, "--batch_size", 3, "--gradient_accumulation_steps", 2]
+    said += ["--checkpoint_dir", folder / "checkpoints", "--log_dir", folder / "runs", "--max_target_tokens", 40]
+    return list(map(str, (*said, *more)))
+
+
+def run(*flags: str) -> dict[str, object]:
+    return json.loads(train_and_report(parse_args(list(flags))))
+
+
+def records(folder: Path) -> list[dict[str, object]]:
+    (log,) = (folder / "runs").rglob("log.jsonl")
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def weights_of(folder: Path, name: str = "checkpoint_last.pt") -> dict[str, torch.Tensor]:
+    from konkanivani.checkpoints.checkpoint import read_checkpoint
+
+    return read_checkpoint(folder / "checkpoints" / name).states["model"]
+
+
+@pytest.mark.parametrize("tuning", [(), ("--lora_rank", 2), *further((("--freeze", "encoder"),))])
+def test_a_run_trains_validates_resumes_and_is_exported(tuning, base, tmp_path, capsys):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder in (whole, cut):
+        folder.mkdir()
+    result = run(*flags_of(base, whole, *tuning, "--epochs", 2, "--test_manifest", whole / "valid.jsonl"))
+    assert result["steps"] == 6 and result["test_wer"] > 0 and result["test_wer_attention"] > 0
+    interrupted = build_run(resolve_start(parse_args(flags_of(base, cut, *tuning, "--epochs", 2))))
+    with interrupted.logs.logbook:
+        train(interrupted, last_step=2)
+    del interrupted
+    gc.collect()  # releases the locks of the folders
+    run("--resume", "auto", "--checkpoint_dir", str(cut / "checkpoints"))
+    one, other = weights_of(whole), weights_of(cut)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    said = capsys.readouterr().out
+    assert "tokens" in said and "0 h" not in said and " s)" not in said
+    steps = [record for record in records(whole) if "tokens" in record and record.get("utterances") == 6]
+    assert len(steps) == 6 and steps[0]["padding_share"] < 0.7
+    checkpoint = str(whole / "checkpoints" / "checkpoint_last.pt")
+    export.main(
+        ["--checkpoint", checkpoint, "--folder", str(tmp_path / "out"), "--manifest", str(whole / "valid.jsonl")]
+    )
+    before, after = read_t5_folder(base), read_t5_folder(tmp_path / "out")
+    changed = {name for name, weight in after.weights().items() if not torch.equal(weight, before.weights()[name])}
+    trained = {name for name in before.weights() if not tuning} or changed
+    assert changed == trained and ("encoder.blocks.0.self_attention.query.weight" in changed) == (
+        tuning != ("--freeze", "encoder")
+    )
+    assert "decoder.blocks.1.self_attention.value.weight" in changed
+    assert (tmp_path / "out" / "spiece.model").read_bytes() == (base / "spiece.model").read_bytes()
+    assert (tmp_path / "out" / "config.json").read_bytes() == (base / "config.json").read_bytes()
+
+
+def test_a_planned_run_of_bytes_with_workers_is_dry_run(tmp_path, capsys):
+    base = write_folder(tmp_path / "byt5", is_bytes=True, variant="1.0")
+    said = flags_of(base, tmp_path, "--max_input_tokens", 24)
+    at = said.index("--batch_size")
+    said[at : at + 4] = ["--batch_size", "auto", "--effective_batch_size", "6", "--memory_budget", "900MiB"]
+    asked = parse_args([*said, "--gradient_checkpointing", "auto", "--num_workers", "1", "--dry_run"])
+    found = json.loads(dry_run(asked))
+    assert found["resumed_difference"] == 0 and found["steps"] == 3
+    told = capsys.readouterr()
+    assert "up to 24 tokens: micro-batch of" in told.out and "longer texts" not in told.out
+    assert "Cut to --max_input_tokens or --max_target_tokens: the texts of 16 rows" in told.out
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_fields_have_any_names_and_long_rows_are_skipped_if_asked(base, tmp_path, capsys):
+    for name in ("train.jsonl", "valid.jsonl"):
+        write_pairs(tmp_path / name, TEXTS, ("hypothesis", "reference"))
+    fields = ("--input_field", "hypothesis", "--target_field", "reference")
+    run(*flags_of(base, tmp_path, *fields, "--max_input_tokens", 30, "--long_texts", "skip"))
+    said = capsys.readouterr().out
+    assert "tokens are more than --max_input_tokens 30" in said or "x more than --max_input_tokens" in said
+    reasons = [json.loads(line)["reason"] for line in next(tmp_path.rglob("rejected.jsonl")).read_text().splitlines()]
+    assert reasons and all("tokens are more than --max_" in reason for reason in reasons)
+
+
+def test_transformers_loads_an_exported_folder_without_missing_or_unexpected_keys(tmp_path):
+    from tests.t5.folders import KINDS, transformers, write_folder_of
+
+    for name in ("1.0", "flan"):
+        folder = tmp_path / name
+        kind = dataclasses.replace(KINDS[name], vocab_size=330)
+        base = write_folder_of(kind, folder / "base", dtype=torch.bfloat16)
+        run(*flags_of(base, folder, "--learning_rate", 0.05, "--max_steps", 1))
+        checkpoint = str(folder / "checkpoints" / "checkpoint_last.pt")
+        export.main(["--checkpoint", checkpoint, "--folder", str(folder / "out")])
+        model, told = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder / "out", output_loading_info=True)
+        assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        trained = weights_of(folder)
+        found = model.decoder.block[1].layer[2].DenseReluDense.wo.weight
+        assert torch.equal(found, trained["decoder.blocks.1.feedforward.contract.weight"].bfloat16())
+        assert read_t5_folder(folder / "out").shape == read_t5_folder(base).shape
+
+
+def test_peft_loads_an_exported_adapter(base, tmp_path):
+    peft = pytest.importorskip("peft")
+    from tests.t5.folders import transformers
+
+    run(*flags_of(base, tmp_path, "--lora_rank", 2, "--learning_rate", 0.1))
+    checkpoint = str(tmp_path / "checkpoints" / "checkpoint_last.pt")
+    export.main(["--checkpoint", checkpoint, "--adapter", str(tmp_path / "adapter")])
+    export.main(["--checkpoint", checkpoint, "--folder", str(tmp_path / "whole")])
+    adapted = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForSeq2SeqLM.from_pretrained(base), tmp_path / "adapter"
+    ).merge_and_unload()
+    merged = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "whole")
+    plain = transformers.AutoModelForSeq2SeqLM.from_pretrained(base)
+    pairs = list(zip(adapted.state_dict().items(), merged.state_dict().values(), strict=True))
+    assert all(torch.allclose(one, other, atol=1e-6) for (_, one), other in pairs)
+    assert any(not torch.allclose(one, plain.state_dict()[name], atol=1e-4) for (name, one), _ in pairs)
+
+
+Break = Callable[[Path], object]
+
+
+def edit(name: str, **values: object) -> Break:
+    def change(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+FOLDERS: dict[str, tuple[Break, int, str]] = {
+    "another family": (edit("config.json", model_type="bart"), 4, "of a model of type 'bart'"),
+    "another T5": (edit("config.json", model_type="umt5"), 4, "of a model of type 'umt5'"),
+    "pickle": (lambda at: (at / "model.safetensors").rename(at / "pytorch_model.bin"), 4, "is pickle, .* convert it"),
+    "no pieces": (lambda at: (at / "spiece.model").unlink(), 4, "it has no spiece.model. Copy that file"),
+    "no model of pieces": (lambda at: (at / "spiece.model").write_bytes(b"no"), 4, "not a SentencePiece model"),
+    "a smaller vocabulary": (edit("config.json", vocab_size=50), 4, r"has the shape \(200, 16\), but \(50, 16\)"),
+    "a larger vocabulary": (edit("config.json", vocab_size=900), 4, r"has the shape \(200, 16\), but \(900, 16\)"),
+    "an absurd size": (edit("config.json", num_layers=10**6), 4, "must be a number from 1 to 256"),
+    "an activation": (edit("config.json", feed_forward_proj="gated-silu"), 4, "must be relu or gated-gelu"),
+    "an end token": (edit("config.json", eos_token_id=200), 4, "eos_token_id in its config.json is 200"),
+    "no config": (lambda at: (at / "config.json").unlink(), 4, "it has no config.json"),
+    "no weights": (lambda at: (at / "model.safetensors").unlink(), 4, "it has no model.safetensors"),
+    "no folder": (shutil.rmtree, 2, "There is no folder"),
+    "other layers": (edit("config.json", num_decoder_layers=3), 4, "it has no tensor decoder.block.2"),
+}
+
+
+def fails(flags: list[str], code: int, message: str) -> None:
+    """Assert that the command fails with one error of this code and text."""
+    with pytest.raises(KonkaniVaniError, match=message) as found:
+        run(*flags)
+    assert found.value.exit_code == code and str(found.value).endswith(".") and "\n\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_bad_folder_is_refused_in_a_sentence(case, base, tmp_path):
+    broken, code, message = FOLDERS[case]
+    flags = flags_of(tmp_path / "copy", tmp_path)
+    shutil.copytree(base, tmp_path / "copy")
+    broken(tmp_path / "copy")
+    fails(flags, code, message)
+    assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "runs").exists()
+
+
+ROWS = {
+    "no target": ({"input": "a"}, "text must be a string with a text, not None"),
+    "no input": ({"text": "a"}, "input must be a string with a text, not None"),
+    "an empty input": ({"input": " ", "text": "a"}, "input is empty"),
+    "an empty target": ({"input": "a", "text": ""}, "text is empty"),
+    "a number": ({"input": 3, "text": "a"}, "input must be a string with a text, not 3"),
+    "a control character": ({"input": "a\x00", "text": "a"}, r"input contains the control character U\+0000"),
+    "speech": (
+        {"audio_filepath": "a.wav", "duration": 1.0, "text": "a"},
+        "input must .* the row is of speech, for another model",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_a_bad_row_is_refused_with_its_number(case, base, tmp_path):
+    row, message = ROWS[case]
+    flags = flags_of(base, tmp_path)
+    with open(tmp_path / "train.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+    fails(flags, 3, f"(?s)1 of the 19 rows .* row 19.*: {message}")
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_rows_beyond_both_limits_are_refused_if_they_may_not_be_cut(base, tmp_path):
+    flags = flags_of(base, tmp_path, "--max_input_tokens", 3, "--long_texts", "skip")
+    fails(flags, 3, "None of the 18 utterances .* more than --max_input_tokens 3")
+
+
+def test_speech_flags_and_text_flags_are_for_their_own_models(base, tmp_path):
+    for flag, value in (("--language", "mr"), ("--gain", "3"), ("--max_duration", "9"), ("--timestamp_share", "0.5")):
+        fails(flags_of(base, tmp_path, flag, value), 2, f"model is text, and {flag} is for models of speech")
+    for flag, value in (("--ctc_weight", "0.3"), ("--preset", "minimal"), ("--vocab_size", "100")):
+        fails(flags_of(base, tmp_path, flag, value), 2, f"and {flag} would change it")
+    fails(flags_of(base, tmp_path, "--max_input_tokens", "1"), 2, "must be between 2 and 65535")
+    fails(["--train_manifest", str(tmp_path / "train.jsonl"), "--max_input_tokens", "9"], 2, "without --pretrained")
+    native = ["--train_manifest", str(tmp_path / "train.jsonl"), "--checkpoint_dir", str(tmp_path / "checkpoints")]
+    fails([*native, "--log_dir", str(tmp_path / "runs")], 3, "the row is of text, for a T5 model")
+
+
+def test_a_tokenizer_without_the_texts_letters_is_refused(base, tmp_path):
+    write_pairs(tmp_path / "valid.jsonl", TEXTS)
+    write_pairs(tmp_path / "train.jsonl", [("ಕನ್ನಡ", "ಕನ್ನಡ")] * 4)
+    fails(flags_of(base, tmp_path), 3, "unknown to the pretrained model's tokenizer")
+    assert not list(tmp_path.rglob("*.pt"))

@@ -1,0 +1,33 @@
+"""T5 models by their names on a hub: the files that are needed, and the cache without a network."""
+
+from pathlib import Path
+
+import pytest
+
+from konkanivani.config import PretrainedConfig, TrainConfig
+from konkanivani.inference.speech_model import read_pretrained
+from konkanivani.models.hub import locate_model
+from konkanivani.planning.sizes import planned_architecture
+from tests.hub.conftest import cache, hub, whisper_files
+from tests.hub.server import Hub, Repository
+from tests.t5.parts import write_folder
+
+__all__ = ["cache", "hub", "whisper_files"]
+NAME = "google/flan-t5-small"
+
+
+@pytest.mark.parametrize("is_bytes", [False, True])
+def test_the_needed_files_are_downloaded_once_and_serve_without_a_network(is_bytes, hub: Hub, cache: Path, tmp_path):
+    base = write_folder(tmp_path / "base", is_bytes)
+    files = {path.name: path.read_bytes() for path in base.iterdir()}
+    hub.repositories[NAME] = Repository(files | {"pytorch_model.bin": b"pickle", "flax_model.msgpack": b"flax"})
+    assert planned_architecture(TrainConfig(pretrained=PretrainedConfig(NAME))).vocab_size in (200, 384)
+    assert hub.downloads() == ["config.json"]
+    located = locate_model(NAME, None, "whisper")
+    assert {path.name: path.read_bytes() for path in located.path.iterdir()} == files
+    read_pretrained(NAME).check_weights()
+    hub.stop()
+    assert locate_model(NAME, None, "whisper") == located
+    (located.path / ("tokenizer_config.json" if is_bytes else "spiece.model")).unlink()
+    with pytest.raises(Exception, match="refused"):  # negative control: incomplete
+        locate_model(NAME, None, "whisper")
