@@ -71,10 +71,10 @@ def theirs() -> Callable[[], float]:
         num_layers=8,
         num_heads=6,
         feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
         dropout_rate=0.0,
-        decoder_start_token_id=0,
     )
+    config.tie_word_embeddings = False
+    config.decoder_start_token_id = 0
     model = transformers.T5ForConditionalGeneration(config).train()
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight) * 512**-0.5)
     model.gradient_checkpointing_enable()

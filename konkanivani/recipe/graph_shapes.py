@@ -22,7 +22,8 @@ def learn_shapes(
     gradient = step.compute_gradient
     if not isinstance(gradient, GraphedGradient):
         print(
-            "CUDA graphs: not used; they need a GPU, one process, and weights on the GPU in full precision.", flush=True
+            "CUDA graphs: not used; they need a GPU, one process, speech, and weights on the GPU in full precision.",
+            flush=True,
         )
         return
     framing = step.architecture.framing

@@ -8,6 +8,7 @@ import torch
 from konkanivani.config import AUTO, TrainConfig
 from konkanivani.distributed import ALONE, Topology, choose_precision
 from konkanivani.flags import resolve
+from konkanivani.lengths import SECONDS
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.memory.recovery import OomHistory
@@ -115,6 +116,9 @@ def choose_gradient(config: TrainConfig, forward: ForwardPass, layout: StateLayo
     if not layout.topology.is_single_process:
         return summed_gradient
     if config.memory.cuda_graphs == "off" or forward.weights is not None:
+        return local_gradient
+    # The shapes to capture are chosen from durations; no text model has been tried.
+    if forward.architecture.framing.unit != SECONDS:
         return local_gradient
     backend = new_graph_backend(forward.device)
     if backend is None:
