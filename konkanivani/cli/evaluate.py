@@ -182,7 +182,7 @@ def check_flags(flags: Flags) -> None:
             "score existing transcripts (--hypotheses alone if its JSON lines contain both texts)."
         )
     if flags.conditions and is_text:
-        raise UsageError("--conditions changes recordings: it needs --checkpoint and --manifest.")
+        raise UsageError("--conditions changes recordings: use it with --checkpoint and --manifest.")
     if flags.worst < 0:
         raise UsageError(f"--worst {flags.worst} must be at least 0.")
     if flags.html is not None:

@@ -20,7 +20,6 @@ from konkanivani.data.audio.waveform import stream_audio, stream_samples
 from konkanivani.decoding.ctc import collapse_repeats
 from konkanivani.decoding.decode import BeamDecode, Decode, build_decode, greedy_decode
 from konkanivani.distributed import choose_device
-from konkanivani.errors import UsageError
 from konkanivani.inference.bundle import FOLDER_NAME, is_bundle, read_bundle
 from konkanivani.inference.segmentation import Piece, SegmentationConfig, build_segmentation, segment_audio
 from konkanivani.inference.speech_model import SpeechModel, build_pretrained_model, build_speech_model, read_pretrained
@@ -36,7 +35,7 @@ from konkanivani.inference.word_times import (
     spread_words,
     timed_words,
 )
-from konkanivani.lengths import SAMPLE_RATE, SECONDS
+from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.models.model_files import CONFIG
 from konkanivani.models.whisper.model import Whisper
 from konkanivani.models.whisper.vocabulary import PromptedVocabulary
@@ -214,8 +213,7 @@ def build_recognizer(
         speech_model = read_bundle(Path(path), choose_device(device))
     else:
         speech_model = build_speech_model(read_checkpoint(Path(path)), choose_device(device))
-    if speech_model.architecture.framing.unit != SECONDS:
-        raise UsageError("The model turns text into text: give a recogniser, or use konkanivani correct.")
+    speech_model.check_input()
     longest = min(speech_model.longest_seconds, MAX_PIECE) if longest_seconds is None else longest_seconds
     speech_model = with_word_times(speech_model)
     decode: Decode = build_decode(decoding, speech_model.architecture, speech_model.tokenizer, speech_model.device)

@@ -26,7 +26,7 @@ from konkanivani.distributed import full_tensor
 from konkanivani.errors import CheckpointError, DataError, UsageError
 from konkanivani.flags import config_from_text
 from konkanivani.hub import is_commit, is_hub_name
-from konkanivani.lengths import Lengths
+from konkanivani.lengths import SECONDS, Lengths
 from konkanivani.models.architecture import Architecture, architecture_of, is_within_bounds
 from konkanivani.models.asr import SkipInit, SpeechNetwork
 from konkanivani.models.families import Tuned, read_pretrained_model, restored_model, restored_vocabulary, tuned_of
@@ -221,6 +221,11 @@ class SpeechModel:
         """Return encoded audio (B, T', D) and its lengths, for waveforms (B, S) at 16 kHz and their lengths."""
         features, feature_lengths = self.front_end(waveforms.to(self.device), sample_lengths, None)
         return self.model.encode(features, feature_lengths)
+
+    def check_input(self) -> None:
+        """Raise a UsageError if the model's input is text instead of speech."""
+        if self.architecture.framing.unit != SECONDS:
+            raise UsageError("The model turns text into text: give a recogniser, or use konkanivani correct.")
 
 
 def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechModel:

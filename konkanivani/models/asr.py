@@ -188,6 +188,44 @@ def at_least_float32(tensor: torch.Tensor) -> torch.dtype:
 
 
 # --------------------
+# Embedding that is also the output layer (Press and Wolf, 2017), as in Whisper and T5.
+
+
+@dataclass(frozen=True)
+class TiedHead:
+    """Weight (V, D) of the output layer; `gradient_buffer` returns the tensor to add its gradient to, if given."""
+
+    weight: torch.Tensor
+    gradient_buffer: Callable[[], torch.Tensor] | None = None
+
+
+class TiedEmbedding(torch.nn.Embedding):
+    """Token embedding whose weight is also the output layer's: logits are products with the same vectors."""
+
+    bias = None
+
+    def with_head(self, tokens: torch.Tensor) -> tuple[torch.Tensor, TiedHead]:
+        """Return vectors (B, U, D) of tokens (B, U), on their device, and the output layer."""
+        vectors = self(tokens.to(self.weight.device)).to(tokens.device)
+        return vectors, TiedHead(self.weight)
+
+    def logits(self, decoded: torch.Tensor) -> torch.Tensor:
+        """Return logits (…, V) of decoded (…, D)."""
+        return F.linear(decoded, self.weight)
+
+
+class VocabularyLoss:
+    """Loss of the output layer over the vocabulary."""
+
+    def __call__(
+        self, decoded: torch.Tensor, head: TiedHead, targets: torch.Tensor, label_smoothing: float
+    ) -> torch.Tensor:
+        """Return the summed, smoothed cross entropy of decoded (B, U, D) against targets (B, U), padded with -1."""
+        weight = head.weight.to(decoded.device)
+        return cross_entropy_sum(decoded, lambda rows: F.linear(rows, weight), targets, label_smoothing)
+
+
+# --------------------
 # Hybrid CTC/attention model: one encoder shared by a CTC head and an attention decoder (Watanabe et al., 2017).
 
 

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from konkanivani.models.asr import TARGET_PADDING
+from konkanivani.models.asr import TARGET_PADDING, TiedEmbedding, TiedHead, VocabularyLoss
 from konkanivani.models.attention import SequenceLayout
 from konkanivani.models.conformer import (
     ConformerBlock,
@@ -33,7 +33,7 @@ from konkanivani.models.decoder import DecoderBlock
 from konkanivani.models.t5.model import T5
 from konkanivani.models.twin import replace_modules
 from konkanivani.models.whisper import model as whisper
-from konkanivani.models.whisper.model import TiedEmbedding, TiedHead, VocabularyLoss, Whisper
+from konkanivani.models.whisper.model import Whisper
 from konkanivani.ops.products import fast_linear, fused_linear, weight_gradient, without_autocast
 
 # --------------------

@@ -24,6 +24,7 @@ WHAT_TO_DO = re.compile(
 # Placeholders that contain the advice: another error of the project, or a sentence built elsewhere.
 ADVICE = {
     "advice",
+    "ADVICE",
     "FOREIGN",
     "OTHER",
     "_no_folder(path)",

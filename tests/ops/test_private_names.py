@@ -37,11 +37,13 @@ OPERATORS = {
     "aten.native_layer_norm": "(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
     "float eps) -> (Tensor, Tensor, Tensor)",
     "aten._unsafe_view": "(Tensor self, SymInt[] size) -> Tensor",
+    "aten._softmax_backward_data": "(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) -> Tensor",
     "aten._ctc_loss_backward": "(Tensor grad, Tensor log_probs, Tensor targets, int[] input_lengths, "
     "int[] target_lengths, Tensor neg_log_likelihood, Tensor log_alpha, int blank, bool zero_infinity=False) -> Tensor",
 }
 NAMES = {
     "torch._fused_adamw_",
+    "torch._foreach_zero_",
     "torch.optim.adamw.adamw",
     "torch._ops.OpOverload",
     "torch._subclasses.fake_tensor.FakeTensorMode",

@@ -14,11 +14,19 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.lengths import CHUNK_FRAMES, BatchLengths, Lengths, on_host
-from konkanivani.models.asr import ASROutput, LossSums, Objective, SpeechNetwork, Targets
+from konkanivani.models.asr import (
+    ASROutput,
+    LossSums,
+    Objective,
+    SpeechNetwork,
+    Targets,
+    TiedEmbedding,
+    TiedHead,
+    VocabularyLoss,
+)
 from konkanivani.models.attention import key_mask_of
 from konkanivani.models.conformer import BlockList, SpeechEncoder, WrapBlock, keep_activations
 from konkanivani.models.decoder import FIRST_CAPACITY, DecoderCache, KeysAndValues, TokenDecoder
-from konkanivani.models.whisper.model import TiedEmbedding, TiedHead, VocabularyLoss
 
 
 @dataclass(frozen=True)

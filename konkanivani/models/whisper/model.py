@@ -6,7 +6,6 @@ D model width, H heads, E = D / H head width, V vocabulary.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +23,16 @@ from konkanivani.lengths import (
     on_host,
     padding_or_none,
 )
-from konkanivani.models.asr import ASROutput, LossSums, Objective, SpeechNetwork, Targets, cross_entropy_sum
+from konkanivani.models.asr import (
+    ASROutput,
+    LossSums,
+    Objective,
+    SpeechNetwork,
+    Targets,
+    TiedEmbedding,
+    TiedHead,
+    VocabularyLoss,
+)
 from konkanivani.models.attention import key_mask_of
 from konkanivani.models.conformer import BlockList, SpeechEncoder, WrapBlock, keep_activations
 from konkanivani.models.decoder import FIRST_CAPACITY, DecoderCache, KeysAndValues, TokenDecoder
@@ -330,40 +338,6 @@ class Encoder(SpeechEncoder):
             with block_dropout(number):
                 x = wrap_block(number, block)(x, key_mask)
         return self.norm(x), encoded_lengths
-
-
-@dataclass(frozen=True)
-class TiedHead:
-    """Weight (V, D) of the output layer; `gradient_buffer` returns the tensor to add its gradient to, if given."""
-
-    weight: torch.Tensor
-    gradient_buffer: Callable[[], torch.Tensor] | None = None
-
-
-class TiedEmbedding(torch.nn.Embedding):
-    """Token embedding whose weight is also the output layer's: logits are products with the same vectors."""
-
-    bias = None
-
-    def with_head(self, tokens: torch.Tensor) -> tuple[torch.Tensor, TiedHead]:
-        """Return vectors (B, U, D) of tokens (B, U), on their device, and the output layer."""
-        vectors = self(tokens.to(self.weight.device)).to(tokens.device)
-        return vectors, TiedHead(self.weight)
-
-    def logits(self, decoded: torch.Tensor) -> torch.Tensor:
-        """Return logits (…, V) of decoded (…, D)."""
-        return F.linear(decoded, self.weight)
-
-
-class VocabularyLoss:
-    """Loss of the output layer over the vocabulary."""
-
-    def __call__(
-        self, decoded: torch.Tensor, head: TiedHead, targets: torch.Tensor, label_smoothing: float
-    ) -> torch.Tensor:
-        """Return the summed, smoothed cross entropy of decoded (B, U, D) against targets (B, U), padded with -1."""
-        weight = head.weight.to(decoded.device)
-        return cross_entropy_sum(decoded, lambda rows: F.linear(rows, weight), targets, label_smoothing)
 
 
 class Decoder(TokenDecoder):
