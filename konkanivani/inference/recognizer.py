@@ -54,7 +54,7 @@ Audio = str | os.PathLike | np.ndarray | torch.Tensor
 
 @dataclass(frozen=True)
 class PrefixText:
-    """Text of the beginning of an utterance, and the texts of the decodings whose probabilities were averaged."""
+    """Text of the first part of an utterance, and the texts of the decodings whose probabilities were averaged."""
 
     text: str
     views: tuple[str, ...]
@@ -124,10 +124,10 @@ class Recognizer:
 
     @torch.no_grad()
     def recognize_prefix(self, waveform: torch.Tensor) -> PrefixText:
-        """Return the text of the beginning (S,) of an utterance, greedily decoded whatever the configured search is.
+        """Return the greedy text of the first part (S,) of an utterance, for any configured search.
 
-        With CTC, speech shorter than `STABLE_SECONDS` is also decoded repeated up to that duration, and the text is
-        that of the mean probabilities.
+        With CTC, speech shorter than `STABLE_SECONDS` is also decoded repeated up to that duration, and the
+        probabilities are averaged.
         """
         heard = self.speech_model
         decode = greedy_decode(heard.architecture, heard.tokenizer)
