@@ -14,6 +14,7 @@ from konkanivani.data.manifest import read_manifest
 from konkanivani.serve.corrections import MANIFEST, Corrections
 from konkanivani.serve.server import PageServer
 from konkanivani.serve.session import Limits
+from tests.media_files import Kind, write_media
 from tests.serve.browser import Browser, chromium
 from tests.serve.parts import running, tones
 
@@ -175,6 +176,20 @@ def test_several_files_are_transcribed_in_turn_and_bad_ones_named(page, tmp_path
     headings = page.evaluate("[...document.querySelectorAll('h2')].map((heading) => heading.innerText)")
     assert headings == ["two.ogg", "silent <b>.wav", "one.flac"]
     assert page.evaluate("document.querySelectorAll('main b').length") == 0
+
+
+def test_compressed_recordings_are_decoded_by_the_browser_or_named(page, tmp_path):
+    waveform = tones([["शाळा"]], RATE)
+    soundfile.write(tmp_path / "one.mp3", waveform, RATE)
+    write_media(tmp_path / "two.webm", waveform, RATE, Kind(".webm", "libopus", RATE))
+    write_media(tmp_path / "three.m4a", waveform, RATE, Kind(".m4a", "aac", RATE))
+    # A Chromium without licensed codecs has no AAC: the page then names the file.
+    has_aac = page.evaluate("document.createElement('audio').canPlayType('audio/mp4; codecs=\"mp4a.40.2\"') !== ''")
+    page.choose_files(*(tmp_path / name for name in ("three.m4a", "one.mp3", "two.webm")))
+    page.wait(f"{SHOWN}.length === {3 if has_aac else 2}")
+    page.wait(READY)
+    assert set(page.evaluate(SHOWN)) == {"शाळा"}
+    assert ("three.m4a is not audio" in page.text("#message")) != has_aac
 
 
 def test_a_dropped_file_is_transcribed(page, folder):
