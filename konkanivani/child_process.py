@@ -22,6 +22,7 @@ from types import FrameType
 
 from konkanivani.config import TrainConfig
 from konkanivani.errors import (
+    PR_SET_PDEATHSIG,
     CheckpointError,
     DataError,
     Interrupted,
@@ -38,7 +39,6 @@ KEPT_LINES = 50  # of each output stream
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 KILLED = 128 + signal.SIGKILL
 KILLED_TEXT = "Killed (SIGKILL), perhaps by the system for lack of memory."
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LINE_OF_BAR = re.compile(r"\s*\d+%\|")  # a progress bar of tqdm
 # A warning of Python, whose source line follows indented, such as "a.py:3: UserWarning: text".
 LINE_OF_WARNING = re.compile(r"\S+:\d+: \w*Warning: ")

@@ -5,6 +5,9 @@ SIGTERM.
 """
 
 import contextlib
+import ctypes
+import multiprocessing
+import os
 import signal
 from collections.abc import Iterator
 from types import FrameType
@@ -84,6 +87,7 @@ def explained(kind: type[KonkaniVaniError], what: str, advice: str, *others: typ
         raise kind(f"{what}: {reason}{where}. {advice}") from None
 
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_REPORTED = 20
 # Errors of the input. NumericsError and Interrupted end a stage at once.
 COLLECTED = (UsageError, DataError, CheckpointError, ResourceError)
@@ -145,6 +149,16 @@ def defer_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_worker_with_parent() -> None:
+    """Make the kernel kill this process of `multiprocessing` when its parent exits for any reason."""
+    # Even if the worker hangs in a read, or waits for work on a pipe that it holds open itself.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # a worker has one
+    if os.getppid() != parent.pid:  # the parent exited before the call of prctl
+        os._exit(1)
 
 
 class _Stop(BaseException):

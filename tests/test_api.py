@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -238,6 +239,25 @@ def test_ctrl_c_interrupts_a_plan(tmp_path, monkeypatch):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == -signal.SIGINT and errors.endswith("KeyboardInterrupt\n"), errors
+
+
+def test_the_workers_of_a_plan_end_with_it(tmp_path):
+    command = [sys.executable, "-m", "konkanivani", "plan", "--gpu", "T4"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}, **quiet)
+    wait_until(lambda: len(descendants(process.pid)) == 2)
+    workers = descendants(process.pid)
+    process.kill()
+    process.wait(PATIENCE)
+    wait_until(lambda: not any(map(is_running, workers)))
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_plan_has_the_shape_of_the_initial_checkpoint(base):

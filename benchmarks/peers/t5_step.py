@@ -8,18 +8,23 @@ process of its own that makes one step when its turn comes, so that both meet th
 all threads. Peaks are of the process, above its memory before the model is built.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "training_scripts"))
+import bootstrap
+
+bootstrap.rerun_under_venv()
+
 import argparse
 import json
 import resource
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 BATCH = 8
 INPUT_TOKENS = 196
 TARGET_TOKENS = 384

@@ -6,9 +6,6 @@ a training step, during which both cores waited (docs/experiments.md).
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing
-import os
 import signal
 import sys
 import threading
@@ -39,7 +36,14 @@ from konkanivani.data.shared_memory import (
     pack,
     semaphore_bytes,
 )
-from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, defer_signals, stopping_signals
+from konkanivani.errors import (
+    DataError,
+    KonkaniVaniError,
+    ResourceError,
+    defer_signals,
+    end_worker_with_parent,
+    stopping_signals,
+)
 
 Value = TypeVar("Value", GlobalBatch, Batch)
 """Item of a data loader: a global batch for training, or a batch for evaluation."""
@@ -100,7 +104,6 @@ class PrefetchLimit:
 
 POLL_SECONDS = 1.0  # interval of checks on the workers while no batch arrives
 END_SECONDS = 1.0  # grace period for workers to exit
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SIGNS_OF_WORKERS = ("DataLoader", "Pin memory thread")  # in PyTorch's errors about a worker that failed
 
 
@@ -372,12 +375,7 @@ def _begin_worker(_worker: int) -> None:
     for number in stopping_signals():
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _log_if_parent_alive
-    # The kernel kills the worker when its parent exits for any reason, even if the worker hangs in a read.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    assert parent is not None  # a worker has one
-    if os.getppid() != parent.pid:  # the parent exited before the call of prctl
-        os._exit(1)
+    end_worker_with_parent()
 
 
 def _log_if_parent_alive(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:

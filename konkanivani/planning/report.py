@@ -1,15 +1,12 @@
 """Report of a memory plan for a GPU."""
 
-import gc
 import json
 import math
 import shlex
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 
 import torch
 
@@ -39,6 +36,7 @@ from konkanivani.planning.sizes import (
 )
 from konkanivani.planning.tracer import BatchShape, Peak
 from konkanivani.planning.traces import kept_traces
+from konkanivani.planning.workers import two_processes
 from konkanivani.rules import check_input_flags, settings_of, with_text_defaults
 
 # --------------------
@@ -166,19 +164,6 @@ def peak_of_validation(request: PlanRequest) -> int:
     with request.planner() as planner:
         _, peak = planner.validation_seconds(longest, request.tokens(longest), config.data.validation_batch_seconds)
     return peak
-
-
-def two_processes() -> ProcessPoolExecutor:
-    """Return a pool of two worker processes: tracing is single-threaded Python, so that two of them halve the time."""
-    return ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=_prepare_worker)
-
-
-def _prepare_worker() -> None:
-    """Prepare a forked worker: use one thread, and freeze the garbage collector's objects."""
-    # OpenMP's threads do not survive the fork, and waiting for them would deadlock.
-    torch.set_num_threads(1)
-    # Inherited objects live as long as the process: the garbage collector need not scan them.
-    gc.freeze()
 
 
 def _tokens_per_second(config: TrainConfig) -> int:

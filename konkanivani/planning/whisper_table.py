@@ -9,9 +9,9 @@ from konkanivani.memory.weights import ON_CARD, Placement
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.model import WhisperShape
 from konkanivani.planning.plan import ALWAYS, Planner
-from konkanivani.planning.report import two_processes
 from konkanivani.planning.tracer import BatchShape
 from konkanivani.planning.traces import kept_traces
+from konkanivani.planning.workers import two_processes
 
 # Width, heads, blocks of the encoder and of the decoder, inner width, mel bands,
 # tokens (Radford et al., 2022).
