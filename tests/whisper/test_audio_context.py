@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from konkanivani import lengths as lengths_of_batches
 from konkanivani.config import AugmentConfig, PretrainedConfig, TrainConfig, TuningConfig
 from konkanivani.data.batching import Example
 from konkanivani.decoding.decode import greedy_decode
@@ -89,12 +90,11 @@ def test_an_utterance_is_the_same_alone_and_in_any_batch(augmented):
     assert max(apart(alone, outputs(parts, spoken, size)) for size in (2, 6)) < BOUND
 
 
-@pytest.mark.parametrize("hidden", ["padding_mask", "key_mask_of"])
+@pytest.mark.parametrize("hidden", ["padding_or_none", "key_mask_of"])
 def test_negative_control_without_a_mask_padding_shows(hidden, monkeypatch):
     parts, spoken = parts_of(), speeches(6)
     alone = outputs(parts, spoken, 1)
-    nothing = {"padding_mask": lambda lengths, longest, device: torch.zeros(len(lengths), longest, dtype=torch.bool)}
-    monkeypatch.setattr(network, hidden, nothing.get(hidden, lambda keys, lengths: None))
+    monkeypatch.setattr(network, hidden, lambda *_: None)
     assert apart(alone, outputs(parts, spoken, 6)) > 1e-6
 
 
@@ -152,7 +152,7 @@ def test_features_of_speech_are_the_first_of_its_window_and_a_window_makes_no_ma
     whole, _ = ARCHITECTURE.build_front_end(AugmentConfig())(waves, lengths, None)
     speech, frames = SPEECH.build_front_end(AugmentConfig())(waves, lengths, None)
     assert frames == (57, 50) and torch.equal(speech, whole[:, :57])
-    monkeypatch.setattr(network, "padding_mask", None)
+    monkeypatch.setattr(lengths_of_batches, "padding_mask", None)
     window_model, model = ARCHITECTURE.build(), SPEECH.build()
     model.load_state_dict(window_model.state_dict())
     (plain, _), (same, _) = (each.encoder(whole, (100, 100), keep_activations) for each in (window_model, model))
