@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import os
 from pathlib import Path
 
 import safetensors.torch
@@ -20,9 +21,10 @@ from konkanivani.models.t5.model import T5, T5Shape, T5Variant
 from konkanivani.models.t5.vocabulary import Pieces, T5Tokens, T5Vocabulary, Utf8Bytes
 from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
+from tests.conftest import ROOT
 
 CPU = torch.device("cpu")
-KONKANI = Path("/work/shared/data/konkani_text")
+KONKANI = Path(os.environ.get("KONKANIVANI_DATA", ROOT.parent / "shared" / "data")) / "konkani_text"
 # Sentences written for this test, in Konkani, Marathi and English, with punctuation, digits and rare characters.
 LINES = (
     "हांव गोंयांत रावतां, आनी तूं खंय रावता?",
