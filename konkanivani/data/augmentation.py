@@ -1,4 +1,4 @@
-"""Augmentation that simulates other recordings: silence, rooms, noise, other speakers, telephones, levels, clipping.
+"""Augmentation that simulates other recordings: silence, rooms, noise, other speakers, lines, levels and codecs.
 
 S samples at 16 kHz. Each kind is drawn with its own probability from its own generator, a function of (seed, epoch,
 utterance), so that changing one kind does not change the others. It needs no other corpus: the speech of other people
@@ -12,10 +12,13 @@ from typing import Literal
 import torch
 
 from konkanivani.data.audio.effects import (
+    CODECS,
     add_noise,
+    can_encode,
     clip_peaks,
     colored_noise,
     companded,
+    encoded_and_decoded,
     hum,
     limit_band,
     reverberate,
@@ -28,7 +31,7 @@ from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.randomness import utterance_generator
 
 Strength = Literal["none", "light", "strong"]
-Kind = Literal["room", "silence", "noise", "babble", "floor", "hum", "band", "offset", "level", "clipping"]
+Kind = Literal["room", "silence", "noise", "babble", "floor", "hum", "band", "offset", "level", "clipping", "codec"]
 
 # Probability of each kind; digital and recorded silence share theirs.
 PROBABILITIES: dict[Strength, dict[Kind, float]] = {
@@ -44,6 +47,7 @@ PROBABILITIES: dict[Strength, dict[Kind, float]] = {
         "offset": 0.05,
         "level": 0.2,
         "clipping": 0.1,
+        "codec": 0.05,
     },
     "strong": {
         "room": 0.3,
@@ -56,6 +60,7 @@ PROBABILITIES: dict[Strength, dict[Kind, float]] = {
         "offset": 0.1,
         "level": 0.4,
         "clipping": 0.2,
+        "codec": 0.1,
     },
 }
 # Ranges, drawn uniformly.
@@ -72,6 +77,7 @@ OFFSET = (-0.02, 0.02)
 LEVEL_DB = (-30.0, 10.0)
 CLIPPING_DB = (3.0, 15.0)
 BAND_RATES = (8_000, 8_000, 10_000, 12_000)  # Hz; telephones twice
+COMPRESSION = (0.3, 0.97)  # about 200 to 20 kbit/s with Opus, 60 to 30 with MP3
 MAX_TALKERS = 3
 
 Talker = Callable[[torch.Generator], torch.Tensor | None]
@@ -177,7 +183,7 @@ def _babble(samples: int, generator: torch.Generator, talker: Talker) -> torch.T
 
 
 def _transmitted(waveform: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Return the waveform (S,) with a band limit, a DC offset, another level and clipping, as drawn."""
+    """Return the waveform (S,) with clipping, a band limit, another level, a DC offset and a codec, as drawn."""
     if generator := draws.of("clipping"):
         waveform = clip_peaks(waveform, draw_uniform(CLIPPING_DB, generator))
     if generator := draws.of("band"):
@@ -189,6 +195,11 @@ def _transmitted(waveform: torch.Tensor, draws: Draws) -> torch.Tensor:
         waveform = scale_and_clip(waveform, draw_uniform(LEVEL_DB, generator))
     if generator := draws.of("offset"):
         waveform = waveform + draw_uniform(OFFSET, generator)
+    if generator := draws.of("codec"):
+        codec = CODECS[draw_index(len(CODECS), generator)]
+        compression = draw_uniform(COMPRESSION, generator)
+        if can_encode(codec):
+            waveform = encoded_and_decoded(waveform, codec, compression)
     return waveform
 
 

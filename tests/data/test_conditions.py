@@ -95,3 +95,28 @@ def test_clipped_peaks_are_clipped_at_their_share_of_the_peak():
     clipped = effects.clip_peaks(speech(), 6.0)
     assert float(clipped.abs().max()) == pytest.approx(0.0501, abs=1e-4)
     assert torch.equal(effects.clip_peaks(torch.zeros(5), 6.0), torch.zeros(5))
+
+
+@pytest.mark.parametrize("codec", effects.CODECS)
+def test_a_codec_keeps_length_and_timing_and_changes_more_with_compression(codec):
+    if not effects.can_encode(codec):
+        pytest.skip(f"the installed libsndfile does not write {codec}")
+    voiced = effects.hum(2 * SAMPLE_RATE, 120.0) * torch.linspace(0, 0.2, 2 * SAMPLE_RATE)
+    fine, coarse = (effects.encoded_and_decoded(voiced, codec, compression) for compression in (0.0, 0.97))
+    assert fine.shape == coarse.shape == voiced.shape
+    errors = [effects.energy(coded - voiced) / effects.energy(voiced) for coded in (fine, coarse)]
+    assert 0 < errors[0] < errors[1] < 0.2
+    late = torch.nn.functional.pad(voiced, (8, 0))[: len(voiced)]  # negative control: half a millisecond late
+    assert effects.energy(late - voiced) / effects.energy(voiced) > errors[1]
+    assert torch.equal(effects.encoded_and_decoded(voiced, codec, 0.97), coarse)
+
+
+@pytest.mark.parametrize("codec", effects.CODECS)
+@pytest.mark.parametrize("samples", [0, 1, 7, 575, 1152])
+def test_a_codec_accepts_short_and_silent_waveforms(codec, samples):
+    if not effects.can_encode(codec):
+        pytest.skip(f"the installed libsndfile does not write {codec}")
+    noise = 3 * torch.randn(samples, generator=generator())  # beyond full scale
+    coded = effects.encoded_and_decoded(noise, codec, 0.9)
+    assert coded.shape == (samples,) and coded.isfinite().all()
+    assert (effects.encoded_and_decoded(torch.zeros(samples), codec, 0.9).abs() < 1e-6).all()

@@ -1,10 +1,13 @@
-"""Changes of a waveform that microphones, rooms, telephones and editors make, as pure functions.
+"""Changes of a waveform that microphones, rooms, telephones, editors and codecs make, as pure functions.
 
 S samples at 16 kHz, R samples of an impulse response. All random values come from the given generator.
 """
 
+import io
 import math
+from typing import Literal
 
+import soundfile
 import torch
 import torchaudio
 
@@ -170,3 +173,41 @@ def companded(waveform: torch.Tensor) -> torch.Tensor:
     compressed = torch.sign(waveform) * torch.log1p(MU * waveform.abs().clamp_max(1.0)) / math.log1p(MU)
     coded = (compressed * 127).round() / 127
     return torch.sign(coded) * torch.expm1(coded.abs() * math.log1p(MU)) / MU
+
+
+# --------------------
+# Codecs.
+
+
+Codec = Literal["mp3", "opus"]
+CODECS: tuple[Codec, ...] = ("mp3", "opus")
+_FORMATS: dict[Codec, tuple[str, str]] = {"mp3": ("MP3", "MPEG_LAYER_III"), "opus": ("OGG", "OPUS")}
+
+
+def can_encode(codec: Codec) -> bool:
+    """Return whether the installed libsndfile writes the codec (1.1 and newer)."""
+    container, subtype = _FORMATS[codec]
+    return subtype in soundfile.available_subtypes(container)
+
+
+def encoded_and_decoded(waveform: torch.Tensor, codec: Codec, compression: float) -> torch.Tensor:
+    """Return the waveform (S,) after lossy coding, clipped to [-1, 1]; its timing does not change.
+
+    Args:
+        compression: libsndfile's compression level from 0 to less than 1. At 16 kHz, 0 is about 80 kbit/s for MP3 and
+            260 kbit/s for Opus; 0.9 is about 30 kbit/s for both.
+    """
+    if not len(waveform):  # libsndfile writes an MP3 file without frames, which it does not read
+        return waveform
+    container, subtype = _FORMATS[codec]
+    file = io.BytesIO()
+    with soundfile.SoundFile(
+        file, "w", SAMPLE_RATE, 1, subtype, format=container, compression_level=compression
+    ) as writer:
+        writer.write(waveform.clamp(-1.0, 1.0).numpy())
+    file.seek(0)
+    decoded, _ = soundfile.read(file, dtype="float32")
+    result = torch.zeros_like(waveform)
+    kept = min(len(waveform), len(decoded))
+    result[:kept] = torch.from_numpy(decoded[:kept])
+    return result
