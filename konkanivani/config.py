@@ -123,6 +123,8 @@ class DataConfig:
     """Folders that may contain audio, besides each manifest's own."""
     test_decode: Literal["auto", "greedy", "prefix", "attention", "joint"] = "auto"
     """Second scoring of the test manifest, with beam 10 (auto: joint if possible; greedy: none)."""
+    conditions: bool = False
+    """Also score the test manifest under simulated recording conditions, such as noise and reverberation."""
     batch_size: int | Literal["auto"] = 2
     """Utterances per micro-batch; auto: chosen per length to fit the memory."""
     gradient_accumulation_steps: int | Literal["auto"] = "auto"

@@ -32,7 +32,7 @@ SUBSAMPLED_BINS = 7  # minimum input for one output of two convolutions with ker
 TEXT_FLAGS = ("input_field", "target_field", "max_input_tokens", "max_target_tokens", "long_texts")
 SPEECH_FLAGS = frozenset(
     ("language", "task", "audio_context", "timestamp_share", "forgetting_manifest", "forgetting_language", "digits")
-    + ("audio_roots", "min_duration", "max_duration", "max_validation_duration", "max_tokens")
+    + ("audio_roots", "min_duration", "max_duration", "max_validation_duration", "max_tokens", "conditions")
     + tuple(leaf.name for leaf in dataclasses.fields(AugmentConfig))
 )
 # Text has no speeds, and a micro-batch of its validation is counted in tokens.
@@ -208,6 +208,7 @@ def _data_rules(data: DataConfig) -> list[Rule]:
         ),
         (data.max_tokens > 0, "--max_tokens must be at least 1"),
         (0 <= data.num_workers <= 64, "--num_workers must be between 0 and 64"),
+        (data.test_manifest is not None or not data.conditions, "--conditions needs --test_manifest"),
     ]
 
 

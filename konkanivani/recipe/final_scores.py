@@ -10,12 +10,14 @@ from pathlib import Path
 from konkanivani.checkpoints.checkpointer import BEST, LAST
 from konkanivani.config import AUTO, DecodingConfig, DecodingMethod, PretrainedConfig, TrainConfig
 from konkanivani.console import say, table_lines
+from konkanivani.data.manifest import read_manifest
 from konkanivani.decoding.decode import build_decode, greedy_decode, ways_to_decode
 from konkanivani.distributed import Topology, choose_device
 from konkanivani.errors import CheckpointError
 from konkanivani.inference.speech_model import read_pretrained
 from konkanivani.memory.monitor import PhaseMemory
 from konkanivani.models.asr import frozen_count, parameter_count
+from konkanivani.recipe.conditions import evaluate_under_conditions
 from konkanivani.recipe.evaluation_model import (
     EvaluationModel,
     evaluate_manifest,
@@ -43,6 +45,19 @@ def score_test(run: Run, checkpoint: Path) -> dict[str, Evaluation | None]:
     decoders = [build_decode(DecodingConfig(way), trained.architecture, trained.tokenizer, device) for way in ways]
     evaluations = [evaluate_manifest(trained, data.test_manifest, decode, data.audio_roots) for decode in decoders]
     return dict(zip(ways, evaluations, strict=True))
+
+
+def score_conditions(run: Run, checkpoint: Path) -> dict[str, ErrorRates]:
+    """Return greedy error rates on the test manifest by recording condition; empty without --conditions."""
+    data = run.config.data
+    if not data.conditions or data.test_manifest is None:
+        return {}
+    trained = load_evaluation_model(checkpoint, run.step.forward.device, run.topology)
+    decode = greedy_decode(trained.architecture, trained.tokenizer)
+    manifest = read_manifest(data.test_manifest, data.audio_roots)
+    return {
+        under.condition.name: under.evaluation.rates for under in evaluate_under_conditions(trained, manifest, decode)
+    }
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,29 @@ def score_forgetting(config: TrainConfig, checkpoint: Path, topology: Topology) 
     found = Forgetting(before, _kept_rates(trained, manifest, roots))
     say(found.sentence(manifest))
     return found
+
+
+@dataclass(frozen=True)
+class Results:
+    """Scores of a finished run.
+
+    Args:
+        test: by decoding method; values are None without a test manifest.
+        conditions: by recording condition; empty without --conditions.
+    """
+
+    test: dict[str, Evaluation | None]
+    conditions: dict[str, ErrorRates]
+    forgetting: Forgetting | None
+
+
+def score_run(run: Run, checkpoint: Path) -> Results:
+    """Score the run's best checkpoint on the manifests for it."""
+    return Results(
+        score_test(run, checkpoint),
+        score_conditions(run, checkpoint),
+        score_forgetting(run.config, checkpoint, run.topology),
+    )
 
 
 def _kept_rates(trained: EvaluationModel, manifest: str, named_roots: tuple[str, ...]) -> ErrorRates:
@@ -137,12 +175,10 @@ def _columns(phases: tuple[PhaseMemory, ...], seconds: list[float]) -> Iterator[
     yield ["share", *(f"{value / sum(seconds):.1%}" for value in seconds)]
 
 
-def summary_line(
-    run: Run, scores: dict[str, Evaluation | None], forgetting: Forgetting | None, checkpoint: str, tensorboard: str
-) -> str:
+def summary_line(run: Run, results: Results, checkpoint: str, tensorboard: str) -> str:
     """Return the results as one line of JSON; error rates are shares, null if there was no test or validation."""
     rates: dict[str, float | None] = {}
-    for decode, test in scores.items():
+    for decode, test in results.test.items():
         by = "" if decode == "greedy" else f"_{decode}"
         rates[f"test_wer{by}"] = test.rates.wer if test else None
         rates[f"test_cer{by}"] = test.rates.cer if test else None
@@ -152,11 +188,15 @@ def summary_line(
         for pattern in sorted(patterns):
             scored = [each for each in test.scored if each.utterance.pattern == pattern]
             rates[f"test_cer_{pattern}_patterns{by}"] = rates_over(scored).cer
-    if forgetting is not None:
-        for when, found in (("before", forgetting.before), ("after", forgetting.after)):
+    if results.forgetting is not None:
+        for when, found in (("before", results.forgetting.before), ("after", results.forgetting.after)):
             rates |= {f"forgetting_wer_{when}": found.wer, f"forgetting_cer_{when}": found.cer}
+    conditions = {
+        name: {"wer": json_value(found.wer), "cer": json_value(found.cer)} for name, found in results.conditions.items()
+    }
     summary = {
         **rates,
+        **({"conditions": conditions} if conditions else {}),
         "parameters": parameter_count(run.step.model) + frozen_count(run.step.model),
         "trained_parameters": parameter_count(run.step.model),
         "steps": run.state.step,

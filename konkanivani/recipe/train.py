@@ -12,7 +12,7 @@ from konkanivani.files import digest_of_code
 from konkanivani.flags import CommandLine
 from konkanivani.memory.recovery import RestartAfterOom, write_sizes
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.final_scores import best_checkpoint, memory_table, score_forgetting, score_test, summary_line
+from konkanivani.recipe.final_scores import best_checkpoint, memory_table, score_run, summary_line
 from konkanivani.recipe.preflight import digest_of_data, digest_of_flags, in_ranks
 from konkanivani.recipe.startup import resolve_start
 from konkanivani.training.loop import train
@@ -74,10 +74,9 @@ def score_and_sum_up(run: Run) -> str:
     config = run.config
     # Only the first rank needs to see the checkpoint folder.
     best = broadcast_from_rank0(run.topology, lambda: best_checkpoint(config.run.checkpoint_dir))
-    scores = score_test(run, best)
-    forgetting = score_forgetting(config, best, run.topology)
+    results = score_run(run, best)
     say(f"View the run with: .venv/bin/tensorboard --logdir {config.run.log_dir} --host 127.0.0.1")
-    return summary_line(run, scores, forgetting, str(best), f"{config.run.log_dir}/{config.run.run_name}")
+    return summary_line(run, results, str(best), f"{config.run.log_dir}/{config.run.run_name}")
 
 
 @contextmanager

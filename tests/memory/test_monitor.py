@@ -16,7 +16,7 @@ from konkanivani.errors import CheckpointError
 from konkanivani.memory import monitor as monitor_module
 from konkanivani.memory.monitor import CacheClearing, MemoryMonitor, reset_peak_resident
 from konkanivani.memory.monitor import peak_resident_mib as system_peak_mib
-from konkanivani.recipe.final_scores import allocator_retries, memory_table, summary_line
+from konkanivani.recipe.final_scores import Results, allocator_retries, memory_table, summary_line
 from konkanivani.training.run import TrainState
 from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, run_trainer
 
@@ -201,7 +201,7 @@ def test_the_table_at_the_end_on_a_card(allocator):
 def test_the_summary_has_the_splits_and_the_retries(allocator):
     monitor = MemoryMonitor(torch.device("cuda"), 0)
     forward_with(monitor, allocator, allocated=10, peak=30, reserved=80, retries=2)
-    summary = json.loads(summary_line(run_with(monitor, splits=4), {}, None, "checkpoint", "runs"))
+    summary = json.loads(summary_line(run_with(monitor, splits=4), Results({}, {}, None), "checkpoint", "runs"))
     assert (summary["memory_splits"], summary["allocator_retries"], summary["peak_memory_mib"]) == (4, 2, 30)
     assert (summary["parameters"], summary["trained_parameters"]) == (10, 8)
 

@@ -1,0 +1,35 @@
+"""Recording conditions in the results of a training run."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.conftest import run_script, run_trainer, well
+from tests.trained import Trained
+
+
+def test_a_run_scores_its_test_manifest_as_evaluate_does(trained: Trained, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(trained.checkpoint.parent, folder)
+    flags = ("--checkpoint_dir", str(folder), "--log_dir", str(tmp_path / "runs"), "--num_workers", "0")
+    manifest = str(trained.recordings.parent / "test.jsonl")
+    done = well(run_trainer("--resume", "auto", *flags, "--test_manifest", manifest, "--conditions"))
+    found = json.loads(done.stdout.splitlines()[-1])["conditions"]
+    done = well(
+        run_script(
+            "training_scripts/evaluate_konkanivani_asr.py",
+            *("--checkpoint", str(folder / trained.checkpoint.name), "--manifest", manifest, "--conditions", "--json"),
+        )
+    )
+    rows = json.loads(done.stdout.splitlines()[-1])["conditions"]
+    assert list(found) == [row["condition"] for row in rows] and len(rows) == 14
+    for row in rows:
+        rates = found[row["condition"]]
+        assert (rates["wer"], rates["cer"]) == pytest.approx((row["wer"], row["cer"]), abs=1e-4)
+    assert len({rates["cer"] for rates in found.values()}) > 2  # negative control: the conditions differ
+
+
+def test_conditions_need_a_test_manifest():
+    done = run_trainer("--conditions")
+    assert done.returncode == 2 and "--conditions needs --test_manifest" in done.stderr
