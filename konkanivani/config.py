@@ -124,7 +124,7 @@ class DataConfig:
     test_decode: Literal["auto", "greedy", "prefix", "attention", "joint"] = "auto"
     """Second scoring of the test manifest, with beam 10 (auto: joint if possible; greedy: none)."""
     conditions: bool = False
-    """Also score the test manifest under simulated recording conditions, such as noise and reverberation."""
+    """Score the test manifest also with simulated noise, rooms and lines."""
     batch_size: int | Literal["auto"] = 2
     """Utterances per micro-batch; auto: chosen per length to fit the memory."""
     gradient_accumulation_steps: int | Literal["auto"] = "auto"
