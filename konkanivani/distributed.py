@@ -33,17 +33,17 @@ OLDEST_OF_DEFAULT_BUILD = (7, 5)  # CUDA 13 supports Turing and later, the CUDA 
 OLDEST_OF_ALL_BUILDS = (5, 0)
 
 
-def choose_device(asked: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
     """Return the device to train on.
 
     Raises UsageError if there is no usable GPU for --device cuda, and ResourceError if this PyTorch build does not
     support the GPU.
     """
     has_cuda = torch.cuda.is_available()
-    if asked == "cuda" and not has_cuda:
+    if name == "cuda" and not has_cuda:
         raise UsageError("--device cuda: PyTorch finds no usable NVIDIA GPU. Use --device cpu, or repair the driver.")
     # auto falls back to the CPU.
-    if asked == "cpu" or not has_cuda:
+    if name == "cpu" or not has_cuda:
         return torch.device("cpu")
     check_gpu_architecture(
         torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.cuda.get_arch_list(), torch.__version__
@@ -189,9 +189,9 @@ def read_topology(environment: Mapping[str, str] = os.environ) -> Topology:
         topology = Topology(rank=-1)
     is_place = 0 <= topology.rank < topology.world_size and 0 <= topology.local_rank < topology.local_world_size
     if not is_place:
-        said = " ".join(f"{name}={environment[name]}" for name in names[:4] if name in environment)
+        values = " ".join(f"{name}={environment[name]}" for name in names[:4] if name in environment)
         raise UsageError(
-            f"The environment variables {said} do not describe a valid rank. Start with torchrun, or unset them."
+            f"The environment variables {values} do not describe a valid rank. Start with torchrun, or unset them."
         )
     return topology
 
@@ -408,7 +408,7 @@ def _attempt(store: dist.Store, topology: Topology, timeout: float) -> int:
     )
 
 
-def _told_by_another(store: dist.Store, rank: int, code: int) -> ReportedByOtherRank | None:
+def _error_of_another_rank(store: dist.Store, rank: int, code: int) -> ReportedByOtherRank | None:
     """Record this rank's error as the first cause; if another rank was first, return the error to raise instead."""
     mine = f"{rank} {code}"
     # compare_set is atomic: exactly one rank becomes the first cause.
@@ -424,7 +424,7 @@ def _cause_of(error: BaseException, topology: Topology, store: dist.Store, timeo
         if isinstance(error, RankLost):
             cause = _error_of_lost_rank(error, topology, store, timeout)
         else:
-            cause = _told_by_another(store, topology.rank, code) or error
+            cause = _error_of_another_rank(store, topology.rank, code) or error
         store.add(QUERIES_KEY, 1)
     return cause
 
@@ -435,8 +435,8 @@ def _error_of_lost_rank(error: RankLost, topology: Topology, store: dist.Store, 
     until = time.monotonic() + ROLL_CALL_SECONDS
     while time.monotonic() < until and not store.check([FIRST_CAUSE_KEY]):
         time.sleep(0.05)
-    if told := _told_by_another(store, topology.rank, ResourceError.exit_code):
-        return told
+    if reported := _error_of_another_rank(store, topology.rank, ResourceError.exit_code):
+        return reported
     missing = [str(rank) for rank in range(topology.world_size) if not store.check([f"{PRESENT_KEY}{rank}"])]
     if not missing:
         return error

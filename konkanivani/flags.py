@@ -125,9 +125,9 @@ def _with_global_batch(data: DataConfig, utterances: int) -> DataConfig:
     return data
 
 
-def decisions(asked: TrainConfig, config: TrainConfig) -> str:
+def decisions(given: TrainConfig, config: TrainConfig) -> str:
     """Return the resolved "auto" settings as flags, such as `--epochs 20`; empty if there are none."""
-    pairs = zip(settings_of(asked), settings_of(config), strict=True)
+    pairs = zip(settings_of(given), settings_of(config), strict=True)
     return " ".join(word for old, new in pairs if old.value != new.value for word in words_of(new))
 
 
@@ -358,14 +358,14 @@ def _with_pinned_revision(config: TrainConfig, stored: TrainConfig, explicit: Co
 
     Another commit stays, for `contradictions` to report; another --pretrained model has its own revision.
     """
-    asked = config.pretrained
-    revision = asked.revision
-    if asked.pretrained == stored.pretrained.pretrained:
+    given = config.pretrained
+    revision = given.revision
+    if given.pretrained == stored.pretrained.pretrained:
         if not is_commit(revision):
             revision = stored.pretrained.revision
     elif "revision" not in explicit:
         revision = None
-    return dataclasses.replace(config, pretrained=dataclasses.replace(asked, revision=revision))
+    return dataclasses.replace(config, pretrained=dataclasses.replace(given, revision=revision))
 
 
 def _checked(config: TrainConfig, explicit: frozenset[str], stored: TrainConfig | None) -> TrainConfig:
@@ -431,12 +431,12 @@ def check_idle_flags(config: TrainConfig, explicit: frozenset[str]) -> None:
         )
 
 
-def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
-    """Return the differences that prevent resuming a run of `stored` with the settings `asked`.
+def contradictions(stored: TrainConfig, given: TrainConfig) -> list[str]:
+    """Return the differences that prevent resuming a run of `stored` with the settings `given`.
 
     They concern the groups GROUPS_OF_SHAPE, the optimizer, the CTC head, --init_from and the effective batch.
     """
-    pairs = zip(settings_of(stored), settings_of(asked), strict=True)
+    pairs = zip(settings_of(stored), settings_of(given), strict=True)
     found = [
         f"--{old.name} is {new.value} here and {old.value} in the checkpoint"
         for old, new in pairs
@@ -445,20 +445,20 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
         and (old.group in GROUPS_OF_SHAPE or old.name == "optimizer")
     ]
     # Another weight is fine, but 0 builds a model without the CTC head.
-    weights = [config.loss.ctc_weight for config in (asked, stored)]
+    weights = [config.loss.ctc_weight for config in (given, stored)]
     if 0 in weights and weights[0] != weights[1]:
         found.append(
             f"--ctc_weight is {weights[0]} here and {weights[1]} in the checkpoint; 0 means a model without a CTC head"
         )
     # Compared as real paths, so that a symlink or a relative path to the same file is no contradiction.
-    if len({run.init_from and os.path.realpath(run.init_from) for run in (stored.run, asked.run)}) > 1:
-        found.append(f"--init_from is {asked.run.init_from} here and {stored.run.init_from} in the checkpoint")
-    commits = [config.pretrained.revision for config in (asked, stored)]
-    if asked.pretrained.pretrained == stored.pretrained.pretrained and commits[0] != commits[1]:
+    if len({run.init_from and os.path.realpath(run.init_from) for run in (stored.run, given.run)}) > 1:
+        found.append(f"--init_from is {given.run.init_from} here and {stored.run.init_from} in the checkpoint")
+    commits = [config.pretrained.revision for config in (given, stored)]
+    if given.pretrained.pretrained == stored.pretrained.pretrained and commits[0] != commits[1]:
         found.append(f"--revision is {commits[0]} here and {commits[1]} in the checkpoint")
-    if stored.global_batch_size != asked.global_batch_size:
+    if stored.global_batch_size != given.global_batch_size:
         found.append(
-            f"the effective batch (--batch_size x --gradient_accumulation_steps) is {asked.global_batch_size} here "
+            f"the effective batch (--batch_size x --gradient_accumulation_steps) is {given.global_batch_size} here "
             f"and {stored.global_batch_size} in the checkpoint"
         )
     return found

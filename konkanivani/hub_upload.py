@@ -342,21 +342,21 @@ def _sentence(error: Exception, name: str, token: str) -> KonkaniVaniError:
 
 def _refusal(status: int, message: str, name: str, token: str) -> KonkaniVaniError:
     """Return the error for an HTTP status of the hub."""
-    said = f": {_redacted(message, token)}" if message else ""
+    reason = f": {_redacted(message, token)}" if message else ""
     if status == 401:
-        return UsageError(f"The hub does not accept the token (401){said}. Create a new one, or run: hf auth login.")
+        return UsageError(f"The hub does not accept the token (401){reason}. Create a new one, or run: hf auth login.")
     if status == 403:
         return ResourceError(
-            f"The token may not write to {name} (403){said}. Use a token with write permission, and a name of your own "
-            "account or organisation."
+            f"The token may not write to {name} (403){reason}. Use a token with write permission, and a name of your "
+            "own account or organisation."
         )
     if status == 409:
-        return UsageError(f"{name} cannot be created: a repository of this name exists{said}. Choose another name.")
+        return UsageError(f"{name} cannot be created: a repository of this name exists{reason}. Choose another name.")
     if status == 400:
-        return UsageError(f"The hub refuses the request for {name} (400){said}. Correct the name or the files.")
+        return UsageError(f"The hub refuses the request for {name} (400){reason}. Correct the name or the files.")
     if status == 413:
-        return ResourceError(f"The hub refuses {name} as too large (413){said}. Remove files, or split them.")
-    return ResourceError(f"The hub could not process the upload to {name} ({status}){said}. Start again later.")
+        return ResourceError(f"The hub refuses {name} as too large (413){reason}. Remove files, or split them.")
+    return ResourceError(f"The hub could not process the upload to {name} ({status}){reason}. Start again later.")
 
 
 def _redacted(text: str, token: str) -> str:

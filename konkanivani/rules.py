@@ -280,7 +280,7 @@ def _learning_rules(config: TrainConfig) -> list[Rule]:
 def _head_rules(config: TrainConfig) -> list[Rule]:
     loss = config.loss
     has_decoder = config.model.decoder_layers > 0
-    asked = config.data.test_decode
+    decode = config.data.test_decode
     has_ctc = loss.ctc_weight != 0
     is_ours = config.pretrained.pretrained is None
     without_ctc = "--ctc_weight is 0" if is_ours else "a --pretrained model has no CTC head"
@@ -294,12 +294,12 @@ def _head_rules(config: TrainConfig) -> list[Rule]:
             "--intermediate_ctc_weight is a share of the CTC loss, but --ctc_weight is 0",
         ),
         (
-            has_decoder or asked not in ("attention", "joint"),
-            f"--test_decode {asked} needs a decoder, but --decoder_layers is 0: use auto, greedy or prefix",
+            has_decoder or decode not in ("attention", "joint"),
+            f"--test_decode {decode} needs a decoder, but --decoder_layers is 0: use auto, greedy or prefix",
         ),
         (
-            has_ctc or asked not in ("prefix", "joint"),
-            f"--test_decode {asked} needs CTC, but {without_ctc}: use auto, greedy or attention",
+            has_ctc or decode not in ("prefix", "joint"),
+            f"--test_decode {decode} needs CTC, but {without_ctc}: use auto, greedy or attention",
         ),
     ]
 

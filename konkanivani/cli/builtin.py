@@ -51,7 +51,7 @@ def prepare_builtin(flags: Flags) -> str:
     output = flags.output or "data/builtin"
     started = time.monotonic()
     is_new = build_builtin_corpus(output, size)
-    return told(output, size, is_new, started)
+    return summary(output, size, is_new, started)
 
 
 def prepare_sentences(flags: Flags) -> str:
@@ -66,10 +66,10 @@ def prepare_sentences(flags: Flags) -> str:
     output = flags.output or "data/sentences"
     started = time.monotonic()
     report = build_sentence_corpus(flags.sentences, output, flags.valid_utterances, flags.test_utterances)
-    return told(output, report.size, report.is_new, started) + losses_told(output, report)
+    return summary(output, report.size, report.is_new, started) + losses_summary(output, report)
 
 
-def told(output: str, size: SplitSizes, is_new: bool, started: float) -> str:
+def summary(output: str, size: SplitSizes, is_new: bool, started: float) -> str:
     """Return a sentence on the written or existing corpus."""
     count = size.train + size.valid + size.test
     seconds = time.monotonic() - started
@@ -77,7 +77,7 @@ def told(output: str, size: SplitSizes, is_new: bool, started: float) -> str:
     return f"{output}: {done} ({WHAT_IT_IS})"
 
 
-def losses_told(output: str, report: SentenceReport) -> str:
+def losses_summary(output: str, report: SentenceReport) -> str:
     """Return the size of each split and the skipped lines as text."""
     size = report.size
     left_out = report.left_out

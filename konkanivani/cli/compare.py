@@ -87,9 +87,9 @@ def main(arguments: list[str]) -> str:
     # A closed terminal or a full disk for the output must not end hours of training.
     with ignore_lost_output():
         outcomes = compare(candidates, conditions, flags.folder, runner)
-    told = report_of(outcomes) if flags.json else table_of(outcomes)
+    text = report_of(outcomes) if flags.json else table_of(outcomes)
     if all(outcome.exit_code for outcome in outcomes):
-        say(told)
+        say(text)
         # The table has the errors already: only the exit code is left.
         raise ReportedByOtherRank(outcomes[0].exit_code)
-    return told
+    return text

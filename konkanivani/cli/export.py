@@ -163,8 +163,8 @@ def export(flags: Flags) -> str:
     if flags.folders:
         forms += export_folders(checkpoint, flags.pretrained, flags.whisper or flags.folder, flags.adapter)
     if flags.hub_folder is not None:
-        asked = HubFolder(Path(flags.hub_folder), flags.card, scores)
-        forms.append(export_hub_folder(asked, checkpoint, speech_model, flags.pretrained))
+        target = HubFolder(Path(flags.hub_folder), flags.card, scores)
+        forms.append(export_hub_folder(target, checkpoint, speech_model, flags.pretrained))
     if utterances is None:
         return "Read back and verified against the checkpoint. With --manifest, the exported models are also evaluated."
     return "\n".join(table(compare(forms, utterances)))

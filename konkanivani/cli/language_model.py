@@ -118,12 +118,12 @@ class TextCorpus:
             except BadRow:
                 self.broken_rows += 1
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return the counts as text."""
         unknown = f", {self.unknown / self.tokens:.1%} of them unknown to the tokenizer" if self.unknown else ""
         broken = f"; {count(self.broken_rows, 'broken row')} skipped" if self.broken_rows else ""
-        said = ", ".join((count(self.sentences, "sentence"), count(self.words, "word"), count(self.tokens, "token")))
-        return f"{said}{unknown}{broken}"
+        counts = ", ".join((count(self.sentences, "sentence"), count(self.words, "word"), count(self.tokens, "token")))
+        return f"{counts}{unknown}{broken}"
 
 
 def train(flags: Flags) -> str:
@@ -145,7 +145,7 @@ def train(flags: Flags) -> str:
     orders = estimate_ngrams(corpus.read(flags.text, flags.manifest), tokenizer.size, order, tokenizer.special)
     write_arpa(flags.output, orders, tokenizer)
     sizes = ", ".join(f"{len(ngrams):,} {number}-grams" for number, ngrams in enumerate(orders, start=1))
-    lines = [f"read: {corpus.told()}", f"{flags.output}: {sizes}"]
+    lines = [f"read: {corpus.summary()}", f"{flags.output}: {sizes}"]
     return "\n".join(lines + ([f"{flags.held_out}: {measured(orders, held_out, others)}"] if others else []))
 
 
@@ -164,7 +164,7 @@ def measured(orders: tuple["Ngrams", ...], corpus: TextCorpus, sentences: list[l
     # Natural logarithms; fsum, since the sum has many small terms.
     total = math.fsum(score_sentences(model, sentences))
     a_token, a_word = (math.exp(-total / (count + len(sentences))) for count in (corpus.tokens, corpus.words))
-    return f"{corpus.told()}; perplexity {a_token:.4g} per token, {a_word:.4g} per word"
+    return f"{corpus.summary()}; perplexity {a_token:.4g} per token, {a_word:.4g} per word"
 
 
 def main(arguments: list[str]) -> str:

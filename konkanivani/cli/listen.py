@@ -70,9 +70,9 @@ def listen(flags: Flags) -> str:
         checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause, flags.pretrained
     )
     say(live.expected_delay(recognizer), sys.stderr)
-    said = live.listen(recognizer, sys.stdin.fileno(), raw, live.LiveOutput(flags.json))
-    if said:
-        say(said, sys.stderr)
+    problem = live.listen(recognizer, sys.stdin.fileno(), raw, live.LiveOutput(flags.json))
+    if problem:
+        say(problem, sys.stderr)
     return ""
 
 

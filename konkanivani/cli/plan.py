@@ -120,10 +120,10 @@ def with_shape_of_checkpoint(train: TrainConfig, path: Path, given: frozenset[st
     """Return the settings with the shape and vocabulary size of the --init_from checkpoint at `path`."""
     from konkanivani.recipe.startup import start_from_checkpoint
 
-    asked, initial = start_from_checkpoint(CommandLine(train, train, given), path)
+    command_line, initial = start_from_checkpoint(CommandLine(train, train, given), path)
     # The vocabulary size sets the size of the output head and of the logits.
     size = train.text.vocab_size if train.tuning.new_tokenizer else initial.vocab_size
-    return replace(asked.config, text=replace(asked.config.text, vocab_size=size))
+    return replace(command_line.config, text=replace(command_line.config.text, vocab_size=size))
 
 
 def check_pretrained(flags: Flags) -> None:

@@ -67,9 +67,9 @@ def transcribe(flags: Flags) -> str:
     from konkanivani.recipe.preflight import in_ranks
 
     with in_ranks() as topology:
-        said = transcribe_portion(flags, topology)
+        summary = transcribe_portion(flags, topology)
     # Rank 0 reports for all ranks.
-    return said if topology.is_first else ""
+    return summary if topology.is_first else ""
 
 
 def transcribe_portion(flags: Flags, topology: "Topology") -> str:

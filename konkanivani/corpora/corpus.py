@@ -187,11 +187,11 @@ def _finish(found: FoundUtterance, header: AudioHeader | str, roots: AudioRoots)
     reason = _span_reason(found, header.seconds)
     if reason:
         return found.refused("span", reason)
-    told = found.file_seconds
+    stated = found.file_seconds
     # "not <=" instead of ">", so that NaN is refused.
-    if told is not None and not abs(told - header.seconds) <= max(0.5, 0.1 * told):
+    if stated is not None and not abs(stated - header.seconds) <= max(0.5, 0.1 * stated):
         return found.refused(
-            "other duration", f"its table states {told:.2f} s, its audio file lasts {header.seconds:.2f} s"
+            "other duration", f"its table states {stated:.2f} s, its audio file lasts {header.seconds:.2f} s"
         )
     left = header.seconds - found.start
     # A span may exceed its file by SPAN_ROUNDING.
@@ -266,7 +266,7 @@ class SplitSummary:
     speakers: int
 
 
-def resolve_split_by(asked: SplitBy, corpus: Corpus, name: str) -> SplitBy:
+def resolve_split_by(split_by: SplitBy, corpus: Corpus, name: str) -> SplitBy:
     """Return the requested criterion, or for `default` the first that the corpus supports.
 
     Args:
@@ -277,16 +277,16 @@ def resolve_split_by(asked: SplitBy, corpus: Corpus, name: str) -> SplitBy:
     """
     has_given = any(checked.split for checked in corpus.utterances)
     has_speakers = any(checked.utterance.speaker for checked in corpus.utterances)
-    if asked == "default":
+    if split_by == "default":
         return "given" if has_given else "speaker" if has_speakers else "utterance"
     missing = {
         "given": "" if has_given else "defines no splits",
         "speaker": "" if has_speakers else "has no speaker labels",
     }
     # An empty corpus is reported later, as one without utterances.
-    if corpus.utterances and (what := missing.get(asked)):
-        raise UsageError(f"--split_by {asked} is not possible: {name} {what}. Use --split_by utterance.")
-    return asked
+    if corpus.utterances and (what := missing.get(split_by)):
+        raise UsageError(f"--split_by {split_by} is not possible: {name} {what}. Use --split_by utterance.")
+    return split_by
 
 
 def refuse_without_split(corpus: Corpus) -> None:
@@ -314,10 +314,10 @@ def draw(corpus: Corpus, split_by: SplitBy, shares: Shares, seed: int, name: str
     lacking = Shares(shares.valid, 0.0 if "test" in there else shares.test)
     spoken = [checked for checked in corpus.utterances if checked.split == "train"]
     # Too few training utterances for the missing splits are no error: the corpus's own splits suffice.
-    if "valid" in there or not 1 < lacking.asked <= len(spoken):
+    if "valid" in there or not 1 < lacking.splits <= len(spoken):
         return Drawn(corpus.utterances)
     # By speaker if there are enough, so that no speaker is in two drawn splits.
-    has_speakers = len({checked.utterance.speaker for checked in spoken} - {""}) >= lacking.asked
+    has_speakers = len({checked.utterance.speaker for checked in spoken} - {""}) >= lacking.splits
     unit: SplitBy = "speaker" if has_speakers else "utterance"
     drawn = _drawn(spoken, unit, lacking, seed, f"The training part of {name}")
     kept = [checked for checked in corpus.utterances if checked.split != "train"]
@@ -334,9 +334,9 @@ def _drawn(
         if unit_name := _unit_name(checked, unit):
             # Integers: a sum of floats would depend on the order of rows.
             milliseconds[unit_name] += round(1000 * checked.utterance.duration)
-    if len(milliseconds) < shares.asked:
+    if len(milliseconds) < shares.splits:
         raise DataError(
-            f"{name} has {len(milliseconds)} {unit}s, too few for {shares.asked} splits. Use "
+            f"{name} has {len(milliseconds)} {unit}s, too few for {shares.splits} splits. Use "
             f"{'--split_by utterance, or ' if unit == 'speaker' else ''}--test_share 0 or --valid_share 0."
         )
     valid, test = draw_splits(milliseconds, shares, seed)

@@ -243,19 +243,19 @@ def _of_levels(name: str, sound: SoundHealth) -> Iterator[Finding]:
 
 def _of_recordings(health: CorpusHealth) -> Iterator[Finding]:
     """Yield findings from the comparison of all manifests' recordings with the training set."""
-    heard = [(part, part.sound) for part in health.parts if part.sound and part.sound.heard]
-    rates = sorted({int(tally.name) for _, sound in heard for tally in sound.rates})
+    with_sound = [(part, part.sound) for part in health.parts if part.sound and part.sound.heard]
+    rates = sorted({int(tally.name) for _, sound in with_sound for tally in sound.rates})
     # Upsampled audio has no energy above its old Nyquist frequency.
     if len(rates) > 1 or any(rate < SAMPLE_RATE for rate in rates):
         yield note(
             f"The recordings' sample rates are {', '.join(map(str, rates))} Hz; all are resampled to {SAMPLE_RATE} Hz.",
             "Audio with a lower rate has no high frequencies: use the same kind of audio at inference.",
         )
-    trained = next(((part, sound) for part, sound in heard if part.is_training), None)
+    trained = next(((part, sound) for part, sound in with_sound if part.is_training), None)
     if trained is None:
         return
     train, train_sound = trained
-    for part, sound in heard:
+    for part, sound in with_sound:
         if not {tally.name for tally in sound.rates} & {tally.name for tally in train_sound.rates}:
             yield warning(
                 f"No recording of {short_name(part.path)} has a sample rate that occurs in {short_name(train.path)}.",

@@ -199,12 +199,12 @@ def measure_corpus(parts: list[CorpusPart], request: HealthRequest) -> CorpusHea
     return CorpusHealth(measured, crossings, text.health())
 
 
-def content_keys(rows: Iterable[Utterance], asked: np.ndarray) -> np.ndarray:
-    """Return uint64 content keys (N,) of the recordings selected by the mask `asked`; 0 for the others."""
-    keys = np.zeros(len(asked), dtype=np.uint64)
-    if asked.any():
+def content_keys(rows: Iterable[Utterance], selected: np.ndarray) -> np.ndarray:
+    """Return uint64 content keys (N,) of the recordings selected by the mask `selected`; 0 for the others."""
+    keys = np.zeros(len(selected), dtype=np.uint64)
+    if selected.any():
         for number, utterance in enumerate(rows):
-            if asked[number]:
+            if selected[number]:
                 keys[number] = content_key(utterance.source)
     return keys
 

@@ -178,8 +178,8 @@ def _crossings(crossings: tuple[PartOverlap, ...]) -> Section:
 
 def _text(text: CharacterHealth, diagnosis: Diagnosis) -> Section:
     is_less = diagnosis.vocabulary < diagnosis.vocabulary_asked
-    asked = f", the maximum for this text (--vocab_size {diagnosis.vocabulary_asked})" if is_less else ""
-    tokens = f"{diagnosis.tokenizer_type} tokens{asked}" if diagnosis.vocabulary else "no vocabulary"
+    maximum = f", the maximum for this text (--vocab_size {diagnosis.vocabulary_asked})" if is_less else ""
+    tokens = f"{diagnosis.tokenizer_type} tokens{maximum}" if diagnosis.vocabulary else "no vocabulary"
     facts = (
         Fact("script", text.script.capitalize() or "none", "of most letters"),
         Fact("characters", f"{text.different:,}", f"{text.letters:,} after normalisation"),
@@ -290,8 +290,8 @@ def sparkline(histogram: Histogram, unit: str) -> str:
     # Round up, so that a bin with few values is visible.
     blocks = "".join(BLOCKS[int(-(-8 * amount // most))] for amount in histogram.amounts)
     outside = ((histogram.below, "below"), (histogram.beyond, "beyond"))
-    told = "".join(f", {amount:,.5g} {word}" for amount, word in outside if amount)
-    return f"{histogram.start:g} {blocks} {histogram.end:g} {unit}{told}"
+    outliers = "".join(f", {amount:,.5g} {word}" for amount, word in outside if amount)
+    return f"{histogram.start:g} {blocks} {histogram.end:g} {unit}{outliers}"
 
 
 # --------------------

@@ -195,8 +195,8 @@ def _no_tables(repository: Repository, dataset: DatasetName, configs: list[str])
     if configs and dataset.config not in configs:
         more = ", ..." if len(configs) > MAX_NAMED else ""
         known = f"{', '.join(configs[:MAX_NAMED])}{more}"
-        asked = f"no configuration {dataset.config}" if dataset.config else "several configurations"
-        return UsageError(f"{at} has {asked}. Give one of {known}, such as {dataset.name}:{configs[0]}.")
+        found = f"no configuration {dataset.config}" if dataset.config else "several configurations"
+        return UsageError(f"{at} has {found}. Give one of {known}, such as {dataset.name}:{configs[0]}.")
     of_config = f" of the configuration {dataset.config}" if dataset.config else ""
     return UsageError(
         f"{at} has no Parquet files{of_config}, and code of data sets is not run. Download it by hand and "

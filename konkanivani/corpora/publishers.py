@@ -414,7 +414,7 @@ def find_csv_utterances(source: SpeechFolder) -> Found:
         (source.split_column, ("split",), False),
         channel_column(source),
     )
-    delimiter = named_separator(table) or _delimiter(table, [asked or usual[0] for asked, usual, _ in wanted])
+    delimiter = named_separator(table) or _delimiter(table, [column or usual[0] for column, usual, _ in wanted])
     audio, text, speaker, split, channel = choose_columns(table, _head(table, delimiter), wanted)
     file = source.name_of(table)
     for record in read_records(table, delimiter, quoted=True):
@@ -428,8 +428,10 @@ def find_csv_utterances(source: SpeechFolder) -> Found:
             yield RefusedRow(file, record.row, "no split", reason, record[audio])
         else:
             path = _table_audio(source.path, record[audio])
-            said = record[text]
-            found = FoundUtterance(file, record.row, path, said, speaker=record[speaker], split=split_named(given))
+            transcript = record[text]
+            found = FoundUtterance(
+                file, record.row, path, transcript, speaker=record[speaker], split=split_named(given)
+            )
             try:
                 yield replace(found, channel=parse_channel_cell(record[channel], channel))
             except ValueError as error:

@@ -94,65 +94,65 @@ def measure_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
     Args:
         chosen: Utterances, each with a flag whether it is within the trainer's limits, so that the trainer opens it.
     """
-    heard, unreadable = _measure_each(chosen)
-    deviations = [_deviation(utterance, sound) for utterance, sound in heard]
-    as_told = {utterance.row for (utterance, _), deviation in zip(heard, deviations, strict=True) if not deviation}
-    levels = np.array([sound.level for _, sound in heard])
-    silence = np.array([sound.silence_share for _, sound in heard])
-    seconds = np.array([sound.seconds for _, sound in heard])
+    measured, unreadable = _measure_each(chosen)
+    deviations = [_deviation(utterance, sound) for utterance, sound in measured]
+    as_stated = {utterance.row for (utterance, _), deviation in zip(measured, deviations, strict=True) if not deviation}
+    levels = np.array([sound.level for _, sound in measured])
+    silence = np.array([sound.silence_share for _, sound in measured])
+    seconds = np.array([sound.seconds for _, sound in measured])
     # The median of no values is NaN, with a warning.
-    middle = np.median if heard else lambda _: 0.0
+    middle = np.median if measured else lambda _: 0.0
     return SoundHealth(
         asked=len(chosen),
-        heard=len(heard),
-        left_out=sum(is_usable and utterance.row not in as_told for utterance, is_usable in chosen),
+        heard=len(measured),
+        left_out=sum(is_usable and utterance.row not in as_stated for utterance, is_usable in chosen),
         unreadable=Listed(len(unreadable), tuple(unreadable[:MAX_EXAMPLES])),
-        rates=tallies(Counter(sound.rate for _, sound in heard)),
-        channels=tallies(Counter(sound.channels for _, sound in heard)),
+        rates=tallies(Counter(sound.rate for _, sound in measured)),
+        channels=tallies(Counter(sound.channels for _, sound in measured)),
         levels=build_histogram(levels, finest=1.0),
         silence=build_histogram(100 * silence, finest=1.0),
         median_level=float(middle(levels)),
-        speaker_levels=_speaker_levels(heard),
-        median_leading=float(middle([sound.leading_silence for _, sound in heard])),
-        median_trailing=float(middle([sound.trailing_silence for _, sound in heard])),
-        silence_share=float((silence * seconds).sum() / seconds.sum()) if heard else 0.0,
-        full_scale_share=float(np.mean([sound.full_scale_share for _, sound in heard])) if heard else 0.0,
-        clipped=_worst(heard, [s.clipped_runs for _, s in heard], 0, "{:.0f} clipped runs"),
+        speaker_levels=_speaker_levels(measured),
+        median_leading=float(middle([sound.leading_silence for _, sound in measured])),
+        median_trailing=float(middle([sound.trailing_silence for _, sound in measured])),
+        silence_share=float((silence * seconds).sum() / seconds.sum()) if measured else 0.0,
+        full_scale_share=float(np.mean([sound.full_scale_share for _, sound in measured])) if measured else 0.0,
+        clipped=_worst(measured, [s.clipped_runs for _, s in measured], 0, "{:.0f} clipped runs"),
         # A silent recording is listed in `mute` only, so its value here is 0.
-        quiet=_worst(heard, [-s.level * (s.level > MUTE) for _, s in heard], -QUIET, "-{:.1f} dBFS"),
-        loud=_worst(heard, [s.level for _, s in heard], LOUD, "{:.1f} dBFS"),
-        mute=_worst(heard, [-s.level for _, s in heard], -MUTE, "silent"),
-        silent=_worst(heard, 100 * silence * (levels > MUTE), 100 * MAX_SILENCE, "{:.0f} % silence"),
-        offset=_worst(heard, [abs(s.offset) for _, s in heard], MAX_OFFSET, "{:.3f} of full scale"),
+        quiet=_worst(measured, [-s.level * (s.level > MUTE) for _, s in measured], -QUIET, "-{:.1f} dBFS"),
+        loud=_worst(measured, [s.level for _, s in measured], LOUD, "{:.1f} dBFS"),
+        mute=_worst(measured, [-s.level for _, s in measured], -MUTE, "silent"),
+        silent=_worst(measured, 100 * silence * (levels > MUTE), 100 * MAX_SILENCE, "{:.0f} % silence"),
+        offset=_worst(measured, [abs(s.offset) for _, s in measured], MAX_OFFSET, "{:.3f} of full scale"),
         gated=_worst(
-            heard,
-            [100 * s.digital_silence_share * (s.level > MUTE) for _, s in heard],
+            measured,
+            [100 * s.digital_silence_share * (s.level > MUTE) for _, s in measured],
             100 * MAX_DIGITAL_SILENCE,
             "{:.0f} % of it",
         ),
-        narrow=_described(heard, [f"{s.band:.0f} Hz" if s.band < np.inf else "" for _, s in heard]),
-        mixing=_described(heard, [s.mixing for _, s in heard]),
-        deviating=_worst(heard, deviations, 0, "off by {:.2f} s"),
+        narrow=_described(measured, [f"{s.band:.0f} Hz" if s.band < np.inf else "" for _, s in measured]),
+        mixing=_described(measured, [s.mixing for _, s in measured]),
+        deviating=_worst(measured, deviations, 0, "off by {:.2f} s"),
     )
 
 
 def _measure_each(chosen: list[tuple[Utterance, bool]]) -> tuple[list[tuple[Utterance, SoundLevels]], list[ExampleRow]]:
     """Return the readable utterances with their measurements, and the others with the reason."""
     unreadable = []
-    heard = []
+    measured = []
     for utterance, _ in chosen:
         try:
-            heard.append((utterance, measure_levels(utterance)))
+            measured.append((utterance, measure_levels(utterance)))
         except DataError as error:
             # The example names the file; keep only the reason.
             reason = str(error).split(" cannot be read: ", 1)[-1].removesuffix(" Repair the file, or leave it out.")
             unreadable.append(example(utterance, reason.rstrip(".")))
-    return heard, unreadable
+    return measured, unreadable
 
 
-def _speaker_levels(heard: list[tuple[Utterance, SoundLevels]]) -> tuple[SpeakerLevel, ...]:
+def _speaker_levels(measured: list[tuple[Utterance, SoundLevels]]) -> tuple[SpeakerLevel, ...]:
     levels: dict[str, list[float]] = {}
-    for utterance, sound in heard:
+    for utterance, sound in measured:
         if utterance.speaker:
             levels.setdefault(utterance.speaker, []).append(sound.level)
     found = [SpeakerLevel(show_text(name, 40), len(own), float(np.median(own))) for name, own in levels.items()]
@@ -167,18 +167,18 @@ def _deviation(utterance: Utterance, sound: SoundLevels) -> float:
     return deviation if deviation > duration_tolerance(utterance.duration) else 0.0
 
 
-def _described(heard: list[tuple[Utterance, SoundLevels]], details: list[str]) -> Listed:
+def _described(measured: list[tuple[Utterance, SoundLevels]], details: list[str]) -> Listed:
     """Return the utterances with a detail that is not empty, in the manifest's order."""
-    found = [example(utterance, detail) for (utterance, _), detail in zip(heard, details, strict=True) if detail]
+    found = [example(utterance, detail) for (utterance, _), detail in zip(measured, details, strict=True) if detail]
     return Listed(len(found), tuple(found[:MAX_EXAMPLES]))
 
 
-def _worst(heard: list[tuple[Utterance, SoundLevels]], values: Iterable[float], most: float, words: str) -> Listed:
+def _worst(measured: list[tuple[Utterance, SoundLevels]], values: Iterable[float], most: float, words: str) -> Listed:
     """Return the utterances with a value above `most`, worst first."""
     values = np.array([*values], dtype=float)
     found = np.flatnonzero(values > most)
     order = found[np.argsort(-values[found], kind="stable")][:MAX_EXAMPLES]
-    return Listed(len(found), tuple(example(heard[i][0], words.format(values[i])) for i in order))
+    return Listed(len(found), tuple(example(measured[i][0], words.format(values[i])) for i in order))
 
 
 # --------------------

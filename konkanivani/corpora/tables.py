@@ -141,7 +141,7 @@ class Shares:
     test: float
 
     @property
-    def asked(self) -> int:
+    def splits(self) -> int:
         """Return the number of splits, including train."""
         return 1 + (self.valid > 0) + (self.test > 0)
 
@@ -169,7 +169,7 @@ def draw_splits(lengths: Mapping[str, int], shares: Shares, seed: int) -> tuple[
     ordered = sorted(lengths, key=lambda name: hashlib.sha256(f"{seed}\n{name}".encode()).digest())
     total = sum(lengths.values())
     # Keep one unit for train, and one for valid if it is drawn.
-    test = _take(ordered, lengths, shares.test * total, kept=shares.asked - 1)
+    test = _take(ordered, lengths, shares.test * total, kept=shares.splits - 1)
     rest = [name for name in ordered if name not in test]
     return _take(rest, lengths, shares.valid * total, kept=1), test
 
@@ -353,11 +353,11 @@ def choose_columns(table: Path, head: Iterable[str], wanted: Iterable[tuple[str,
     """
     head = list(head)
     chosen = []
-    for asked, usual, is_needed in wanted:
-        found = {name: columns_alike(head, name) for name in ((asked,) if asked else usual)}
+    for given, usual, is_needed in wanted:
+        found = {name: columns_alike(head, name) for name in ((given,) if given else usual)}
         only = next((alike[0] for alike in found.values() if len(alike) == 1), "")
         unclear = next((name for name, alike in found.items() if len(alike) > 1), "")
-        if not only and (unclear or asked or is_needed):
+        if not only and (unclear or given or is_needed):
             what = f"{len(found[unclear])} columns {unclear!r}" if unclear else f"no column {next(iter(found))!r}"
             raise UsageError(
                 f"{table} has {what}; its columns are {', '.join(map(repr, sorted(head)))}. Name the columns "

@@ -365,8 +365,10 @@ class Rejections:
         rows = self._rows[manifest]
         if len(broken) <= self._most * rows:
             return
-        told = [f"row {one.row}, {one.audio_filepath}".removesuffix(", ") + f": {one.reason}" for one in broken[:NAMED]]
-        named = "".join(f"\n  {line}" for line in told)
+        lines = [
+            f"row {one.row}, {one.audio_filepath}".removesuffix(", ") + f": {one.reason}" for one in broken[:NAMED]
+        ]
+        named = "".join(f"\n  {line}" for line in lines)
         others = f"\n  and {count(len(broken) - NAMED, 'other')}" if len(broken) > NAMED else ""
         listed = f" (listed in {self._path})" if self._path else ""
         raise DataError(

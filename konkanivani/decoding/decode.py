@@ -84,17 +84,17 @@ class RuledScorer:
         self._said = self._history().kept(utterances)
 
     def _with_times(self, scores: torch.Tensor, rules: TimeRules) -> torch.Tensor:
-        said = self._history()
+        history = self._history()
         ids = torch.arange(scores.shape[2], device=scores.device)
         is_time = ids >= rules.first
-        is_pair = said.is_last & said.is_before
-        is_half = said.is_last & ~said.is_before
+        is_pair = history.is_last & history.is_before
+        is_half = history.is_last & ~history.is_before
         forbidden = (
             # Two timestamps must be followed by text; a single one after text by its pair or the end token.
             (ids == rules.no_times) | (is_pair[:, :, None] & is_time) | (is_half[:, :, None] & (ids < self._end))
         )
         # After text, its end timestamp may be repeated as the next segment's start; others must increase.
-        lowest = torch.where(is_half, said.latest, said.latest + 1)
+        lowest = torch.where(is_half, history.latest, history.latest + 1)
         forbidden |= is_time & (ids < lowest[:, :, None])
         if self._length == 0:
             forbidden |= ~is_time

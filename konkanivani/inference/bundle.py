@@ -194,8 +194,10 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
     front_end = architecture.build_front_end(AugmentConfig()).to(device)
     source = description.get("provenance")
     digits = config.text.digits
-    heard = SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
-    return dataclasses.replace(heard, provenance=provenance_of(source))
+    speech_model = SpeechModel(
+        architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits
+    )
+    return dataclasses.replace(speech_model, provenance=provenance_of(source))
 
 
 def _of_format_1(settings: Mapping[str, object]) -> dict[str, object]:

@@ -52,27 +52,27 @@ class HubFolder:
 
 
 def write_hub_bundle(
-    asked: HubFolder, checkpoint: Checkpoint, speech_model: SpeechModel, write: Callable[[Path], object]
+    target: HubFolder, checkpoint: Checkpoint, speech_model: SpeechModel, write: Callable[[Path], object]
 ) -> None:
     """Write the folder of a native model; `write` writes the bundle to a path and verifies it."""
-    facts = card_facts(asked, checkpoint, _contents(speech_model))
-    write_hub_folder(asked.path, facts, lambda folder: write(folder / FOLDER_NAME))
+    facts = card_facts(target, checkpoint, _contents(speech_model))
+    write_hub_folder(target.path, facts, lambda folder: write(folder / FOLDER_NAME))
 
 
 def write_hub_whisper(
-    asked: HubFolder, checkpoint: Checkpoint, speech_model: SpeechModel, tuned: TunedWhisper, pretrained: str | None
+    target: HubFolder, checkpoint: Checkpoint, speech_model: SpeechModel, tuned: TunedWhisper, pretrained: str | None
 ) -> WrittenFolder:
     """Write the folder of a fine-tuned Whisper model in the format of its base, and return a summary.
 
     Args:
         pretrained: current path of the base folder; None: the path used in training.
     """
-    base = read_base(tuned, pretrained, [asked.path])
+    base = read_base(tuned, pretrained, [target.path])
     language = tuned.config.pretrained.language
     contents = replace(_contents(speech_model), is_whisper=True, prompt_language=language, note=tuned.note())
     written: list[WrittenFolder] = []
-    facts = card_facts(asked, checkpoint, contents, base)
-    write_hub_folder(asked.path, facts, lambda folder: written.append(export_whisper(tuned, base, folder)))
+    facts = card_facts(target, checkpoint, contents, base)
+    write_hub_folder(target.path, facts, lambda folder: written.append(export_whisper(tuned, base, folder)))
     return written[0]
 
 
@@ -86,7 +86,7 @@ def _contents(speech_model: SpeechModel) -> Contents:
 
 
 def card_facts(
-    asked: HubFolder, checkpoint: Checkpoint, contents: Contents, base: PretrainedWhisper | None = None
+    target: HubFolder, checkpoint: Checkpoint, contents: Contents, base: PretrainedWhisper | None = None
 ) -> CardFacts:
     """Return the facts of the card.
 
@@ -101,8 +101,8 @@ def card_facts(
     elif provenance is not None:
         origin = BaseFacts(provenance.file, provenance.sha256, provenance.licence, "", provenance.saved_by)
     imported = provenance.language if provenance is not None and training is None else ""
-    language = asked.author.speech_language or imported or None
-    return CardFacts(name_of(asked.path), asked.author, contents, training, origin, language, asked.scores)
+    language = target.author.speech_language or imported or None
+    return CardFacts(name_of(target.path), target.author, contents, training, origin, language, target.scores)
 
 
 def _training_facts(checkpoint: Checkpoint) -> TrainingFacts | None:

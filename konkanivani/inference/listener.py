@@ -260,8 +260,8 @@ class Listener:
         self._passed_end = piece.end
         # Without the overlap with the previous segment, whose words are final.
         core = piece.waveform[round((piece.core_start - piece.start) * SAMPLE_RATE) :]
-        heard = self._recognizer.recognize_prefix(core)
-        self._agreement.update(heard.text.split(), [view.split() for view in heard.views])
+        prefix = self._recognizer.recognize_prefix(core)
+        self._agreement.update(prefix.text.split(), [view.split() for view in prefix.views])
         return self._shown(piece.core_start)
 
     def _settled(self, piece: Piece) -> list[Event]:

@@ -332,12 +332,12 @@ def _training(facts: CardFacts) -> str:
         return "No training is recorded."
     if training is None:
         return "The model was imported and not trained further."
-    said = [f"{count(training.steps, 'optimizer step')}"]
+    words = [f"{count(training.steps, 'optimizer step')}"]
     if training.epochs is not None:
-        said.append(count(training.epochs, "finished epoch"))
+        words.append(count(training.epochs, "finished epoch"))
     if training.audio_hours is not None:
-        said.append(f"{duration_words(training.audio_hours)} of audio processed in all epochs")
-    text = f"{', '.join(said)}."
+        words.append(f"{duration_words(training.audio_hours)} of audio processed in all epochs")
+    text = f"{', '.join(words)}."
     if training.valid_cer is not None:
         text += f" Lowest CER on the validation set: {100 * training.valid_cer:.2f} %."
     command = " \\\n    ".join(_wrapped(training_command(training.config)))
@@ -387,19 +387,19 @@ def _base(facts: CardFacts) -> str:
             return f"Training started from the weights of the checkpoint {code(_without_folder(init))}."
         return "None: the weights were initialised at random."
     origin = "Whisper folder" if facts.contents.is_whisper else "file"
-    said = [f"Initial weights: the {origin} {code(base.file)}."]
+    sentences = [f"Initial weights: the {origin} {code(base.file)}."]
     if base.repository:
-        said = [f"Initial weights: {code(base.repository)} on the hub, commit {code(base.commit)}."]
+        sentences = [f"Initial weights: {code(base.repository)} on the hub, commit {code(base.commit)}."]
     if facts.author.base_model:
-        said.insert(0, f"Base model, as stated by the author: {code(facts.author.base_model)}.")
+        sentences.insert(0, f"Base model, as stated by the author: {code(facts.author.base_model)}.")
     if base.named:
-        said.append(f"Its own files name the model {code(base.named)}.")
+        sentences.append(f"Its own files name the model {code(base.named)}.")
     if base.saved_by:
-        said.append(f"Saved by {plain(base.saved_by)}.")
+        sentences.append(f"Saved by {plain(base.saved_by)}.")
     if base.sha256:
-        said.append(f"SHA-256: {code(base.sha256)}.")
-    said.append(f"Licence in its files: {plain(base.licence)}." if base.licence else "Its files name no licence.")
-    return " ".join(said)
+        sentences.append(f"SHA-256: {code(base.sha256)}.")
+    sentences.append(f"Licence in its files: {plain(base.licence)}." if base.licence else "Its files name no licence.")
+    return " ".join(sentences)
 
 
 def _licence(facts: CardFacts) -> str:

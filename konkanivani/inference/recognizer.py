@@ -129,18 +129,18 @@ class Recognizer:
         With CTC, speech shorter than `STABLE_SECONDS` is also decoded repeated up to that duration, and the
         probabilities are averaged.
         """
-        heard = self.speech_model
-        decode = greedy_decode(heard.architecture, heard.tokenizer)
-        encoded, lengths = heard.encode(waveform[None], (len(waveform),))
+        speech = self.speech_model
+        decode = greedy_decode(speech.architecture, speech.tokenizer)
+        encoded, lengths = speech.encode(waveform[None], (len(waveform),))
         repeats = math.ceil(STABLE_SECONDS * SAMPLE_RATE / len(waveform))
-        if heard.model.ctc_head is None or repeats < 2:
-            (tokens,) = decode(heard.model, encoded, lengths)
-            return PrefixText(heard.tokenizer.decode(tokens), ())
-        repeated, _ = heard.encode(waveform.repeat(repeats)[None], (repeats * len(waveform),))
-        views = [heard.model.ctc_head(each[:, : encoded.shape[1]]).float() for each in (encoded, repeated)]
+        if speech.model.ctc_head is None or repeats < 2:
+            (tokens,) = decode(speech.model, encoded, lengths)
+            return PrefixText(speech.tokenizer.decode(tokens), ())
+        repeated, _ = speech.encode(waveform.repeat(repeats)[None], (repeats * len(waveform),))
+        views = [speech.model.ctc_head(each[:, : encoded.shape[1]]).float() for each in (encoded, repeated)]
         mean = torch.stack([view.softmax(dim=-1) for view in views]).mean(dim=0)
         paths = torch.cat([mean, *views]).argmax(dim=-1)
-        texts = [heard.tokenizer.decode(tokens) for tokens in collapse_repeats(paths, lengths * len(paths))]
+        texts = [speech.tokenizer.decode(tokens) for tokens in collapse_repeats(paths, lengths * len(paths))]
         return PrefixText(texts[0], tuple(texts[1:]))
 
     def _words(self, piece: Piece, encoded: torch.Tensor, tokens: list[int], delay: EmissionDelay) -> list[Word]:
@@ -148,19 +148,19 @@ class Recognizer:
 
         The times are from CTC or from Whisper's cross-attention; without either, words are spread evenly.
         """
-        heard = self.speech_model
+        speech = self.speech_model
         seconds = piece.end - piece.start
-        framing = heard.architecture.framing
-        model = heard.model
-        if isinstance(heard.tokenizer, PromptedVocabulary) and isinstance(model, Whisper):
+        framing = speech.architecture.framing
+        model = speech.model
+        if isinstance(speech.tokenizer, PromptedVocabulary) and isinstance(model, Whisper):
             # Whisper's encoder pads to 30 s. Attention to padding would distort the alignment.
             frames = max(1, math.ceil(len(piece.waveform) / framing.encoder_hop))
-            return attended_words(model.decoder, encoded[:frames], tokens, heard.tokenizer, framing)
+            return attended_words(model.decoder, encoded[:frames], tokens, speech.tokenizer, framing)
         if model.ctc_head is None:
-            return spread_words(tokens, heard.tokenizer, framing, seconds)
+            return spread_words(tokens, speech.tokenizer, framing, seconds)
         # Softmax in fp32: `forced_align` sums over all frames.
         aligned = align_tokens(model.ctc_head(encoded).float().log_softmax(dim=-1), tokens)
-        words = group_words(aligned, heard.tokenizer, framing)
+        words = group_words(aligned, speech.tokenizer, framing)
         # Before `timed_words`, so that this piece contributes to its own times.
         delay.learn(words, piece)
         return timed_words(words, delay, seconds)

@@ -251,12 +251,12 @@ def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechMo
     )
 
 
-def build_pretrained_model(pretrained: Pretrained, asked: PretrainedConfig, device: torch.device) -> SpeechModel:
+def build_pretrained_model(pretrained: Pretrained, settings: PretrainedConfig, device: torch.device) -> SpeechModel:
     """Return the model of a pretrained folder on `device`, unchanged."""
     # `knows_times` stays False: a fine-tuned model may have been trained without timestamps, and its folder does not
     # say so.
-    architecture = pretrained.architecture(TuningConfig(), asked)
-    tokenizer = pretrained.vocabulary(asked)
+    architecture = pretrained.architecture(TuningConfig(), settings)
+    tokenizer = pretrained.vocabulary(settings)
     model = architecture.build_without_values()
     # The model is on the meta device: assign the tensors instead of copying their values.
     model.load_state_dict(pretrained.weights(), assign=True)

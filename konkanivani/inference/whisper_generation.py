@@ -30,8 +30,8 @@ Choose = Callable[[int, list[int], torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Said:
-    """Tokens of a hypothesis and their mean log probability in nats, as computed in `say`."""
+class Decoded:
+    """Tokens of a hypothesis and their mean log probability in nats, as computed in `generate`."""
 
     tokens: list[int]
     mean_log_probability: float
@@ -60,20 +60,20 @@ class FallbackDecode:
 
     @torch.no_grad()
     def __call__(self, model: Network, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
-        heard = _Heard(model, encoded, encoded_lengths)
+        speech = _EncodedSpeech(model, encoded, encoded_lengths)
         first = self.inner.search(model, encoded, encoded_lengths, best=1)
         found = [list(hypotheses[0].tokens) if hypotheses else [] for hypotheses in first]
         # Skip the scoring pass for hypotheses that certainly pass.
         bad = [row for row, hypotheses in enumerate(first) if not self._is_surely_good(hypotheses)]
-        no_speech = self._no_speech(heard, bad)
+        no_speech = self._no_speech(speech, bad)
         # The first pass scores the hypotheses of `inner`, the others sample.
         for choose in (_given(found, self.inner.special.end), *map(self._drawn, self.temperatures)):
-            said = self._said(heard, bad, choose)
+            decoded = self._decoded(speech, bad, choose)
             # As in section 4.5, "no speech" alone is not reliable: the text must be unlikely too.
-            silent = {row for row in no_speech & said.keys() if not self._is_likely(said[row])}
+            silent = {row for row in no_speech & decoded.keys() if not self._is_likely(decoded[row])}
             for row in bad:
-                found[row] = [] if row in silent else said[row].tokens
-            bad = [row for row in bad if row not in silent and not self._is_good(said[row])]
+                found[row] = [] if row in silent else decoded[row].tokens
+            bad = [row for row in bad if row not in silent and not self._is_good(decoded[row])]
         limits = self.inner.limits(model, encoded_lengths)
         for row in bad:
             # A chant or a list may repeat itself. If the hypothesis ends by itself, it is kept.
@@ -81,14 +81,14 @@ class FallbackDecode:
                 found[row] = without_final_loop(found[row], self.vocabulary)
         return found
 
-    def _is_good(self, said: Said) -> bool:
-        return self._is_readable(said.tokens) and self._is_likely(said)
+    def _is_good(self, decoded: Decoded) -> bool:
+        return self._is_readable(decoded.tokens) and self._is_likely(decoded)
 
     def _is_readable(self, tokens: list[int]) -> bool:
         return compression_ratio(self.vocabulary.decode(tokens).encode()) <= self.max_compression
 
-    def _is_likely(self, said: Said) -> bool:
-        return said.mean_log_probability >= self.min_log_probability
+    def _is_likely(self, decoded: Decoded) -> bool:
+        return decoded.mean_log_probability >= self.min_log_probability
 
     def _is_surely_good(self, found: tuple[Hypothesis, ...]) -> bool:
         """Return whether the scores of the decoder search already show that a hypothesis passes, without rescoring."""
@@ -98,26 +98,26 @@ class FallbackDecode:
         # The search normalises over all tokens, not only over allowed ones, so its probabilities are lower bounds.
         tokens = list(found[0].tokens)
         total = found[0].log_probability - self.inner.length_bonus * len(tokens)
-        return self._is_good(Said(tokens, total / (len(tokens) + 1)))
+        return self._is_good(Decoded(tokens, total / (len(tokens) + 1)))
 
-    def _no_speech(self, heard: "_Heard", rows: list[int]) -> set[int]:
+    def _no_speech(self, speech: "_EncodedSpeech", rows: list[int]) -> set[int]:
         """Return the utterances with a high probability of "no speech", predicted right after the start token."""
         found = set()
         token = self.vocabulary.no_speech
         # The prompt is left out: the distribution after the start token alone contains "no speech".
-        for part in heard.parts(rows) if token is not None else ():
-            scores = AttentionScorer(heard.model, *heard.part(part), 1, self.inner.special).score()
+        for part in speech.parts(rows) if token is not None else ():
+            scores = AttentionScorer(speech.model, *speech.part(part), 1, self.inner.special).score()
             is_above = (scores[:, 0, token].exp() > self.max_no_speech).tolist()
             found |= set(itertools.compress(part, is_above))
         return found
 
-    def _said(self, heard: "_Heard", rows: list[int], choose: Choose) -> dict[int, Said]:
+    def _decoded(self, speech: "_EncodedSpeech", rows: list[int], choose: Choose) -> dict[int, Decoded]:
         """Return the hypotheses of `rows` with tokens selected by `choose`."""
-        found: dict[int, Said] = {}
-        for part in heard.parts(rows):
-            scorer = self.inner.attention(heard.model, *heard.part(part), 1)
-            limits = self.inner.limits(heard.model, tuple(heard.lengths[row] for row in part))
-            found |= say(scorer, choose, dict(zip(part, limits, strict=True)), self.inner.special.end)
+        found: dict[int, Decoded] = {}
+        for part in speech.parts(rows):
+            scorer = self.inner.attention(speech.model, *speech.part(part), 1)
+            limits = self.inner.limits(speech.model, tuple(speech.lengths[row] for row in part))
+            found |= generate(scorer, choose, dict(zip(part, limits, strict=True)), self.inner.special.end)
         return found
 
     def _drawn(self, temperature: float) -> Choose:
@@ -140,7 +140,7 @@ class FallbackDecode:
 
 
 @dataclass(frozen=True)
-class _Heard:
+class _EncodedSpeech:
     """Batch of encoded utterances (B, T', D) with the model; a subset of it can be decoded again."""
 
     model: Network
@@ -189,7 +189,7 @@ def without_final_loop(tokens: list[int], vocabulary: PromptedVocabulary) -> lis
     return tokens[: min(last_kept + 2, first_removed)]
 
 
-def say(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: int) -> dict[int, Said]:
+def generate(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: int) -> dict[int, Decoded]:
     """Return hypotheses with each next token selected by `choose`, at most limits[utterance] tokens of each utterance.
 
     The mean log probability is over all tokens and the end token, as in the code of Radford et al.: at temperature 1,
@@ -214,7 +214,7 @@ def say(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: int) ->
             scorer.keep(going)
         rows = [rows[place] for place in going.tolist()]
         step = step + 1
-    return {row: Said(tokens[row], totals[row] / (len(tokens[row]) + 1)) for row in limits}
+    return {row: Decoded(tokens[row], totals[row] / (len(tokens[row]) + 1)) for row in limits}
 
 
 def _allowed(scores: torch.Tensor, is_at_limit: list[bool], end: int) -> torch.Tensor:

@@ -242,10 +242,10 @@ def attention_spans(
         tokens: text tokens without timestamps.
     """
     prefix = [vocabulary.special.start, *vocabulary.prefix]
-    said = torch.tensor([[*prefix, *tokens, vocabulary.special.end]], device=encoded.device)
-    decoded, scores = decoder.with_scores(said[:, :-1], encoded[None])
+    ids = torch.tensor([[*prefix, *tokens, vocabulary.special.end]], device=encoded.device)
+    decoded, scores = decoder.with_scores(ids[:, :-1], encoded[None])
     likely = decoder.output(decoded[0, len(prefix) - 1 : -1]).float().softmax(dim=-1)
-    probabilities = likely.gather(1, said[0, len(prefix) : -1, None])[:, 0].tolist()
+    probabilities = likely.gather(1, ids[0, len(prefix) : -1, None])[:, 0].tolist()
     # The row of a token predicts the next one, so the last row of the prefix attends to the first token.
     weights = alignment_weights(scores[:, 0].float().softmax(dim=-1), vocabulary.alignment_heads)[len(prefix) - 1 :]
     first = [*first_frames(-weights.double().cpu().numpy()), len(encoded)]
@@ -472,9 +472,9 @@ def attended_words(
     each = framing.encoder_hop / SAMPLE_RATE  # seconds per encoder frame
     segments = timed_segments(tokens, vocabulary, len(encoded) * each)
     # The decoder is run without timestamps, since its alignment heads follow text tokens.
-    said = [token for segment in segments for token in segment.tokens]
+    text_tokens = [token for segment in segments for token in segment.tokens]
     # One pass aligns all segments; each consumes its share of the iterator.
-    spans = iter(attention_spans(decoder, encoded, said, vocabulary) if said else ())
+    spans = iter(attention_spans(decoder, encoded, text_tokens, vocabulary) if text_tokens else ())
     timed = []
     for segment in segments:
         aligned = [AlignedToken(token, *span) for token, span in zip(segment.tokens, spans, strict=False)]

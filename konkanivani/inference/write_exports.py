@@ -136,17 +136,17 @@ def compare(forms: list[Exported], utterances: EvaluationSet) -> list[FormScore]
     with closing(load_batches(alone.speech, alone.plan, alone.loader, alone.rejections)) as batches:
         for batch, spoken in batches:
             references += [utterance.text for utterance in spoken]
-            for heard, form in zip(texts, forms, strict=True):
-                heard += form.recognize(batch.waveforms, batch.sample_lengths)
+            for form_texts, form in zip(texts, forms, strict=True):
+                form_texts += form.recognize(batch.waveforms, batch.sample_lengths)
     return [
         FormScore(
             form.name,
-            error_rates([normalize_text(text) for text in references], [normalize_text(text) for text in heard]),
-            sum(text != first for text, first in zip(heard, texts[0], strict=True)),
+            error_rates([normalize_text(text) for text in references], [normalize_text(text) for text in form_texts]),
+            sum(text != first for text, first in zip(form_texts, texts[0], strict=True)),
             len(references),
             size_of(form.path),
         )
-        for form, heard in zip(forms, texts, strict=True)
+        for form, form_texts in zip(forms, texts, strict=True)
     ]
 
 
@@ -168,20 +168,20 @@ def write_bundle(path: Path, speech_model: SpeechModel) -> SpeechModel:
 
 
 def export_hub_folder(
-    asked: HubFolder, checkpoint: Checkpoint, speech_model: SpeechModel, pretrained: str | None
+    target: HubFolder, checkpoint: Checkpoint, speech_model: SpeechModel, pretrained: str | None
 ) -> Exported:
     """Write the folder for the hub with its model card, and read the model back for the comparison.
 
     Args:
         pretrained: current path of the run's pretrained folder; None: the path used in training.
     """
-    out = asked.path
+    out = target.path
     if PRETRAINED_STATE in checkpoint.states:
         tuned = tuned_whisper(checkpoint, config_from_text(checkpoint.config))
-        say(write_hub_whisper(asked, checkpoint, speech_model, tuned, pretrained).sentence())
+        say(write_hub_whisper(target, checkpoint, speech_model, tuned, pretrained).sentence())
         read = build_pretrained_model(read_pretrained(out), tuned.config.pretrained, torch.device("cpu"))
     else:
-        write_hub_bundle(asked, checkpoint, speech_model, lambda path: write_bundle(path, speech_model))
+        write_hub_bundle(target, checkpoint, speech_model, lambda path: write_bundle(path, speech_model))
         read = read_bundle(out / FOLDER_NAME, speech_model.device)
     say(f"{out}: {size_in_words(size_of(out))}, with a model card")
     return Exported("hub folder", out, recognize_with(read))

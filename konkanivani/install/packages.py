@@ -92,19 +92,19 @@ def choose_build(nvidia_smi: str | None) -> BuildChoice:
 def read_nvidia_smi() -> str | None:
     """Return the output of nvidia-smi for `choose_build`; None if there is no GPU."""
     query = ["nvidia-smi", "--query-gpu=compute_cap,driver_version", "--format=csv,noheader"]
-    said = None
+    output = None
     for command in (query, ["nvidia-smi"]):  # drivers before 2021 have no compute_cap: use the table
         try:  # nvidia-smi hangs if a GPU has fallen off the bus
             process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20)
         except subprocess.TimeoutExpired:
-            said = "no answer within 20 seconds"
+            output = "no answer within 20 seconds"
             continue
         except OSError:
             return None
-        said = process.stdout.decode("utf-8", "replace")
+        output = process.stdout.decode("utf-8", "replace")
         if process.returncode == 0:
-            return None if "No devices were found" in said else said
-    return said
+            return None if "No devices were found" in output else output
+    return output
 
 
 def last_line(text: str) -> str:

@@ -248,9 +248,9 @@ def _source_name(name: str, model: KonkaniVaniASR, counts: Mapping[str, int]) ->
     stack = match.group(1)
     layer = int(match.group(2))
     rest = match.group(3)
-    asked = len(getattr(model, stack).blocks)
-    if counts.get(stack, 0) > asked:
-        layer = round(layer * (counts[stack] - 1) / max(1, asked - 1))
+    blocks = len(getattr(model, stack).blocks)
+    if counts.get(stack, 0) > blocks:
+        layer = round(layer * (counts[stack] - 1) / max(1, blocks - 1))
     return f"{stack}.blocks.{layer}.{rest}"
 
 

@@ -92,9 +92,9 @@ class PlanRequest:
     @contextmanager
     def planner(self) -> Iterator[Planner]:
         """Yield a planner of this configuration that reuses and stores traces."""
-        asked = self.config.data.concurrent_micro_batches
+        setting = self.config.data.concurrent_micro_batches
         # auto runs two in parallel only if memory is left: plan for one.
-        concurrent_micro_batches = 1 if asked == AUTO else asked
+        concurrent_micro_batches = 1 if setting == AUTO else setting
         if self.costs.is_cuda or not self.placement.is_on_card:
             concurrent_micro_batches = 1
         with kept_traces(self.config, self.architecture, self.costs, self.placement) as traces:

@@ -130,8 +130,8 @@ def fits(
 
 def host_budget(config: TrainConfig) -> int:
     """Return the bytes that may be used in host memory: --host_budget, or the available memory."""
-    asked = config.memory.host_budget
-    return parse_budget(asked) if asked else available_bytes(torch.device("cpu"))
+    budget = config.memory.host_budget
+    return parse_budget(budget) if budget else available_bytes(torch.device("cpu"))
 
 
 def check_host(host: int, config: TrainConfig, costs: DeviceCosts, placement: Placement) -> None:

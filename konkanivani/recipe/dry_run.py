@@ -21,7 +21,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.recipe.final_scores import json_value
 from konkanivani.recipe.run_folders import scratch_config
 from konkanivani.recipe.startup import Start, resolve_start
-from konkanivani.recipe.train import tell_rehearsal
+from konkanivani.recipe.train import report_rehearsal
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from konkanivani.training.validation import EvaluationSet
@@ -33,7 +33,7 @@ MAX_VALIDATED = 4
 CLOSE = 1e-3  # relative norm of all weights: CUDA kernels sum in varying order
 
 
-def dry_run(asked: CommandLine) -> str:
+def dry_run(command_line: CommandLine) -> str:
     """Test the run of a command line, print one line per stage, and return an estimate as one line of JSON.
 
     All parts are those of the actual run, in scratch folders inside its folders, and errors are the same.
@@ -42,7 +42,7 @@ def dry_run(asked: CommandLine) -> str:
         raise UsageError("--dry_run tests a run in one process: start it without torchrun.")
     clock = StageClock()
     with stop_at_signals():
-        start = resolve_start(asked, clock.done)
+        start = resolve_start(command_line, clock.done)
         with scratch_config(start.config) as config:
             start = dataclasses.replace(start, config=config, locks=(RunLock(config.run.checkpoint_dir),))
             estimate, compared = _try_steps(start, clock)
@@ -88,7 +88,7 @@ def _try_steps(start: Start, clock: StageClock) -> tuple[Estimate, int]:
     run = build_run(start, clock.done)
     clock.done("model", "built" if start.resumed is None else f"built, at step {run.state.step}")
     with run.logs.logbook:
-        tell_rehearsal(run)
+        report_rehearsal(run)
         clock.done("rehearsal", "the largest batches fit in memory")
         steps_before = run.state.step
         run.logs.progress.lap()  # restart the clock: set-up is not training time

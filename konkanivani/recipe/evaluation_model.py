@@ -62,16 +62,16 @@ def load_evaluation_model(path: str | Path, device: torch.device, topology: Topo
 
 
 def load_pretrained_evaluation(
-    asked: PretrainedConfig, device: torch.device, topology: Topology = ALONE
+    settings: PretrainedConfig, device: torch.device, topology: Topology = ALONE
 ) -> EvaluationModel:
-    """Load the pretrained folder in `asked` unchanged; all other settings have their defaults."""
-    config = resolve(dataclasses.replace(defaults_beside(TrainConfig(pretrained=asked)), pretrained=asked))
-    if asked.pretrained is None:
+    """Load the pretrained folder in `settings` unchanged; all other settings have their defaults."""
+    config = resolve(dataclasses.replace(defaults_beside(TrainConfig(pretrained=settings)), pretrained=settings))
+    if settings.pretrained is None:
         raise UsageError("--pretrained is missing. Give the folder of a pretrained model.")
-    pretrained = read_pretrained(asked.pretrained, asked.revision)
-    forward = build_forward(config, pretrained.architecture(config.tuning, asked), device)
+    pretrained = read_pretrained(settings.pretrained, settings.revision)
+    forward = build_forward(config, pretrained.architecture(config.tuning, settings), device)
     forward.model.load_state_dict(pretrained.weights())
-    return EvaluationModel(0, config, pretrained.vocabulary(asked), forward, topology)
+    return EvaluationModel(0, config, pretrained.vocabulary(settings), forward, topology)
 
 
 def evaluate_manifest(
@@ -115,12 +115,19 @@ def recognize_manifest(trained: EvaluationModel, path: str, manifest: Manifest, 
 
 def texts_in_order(manifest: Manifest, evaluation: Evaluation) -> tuple[ScoredText, ...]:
     """Return references and hypotheses in the manifest's order; evaluation batches are sorted by length."""
-    heard = {scored.utterance.row: scored.hypothesis for scored in evaluation.scored}
+    hypotheses = {scored.utterance.row: scored.hypothesis for scored in evaluation.scored}
     return tuple(
-        ScoredText(said.id, said.text, heard[said.row], said.speaker, said.duration, said.pattern)
-        for said in manifest
+        ScoredText(
+            utterance.id,
+            utterance.text,
+            hypotheses[utterance.row],
+            utterance.speaker,
+            utterance.duration,
+            utterance.pattern,
+        )
+        for utterance in manifest
         # Utterances beyond the limits have no hypothesis; `left_out` counts them.
-        if said.row in heard
+        if utterance.row in hypotheses
     )
 
 

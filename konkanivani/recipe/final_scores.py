@@ -77,18 +77,20 @@ class Forgetting:
 
 def score_forgetting(config: TrainConfig, checkpoint: Path, topology: Topology) -> Forgetting | None:
     """Score --forgetting_manifest with greedy decoding before and after training; None if it is not given."""
-    asked = config.pretrained
+    settings = config.pretrained
     device = choose_device(config.run.device)
-    manifest = asked.forgetting_manifest
+    manifest = settings.forgetting_manifest
     # The rules of the flags reject --forgetting_manifest without --pretrained.
-    if manifest is None or asked.pretrained is None:
+    if manifest is None or settings.pretrained is None:
         return None
-    pretrained = read_pretrained(asked.pretrained, asked.revision)
+    pretrained = read_pretrained(settings.pretrained, settings.revision)
     # The pretrained model is scored at its own audio context, not at the context of this run.
-    asked = dataclasses.replace(asked, language=asked.forgetting_language or asked.language, audio_context=None)
-    tokenizer = pretrained.vocabulary(asked)
+    settings = dataclasses.replace(
+        settings, language=settings.forgetting_language or settings.language, audio_context=None
+    )
+    tokenizer = pretrained.vocabulary(settings)
     roots = config.data.audio_roots
-    before = _kept_rates(load_pretrained_evaluation(asked, device, topology), manifest, roots)
+    before = _kept_rates(load_pretrained_evaluation(settings, device, topology), manifest, roots)
     # Both models get the language and task tokens of --forgetting_language, not of the training.
     trained = dataclasses.replace(load_evaluation_model(checkpoint, device, topology), tokenizer=tokenizer)
     found = Forgetting(before, _kept_rates(trained, manifest, roots))

@@ -230,16 +230,16 @@ def digest_of_data(config: TrainConfig) -> str:
     return digest_of_files(Path(path) for path in named_manifests(config).values())
 
 
-def check_ranks(asked: TrainConfig, topology: Topology) -> None:
+def check_ranks(config: TrainConfig, topology: Topology) -> None:
     """Raise a UsageError if the ranks cannot train with these flags.
 
     The global batch needs at least one utterance per rank, and torchrun --max_restarts needs --resume auto.
     """
-    run = asked.run
+    run = config.run
     problems = []
-    if asked.global_batch_size < topology.world_size:
+    if config.global_batch_size < topology.world_size:
         problems.append(
-            f"the effective batch is {count(asked.global_batch_size, 'utterance')}, fewer than the "
+            f"the effective batch is {count(config.global_batch_size, 'utterance')}, fewer than the "
             f"{topology.world_size} ranks: use a larger --batch_size or --gradient_accumulation_steps, or "
             "fewer ranks"
         )

@@ -91,9 +91,9 @@ def keeps_tokens(start: Start) -> bool:
     """
     if start.initial is None or start.config.tuning.new_tokenizer:
         return False
-    asked = start.config.text
+    text_config = start.config.text
     stored = config_from_text(start.initial.config).text
-    return (asked.tokenizer_type, asked.vocab_size) == (stored.tokenizer_type, stored.vocab_size)
+    return (text_config.tokenizer_type, text_config.vocab_size) == (stored.tokenizer_type, stored.vocab_size)
 
 
 def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, texts: Iterable[str]) -> None:

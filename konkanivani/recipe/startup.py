@@ -74,7 +74,7 @@ class Start:
         return architecture_for(self.config, vocab_size, self.pretrained, self.resumed)
 
 
-def resolve_start(asked: CommandLine, report: Report = silent, topology: Topology = ALONE) -> Start:
+def resolve_start(command_line: CommandLine, report: Report = silent, topology: Topology = ALONE) -> Start:
     """Resolve a command line into the start of a run; read and validate the checkpoint that it names.
 
     Flags, then paths, then disk space are checked before any folder is created; `report` is called after each stage.
@@ -82,9 +82,9 @@ def resolve_start(asked: CommandLine, report: Report = silent, topology: Topolog
     reachable.
     """
     if topology.is_single_process:
-        return _resolve(asked, report)
-    check_ranks(asked.config, topology)
-    found = _resolve(ask_restarted(asked, topology), report) if topology.is_first else None
+        return _resolve(command_line, report)
+    check_ranks(command_line.config, topology)
+    found = _resolve(restarted(command_line, topology), report) if topology.is_first else None
 
     def without_locks() -> Start:
         # Locks are open files of rank 0 and cannot be pickled.
@@ -95,27 +95,27 @@ def resolve_start(asked: CommandLine, report: Report = silent, topology: Topolog
     return dataclasses.replace(found or sent, topology=topology)
 
 
-def ask_restarted(asked: CommandLine, topology: Topology) -> CommandLine:
+def restarted(command_line: CommandLine, topology: Topology) -> CommandLine:
     """Return the command line with --resume auto if torchrun has restarted the ranks and a checkpoint exists."""
-    run = asked.config.run
+    run = command_line.config.run
     saved = Checkpointer(run.checkpoint_dir, run.keep_checkpoints).has_checkpoints()
     if not (topology.restarts and saved):
-        return asked
-    config = dataclasses.replace(asked.config, run=dataclasses.replace(run, resume="auto"))
-    return dataclasses.replace(asked, config=config)
+        return command_line
+    config = dataclasses.replace(command_line.config, run=dataclasses.replace(run, resume="auto"))
+    return dataclasses.replace(command_line, config=config)
 
 
-def _resolve(asked: CommandLine, report: Report) -> Start:
-    config = asked.config
+def _resolve(command_line: CommandLine, report: Report) -> Start:
+    config = command_line.config
     report("flags", "consistent")
     if config.run.resume:
         # The other settings, and so most paths, come from a checkpoint that has not been read yet.
         check_paths(config, is_complete=False)
     if config.run.resume == "auto":
-        return _resume_newest(asked, report)
+        return _resume_newest(command_line, report)
     if config.run.resume:
-        return _resume(asked, Path(config.run.resume), read_checkpoint(config.run.resume), report)
-    config, initial, pretrained = _check_new_run(asked, report)
+        return _resume(command_line, Path(config.run.resume), read_checkpoint(config.run.resume), report)
+    config, initial, pretrained = _check_new_run(command_line, report)
     # The lock creates the folder: only after all checks.
     lock = _take_folder(config.run)
     folder = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
@@ -127,7 +127,7 @@ def _resolve(asked: CommandLine, report: Report) -> Start:
     return _start_in_folders(config, lock, initial=initial, pretrained=pretrained)
 
 
-def start_from_checkpoint(asked: CommandLine, path: Path) -> tuple[CommandLine, Checkpoint]:
+def start_from_checkpoint(command_line: CommandLine, path: Path) -> tuple[CommandLine, Checkpoint]:
     """Return the command line merged into the settings of the checkpoint at `path`, and that checkpoint."""
     initial = read_checkpoint(path)
     stored = settings_of_weights(initial)
@@ -136,7 +136,7 @@ def start_from_checkpoint(asked: CommandLine, path: Path) -> tuple[CommandLine, 
             f"--init_from {path} is a checkpoint of a run with --pretrained. Export its model with "
             "export_asr.py --whisper, and give that folder as --pretrained."
         )
-    return dataclasses.replace(asked, config=asked.merge_into_init(stored)), initial
+    return dataclasses.replace(command_line, config=command_line.merge_into_init(stored)), initial
 
 
 def _start_in_folders(
@@ -154,13 +154,15 @@ def _start_in_folders(
     return Start(dataclasses.replace(config, run=logs.run), locks, resumed, path, initial, pretrained)
 
 
-def _check_new_run(asked: CommandLine, report: Report) -> tuple[TrainConfig, Checkpoint | None, Pretrained | None]:
+def _check_new_run(
+    command_line: CommandLine, report: Report
+) -> tuple[TrainConfig, Checkpoint | None, Pretrained | None]:
     """Return the settings of a new run, and its --init_from checkpoint or --pretrained model, if any."""
     initial = None
-    if asked.config.run.init_from:
-        check_paths(asked.config)
-        asked, initial = start_from_checkpoint(asked, Path(asked.config.run.init_from))
-    config, pretrained = start_pretrained(asked)
+    if command_line.config.run.init_from:
+        check_paths(command_line.config)
+        command_line, initial = start_from_checkpoint(command_line, Path(command_line.config.run.init_from))
+    config, pretrained = start_pretrained(command_line)
     _check_paths_and_disk(config, architecture_for(config, config.text.vocab_size, pretrained), report)
     return config, initial, pretrained
 
@@ -175,31 +177,31 @@ def _check_paths_and_disk(config: TrainConfig, architecture: Architecture, repor
 
 
 def _resume(
-    asked: CommandLine, path: Path, checkpoint: Checkpoint, report: Report, lock: RunLock | None = None
+    command_line: CommandLine, path: Path, checkpoint: Checkpoint, report: Report, lock: RunLock | None = None
 ) -> Start:
-    config = _resumed_config(asked, checkpoint, path)
-    if "checkpoint_dir" not in asked.explicit:  # a checkpoint resumes in its own folder, wherever it was trained
+    config = _resumed_config(command_line, checkpoint, path)
+    if "checkpoint_dir" not in command_line.explicit:  # a checkpoint resumes in its own folder, wherever it was trained
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, checkpoint_dir=str(path.parent)))
-    pretrained = resume_pretrained(asked, config, checkpoint)
-    check_input_flags(asked.explicit, restored_architecture(checkpoint, config).framing.unit == TOKENS)
+    pretrained = resume_pretrained(command_line, config, checkpoint)
+    check_input_flags(command_line.explicit, restored_architecture(checkpoint, config).framing.unit == TOKENS)
     _check_paths_and_disk(config, architecture_for(config, checkpoint.vocab_size, pretrained, checkpoint), report)
     lock = lock or _take_folder(config.run)
     _check_folder_is_its_own(path, Path(config.run.checkpoint_dir))
     return _start_in_folders(config, lock, checkpoint, path, pretrained=pretrained)
 
 
-def _resume_newest(asked: CommandLine, report: Report) -> Start:
-    run = asked.config.run
-    folder = asked.config.run.checkpoint_dir
+def _resume_newest(command_line: CommandLine, report: Report) -> Start:
+    run = command_line.config.run
+    folder = command_line.config.run.checkpoint_dir
     lock = _take_folder(run)
     # The lock is taken before the read: another process could otherwise save or prune checkpoints meanwhile.
     with given_up_if_refused(lock):
         found = Checkpointer(folder, run.keep_checkpoints).read_newest_sound(sets_aside=not run.dry_run)
         if found is not None:
-            return _resume(asked, *found, report, lock)
+            return _resume(command_line, *found, report, lock)
         # A new run after all: the flags of a run that starts are checked now.
-        check_idle_flags(asked.config, asked.explicit)
-        config, initial, pretrained = _check_new_run(asked, report)
+        check_idle_flags(command_line.config, command_line.explicit)
+        config, initial, pretrained = _check_new_run(command_line, report)
         say(f"No checkpoint in {folder}: starting a new run.")
         return _start_in_folders(config, lock, initial=initial, pretrained=pretrained)
 
@@ -211,10 +213,10 @@ def _take_folder(run: RunConfig) -> RunLock | None:
     return None
 
 
-def _resumed_config(asked: CommandLine, checkpoint: Checkpoint, path: Path) -> TrainConfig:
+def _resumed_config(command_line: CommandLine, checkpoint: Checkpoint, path: Path) -> TrainConfig:
     """Return the checkpoint's settings, overridden by the given flags; a CheckpointError lists the contradictions."""
     stored = settings_of_weights(checkpoint)
-    config = asked.merge_into_checkpoint(stored)
+    config = command_line.merge_into_checkpoint(stored)
     found = contradictions(stored, config)
     if found:
         listed = "".join(f"\n  {difference}" for difference in found)
@@ -227,19 +229,19 @@ def _resumed_config(asked: CommandLine, checkpoint: Checkpoint, path: Path) -> T
             f"new run from its weights with {anew} and another --checkpoint_dir (or --fresh)."
         )
     say(f"Resuming from {path}: step {checkpoint.step}.")
-    _tell_paths(config, asked)
-    _check_log_folder(config, asked, path)
+    _print_paths(config, command_line)
+    _check_log_folder(config, command_line, path)
     return config
 
 
-def _tell_paths(config: TrainConfig, asked: CommandLine) -> None:
+def _print_paths(config: TrainConfig, command_line: CommandLine) -> None:
     """Print the files and folders that come from the checkpoint, which may be another user's."""
-    paths = [s for s in settings_of(config) if s.name in PATHS and s.value and s.name not in asked.explicit]
+    paths = [s for s in settings_of(config) if s.name in PATHS and s.value and s.name not in command_line.explicit]
     if paths:
         say("Settings from the checkpoint:" + "".join(f" --{path.name} {path.value!r}" for path in paths))
 
 
-def _check_log_folder(config: TrainConfig, asked: CommandLine, path: Path) -> None:
+def _check_log_folder(config: TrainConfig, command_line: CommandLine, path: Path) -> None:
     """Raise a CheckpointError if only the checkpoint, perhaps another user's, names the log folder.
 
     Accepted are a relative folder below the working directory, and a folder in which a run of this name has logged
@@ -247,7 +249,7 @@ def _check_log_folder(config: TrainConfig, asked: CommandLine, path: Path) -> No
     """
     folder = Path(config.run.log_dir)
     is_below = not folder.is_absolute() and ".." not in folder.parts
-    if not (is_below or "log_dir" in asked.explicit or (folder / config.run.run_name / LOG_NAME).is_file()):
+    if not (is_below or "log_dir" in command_line.explicit or (folder / config.run.run_name / LOG_NAME).is_file()):
         raise CheckpointError(
             f"The checkpoint {path} logs to {config.run.log_dir!r}, which has no log of a run named "
             f"{config.run.run_name!r}. Give the log folder with --log_dir."
@@ -263,12 +265,12 @@ def _check_folder_is_its_own(resumed: Path, folder: Path) -> None:
         )
 
 
-def start_pretrained(asked: CommandLine) -> tuple[TrainConfig, Pretrained | None]:
+def start_pretrained(command_line: CommandLine) -> tuple[TrainConfig, Pretrained | None]:
     """Read the folder of --pretrained, if given, and return the settings completed by it (language, learning rate).
 
     Errors are raised here, before any folder is created: unsupported tuning, a missing language, unusable weights.
     """
-    config = asked.config
+    config = command_line.config
     if config.pretrained.pretrained is None:
         return config, None
     located = locate_model(config.pretrained.pretrained, config.pretrained.revision, "whisper")
@@ -277,9 +279,9 @@ def start_pretrained(asked: CommandLine) -> tuple[TrainConfig, Pretrained | None
     pinned = dataclasses.replace(config.pretrained, revision=located.commit)
     config = dataclasses.replace(config, pretrained=pretrained.settled(pinned))
     is_text = pretrained.architecture(config.tuning, config.pretrained).framing.unit == TOKENS
-    check_input_flags(asked.explicit, is_text)
+    check_input_flags(command_line.explicit, is_text)
     if is_text:
-        config = with_text_defaults(config, asked.explicit)
+        config = with_text_defaults(config, command_line.explicit)
     # Built on the meta device and discarded: raises a UsageError if the tuning flags do not fit the model.
     pretrained.architecture(config.tuning, config.pretrained).build_without_values()
     tokenizer = pretrained.vocabulary(config.pretrained)
@@ -296,14 +298,14 @@ def start_pretrained(asked: CommandLine) -> tuple[TrainConfig, Pretrained | None
     return config, pretrained
 
 
-def resume_pretrained(asked: CommandLine, config: TrainConfig, checkpoint: Checkpoint) -> Pretrained | None:
+def resume_pretrained(command_line: CommandLine, config: TrainConfig, checkpoint: Checkpoint) -> Pretrained | None:
     """Return the pretrained folder of a resumed run if needed: for frozen weights, or because --pretrained is given.
 
     Raises a CheckpointError if the folder is missing or holds another model.
     """
     if PRETRAINED_STATE not in checkpoint.states:
         return None
-    if "pretrained" not in asked.explicit:
+    if "pretrained" not in command_line.explicit:
         # Without frozen weights the checkpoint is complete, and the folder is not needed.
         if not restored_architecture(checkpoint, config).has_base:
             return None
@@ -329,15 +331,15 @@ def settle(start: Start, amount: CorpusSize) -> Start:
 
     Weights of --init_from keep their tokenizer type unless --new_tokenizer is given.
     """
-    config = asked = start.config
-    used = asked.data.train_subset / 100
+    config = given = start.config
+    used = given.data.train_subset / 100
     hours = amount.hours * used
     utterances = round(amount.utterances * used)
     amount = dataclasses.replace(amount, hours=hours, utterances=utterances, ranks=start.topology.world_size)
     if start.initial and not config.tuning.new_tokenizer:
         config = as_stored(config, config_from_text(start.initial.config), names=("tokenizer_type",))
     config = resolve(config, amount)
-    if decided := decisions(asked, config):
+    if decided := decisions(given, config):
         speech = f"{duration_words(amount.hours)} of speech" if amount.hours < math.inf else "a text-to-text model"
         say(f"Automatic settings for {speech}: {decided}")
     return dataclasses.replace(start, config=config)

@@ -21,17 +21,17 @@ from konkanivani.training.rehearsal import rehearse
 from konkanivani.training.run import Run
 
 
-def train_and_report(asked: CommandLine) -> str:
+def train_and_report(command_line: CommandLine) -> str:
     """Train, score the test manifest with the best checkpoint, and return one line of JSON.
 
     Every rank started by torchrun calls this; only the first one prints, and the others return an empty string.
     """
-    with ignore_lost_output(), in_ranks(asked.config.run.rank_timeout) as topology:
-        run = build_in_ranks(asked, topology)
+    with ignore_lost_output(), in_ranks(command_line.config.run.rank_timeout) as topology:
+        run = build_in_ranks(command_line, topology)
         with run.logs.logbook, write_sizes_on_error(run):
             # A resumed run has been tested before, unless its memory plan is new.
             if is_rehearsed(run.config) and (run.state.step == 0 or run.config.memory.replan):
-                tell_rehearsal(run)
+                report_rehearsal(run)
             if run.state.step and run.is_finished():
                 say_complete(run)
             train(run)
@@ -49,12 +49,14 @@ def say_complete(run: Run) -> None:
     say(f"Training is complete: with {named}, step {run.state.step} is the last. Raise the limit to train longer.")
 
 
-def build_in_ranks(asked: CommandLine, topology: Topology) -> Run:
+def build_in_ranks(command_line: CommandLine, topology: Topology) -> Run:
     """Build the run after checking that all ranks have the same flags, code and data; install its signal handlers."""
     if not topology.is_single_process:
-        device = choose_device(asked.config.run.device).type
-        check_same(topology, {"flags": digest_of_flags(asked.config), "code": digest_of_code(), "devices": device})
-    start = resolve_start(asked, topology=topology)
+        device = choose_device(command_line.config.run.device).type
+        check_same(
+            topology, {"flags": digest_of_flags(command_line.config), "code": digest_of_code(), "devices": device}
+        )
+    start = resolve_start(command_line, topology=topology)
     with given_up_if_refused(*start.locks):
         # After resolve_start: a resumed checkpoint may supply the manifests.
         if not topology.is_single_process:
@@ -89,7 +91,7 @@ def write_sizes_on_error(run: Run) -> Iterator[None]:
         raise
 
 
-def tell_rehearsal(run: Run) -> None:
+def report_rehearsal(run: Run) -> None:
     """Run the largest batches, undo them, and print and log their peak memory next to the planned peaks."""
     tried = rehearse(run)
     phases = run.monitor.report()

@@ -205,8 +205,8 @@ def draw_histogram(histogram: Histogram, title: str, across: str, up: str, mark:
     """Return a figure with its caption; `across` and `up` name the axes, `mark` is a line at the median."""
     outside = [f"{histogram.below:,.4g} below {histogram.start:g}"] if histogram.below else []
     outside += [f"{histogram.beyond:,.4g} beyond {histogram.end:g}"] if histogram.beyond else []
-    said = ([] if mark is None else [f"median {mark:.3g}"]) + ([f"not drawn: {', '.join(outside)}"] if outside else [])
-    note = f'<span class="outside">{"; ".join(said)}</span>' if said else ""
+    notes = ([] if mark is None else [f"median {mark:.3g}"]) + ([f"not drawn: {', '.join(outside)}"] if outside else [])
+    note = f'<span class="outside">{"; ".join(notes)}</span>' if notes else ""
     caption = f"<figcaption>{html.escape(title)}{note}</figcaption>"
     if not any(histogram.amounts):
         return f'<figure>{caption}<p class="none">no data</p></figure>'
@@ -237,10 +237,10 @@ def _bars(histogram: Histogram, across: str, up: str) -> Iterator[str]:
         left, right = (_across(histogram, histogram.edge(n)) for n in (number, number + 1))
         # A bin with few values must stay visible.
         height = max(1.0, amount / most * (BOTTOM - TOP))
-        said = f"{histogram.edge(number):g} to {histogram.edge(number + 1):g} {across}: {amount:,.4g} {up}"
+        label = f"{histogram.edge(number):g} to {histogram.edge(number + 1):g} {across}: {amount:,.4g} {up}"
         yield (
             f'<rect class="bar" x="{left + 0.5:.1f}" width="{max(1.0, right - left - 1):.1f}" '
-            f'y="{BOTTOM - height:.1f}" height="{height:.1f}"><title>{html.escape(said)}</title></rect>'
+            f'y="{BOTTOM - height:.1f}" height="{height:.1f}"><title>{html.escape(label)}</title></rect>'
         )
 
 
@@ -282,7 +282,7 @@ def _short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def draw_bar(value: float, low: float, high: float, longest: float, said: str) -> str:
+def draw_bar(value: float, low: float, high: float, longest: float, label: str) -> str:
     """Return a bar for a table, `longest` being full width, with an interval from `low` to `high` drawn over it."""
     scale = BAR_WIDTH / longest if longest > 0 else 0.0
     middle = BAR_HEIGHT / 2
@@ -293,6 +293,6 @@ def draw_bar(value: float, low: float, high: float, longest: float, said: str) -
             x = min(max(end * scale, 0.75), BAR_WIDTH - 0.75)  # half the line's width, else it is clipped
             drawn += f'<line class="range" x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{BAR_HEIGHT - 2}"/>'
     return (
-        f'<svg class="inline" viewBox="0 0 {BAR_WIDTH} {BAR_HEIGHT}" role="img" aria-label="{html.escape(said)}">'
+        f'<svg class="inline" viewBox="0 0 {BAR_WIDTH} {BAR_HEIGHT}" role="img" aria-label="{html.escape(label)}">'
         f"{drawn}</svg>"
     )

@@ -130,16 +130,18 @@ def _align(
     for first in range(0, len(references), UTTERANCES_AT_ONCE):
         rows = slice(first, first + UTTERANCES_AT_ONCE)
         # Words are separated by whitespace; for the characters, a run of whitespace is one space.
-        said, heard = ([" ".join(text.split()) for text in texts[rows]] for texts in (references, hypotheses))
-        output = process(said, heard)
+        reference_rows, hypothesis_rows = (
+            [" ".join(text.split()) for text in texts[rows]] for texts in (references, hypotheses)
+        )
+        output = process(reference_rows, hypothesis_rows)
         yield from zip(output.references, output.hypotheses, output.alignments, strict=True)
 
 
-def _edits(said: list[str], heard: list[str], chunks: Iterable[jiwer.AlignmentChunk]) -> Iterator[Edit]:
+def _edits(reference: list[str], hypothesis: list[str], chunks: Iterable[jiwer.AlignmentChunk]) -> Iterator[Edit]:
     for chunk in chunks:
         # An insertion has no reference words, a deletion no hypothesis words.
-        one = said[chunk.ref_start_idx : chunk.ref_end_idx]
-        other = heard[chunk.hyp_start_idx : chunk.hyp_end_idx]
+        one = reference[chunk.ref_start_idx : chunk.ref_end_idx]
+        other = hypothesis[chunk.hyp_start_idx : chunk.hyp_end_idx]
         yield from (Edit(*words) for words in zip(one or [""] * len(other), other or [""] * len(one), strict=True))
 
 
@@ -152,9 +154,9 @@ def count_edits(references: Sequence[str], hypotheses: Sequence[str]) -> Utteran
     """Return the edits of each utterance; with an empty reference, each word of the hypothesis is an insertion."""
     words, characters = (np.zeros((len(references), len(KINDS)), np.int64) for _ in range(2))
     wrong = []
-    for row, (said, heard, chunks) in enumerate(_align(jiwer.process_words, references, hypotheses)):
+    for row, (reference, hypothesis, chunks) in enumerate(_align(jiwer.process_words, references, hypotheses)):
         _add_up(words[row], chunks)
-        wrong.append(tuple(_edits(said, heard, (chunk for chunk in chunks if chunk.type != "equal"))))
+        wrong.append(tuple(_edits(reference, hypothesis, (chunk for chunk in chunks if chunk.type != "equal"))))
     for row, (_, _, chunks) in enumerate(_align(jiwer.process_characters, references, hypotheses)):
         _add_up(characters[row], chunks)
     return UtteranceEdits(words, characters, tuple(wrong))

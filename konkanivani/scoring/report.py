@@ -157,10 +157,10 @@ def utterance_words(utterance: AlignedUtterance) -> str:
     """Return the heading of an aligned utterance: number of errors, speaker and duration."""
     text = utterance.text
     edits = utterance.rates.words
-    said = f"{count(edits.errors, 'error')} in {count(edits.length, 'word')}"
+    description = f"{count(edits.errors, 'error')} in {count(edits.length, 'word')}"
     more = [f"speaker {show_text(text.speaker, 40)}"] if text.speaker else []
     more += [f"{text.seconds:.1f} s"] if text.seconds is not None else []
-    return ", ".join([said, *more])
+    return ", ".join([description, *more])
 
 
 def _aligned_lines(utterance: AlignedUtterance) -> Iterator[str]:
@@ -391,8 +391,8 @@ def _longest_bar(parts: Sequence[Slice]) -> float:
 def _bar_cell(part: Slice, longest: float) -> str:
     if not math.isfinite(part.rates.wer):
         return "<td></td>"
-    said = f"WER {rate_words(part.rates.wer, part.interval)}"
-    return f"<td>{draw_bar(part.rates.wer, part.interval.low, part.interval.high, longest, said)}</td>"
+    label = f"WER {rate_words(part.rates.wer, part.interval)}"
+    return f"<td>{draw_bar(part.rates.wer, part.interval.low, part.interval.high, longest, label)}</td>"
 
 
 def _row(names: tuple[str, ...], part: Slice, longest: float) -> str:
@@ -434,9 +434,9 @@ def _aligned(utterance: AlignedUtterance) -> str:
     rest = len(utterance.edits) - MAX_PAGE_WORDS
     more = f'<p class="soft">… and {count(rest, "word")} more</p>' if rest > 0 else ""
     name = show_text(utterance.text.id)
-    said = utterance_words(utterance)
+    label = utterance_words(utterance)
     return (
-        f'<article class="aligned"><header><bdi>{escape(name)}</bdi>: <bdi>{escape(said)}</bdi></header>'
+        f'<article class="aligned"><header><bdi>{escape(name)}</bdi>: <bdi>{escape(label)}</bdi></header>'
         f'<div class="words">{words}</div>{more}</article>'
     )
 
@@ -444,7 +444,7 @@ def _aligned(utterance: AlignedUtterance) -> str:
 def _word(edit: Edit) -> str:
     """Return the column of an aligned word: reference, hypothesis and sign; a missing word leaves its cell empty."""
     # bdi isolates the direction of right-to-left text.
-    said, heard = (f"<bdi>{escape(show_text(word, 60))}</bdi>" for word in (edit.reference, edit.hypothesis))
-    said = f"<del>{said}</del>" if edit.kind == "deletion" else f"<i>{said}</i>"
-    heard = f"<ins>{heard}</ins>" if edit.kind == "insertion" else f"<i>{heard}</i>"
-    return f'<span class="{edit.kind}">{said}{heard}<b>{SIGNS[edit.kind]}</b></span>'
+    reference, hypothesis = (f"<bdi>{escape(show_text(word, 60))}</bdi>" for word in (edit.reference, edit.hypothesis))
+    reference = f"<del>{reference}</del>" if edit.kind == "deletion" else f"<i>{reference}</i>"
+    hypothesis = f"<ins>{hypothesis}</ins>" if edit.kind == "insertion" else f"<i>{hypothesis}</i>"
+    return f'<span class="{edit.kind}">{reference}{hypothesis}<b>{SIGNS[edit.kind]}</b></span>'

@@ -76,12 +76,12 @@ class CheckpointRun:
     def facts(self) -> tuple[tuple[str, str], ...]:
         left_out = f" ({count(self.left_out, 'row')} skipped)" if self.left_out else ""
         terms = [("CTC", self.ctc_loss), ("attention", self.attention_loss)]
-        told = ", ".join(f"{name} {loss:.3f}" for name, loss in terms if loss is not None)
+        named = ", ".join(f"{name} {loss:.3f}" for name, loss in terms if loss is not None)
         return (
             ("checkpoint", f"{self.checkpoint}, step {self.step:,}"),
             ("manifest", self.manifest + left_out),
             ("decoding", f"{decoding_words(self.decoding)}, {self.seconds:.1f} s including loading"),
-            ("loss", f"{self.loss:.3f} ({told}) nats per token"),
+            ("loss", f"{self.loss:.3f} ({named}) nats per token"),
         )
 
 
@@ -137,20 +137,20 @@ def read_pairs(references: str | None, hypotheses: str, text_format: TextFormat)
     Raises:
         DataError: If they cannot be read or paired.
     """
-    said = read_transcripts(references or hypotheses, text_format, "reference")
-    heard = read_transcripts(hypotheses, text_format, "hypothesis" if references else "own hypothesis")
-    texts = tuple(pair_transcripts(said, heard))
+    reference_file = read_transcripts(references or hypotheses, text_format, "reference")
+    hypothesis_file = read_transcripts(hypotheses, text_format, "hypothesis" if references else "own hypothesis")
+    texts = tuple(pair_transcripts(reference_file, hypothesis_file))
     notes: tuple[str, ...] = ()
     # Ids scored as words would lower the WER: they are always right.
-    if not (said.has_ids and heard.has_ids) and are_probably_ids(texts):
+    if not (reference_file.has_ids and hypothesis_file.has_ids) and are_probably_ids(texts):
         notes = ("Each line of both files starts with the same word; if these are ids, use --format ids.",)
     return TextPairs(texts, TextFiles(references or hypotheses, hypotheses), "konkanivani", notes)
 
 
-def other_system(heard: TextPairs, other: TranscriptFile) -> OtherSystem:
-    """Return another system's hypotheses for the utterances of `heard`, normalised the same way."""
-    normalize, _ = NORMALIZERS[heard.normalizer]
-    found = match_hypotheses(heard.texts, other)
+def other_system(ours: TextPairs, other: TranscriptFile) -> OtherSystem:
+    """Return another system's hypotheses for the utterances of `ours`, normalised the same way."""
+    normalize, _ = NORMALIZERS[ours.normalizer]
+    found = match_hypotheses(ours.texts, other)
     return OtherSystem(other.path, tuple(None if text is None else normalize(text) for text in found))
 
 
@@ -158,13 +158,13 @@ def decoding_words(config: DecodingConfig) -> str:
     """Return the decoding method with the settings that affect it."""
     if config.decode == "greedy":
         return "greedy"
-    said = [config.decode, f"beam {config.beam}"]
+    parts = [config.decode, f"beam {config.beam}"]
     if config.decode == "prefix":
-        return ", ".join(said)
-    said += [f"CTC weight {config.joint_ctc_weight:g}"] if config.decode == "joint" else []
-    said += [f"length bonus {config.length_bonus:g}"] if config.length_bonus else []
-    said += [f"{config.language_model} times {config.language_model_weight:g}"] if config.language_model else []
-    return ", ".join(said)
+        return ", ".join(parts)
+    parts += [f"CTC weight {config.joint_ctc_weight:g}"] if config.decode == "joint" else []
+    parts += [f"length bonus {config.length_bonus:g}"] if config.length_bonus else []
+    parts += [f"{config.language_model} times {config.language_model_weight:g}"] if config.language_model else []
+    return ", ".join(parts)
 
 
 HYPOTHESES = '"hypothesis": '  # occurs in each row
@@ -287,12 +287,12 @@ class ScoreReport:
     @property
     def interval_words(self) -> str:
         """Return a description of the intervals for the user."""
-        said = f"{RESAMPLES:,} bootstrap resamples of {self.unit}"
+        method = f"{RESAMPLES:,} bootstrap resamples of {self.unit}"
         if self.unit == "speakers" or not self.speakers:
-            return said
+            return method
         named = sum(bool(speaker.name) for speaker in self.speakers)
         few = f", too few ({named}) to be resampled" if named < MIN_SPEAKERS else ""
-        return f"{said}; valid for other speech of the same speakers{few}"
+        return f"{method}; valid for other speech of the same speakers{few}"
 
 
 def build_report(
@@ -336,11 +336,11 @@ def build_report(
 
 
 def score_conditions(
-    heard: Sequence[ConditionTexts], normalizer: NormalizerName, wish: Wish
+    conditions: Sequence[ConditionTexts], normalizer: NormalizerName, wish: Wish
 ) -> tuple[ConditionScore, ...]:
     """Return the scores of all conditions, in order; the first one is of unchanged recordings."""
     parts = []
-    for condition in heard:
+    for condition in conditions:
         texts = replace(condition.pairs, normalizer=normalizer).normalized().texts
         edits = count_edits([text.reference for text in texts], [text.hypothesis for text in texts])
         found = _slices(texts, edits, wish, [condition.description] * len(texts))
@@ -348,7 +348,7 @@ def score_conditions(
     usual = parts[0].rates.wer
     return tuple(
         ConditionScore(condition.name, part, part.rates.wer / usual if usual > 0 else np.nan)
-        for condition, part in zip(heard, parts, strict=True)
+        for condition, part in zip(conditions, parts, strict=True)
     )
 
 

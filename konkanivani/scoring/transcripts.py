@@ -215,18 +215,18 @@ def pair_transcripts(references: TranscriptFile, hypotheses: TranscriptFile) -> 
             )
         texts = [row.text for row in hypotheses.rows]
     else:
-        heard = {row.id: row.text for row in hypotheses.rows}
-        missing = [row.id for row in references.rows if row.id not in heard]
-        unasked = sorted(heard.keys() - {row.id for row in references.rows})
+        text_by_id = {row.id: row.text for row in hypotheses.rows}
+        missing = [row.id for row in references.rows if row.id not in text_by_id]
+        additional = sorted(text_by_id.keys() - {row.id for row in references.rows})
         # A missing hypothesis is an error, not an empty transcript: it would be scored as deletions.
-        for one, other, ids in ((hypotheses, references, missing), (references, hypotheses, unasked)):
+        for one, other, ids in ((hypotheses, references, missing), (references, hypotheses, additional)):
             if ids:
                 raise DataError(
                     f"{one.path} has no transcript of {len(ids):,} of the {len(other.rows):,} utterances of "
                     f"{other.path}: {_names(ids)}. Write each utterance into both files, with an empty text "
                     "for an empty transcript."
                 )
-        texts = [heard[row.id] for row in references.rows]
+        texts = [text_by_id[row.id] for row in references.rows]
     return [
         ScoredText(row.id or f"line {number}", row.text, text, row.speaker, row.seconds, row.pattern)
         for number, (row, text) in enumerate(zip(references.rows, texts, strict=True), start=1)
@@ -242,8 +242,8 @@ def match_hypotheses(texts: Sequence[ScoredText], other: TranscriptFile) -> list
     # Without ids, only an equal number of lines suggests the same utterances in the same order.
     if not other.has_ids and len(other.rows) == len(texts):
         return [row.text for row in other.rows]
-    heard = {row.id: row.text for row in other.rows if row.id}
-    found = [heard.get(text.id) for text in texts]
+    text_by_id = {row.id: row.text for row in other.rows if row.id}
+    found = [text_by_id.get(text.id) for text in texts]
     if all(hypothesis is None for hypothesis in found):
         raise DataError(
             f"{other.path} has {len(other.rows):,} transcripts, none of which can be paired with the "

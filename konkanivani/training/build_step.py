@@ -80,8 +80,8 @@ def choose_concurrency(config: TrainConfig, device: torch.device, is_sharded: bo
     if device.type != "cpu" or is_sharded:
         # Sharded weights are gathered collectively inside the forward pass, in an order that threads would mix up.
         return 1
-    asked = config.data.concurrent_micro_batches
-    return min(AT_ONCE if asked == AUTO else asked, torch.get_num_threads())
+    setting = config.data.concurrent_micro_batches
+    return min(AT_ONCE if setting == AUTO else setting, torch.get_num_threads())
 
 
 def build_step_parts(

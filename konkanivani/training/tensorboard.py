@@ -162,9 +162,9 @@ def _write_media(writer: "SummaryWriter", record: Record) -> None:
 
 def _hypotheses(record: ValidationRecord) -> str:
     rates = (("WER", record.wer), ("CER", record.cer))
-    said = [f"Epoch {record.epoch}", *(f"{name} {100 * rate:.1f} %" for name, rate in rates if rate is not None)]
+    parts = [f"Epoch {record.epoch}", *(f"{name} {100 * rate:.1f} %" for name, rate in rates if rate is not None)]
     table = hypotheses_table(record.hypotheses)
-    return f"{', '.join(said)}. Words that differ are bold.\n\n{table}"
+    return f"{', '.join(parts)}. Words that differ are bold.\n\n{table}"
 
 
 def hypotheses_table(pairs: tuple[HypothesisPair, ...]) -> str:

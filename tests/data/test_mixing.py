@@ -16,7 +16,7 @@ RATE = 16_000
 
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch):
-    monkeypatch.setattr(channels, "_told", set())
+    monkeypatch.setattr(channels, "_reported", set())
 
 
 def voice(seconds: float = 2.0, seed: int = 0) -> np.ndarray:

@@ -13,7 +13,7 @@ import torch
 
 from konkanivani.decoding.decode import BeamDecode
 from konkanivani.inference import whisper_generation as generation
-from konkanivani.inference.whisper_generation import FallbackDecode, compression_ratio, say
+from konkanivani.inference.whisper_generation import FallbackDecode, compression_ratio, generate
 from konkanivani.models.whisper.model import Whisper, WhisperShape
 from konkanivani.models.whisper.vocabulary import PromptedVocabulary
 from konkanivani.planning.tensors import LiveBytes
@@ -229,7 +229,7 @@ def test_the_mean_log_probability_is_transformers(vocabulary, says_times):
         with torch.no_grad():
             scorer = search.attention(ours, encoded, (FRAMES,) * 3, 1)
             limits = dict(enumerate(search.limits(ours, (FRAMES,) * 3)))
-            found = say(scorer, lambda _step, _rows, likely: likely.argmax(dim=1), limits, end)
+            found = generate(scorer, lambda _step, _rows, likely: likely.argmax(dim=1), limits, end)
         for row in range(3):
             length = len(found[row].tokens)
             is_ended, said = length < limits[row], tokens[row, : length + 1]

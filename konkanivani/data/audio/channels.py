@@ -24,7 +24,7 @@ PIECE_FRAMES = 2**18
 CANCELLED = "its channels have opposite phases, so that their mean is nearly silent"
 ONE_SIDED = "only one of its channels has sound"
 
-_told: set[str] = set()
+_reported: set[str] = set()
 
 
 class ChannelPowers:
@@ -78,7 +78,7 @@ def mix(samples: np.ndarray, source: AudioSource) -> torch.Tensor:
     channels = torch.from_numpy(samples)
     if channels.shape[1] == 1:
         return channels[:, 0]
-    return _of_channel(channels, _tell(*choose_channel(samples), source))
+    return _of_channel(channels, _report(*choose_channel(samples), source))
 
 
 def mix_blocks(blocks: Iterable[np.ndarray], source: AudioSource) -> Iterator[torch.Tensor]:
@@ -97,16 +97,16 @@ def mix_blocks(blocks: Iterable[np.ndarray], source: AudioSource) -> Iterator[to
         with_sound += bool(block.any())
         if with_sound == DECISION_BLOCKS or len(waiting) == MAX_WAITING_BLOCKS:
             break
-    channel = None if powers is None else _tell(*powers.choose(), source)
+    channel = None if powers is None else _report(*powers.choose(), source)
     for block in itertools.chain(waiting, stream):
         yield _of_channel(torch.from_numpy(block), channel)
 
 
-def _tell(channel: int | None, reason: str, source: AudioSource) -> int | None:
+def _report(channel: int | None, reason: str, source: AudioSource) -> int | None:
     """Return the channel; name the file, once, if it is not None."""
     name = str(source.path)
-    if channel is not None and name not in _told:
-        _told.add(name)
+    if channel is not None and name not in _reported:
+        _reported.add(name)
         advice = "Set the row's channel to choose another one."
         # On stderr: transcripts and JSON are on stdout.
         say(f"Only channel {channel} of {name} is used, because {reason}. {advice}", sys.stderr)

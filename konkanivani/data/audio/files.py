@@ -252,8 +252,8 @@ def _span(header: AudioHeader, source: AudioSource, is_counted: bool) -> tuple[i
         longest = MAX_FILE_SECONDS if source.seconds is None else source.seconds + duration_tolerance(source.seconds)
         return 0, int(longest * header.rate) + 1
     if span is None:
-        said = header.seconds if source.seconds is None else source.seconds
-        if abs(header.seconds - said) > duration_tolerance(said):
+        stated = header.seconds if source.seconds is None else source.seconds
+        if abs(header.seconds - stated) > duration_tolerance(stated):
             raise _other_length(header.seconds, header.missing, source)
         return 0, header.frames
     start, seconds = span

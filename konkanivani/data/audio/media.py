@@ -266,10 +266,10 @@ class MediaSound:
 
     def _begin(self) -> None:
         """Open the file in a decoder process and skip the frames that have been read already."""
-        said = json.loads(self._ask(b"o", self.opened.begin, self.opened.size, self.opened.file.fileno()))
+        answer = json.loads(self._ask(b"o", self.opened.begin, self.opened.size, self.opened.file.fileno()))
         # A damaged header can state a negative or absurd duration; it then counts as none.
-        claimed = said["claimed"] if 0 < (said["claimed"] or 0) < 1e12 else 0
-        self.header = AudioHeader(round(claimed * said["rate"]), said["rate"], said["channels"])
+        claimed = answer["claimed"] if 0 < (answer["claimed"] or 0) < 1e12 else 0
+        self.header = AudioHeader(round(claimed * answer["rate"]), answer["rate"], answer["channels"])
         done = self.done
         self.done = 0
         self.skip(done)

@@ -314,17 +314,17 @@ class Imported:
         model = self.architecture.model
         features = self.architecture.features
         framing = self.architecture.framing
-        said = self.provenance
+        origin = self.provenance
         known = [f"SHA-256 {self.provenance.sha256}", f"saved by {self.provenance.saved_by}"]
-        known += [f"licence: {said.licence}" if said.licence else "no licence in the file: check its source"]
+        known += [f"licence: {origin.licence}" if origin.licence else "no licence in the file: check its source"]
         numbers = f"{self.numbers / 1e6:.1f} M parameters"
         tokens = f"{self.checkpoint.vocab_size} tokens"
-        tokens += f" of {said.language}" if said.language else ""
+        tokens += f" of {origin.language}" if origin.language else ""
         return (
             f"Imported: {model.encoder_layers} blocks of dimension {model.d_model} and a CTC head, "
             f"{numbers}; {tokens}; {features.mel_bins} mel bins, "
             f"{1000 * framing.encoder_hop // SAMPLE_RATE} ms per frame.\nNot imported: {self.left}.\nSource: "
-            f"{said.file}, {', '.join(known)}."
+            f"{origin.file}, {', '.join(known)}."
         )
 
 
