@@ -259,6 +259,32 @@ def test_a_microphone_that_cannot_be_opened_is_a_sentence(page, name, sentence):
     assert page.text("#listen") == "Start listening"
 
 
+MUTED_AT_FIRST = """(() => {
+    const context = new AudioContext();
+    const microphone = context.createMediaStreamDestination();
+    window.volume = context.createGain();
+    volume.gain.value = 0;
+    const tone = context.createOscillator();
+    tone.connect(volume).connect(microphone);
+    tone.start();
+    navigator.mediaDevices.getUserMedia = async () => microphone.stream;
+})()"""
+
+
+def test_a_muted_microphone_is_a_sentence_until_there_is_sound(page):
+    page.evaluate(MUTED_AT_FIRST)
+    page.click("#listen")
+    page.wait("document.querySelector('#message').innerText.includes('only silence')")
+    page.evaluate("volume.gain.value = 0.1")
+    page.wait("document.querySelector('#message').hidden")
+    # A pause of a microphone with a noise gate.
+    page.evaluate("volume.gain.value = 0")
+    time.sleep(3.5)
+    assert page.evaluate("document.querySelector('#message').hidden") is True
+    page.click("#listen")
+    page.wait(READY)
+
+
 def test_a_server_that_stops_is_a_sentence(browser):
     with running() as stopping:
         browser.open(stopping.address)

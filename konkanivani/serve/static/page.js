@@ -94,10 +94,14 @@ async function listen() {
   showMessage("");
   show("Opening the microphone …", true);
   let recording = null;
+  // Only before the first sound: a noise gate delivers silence in each pause.
   let silent = 0;
   const receive = (samples) => {
     const loudness = level(samples);
-    silent = loudness === 0 ? silent + 1 : 0;
+    if (loudness > 0 && silent >= SILENT_BLOCKS) {
+      showMessage("");
+    }
+    silent = loudness > 0 ? -Infinity : silent + 1;
     if (silent === SILENT_BLOCKS) {
       showMessage("The microphone delivers only silence. Check that it is not muted.");
     }
