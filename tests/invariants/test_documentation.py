@@ -31,7 +31,9 @@ from tests.whisper.small_model import write_model
 
 README, TRAINING, CONTRIBUTING = ROOT / "README.md", ROOT / "docs" / "training.md", ROOT / "CONTRIBUTING.md"
 PAGES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "experiments.md")
-MAX_WORDS, PICTURES, MAX_PICTURE_BYTES = 900, 4, 150 * 1024
+MAX_WORDS = 900
+PICTURES = 5
+MAX_PICTURE_BYTES = 150 * 1024
 SHORT = "--memory_budget", "520MiB"  # limit of the plan search, the CUDA context included
 FIRST_STEPS = 2  # epochs of the first training command, which saves a checkpoint in each
 SETUP = "./run_training_memory_optimized.sh"
