@@ -37,8 +37,15 @@ class RecomputedBlocks:
         is_fetched = isinstance(block, OffloadedBlock) and block.is_fetched
         if number >= self.count and not is_fetched:
             return block
-        keeps_attention = not isinstance(block, OffloadedBlock) or block.keeps_attention
-        return partial(run_recomputed, block, keeps_random_state=True, keeps_attention=keeps_attention)
+        if not isinstance(block, OffloadedBlock):
+            return partial(run_recomputed, block, keeps_random_state=True, keeps_attention=True)
+        return partial(
+            run_recomputed,
+            block,
+            keeps_random_state=True,
+            keeps_attention=block.keeps_attention,
+            input_place=block.input_place,
+        )
 
 
 @dataclass(frozen=True)
