@@ -289,7 +289,9 @@ class OffloadedWeights:
 
     def _add_halves(self, blocks: list[torch.nn.Module], dtype: torch.dtype, place: torch.device) -> None:
         for block in blocks:
-            self._halves |= {w: torch.empty_like(w, dtype=dtype, device=place) for w in matrices(block)}
+            # Weights that are stored in this format need no copy.
+            stored = [weight for weight in matrices(block) if weight.dtype != dtype]
+            self._halves |= {weight: torch.empty_like(weight, dtype=dtype, device=place) for weight in stored}
 
     def _give_own_pages(self, blocks: list[torch.nn.Module]) -> None:
         for weight in (weight for block in blocks for weight in block.parameters()):
