@@ -10,8 +10,9 @@ import torch
 from konkanivani.config import PretrainedConfig, TrainConfig
 from konkanivani.data.text import GenerationRules
 from konkanivani.inference.speech_model import digest_of
-from konkanivani.memory.devices import DeviceCosts
+from konkanivani.memory.devices import DeviceCosts, cuda_costs
 from konkanivani.memory.plan import RecomputePolicy
+from konkanivani.memory.weights import Placement
 from konkanivani.models import decoder
 from konkanivani.models.asr import LossCounts
 from konkanivani.models.decoder import FIRST_CAPACITY, DecoderCache
@@ -19,7 +20,7 @@ from konkanivani.models.t5.architecture import T5Architecture
 from konkanivani.models.t5.model import FeedForward, T5Shape
 from konkanivani.planning.report import PlanRequest
 from konkanivani.planning.tensors import LiveBytes
-from konkanivani.planning.tracer import BatchShape
+from konkanivani.planning.tracer import BatchShape, Peak
 from konkanivani.planning.traces import build_tracer
 from konkanivani.training import step
 from konkanivani.training.build_step import build_step_parts
@@ -266,3 +267,27 @@ def test_a_plan_counts_tokens_up_to_the_limits(tmp_path):
     request = PlanRequest(TrainConfig(pretrained=texts), ONLY_TENSORS, 2**30, "always")
     assert request.lengths == [25, 49, 98, 196] and request.window == 196
     assert (request.tokens(196), request.tokens(1)) == (384, 2)
+
+
+def traced_on_the_host(layers: int, placement: Placement, mode: str = "full") -> Peak:
+    """Return the peaks of a step of a decoder with this number of blocks, traced for a card and its host."""
+    shape = dataclasses.replace(LARGER, encoder_layers=layers, decoder_layers=1)
+    architecture = T5Architecture(shape, MODES[mode])
+    tracer = build_tracer(t5_config(), architecture, cuda_costs("a card", (7, 5)), placement)
+    return tracer.trace(BatchShape(4, 128.0, 8), POLICIES["always"])
+
+
+def test_inputs_of_fetched_blocks_wait_on_the_host_for_their_recomputation():
+    host, ahead = Placement(offloaded_blocks=99), Placement(offloaded_blocks=99, prefetch=True)
+    an_input = 4 * 128 * LARGER.d_model * 4  # bytes of one block's input, in fp32
+    fewer, more = traced_on_the_host(4, host), traced_on_the_host(12, host)
+    assert more.backward - fewer.backward < an_input
+    a_block = 4 * sum(p.numel() for p in T5Architecture(LARGER).build_without_values().encoder.blocks[0].parameters())
+    # Weights and AdamW's moments; the gradients are allocated before the peak, too.
+    assert more.host - fewer.host == pytest.approx(8 * (4 * a_block + an_input), rel=0.01)
+    # Negative control: with a prefetch, inputs stay on the card.
+    fewer, more = traced_on_the_host(4, ahead), traced_on_the_host(12, ahead)
+    assert more.backward - fewer.backward >= 8 * an_input
+    # Below the first trained block nothing is recomputed, so that nothing waits.
+    frozen = [traced_on_the_host(count, host, "encoder").host for count in (4, 12)]
+    assert frozen[1] - frozen[0] == pytest.approx(8 * a_block, rel=0.01)
