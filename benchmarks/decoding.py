@@ -144,10 +144,27 @@ def measure_decoding(
         lambda: decode_with_cache(model, one, one_length, beam, tokens),
         lambda: decode_without_cache(model, one, one_length, beam, tokens),
     )
+    return times_of(preset, speech, beam, tokens, seconds)
+
+
+def times_of(preset: str, speech: DecodedSpeech, beam: int, tokens: int, seconds: list[float]) -> DecodingTimes:
+    """Return the speeds and times of the median `seconds` that `measure_decoding` measured, in its order."""
     audio = speech.seconds * speech.utterances
-    rates = [audio / each for each in seconds[:4]]
-    measured = (preset, torch.get_num_threads(), *rates, tokens, beam, *seconds[4:])
-    return DecodingTimes(*measured)
+    greedy, by_prefix, attention, joint, cached, uncached, cached_beam, uncached_beam = seconds
+    return DecodingTimes(
+        preset=preset,
+        threads=torch.get_num_threads(),
+        greedy=audio / greedy,
+        prefix=audio / by_prefix,
+        attention=audio / attention,
+        joint=audio / joint,
+        tokens=tokens,
+        beam=beam,
+        cached_seconds=cached,
+        uncached_seconds=uncached,
+        cached_beam_seconds=cached_beam,
+        uncached_beam_seconds=uncached_beam,
+    )
 
 
 def medians(rounds: int, device: torch.device, *actions: Callable[[], object]) -> list[float]:

@@ -6,7 +6,6 @@ traced a model, as PyTorch's autograd then fails in the forked process.
 """
 
 import contextlib
-import ctypes
 import io
 import json
 import re
@@ -17,12 +16,12 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from konkanivani.config import TrainConfig
 from konkanivani.errors import (
-    PR_SET_PDEATHSIG,
     CheckpointError,
     DataError,
     Interrupted,
@@ -31,6 +30,7 @@ from konkanivani.errors import (
     ResourceError,
     UsageError,
     defer_signals,
+    request_parent_death_signal,
     stopping_signals,
 )
 from konkanivani.flags import command_words
@@ -107,7 +107,6 @@ class CommandRunner:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._signal_number = 0
-        self._libc = ctypes.CDLL(None)
 
     def install(self) -> None:
         """Install handlers that forward stop signals."""
@@ -146,7 +145,7 @@ class CommandRunner:
             encoding="utf-8",
             errors="replace",
             start_new_session=True,
-            preexec_fn=self._end_with_parent,
+            preexec_fn=partial(request_parent_death_signal, signal.SIGTERM),
         )
         kept = deque[str](maxlen=KEPT_LINES), deque[str](maxlen=KEPT_LINES)
         copies = (process.stdout, kept[0], is_result_shown), (process.stderr, kept[1], True)
@@ -169,9 +168,6 @@ class CommandRunner:
         self._signal_number = self._signal_number or number
         if self._process is not None:
             self._process.send_signal(number)
-
-    def _end_with_parent(self) -> None:
-        self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def copy_output(stream: io.TextIOWrapper, kept: deque[str], is_shown: bool = True) -> None:

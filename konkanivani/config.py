@@ -348,6 +348,8 @@ class MemoryConfig:
     weights: Literal["card", "half", "host", "auto"] = "auto"
     """Weight placement: on the GPU, in half precision on the GPU with fp32 masters on the host, or on the host and
     fetched block by block."""
+    weight_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Number format of stored weights, gradients and moments; bf16 has no fp32 masters and rounds stochastically."""
     host_budget: str | None = None
     """Maximum host memory for offloaded state, such as 12GiB (None: the free memory)."""
     rehearsal: Literal["always", "auto", "never"] = "auto"

@@ -88,6 +88,8 @@ def explained(kind: type[KonkaniVaniError], what: str, advice: str, *others: typ
 
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Loaded once: between fork and exec, loading a library could wait for a lock that another thread held.
+LIBC = ctypes.CDLL(None)
 MAX_REPORTED = 20
 # Errors of the input. NumericsError and Interrupted end a stage at once.
 COLLECTED = (UsageError, DataError, CheckpointError, ResourceError)
@@ -151,10 +153,15 @@ def defer_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def request_parent_death_signal(number: signal.Signals) -> None:
+    """Make the kernel send this signal to this process when its parent exits for any reason."""
+    LIBC.prctl(PR_SET_PDEATHSIG, number)
+
+
 def end_worker_with_parent() -> None:
     """Make the kernel kill this process of `multiprocessing` when its parent exits for any reason."""
     # Even if the worker hangs in a read, or waits for work on a pipe that it holds open itself.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    request_parent_death_signal(signal.SIGKILL)
     parent = multiprocessing.parent_process()
     assert parent is not None  # a worker has one
     if os.getppid() != parent.pid:  # the parent exited before the call of prctl

@@ -117,16 +117,12 @@ class MaskCounters:
         # 64 bits serve four channels.
         groups = -(-channels // 4)
         # The site's stream starts at a hash of its number, so that the streams of two sites do not overlap.
-        site = _signed(_mixed((self.block << 32) + self.masks + 1))
+        site = signed(mixed((self.block << 32) + self.masks + 1))
         self.masks += 1
         device = self.row_seeds.device
-        numbers = torch.arange(frames * groups, device=device).mul_(_signed(GOLDEN)).view(1, frames, groups)
+        numbers = torch.arange(frames * groups, device=device).mul_(signed(GOLDEN)).view(1, frames, groups)
         bits = numbers + (self.row_seeds ^ site)[:, None, None]
-        # SplitMix64's finaliser.
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            bits ^= _shifted_right(bits, shift)
-            bits *= _signed(factor)
-        bits ^= _shifted_right(bits, 31)
+        mix_in_place(bits, torch.empty_like(bits))
         return bits.view(torch.int16)[..., :channels]
 
 
@@ -148,12 +144,17 @@ def mask_counters() -> MaskCounters | None:
     return _COUNTERS.get()
 
 
-def _shifted_right(bits: torch.Tensor, places: int) -> torch.Tensor:
-    """Return int64 numbers shifted to the right with zeros from the left, as numbers without a sign."""
-    return (bits >> places).bitwise_and_(2 ** (64 - places) - 1)
+def mix_in_place(bits: torch.Tensor, workspace: torch.Tensor) -> None:
+    """Apply SplitMix64's finaliser to int64 numbers; `workspace` has their shape."""
+    for places, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
+        # Numbers without a sign: zeros are shifted in from the left.
+        torch.bitwise_right_shift(bits, places, out=workspace).bitwise_and_(2 ** (64 - places) - 1)
+        bits ^= workspace
+        if factor is not None:
+            bits *= signed(factor)
 
 
-def _mixed(number: int) -> int:
+def mixed(number: int) -> int:
     """Return SplitMix64's hash of a number, in 64 bits without a sign."""
     number = number * GOLDEN & MASK_64
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & MASK_64
@@ -161,6 +162,6 @@ def _mixed(number: int) -> int:
     return number ^ number >> 31
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
     """Return the int64 with the bits of a 64-bit number without a sign."""
     return number - 2**64 if number >= 2**63 else number

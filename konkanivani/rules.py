@@ -273,7 +273,30 @@ def _learning_rules(config: TrainConfig) -> list[Rule]:
             optimizer.optimizer == "adamw" or config.memory.shard != "always",
             "--shard always supports only AdamW: omit it, or use --optimizer adamw",
         ),
+        *_bf16_rules(config),
         (config.memory.empty_cache_interval >= 0, "--empty_cache_interval must be at least 0"),
+    ]
+
+
+def _bf16_rules(config: TrainConfig) -> list[Rule]:
+    memory = config.memory
+    if memory.weight_dtype != "bf16":
+        return []
+    return [
+        (
+            memory.mixed_precision and (memory.amp_dtype == "bf16" or config.run.device == "cpu"),
+            "--weight_dtype bf16 needs products in bf16: give --mixed_precision --amp_dtype bf16",
+        ),
+        (
+            config.optimizer.optimizer in ("adamw", "adafactor"),
+            f"--weight_dtype bf16 does not support --optimizer {config.optimizer.optimizer}: use adamw or adafactor",
+        ),
+        (
+            memory.weights != "half",
+            "--weights half keeps fp32 masters on the host, --weight_dtype bf16 has none: omit one of them",
+        ),
+        (memory.shard != "always", "--shard always needs weights in fp32: omit it, or --weight_dtype bf16"),
+        (memory.cuda_graphs == "off", "--cuda_graphs needs weights in fp32: omit it, or --weight_dtype bf16"),
     ]
 
 

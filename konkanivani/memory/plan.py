@@ -12,7 +12,6 @@ from konkanivani.console import MIB, budget_text, peak_text
 from konkanivani.errors import CheckpointError
 from konkanivani.lengths import SECONDS, InputUnit
 from konkanivani.memory.weights import ON_CARD, OffloadedBlock, Placement
-from konkanivani.models.asr import parameter_count
 from konkanivani.models.conformer import RunBlock
 from konkanivani.ops.recompute import run_recomputed
 
@@ -37,8 +36,15 @@ class RecomputedBlocks:
         is_fetched = isinstance(block, OffloadedBlock) and block.is_fetched
         if number >= self.count and not is_fetched:
             return block
-        keeps_attention = not isinstance(block, OffloadedBlock) or block.keeps_attention
-        return partial(run_recomputed, block, keeps_random_state=True, keeps_attention=keeps_attention)
+        if not isinstance(block, OffloadedBlock):
+            return partial(run_recomputed, block, keeps_random_state=True, keeps_attention=True)
+        return partial(
+            run_recomputed,
+            block,
+            keeps_random_state=True,
+            keeps_attention=block.keeps_attention,
+            input_place=block.input_place,
+        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,6 @@ class RecomputePolicy:
 
 
 STATE_BYTES = 16  # per trained parameter: weight, gradient and AdamW's two moments in fp32
-TRAINED_BYTES = 8  # per trained parameter: weight and gradient in fp32
 
 
 @dataclass(frozen=True)
@@ -210,5 +215,6 @@ def model_state_bytes(model: torch.nn.Module, optimizer: Iterable[torch.Tensor])
     """
     # The step counters are the 0-dimensional tensors.
     beside = sum(tensor.nbytes for tensor in optimizer if tensor.dim())
-    frozen = sum(weight.nbytes for weight in model.parameters() if not weight.requires_grad)
-    return TRAINED_BYTES * parameter_count(model) + frozen + beside
+    # A trained weight has a gradient of its size.
+    weights = sum((2 if weight.requires_grad else 1) * weight.nbytes for weight in model.parameters())
+    return weights + beside

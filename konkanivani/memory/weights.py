@@ -1,5 +1,8 @@
 """Placement of model weights on the GPU or in host memory, and the prefetch of offloaded blocks.
 
+The input of a fetched block, which its recomputation starts from, waits in host memory for the backward pass, unless
+memory is left for a prefetch: of a deep model's activations, the blocks' inputs are then the largest part.
+
 With `Placement.prefetch` on CUDA, the host weights are page-locked and copied in a second stream, so that the transfer
 overlaps with the block's matrix products (Rajbhandari et al., 2021). Otherwise each block's weights are copied when the
 block needs them.
@@ -250,6 +253,7 @@ class OffloadedWeights:
         """
         self.placement = placement
         self._device = device
+        self._host = host
         self._amp_dtype = amp_dtype
         self._at_hand: set[torch.nn.Module] = set()
         self._halves: dict[torch.Tensor, torch.Tensor] = {}
@@ -266,8 +270,8 @@ class OffloadedWeights:
         sources = [
             {name: self._halves.get(w, w).detach() for name, w in b.named_parameters()} for b in offloaded_blocks
         ]
-        trains = [any(weight.requires_grad for weight in block.parameters()) for block in offloaded_blocks]
-        self._fetcher = WeightPrefetcher(sources, device, amp_dtype, placement.prefetch, trains)
+        self._trains = [any(weight.requires_grad for weight in block.parameters()) for block in offloaded_blocks]
+        self._fetcher = WeightPrefetcher(sources, device, amp_dtype, placement.prefetch, self._trains)
         self.refresh()
 
     @property
@@ -285,7 +289,9 @@ class OffloadedWeights:
 
     def _add_halves(self, blocks: list[torch.nn.Module], dtype: torch.dtype, place: torch.device) -> None:
         for block in blocks:
-            self._halves |= {w: torch.empty_like(w, dtype=dtype, device=place) for w in matrices(block)}
+            # Weights that are stored in this format need no copy.
+            stored = [weight for weight in matrices(block) if weight.dtype != dtype]
+            self._halves |= {weight: torch.empty_like(weight, dtype=dtype, device=place) for weight in stored}
 
     def _give_own_pages(self, blocks: list[torch.nn.Module]) -> None:
         for weight in (weight for block in blocks for weight in block.parameters()):
@@ -304,8 +310,12 @@ class OffloadedWeights:
             return block
         if not (is_fetched or self.placement.half_precision):
             return block
-        # Prefetch is chosen only if there is memory to spare: attention is then kept as in a block on the GPU.
-        return OffloadedBlock(block, partial(self._provided, number), is_fetched, self.placement.prefetch)
+        # Prefetch is chosen only if memory is left: inputs and attention are then kept as in a block on the GPU.
+        has_room = self.placement.prefetch
+        # The backward pass does not reach blocks below the first trained one.
+        offloads_input = is_fetched and not has_room and any(self._trains[: number + 1])
+        input_place = self._host if offloads_input else None
+        return OffloadedBlock(block, partial(self._provided, number), is_fetched, has_room, input_place)
 
     def _provided(self, number: int, block: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the block's weights on the GPU by name; their gradients flow to the masters."""
@@ -362,6 +372,8 @@ class OffloadedBlock:
     is_fetched: bool
     keeps_attention: bool
     """Whether attention's results are kept when the block is recomputed."""
+    input_place: torch.device | None = None
+    """Device on which the block's input waits for the recomputation; None: the GPU."""
 
     def __call__(self, *inputs: object) -> torch.Tensor:
         return functional_call(self.block, self.provide_weights(self.block), inputs)

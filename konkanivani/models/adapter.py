@@ -8,46 +8,18 @@ r rank, D input and N output width of a layer.
 
 from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Protocol
 
 import safetensors.torch
 import torch
 
 from konkanivani.config import TuningConfig
 from konkanivani.errors import CheckpointError, UsageError
-from konkanivani.models.architecture import Architecture
 from konkanivani.models.fine_tuning import LOW_RANK_TENSORS
-from konkanivani.models.model_files import check_finite, check_is_new, whole_folder, write_json
+from konkanivani.models.model_files import ModelFolder, check_finite, check_is_new, whole_folder, write_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's prefix of the names in transformers' model
-
-
-class ModelFolder(Protocol):
-    """Folder of a base model of any family, as exports need it."""
-
-    @property
-    def path(self) -> Path:
-        """Path of the folder."""
-
-    @property
-    def files(self) -> Mapping[str, tuple[str, ...]]:
-        """Weight files with the names of their tensors."""
-
-    @property
-    def architecture(self) -> Architecture:
-        """Architecture that the folder describes."""
-
-    @property
-    def peft_model(self) -> Mapping[str, str]:
-        """Class of the model in transformers, as PEFT's adapter_config.json names it."""
-
-    def our_names(self) -> dict[str, str]:
-        """Return the network's tensor names, keyed by their names in the files."""
-
-    def name_in_file(self, name: str) -> str:
-        """Return the name in the files of the network's tensor or layer `name`."""
 
 
 def write_adapter(base: ModelFolder, weights: Mapping[str, torch.Tensor], tuning: TuningConfig, out: Path) -> None:

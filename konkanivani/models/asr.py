@@ -199,10 +199,19 @@ class TiedHead:
     gradient_buffer: Callable[[], torch.Tensor] | None = None
 
 
+def in_full(vectors: torch.Tensor) -> torch.Tensor:
+    """Return vectors in at least fp32."""
+    return vectors.to(torch.promote_types(vectors.dtype, torch.float32))
+
+
 class TiedEmbedding(torch.nn.Embedding):
     """Token embedding whose weight is also the output layer's: logits are products with the same vectors."""
 
     bias = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return vectors (…, D) of tokens (…) in at least fp32, as the residual stream is."""
+        return in_full(super().forward(tokens))
 
     def with_head(self, tokens: torch.Tensor) -> tuple[torch.Tensor, TiedHead]:
         """Return vectors (B, U, D) of tokens (B, U), on their device, and the output layer."""

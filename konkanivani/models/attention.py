@@ -164,6 +164,48 @@ class CrossAttention(torch.nn.Module):
         return self.output(attended.transpose(1, 2).flatten(2))
 
 
+class SeparateProjections(torch.nn.Module):
+    """Base of Whisper's and T5's attention, whose queries, keys and values have a projection each.
+
+    The families differ in the scores: scale, mask and bias.
+    """
+
+    def __init__(
+        self, heads: int, query: torch.nn.Linear, key: torch.nn.Linear, value: torch.nn.Linear, output: torch.nn.Linear
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = query
+        self.key = key
+        self.value = value
+        self.output = output
+
+    def split_heads(self, projected: torch.Tensor) -> torch.Tensor:
+        """Return projected (B, T, H E) as (B, H, T, E)."""
+        return projected.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def join_heads(self, attended: torch.Tensor) -> torch.Tensor:
+        """Return the output projection (B, T, D) of attended (B, H, T, E)."""
+        return self.output(attended.transpose(1, 2).flatten(2))
+
+    def keys_and_values(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of encoded (B, S, D), each (B, H, S, E)."""
+        return self.split_heads(self.key(encoded)), self.split_heads(self.value(encoded))
+
+    def cached_keys_and_values(
+        self, x: torch.Tensor, past: torch.Tensor, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values, each (R, H, `length` + 1, E), of the newest token (R, 1, D) and of earlier ones.
+
+        `past` (2, R, H, U, E) contains the keys and values of `length` earlier tokens; the new token's are added to it.
+        """
+        key, value = self.keys_and_values(x)
+        past[0, :, :, length] = key[:, :, 0]
+        past[1, :, :, length] = value[:, :, 0]
+        keys, values = past[:, :, :, : length + 1]
+        return keys, values
+
+
 class RelativeSelfAttention(torch.nn.Module):
     """Self-attention with relative positions, (B, T, D) -> (B, T, D); padding is masked.
 

@@ -10,13 +10,16 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import safetensors
 import torch
 
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.files import conversion_hint, sync_file
+from konkanivani.models.architecture import Architecture
 
 # --------------------
 # Files of a model's folder: JSON and safetensors, read without running code; pickle is refused.
@@ -132,6 +135,177 @@ def _read_or_refused(path: Path) -> Iterator[None]:
     except Exception as error:  # a damaged or hostile file can raise nearly anything
         reason = (str(error) or type(error).__name__).splitlines()[0][:200].rstrip(".")
         raise refused(path.parent, f"its {path.name} is damaged ({reason}){conversion_hint(path)}") from None
+
+
+# --------------------
+# Dimensions of a model, in its folder's config.json and in a checkpoint.
+
+
+def read_dimension(path: Path, config: Mapping[str, object], name: str, most: int, default: object = None) -> int:
+    """Return the dimension `name` of the folder's config.json; refuse the folder if it is not from 1 to `most`."""
+    value = config.get(name, default)
+    # `type`, not isinstance: True is an int.
+    if type(value) is not int or not 1 <= value <= most:
+        raise refused(path, f"{name} in its {CONFIG} is {value!r:.40} but must be a number from 1 to {most}")
+    return value
+
+
+def checked_dimensions(state: Mapping[str, object], most: Mapping[str, int]) -> dict[str, int]:
+    """Return the dimensions that a checkpoint stores; raise a CheckpointError if one is not from 1 to its bound.
+
+    Args:
+        most: upper bound of each dimension, by its name.
+    """
+    found: dict[str, int] = {}
+    for name, bound in most.items():
+        value = state.get(name)
+        # The checkpoint is untrusted: bound every dimension before a network of that size is built.
+        if type(value) is not int or not 1 <= value <= bound:
+            raise CheckpointError("The checkpoint's model has invalid dimensions. Use another checkpoint.")
+        found[name] = value
+    return found
+
+
+# --------------------
+# Folder of a model in Hugging Face format, the base of every family's.
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """Folder whose settings and list of tensors have been checked; weights are read on demand.
+
+    `config` is the content of config.json; `files` maps each file to the names of its tensors.
+    """
+
+    path: Path
+    config: Mapping[str, object]
+    files: Mapping[str, tuple[str, ...]]
+
+    @property
+    def architecture(self) -> Architecture:
+        """Architecture that the folder describes."""
+        raise NotImplementedError
+
+    @property
+    def peft_model(self) -> Mapping[str, str]:
+        """Class of the model in transformers, as PEFT's adapter_config.json names it."""
+        raise NotImplementedError
+
+    def name_in_file(self, name: str) -> str:
+        """Return the name in the files of the network's tensor or layer `name`."""
+        raise NotImplementedError
+
+    def copies(self) -> dict[str, str]:
+        """Return the names in the files that repeat another tensor, with that tensor's name in the files."""
+        raise NotImplementedError
+
+    def our_names(self) -> dict[str, str]:
+        """Return the network's tensor names, keyed by their names in the files."""
+        return {self.name_in_file(name): name for name in self.architecture.build_without_values().state_dict()}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the network's tensors in fp32, by the project's names; raises as `check_weights` does."""
+        return dict(self.each_weight())
+
+    def each_weight(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the same tensors one by one, so that only one is in memory at a time."""
+        names = self.our_names()
+        for name, tensor in self._tensors():
+            if name in names:
+                yield names[name], tensor
+
+    def check_weights(self) -> None:
+        """Read all weights and keep none.
+
+        Raises:
+            CheckpointError: A weight is not finite, or a copy of a tensor differs from it.
+        """
+        for _ in self._tensors():
+            pass
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors in fp32, by their names in the files."""
+        copies = self.copies()
+        originals = set(copies.values())
+        # Of a tensor and its copies, the first is kept to compare the others with.
+        first: dict[str, tuple[str, torch.Tensor]] = {}
+        for file in self.files:
+            for name, tensor in read_tensors(self.path / file).items():
+                copied = tensor.to(torch.float32, copy=True)  # memory-mapped: another program may change the file
+                if not copied.isfinite().all():
+                    raise refused(self.path, f"its {name} contains values that are not finite")
+                original = copies.get(name, name)
+                if original in originals:
+                    other, expected = first.setdefault(original, (name, copied))
+                    if not torch.equal(copied, expected):
+                        copy = other if name == original else name
+                        raise refused(
+                            self.path, f"its {copy} differs from its {original}, to which its {CONFIG} ties it"
+                        )
+                yield name, copied
+
+    def build(self) -> torch.nn.Module:
+        """Build the network with the folder's weights, on the CPU."""
+        model = self.architecture.build_without_values()
+        model.load_state_dict(self.weights(), assign=True)
+        return model
+
+    def check_tensors(self, family: str, unused: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse a folder whose files do not have exactly the network's tensors and shapes.
+
+        Args:
+            family: name of the model's family, for messages.
+            unused: shapes of tensors that the files may contain although the network has none.
+        """
+        model = self.architecture.build_without_values()
+        wanted = {self.name_in_file(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        found: dict[str, tuple[tuple[int, ...], str]] = {}
+        # All headers first: a missing file explains more than a difference does.
+        headers = {file: header_of(self.path / file) for file in self.files}
+        for file, header in headers.items():
+            if header.keys() != set(self.files[file]):
+                raise refused(self.path, f"the tensors in its {file} differ from its {INDEX}")
+            found |= header
+        wanted |= {copy: wanted[name] for copy, name in self.copies().items()}
+        wanted |= {name: shape for name, shape in unused.items() if name in found}
+        for name in sorted(found.keys() ^ wanted.keys()):
+            is_missing = name in wanted
+            reason = f"it has no tensor {name}" if is_missing else f"its tensor {name:.80} is not part of {family}"
+            raise refused(self.path, reason)
+        for name, (shape, kind) in found.items():
+            if kind not in NUMBER_FORMATS:
+                known = ", ".join(sorted(NUMBER_FORMATS))
+                raise refused(self.path, f"its {name} is of type {kind} but must be {known}")
+            if shape != wanted[name]:
+                reason = f"its {name} has the shape {shape}, but {wanted[name]} according to its {CONFIG}"
+                raise refused(self.path, reason)
+
+
+Folder = TypeVar("Folder", bound=ModelFolder)
+
+
+@dataclass(frozen=True)
+class PretrainedFolder(Generic[Folder]):
+    """Model in a checked folder; its families add architecture, tokenizer and learning rate."""
+
+    folder: Folder
+
+    @property
+    def path(self) -> Path:
+        """Path of the folder."""
+        return self.folder.path
+
+    def check_weights(self) -> None:
+        """Read all weights without keeping them; raise a CheckpointError if some are not finite numbers."""
+        self.folder.check_weights()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights in fp32 under this project's names."""
+        return self.folder.weights()
+
+    def each_weight(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights of `weights` one by one."""
+        return self.folder.each_weight()
 
 
 # --------------------

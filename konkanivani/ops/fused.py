@@ -19,7 +19,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from konkanivani.models.asr import TARGET_PADDING, TiedEmbedding, TiedHead, VocabularyLoss
+from konkanivani.models.asr import TARGET_PADDING, TiedEmbedding, TiedHead, VocabularyLoss, in_full
 from konkanivani.models.attention import SequenceLayout
 from konkanivani.models.conformer import (
     ConformerBlock,
@@ -169,7 +169,7 @@ class SlicedTiedEmbedding(TiedEmbedding):
         """
         gradient = TiedGradient(self.weight, tokens.to(self.weight.device))
         vectors, head = _Tied.apply(self.weight, gradient)
-        return vectors.to(tokens.device), TiedHead(head, gradient.buffer)
+        return in_full(vectors).to(tokens.device), TiedHead(head, gradient.buffer)
 
 
 class FastTiedEmbedding(TiedEmbedding):

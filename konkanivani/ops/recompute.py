@@ -5,9 +5,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import TypeVar
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from konkanivani.models.twin import replace_modules
@@ -84,7 +86,11 @@ class KeptResults:
 
 
 def run_recomputed(
-    function: Callable[..., Result], *inputs: object, keeps_random_state: bool = False, keeps_attention: bool = False
+    function: Callable[..., Result],
+    *inputs: object,
+    keeps_random_state: bool = False,
+    keeps_attention: bool = False,
+    input_place: torch.device | None = None,
 ) -> Result:
     """Return the function's result, dropping its activations and recomputing them in backward (Chen et al., 2016).
 
@@ -92,6 +98,8 @@ def run_recomputed(
         keeps_random_state: restore the random generators for the recomputation. Needed unless the function draws no
             random numbers or draws them from its inputs alone.
         keeps_attention: keep the results of `KeptAttention`, so that attention is not recomputed.
+        input_place: device on which the first input waits for the recomputation (default: its own). The other inputs,
+            which all blocks share, stay.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
@@ -109,7 +117,18 @@ def run_recomputed(
         return _within(kept.save_next, None, None), _within(kept.restore_next, state, counters)
 
     is_default = keeps_random_state and masks is None and counters is None
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=is_default, context_fn=contexts)
+    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=is_default, context_fn=contexts)
+    if input_place is None:
+        return run(function, *inputs)
+    first, *others = inputs
+    assert isinstance(first, torch.Tensor)
+    # The hooks apply to tensors that the checkpoint saves: its only input, as the others are bound to the function.
+    with saved_tensors_hooks(lambda saved: saved.to(input_place), partial(_moved_to, first.device)):
+        return run(lambda given: function(given, *others), first)
+
+
+def _moved_to(device: torch.device, saved: torch.Tensor) -> torch.Tensor:
+    return saved.to(device)
 
 
 @contextmanager

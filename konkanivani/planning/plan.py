@@ -296,12 +296,15 @@ def resolve_placement(
     ranks, since each would fetch its own weights.
     """
     asked = config.memory.weights
+    if ranks.world_size > 1 and config.memory.weight_dtype == "bf16":
+        raise UsageError("--weight_dtype bf16 supports one process: omit it, or use --shard always with several.")
     if ranks.world_size > 1 and asked not in (AUTO, "card"):
         raise UsageError(f"--weights {asked} supports one process: omit it, or use --shard always with several.")
     if asked == AUTO and (ranks.world_size > 1 or device.type == "cpu"):
         return ON_CARD
     blocks = len(architecture.build_without_values().blocks)
-    return choose_placement(asked, blocks, config.memory.mixed_precision, fits)
+    has_masters = config.memory.mixed_precision and config.memory.weight_dtype == "fp32"
+    return choose_placement(asked, blocks, has_masters, fits)
 
 
 def _has_room_for_two(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: bool) -> bool:

@@ -291,13 +291,18 @@ def plan_budget(
     check_input_flags(frozenset(given), is_text)
     config = resolve(with_text_defaults(config, frozenset(given)) if is_text else config)
     costs = with_graphs(costs_per_rank(costs, architecture, ranks), config)
+    blocks = len(architecture.build_without_values().blocks)
     # Tracing must not start in this process: it forks the workers.
     with two_processes() as pool:
         placement, longest = pool.submit(settle_placement, PlanRequest(config, costs, budget, "always"), ranks).result()
-        requests = [PlanRequest(config, costs, budget, mode, placement) for mode in ("never", "always")]
+        # Fetched blocks are recomputed in either mode: if all are fetched, both answers are the same.
+        modes = ("always",) if placement.offloaded_blocks >= blocks else ("never", "always")
+        requests = [PlanRequest(config, costs, budget, mode, placement) for mode in modes]
         awaited = pool.map(answer, requests)
         validation_peak = pool.submit(peak_of_validation, requests[0]).result()  # runs in the first worker that is free
         answers = tuple(awaited)
+    if len(answers) == 1:
+        answers = (replace(answers[0], gradient_checkpointing="never"), *answers)
     # With offloading, only the trace knows the part of the state that is on the GPU.
     state = state_bytes(config, architecture) if placement.is_on_card else longest.state
     return PlanReport(
@@ -314,7 +319,7 @@ def plan_budget(
         sharded=ranks.sharded,
         state_of_rank=state + costs.among_ranks,
         traffic=traffic_bytes(architecture, ranks),
-        placement=placement.describe(len(architecture.build_without_values().blocks)).capitalize(),
+        placement=placement.describe(blocks).capitalize(),
         host=longest.host,
         checkpoint=checkpoint_bytes(architecture, config.optimizer),
         unit=architecture.framing.unit.name,

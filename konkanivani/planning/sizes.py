@@ -21,6 +21,7 @@ from konkanivani.models.families import read_architecture
 from konkanivani.models.hub import locate_model
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.planning.tracer import Peak
+from konkanivani.training.bfloat16 import store_in_bf16
 from konkanivani.training.optimizer_state import bytes_per_rank
 from konkanivani.training.optimizers import build_optimizer
 
@@ -63,6 +64,8 @@ def state_bytes(config: TrainConfig, architecture: Architecture) -> int:
     """Return the bytes of the model's weights, gradients and optimizer state."""
     # On the meta device: only the sizes of the tensors are needed.
     model = architecture.build_without_values()
+    if config.memory.weight_dtype == "bf16":
+        store_in_bf16(model)
     return model_state_bytes(model, build_optimizer(model, config.optimizer).tensors)
 
 
@@ -171,8 +174,9 @@ def choose_ranks(config: TrainConfig, costs: DeviceCosts, budget: int, world_siz
 
 
 def needs_sharding(config: TrainConfig, architecture: Architecture, costs: DeviceCosts, budget: int) -> bool:
-    """Return whether the model's whole state exceeds a rank's budget (--shard auto). Sharding needs AdamW."""
-    return config.optimizer.optimizer == "adamw" and state_bytes(config, architecture) + costs.beside > budget
+    """Return whether the model's whole state exceeds a rank's budget (--shard auto). Sharding needs AdamW in fp32."""
+    is_supported = config.optimizer.optimizer == "adamw" and config.memory.weight_dtype == "fp32"
+    return is_supported and state_bytes(config, architecture) + costs.beside > budget
 
 
 def traffic_bytes(architecture: Architecture, ranks: Ranks) -> int:

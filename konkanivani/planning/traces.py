@@ -146,7 +146,7 @@ def traces_path(
     folder = cache_folder()
     if folder is None:
         return None
-    precision = config.memory.mixed_precision, config.memory.amp_dtype
+    precision = config.memory.mixed_precision, config.memory.amp_dtype, config.memory.weight_dtype
     step = architecture, config.augment, config.loss, config.optimizer, precision
     device = costs.is_cuda, costs.rounding, is_onednn_preferred()
     # Any change of the code or of PyTorch may change a trace.

@@ -51,7 +51,7 @@ class Corrector:
 
 def load_corrector(path: str, device: str = "auto") -> Corrector:
     """Return the corrector of a checkpoint or a T5 folder; raise a UsageError for a model of speech."""
-    place = choose_device("cpu" if device == "cpu" else "cuda" if device == "cuda" else "auto")
+    place = choose_device(device)
     if Path(path).is_file():
         model = build_speech_model(read_checkpoint(path), place)
     else:

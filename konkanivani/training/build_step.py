@@ -19,6 +19,7 @@ from konkanivani.ops.capturable import GraphBackend, make_capturable
 from konkanivani.ops.cuda_graphs import CudaGraphBackend
 from konkanivani.ops.passes import ALL_PASSES, Passes, optimize
 from konkanivani.randomness import derive_seed
+from konkanivani.training.bfloat16 import store_in_bf16
 from konkanivani.training.gradient import local_gradient, sharded_gradient, summed_gradient
 from konkanivani.training.graphs import GraphedGradient
 from konkanivani.training.optimizer_state import RateSchedule, shard_model
@@ -54,6 +55,8 @@ def build_forward(
     config = resolve(config)  # remaining automatic settings that do not depend on the corpus
     torch.manual_seed(derive_seed(config.run.seed, "weights"))
     model = architecture.build()
+    if config.memory.weight_dtype == "bf16":
+        store_in_bf16(model)
     optimize(model, passes)
     placement = layout.placement
     is_on_card = layout.placement.is_on_card
@@ -145,6 +148,8 @@ def memory_conditions(config: TrainConfig, architecture: Architecture, device: t
         step = *step, memory.weights, memory.host_budget
     if memory.cuda_graphs != "off":
         step = *step, memory.cuda_graphs
+    if memory.weight_dtype != "fp32":
+        step = *step, memory.weight_dtype
     # Also left out by default: checkpoints from before --optimizer keep their plan.
     if config.optimizer.optimizer != "adamw":
         step = *step, config.optimizer.optimizer

@@ -347,7 +347,7 @@ def finish_epoch(run: Run, interruptible: Callable[[], AbstractContextManager[No
 def tell_failures(run: Run, learning: EpochLearning) -> None:
     """Print warnings if the run does not learn."""
     if run.topology.is_first:
-        for failure in failures(learning):
+        for failure in failures(learning, run.step.architecture.framing.unit):
             run.logs.progress.tell(f"warning: {failure}")
 
 

@@ -1,4 +1,4 @@
-"""Optimizers with little state, Adafactor and 8-bit AdamW, and the choice of one.
+"""Optimizers with little state, Adafactor and 8-bit AdamW, both kinds for bf16 weights, and the choice of one.
 
 The fractions are the dynamic ones of Dettmers et al. (2022): seven powers of ten, each with twice the number of steps
 of the next lower one, so that values ten thousand times smaller than the maximum are still resolved.
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.config import OptimizerConfig, TuningConfig
+from konkanivani.models.asr import trained_parameters
+from konkanivani.training.bfloat16 import StochasticRounding, in_bf16
 from konkanivani.training.optimizer_state import (
     BETAS,
     EPSILON,
@@ -128,7 +130,9 @@ class Adafactor(Optimizer):
     def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the row and column means of the squared gradient."""
         rows, columns = matrix_shape(parameter)
-        return super().new_state(parameter) | {"row": parameter.new_zeros(rows), "column": parameter.new_zeros(columns)}
+        dtype = in_at_least_fp32(parameter)
+        means = {"row": parameter.new_zeros(rows, dtype=dtype), "column": parameter.new_zeros(columns, dtype=dtype)}
+        return super().new_state(parameter) | means
 
     @torch.no_grad()
     def step(self) -> None:
@@ -154,7 +158,7 @@ class Adafactor(Optimizer):
         torch.pow(state["step"].add_(1), DECAY, out=workspace.newest)
         column.zero_()
         for part, mean in zip(slices, row.split(per_slice), strict=True):
-            squares = torch.mul(part, part, out=place_of(part, workspace)).add_(SMALLEST_SQUARE)
+            squares = squared(part, place_of(part, workspace)).add_(SMALLEST_SQUARE)
             torch.mean(squares, 1, out=mean)
             column.add_(torch.sum(squares, 0, out=more))
         state["row"].lerp_(row, workspace.newest)
@@ -170,18 +174,41 @@ class Adafactor(Optimizer):
             workspace.squares.add_(torch.dot(change, change, out=workspace.more_squares))
         workspace.squares.div_(parameter.numel()).sqrt_().div_(LARGEST_UPDATE).clamp_(min=1)
 
-        weights.mul_(1 - group["lr"] * group["weight_decay"])
         row.div_(workspace.squares)
+        first = 0
         # The updates are computed a second time: storing them would need a copy of the tensor.
         for part, factor, weight in zip(slices, row.split(per_slice), weights.split(per_slice), strict=True):
             change = torch.mul(part, column, out=place_of(part, workspace)).mul_(factor[:, None])
-            weight.add_(change, alpha=-group["lr"])
+            self.apply(parameter, weight, change, first, group)
+            first += part.numel()
+
+    def apply(
+        self, parameter: torch.nn.Parameter, weight: torch.Tensor, change: torch.Tensor, first: int, group: Group
+    ) -> None:
+        """Decay `weight` (rows, columns), a slice of the parameter, and subtract `change` times the learning rate.
+
+        `first` is the position of the slice's first element in the parameter.
+        """
+        weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=-group["lr"])
 
 
 def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
     """Return the rows and columns of a parameter that is treated as a matrix."""
     rows = len(parameter) if parameter.dim() >= 2 else 1
     return rows, parameter.numel() // rows
+
+
+def in_at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
+    """Return the tensor's dtype, or fp32 for half precision."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def squared(numbers: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return the squares of numbers in `out`, computed in its dtype."""
+    if numbers.dtype == out.dtype:
+        return torch.mul(numbers, numbers, out=out)
+    # The product of two bf16 numbers would be rounded to bf16 first.
+    return out.copy_(numbers).square_()
 
 
 def rows_of_a_slice(columns: int) -> int:
@@ -200,7 +227,8 @@ def factored_buffers(parameters: list[torch.nn.Parameter]) -> FactoredWorkspace:
     largest = max(min(rows, rows_of_a_slice(columns)) * columns for rows, columns in shapes)
     rows, columns = map(max, zip(*shapes, strict=True))
     sizes = (largest,), (rows,), (columns,), (columns,), (), (), (), ()
-    return FactoredWorkspace(*(parameters[0].new_empty(size) for size in sizes))
+    dtype = in_at_least_fp32(parameters[0])
+    return FactoredWorkspace(*(parameters[0].new_empty(size, dtype=dtype) for size in sizes))
 
 
 # --------------------
@@ -306,13 +334,129 @@ def quantized_workspace(blocks: int, like: torch.Tensor) -> QuantizedWorkspace:
 
 
 # --------------------
-# Construction of the optimizer that `--optimizer` names.
+# Optimizers of bf16 weights: updates in fp32, slice by slice, rounded stochastically.
+
+
+SLICE = 2**18  # elements at a time, so that the workspace stays in the CPU's cache
+
+
+@dataclass(frozen=True)
+class SliceWorkspace:
+    """Buffers of one device for the update of a slice in fp32: weight, gradient and both moments."""
+
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    first: torch.Tensor
+    second: torch.Tensor
+    rounding: StochasticRounding
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors of the workspace."""
+        return [self.weight, self.gradient, self.first, self.second, *self.rounding.tensors]
+
+
+class BFloat16AdamW(AdamW):
+    """AdamW whose bf16 parameters and moments are updated in fp32, slice by slice, and rounded stochastically.
+
+    Parameters in fp32 are updated as by `AdamW`.
+    """
+
+    def __init__(self, groups: list[Group]) -> None:
+        super().__init__(groups)
+        self._numbers = {parameter: number for number, parameter in enumerate(self.state)}
+        self._workspaces = {p.device: slice_workspace(p.device) for p in self.state if in_bf16(p)}
+        self.workspace = [tensor for workspace in self._workspaces.values() for tensor in workspace.tensors]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            updated = [parameter for parameter in group["params"] if parameter.grad is not None]
+            self.update(group, [parameter for parameter in updated if not in_bf16(parameter)])
+            for parameter in updated:
+                if in_bf16(parameter):
+                    self._update_in_slices(group, parameter)
+
+    def _update_in_slices(self, group: Group, parameter: torch.nn.Parameter) -> None:
+        state = self.state[parameter]
+        workspace = self._workspaces[parameter.device]
+        state["step"].add_(1)
+        first, second = MOMENTS
+        stored = parameter.view(-1), state[first].view(-1), state[second].view(-1)
+        gradient = gradient_of(parameter).reshape(-1)
+        for start in range(0, parameter.numel(), SLICE):
+            parts = [tensor[start : start + SLICE] for tensor in stored]
+            size = len(parts[0])
+            slope = workspace.gradient[:size].copy_(gradient[start : start + SLICE])
+            buffers = workspace.weight[:size], workspace.first[:size], workspace.second[:size]
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part)
+            weight, mean, square = buffers
+            torch._fused_adamw_(
+                [weight],
+                [slope],
+                [mean],
+                [square],
+                [],
+                [state["step"]],
+                lr=group["lr"],
+                beta1=BETAS[0],
+                beta2=BETAS[1],
+                weight_decay=group["weight_decay"],
+                eps=EPSILON,
+                amsgrad=False,
+                maximize=False,
+            )
+            for kind, (buffer, part) in enumerate(zip(buffers, parts, strict=True)):
+                number = len(buffers) * self._numbers[parameter] + kind
+                workspace.rounding.round_into(part, buffer, state["step"], number, start)
+
+
+def slice_workspace(device: torch.device) -> SliceWorkspace:
+    """Return the workspace of `BFloat16AdamW` on a device."""
+    weight, gradient, first, second = (torch.empty(SLICE, dtype=torch.float32, device=device) for _ in range(4))
+    return SliceWorkspace(weight, gradient, first, second, StochasticRounding(SLICE, device))
+
+
+class BFloat16Adafactor(Adafactor):
+    """Adafactor whose bf16 parameters are updated in fp32, slice by slice, and rounded stochastically."""
+
+    def __init__(self, groups: list[Group]) -> None:
+        super().__init__(groups)
+        self._numbers = {parameter: number for number, parameter in enumerate(self.state)}
+        self._roundings: dict[torch.device, StochasticRounding] = {}
+        self._weights: dict[torch.device, torch.Tensor] = {}
+        for device in dict.fromkeys(parameter.device for parameter in self.state if in_bf16(parameter)):
+            largest = len(self._workspaces[device].slice)
+            self._roundings[device] = StochasticRounding(largest, device)
+            self._weights[device] = torch.empty(largest, dtype=torch.float32, device=device)
+            self.workspace += [*self._roundings[device].tensors, self._weights[device]]
+
+    def apply(
+        self, parameter: torch.nn.Parameter, weight: torch.Tensor, change: torch.Tensor, first: int, group: Group
+    ) -> None:
+        """Subtract `change` (rows, columns) from a slice of the parameter, `first` elements after its start."""
+        if not in_bf16(parameter):
+            super().apply(parameter, weight, change, first, group)
+            return
+        exact = self._weights[parameter.device][: weight.numel()].view(weight.shape).copy_(weight)
+        super().apply(parameter, exact, change, first, group)
+        step = self.state[parameter]["step"]
+        rounding = self._roundings[parameter.device]
+        rounding.round_into(weight.view(-1), exact.view(-1), step, self._numbers[parameter], first)
+
+
+# --------------------
+# Construction of the optimizer that `--optimizer` and `--weight_dtype` name.
 
 
 WHOLE = TuningConfig()  # all layers are trained, with the same learning rate
 KINDS = {"adamw": AdamW, "adamw8bit": AdamW8bit, "adafactor": Adafactor}
+BF16_KINDS = {"adamw": BFloat16AdamW, "adafactor": BFloat16Adafactor}
 
 
 def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, tuning: TuningConfig = WHOLE) -> Optimizer:
     """Return an optimizer over the trainable parameters of `model`."""
-    return KINDS[config.optimizer](parameter_groups(model, config, tuning))
+    kinds = BF16_KINDS if any(map(in_bf16, trained_parameters(model))) else KINDS
+    return kinds[config.optimizer](parameter_groups(model, config, tuning))

@@ -237,17 +237,30 @@ class EpochLearning:
         """Return whether one third or two thirds of the run's steps were reached in this epoch."""
         return any(self.first_step < share * self.total_steps <= self.last_step for share in LOOKS)
 
-    def help(self) -> str:
-        """Return the usual remedies if almost nothing is recognized correctly."""
-        more = "more --epochs or a smaller effective batch, since CTC needs some hundred steps to align; "
-        helps = "--tokenizer_type char with little speech, a --ctc_weight of 0.5 or more, a smaller --preset"
-        if self.blank_share is None:
-            helps = "another --learning_rate; for a --pretrained model, the --language closest to the transcripts"
-        begun = more if self.total_steps < SHORT_RUN else ""
-        return f"{begun}{helps}; inspect_data.py checks whether transcripts and audio match"
+    def help(self, unit: InputUnit) -> str:
+        """Return the usual remedies if almost nothing is recognized correctly; `unit` measures the model's inputs."""
+        helps = []
+        has_ctc = self.blank_share is not None
+        if self.total_steps < SHORT_RUN:
+            why = ", since CTC needs some hundred steps to align" if has_ctc else ""
+            helps.append(f"more --epochs or a smaller effective batch{why}")
+        if has_ctc:
+            helps.append("--tokenizer_type char with little speech, a --ctc_weight of 0.5 or more, a smaller --preset")
+        elif unit == SECONDS:
+            helps.append("another --learning_rate; for a --pretrained model, the --language closest to the transcripts")
+        else:
+            helps.append("another --learning_rate")
+        helps.append(_advice_on_data(unit))
+        return "; ".join(helps)
 
 
-def failures(epoch: EpochLearning) -> list[str]:
+def _advice_on_data(unit: InputUnit) -> str:
+    if unit == SECONDS:
+        return "inspect_data.py checks whether transcripts and audio match"
+    return "check that each target belongs to its input"
+
+
+def failures(epoch: EpochLearning, unit: InputUnit = SECONDS) -> list[str]:
     """Return one line with a remedy per sign that the run does not learn; empty while it is too early to judge."""
     if not epoch.is_time_to_look:
         return []
@@ -256,17 +269,16 @@ def failures(epoch: EpochLearning) -> list[str]:
     if epoch.blank_share is not None and epoch.blank_share >= ONLY_BLANKS:
         found.append(
             f"The model still outputs only blanks {done} ({100 * epoch.blank_share:.1f} % of the validation "
-            f"frames). Try {epoch.help()}."
+            f"frames). Try {epoch.help(unit)}."
         )
     # NaN without validation: the comparison is False. All blanks imply a CER near 1, so only one of both is reported.
     elif epoch.cer >= FAILING_CER:
-        found.append(f"The validation CER is still {100 * epoch.cer:.0f} % {done}. Try {epoch.help()}.")
+        found.append(f"The validation CER is still {100 * epoch.cer:.0f} % {done}. Try {epoch.help(unit)}.")
     # `first_loss` is 0 until the first epoch has finished.
     if epoch.loss >= FLAT_LOSS * epoch.first_loss > 0:
         found.append(
             f"The training loss does not decrease {done}: {epoch.loss:.3f} per token, {epoch.first_loss:.3f} "
-            "in the first epoch. Try a third of the --learning_rate and more --warmup_steps; inspect_data.py "
-            "checks whether transcripts and audio match."
+            f"in the first epoch. Try a third of the --learning_rate and more --warmup_steps; {_advice_on_data(unit)}."
         )
     if epoch.clipped_share > MOSTLY_CLIPPED and epoch.last_step >= CLIPPED_AT_FIRST:
         found.append(

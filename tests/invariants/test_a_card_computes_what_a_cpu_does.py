@@ -26,7 +26,8 @@ from tests.invariants.parts import (
     speeches,
     weights_after,
 )
-from tests.whisper.parts import MODES, whisper_config, whisper_parts
+from tests.pretrained_parts import MODES
+from tests.whisper.parts import whisper_config, whisper_parts
 
 pytestmark = pytest.mark.card
 CARD = torch.device("cuda", 0)

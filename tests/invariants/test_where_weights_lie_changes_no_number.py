@@ -36,7 +36,8 @@ from tests.invariants.parts import (
     weights_after,
     with_dropout,
 )
-from tests.whisper.parts import MODES, whisper_config, whisper_parts
+from tests.pretrained_parts import MODES
+from tests.whisper.parts import whisper_config, whisper_parts
 
 ALL, SOME, AHEAD, HALVED = PLACES["host"], PLACES["some on the host"], PLACES["ahead"], PLACES["halved"]
 FETCHED, IN_HALF = ("some on the host", "host", "ahead"), ("host", "ahead", "halved", "host and half")

@@ -10,7 +10,7 @@ import safetensors.torch
 import sentencepiece
 import torch
 
-from konkanivani.config import DataConfig, LossConfig, MemoryConfig, OptimizerConfig, TrainConfig, TuningConfig
+from konkanivani.config import DataConfig, LossConfig, MemoryConfig, OptimizerConfig, TrainConfig
 from konkanivani.data.batching import Example, GlobalBatch, same_size, split_into_micro_batches
 from konkanivani.data.text import SpecialTokens, TextLimits
 from konkanivani.distributed import ALONE, Topology
@@ -20,8 +20,9 @@ from konkanivani.models.t5.folder import DIMENSIONS, name_in_file
 from konkanivani.models.t5.model import T5, T5Shape, T5Variant
 from konkanivani.models.t5.vocabulary import Pieces, T5Tokens, T5Vocabulary, Utf8Bytes
 from konkanivani.training.build_step import StateLayout, build_step_parts
-from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
+from konkanivani.training.step import StepParts
 from tests.conftest import ROOT
+from tests.pretrained_parts import MODES, draw_products
 
 CPU = torch.device("cpu")
 KONKANI = Path(os.environ.get("KONKANIVANI_DATA", ROOT.parent / "shared" / "data")) / "konkani_text"
@@ -43,12 +44,6 @@ LINES = (
 SHAPE = T5Shape(16, 8, 2, 2, 2, 24, 60, position_buckets=8, max_distance=16)
 SIZE = 200  # rows of the embedding: more than there are pieces
 VARIANTS = {"1.1": T5Variant(), "1.0": T5Variant(is_gated=False, has_head=False, scales_output=True)}
-MODES = {
-    "full": TuningConfig(),
-    "encoder": TuningConfig(freeze="encoder"),
-    "one block": TuningConfig(freeze=1),
-    "LoRA": TuningConfig(lora_rank=2, lora_targets=("query", "value", "expand")),
-}
 FROZEN = {
     "full": ("-",),
     "encoder": ("encoder.", "decoder.embedding."),
@@ -64,9 +59,7 @@ class LearntT5(T5Architecture):
     def build(self) -> T5:
         """Build the network."""
         model = super().build()
-        for name, parameter in model.named_parameters():
-            if name.endswith("low_rank.up"):
-                torch.nn.init.normal_(parameter, std=0.1)
+        draw_products(model)
         return model
 
 
@@ -119,20 +112,6 @@ def pairs(count: int, seed: int = 0) -> list[Example]:
 def global_batch(spoken: list[Example], batch_size: int) -> GlobalBatch:
     """Return these pairs as one global batch in micro-batches of `batch_size`."""
     return split_into_micro_batches(spoken, same_size(batch_size), SPECIAL)
-
-
-def gradients(parts: StepParts, cut: GlobalBatch) -> dict[str, torch.Tensor]:
-    """Return the gradients of a global batch."""
-    parts.model.train()
-    parts.model.zero_grad()
-    for batch in cut.micro_batches:
-        forward_and_backward(parts, batch, loss_counts(cut))
-    return {name: p.grad.clone() for name, p in parts.model.named_parameters() if p.grad is not None}
-
-
-def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Return whether the names are equal, and the tensors bit for bit."""
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def all_lines() -> list[str]:

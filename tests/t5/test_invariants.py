@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from konkanivani.config import PretrainedConfig, TrainConfig
-from konkanivani.data.index import Utterance
 from konkanivani.data.text import GenerationRules
-from konkanivani.decoding.decode import BeamDecode
 from konkanivani.inference.speech_model import digest_of
-from konkanivani.memory.devices import DeviceCosts
+from konkanivani.memory.devices import DeviceCosts, cuda_costs
 from konkanivani.memory.plan import RecomputePolicy
+from konkanivani.memory.weights import Placement
 from konkanivani.models import decoder
 from konkanivani.models.asr import LossCounts
 from konkanivani.models.decoder import FIRST_CAPACITY, DecoderCache
@@ -21,25 +20,22 @@ from konkanivani.models.t5.architecture import T5Architecture
 from konkanivani.models.t5.model import FeedForward, T5Shape
 from konkanivani.planning.report import PlanRequest
 from konkanivani.planning.tensors import LiveBytes
-from konkanivani.planning.tracer import BatchShape
+from konkanivani.planning.tracer import BatchShape, Peak
 from konkanivani.planning.traces import build_tracer
 from konkanivani.training import step
 from konkanivani.training.build_step import build_step_parts
-from konkanivani.training.optimizer_state import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
-from konkanivani.training.validation import RecognizedPortion, recognize_all
+from konkanivani.training.validation import RecognizedPortion
 from tests.conftest import crossed
-from tests.invariants.failing import ERRORS, above, failing_backward, failing_forward, once_at
+from tests.invariants.failing import ERRORS, failing_backward, failing_forward
 from tests.invariants.parts import PLACES, measured_peak, relative_difference
+from tests.pretrained_parts import FAILING, MODES, are_equal, gradients, largest_difference, recognized, state_of
 from tests.t5.parts import (
     CPU,
-    MODES,
     SHAPE,
     SPECIAL,
     VARIANTS,
-    are_equal,
     global_batch,
-    gradients,
     is_trained,
     pairs,
     t5_config,
@@ -52,19 +48,7 @@ TRAINED = [*crossed(MODES, ("1.1",)), ("full", "1.0"), ("LoRA", "1.0")]
 every_mode = pytest.mark.parametrize("mode", MODES)
 every_model = pytest.mark.parametrize(("mode", "variant"), TRAINED)
 SAID = pairs(4)
-FAILING = {"the first": once_at(0), "the second": once_at(1), "every pair": above(1)}
 ONLY_TENSORS = DeviceCosts("a CPU", is_cuda=False, rounding=1, workspace=0, context=0)
-
-
-def state_of(parts: StepParts) -> dict[str, torch.Tensor]:
-    """Return the weights and the optimizer state."""
-    weights = {name: parameter.detach().clone() for name, parameter in parts.model.named_parameters()}
-    return weights | OptimizerState(parts.model, parts.optimizer).state_dict()
-
-
-def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max(relative_difference(tensor, other[name]) for name, tensor in one.items())
 
 
 @every_model
@@ -166,18 +150,14 @@ def test_merged_low_rank_products_are_the_same_model():
     assert relative_difference(logits(tuned), logits(t5_parts().model)) > 1e-3  # negative control
 
 
-class Numbers:
-    """Tokenizer that decodes a hypothesis into its token ids."""
-
-    def decode(self, tokens: list[int]) -> str:
-        return " ".join(map(str, tokens))
-
-
 def validated(parts: StepParts, most: int = 40) -> RecognizedPortion:
     """Return each input's likeliest tokens from cached decoding, up to the maximum length."""
-    batches = [(b, [Utterance(n, n, 1.0, "") for n in b.utterance_ids]) for b in global_batch(SAID, 3).micro_batches]
-    rules = GenerationRules(suppressed=(SPECIAL.end,), most_tokens=most)
-    return recognize_all(parts.forward, batches, Numbers(), BeamDecode(1, 0.0, 0.0, None, 0.0, SPECIAL, rules))
+    return recognized(parts, global_batch(SAID, 3), SPECIAL, rules_of(most))
+
+
+def rules_of(most: int) -> GenerationRules:
+    """Return rules under which a search has exactly `most` tokens."""
+    return GenerationRules(suppressed=(SPECIAL.end,), most_tokens=most)
 
 
 @every_mode
@@ -256,13 +236,10 @@ def test_the_search_takes_what_is_planned_with_its_cache():
     parts = build_step_parts(t5_config(), architecture, CPU, 100)
     said = [dataclasses.replace(one, waveform=torch.arange(2, 66), tokens=[9] * 20) for one in SAID]
     found = []
-    rules = GenerationRules(suppressed=(SPECIAL.end,), most_tokens=80)
-    batches = [(b, [Utterance(n, n, 1.0, "") for n in b.utterance_ids]) for b in global_batch(said, 4).micro_batches]
-    decode = BeamDecode(1, 0.0, 0.0, None, 0.0, SPECIAL, rules)
     with LiveBytes() as live:
         live.count(parts.state_tensors())
         live.restart_peak()
-        recognize_all(parts.forward, batches, Numbers(), decode)
+        recognized(parts, global_batch(said, 4), SPECIAL, rules_of(80))
         found.append(live.restart_peak())
     tracer = build_tracer(t5_config(), architecture, ONLY_TENSORS)
     planned = tracer.trace_validation(BatchShape(4, 64.0, 80))
@@ -290,3 +267,27 @@ def test_a_plan_counts_tokens_up_to_the_limits(tmp_path):
     request = PlanRequest(TrainConfig(pretrained=texts), ONLY_TENSORS, 2**30, "always")
     assert request.lengths == [25, 49, 98, 196] and request.window == 196
     assert (request.tokens(196), request.tokens(1)) == (384, 2)
+
+
+def traced_on_the_host(layers: int, placement: Placement, mode: str = "full") -> Peak:
+    """Return the peaks of a step of a decoder with this number of blocks, traced for a card and its host."""
+    shape = dataclasses.replace(LARGER, encoder_layers=layers, decoder_layers=1)
+    architecture = T5Architecture(shape, MODES[mode])
+    tracer = build_tracer(t5_config(), architecture, cuda_costs("a card", (7, 5)), placement)
+    return tracer.trace(BatchShape(4, 128.0, 8), POLICIES["always"])
+
+
+def test_inputs_of_fetched_blocks_wait_on_the_host_for_their_recomputation():
+    host, ahead = Placement(offloaded_blocks=99), Placement(offloaded_blocks=99, prefetch=True)
+    an_input = 4 * 128 * LARGER.d_model * 4  # bytes of one block's input, in fp32
+    fewer, more = traced_on_the_host(4, host), traced_on_the_host(12, host)
+    assert more.backward - fewer.backward < an_input
+    a_block = 4 * sum(p.numel() for p in T5Architecture(LARGER).build_without_values().encoder.blocks[0].parameters())
+    # Weights and AdamW's moments; the gradients are allocated before the peak, too.
+    assert more.host - fewer.host == pytest.approx(8 * (4 * a_block + an_input), rel=0.01)
+    # Negative control: with a prefetch, inputs stay on the card.
+    fewer, more = traced_on_the_host(4, ahead), traced_on_the_host(12, ahead)
+    assert more.backward - fewer.backward >= 8 * an_input
+    # Below the first trained block nothing is recomputed, so that nothing waits.
+    frozen = [traced_on_the_host(count, host, "encoder").host for count in (4, 12)]
+    assert frozen[1] - frozen[0] == pytest.approx(8 * a_block, rel=0.01)

@@ -15,7 +15,8 @@ from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.graphs import CapturedMicroBatch, GraphedGradient, graph_key, run_network
 from konkanivani.training.step import GradientTask, StepParts, forward_and_backward, loss_counts
 from tests.invariants.parts import CPU, KINDS, double_parts, global_batch, speeches, with_dropout
-from tests.whisper.parts import MODES, SHAPE, LearntWhisper, whisper_config
+from tests.pretrained_parts import MODES
+from tests.whisper.parts import SHAPE, LearntWhisper, whisper_config
 
 GRID = ShapeGrid(tuple(GridShape(samples, rows, 8) for samples in (20_000, 32_000) for rows in (1, 2, 4)))
 # Whisper's training mode, audio context, and whether it runs in half precision.

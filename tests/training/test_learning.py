@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from konkanivani.lengths import TOKENS
 from konkanivani.training.progress import EpochLearning, failures
 from konkanivani.training.run import TrainState
 
@@ -32,6 +33,16 @@ def test_each_sign_is_one_line_with_what_helps(sign, words):
     assert words in line and "--" in line and "\n" not in line
     of_whisper = str(failures(dataclasses.replace(HEALTHY, cer=1.0, blank_share=None)))
     assert "--language" in of_whisper and "--ctc" not in of_whisper and "--preset" not in of_whisper
+
+
+def test_advice_on_texts_names_neither_ctc_nor_audio():
+    short = dataclasses.replace(HEALTHY, first_step=200, last_step=350, total_steps=900, cer=1.0, loss=2.95)
+    of_texts = str(failures(dataclasses.replace(short, blank_share=None), TOKENS))
+    assert "smaller effective batch;" in of_texts and "--learning_rate" in of_texts
+    for word in ("CTC", "ctc", "audio", "--language", "--tokenizer_type"):
+        assert word not in of_texts
+        of_speech = str(failures(short)) + str(failures(dataclasses.replace(short, blank_share=None)))
+        assert word in of_speech  # negative control
 
 
 @pytest.mark.parametrize(("first", "last", "is_time"), [(0, 3333, False), (3000, 3334, True), (3334, 6000, False)])

@@ -12,12 +12,16 @@ from konkanivani.checkpoints.checkpoint import Checkpoint, load_states, read_che
 from konkanivani.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from konkanivani.errors import UsageError
 from konkanivani.flags import config_from_text, config_to_text, contradictions
+from konkanivani.memory.devices import cuda_costs
 from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.memory.weights import ON_CARD, Placement
 from konkanivani.models.architecture import architecture_of
 from konkanivani.models.asr import parameter_count
+from konkanivani.planning import tracer as tracer_module
 from konkanivani.planning.sizes import checkpoint_bytes, needs_sharding, state_bytes
 from konkanivani.planning.tensors import LiveBytes
+from konkanivani.planning.tracer import BatchShape, Peak
+from konkanivani.planning.traces import build_tracer
 from konkanivani.training import optimizers as adafactor
 from konkanivani.training import optimizers as adamw8bit
 from konkanivani.training.build_step import StateLayout, build_step_parts, memory_conditions
@@ -26,7 +30,15 @@ from konkanivani.training.optimizers import BLOCK, KINDS, Codebook, build_optimi
 from konkanivani.training.step import StepParts, train_step
 from tests.conftest import crossed
 from tests.invariants.failing import ERRORS, failing_backward, failing_forward, once_at
-from tests.invariants.parts import MODEL, double_parts, global_batch, measured_peak, relative_difference, speeches
+from tests.invariants.parts import (
+    MODEL,
+    PLACES,
+    double_parts,
+    global_batch,
+    measured_peak,
+    relative_difference,
+    speeches,
+)
 from tests.starts import parse_flags
 from tests.tracers import ONLY_TENSORS, VOCAB_SIZE, tracer_of
 from tests.training.test_host_reads import Reads
@@ -421,3 +433,32 @@ def test_sharded_over_ranks_is_adamw_alone():
 def test_a_plan_and_what_did_not_fit_are_of_one_optimizer():
     conditions = [memory_conditions(config_of(kind), architecture_of(config_of(kind), 9), CPU) for kind in KINDS]
     assert len(set(conditions)) == len(KINDS)
+
+
+@pytest.mark.parametrize(("kind", "place"), crossed(KINDS, ("card", "host")))
+def test_a_trace_updates_one_parameter_of_each_layout_for_the_peak_of_all(kind, place, monkeypatch):
+    """Also of an update that allocates memory, unlike those of the project."""
+    config = config_of(kind)
+    architecture = architecture_of(config, VOCAB_SIZE)
+    build, updates = type(build_optimizer(architecture.build(), config.optimizer)), []
+
+    def traced() -> Peak:
+        tracer = build_tracer(config, architecture, cuda_costs("a card", (7, 5)), PLACES[place])
+        return tracer.trace(BatchShape(2, 2.0, 10), RecomputePolicy("always"))
+
+    step = build.step
+
+    def allocating(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                torch.empty(1_000, *parameter.shape, device=parameter.device)  # freed with the next parameter
+                updates.append(parameter)
+        step(self)
+
+    plain = traced()
+    monkeypatch.setattr(build, "step", allocating)
+    short = traced()
+    count = len(updates)
+    monkeypatch.setattr(tracer_module, "_one_of_each", lambda parameters: parameters)
+    assert traced() == short and 2 * count < len(updates) - count
+    assert short != plain  # negative control: a peak within the update is seen

@@ -6,34 +6,20 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from konkanivani.config import (
-    AugmentConfig,
-    DataConfig,
-    LossConfig,
-    MemoryConfig,
-    OptimizerConfig,
-    TrainConfig,
-    TuningConfig,
-)
-from konkanivani.data.batching import GlobalBatch
+from konkanivani.config import AugmentConfig, DataConfig, LossConfig, MemoryConfig, OptimizerConfig, TrainConfig
 from konkanivani.distributed import ALONE, Topology
 from konkanivani.memory.weights import ON_CARD, Placement
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.folder import DIMENSIONS, TWINS, name_in_file
 from konkanivani.models.whisper.model import Whisper, WhisperShape
 from konkanivani.training.build_step import StateLayout, build_step_parts
-from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
+from konkanivani.training.step import StepParts
 from tests.conftest import WORDS
-from tests.invariants.parts import CPU, VOCAB_SIZE, global_batch, speeches
+from tests.invariants.parts import CPU, VOCAB_SIZE, speeches
+from tests.pretrained_parts import MODES, draw_products
 from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
 
 SHAPE = WhisperShape(16, 2, 2, 2, 32, 80, VOCAB_SIZE, source_positions=100, target_positions=40)
-MODES = {
-    "full": TuningConfig(),
-    "encoder": TuningConfig(freeze="encoder"),
-    "one block": TuningConfig(freeze=1),
-    "LoRA": TuningConfig(lora_rank=2, lora_targets=("query", "value", "expand")),
-}
 FROZEN = {
     "full": ("encoder.positions",),
     "encoder": ("encoder.",),
@@ -49,9 +35,7 @@ class LearntWhisper(WhisperArchitecture):
     def build(self) -> Whisper:
         """Build the network."""
         model = super().build()
-        for name, parameter in model.named_parameters():
-            if name.endswith("low_rank.up"):
-                torch.nn.init.normal_(parameter, std=0.1)
+        draw_products(model)
         return model
 
 
@@ -90,21 +74,6 @@ def whisper_parts(
         return build_step_parts(config or whisper_config(), architecture, device, 100, layout=layout)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def gradients(parts: StepParts, cut: GlobalBatch | None = None) -> dict[str, torch.Tensor]:
-    """Return the gradients of a global batch, by default four utterances in two micro-batches."""
-    cut = cut or global_batch(SPOKEN, 2)
-    parts.model.train()
-    parts.model.zero_grad()
-    for batch in cut.micro_batches:
-        forward_and_backward(parts, batch, loss_counts(cut))
-    return {name: p.grad.clone() for name, p in parts.model.named_parameters() if p.grad is not None}
-
-
-def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Return whether the names are equal, and the tensors bit for bit."""
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def write_small_folder(path: Path, seconds: int = 2, seed: int = 0) -> Path:

@@ -123,7 +123,7 @@ FOLDERS: dict[str, tuple[Change, int, str]] = {
     "another head": (
         tensors(lambda t: t.update({"proj_out.weight": t[EMBEDDING] + 1})),
         4,
-        "is not tied to the token embedding",
+        "differs from its model.decoder.embed_tokens.weight, to which",
     ),
     "pickle": (lambda at: (at / WEIGHTS).rename(at / "pytorch_model.bin"), 4, "is pickle, .* convert it"),
     "cut": (damaged(lambda data: data[:-100]), 4, r"model\.safetensors is damaged"),

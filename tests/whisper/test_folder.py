@@ -255,7 +255,7 @@ BAD = {
     ),
     "another head": (
         tensors(lambda found: found.update({"proj_out.weight": found[EMBEDDING] + 1})),
-        r"its proj_out\.weight is not tied to the token embedding",
+        r"its proj_out\.weight differs from its model\.decoder\.embed_tokens\.weight, to which",
     ),
     "above the folder": (indexed("../x.safetensors"), r"lists '\.\./x\.safetensors', which is not a weight file"),
     "an absolute path": (indexed("/etc/passwd"), "lists '/etc/passwd', which is not a weight file"),

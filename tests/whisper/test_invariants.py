@@ -12,9 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from konkanivani.data.batching import Batch, GlobalBatch, order_for_concurrency
-from konkanivani.data.index import Utterance
 from konkanivani.data.text import OUR_TOKENS, GenerationRules
-from konkanivani.decoding.decode import BeamDecode
 from konkanivani.inference.speech_model import digest_of
 from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.models.asr import LossCounts, LossSums
@@ -23,32 +21,30 @@ from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.ops import recompute
 from konkanivani.training import step
 from konkanivani.training.gradient import OrderedAccumulation
-from konkanivani.training.optimizer_state import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
-from konkanivani.training.validation import RecognizedPortion, recognize_all
+from konkanivani.training.validation import RecognizedPortion
 from tests.conftest import crossed
-from tests.invariants.failing import ERRORS, above, failing_backward, failing_forward, once_at
+from tests.invariants.failing import ERRORS, failing_backward, failing_forward, once_at
 from tests.invariants.parts import global_batch, relative_difference, speeches
+from tests.pretrained_parts import (
+    FAILING,
+    MODES,
+    are_equal,
+    draw_products,
+    gradients,
+    largest_difference,
+    recognized,
+    state_of,
+)
 from tests.tracers import Calls
-from tests.whisper.parts import MODES, SHAPE, SPOKEN, are_equal, gradients, is_trained, whisper_config, whisper_parts
+from tests.whisper.parts import SHAPE, SPOKEN, is_trained, whisper_config, whisper_parts
 
 BOUND = 1e-9
 RECOMPUTED = ["never", "always"]
 RAGGED = speeches(5)
+FOUR = global_batch(SPOKEN, 2)
 BLOCKS_BELOW = {"full": 0, "LoRA": 1, "one block": 2, "encoder": 3}  # number of blocks without trained parameters below
-FAILING = {"the first": once_at(0), "the second": once_at(1), "every pair": above(1)}
 every_mode = pytest.mark.parametrize("mode", MODES)
-
-
-def state_of(parts: StepParts) -> dict[str, torch.Tensor]:
-    """Return the weights and the optimizer state."""
-    weights = {name: parameter.detach().clone() for name, parameter in parts.model.named_parameters()}
-    return weights | OptimizerState(parts.model, parts.optimizer).state_dict()
-
-
-def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max(relative_difference(tensor, other[name]) for name, tensor in one.items())
 
 
 @pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
@@ -80,7 +76,7 @@ def test_recomputed_blocks_give_the_same_gradient_bit_for_bit(mode, first):
     found = []
     for tried in (parts, parts.recomputing(policy)):
         with FlopCounterMode(display=False) as counter:
-            found.append(gradients(tried))
+            found.append(gradients(tried, FOUR))
         flop.append(counter.get_total_flops())
     assert are_equal(*found)
     # Below the trained blocks nothing is kept, so nothing is recomputed.
@@ -206,9 +202,7 @@ def test_low_rank_products_begin_as_nothing_and_merged_they_are_the_same_model()
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             assert torch.equal(logits(tuned), logits(base))
-    for name, parameter in tuned.named_parameters():
-        if name.endswith("low_rank.up"):
-            torch.nn.init.normal_(parameter, std=0.1)
+    draw_products(tuned)
     plain, weights = architecture.plain(tuned.state_dict())
     merged = plain.build()
     merged.load_state_dict(weights)
@@ -216,30 +210,19 @@ def test_low_rank_products_begin_as_nothing_and_merged_they_are_the_same_model()
     assert relative_difference(logits(tuned), logits(base)) > 1e-3  # negative control
 
 
-class Numbers:
-    """Tokenizer that decodes a hypothesis into its token ids."""
-
-    def decode(self, tokens: list[int]) -> str:
-        return " ".join(map(str, tokens))
-
-
 def validated(parts: StepParts) -> RecognizedPortion:
     """Return each utterance's likeliest tokens from cached decoding, up to the maximum length."""
     rules = GenerationRules(prompt=(4, 5), suppressed=(OUR_TOKENS.end,), most_tokens=SHAPE.target_positions - 3)
-    batches = [
-        (batch, [Utterance(n, n, 1.0, "") for n in batch.utterance_ids])
-        for batch in global_batch(SPOKEN, 3).micro_batches
-    ]
-    return recognize_all(parts.forward, batches, Numbers(), BeamDecode(1, 0.0, 0.0, None, 0.0, OUR_TOKENS, rules))
+    return recognized(parts, global_batch(SPOKEN, 3), OUR_TOKENS, rules)
 
 
 @pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
 def test_generation_between_two_gradients_changes_neither(mode, recompute):
     parts = whisper_parts(mode, whisper_config(recompute))
-    alone, said = gradients(parts), []
+    alone, said = gradients(parts, FOUR), []
     for _ in range(2):
         said.append(validated(parts))
-        assert are_equal(gradients(parts), alone)
+        assert are_equal(gradients(parts, FOUR), alone)
     assert said[0] == said[1] and max(len(one.hypothesis.split()) for one in said[0].scored) > FIRST_CAPACITY
     train_step(parts, global_batch(SPOKEN, 2), 0)
-    assert validated(parts) != said[0] and not are_equal(gradients(parts), alone)  # negative control
+    assert validated(parts) != said[0] and not are_equal(gradients(parts, FOUR), alone)  # negative control

@@ -20,8 +20,9 @@ from konkanivani.training.step import StepParts
 from konkanivani.training.validation import recognize
 from tests.conftest import crossed, further
 from tests.invariants.parts import measured_peak
+from tests.pretrained_parts import MODES
 from tests.tracers import ONLY_TENSORS
-from tests.whisper.parts import CPU, MODES, whisper_config
+from tests.whisper.parts import CPU, whisper_config
 
 # Wide and deep enough for the saved activations to exceed the front end's peak.
 SHAPE = WhisperShape(64, 4, 4, 2, 256, 80, 200, source_positions=100, target_positions=44)

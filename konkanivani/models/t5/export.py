@@ -1,7 +1,7 @@
 """T5 folders as pretrained models, and trained T5 models as a copy of their base folder."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 from konkanivani.config import PretrainedConfig, TrainConfig, TuningConfig
 from konkanivani.errors import CheckpointError, DataError, UsageError
 from konkanivani.models.adapter import write_adapter
-from konkanivani.models.model_files import refused
+from konkanivani.models.model_files import PretrainedFolder, checked_dimensions, refused
 from konkanivani.models.t5.architecture import T5Architecture
 from konkanivani.models.t5.folder import MIN_BUCKETS, MOST, PIECES, T5Folder, read_t5_folder
 from konkanivani.models.t5.model import T5Shape, T5Variant
@@ -25,15 +25,8 @@ MAX_SPARE_ROWS = 256
 
 
 @dataclass(frozen=True)
-class PretrainedT5:
+class PretrainedT5(PretrainedFolder[T5Folder]):
     """T5 model in a folder; implements `Pretrained`."""
-
-    folder: T5Folder
-
-    @property
-    def path(self) -> Path:
-        """Path of the folder."""
-        return self.folder.path
 
     def settled(self, config: PretrainedConfig) -> PretrainedConfig:
         """Return the settings with default limits for unset ones."""
@@ -57,18 +50,6 @@ class PretrainedT5:
         except DataError as error:
             raise refused(self.path, f"its tokenizer does not fit: {error}".removesuffix(".")) from None
 
-    def check_weights(self) -> None:
-        """Read all weights without keeping them; raise a CheckpointError if some are not finite numbers."""
-        self.folder.check_weights()
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return the weights in fp32 under this project's names."""
-        return self.folder.weights()
-
-    def each_weight(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights of `weights` one by one."""
-        return self.folder.each_weight()
-
     def learning_rate(self, tuning: TuningConfig) -> float:
         """Return a peak learning rate, with one of its own for LoRA weights."""
         return LORA_RATE if tuning.lora_rank else RATE
@@ -87,13 +68,7 @@ def read_pretrained_t5(path: Path) -> PretrainedT5:
 
 def restored_t5(state: Mapping[str, object], tuning: TuningConfig) -> T5Architecture:
     """Return the architecture stored in `description`; raise a CheckpointError if its dimensions are invalid."""
-    found: dict[str, int] = {}
-    for name, most in MOST.items():
-        value = state.get(name)
-        # The checkpoint is untrusted: bound every dimension before a network of that size is built.
-        if type(value) is not int or not 1 <= value <= most:
-            raise CheckpointError("The checkpoint's model has invalid dimensions. Use another checkpoint.")
-        found[name] = value
+    found = checked_dimensions(state, MOST)
     match state:
         case {
             "is_gated": bool(is_gated),

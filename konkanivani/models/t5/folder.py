@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,17 +11,16 @@ import torch
 from konkanivani.errors import UsageError
 from konkanivani.models.model_files import (
     CONFIG,
-    INDEX,
-    NUMBER_FORMATS,
+    ModelFolder,
     files_of,
     first_rows,
-    header_of,
+    read_dimension,
     read_json,
     read_tensors,
     refused,
 )
 from konkanivani.models.t5.architecture import T5Architecture
-from konkanivani.models.t5.model import T5, T5Shape, T5Variant
+from konkanivani.models.t5.model import T5Shape, T5Variant
 from konkanivani.models.t5.vocabulary import T5Tokens
 
 PIECES = "spiece.model"
@@ -83,16 +82,10 @@ def name_in_file(name: str, is_gated: bool) -> str:
 
 
 @dataclass(frozen=True)
-class T5Folder:
-    """Folder whose settings and list of tensors have been checked; weights are read on demand.
+class T5Folder(ModelFolder):
+    """Folder of a T5 model."""
 
-    `files` maps each file to the names of its tensors.
-    """
-
-    path: Path
     shape: T5Shape
-    config: Mapping[str, object]
-    files: Mapping[str, tuple[str, ...]]
 
     @property
     def architecture(self) -> T5Architecture:
@@ -125,10 +118,6 @@ class T5Folder:
         """Return the name in the files of the network's tensor or layer `name`."""
         return name_in_file(name, self.shape.variant.is_gated)
 
-    def our_names(self) -> dict[str, str]:
-        """Return the network's tensor names, keyed by their names in the files."""
-        return {self.name_in_file(name): name for name in self.architecture.build_without_values().state_dict()}
-
     def copies(self) -> dict[str, str]:
         """Return the names in the files that repeat another tensor, with that tensor's name in the files."""
         repeated = COPIES if self.shape.variant.has_head else (*COPIES, HEAD)
@@ -140,45 +129,6 @@ class T5Folder:
             if UNUSED in names:
                 return {UNUSED: read_tensors(self.path / file)[UNUSED]}
         return {}
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return the network's tensors in fp32, by the project's names; raises as `check_weights` does."""
-        return dict(self.each_weight())
-
-    def each_weight(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same tensors one by one, so that only one is in memory at a time."""
-        names = self.our_names()
-        for name, tensor in self._tensors():
-            if name in names:
-                yield names[name], tensor
-
-    def check_weights(self) -> None:
-        """Read all weights and keep none.
-
-        Raises:
-            CheckpointError: A weight is not finite, or a copy of the embedding differs from it.
-        """
-        copies = self.copies()
-        kept = {*copies, *copies.values()}
-        found = {name: tensor for name, tensor in self._tensors() if name in kept}
-        for copy, name in copies.items():
-            if not torch.equal(found[copy], found[name]):
-                raise refused(self.path, f"its {copy} differs from its {name}, to which its {CONFIG} ties it")
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors in fp32, by their names in the files."""
-        for file in self.files:
-            for name, tensor in read_tensors(self.path / file).items():
-                copied = tensor.to(torch.float32, copy=True)  # memory-mapped: another program may change the file
-                if not copied.isfinite().all():
-                    raise refused(self.path, f"its {name} contains values that are not finite")
-                yield name, copied
-
-    def build(self) -> T5:
-        """Build the network with the folder's weights, on the CPU."""
-        model = self.architecture.build_without_values()
-        model.load_state_dict(self.weights(), assign=True)
-        return model
 
 
 def read_t5_folder(path: Path) -> T5Folder:
@@ -195,7 +145,7 @@ def read_t5_folder(path: Path) -> T5Folder:
     variant = dataclasses.replace(described.shape.variant, has_head=_has_own_head(path, files))
     shape = dataclasses.replace(described.shape, variant=variant)
     folder = dataclasses.replace(described, shape=shape, files=files)
-    _check_tensors(folder)
+    folder.check_tensors("T5", {UNUSED: (shape.position_buckets, shape.attention_heads)})
     if not folder.is_of_bytes and not (path / PIECES).is_file():
         raise refused(
             path,
@@ -221,18 +171,15 @@ def _described(path: Path) -> T5Folder:
         raise refused(path, f"its {CONFIG} is of a model of type {kind!r:.40}", "Use the folder of a T5 model")
     dimensions = {}
     for name, (ours, most) in DIMENSIONS.items():
-        value = config.get(name, DEFAULTS.get(name))
-        if name == "num_decoder_layers" and value is None:
-            value = config.get("num_layers")
-        # `type`, not isinstance: True is an int.
-        if type(value) is not int or not 1 <= value <= most:
-            raise refused(path, f"{name} in its {CONFIG} is {value!r:.40} but must be a number from 1 to {most}")
-        dimensions[ours] = value
+        default: object = DEFAULTS.get(name)
+        if name == "num_decoder_layers":
+            default = config.get("num_layers")
+        dimensions[ours] = read_dimension(path, config, name, most, default)
     shape = T5Shape(**dimensions, variant=_variant_of(path, config))
     if shape.position_buckets < MIN_BUCKETS or shape.max_distance <= shape.position_buckets // 2:
         raise refused(path, f"its {CONFIG} has invalid relative positions")
     _special_ids(path, config, shape)
-    return T5Folder(path, shape, config, {})
+    return T5Folder(path, config, {}, shape)
 
 
 def _variant_of(path: Path, config: Mapping[str, object]) -> T5Variant:
@@ -274,29 +221,3 @@ def _special_ids(path: Path, config: Mapping[str, object], shape: T5Shape) -> tu
             raise refused(path, f"{name} in its {CONFIG} is {value!r:.40}, which is not one of its tokens")
         found.append(value)
     return found[0], found[1], found[2]
-
-
-def _check_tensors(folder: T5Folder) -> None:
-    """Refuse a folder whose files do not have exactly the network's tensors and shapes."""
-    model = folder.architecture.build_without_values()
-    wanted = {folder.name_in_file(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found: dict[str, tuple[tuple[int, ...], str]] = {}
-    headers = {file: header_of(folder.path / file) for file in folder.files}
-    for file, header in headers.items():
-        if header.keys() != set(folder.files[file]):
-            raise refused(folder.path, f"the tensors in its {file} differ from its {INDEX}")
-        found |= header
-    wanted |= {copy: wanted[name] for copy, name in folder.copies().items()}
-    if UNUSED in found:
-        wanted[UNUSED] = (folder.shape.position_buckets, folder.shape.attention_heads)
-    for name in sorted(found.keys() ^ wanted.keys()):
-        raise refused(
-            folder.path, f"it has no tensor {name}" if name in wanted else f"its tensor {name:.80} is not part of T5"
-        )
-    for name, (shape, kind) in found.items():
-        if kind not in NUMBER_FORMATS:
-            raise refused(folder.path, f"its {name} is of type {kind} but must be {', '.join(sorted(NUMBER_FORMATS))}")
-        if shape != wanted[name]:
-            raise refused(
-                folder.path, f"its {name} has the shape {shape}, but {wanted[name]} according to its {CONFIG}"
-            )

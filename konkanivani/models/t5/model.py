@@ -24,7 +24,7 @@ from konkanivani.models.asr import (
     TiedHead,
     VocabularyLoss,
 )
-from konkanivani.models.attention import key_mask_of
+from konkanivani.models.attention import SeparateProjections, key_mask_of
 from konkanivani.models.conformer import BlockList, SpeechEncoder, WrapBlock, keep_activations
 from konkanivani.models.decoder import FIRST_CAPACITY, DecoderCache, KeysAndValues, TokenDecoder
 
@@ -109,7 +109,7 @@ class PositionBias(torch.nn.Module):
         return offset + torch.where(distances < exact, distances, wide)
 
 
-class Attention(torch.nn.Module):
+class Attention(SeparateProjections):
     """Multi-head attention of x (B, T, D) over itself or over encoded tokens -> (B, T, D), not scaled by 1 / sqrt(E).
 
     The scale is in the initial weights. `bias` (1, H, T, S) is added to the scores; `key_mask` (B, 1, 1, S) is True for
@@ -117,14 +117,15 @@ class Attention(torch.nn.Module):
     """
 
     def __init__(self, shape: T5Shape, is_causal: bool = False) -> None:
-        super().__init__()
         inner = shape.attention_heads * shape.head_width
+        super().__init__(
+            shape.attention_heads,
+            query=torch.nn.Linear(shape.d_model, inner, bias=False),
+            key=torch.nn.Linear(shape.d_model, inner, bias=False),
+            value=torch.nn.Linear(shape.d_model, inner, bias=False),
+            output=torch.nn.Linear(inner, shape.d_model, bias=False),
+        )
         self.is_causal = is_causal
-        self.heads = shape.attention_heads
-        self.query = torch.nn.Linear(shape.d_model, inner, bias=False)
-        self.key = torch.nn.Linear(shape.d_model, inner, bias=False)
-        self.value = torch.nn.Linear(shape.d_model, inner, bias=False)
-        self.output = torch.nn.Linear(inner, shape.d_model, bias=False)
 
     def forward(
         self,
@@ -145,8 +146,7 @@ class Attention(torch.nn.Module):
         key_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend from projected queries (B, T, H E) over keys and values (B, H, S, E): (B, T, D)."""
-        attended = self.attend_heads(self.split_heads(query), key, value, bias, key_mask)
-        return self.output(attended.transpose(1, 2).flatten(2))
+        return self.join_heads(self.attend_heads(self.split_heads(query), key, value, bias, key_mask))
 
     def attend_heads(
         self,
@@ -164,25 +164,12 @@ class Attention(torch.nn.Module):
                 mask = mask.masked_fill(~key_mask, -math.inf)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=1.0)
 
-    def keys_and_values(self, encoded: torch.Tensor) -> KeysAndValues:
-        """Return keys and values of encoded (B, S, D), each (B, H, S, E)."""
-        return self.split_heads(self.key(encoded)), self.split_heads(self.value(encoded))
-
     def step(self, x: torch.Tensor, past: torch.Tensor, length: int, bias: torch.Tensor) -> torch.Tensor:
-        """Attend from the newest token (R, 1, D) alone, after `length` earlier ones.
+        """Attend from the newest token (R, 1, D) alone, after `length` earlier ones in `past` (2, R, H, U, E).
 
-        `past` (2, R, H, U, E) holds the earlier tokens' keys and values; the new token's are written to it. `bias` is
-        (1, H, 1, `length` + 1).
+        `bias` is (1, H, 1, `length` + 1).
         """
-        key, value = self.keys_and_values(x)
-        past[0, :, :, length] = key[:, :, 0]
-        past[1, :, :, length] = value[:, :, 0]
-        keys, values = past[:, :, :, : length + 1]
-        return self.attend(self.query(x), keys, values, bias)
-
-    def split_heads(self, projected: torch.Tensor) -> torch.Tensor:
-        """Return projected (B, T, H E) as (B, H, T, E)."""
-        return projected.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return self.attend(self.query(x), *self.cached_keys_and_values(x, past, length), bias)
 
 
 class FeedForward(torch.nn.Module):

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +15,16 @@ import torch
 from konkanivani.config import AudioContext, PretrainedConfig, TrainConfig, TuningConfig
 from konkanivani.errors import CheckpointError, NumericsError, ResourceError, UsageError
 from konkanivani.lengths import SAMPLE_RATE
-from konkanivani.models.adapter import ModelFolder, write_adapter
+from konkanivani.models.adapter import write_adapter
 from konkanivani.models.hub import locate_model
 from konkanivani.models.model_files import (
     CONFIG,
     INDEX,
+    ModelFolder,
+    PretrainedFolder,
     check_finite,
     check_is_new,
+    checked_dimensions,
     read_json,
     read_tensors,
     refused,
@@ -30,7 +33,7 @@ from konkanivani.models.model_files import (
 )
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.byte_pairs import read_byte_pairs
-from konkanivani.models.whisper.folder import AUDIO_CONTEXT, HEAD, MOST, WhisperFolder, read_whisper_folder
+from konkanivani.models.whisper.folder import AUDIO_CONTEXT, MOST, WhisperFolder, read_whisper_folder
 from konkanivani.models.whisper.model import WhisperShape
 from konkanivani.models.whisper.vocabulary import ModelTokens, Prompt, PromptedVocabulary, is_english_only
 
@@ -80,9 +83,8 @@ def write_whisper_folder(
         NumericsError: The files, read back, differ from the weights.
     """
     named = named_as_in_files(base, weights)
-    if any(HEAD in tensors for tensors in base.files.values()):
-        # The output layer is the embedding, so a file that stores it separately gets a copy.
-        named[HEAD] = named["model.decoder.embed_tokens.weight"].clone()
+    for copy, name in base.copies().items():
+        named[copy] = named[name].clone()
 
     def mark(partial: Path) -> None:
         if audio_context not in (None, base.audio_context):
@@ -220,15 +222,8 @@ LORA_RATE = 1e-3  # high, since LoRA's products start at zero
 
 
 @dataclass(frozen=True)
-class PretrainedWhisper:
+class PretrainedWhisper(PretrainedFolder[WhisperFolder]):
     """Whisper model in a folder; implements `Pretrained`."""
-
-    folder: WhisperFolder
-
-    @property
-    def path(self) -> Path:
-        """Path of the folder."""
-        return self.folder.path
 
     def settled(self, config: PretrainedConfig) -> PretrainedConfig:
         """Return the settings with the folder's audio context if they name none."""
@@ -250,18 +245,6 @@ class PretrainedWhisper:
         tokens = ModelTokens(shape.vocab_size, shape.target_positions, english, said)
         return PromptedVocabulary(pairs, Prompt(config.language, config.task), tokens)
 
-    def check_weights(self) -> None:
-        """Read all weights without keeping them; raise a CheckpointError if some are not finite numbers."""
-        self.folder.check_weights()
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return the weights in fp32 under this project's names."""
-        return self.folder.weights()
-
-    def each_weight(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights of `weights` one by one."""
-        return self.folder.each_weight()
-
     def learning_rate(self, tuning: TuningConfig) -> float:
         """Return a peak learning rate: lower for larger models, and a rate of its own for LoRA weights."""
         wider = [width for width in RATES if width >= self.folder.shape.d_model]
@@ -282,14 +265,7 @@ def read_pretrained_whisper(path: Path) -> PretrainedWhisper:
 
 def restored_shape(state: Mapping[str, object]) -> WhisperShape:
     """Return the dimensions stored in `description`; raise a CheckpointError if they are invalid."""
-    found: dict[str, int] = {}
-    for name, most in MOST.items():
-        value = state.get(name)
-        # The checkpoint is untrusted: bound every dimension before a network of that size is built.
-        if type(value) is not int or not 1 <= value <= most:
-            raise CheckpointError("The checkpoint's model has invalid dimensions. Use another checkpoint.")
-        found[name] = value
-    shape = WhisperShape(**found)
+    shape = WhisperShape(**checked_dimensions(state, MOST))
     if shape.d_model % 2 or shape.d_model % shape.attention_heads:
         raise CheckpointError(
             "The checkpoint's number of attention heads does not divide the model dimension. Use another checkpoint."

@@ -5,28 +5,17 @@ No code in it is run: JSON and safetensors are read, pickle is refused.
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-import torch
-
 from konkanivani.config import AudioContext
 from konkanivani.errors import UsageError
 from konkanivani.lengths import SAMPLE_RATE
-from konkanivani.models.model_files import (
-    CONFIG,
-    INDEX,
-    NUMBER_FORMATS,
-    files_of,
-    header_of,
-    read_json,
-    read_tensors,
-    refused,
-)
+from konkanivani.models.model_files import CONFIG, ModelFolder, files_of, read_dimension, read_json, refused
 from konkanivani.models.whisper.architecture import FFT_SAMPLES, WhisperArchitecture
-from konkanivani.models.whisper.model import HOP_SAMPLES, Whisper, WhisperShape
+from konkanivani.models.whisper.model import HOP_SAMPLES, WhisperShape
 
 # --------------------
 # A Whisper model's folder in Hugging Face format, validated before anything of the claimed size is allocated.
@@ -85,17 +74,11 @@ def name_in_file(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class WhisperFolder:
-    """Folder whose settings and list of tensors have been checked; weights are read on demand.
+class WhisperFolder(ModelFolder):
+    """Folder of a Whisper model; `generation` is empty without a generation_config.json."""
 
-    `files` maps each file to the names of its tensors; `generation` is empty without a generation_config.json.
-    """
-
-    path: Path
     shape: WhisperShape
-    config: Mapping[str, object]
     generation: Mapping[str, object]
-    files: Mapping[str, tuple[str, ...]]
 
     @property
     def marked_file(self) -> str:
@@ -126,51 +109,10 @@ class WhisperFolder:
         """Return the name in the files of the network's tensor or layer `name`."""
         return name_in_file(name)
 
-    def our_names(self) -> dict[str, str]:
-        """Return the network's tensor names, keyed by their names in the files."""
-        return {name_in_file(name): name for name in self.architecture.build_without_values().state_dict()}
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return the network's tensors in fp32, by the project's names; raises as `check_weights` does."""
-        return dict(self.each_weight())
-
-    def each_weight(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same tensors one by one, so that only one is in memory at a time."""
-        names = self.our_names()
-        twins = {}
-        for name, tensor in self._tensors():
-            if name in (HEAD, EMBEDDING):
-                twins[name] = tensor
-            if name != HEAD:
-                yield names[name], tensor
-        self._check_head(twins)
-
-    def check_weights(self) -> None:
-        """Read all weights and keep none.
-
-        Raises:
-            CheckpointError: A weight is not finite, or the output layer differs from the embedding.
-        """
-        self._check_head({name: tensor for name, tensor in self._tensors() if name in (HEAD, EMBEDDING)})
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors in fp32, by their names in the files."""
-        for file in self.files:
-            for name, tensor in read_tensors(self.path / file).items():
-                copied = tensor.to(torch.float32, copy=True)  # memory-mapped: another program may change the file
-                if not copied.isfinite().all():
-                    raise refused(self.path, f"its {name} contains values that are not finite")
-                yield name, copied
-
-    def _check_head(self, found: Mapping[str, torch.Tensor]) -> None:
-        if HEAD in found and not torch.equal(found[HEAD], found[EMBEDDING]):
-            raise refused(self.path, f"its {HEAD} is not tied to the token embedding, as in Whisper")
-
-    def build(self) -> Whisper:
-        """Build the network with the folder's weights, on the CPU."""
-        model = self.architecture.build_without_values()
-        model.load_state_dict(self.weights(), assign=True)
-        return model
+    def copies(self) -> dict[str, str]:
+        """Return the names in the files that repeat another tensor, with that tensor's name in the files."""
+        has_head = any(HEAD in names for names in self.files.values())
+        return {HEAD: EMBEDDING} if has_head else {}
 
 
 def read_whisper_folder(path: Path) -> WhisperFolder:
@@ -185,7 +127,7 @@ def read_whisper_folder(path: Path) -> WhisperFolder:
     _check_preprocessor(path, described.shape)
     _check_ids(path, described.generation, described.shape)
     folder = dataclasses.replace(described, files=files_of(path))
-    _check_tensors(folder)
+    folder.check_tensors("Whisper", {})
     return folder
 
 
@@ -201,7 +143,7 @@ def _described(path: Path) -> WhisperFolder:
     config = read_json(path / CONFIG)
     shape = _shape_of(path, config)
     generation = read_json(path / GENERATION) if (path / GENERATION).exists() else {}
-    folder = WhisperFolder(path, shape, config, generation, {})
+    folder = WhisperFolder(path, config, {}, shape, generation)
     stored = folder.stored_audio_context
     if stored not in get_args(AudioContext):
         said = f"{AUDIO_CONTEXT} in its {folder.marked_file} is {stored!r:.40}"
@@ -227,11 +169,7 @@ def _shape_of(path: Path, config: Mapping[str, object]) -> WhisperShape:
         raise refused(path, f"its {CONFIG} is of a model of type {kind!r:.40}", "Use the folder of a Whisper model")
     dimensions = {}
     for name, (ours, most) in DIMENSIONS.items():
-        value = config.get(name)
-        # `type`, not isinstance: True is an int.
-        if type(value) is not int or not 1 <= value <= most:
-            raise refused(path, f"{name} in its {CONFIG} is {value!r:.40} but must be a number from 1 to {most}")
-        dimensions[ours] = value
+        dimensions[ours] = read_dimension(path, config, name, most)
     shape = WhisperShape(**dimensions)
     for name, twin in TWINS.items():
         if config.get(name) != config[twin]:
@@ -291,28 +229,3 @@ def _is_head(head: object, most: tuple[int, int]) -> bool:
     if not isinstance(head, list) or len(head) != 2:
         return False
     return all(type(number) is int and 0 <= number < bound for number, bound in zip(head, most, strict=True))
-
-
-def _check_tensors(folder: WhisperFolder) -> None:
-    """Refuse a folder whose files do not have exactly the network's tensors and shapes."""
-    model = folder.architecture.build_without_values()
-    wanted = {name_in_file(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found: dict[str, tuple[tuple[int, ...], str]] = {}
-    headers = {file: header_of(folder.path / file) for file in folder.files}
-    for file, header in headers.items():
-        if header.keys() != set(folder.files[file]):
-            raise refused(folder.path, f"the tensors in its {file} differ from its {INDEX}")
-        found |= header
-    wanted |= {HEAD: wanted[EMBEDDING]} if HEAD in found else {}
-    for name in sorted(found.keys() ^ wanted.keys()):
-        raise refused(
-            folder.path,
-            f"it has no tensor {name}" if name in wanted else f"its tensor {name:.80} is not part of Whisper",
-        )
-    for name, (shape, kind) in found.items():
-        if kind not in NUMBER_FORMATS:
-            raise refused(folder.path, f"its {name} is of type {kind} but must be {', '.join(sorted(NUMBER_FORMATS))}")
-        if shape != wanted[name]:
-            raise refused(
-                folder.path, f"its {name} has the shape {shape}, but {wanted[name]} according to its {CONFIG}"
-            )

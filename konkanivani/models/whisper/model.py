@@ -33,7 +33,7 @@ from konkanivani.models.asr import (
     TiedHead,
     VocabularyLoss,
 )
-from konkanivani.models.attention import key_mask_of
+from konkanivani.models.attention import SeparateProjections, key_mask_of
 from konkanivani.models.conformer import BlockList, SpeechEncoder, WrapBlock, keep_activations
 from konkanivani.models.decoder import FIRST_CAPACITY, DecoderCache, KeysAndValues, TokenDecoder
 from konkanivani.randomness import block_dropout
@@ -144,19 +144,20 @@ class Subsampling(torch.nn.Module):
         return F.gelu(self.second(x)).transpose(1, 2) + positions
 
 
-class Attention(torch.nn.Module):
+class Attention(SeparateProjections):
     """Multi-head attention of x (B, T, D) over itself or over encoded frames -> (B, T, D); keys have no bias.
 
     `key_mask` (B, 1, 1, S) is True for keys that are attended to.
     """
 
     def __init__(self, d_model: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.query = torch.nn.Linear(d_model, d_model)
-        self.key = torch.nn.Linear(d_model, d_model, bias=False)
-        self.value = torch.nn.Linear(d_model, d_model)
-        self.output = torch.nn.Linear(d_model, d_model)
+        super().__init__(
+            heads,
+            query=torch.nn.Linear(d_model, d_model),
+            key=torch.nn.Linear(d_model, d_model, bias=False),
+            value=torch.nn.Linear(d_model, d_model),
+            output=torch.nn.Linear(d_model, d_model),
+        )
 
     def forward(
         self,
@@ -178,8 +179,7 @@ class Attention(torch.nn.Module):
         is_causal: bool = False,
     ) -> torch.Tensor:
         """Attend from projected queries (B, T, D) over given keys and values (B, H, S, E): (B, T, D)."""
-        attended = self.attend_heads(self.split_heads(query), key, value, key_mask, is_causal)
-        return self.output(attended.transpose(1, 2).flatten(2))
+        return self.join_heads(self.attend_heads(self.split_heads(query), key, value, key_mask, is_causal))
 
     def attend_heads(
         self,
@@ -197,24 +197,9 @@ class Attention(torch.nn.Module):
         query = self.split_heads(self.query(x))
         return query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
 
-    def keys_and_values(self, encoded: torch.Tensor) -> KeysAndValues:
-        """Return keys and values of encoded (B, S, D), each (B, H, S, E)."""
-        return self.split_heads(self.key(encoded)), self.split_heads(self.value(encoded))
-
     def step(self, x: torch.Tensor, past: torch.Tensor, length: int) -> torch.Tensor:
-        """Attend from the newest token (R, 1, D) alone, after `length` earlier ones.
-
-        `past` (2, R, H, U, E) holds the earlier tokens' keys and values; the new token's are written to it.
-        """
-        key, value = self.keys_and_values(x)
-        past[0, :, :, length] = key[:, :, 0]
-        past[1, :, :, length] = value[:, :, 0]
-        keys, values = past[:, :, :, : length + 1]
-        return self.attend(self.query(x), keys, values)
-
-    def split_heads(self, projected: torch.Tensor) -> torch.Tensor:
-        """Return projected (B, T, D) as (B, H, T, E)."""
-        return projected.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        """Attend from the newest token (R, 1, D) alone, after `length` earlier ones in `past` (2, R, H, U, E)."""
+        return self.attend(self.query(x), *self.cached_keys_and_values(x, past, length))
 
 
 class FeedForward(torch.nn.Module):

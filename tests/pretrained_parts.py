@@ -1,0 +1,68 @@
+"""Helpers of the tests of both families of pretrained models, Whisper and T5."""
+
+import torch
+
+from konkanivani.config import TuningConfig
+from konkanivani.data.batching import GlobalBatch
+from konkanivani.data.index import Utterance
+from konkanivani.data.text import GenerationRules, SpecialTokens
+from konkanivani.decoding.decode import BeamDecode
+from konkanivani.training.optimizer_state import OptimizerState
+from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
+from konkanivani.training.validation import RecognizedPortion, recognize_all
+from tests.invariants.failing import above, once_at
+from tests.invariants.parts import relative_difference
+
+MODES = {
+    "full": TuningConfig(),
+    "encoder": TuningConfig(freeze="encoder"),
+    "one block": TuningConfig(freeze=1),
+    "LoRA": TuningConfig(lora_rank=2, lora_targets=("query", "value", "expand")),
+}
+FAILING = {"the first": once_at(0), "the second": once_at(1), "every pair": above(1)}
+
+
+def draw_products(model: torch.nn.Module) -> None:
+    """Draw non-zero LoRA products, as after some steps: otherwise half of their gradients are zero."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("low_rank.up"):
+            torch.nn.init.normal_(parameter, std=0.1)
+
+
+def gradients(parts: StepParts, cut: GlobalBatch) -> dict[str, torch.Tensor]:
+    """Return the gradients of a global batch."""
+    parts.model.train()
+    parts.model.zero_grad()
+    for batch in cut.micro_batches:
+        forward_and_backward(parts, batch, loss_counts(cut))
+    return {name: p.grad.clone() for name, p in parts.model.named_parameters() if p.grad is not None}
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Return whether the names are equal, and the tensors bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the largest relative difference of tensors with the same names."""
+    assert one.keys() == other.keys()
+    return max(relative_difference(tensor, other[name]) for name, tensor in one.items())
+
+
+def state_of(parts: StepParts) -> dict[str, torch.Tensor]:
+    """Return the weights and the optimizer state."""
+    weights = {name: parameter.detach().clone() for name, parameter in parts.model.named_parameters()}
+    return weights | OptimizerState(parts.model, parts.optimizer).state_dict()
+
+
+class Numbers:
+    """Tokenizer that decodes a hypothesis into its token ids."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+def recognized(parts: StepParts, cut: GlobalBatch, special: SpecialTokens, rules: GenerationRules) -> RecognizedPortion:
+    """Return each input's likeliest tokens, as text, from cached decoding."""
+    batches = [(batch, [Utterance(n, n, 1.0, "") for n in batch.utterance_ids]) for batch in cut.micro_batches]
+    return recognize_all(parts.forward, batches, Numbers(), BeamDecode(1, 0.0, 0.0, None, 0.0, special, rules))
