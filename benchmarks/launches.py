@@ -22,6 +22,7 @@ bootstrap.rerun_under_venv()
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,7 +31,6 @@ from typing import Literal
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measuring.fixed_step import VOCABULARY, build_global_batch, build_speech, take_features_as_given
@@ -43,7 +43,7 @@ from konkanivani.models.architecture import Architecture, architecture_of
 from konkanivani.models.conformer import Dropout
 from konkanivani.models.twin import replace_modules
 from konkanivani.models.whisper.architecture import WhisperArchitecture
-from konkanivani.ops.passes import ALL_PASSES
+from konkanivani.ops.passes import ALL_PASSES, ROOMY_PASSES
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 
@@ -55,12 +55,14 @@ WITHOUT_KERNEL = {
     "_local_scalar_dense",
 }
 """Operators without a kernel, besides views (whose result the schema declares as an alias of an argument)."""
-# The passes that a GPU does not use: their twins run PyTorch's kernels there.
-CARD_PASSES = dataclasses.replace(ALL_PASSES, packing=False, fast_depthwise=False, masked_dropout=False)
+# The twins of these passes run PyTorch's kernels on a GPU.
+WITHOUT_CPU_PASSES = dataclasses.replace(ALL_PASSES, packing=False, fast_depthwise=False, masked_dropout=False)
+CARD_PASSES = {"scarce": WITHOUT_CPU_PASSES, "ample": ROOMY_PASSES}
 FEATURE_FRAMES = 100
 Model = Literal["whisper-tiny", "whisper-base", "original", "minimal"]
 Precision = Literal["full", "half"]
 Checkpointing = Literal["always", "never"]
+Memory = Literal["scarce", "ample"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Flags:
     """Autocast (to bf16, with a loss scale), or full precision."""
     checkpointing: tuple[Checkpointing, ...] = ("always", "never")
     """Recompute all blocks, or none."""
+    memory: tuple[Memory, ...] = ("scarce", "ample")
+    """Passes of this trainer: those that save memory, or those of a plan with memory to spare."""
     utterances: int = 4
     """Utterances of a step (native models: twice as many)."""
     micro_batches: int = 4
@@ -104,10 +108,10 @@ def has_kernel(operator: Callable) -> bool:
 
 
 class CardDropout(Dropout):
-    """Dropout as on a GPU: PyTorch's kernel."""
+    """Dropout as on a GPU: one kernel."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(x, self.p, self.training)
+        return torch.native_dropout(x, self.p, True)[0]
 
 
 @contextlib.contextmanager
@@ -141,6 +145,7 @@ class Case:
     model: Model
     precision: Precision
     checkpointing: Checkpointing
+    memory: Memory
     utterances: int
     micro_batches: int
 
@@ -188,7 +193,7 @@ def build_parts(case: Case) -> StepParts:
         config = dataclasses.replace(config, model=PRESETS[case.model])
         architecture = architecture_of(config, VOCABULARY)
     device = torch.device("cpu")
-    parts = build_step_parts(config, architecture, device, 1000, take_features_as_given, passes=CARD_PASSES)
+    parts = build_step_parts(config, architecture, device, 1000, take_features_as_given, passes=CARD_PASSES[case.memory])
     replace_modules(parts.model, {Dropout: CardDropout})
     return dataclasses.replace(parts, scaler=torch.amp.GradScaler("cpu", enabled=case.is_half))
 
@@ -232,10 +237,8 @@ def count_all(flags: Flags) -> str:
     if any(model.startswith("whisper") for model in flags.models) and not importlib.util.find_spec("transformers"):
         raise UsageError("transformers, beside which this counts, is not installed. Run: pip install -e .[test].")
     for model in flags.models:
-        for precision in flags.precision:
-            for checkpointing in flags.checkpointing:
-                case = Case(model, precision, checkpointing, flags.utterances, flags.micro_batches)
-                print_counts(case, flags.per_operator)
+        for settings in itertools.product(flags.precision, flags.checkpointing, flags.memory):
+            print_counts(Case(model, *settings, flags.utterances, flags.micro_batches), flags.per_operator)
     return ""
 
 
