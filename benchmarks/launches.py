@@ -56,8 +56,11 @@ WITHOUT_KERNEL = {
 }
 """Operators without a kernel, besides views (whose result the schema declares as an alias of an argument)."""
 # The twins of these passes run PyTorch's kernels on a GPU.
-WITHOUT_CPU_PASSES = dataclasses.replace(ALL_PASSES, packing=False, fast_depthwise=False, masked_dropout=False)
-CARD_PASSES = {"scarce": WITHOUT_CPU_PASSES, "ample": ROOMY_PASSES}
+CPU_PASSES = {"packing": False, "fast_depthwise": False, "masked_dropout": False}
+CARD_PASSES = {
+    "scarce": dataclasses.replace(ALL_PASSES, **CPU_PASSES),
+    "ample": dataclasses.replace(ROOMY_PASSES, **CPU_PASSES),
+}
 FEATURE_FRAMES = 100
 Model = Literal["whisper-tiny", "whisper-base", "original", "minimal"]
 Precision = Literal["full", "half"]
@@ -193,7 +196,9 @@ def build_parts(case: Case) -> StepParts:
         config = dataclasses.replace(config, model=PRESETS[case.model])
         architecture = architecture_of(config, VOCABULARY)
     device = torch.device("cpu")
-    parts = build_step_parts(config, architecture, device, 1000, take_features_as_given, passes=CARD_PASSES[case.memory])
+    parts = build_step_parts(
+        config, architecture, device, 1000, take_features_as_given, passes=CARD_PASSES[case.memory]
+    )
     replace_modules(parts.model, {Dropout: CardDropout})
     return dataclasses.replace(parts, scaler=torch.amp.GradScaler("cpu", enabled=case.is_half))
 
