@@ -4,11 +4,11 @@
     python3 benchmarks/launches.py
     python3 benchmarks/launches.py --models whisper-tiny --per_operator
 
-One step: forward and backward pass of each micro-batch, loss scale, clipping, AdamW; features are given. Counted are the
-operators that PyTorch dispatches, without views and without those in `WITHOUT_KERNEL`. The step runs on a CPU, with the
-decisions of a GPU: no oneDNN, packing or masks of one byte, norms in fp32 under autocast. An operator may launch several
-kernels (a sum over 51,865 columns, a list of tensors), on both sides alike. Windows are of one second, which changes no
-count. A line of JSON per step.
+One step: forward and backward pass of each micro-batch, loss scale, clipping, AdamW; features are given. Counted are
+the operators that PyTorch dispatches, without views and without those in `WITHOUT_KERNEL`. The step runs on a CPU, with
+the decisions of a GPU: no oneDNN, packing or masks of one byte, norms in fp32 under autocast. An operator may launch
+several kernels (a sum over 51,865 columns, a list of tensors), on both sides alike. Windows are of one second, which
+changes no count. A line of JSON per step.
 """
 
 import sys

@@ -119,7 +119,7 @@ class _VocabularyLoss(torch.autograd.Function):
 class _Scores:
     """Logits of rows (N, D) with a weight (V, D), one slice of the vocabulary at a time.
 
-    `dtype` is the matrix products' dtype, `full_dtype` the logits'; `counts` (N,) is True for labels that are not padding.
+    `dtype` is the products' dtype, `full_dtype` the logits'; `counts` (N,) is True for labels that are not padding.
     """
 
     def __init__(self, rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from konkanivani.data.batching import SizeLimit, largest_batch_bytes, same_size, split_batch
+from konkanivani.data.batching import Batch, SizeLimit, largest_batch_bytes, same_size, split_batch
 from konkanivani.data.loader import Loaded
 from konkanivani.data.staging import BUFFERS, CudaCopies, StagingBuffers, places
 from konkanivani.lengths import SECONDS
@@ -65,8 +65,10 @@ class EarlyReuse(LateCopies):
         return LateEvent(self, 0)
 
 
-def batches(count: int, seed: int = 0):
-    return [batch for step in range(count) for batch in global_batch(speeches(4, seed=seed + step), 2).micro_batches]
+def batches(count: int, seed: int = 0) -> list[Batch]:
+    """Return the micro-batches of some steps of new lengths, in float32."""
+    double = [batch for step in range(count) for batch in global_batch(speeches(4, seed=seed + step), 2).micro_batches]
+    return [dataclasses.replace(batch, waveforms=batch.waveforms.float()) for batch in double]
 
 
 def are_equal(sent, given) -> bool:
@@ -122,7 +124,7 @@ def test_the_loader_gives_training_batches_the_buffers():
 @pytest.mark.parametrize("limits", [same_size(3), (SizeLimit(0.5, 4), SizeLimit(2.0, 2))])
 def test_the_size_bounds_every_batch_within_the_limits(limits):
     longest = max(len(speech.waveform) for speech in speeches(4, seed=3)) / SECONDS.rate
-    for batch in global_batch(speeches(4, seed=3), 2).micro_batches:
+    for batch in batches(1, seed=3):
         tokens = max(batch.token_lengths)
         assert places(batch.tensors())[1] <= largest_batch_bytes(same_size(2), longest, tokens, SECONDS)
     size = largest_batch_bytes(limits, 1.5, 10, SECONDS)
