@@ -4,8 +4,16 @@
     python3 benchmarks/graphs.py --models original minimal whisper-base
     python3 benchmarks/graphs.py --device cpu --models tiny --steps 2
 
+    python3 benchmarks/graphs.py --check losses --device cpu --models tiny --longest 4
+    python3 benchmarks/graphs.py --check growth --device cpu --models tiny --longest 4
+
 Each step has new utterances of noise, of 3 to 12 s. On a CPU the recorder of operators takes the place of CUDA graphs:
 it shows that the script works, and its times mean nothing. A line of JSON per model.
+
+--check losses: 200 steps in half precision, by graphs and without, from the same weights and with the same dropout
+masks. The exit code is 5 if a loss differs by more than 0.5 %.
+--check growth: 2,000 steps of new lengths by graphs. The exit code is 6 if more than 32 shapes are captured, or if the
+resident memory grows by more than 16 MiB after the first tenth of the steps.
 """
 
 import sys
@@ -31,19 +39,22 @@ from konkanivani.command_line import read_flags, run_script
 from konkanivani.config import PRESETS, DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.console import MIB
 from konkanivani.data.batching import GlobalBatch, same_size, split_into_micro_batches
-from konkanivani.data.shape_grid import MicroBatchSizes, choose_grid
+from konkanivani.data.shape_grid import MAX_SHAPES, MicroBatchSizes, choose_grid
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.distributed import choose_device
+from konkanivani.errors import NumericsError, ResourceError, UsageError
 from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.memory.monitor import resident_mib, set_mmap_threshold
 from konkanivani.models.architecture import Architecture, architecture_of
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.model import WhisperShape
 from konkanivani.ops.capturable import make_capturable
 from konkanivani.ops.cuda_graphs import CudaGraphBackend
 from konkanivani.ops.recorder import RecorderBackend
+from konkanivani.randomness import derive_seed
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.gradient import local_gradient
-from konkanivani.training.graphs import GraphedGradient
+from konkanivani.training.graphs import NO_SHAPES, GraphedGradient
 from konkanivani.training.step import GradientTask, StepParts, forward_and_backward, train_step
 
 TINY = ModelConfig(d_model=16, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=4)
@@ -62,6 +73,10 @@ WHISPER = {
     "whisper-tiny": WhisperShape(16, 2, 2, 2, 32, 80, VOCABULARY, source_positions=600),
 }
 TOTAL_STEPS = 1000
+LOSS_STEPS = 200
+MAX_LOSS_DIFFERENCE = 0.005
+GROWTH_STEPS = 2000
+MAX_GROWTH_MIB = 16.0
 Model = Literal["original", "optimized", "minimal", "nemo", "tiny", "whisper-base", "whisper-speech", "whisper-tiny"]
 
 
@@ -83,6 +98,14 @@ class Flags:
     """In full precision, not fp16 (bf16 on a CPU)."""
     seed: int = 0
     """Seed of the utterances."""
+    shortest: float = 3.0
+    """Seconds of the shortest utterances."""
+    longest: float = 12.0
+    """Seconds of the longest utterances."""
+    check: Literal["losses", "growth"] | None = None
+    """Check many steps in place of measuring some (see above)."""
+    check_steps: int | None = None
+    """Steps of a check (None: 200 for losses, 2,000 for growth)."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +134,97 @@ class Comparison:
 
 
 def measure(flags: Flags) -> str:
-    """Measure each model."""
+    """Measure or check each model."""
+    if not 0.2 <= flags.shortest <= flags.longest:
+        raise UsageError("--shortest must be at least 0.2, and --longest no less.")
+    if flags.steps < 1 or (flags.check_steps is not None and flags.check_steps < 10):
+        raise UsageError("--steps must be at least 1, and --check_steps at least 10.")
     device = choose_device(flags.device)
+    run = {None: compare, "losses": check_losses, "growth": check_growth}[flags.check]
     for model in flags.models:
-        print(json.dumps(asdict(compare(model, flags, device))), flush=True)
+        print(json.dumps(asdict(run(model, flags, device))), flush=True)
     return ""
+
+
+@dataclass(frozen=True)
+class LossCheck:
+    """Losses of steps by graphs beside those without; `difference` is the largest relative one."""
+
+    model: str
+    device: str
+    steps: int
+    first_loss: float
+    last_loss: float
+    last_eager_loss: float
+    difference: float
+
+
+def check_losses(model: str, flags: Flags, device: torch.device) -> LossCheck:
+    """Train by graphs and without; raise NumericsError if the losses differ."""
+    steps = flags.check_steps or LOSS_STEPS
+    # Some batches again and again, so that the model learns and differences add up.
+    batches = [build_batch(flags, step) for step in range(min(steps, 20))]
+    losses = []
+    for has_graphs in (True, False):
+        parts = build(model, flags, device)
+        gradient = with_graphs(parts, batches)
+        if not has_graphs:
+            gradient.grid = NO_SHAPES
+        parts = dataclasses.replace(parts, compute_gradient=gradient)
+        losses.append([loss_of(parts, batches[step % len(batches)], step) for step in range(steps)])
+        if has_graphs and not gradient.captured_shapes:
+            raise NumericsError("No shape was captured, so that nothing was compared. See the message above.")
+    by_graphs, eager = losses
+    difference = max(abs(one - other) / abs(other) for one, other in zip(by_graphs, eager, strict=True))
+    check = LossCheck(model, name_of(device), steps, eager[0], by_graphs[-1], eager[-1], difference)
+    if not difference <= MAX_LOSS_DIFFERENCE:
+        raise NumericsError(f"Steps by graphs have other losses: {check}. Train with --cuda_graphs off.")
+    return check
+
+
+def loss_of(parts: StepParts, batch: GlobalBatch, step: int) -> float:
+    """Return the loss of a step."""
+    report = train_step(parts, batch, step)
+    if report is None:
+        raise NumericsError("The step was interrupted.")
+    return report.loss
+
+
+@dataclass(frozen=True)
+class GrowthCheck:
+    """Captured shapes and resident memory in MiB after the first tenth of the steps and after all."""
+
+    model: str
+    device: str
+    steps: int
+    shapes: int
+    resident_mib: float
+    growth_mib: float
+
+
+def check_growth(model: str, flags: Flags, device: torch.device) -> GrowthCheck:
+    """Run steps of new lengths by graphs; raise ResourceError if captures or memory grow."""
+    set_mmap_threshold()  # as in a run: otherwise freed tensors leave holes in glibc's heap
+    steps = flags.check_steps or GROWTH_STEPS
+    parts = build(model, flags, device)
+    # The shapes are chosen from other batches, as in later epochs of a run.
+    gradient = with_graphs(parts, [build_batch(flags, -step) for step in range(1, 1 + min(steps, 100))])
+    parts = dataclasses.replace(parts, compute_gradient=gradient)
+    before = 0.0
+    for step in range(steps):
+        train_step(parts, build_batch(flags, step), step)
+        if step == steps // 10:
+            before = resident_mib()
+    growth = round(resident_mib() - before, 1)
+    check = GrowthCheck(model, name_of(device), steps, len(gradient.captured_shapes), round(before, 1), growth)
+    if not 0 < check.shapes <= MAX_SHAPES or growth > MAX_GROWTH_MIB:
+        raise ResourceError(f"Captures or memory grow: {check}. Train with --cuda_graphs off.")
+    return check
+
+
+def name_of(device: torch.device) -> str:
+    """Return the name of the device, and on a CPU what takes the place of CUDA graphs."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu (recorder)"
 
 
 def compare(model: str, flags: Flags, device: torch.device) -> Comparison:
@@ -140,7 +249,7 @@ def compare(model: str, flags: Flags, device: torch.device) -> Comparison:
     ]
     return Comparison(
         model=model,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu (recorder)",
+        device=name_of(device),
         eager=sides[0],
         graphs=sides[1],
         ratio=round(sides[1].step_s / sides[0].step_s, 3),
@@ -151,9 +260,10 @@ def compare(model: str, flags: Flags, device: torch.device) -> Comparison:
 
 
 def build_batch(flags: Flags, step: int, dtype: torch.dtype = torch.float32) -> GlobalBatch:
-    """Return the utterances of a step: noise of 3 to 12 s."""
-    generator = torch.Generator().manual_seed(1000 * flags.seed + step)
-    seconds = (3 + 9 * torch.rand(flags.utterances, generator=generator)).tolist()
+    """Return the utterances of a step: noise of `shortest` to `longest` seconds."""
+    generator = torch.Generator().manual_seed(derive_seed(flags.seed, step))
+    drawn = torch.rand(flags.utterances, generator=generator)
+    seconds = (flags.shortest + (flags.longest - flags.shortest) * drawn).tolist()
     speeches = [random_example(length, VOCABULARY, generator) for length in seconds]
     speeches = [dataclasses.replace(speech, waveform=speech.waveform.to(dtype)) for speech in speeches]
     return split_into_micro_batches(speeches, same_size(flags.utterances // flags.micro_batches), OUR_TOKENS)

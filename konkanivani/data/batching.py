@@ -6,6 +6,7 @@ B batch, S samples, U tokens.
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from itertools import islice
 import numpy as np
 import torch
 
+from konkanivani.data.staging import ALIGNMENT, StagingBuffers
 from konkanivani.data.text import SpecialTokens
 from konkanivani.errors import DataError
-from konkanivani.lengths import Lengths, unit_of
+from konkanivani.lengths import InputUnit, Lengths, unit_of
 from konkanivani.randomness import derive_seed
 
 # --------------------
@@ -51,6 +53,7 @@ class Batch:
         decoder_tokens: (B, U + 1), the decoder's input with the start token first, padded with 0.
         targets: (B, U + 1), the decoder's targets with the end token last, padded with -1.
         augment_seeds: Seeds of SpecAugment, one per utterance; None for no SpecAugment.
+        staging: Buffers through which the batch is copied to a GPU; None for a direct copy.
     """
 
     utterance_ids: tuple[str, ...]
@@ -61,6 +64,7 @@ class Batch:
     decoder_tokens: torch.Tensor
     targets: torch.Tensor
     augment_seeds: tuple[int, ...] | None
+    staging: StagingBuffers | None = None
 
     @property
     def size(self) -> int:
@@ -78,6 +82,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch with its tensors on `device`; copies from pinned memory are asynchronous."""
+        if self.staging is not None:
+            sent = iter(self.staging.send(self.tensors()))
+            return dataclasses.replace(self.with_each(lambda _: next(sent)), staging=None)
         return self.with_each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -115,6 +122,11 @@ class GlobalBatch:
 
     def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> GlobalBatch:
         return dataclasses.replace(self, micro_batches=tuple(batch.with_each(change) for batch in self.micro_batches))
+
+    def with_staging(self, staging: StagingBuffers) -> GlobalBatch:
+        """Return the global batch with micro-batches that are copied to a GPU through these buffers."""
+        batches = tuple(dataclasses.replace(batch, staging=staging) for batch in self.micro_batches)
+        return dataclasses.replace(self, micro_batches=batches)
 
 
 def check_tokens(speech: Example, vocab_size: int, special: SpecialTokens) -> None:
@@ -189,6 +201,7 @@ def _rows(batch: Batch, rows: slice) -> Batch:
         decoder_tokens=batch.decoder_tokens[rows, : tokens + 1],
         targets=batch.targets[rows, : tokens + 1],
         augment_seeds=None if batch.augment_seeds is None else batch.augment_seeds[rows],
+        staging=batch.staging,
     )
 
 
@@ -342,6 +355,18 @@ def cut_sizes(seconds: Sequence[float], limits: tuple[SizeLimit, ...]) -> list[i
         else:
             sizes.append(1)
     return sizes
+
+
+def largest_batch_bytes(limits: tuple[SizeLimit, ...], longest: float, most_tokens: int, unit: InputUnit) -> int:
+    """Return a bound of the bytes of a micro-batch within these limits, of inputs of up to `longest` units."""
+    number_bytes = unit.dtype.itemsize
+    # Tokens, decoder tokens and targets, in int64.
+    of_tokens = 8 * 3 * (most_tokens + 1)
+    sizes = [
+        limit.utterances * (math.ceil(min(limit.seconds, longest) * unit.rate + 1) * number_bytes + of_tokens)
+        for limit in limits
+    ]
+    return max(sizes) + 4 * ALIGNMENT
 
 
 def padded_seconds(seconds: np.ndarray, limits: tuple[SizeLimit, ...]) -> float:

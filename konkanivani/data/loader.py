@@ -36,6 +36,7 @@ from konkanivani.data.shared_memory import (
     pack,
     semaphore_bytes,
 )
+from konkanivani.data.staging import StagingBuffers
 from konkanivani.errors import (
     DataError,
     KonkaniVaniError,
@@ -111,6 +112,7 @@ SIGNS_OF_WORKERS = ("DataLoader", "Pin memory thread")  # in PyTorch's errors ab
 class LoaderConfig:
     """Settings that do not change the loaded data; `timeout` in seconds, `ahead` is the items prefetched per worker.
 
+    With `pin_memory`, each item is copied to page-locked memory of its own, unless global batches have `staging`.
     `prefetch_limit` is shared by all uses of the settings.
     """
 
@@ -119,6 +121,7 @@ class LoaderConfig:
     pin_memory: bool
     ahead: int = 2
     prefetch_limit: PrefetchLimit = field(default_factory=PrefetchLimit)
+    staging: StagingBuffers | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,12 @@ class Loaded(Generic[Value]):
         if self.packed is None:
             return self
         return replace(self, value=self.packed.unpack(), packed=None)
+
+    def with_staging(self, staging: StagingBuffers | None) -> Loaded[Value]:
+        """Return the item with a global batch that is copied to a GPU through these buffers."""
+        if staging is None or not isinstance(self.value, GlobalBatch):
+            return self
+        return replace(self, value=self.value.with_staging(staging))
 
 
 class WorkersFailed(ResourceError):
@@ -272,7 +281,7 @@ def _load_until_a_death(
         num_workers=loader.workers,
         prefetch_factor=loader.ahead if loader.workers else None,
         timeout=min(POLL_SECONDS, loader.timeout) if loader.workers else 0,
-        pin_memory=loader.pin_memory,
+        pin_memory=loader.pin_memory and loader.staging is None,
         worker_init_fn=_begin_worker,
         # Python 3.14 changes the default to forkserver, whose workers are not children of this process.
         multiprocessing_context="fork" if loader.workers else None,
@@ -286,7 +295,7 @@ def _load_until_a_death(
                 raise loaded.error
             if loaded.lacking_bytes:
                 raise SharedMemoryFull(loaded.lacking_bytes)
-            yield loaded.unpack()
+            yield loaded.unpack().with_staging(loader.staging)
     finally:
         # Workers that ignore SIGTERM would keep the process from exiting if this were left to the garbage collector.
         if isinstance(iterator, _MultiProcessingDataLoaderIter):

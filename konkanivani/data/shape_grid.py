@@ -17,7 +17,10 @@ MAX_SHAPES = 32
 """Each captured shape takes memory and time at the start of a stage."""
 MAX_PADDING = 0.04  # of the frames that micro-batches have already: other epochs, with other batches, have up to 0.06
 EPOCHS = 4  # from which the shapes are chosen
-MIN_SHARE = 0.02  # of the frames; rarer numbers of utterances are not captured
+MIN_SHARE = 0.02  # of the frames; rarer numbers of utterances get no shapes of their own
+# Of the utterances by dummy ones: beyond, computing them takes longer than launching a step without graphs. An
+# estimate, not measured on a card yet.
+MAX_GROWTH = 2
 STEP_SAMPLES = 8 * 160  # lengths of shapes are multiples of 80 ms
 
 
@@ -29,11 +32,11 @@ class GridShape:
     utterances: int
     positions: int
 
-    def fits(self, batch: Batch) -> bool:
-        """Return whether the batch can be padded to this shape."""
-        if batch.size != self.utterances:
+    def fits(self, utterances: int, samples: int, tokens: int) -> bool:
+        """Return whether a micro-batch can be padded to this shape, by dummy utterances too."""
+        if not utterances <= self.utterances <= MAX_GROWTH * utterances:
             return False
-        return max(batch.sample_lengths) <= self.samples and max(batch.token_lengths) < self.positions
+        return samples <= self.samples and tokens < self.positions
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,13 @@ class ShapeGrid:
     shapes: tuple[GridShape, ...]
 
     def shape_of(self, batch: Batch) -> GridShape | None:
-        """Return the smallest shape that the batch fits into, or None."""
-        return next((shape for shape in self.shapes if shape.fits(batch)), None)
+        """Return the shape that a batch is padded to, or None."""
+        return self.shape_for(batch.size, max(batch.sample_lengths), max(batch.token_lengths))
+
+    def shape_for(self, utterances: int, samples: int, tokens: int) -> GridShape | None:
+        """Return the smallest shape that a micro-batch fits into, by the fewest dummy utterances; or None."""
+        fitting = [shape for shape in self.shapes if shape.fits(utterances, samples, tokens)]
+        return min(fitting, key=lambda shape: (shape.utterances, shape), default=None)
 
 
 @dataclass(frozen=True)
@@ -186,10 +194,11 @@ def measure_padding(grid: ShapeGrid, sizes: MicroBatchSizes) -> Padding:
     added_tokens = 0
     uncaptured = 0
     for number, samples, tokens in zip(sizes.utterances, sizes.samples, sizes.tokens, strict=True):
-        found = [s for s in grid.shapes if s.utterances == number and s.samples >= samples and s.positions > tokens]
-        if found:
-            added_frames += number * (0 if sizes.has_fixed_length else found[0].samples - samples)
-            added_tokens += number * (found[0].positions - tokens - 1)
+        shape = grid.shape_for(number, samples, tokens)
+        if shape is not None:
+            before = shape.samples if sizes.has_fixed_length else samples
+            added_frames += shape.utterances * shape.samples - number * before
+            added_tokens += shape.utterances * shape.positions - number * (tokens + 1)
         else:
             uncaptured += number * samples
     frames = float((sizes.utterances * sizes.samples).sum())

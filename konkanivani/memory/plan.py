@@ -115,6 +115,8 @@ class MemoryPlan:
     """Placement of the weights."""
     host: int = 0
     """Bytes in host memory of the most expensive bucket, if weights are offloaded."""
+    has_spare_memory: bool = False
+    """Whether the step also fits without the passes that save a GPU's memory (`ROOMY_PASSES` in ops/passes.py)."""
 
     def recompute_policy(self) -> RecomputePolicy:
         """Return the number of recomputed blocks by utterance length as a policy."""
@@ -148,6 +150,7 @@ class MemoryPlan:
                 self.host,
                 self.placement.prefetch,
             ],
+            "spare_memory": self.has_spare_memory,
         }
 
 
@@ -174,6 +177,7 @@ def read_plan(state: Mapping[str, Any]) -> MemoryPlan:
             concurrent_micro_batches=int(state.get("at_once", 1)),
             placement=Placement(int(offloaded_blocks), bool(half_precision), bool(prefetch)),
             host=int(host),
+            has_spare_memory=bool(state.get("spare_memory", False)),
         )
     except (KeyError, TypeError, ValueError):
         raise CheckpointError("The checkpoint's memory plan cannot be read. Use --replan to make a new one.") from None
@@ -194,7 +198,8 @@ def plan_sentences(plan: MemoryPlan, blocks: int, unit: InputUnit = SECONDS) -> 
     side_by_side = (
         f", {plan.concurrent_micro_batches} micro-batches in parallel" if plan.concurrent_micro_batches > 1 else ""
     )
-    lines = [f"Memory plan for {budget_text(plan.budget)}, planned peak {peak_text(plan.peak)}{side_by_side}:"]
+    spare = ", without the passes that save memory" if plan.has_spare_memory else ""
+    lines = [f"Memory plan for {budget_text(plan.budget)}, planned peak {peak_text(plan.peak)}{side_by_side}{spare}:"]
     if not plan.placement.is_on_card:
         beside = f"; on the host {peak_text(plan.host)}" if plan.host else ""
         lines.append(f"  {plan.placement.describe(blocks)}{beside}")

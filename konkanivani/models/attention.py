@@ -3,6 +3,7 @@
 B batch, T query frames, S key frames, P distances, D model width, H heads, E = D / H head width.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +27,14 @@ class SequenceLayout:
     padding: torch.Tensor | None = None
     chunk_frames: int = CHUNK_FRAMES
 
-    @property
-    def key_mask(self) -> torch.Tensor | None:
-        """(B, 1, 1, T), True for keys that are attended to; None if all are."""
-        return None if self.padding is None else ~self.padding[:, None, None, :]
+    # Computed once for all blocks: attention would launch four kernels per block for it.
+    @functools.cached_property
+    def score_mask(self) -> torch.Tensor | None:
+        """(B, 1, 1, T), 0 for keys that are attended to, -inf for others; None if all are attended to."""
+        if self.padding is None:
+            return None
+        dtype = self.positions[0].dtype if self.positions else torch.float32
+        return score_mask_of(~self.padding[:, None, None, :], dtype)
 
 
 UNPADDED = SequenceLayout()
@@ -39,6 +44,23 @@ def key_mask_of(keys: torch.Tensor, lengths: BatchLengths) -> torch.Tensor | Non
     """Return the key mask (B, 1, 1, S) of keys (B, S, D), True for keys that are attended to; None if all are."""
     padding = padding_or_none(lengths, keys.shape[1], keys.device)
     return None if padding is None else ~padding[:, None, None, :]
+
+
+def score_mask_of(key_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a key mask as numbers to add to the scores: 0 for keys that are attended to, -inf for others."""
+    return torch.zeros(key_mask.shape, dtype=dtype, device=key_mask.device).masked_fill_(~key_mask, -torch.inf)
+
+
+def score_mask_for(inputs: torch.Tensor, keys: torch.Tensor, lengths: BatchLengths) -> torch.Tensor | None:
+    """Return the score mask of keys (B, S, D) for attention whose queries are projected from `inputs`, or None."""
+    key_mask = key_mask_of(keys, lengths)
+    return None if key_mask is None else score_mask_of(key_mask, dtype_of_products(inputs))
+
+
+def dtype_of_products(like: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a linear layer's output: autocast's if it is on, else that of its input `like`."""
+    device = like.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype
 
 
 class RotaryPositions(torch.nn.Module):
@@ -57,7 +79,9 @@ class RotaryPositions(torch.nn.Module):
         exponents = torch.arange(0, self.head_dim, 2, device=like.device, dtype=dtype) / self.head_dim
         # theta_i = 10000^(-2 i / E) (Su et al., 2021, section 3.2.2).
         angles = torch.arange(length, device=like.device, dtype=dtype)[:, None] * (10_000.0**-exponents)[None, :]
-        return angles.cos(), angles.sin()
+        # In the dtype in which they are multiplied: each block would cast them.
+        multiplied = dtype_of_products(like)
+        return angles.cos().to(multiplied), angles.sin().to(multiplied)
 
     def of_spans(self, lengths: Lengths, like: torch.Tensor) -> Positions:
         """Return the tables of concatenated spans of these lengths; positions restart at 0 in each span."""
@@ -111,7 +135,8 @@ class SelfAttention(torch.nn.Module):
     def attend(self, projected: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
         """Return the attention (B, T, D) of projected queries, keys and values (B, T, 3 D)."""
         query, key, value = self.split_heads(projected, layout.positions)
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=layout.key_mask, is_causal=self.causal)
+        mask = None if layout.score_mask is None else layout.score_mask.to(query.dtype)
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=self.causal)
         return self.output(attended.transpose(1, 2).flatten(2))
 
     def step(self, x: torch.Tensor, position: Positions, past: torch.Tensor, length: int) -> torch.Tensor:
@@ -137,7 +162,7 @@ class SelfAttention(torch.nn.Module):
 class CrossAttention(torch.nn.Module):
     """Cross-attention of (B, T, D) over encoded (B, S, D) -> (B, T, D), without positions.
 
-    `key_mask` (B, 1, 1, S) as in `SequenceLayout`.
+    `key_mask` (B, 1, 1, S) is True for keys that are attended to, or a score mask as in `SequenceLayout`.
     """
 
     def __init__(self, d_model: int, heads: int) -> None:

@@ -21,6 +21,7 @@ from konkanivani.models.attention import (
     SelfAttention,
     SequenceLayout,
     key_mask_of,
+    score_mask_for,
 )
 from konkanivani.models.conformer import BlockList, Dropout, FeedForward, WrapBlock, keep_activations
 from konkanivani.randomness import block_dropout
@@ -171,7 +172,7 @@ class Decoder(TokenDecoder):
         x = self.dropout(self.embedding(tokens))
         # No mask for padded tokens: they come last, and causal attention never looks ahead.
         layout = SequenceLayout(self.positions(x.shape[1], x))
-        encoded_mask = key_mask_of(encoded, encoded_lengths)
+        encoded_mask = score_mask_for(x, encoded, encoded_lengths)
         for number, block in enumerate(self.blocks, start=self.first_number):
             with block_dropout(number):
                 x = wrap_block(number, block)(x, layout, encoded, encoded_mask)

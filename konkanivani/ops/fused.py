@@ -19,7 +19,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from konkanivani.models.asr import TARGET_PADDING, TiedEmbedding, TiedHead, VocabularyLoss, in_full
+from konkanivani.models.asr import TARGET_PADDING, TiedEmbedding, TiedHead, VocabularyLoss, at_least_float32, in_full
 from konkanivani.models.attention import SequenceLayout
 from konkanivani.models.conformer import (
     ConformerBlock,
@@ -34,7 +34,7 @@ from konkanivani.models.t5.model import T5
 from konkanivani.models.twin import replace_modules
 from konkanivani.models.whisper import model as whisper
 from konkanivani.models.whisper.model import Whisper
-from konkanivani.ops.products import fast_linear, fused_linear, weight_gradient, without_autocast
+from konkanivani.ops.products import fast_linear, fused_linear, fused_linears, weight_gradient, without_autocast
 
 # --------------------
 # Cross entropy over a large vocabulary, computed in slices so that all logits never exist at once.
@@ -70,18 +70,22 @@ class _VocabularyLoss(torch.autograd.Function):
         ctx, rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, smoothing: float, buffer: LogitBuffer
     ) -> torch.Tensor:
         scores = _Scores(rows, weight, targets)
-        chosen: float | torch.Tensor = 0.0
+        gathered = []
         sums = []
+        denominators = []
         for columns in scores.slices():
             logits = scores.logits(columns)
-            chosen = chosen + (1 - smoothing) * scores.of_targets(logits, columns)
-            # Label smoothing: the target distribution has (1 - s) at the target and s / V everywhere.
+            gathered.append(scores.gather(logits, columns))
             if smoothing:
-                chosen = chosen + smoothing / len(weight) * logits.sum(1)
-            sums.append(logits.logsumexp(1))
-        denominators = torch.stack(sums).logsumexp(0)
-        losses = denominators - chosen
-        ctx.save_for_backward(rows, weight, targets, denominators)
+                sums.append(logits.sum(1))
+            denominators.append(logits.logsumexp(1))
+        denominator = torch.stack(denominators).logsumexp(0)
+        # Label smoothing: the target distribution has (1 - s) at the target and s / V everywhere.
+        chosen = (1 - smoothing) * scores.of_targets(gathered)
+        if smoothing:
+            chosen = torch.stack(sums).sum(0).mul_(smoothing / len(weight)).add_(chosen)
+        losses = denominator - chosen
+        ctx.save_for_backward(rows, weight, targets, denominator)
         ctx.smoothing = smoothing
         ctx.dtype = scores.dtype
         ctx.buffer = buffer
@@ -90,35 +94,39 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, targets, denominators = ctx.saved_tensors
+        rows, weight, targets, denominator = ctx.saved_tensors
         # The forward pass's dtype: backward itself runs outside of autocast.
         scores = _Scores(rows.to(ctx.dtype), weight, targets)
         grad_loss = torch.where(scores.counts, gradient, 0.0)[:, None]
+        shares = scores.shares_of_targets(ctx.smoothing - 1)
         grad_rows = torch.zeros_like(rows)
         grad_weight = ctx.buffer() if ctx.needs_input_grad[1] else None
         for columns in scores.slices():
+            part = scores.part(columns)
             # d loss / d logits = softmax - target distribution
-            grad_logits = scores.logits(columns).sub_(denominators[:, None]).exp_()
+            grad_logits = scores.log_softmax(part, denominator).exp_()
             if ctx.smoothing:
                 grad_logits -= ctx.smoothing / len(weight)
-            scores.add_at_targets(grad_logits, columns, ctx.smoothing - 1)
-            grad_logits = grad_logits.mul_(grad_loss).to(scores.dtype)
-            grad_rows += fast_linear(grad_logits, scores.part(columns).t())
+            scores.add_at_targets(grad_logits, columns, shares)
+            grad_logits = scores.scaled(grad_logits, grad_loss)
+            grad_rows += fast_linear(grad_logits, part.t())
+            del part
             if grad_weight is not None:
-                grad_weight[columns] += weight_gradient(grad_logits, scores.rows).to(grad_weight.device)
+                grad_weight[columns].add_(weight_gradient(grad_logits, scores.rows).to(grad_weight.device))
         return grad_rows, grad_weight, None, None, None
 
 
 class _Scores:
     """Logits of rows (N, D) with a weight (V, D), one slice of the vocabulary at a time.
 
-    `dtype` is the matrix products' dtype; `counts` (N,) is True for labels that are not padding.
+    `dtype` is the products' dtype, `full_dtype` the logits'; `counts` (N,) is True for labels that are not padding.
     """
 
     def __init__(self, rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> None:
         device = rows.device.type
         in_half = torch.is_autocast_enabled(device)
         self.dtype = torch.get_autocast_dtype(device) if in_half else rows.dtype
+        self.full_dtype = at_least_float32(rows)
         self.rows = rows.to(self.dtype)
         self.counts = targets != TARGET_PADDING
         self._weight = weight
@@ -139,24 +147,40 @@ class _Scores:
         return self._weight[columns].to(self.rows.device, self.dtype)
 
     def logits(self, columns: slice) -> torch.Tensor:
-        """Return a slice's logits (N, W) in at least fp32, as a new tensor that the caller may overwrite."""
-        logits = fast_linear(self.rows, self.part(columns))
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        """Return a slice's logits (N, W) in at least fp32."""
+        return fast_linear(self.rows, self.part(columns)).to(self.full_dtype)
 
-    def of_targets(self, logits: torch.Tensor, columns: slice) -> torch.Tensor:
-        """Return the logits (N,) of targets within the slice, 0 for others."""
-        indices, is_inside = self._of_slice(columns)
-        return torch.where(is_inside, logits.gather(1, indices).squeeze(1), 0.0)
+    def log_softmax(self, part: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
+        """Return the log probabilities (N, W) of a slice, given its weight and the softmax's log denominator (N,)."""
+        logits = fast_linear(self.rows, part)
+        # The subtraction casts half-precision logits in the same kernel.
+        return torch.sub(logits, denominator[:, None], out=logits if logits.dtype == self.full_dtype else None)
 
-    def add_at_targets(self, values: torch.Tensor, columns: slice, summand: float) -> None:
-        """Add `summand` to values (N, W) in place, at each target within the slice."""
-        indices, is_inside = self._of_slice(columns)
-        values.scatter_add_(1, indices, (summand * is_inside.to(values.dtype))[:, None])
+    def gather(self, logits: torch.Tensor, columns: slice) -> torch.Tensor:
+        """Return the logits (N, 1) at the targets' columns, arbitrary for targets outside of the slice."""
+        return logits.gather(1, self._columns[self._number(columns)])
 
-    def _of_slice(self, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each target's column in the slice (N, 1), 0 if it is not there, and whether it is there (N,)."""
-        number = columns.start // self._width
-        return self._columns[number], self._is_inside[number]
+    def of_targets(self, gathered: list[torch.Tensor]) -> torch.Tensor:
+        """Return the logits (N,) of the targets, given those that each slice gathered."""
+        # Exact: each row of the sum has one number, of the slice with the target.
+        return torch.where(self._is_inside, torch.cat(gathered, dim=1).t(), 0.0).sum(0)
+
+    def shares_of_targets(self, share: float) -> torch.Tensor:
+        """Return a tensor (slices, N, 1) with `share` where a target lies in the slice, else 0."""
+        return (share * self._is_inside.to(self.full_dtype))[..., None]
+
+    def add_at_targets(self, values: torch.Tensor, columns: slice, shares: torch.Tensor) -> None:
+        """Add the slice's `shares_of_targets` to values (N, W) in place."""
+        number = self._number(columns)
+        values.scatter_add_(1, self._columns[number], shares[number])
+
+    def scaled(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Return values (N, W) times factors (N, 1) in the products' dtype; may overwrite the values."""
+        out = values if values.dtype == self.dtype else torch.empty_like(values, dtype=self.dtype)
+        return torch.mul(values, factors, out=out)
+
+    def _number(self, columns: slice) -> int:
+        return columns.start // self._width
 
 
 class SlicedTiedEmbedding(TiedEmbedding):
@@ -368,7 +392,8 @@ class FusedWhisperDecoderBlock(whisper.DecoderBlock):
     def forward(self, x: torch.Tensor, encoded: torch.Tensor, encoded_mask: torch.Tensor | None = None) -> torch.Tensor:
         x = x + attend_to_itself(self.self_attention, self.self_attention_norm, x, True, None)
         query = fused_linear(x, self.cross_attention.query, self.cross_attention_norm)
-        x = x + self.cross_attention.attend(query, *self.cross_attention.keys_and_values(encoded), encoded_mask)
+        cross_kv = keys_and_values(self.cross_attention, encoded)
+        x = x + self.cross_attention.attend(query, *cross_kv, encoded_mask)
         return x + self.feedforward(x)
 
 
@@ -380,10 +405,14 @@ def attend_to_itself(
     key_mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return Whisper's self-attention of norm(x), with the norm fused with the three products."""
-    query = fused_linear(x, attention.query, norm)
-    key = attention.split_heads(fused_linear(x, attention.key, norm))
-    value = attention.split_heads(fused_linear(x, attention.value, norm))
-    return attention.attend(query, key, value, key_mask, is_causal)
+    key, value, query = fused_linears(x, (attention.key, attention.value, attention.query), norm)
+    return attention.attend(query, attention.split_heads(key), attention.split_heads(value), key_mask, is_causal)
+
+
+def keys_and_values(attention: whisper.Attention, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of encoded (B, S, D), each (B, H, S, E), with one cast of the encoded frames."""
+    key, value = fused_linears(encoded, (attention.key, attention.value))
+    return attention.split_heads(key), attention.split_heads(value)
 
 
 def project(x: torch.Tensor, norm: torch.nn.LayerNorm, linear: torch.nn.Linear, fuses_norm: bool) -> torch.Tensor:

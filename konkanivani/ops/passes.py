@@ -14,6 +14,7 @@ Recomputation (`RecomputePolicy` in memory/plan.py, `run_recomputed` in recomput
 are runners around the blocks: `ForwardPass` passes them to the model as `wrap_block`.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 from konkanivani.models.asr import KonkaniVaniASR, SpeechNetwork
@@ -63,6 +64,8 @@ NO_PASSES = Passes(
     chunked_attention=False,
 )
 ALL_PASSES = Passes()
+ROOMY_PASSES = dataclasses.replace(ALL_PASSES, fast_products=False, fused_norms=False, sliced_vocabulary=False)
+"""Passes on a GPU with memory to spare: those left out save memory there, but launch up to a third more kernels."""
 
 
 def optimize(model: SpeechNetwork, passes: Passes = ALL_PASSES) -> None:

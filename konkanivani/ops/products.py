@@ -13,7 +13,7 @@ M rows, K inputs (of a convolution: kernel size), N outputs; B batch, T frames o
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -136,6 +136,27 @@ def fused_linear(
     return out if low_rank is None else out + low_rank(inner)
 
 
+def fused_linears(
+    x: torch.Tensor, linears: Sequence[Weighted], norm: torch.nn.LayerNorm | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Return linear(norm(x)) of x (B, T, D) for each of the linears, with one norm and one cast of x for all.
+
+    The result and the precisions are those of `fused_linear`.
+    """
+    is_checkpointed = recomputed_part.get() is not None
+    is_adapted = any(isinstance(linear, AdaptedLinear) for linear in linears)
+    is_graph_kept = torch.is_grad_enabled() and not is_adapted
+    if norm is not None and (is_checkpointed or not is_graph_kept):
+        x = norm(_in_full(x))
+        norm = None
+    if not is_graph_kept:
+        return tuple(fused_linear(x, linear) for linear in linears)
+    scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
+    is_fast = type(linears[0]) is not torch.nn.Linear
+    weights = [part for linear in linears for part in (linear.weight, linear.bias)]
+    return _Linears.apply(x, scale, shift, epsilon, is_fast, is_checkpointed, *weights)
+
+
 class FastLinear(torch.nn.Linear):
     """Twin of a linear layer, computed by `fused_linear` and by oneDNN if that is faster."""
 
@@ -220,6 +241,81 @@ class _Linear(torch.autograd.Function):
             grad_inner, _in_full(x), scale.shape, mean, inverse_deviation, scale, shift, [True, True, True]
         )
         return grad_x, grad_weight, grad_bias, grad_scale, grad_shift, None, None, None
+
+
+class _Linears(torch.autograd.Function):
+    """Several linear layers of one input, whose gradients are summed before the norm's backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: torch.Tensor,
+        scale: torch.Tensor | None,
+        shift: torch.Tensor | None,
+        epsilon: float,
+        is_fast: bool,
+        is_checkpointed: bool,
+        *weights: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.is_fast = is_fast
+        ctx.epsilon = epsilon
+        ctx.dtype = x.dtype
+        inner = x if scale is None else _normalize(x, scale, shift, epsilon)[0]
+        matrices = [weight for weight in weights[::2] if weight is not None]
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            inner = inner.to(dtype)
+            multiplied = [weight.to(dtype) for weight in matrices]
+        else:
+            multiplied = [_as_multiplied(weight, inner) for weight in matrices]
+        # In a checkpointed part activations are kept only briefly: as they were multiplied, without another cast.
+        kept = [inner, *multiplied] if is_checkpointed else [x, *matrices]
+        ctx.save_for_backward(scale, shift, *kept)
+        rows = inner.flatten(0, -2)
+        products = (
+            _product(is_fast)(rows, matrix, bias) for matrix, bias in zip(multiplied, weights[1::2], strict=True)
+        )
+        return tuple(torch.ops.aten._unsafe_view(product, [*x.shape[:-1], -1]) for product in products)
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx, *gradients: torch.Tensor) -> Backward:
+        scale, shift, x, *matrices = ctx.saved_tensors
+        dtype = gradients[0].dtype
+        inner = x
+        if scale is not None:
+            inner, mean, inverse_deviation = _normalize(x, scale, shift, ctx.epsilon)
+        columns = inner.to(dtype).flatten(0, -2)
+        needs_inner = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        full = ctx.dtype if scale is None else inner.dtype
+        del inner
+        grad_inner = None
+        grad_weights: list[torch.Tensor | None] = []
+        # Backwards, as autograd sums.
+        for number in reversed(range(len(matrices))):
+            rows = gradients[number].flatten(0, -2)
+            needs_weight, needs_bias = ctx.needs_input_grad[6 + 2 * number : 8 + 2 * number]
+            grad_bias = rows.sum(0) if needs_bias else None
+            grad_weight = None
+            if needs_weight:
+                grad_weight = weight_gradient(rows, columns) if ctx.is_fast else rows.t() @ columns
+            grad_weights = [grad_weight, grad_bias, *grad_weights]
+            if needs_inner:
+                product = _product(ctx.is_fast)(rows, matrices[number].to(dtype).t())
+                # Added in full precision, in the kernel that casts.
+                grad_inner = product.to(full) if grad_inner is None else grad_inner.add_(product)
+                del product
+        del columns
+        if grad_inner is None:
+            return (None,) * 6 + tuple(grad_weights)
+        grad_inner = grad_inner.view_as(x)
+        if scale is None:
+            return grad_inner, None, None, None, None, None, *grad_weights
+        grad_x, grad_scale, grad_shift = torch.ops.aten.native_layer_norm_backward(
+            grad_inner, _in_full(x), scale.shape, mean, inverse_deviation, scale, shift, [True, True, True]
+        )
+        return grad_x, grad_scale, grad_shift, None, None, None, *grad_weights
 
 
 class _PointwiseConv(torch.autograd.Function):

@@ -24,6 +24,7 @@ from konkanivani.lengths import CHUNK_FRAMES, SECONDS, TOKENS, InputUnit
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, RecomputePolicy, read_plan
 from konkanivani.memory.weights import ON_CARD, Placement, choose_placement
 from konkanivani.models.architecture import Architecture
+from konkanivani.ops.passes import ROOMY_PASSES
 from konkanivani.planning.sizes import Ranks, check_host, check_state, costs_per_rank, device_costs, fits, with_graphs
 from konkanivani.planning.tracer import BatchShape, Peak
 from konkanivani.planning.traces import Traces, kept_traces
@@ -279,6 +280,9 @@ def resolve_plan(
             if _has_room_for_two(side_by_side, plan, is_asked_for=config.data.concurrent_micro_batches != AUTO):
                 plan = side_by_side
     _check_every_utterance_fits(plan.buckets, train, config, budget, architecture.framing.unit)
+    if costs.is_cuda and not costs.graphs and placement.is_on_card and ranks.world_size == 1:
+        with kept_traces(config, architecture, costs, placement, ROOMY_PASSES) as traces:
+            plan = _with_spare_memory(config, Planner(traces, budget, rate), plan, validation)
     check_host(plan.host, config, costs, placement)
     return dataclasses.replace(plan, placement=placement)
 
@@ -337,6 +341,31 @@ def _plan_buckets(
         tokens = int(train.tokens[train.seconds <= edge].max())
         most = max_at_once(config, planner, edge)
         buckets.append(plan_bucket(planner, edge, tokens, config.memory.gradient_checkpointing, most))
+    return _plan_of(config, planner, conditions, buckets, validation)
+
+
+def _with_spare_memory(
+    config: TrainConfig, planner: Planner, plan: MemoryPlan, validation: SpeechSizes | None
+) -> MemoryPlan:
+    """Return the plan without the passes that save memory if all of its buckets fit without them, as `planner` traces.
+
+    Micro-batches and recomputed blocks stay: smaller or more of them would cost more time than the passes.
+    """
+    buckets = []
+    for bucket in plan.buckets:
+        shape = BatchShape(bucket.utterances, bucket.seconds, bucket.tokens)
+        peak = planner.peak(shape, RecomputePolicy.first(bucket.recomputed_blocks))
+        if peak > planner.budget:
+            return plan
+        buckets.append(dataclasses.replace(bucket, peak=peak))
+    roomy = _plan_of(config, planner, plan.conditions, buckets, validation)
+    return dataclasses.replace(roomy, has_spare_memory=True)
+
+
+def _plan_of(
+    config: TrainConfig, planner: Planner, conditions: int, buckets: list[BucketPlan], validation: SpeechSizes | None
+) -> MemoryPlan:
+    """Return the plan with these buckets, and with its peaks by phase."""
     # The peaks shown next to the measured ones are those reached by the most expensive bucket.
     costliest = max(buckets, key=lambda bucket: bucket.peak)
     load = BatchShape(max(1, costliest.utterances), costliest.seconds, costliest.tokens)

@@ -25,6 +25,7 @@ from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.memory.weights import ON_CARD, Placement
 from konkanivani.models.architecture import Architecture
 from konkanivani.models.front_end import FeatureExtractor
+from konkanivani.ops.passes import ALL_PASSES, Passes
 from konkanivani.ops.products import is_onednn_preferred
 from konkanivani.planning.tensors import TRACED_DEVICE, TRACED_HOST
 from konkanivani.planning.tracer import BatchShape, Peak, StepTracer
@@ -101,7 +102,11 @@ def _row(value: BatchShape | Peak) -> Iterable[float]:
 
 
 def build_tracer(
-    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
+    config: TrainConfig,
+    architecture: Architecture,
+    costs: DeviceCosts,
+    placement: Placement = ON_CARD,
+    passes: Passes = ALL_PASSES,
 ) -> StepTracer:
     """Return a tracer of this configuration's step; with --freeze_steps, of the later and larger step."""
     tuning = dataclasses.replace(architecture.tuning, freeze_steps=0)
@@ -109,27 +114,31 @@ def build_tracer(
     layout = StateLayout(placement=placement, host=TRACED_HOST)
 
     def build(front_end: FeatureExtractor) -> StepParts:
-        return build_step_parts(config, architecture, TRACED_DEVICE, 1, front_end, layout)
+        return build_step_parts(config, architecture, TRACED_DEVICE, 1, front_end, layout, passes)
 
     return StepTracer(build, architecture.build_front_end(config.augment), costs)
 
 
 @contextlib.contextmanager
 def kept_traces(
-    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
+    config: TrainConfig,
+    architecture: Architecture,
+    costs: DeviceCosts,
+    placement: Placement = ON_CARD,
+    passes: Passes = ALL_PASSES,
 ) -> Iterator[Traces]:
     """Yield the cached traces of this configuration's step, and write them back with the new ones at the end."""
     blocks = len(architecture.build_without_values().blocks)
     framing = architecture.framing
     traces = Traces(
-        lambda: build_tracer(config, architecture, costs, placement),
+        lambda: build_tracer(config, architecture, costs, placement, passes),
         blocks,
         costs,
         framing.encoder_hop,
         architecture.longest_seconds,
         framing.unit,
     )
-    path = traces_path(config, architecture, costs, placement)
+    path = traces_path(config, architecture, costs, placement, passes)
     if path is None:
         yield traces
         return
@@ -140,7 +149,11 @@ def kept_traces(
 
 
 def traces_path(
-    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
+    config: TrainConfig,
+    architecture: Architecture,
+    costs: DeviceCosts,
+    placement: Placement = ON_CARD,
+    passes: Passes = ALL_PASSES,
 ) -> Path | None:
     """Return the cache file, named by a digest of everything that the traces depend on; None without a cache folder."""
     folder = cache_folder()
@@ -150,5 +163,5 @@ def traces_path(
     step = architecture, config.augment, config.loss, config.optimizer, precision
     device = costs.is_cuda, costs.rounding, is_onednn_preferred()
     # Any change of the code or of PyTorch may change a trace.
-    depends = repr((step, device, placement, digest_of_code(), torch.__version__))
+    depends = repr((step, device, placement, passes, digest_of_code(), torch.__version__))
     return folder / f"traces_{hashlib.sha256(depends.encode()).hexdigest()[:32]}.json"

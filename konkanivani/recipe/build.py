@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+from konkanivani.config import TrainConfig
 from konkanivani.console import Report, silent
-from konkanivani.data.batching import EpochPlanner, SizeLimit
+from konkanivani.data.batching import EpochPlanner, SizeLimit, largest_batch_bytes
 from konkanivani.data.loader import LoaderConfig
 from konkanivani.data.loading import GlobalBatchStream
+from konkanivani.data.staging import CudaCopies, StagingBuffers
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.distributed import choose_device
 from konkanivani.memory.monitor import announce_card, resident_mib
@@ -13,12 +15,13 @@ from konkanivani.memory.plan import MemoryPlan
 from konkanivani.recipe.graph_shapes import learn_shapes
 from konkanivani.recipe.planned_step import budget_watch, build_planned_step, learn_sizes, micro_batch_limits, tell_plan
 from konkanivani.recipe.resume import load_weights, schedule_rates, settle_stages
-from konkanivani.recipe.run_data import RunData, build_speech, loader_config
+from konkanivani.recipe.run_data import RunData, build_speech, loader_config, more_tokens
 from konkanivani.recipe.run_folders import listing_rejected, make_run_directory
 from konkanivani.recipe.run_output import open_logs, stateful_parts, take_checkpoint_folder
 from konkanivani.recipe.startup import Start
 from konkanivani.training.interruption import Interruption
 from konkanivani.training.run import Run, RunStorage, TrainingData, TrainState
+from konkanivani.training.step import StepParts
 from konkanivani.training.validation import EvaluationSet
 
 
@@ -52,7 +55,7 @@ def build_run(start: Start, report: Report = silent) -> Run:
     data = TrainingData(
         tokenizer=speech.tokenizer,
         corpus=speech.corpus,
-        global_batches=_global_batches(start, speech, planner, limits, loader_config(config, device)),
+        global_batches=_global_batches(start, speech, planner, limits, staged_loader(config, step, speech, limits)),
         validation=_validation_within(plan, speech.validation),
     )
     logs = open_logs(config, step, state, run_directory, budget_watch(plan, device, resident_before))
@@ -74,6 +77,23 @@ def _global_batches(
     start: Start, speech: RunData, planner: EpochPlanner, limits: tuple[SizeLimit, ...], loader: LoaderConfig
 ) -> GlobalBatchStream:
     return GlobalBatchStream(speech.train, planner, limits, loader, speech.rejections, start.topology)
+
+
+def staged_loader(config: TrainConfig, step: StepParts, speech: RunData, limits: tuple[SizeLimit, ...]) -> LoaderConfig:
+    """Return the data loader settings for training; on a GPU, batches are copied through buffers of the largest's size.
+
+    Validation repeats the same sizes in each epoch, for which PyTorch's cache of page-locked memory suffices.
+    """
+    device = step.forward.device
+    loader = loader_config(config, device)
+    if device.type != "cuda":
+        return loader
+    utterances = speech.train.utterances
+    longest = float(utterances.durations.max()) / min(speech.train.speeds)
+    most_tokens = int(utterances.tokens.max()) + more_tokens(config)
+    limits = tuple(replace(limit, utterances=min(limit.utterances, config.global_batch_size)) for limit in limits)
+    size = largest_batch_bytes(limits, longest, most_tokens, step.architecture.framing.unit)
+    return replace(loader, staging=StagingBuffers(size, CudaCopies(device)))
 
 
 def _validation_within(plan: MemoryPlan | None, validation: EvaluationSet | None) -> EvaluationSet | None:

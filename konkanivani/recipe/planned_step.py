@@ -17,6 +17,7 @@ from konkanivani.memory.plan import MemoryPlan, plan_sentences
 from konkanivani.memory.recovery import forget_sizes, read_sizes
 from konkanivani.models.architecture import Architecture
 from konkanivani.models.asr import frozen_count, parameter_count
+from konkanivani.ops.passes import ALL_PASSES, ROOMY_PASSES
 from konkanivani.planning.plan import generated_sizes, resolve_placement, resolve_plan, speech_sizes
 from konkanivani.planning.sizes import Ranks, device_costs, needs_sharding
 from konkanivani.recipe.resume import count_steps, load_base, whole_model
@@ -52,7 +53,8 @@ def build_planned_step(
     )
     total_steps = count_steps(config, planner)
     layout = StateLayout(topology, sharded, placement)
-    step = build_step_parts(config, architecture, device, total_steps, layout=layout)
+    passes = ROOMY_PASSES if plan and plan.has_spare_memory else ALL_PASSES
+    step = build_step_parts(config, architecture, device, total_steps, layout=layout, passes=passes)
     if start.pretrained is not None:
         # The whole model is loaded on every rank, then sharded.
         load_base(start.pretrained, whole := whole_model(start, step))

@@ -111,24 +111,31 @@ class CapturedMicroBatch:
         return tuple(summed.clone() for summed in self._sums)
 
     def fill(self, parts: StepParts, batch: Batch, counts: LossCounts) -> None:
-        """Copy the features and tokens of a batch to the static inputs, padded to their shape."""
+        """Copy the features and tokens of a batch to the static inputs, padded to their shape.
+
+        Dummy utterances have silence and no targets, so that they add nothing to a loss or a gradient.
+        """
         inputs = self.inputs
         front_end = parts.forward.front_end
         features, feature_lengths = front_end(batch.waveforms, batch.sample_lengths, batch.augment_seeds)
         _pad_into(inputs.features, features, 0)
         _pad_into(inputs.decoder_tokens, batch.decoder_tokens, 0)
         _pad_into(inputs.targets, batch.targets, -1)
+        dummies = len(inputs.features) - batch.size
         if isinstance(inputs.feature_lengths, torch.Tensor):
+            # Of full length: attention without any frame would give NaN, and 0 times NaN a gradient of NaN.
+            feature_lengths = (*feature_lengths, *[inputs.features.shape[1]] * dummies)
             inputs.feature_lengths.copy_(torch.tensor(feature_lengths), non_blocking=True)
-        inputs.row_seeds.copy_(torch.tensor(row_seeds(batch)), non_blocking=True)
+        inputs.row_seeds.copy_(torch.tensor(row_seeds(batch) + [0] * dummies), non_blocking=True)
         inputs.divisors.copy_(torch.tensor([counts.tokens, counts.utterances]), non_blocking=True)
 
 
 def _pad_into(buffer: torch.Tensor, values: torch.Tensor, padding: int) -> None:
-    """Copy values (B, N, …) to the start of buffer (B, M, …), and fill the rest."""
-    length = values.shape[1]
-    buffer[:, :length].copy_(values)
-    buffer[:, length:].fill_(padding)
+    """Copy values (B, N, …) to the start of buffer (R, M, …), and fill the rest."""
+    rows, length = values.shape[:2]
+    buffer[:rows, :length].copy_(values)
+    buffer[:rows, length:].fill_(padding)
+    buffer[rows:].fill_(padding)
 
 
 def static_inputs(parts: StepParts, shape: GridShape) -> StaticInputs:

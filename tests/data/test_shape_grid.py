@@ -72,8 +72,21 @@ def test_a_batch_gets_the_smallest_shape_with_room():
     assert grid.shape_of(batch_of([16_000, 9_000], [4, 1])) == grid.shapes[0]
     assert grid.shape_of(batch_of([16_001, 9_000], [4, 1])) == grid.shapes[1]
     assert grid.shape_of(batch_of([9_000, 9_000], [5, 1])) == grid.shapes[2]
-    assert grid.shape_of(batch_of([9_000], [1])) is None
+    assert grid.shape_of(batch_of([9_000, 9_000, 9_000], [1, 1, 1])) is None
     assert grid.shape_of(batch_of([32_001, 9_000], [1, 1])) is None
+
+
+def test_a_smaller_batch_is_padded_by_up_to_as_many_dummy_utterances():
+    grid = ShapeGrid((GridShape(16_000, 2, 5), GridShape(16_000, 6, 5), GridShape(32_000, 2, 5)))
+    assert grid.shape_of(batch_of([9_000], [1])) == grid.shapes[0]
+    # Of fewer utterances first, whatever the length.
+    assert grid.shape_of(batch_of([20_000], [1])) == grid.shapes[2]
+    assert grid.shape_of(batch_of([9_000] * 3, [1] * 3)) == grid.shapes[1]
+    assert ShapeGrid(grid.shapes[1:2]).shape_of(batch_of([9_000] * 2, [1] * 2)) is None
+    sizes = MicroBatchSizes(np.array([3]), np.array([12_000]), np.array([2]))
+    padding = measure_padding(grid, sizes)
+    assert padding.added_frames == pytest.approx((6 * 16_000 - 36_000) / 36_000) and padding.uncaptured == 0
+    assert padding.added_tokens == pytest.approx((6 * 5 - 9) / 9)
 
 
 def test_a_fixed_window_needs_one_shape():

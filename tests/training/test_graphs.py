@@ -7,6 +7,7 @@ import torch
 
 from konkanivani.data.shape_grid import ShapeGrid
 from konkanivani.models.asr import LossCounts
+from konkanivani.training import graphs
 from konkanivani.training.gradient import accumulate
 from konkanivani.training.graphs import CapturedMicroBatch, StaticInputs
 from tests.invariants.parts import relative_difference
@@ -22,6 +23,7 @@ from tests.training.graph_parts import (
 )
 
 BOUND = 1e-9
+pad_into = graphs._pad_into
 ONE_SHAPE = ShapeGrid(GRID.shapes[-1:])
 
 
@@ -55,6 +57,29 @@ def test_replay_equals_the_eager_step_bit_for_bit(kind, recompute):
         tight = eager_gradients(eager, cut, step, on_grid=False)
         farthest = max(relative_difference(found[name], tight[name]) for name in tight)
         assert farthest < (0.05 if is_half else BOUND)
+
+
+TWO_AND_FOUR = ShapeGrid(tuple(shape for shape in GRID.shapes if shape.utterances > 1 and shape.samples == 32_000))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_dummy_utterances_add_nothing_to_the_gradient(kind, monkeypatch):
+    parts, gradient, backend = graphed(parts_of(kind), TWO_AND_FOUR)
+    is_half = parts.forward.amp_dtype is not None
+    cut = spoken_batch(5, 3, torch.float32 if is_half else torch.float64)
+    assert [batch.size for batch in cut.micro_batches] == [3, 1]
+    used = [gradient.grid.shape_of(batch).utterances for batch in cut.micro_batches]
+    found = replayed_gradients(parts, gradient, backend, cut, 0)
+    tight = eager_gradients(parts_of(kind), cut, on_grid=False)
+    assert used == [4, 2] and len(gradient.captured_shapes) == 2
+    assert max(relative_difference(found[name], tight[name]) for name in tight) < (0.05 if is_half else BOUND)
+    if not is_half:
+        # Negative control: with a token as their target, dummy utterances have a loss.
+        monkeypatch.setattr(graphs, "_pad_into", lambda buffer, values, _: pad_into(buffer, values, 0))
+        wrong = replayed_gradients(parts, gradient, backend, cut, 0)
+        assert (
+            parts.model.decoder is None or max(relative_difference(wrong[name], tight[name]) for name in tight) > 1e-3
+        )
 
 
 def test_dropout_depends_neither_on_recomputation_nor_on_the_micro_batches_nor_on_padding():

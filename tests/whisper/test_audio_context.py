@@ -90,7 +90,7 @@ def test_an_utterance_is_the_same_alone_and_in_any_batch(augmented):
     assert max(apart(alone, outputs(parts, spoken, size)) for size in (2, 6)) < BOUND
 
 
-@pytest.mark.parametrize("hidden", ["padding_or_none", "key_mask_of"])
+@pytest.mark.parametrize("hidden", ["padding_or_none", "score_mask_for"])
 def test_negative_control_without_a_mask_padding_shows(hidden, monkeypatch):
     parts, spoken = parts_of(), speeches(6)
     alone = outputs(parts, spoken, 1)

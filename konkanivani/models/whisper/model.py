@@ -33,7 +33,7 @@ from konkanivani.models.asr import (
     TiedHead,
     VocabularyLoss,
 )
-from konkanivani.models.attention import SeparateProjections, key_mask_of
+from konkanivani.models.attention import SeparateProjections, key_mask_of, score_mask_for
 from konkanivani.models.conformer import BlockList, SpeechEncoder, WrapBlock, keep_activations
 from konkanivani.models.decoder import FIRST_CAPACITY, DecoderCache, KeysAndValues, TokenDecoder
 from konkanivani.randomness import block_dropout
@@ -147,7 +147,7 @@ class Subsampling(torch.nn.Module):
 class Attention(SeparateProjections):
     """Multi-head attention of x (B, T, D) over itself or over encoded frames -> (B, T, D); keys have no bias.
 
-    `key_mask` (B, 1, 1, S) is True for keys that are attended to.
+    `key_mask` (B, 1, 1, S) is True for keys that are attended to, or numbers to add to the scores.
     """
 
     def __init__(self, d_model: int, heads: int) -> None:
@@ -318,7 +318,7 @@ class Encoder(SpeechEncoder):
         positions = self.positions[: -(-longest // STRIDE)].to(features.device)
         x = wrap_block(0, self.subsampling)(features, positions, padding)
         encoded_lengths = map_lengths(lambda length: -(-length // STRIDE), feature_lengths)
-        key_mask = key_mask_of(x, encoded_lengths)
+        key_mask = score_mask_for(x, x, encoded_lengths)
         for number, block in enumerate(self.blocks, start=1):
             with block_dropout(number):
                 x = wrap_block(number, block)(x, key_mask)
@@ -328,7 +328,7 @@ class Encoder(SpeechEncoder):
 class Decoder(TokenDecoder):
     """Decoder: token vectors (B, U, D), encoded (B, T', D) -> decoded (B, U, D); `output` computes logits (B, U, V).
 
-    `encoded_mask` (B, 1, 1, T') is True for frames that are attended to, None if all are.
+    `encoded_mask` (B, 1, 1, T') is added to the scores, None if all frames are attended to.
     """
 
     blocks: BlockList[DecoderBlock]
@@ -438,7 +438,7 @@ class Whisper(SpeechNetwork):
         """Run with teacher forcing: features (B, T, F) with lengths, decoder_tokens (B, U + 1) with start token."""
         encoded, encoded_lengths = self.encoder(features, feature_lengths, wrap_block, chunk_frames)
         vectors, head = self.decoder.embedding.with_head(decoder_tokens)
-        decoded = self.decoder(vectors, encoded, wrap_block, key_mask_of(encoded, encoded_lengths))
+        decoded = self.decoder(vectors, encoded, wrap_block, score_mask_for(vectors, encoded, encoded_lengths))
         return WhisperOutput(encoded, None, encoded_lengths, decoded, head)
 
     def loss_sums(self, output: ASROutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
