@@ -37,6 +37,8 @@ end_of_mypy() {
 stage "ruff check" "$PYTHON" -m ruff check .
 stage "ruff format" "$PYTHON" -m ruff format --check .
 stage "lint-imports" "$PYTHON" -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
+# Compiled files stay: each of pytest's processes, and each script that it starts, would compile them again.
+unset PYTHONDONTWRITEBYTECODE
 # Each process runs one test file at a time. One process more than there are cores, because tests wait for children.
 # The slowest files come first (tests/conftest.py), so that no process is left alone with one at the end.
 cores="$("$PYTHON" -c "import os; print(len(os.sched_getaffinity(0)))")"

@@ -1,12 +1,13 @@
-"""Folders that the processes of a test run share are written once, whole, and never changed."""
+"""What the processes of a test run share: folders that are written once and never changed, and compiled files."""
 
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import ROOT, SLOW_FILES
+from tests.conftest import ROOT, SLOW_FILES, shares_whole_suite
 from tests.made_once import made_once, shared_root
 from tests.patience import PATIENCE
 
@@ -73,6 +74,12 @@ def test_processes_of_a_run_have_the_same_root(tmp_path_factory, monkeypatch):
     assert shared_root(tmp_path_factory) == own
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw1")
     assert shared_root(tmp_path_factory) == own.parent
+
+
+@pytest.mark.parametrize("arguments, is_whole", [([], True), (["tests"], True), (["tests/data", "tests"], False)])
+def test_the_whole_suite_is_told_from_a_part(arguments, is_whole, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert shares_whole_suite(SimpleNamespace(args=arguments)) == is_whole
 
 
 def test_each_slow_file_exists():
