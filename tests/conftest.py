@@ -1,6 +1,8 @@
 """A miniature corpus of tones, written in a second, and runs of the real scripts on it in child processes."""
 
+import contextlib
 import gc
+import importlib
 import io
 import itertools
 import json
@@ -22,6 +24,7 @@ import soundfile
 
 from konkanivani.install.environment import mend_streams
 from tests.leftovers import descendants, end_leftovers, heed_what_nohup_ignores
+from tests.made_once import made_once, shared_root
 from tests.patience import PATIENCE
 from tests.warm import DEV_NULL, ROOT, THREADS, Fork, Job, WarmParent, can_fork, warm_parent
 
@@ -35,6 +38,31 @@ WORDS = ("एक", "दोन", "तीन", "चार", "पांच", "उ�
 TINY_MODEL = (
     *("--d_model", "32", "--encoder_layers", "2", "--decoder_layers", "1", "--attention_heads", "2"),
     *("--convolution_kernel", "7", "--subsampling_channels", "8", "--vocab_size", "30", "--device", "cpu"),
+)
+
+# Files that take longer than 15 s, slowest first. They run first: otherwise one process may be left with such a file at
+# the end, while the others have nothing to do. pytest-xdist would start with the files that have most tests.
+SLOW_FILES = (
+    "invariants/test_documentation.py",
+    "test_api.py",
+    "faults/test_lost_workers.py",
+    "faults/test_late_writes.py",
+    "faults/test_signals.py",
+    "faults/test_ranks.py",
+    "faults/test_numbers.py",
+    "test_notebook.py",
+    "test_package.py",
+    "inference/test_export.py",
+    "nemo/test_used.py",
+    "inference/test_transcribe.py",
+    "faults/test_exact_resume.py",
+    "faults/test_kills.py",
+    "faults/test_nothing_is_lost.py",
+    "planning/test_planner.py",
+    "data/test_workers.py",
+    "invariants/test_two_processes_equal_one.py",
+    "invariants/test_a_split_step_is_the_same_step.py",
+    "cli/test_listen_script.py",
 )
 
 
@@ -154,8 +182,31 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.addaudithook(_leave_out)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Import the test files, in each process of pytest-xdist from another one on.
+
+    The import of all files rewrites and compiles their assertions, 8 s of CPU time. In the same order, each process
+    would do all of it at the same time; so it uses what the others have compiled.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or sys.dont_write_bytecode or not shares_whole_suite(session.config):
+        return
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    number = int(worker["workerid"].removeprefix("gw"))
+    first = len(files) * number // worker["workercount"]
+    for path in files[first:] + files[:first]:
+        # A file that fails or skips is reported when it is collected.
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+
+
+def shares_whole_suite(config: pytest.Config) -> bool:
+    """Return whether the run has all test files."""
+    return all(Path(argument).resolve() in (ROOT, ROOT / "tests") for argument in config.args)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect further cases without `--full`, and skip GPU tests if no GPU is available."""
+    """Deselect further cases without `--full`, skip GPU tests if no GPU is available, and start with slow files."""
     import torch  # tests.warm must set the environment first
 
     from konkanivani.distributed import choose_device
@@ -165,7 +216,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     asked = of_card if on_card else items
     asked = [item for item in asked if config.getoption("--full") or not item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=list(set(items).difference(asked)))
-    items[:] = asked
+    order = {ROOT / "tests" / name: number for number, name in enumerate(SLOW_FILES)}
+    items[:] = sorted(asked, key=lambda item: order.get(item.path, len(order)))
     if on_card and torch.cuda.is_available():
         choose_device("cuda")  # apply the same PyTorch settings as the scripts
     why = "this machine has no CUDA card" if on_card else "it needs a CUDA card: pytest --card"
@@ -254,11 +306,12 @@ def base(three_steps: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> "Trained":
-    """Return a tiny model that recognises tones as words."""
-    from tests.trained import train_tones
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Trained"]:
+    """Yield a tiny model that recognises tones as words, trained once per test run."""
+    from tests.trained import load_trained, train_tones
 
-    return train_tones(tmp_path_factory.mktemp("trained"))
+    with made_once(shared_root(tmp_path_factory), "trained", train_tones) as folder:
+        yield load_trained(folder)
 
 
 @pytest.fixture

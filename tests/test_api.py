@@ -12,17 +12,28 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import konkanivani
-from konkanivani import DataConfig, MemoryConfig, ModelConfig, PretrainedConfig, RunConfig, TrainConfig, TuningConfig
+from konkanivani import (
+    DataConfig,
+    MemoryConfig,
+    ModelConfig,
+    PretrainedConfig,
+    RunConfig,
+    TrainConfig,
+    TuningConfig,
+    child_process,
+)
 from konkanivani.child_process import Ended, copy_output, summary_of
 from konkanivani.errors import DataError, ResourceError, UsageError
 from konkanivani.flags import command_words, parse_args
 from tests.conftest import ROOT, Corpus, run_script, well
 from tests.leftovers import descendants
 from tests.patience import PATIENCE
+from tests.warm import ForkedCommand
 
 TINY = ModelConfig(d_model=16, attention_heads=2, feedforward_dim=32, encoder_layers=1, decoder_layers=1)
 
@@ -65,7 +76,14 @@ def test_train_returns_what_the_command_prints(corpus, tmp_path, capfd):
     assert "Peak memory" in capfd.readouterr().err  # the run's output is shown
 
 
-def test_errors_of_the_run_are_raised_with_its_message(tmp_path, corpus):
+@pytest.fixture
+def forked_children(monkeypatch) -> None:
+    """Let the API run its child processes as forks, which have imported everything."""
+    forked = SimpleNamespace(Popen=ForkedCommand, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(child_process, "subprocess", forked)
+
+
+def test_errors_of_the_run_are_raised_with_its_message(tmp_path, corpus, forked_children):
     broken = config_of(corpus, tmp_path)
     nowhere = dataclasses.replace(broken.data, train_manifest=str(tmp_path / "nowhere.jsonl"))
     with pytest.raises(DataError, match="nowhere.jsonl"):
@@ -104,7 +122,7 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def test_ctrl_c_saves_and_returns(corpus, tmp_path):
+def test_ctrl_c_saves_and_returns(corpus, tmp_path, forked_children):
     """Interrupt this process like a notebook's kernel, and resume."""
     config = config_of(corpus, tmp_path, epochs=5000, save_minutes=60.0)
     process = start_in_python(config)
@@ -194,18 +212,13 @@ def test_output_is_copied_with_carriage_returns_and_without_a_reader(monkeypatch
         assert stream.getvalue() == expected
 
 
-def test_plan_equals_the_command(capfd):
-    config = TrainConfig(run=RunConfig(preset="minimal"))  # the model has the shape of the preset
-    report = konkanivani.plan(config, gpu="GTX 980")
-    command = ("training_scripts/plan_memory.py", "--preset", "minimal", "--gpu", "GTX 980", "--json")
-    assert json.loads(report.as_json()) == json.loads(well(run_script(*command)).stdout)
+def test_plan_refuses_what_the_command_refuses():
     with pytest.raises(UsageError, match="memory_budget"):
         konkanivani.plan(TrainConfig())
     with pytest.raises(UsageError, match="run.device='gpu'"):
         konkanivani.plan(TrainConfig(run=RunConfig(device="gpu")), memory_budget="4GiB")
     with pytest.raises(UsageError, match="--lora_alpha has no effect"):
         konkanivani.plan(TrainConfig(tuning=TuningConfig(lora_alpha=2.0)), gpu="T4")
-    assert "{" not in capfd.readouterr().err  # JSON is for the caller
 
 
 def run_program(program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -215,30 +228,50 @@ def run_program(program: str, *arguments: str) -> "subprocess.CompletedProcess[s
 
 
 AFTER_BACKWARD_PASS = """
-import sys, torch, konkanivani
+import os, sys, torch, konkanivani
 from konkanivani.cli.plan import main
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 with FakeTensorMode():  # its devices start threads of autograd, as a GPU does
     values = torch.ones(4, 4, requires_grad=True)
     (values @ values).sum().backward()
-if sys.argv[1] == "function":
-    settings = konkanivani.TrainConfig(run=konkanivani.RunConfig(preset="minimal"))
-    print(konkanivani.plan(settings, gpu="GTX 980").as_json())
-else:
-    print(main(["--preset", "minimal", "--gpu", "GTX 980", "--json"]))
+settings = konkanivani.TrainConfig(run=konkanivani.RunConfig(preset="minimal"))
+print(konkanivani.plan(settings, gpu="GTX 980").as_json(), flush=True)
+print("NEGATIVE CONTROL", file=sys.stderr)
+os.environ["XDG_CACHE_HOME"] = sys.argv[1]  # without cached traces
+sys.exit(main(["--preset", "minimal", "--gpu", "GTX 980", "--json"]))
 """
 
 
-def test_plan_after_a_backward_pass_in_the_same_process():
-    report = json.loads(well(run_program(AFTER_BACKWARD_PASS, "function")).stdout)
-    assert report["device"] == "GTX 980" and len(report["answers"]) == 2
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """Output of AFTER_BACKWARD_PASS: the plan, and stderr of the function and of the command without a process."""
+
+    report: dict
+    said: str
+    exit_code: int
+    said_by_command: str
 
 
-def test_negative_control_forks_fail_after_a_backward_pass(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # without cached traces
-    done = run_program(AFTER_BACKWARD_PASS, "command")
-    assert done.returncode != 0 and "fork-based multiprocessing" in done.stderr
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory) -> Planned:
+    """Plan twice after a backward pass in the same process: with the function, and as the command does."""
+    done = run_program(AFTER_BACKWARD_PASS, str(tmp_path_factory.mktemp("cache")))
+    said, mark, said_by_command = done.stderr.partition("NEGATIVE CONTROL")
+    assert mark, done.stderr
+    return Planned(json.loads(done.stdout), said, done.returncode, said_by_command)
+
+
+def test_plan_equals_the_command_also_after_a_backward_pass_in_the_same_process(planned):
+    # The model has the shape of the preset.
+    command = ("training_scripts/plan_memory.py", "--preset", "minimal", "--gpu", "GTX 980", "--json")
+    assert planned.report == json.loads(well(run_script(*command)).stdout)
+    assert planned.report["device"] == "GTX 980" and len(planned.report["answers"]) == 2
+    assert "{" not in planned.said  # JSON is for the caller
+
+
+def test_negative_control_forks_fail_after_a_backward_pass(planned):
+    assert planned.exit_code != 0 and "fork-based multiprocessing" in planned.said_by_command
 
 
 def test_ctrl_c_interrupts_a_plan(tmp_path, monkeypatch):
@@ -272,8 +305,8 @@ def is_running(pid: int) -> bool:
 
 
 def test_plan_has_the_shape_of_the_initial_checkpoint(base):
-    report = konkanivani.plan(TrainConfig(run=RunConfig(init_from=str(base))), memory_budget="1GiB")
-    command = ("training_scripts/plan_memory.py", "--checkpoint", str(base), "--memory_budget", "1GiB", "--json")
+    report = konkanivani.plan(TrainConfig(run=RunConfig(init_from=str(base))), memory_budget="320MiB")
+    command = ("training_scripts/plan_memory.py", "--checkpoint", str(base), "--memory_budget", "320MiB", "--json")
     assert json.loads(report.as_json()) == json.loads(well(run_script(*command)).stdout)
 
 

@@ -21,7 +21,7 @@ class Trained:
     recordings: Path
 
 
-def train_tones(directory: Path) -> Trained:
+def train_tones(directory: Path) -> None:
     """Train a tiny model in a few seconds; its words have almost no errors."""
     corpus = write_corpus(directory / "tones", {"train": 160, "valid": 5, "test": 5})
     flags = (
@@ -31,6 +31,10 @@ def train_tones(directory: Path) -> Trained:
         *("--frequency_masks", "0", "--time_masks", "0", "--dropout", "0", "--save_minutes", "0"),
     )
     assert warm_parent().start(Job(ROOT / TRAINER, flags, directory / "said", threads=1)).wait(PATIENCE) == 0
+
+
+def load_trained(directory: Path) -> Trained:
+    """Return the model that `train_tones` has trained in this folder."""
     checkpoint = directory / "checkpoints" / BEST
     return Trained(checkpoint, load_recognizer(checkpoint, device="cpu"), directory / "tones" / "audio")
 

@@ -168,6 +168,26 @@ def fork_scripts() -> None:
     subprocess.Popen = ForkedScript
 
 
+class ForkedCommand:
+    """Replacement of subprocess.Popen for commands of this project: a fork of the warm parent with piped output."""
+
+    def __init__(self, command: Sequence[str], **_others: object) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            ends = Path(folder, "output"), Path(folder, "errors")
+            for end in ends:
+                os.mkfifo(end)
+            script, arguments = script_of(command)
+            self._fork = warm_parent().start(Job(script, arguments, *ends, Path.cwd()))
+            # Each call waits for the fork, which opens them in the same order.
+            self.stdout, self.stderr = (open(end, encoding="utf-8", errors="replace") for end in ends)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self._fork.pid, number)
+
+    def wait(self) -> int:
+        return self._fork.wait(PATIENCE)
+
+
 class WarmParent:
     """Process that imports the modules and then forks on request; it ends with this process."""
 
