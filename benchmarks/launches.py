@@ -31,6 +31,7 @@ from typing import Literal
 from unittest import mock
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measuring.fixed_step import VOCABULARY, build_global_batch, build_speech, take_features_as_given
@@ -96,14 +97,14 @@ class LaunchCounter(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(
-        self, operator: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
+        self, operator: OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         if has_kernel(operator):
             self.counts[operator.overloadpacket.__name__] += 1
         return operator(*args, **(kwargs or {}))
 
 
-def has_kernel(operator: Callable) -> bool:
+def has_kernel(operator: OpOverload) -> bool:
     """Return whether an operator launches a kernel: it is neither a view nor in `WITHOUT_KERNEL`."""
     aliases = [result.alias_info for result in operator._schema.returns]
     is_view = any(alias is not None and not alias.is_write for alias in aliases)
