@@ -249,11 +249,8 @@ def resolve_plan(
     with advice if the model's state or an utterance exceeds the budget.
     """
     conditions = plan_conditions(config, architecture, device, ranks)
-    if stored and not config.memory.replan:
-        plan = read_plan(stored)
-        if plan.conditions == conditions:
-            return plan
-        print("The checkpoint's memory plan was made under different conditions: making a new plan.", flush=True)
+    if stored and not config.memory.replan and (known := _plan_under(conditions, stored)):
+        return known
     budget = parse_budget(config.memory.memory_budget) if config.memory.memory_budget else free
     rate = float(train.tokens.sum() / train.seconds.sum())
     costs = with_graphs(costs_per_rank(device_costs(device), architecture, ranks), config)
@@ -285,6 +282,15 @@ def resolve_plan(
             plan = _with_spare_memory(config, Planner(traces, budget, rate), plan, validation)
     check_host(plan.host, config, costs, placement)
     return dataclasses.replace(plan, placement=placement)
+
+
+def _plan_under(conditions: int, stored: Mapping[str, object]) -> MemoryPlan | None:
+    """Return the checkpoint's plan, or None if it was made under other conditions."""
+    plan = read_plan(stored)
+    if plan.conditions == conditions:
+        return plan
+    print("The checkpoint's memory plan was made under different conditions: making a new plan.", flush=True)
+    return None
 
 
 def resolve_placement(
