@@ -40,29 +40,37 @@ TINY_MODEL = (
     *("--convolution_kernel", "7", "--subsampling_channels", "8", "--vocab_size", "30", "--device", "cpu"),
 )
 
-# Files that take longer than 15 s, slowest first. They run first: otherwise one process may be left with such a file at
-# the end, while the others have nothing to do. pytest-xdist would start with the files that have most tests.
+# Files that take longer than 10 s, roughly slowest first. They run first: otherwise one process may be left with such a
+# file at the end, while the others have nothing to do. pytest-xdist would start with the files that have most tests.
 SLOW_FILES = (
     "invariants/test_documentation.py",
     "test_api.py",
     "faults/test_lost_workers.py",
+    "test_notebook.py",
     "faults/test_late_writes.py",
     "faults/test_signals.py",
     "faults/test_ranks.py",
     "faults/test_numbers.py",
-    "test_notebook.py",
+    "faults/test_nothing_is_lost.py",
     "test_package.py",
     "inference/test_export.py",
+    "planning/test_planner.py",
     "nemo/test_used.py",
-    "inference/test_transcribe.py",
     "faults/test_exact_resume.py",
     "faults/test_kills.py",
-    "faults/test_nothing_is_lost.py",
-    "planning/test_planner.py",
+    "faults/test_untrusted_input.py",
+    "faults/test_streams.py",
+    "faults/test_dry_run.py",
+    "faults/test_disk_full.py",
+    "inference/test_listener.py",
+    "inference/test_transcribe.py",
+    "inference/test_model_card.py",
+    "cli/test_listen_script.py",
     "data/test_workers.py",
     "invariants/test_two_processes_equal_one.py",
     "invariants/test_a_split_step_is_the_same_step.py",
-    "cli/test_listen_script.py",
+    "invariants/test_a_planned_peak_bounds_the_measured_one.py",
+    "whisper/test_bad_input.py",
 )
 
 
