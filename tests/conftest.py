@@ -175,7 +175,9 @@ def crossed(*axes: Iterable) -> list:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--quick`, `--full` and `--card`."""
-    parser.addoption("--quick", action="store_true", help="leave out every test that starts a process")
+    parser.addoption(
+        "--quick", action="store_true", help="leave out the slow files and every test that starts a process"
+    )
     parser.addoption("--full", action="store_true", help="try further cases too of what other cases try")
     parser.addoption("--card", action="store_true", help="run the tests of a CUDA card, and no others")
 
@@ -214,7 +216,7 @@ def shares_whole_suite(config: pytest.Config) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect further cases without `--full`, skip GPU tests if no GPU is available, and start with slow files."""
+    """Deselect further cases without `--full` and slow files with `--quick`; sort; skip GPU tests without a GPU."""
     import torch  # tests.warm must set the environment first
 
     from konkanivani.distributed import choose_device
@@ -223,8 +225,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     of_card = [item for item in items if item.get_closest_marker("card")]
     asked = of_card if on_card else items
     asked = [item for item in asked if config.getoption("--full") or not item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=list(set(items).difference(asked)))
     order = {ROOT / "tests" / name: number for number, name in enumerate(SLOW_FILES)}
+    if config.getoption("--quick"):
+        asked = [item for item in asked if item.path not in order]
+    config.hook.pytest_deselected(items=list(set(items).difference(asked)))
     items[:] = sorted(asked, key=lambda item: order.get(item.path, len(order)))
     if on_card and torch.cuda.is_available():
         choose_device("cuda")  # apply the same PyTorch settings as the scripts
