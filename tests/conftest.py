@@ -40,29 +40,37 @@ TINY_MODEL = (
     *("--convolution_kernel", "7", "--subsampling_channels", "8", "--vocab_size", "30", "--device", "cpu"),
 )
 
-# Files that take longer than 15 s, slowest first. They run first: otherwise one process may be left with such a file at
-# the end, while the others have nothing to do. pytest-xdist would start with the files that have most tests.
+# Files that take longer than 10 s, roughly slowest first. They run first: otherwise one process may be left with such a
+# file at the end, while the others have nothing to do. pytest-xdist would start with the files that have most tests.
 SLOW_FILES = (
     "invariants/test_documentation.py",
     "test_api.py",
     "faults/test_lost_workers.py",
+    "test_notebook.py",
     "faults/test_late_writes.py",
     "faults/test_signals.py",
     "faults/test_ranks.py",
     "faults/test_numbers.py",
-    "test_notebook.py",
+    "faults/test_nothing_is_lost.py",
     "test_package.py",
     "inference/test_export.py",
+    "planning/test_planner.py",
     "nemo/test_used.py",
-    "inference/test_transcribe.py",
     "faults/test_exact_resume.py",
     "faults/test_kills.py",
-    "faults/test_nothing_is_lost.py",
-    "planning/test_planner.py",
+    "faults/test_untrusted_input.py",
+    "faults/test_streams.py",
+    "faults/test_dry_run.py",
+    "faults/test_disk_full.py",
+    "inference/test_listener.py",
+    "inference/test_transcribe.py",
+    "inference/test_model_card.py",
+    "cli/test_listen_script.py",
     "data/test_workers.py",
     "invariants/test_two_processes_equal_one.py",
     "invariants/test_a_split_step_is_the_same_step.py",
-    "cli/test_listen_script.py",
+    "invariants/test_a_planned_peak_bounds_the_measured_one.py",
+    "whisper/test_bad_input.py",
 )
 
 
@@ -167,7 +175,9 @@ def crossed(*axes: Iterable) -> list:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--quick`, `--full` and `--card`."""
-    parser.addoption("--quick", action="store_true", help="leave out every test that starts a process")
+    parser.addoption(
+        "--quick", action="store_true", help="leave out the slow files and every test that starts a process"
+    )
     parser.addoption("--full", action="store_true", help="try further cases too of what other cases try")
     parser.addoption("--card", action="store_true", help="run the tests of a CUDA card, and no others")
 
@@ -206,7 +216,7 @@ def shares_whole_suite(config: pytest.Config) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect further cases without `--full`, skip GPU tests if no GPU is available, and start with slow files."""
+    """Deselect further cases without `--full` and slow files with `--quick`; sort; skip GPU tests without a GPU."""
     import torch  # tests.warm must set the environment first
 
     from konkanivani.distributed import choose_device
@@ -215,8 +225,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     of_card = [item for item in items if item.get_closest_marker("card")]
     asked = of_card if on_card else items
     asked = [item for item in asked if config.getoption("--full") or not item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=list(set(items).difference(asked)))
     order = {ROOT / "tests" / name: number for number, name in enumerate(SLOW_FILES)}
+    if config.getoption("--quick"):
+        asked = [item for item in asked if item.path not in order]
+    config.hook.pytest_deselected(items=list(set(items).difference(asked)))
     items[:] = sorted(asked, key=lambda item: order.get(item.path, len(order)))
     if on_card and torch.cuda.is_available():
         choose_device("cuda")  # apply the same PyTorch settings as the scripts

@@ -6,9 +6,11 @@ The direction of imports and the absence of cycles are checked by the contracts 
 import ast
 import inspect
 import io
+import itertools
 import json
 import re
 import tokenize
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -157,6 +159,34 @@ def test_no_folder_has_too_many_files():
 @pytest.mark.parametrize("folder", ["konkanivani", "training_scripts", "benchmarks", "tests"])
 def test_no_identifier_has_a_former_name(folder):
     assert former_names(sources(ROOT / folder)) == []
+
+
+def names_taken_from(library: str, texts: Iterable[str]) -> set[str]:
+    """Return the names that these sources take from a library, as its attributes or by import."""
+    found = set()
+    for node in itertools.chain.from_iterable(map(ast.walk, map(ast.parse, texts))):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == library:
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and node.module == library:
+            found.update(alias.name for alias in node.names)
+    return found
+
+
+def missing_names(library: str, names: set[str]) -> set[str]:
+    """Return the names that the library does not have."""
+    module = pytest.importorskip(library)
+    # dir() lists what transformers would import on access, which takes seconds.
+    return {name for name in names - set(dir(module)) if not hasattr(module, name)}
+
+
+@pytest.mark.parametrize("library, example", [("transformers", "WhisperConfig"), ("peft", "LoraConfig")])
+def test_names_that_benchmarks_take_from_a_library_exist(library, example):
+    """mypy does not look into these libraries (pyproject.toml), because that would double its time."""
+    names = names_taken_from(library, sources(ROOT / "benchmarks").values())
+    assert example in names
+    assert missing_names(library, names) == set()
+    old = f"import {library}\n{library}.Former()\nfrom {library} import Older"  # negative control
+    assert missing_names(library, names_taken_from(library, [old])) == {"Former", "Older"}
 
 
 def test_packages_import_few_packages():
