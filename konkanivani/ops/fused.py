@@ -34,7 +34,14 @@ from konkanivani.models.t5.model import T5
 from konkanivani.models.twin import replace_modules
 from konkanivani.models.whisper import model as whisper
 from konkanivani.models.whisper.model import Whisper
-from konkanivani.ops.products import fast_linear, fused_linear, fused_linears, weight_gradient, without_autocast
+from konkanivani.ops.products import (
+    add_product,
+    fast_linear,
+    fused_linear,
+    fused_linears,
+    weight_gradient,
+    without_autocast,
+)
 
 # --------------------
 # Cross entropy over a large vocabulary, computed in slices so that all logits never exist at once.
@@ -109,7 +116,7 @@ class _VocabularyLoss(torch.autograd.Function):
                 grad_logits -= ctx.smoothing / len(weight)
             scores.add_at_targets(grad_logits, columns, shares)
             grad_logits = scores.scaled(grad_logits, grad_loss)
-            grad_rows += fast_linear(grad_logits, part.t())
+            add_product(grad_rows, grad_logits, part.t())
             del part
             if grad_weight is not None:
                 grad_weight[columns].add_(weight_gradient(grad_logits, scores.rows).to(grad_weight.device))
@@ -158,7 +165,7 @@ class _Scores:
 
     def gather(self, logits: torch.Tensor, columns: slice) -> torch.Tensor:
         """Return the logits (N, 1) at the targets' columns, arbitrary for targets outside of the slice."""
-        return logits.gather(1, self._columns[self._number(columns)])
+        return logits.gather(1, self._columns[columns.start // self._width])
 
     def of_targets(self, gathered: list[torch.Tensor]) -> torch.Tensor:
         """Return the logits (N,) of the targets, given those that each slice gathered."""
@@ -171,16 +178,13 @@ class _Scores:
 
     def add_at_targets(self, values: torch.Tensor, columns: slice, shares: torch.Tensor) -> None:
         """Add the slice's `shares_of_targets` to values (N, W) in place."""
-        number = self._number(columns)
+        number = columns.start // self._width
         values.scatter_add_(1, self._columns[number], shares[number])
 
     def scaled(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Return values (N, W) times factors (N, 1) in the products' dtype; may overwrite the values."""
         out = values if values.dtype == self.dtype else torch.empty_like(values, dtype=self.dtype)
         return torch.mul(values, factors, out=out)
-
-    def _number(self, columns: slice) -> int:
-        return columns.start // self._width
 
 
 class SlicedTiedEmbedding(TiedEmbedding):
@@ -392,8 +396,9 @@ class FusedWhisperDecoderBlock(whisper.DecoderBlock):
     def forward(self, x: torch.Tensor, encoded: torch.Tensor, encoded_mask: torch.Tensor | None = None) -> torch.Tensor:
         x = x + attend_to_itself(self.self_attention, self.self_attention_norm, x, True, None)
         query = fused_linear(x, self.cross_attention.query, self.cross_attention_norm)
-        cross_kv = keys_and_values(self.cross_attention, encoded)
-        x = x + self.cross_attention.attend(query, *cross_kv, encoded_mask)
+        attention = self.cross_attention
+        cross_kv = map(attention.split_heads, fused_linears(encoded, (attention.key, attention.value)))
+        x = x + attention.attend(query, *cross_kv, encoded_mask)
         return x + self.feedforward(x)
 
 
@@ -407,12 +412,6 @@ def attend_to_itself(
     """Return Whisper's self-attention of norm(x), with the norm fused with the three products."""
     key, value, query = fused_linears(x, (attention.key, attention.value, attention.query), norm)
     return attention.attend(query, attention.split_heads(key), attention.split_heads(value), key_mask, is_causal)
-
-
-def keys_and_values(attention: whisper.Attention, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of encoded (B, S, D), each (B, H, S, E), with one cast of the encoded frames."""
-    key, value = fused_linears(encoded, (attention.key, attention.value))
-    return attention.split_heads(key), attention.split_heads(value)
 
 
 def project(x: torch.Tensor, norm: torch.nn.LayerNorm, linear: torch.nn.Linear, fuses_norm: bool) -> torch.Tensor:

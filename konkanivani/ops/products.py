@@ -51,6 +51,14 @@ def fast_linear(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | N
     return F.linear(rows, matrix, bias)
 
 
+def add_product(total: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor) -> None:
+    """Add rows (M, K) times the transpose of matrix (N, K) to total (M, N), in place."""
+    if rows.dtype != total.dtype or is_by_onednn(rows, *matrix.shape):
+        total += fast_linear(rows, matrix)
+    else:
+        total.addmm_(rows, matrix.t())
+
+
 def weight_gradient(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a layer's weights: the transpose of left (M, N) times right (M, K), (N, K)."""
     if is_by_onednn(left, right.shape[1], len(left)):

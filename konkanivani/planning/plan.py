@@ -21,6 +21,7 @@ from konkanivani.data.index import Utterances
 from konkanivani.errors import ResourceError, UsageError
 from konkanivani.flags import resolved
 from konkanivani.lengths import CHUNK_FRAMES, SECONDS, TOKENS, InputUnit
+from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, RecomputePolicy, read_plan
 from konkanivani.memory.weights import ON_CARD, Placement, choose_placement
 from konkanivani.models.architecture import Architecture
@@ -278,8 +279,7 @@ def resolve_plan(
                 plan = side_by_side
     _check_every_utterance_fits(plan.buckets, train, config, budget, architecture.framing.unit)
     if costs.is_cuda and not costs.graphs and placement.is_on_card and ranks.world_size == 1:
-        with kept_traces(config, architecture, costs, placement, ROOMY_PASSES) as traces:
-            plan = _with_spare_memory(config, Planner(traces, budget, rate), plan, validation)
+        plan = _with_spare_memory(config, architecture, costs, plan, rate, validation)
     check_host(plan.host, config, costs, placement)
     return dataclasses.replace(plan, placement=placement)
 
@@ -351,20 +351,27 @@ def _plan_buckets(
 
 
 def _with_spare_memory(
-    config: TrainConfig, planner: Planner, plan: MemoryPlan, validation: SpeechSizes | None
+    config: TrainConfig,
+    architecture: Architecture,
+    costs: DeviceCosts,
+    plan: MemoryPlan,
+    rate: float,
+    validation: SpeechSizes | None,
 ) -> MemoryPlan:
-    """Return the plan without the passes that save memory if all of its buckets fit without them, as `planner` traces.
+    """Return the plan without the passes that save memory, if all of its buckets fit without them too.
 
     Micro-batches and recomputed blocks stay: smaller or more of them would cost more time than the passes.
     """
-    buckets = []
-    for bucket in plan.buckets:
-        shape = BatchShape(bucket.utterances, bucket.seconds, bucket.tokens)
-        peak = planner.peak(shape, RecomputePolicy.first(bucket.recomputed_blocks))
-        if peak > planner.budget:
-            return plan
-        buckets.append(dataclasses.replace(bucket, peak=peak))
-    roomy = _plan_of(config, planner, plan.conditions, buckets, validation)
+    with kept_traces(config, architecture, costs, passes=ROOMY_PASSES) as traces:
+        planner = Planner(traces, plan.budget, rate)
+        buckets = []
+        for bucket in plan.buckets:
+            shape = BatchShape(bucket.utterances, bucket.seconds, bucket.tokens)
+            peak = planner.peak(shape, RecomputePolicy.first(bucket.recomputed_blocks))
+            if peak > plan.budget:
+                return plan
+            buckets.append(dataclasses.replace(bucket, peak=peak))
+        roomy = _plan_of(config, planner, plan.conditions, buckets, validation)
     return dataclasses.replace(roomy, has_spare_memory=True)
 
 

@@ -126,6 +126,8 @@ class Subsampling(torch.nn.Module):
     `padding` (B, 1, T) is True after an utterance's end.
     """
 
+    draws_random_numbers = False
+
     def __init__(self, shape: WhisperShape) -> None:
         super().__init__()
         self.first = torch.nn.Conv1d(shape.mel_bins, shape.d_model, 3, padding=1)
@@ -218,6 +220,8 @@ class FeedForward(torch.nn.Module):
 class EncoderBlock(torch.nn.Module):
     """Encoder block, (B, T, D) -> (B, T, D): self-attention, feed-forward."""
 
+    draws_random_numbers = False
+
     def __init__(self, shape: WhisperShape) -> None:
         super().__init__()
         self.self_attention_norm = torch.nn.LayerNorm(shape.d_model)
@@ -235,6 +239,8 @@ class DecoderBlock(torch.nn.Module):
 
     `encoded_mask` (B, 1, 1, S) is True for frames that are attended to.
     """
+
+    draws_random_numbers = False
 
     def __init__(self, shape: WhisperShape) -> None:
         super().__init__()
