@@ -69,13 +69,14 @@ def test_what_still_runs_ends_with_the_parent(tmp_path):
 TWO = (
     "import subprocess, pytest\ndef test_starts(): subprocess.run(['true'])\ndef test_does_not(): pass\n"
     "@pytest.mark.full\ndef test_more(): pass\n"
+    "@pytest.mark.parametrize('number', [1, 2])\ndef test_both(number): pass\n"
 )
 
 
 @pytest.mark.parametrize(
-    "flags, said", [((), "2 passed"), (("--quick",), "1 passed, 1 skipped"), (("--full",), "3 passed")]
+    "flags, said", [((), "4 passed"), (("--quick",), "2 passed, 1 skipped"), (("--full",), "5 passed")]
 )
-def test_quick_leaves_out_what_starts_a_process_and_full_adds_to_it(flags, said, tmp_path, monkeypatch):
+def test_quick_leaves_out_processes_and_further_parameters_and_full_adds_tests(flags, said, tmp_path, monkeypatch):
     (tmp_path / "test_two.py").write_text(TWO)
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # a new process has none at its start
     plain = ("-q", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path))

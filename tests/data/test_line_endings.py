@@ -19,9 +19,9 @@ from konkanivani.decoding.ngram import Ngrams, estimate_ngrams, read_arpa, write
 from konkanivani.errors import CheckpointError, DataError
 from konkanivani.files import conversion_hint
 from konkanivani.inference.bundle import bundle_bytes, read_bundle
+from konkanivani.models.model_files import header_of, read_json
 from konkanivani.models.nemo.weights import import_nemo
 from konkanivani.models.whisper.byte_pairs import read_byte_pairs
-from konkanivani.models.whisper.folder import header_of, read_json
 from tests.conftest import ROOT, WORDS
 from tests.inference.test_export import SHAPE, as_checkpoint, speech_model_of_shape
 from tests.nemo.files import FOLDER as NEMO_FILES
