@@ -397,8 +397,8 @@ class FusedWhisperDecoderBlock(whisper.DecoderBlock):
         x = x + attend_to_itself(self.self_attention, self.self_attention_norm, x, True, None)
         query = fused_linear(x, self.cross_attention.query, self.cross_attention_norm)
         attention = self.cross_attention
-        cross_kv = map(attention.split_heads, fused_linears(encoded, (attention.key, attention.value)))
-        x = x + attention.attend(query, *cross_kv, encoded_mask)
+        key, value = map(attention.split_heads, fused_linears(encoded, (attention.key, attention.value)))
+        x = x + attention.attend(query, key, value, encoded_mask)
         return x + self.feedforward(x)
 
 

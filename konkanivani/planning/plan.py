@@ -275,9 +275,8 @@ def resolve_plan(
         concurrent_micro_batches = choose_concurrency(config, device, ranks.sharded) if placement.is_on_card else 1
         # Parallel micro-batches share one budget: plan again for both at once.
         if concurrent_micro_batches > 1:
-            side_by_side = _plan_buckets(
-                config, Planner(traces, budget, rate, concurrent_micro_batches), conditions, train, validation
-            )
+            planner = Planner(traces, budget, rate, concurrent_micro_batches)
+            side_by_side = _plan_buckets(config, planner, conditions, train, validation)
             if _has_room_for_two(side_by_side, plan, is_asked_for=config.data.concurrent_micro_batches != AUTO):
                 plan = side_by_side
     _check_every_utterance_fits(plan.buckets, train, config, budget, architecture.framing.unit)
