@@ -56,7 +56,7 @@ def add_product(total: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor) -
     if rows.dtype != total.dtype or is_by_onednn(rows, *matrix.shape):
         total += fast_linear(rows, matrix)
     else:
-        total.addmm_(rows, matrix.t())
+        torch.addmm(total, rows, matrix.t(), out=total)
 
 
 def weight_gradient(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
