@@ -173,7 +173,9 @@ def check_losses(model: str, flags: Flags, device: torch.device) -> LossCheck:
         parts = dataclasses.replace(parts, compute_gradient=gradient)
         losses.append([loss_of(parts, batches[step % len(batches)], step) for step in range(steps)])
         if has_graphs and not gradient.captured_shapes:
-            raise NumericsError("No shape was captured, so that nothing was compared. See the message above.")
+            raise NumericsError(
+                "No shape was captured, so that nothing was compared. Read the message above and start again."
+            )
     by_graphs, eager = losses
     difference = max(abs(one - other) / abs(other) for one, other in zip(by_graphs, eager, strict=True))
     check = LossCheck(model, name_of(device), steps, eager[0], by_graphs[-1], eager[-1], difference)
@@ -186,7 +188,7 @@ def loss_of(parts: StepParts, batch: GlobalBatch, step: int) -> float:
     """Return the loss of a step."""
     report = train_step(parts, batch, step)
     if report is None:
-        raise NumericsError("The step was interrupted.")
+        raise NumericsError("The step was interrupted. Start again.")
     return report.loss
 
 

@@ -241,7 +241,7 @@ def count_all(flags: Flags) -> str:
     if flags.utterances % flags.micro_batches:
         raise UsageError("--micro_batches must divide --utterances.")
     if any(model.startswith("whisper") for model in flags.models) and not importlib.util.find_spec("transformers"):
-        raise UsageError("transformers, beside which this counts, is not installed. Run: pip install -e .[test].")
+        raise UsageError("Package transformers is not installed. Run: pip install -e .[test].")
     for model in flags.models:
         for settings in itertools.product(flags.precision, flags.checkpointing, flags.memory):
             print_counts(Case(model, *settings, flags.utterances, flags.micro_batches), flags.per_operator)

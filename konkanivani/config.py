@@ -51,7 +51,7 @@ class ModelConfig:
     convolution_kernel: int = 31
     """Kernel size of the Conformer convolution (odd)."""
     subsampling_channels: int = 64
-    """Channels of the subsampling convolutions."""
+    """Channels of the subsampling."""
     dropout: float = 0.1
     """Dropout probability."""
     attention_positions: Imported[Literal["rotary", "relative"]] = "rotary"
@@ -156,7 +156,7 @@ class DataConfig:
     num_workers: int = 2
     """Data loading processes (0: the training process)."""
     loader_timeout: float = 300.0
-    """Seconds to wait for a data loading process."""
+    """Loading process timeout in seconds."""
 
 
 @dataclass(frozen=True)
@@ -195,9 +195,9 @@ class AugmentConfig:
     augmentation: Literal["auto", "none", "light", "strong"] = "auto"
     """Simulate other recordings: silence, noise, rooms, telephones (auto: none)."""
     frequency_masks: int = 2
-    """SpecAugment: frequency masks per utterance."""
+    """SpecAugment: number of frequency masks."""
     frequency_mask_bins: int = 15
-    """SpecAugment: maximum width in mel bins."""
+    """SpecAugment: maximum width in bins."""
     time_masks: int = 2
     """SpecAugment: time masks per utterance."""
     time_mask_share: float = 0.08
@@ -349,7 +349,7 @@ class MemoryConfig:
     """Weight placement: on the GPU, in half precision on the GPU with fp32 masters on the host, or on the host and
     fetched block by block."""
     weight_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Number format of stored weights, gradients and moments; bf16 has no fp32 masters and rounds stochastically."""
+    """Format of weights, gradients and moments; bf16 rounds stochastically."""
     host_budget: str | None = None
     """Maximum host memory for offloaded state, such as 12GiB (None: the free memory)."""
     rehearsal: Literal["always", "auto", "never"] = "auto"

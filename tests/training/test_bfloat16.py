@@ -210,8 +210,9 @@ def test_resumed_from_a_file_it_continues_bit_for_bit(kind, tmp_path):
         weights = dict(parts.model.named_parameters())
         return {name: weight.detach() for name, weight in weights.items() if in_bf16(weight)}
 
-    expected = {name: w for name, w in state_of(undisturbed).items() if name in resumed(0)}
-    assert are_equal(resumed(0), expected)
+    found = resumed(0)
+    expected = {name: weight for name, weight in state_of(undisturbed).items() if name in found}
+    assert are_equal(found, expected)
     assert not are_equal(resumed(7), expected)  # negative control: the random bits of other updates
 
 
