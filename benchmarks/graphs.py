@@ -173,9 +173,7 @@ def check_losses(model: str, flags: Flags, device: torch.device) -> LossCheck:
         parts = dataclasses.replace(parts, compute_gradient=gradient)
         losses.append([loss_of(parts, batches[step % len(batches)], step) for step in range(steps)])
         if has_graphs and not gradient.captured_shapes:
-            raise NumericsError(
-                "No shape was captured, so nothing was compared. Read the message above, start again."
-            )
+            raise NumericsError("No shape was captured, so nothing was compared. Read the message above, start again.")
     by_graphs, eager = losses
     difference = max(abs(one - other) / abs(other) for one, other in zip(by_graphs, eager, strict=True))
     check = LossCheck(model, name_of(device), steps, eager[0], by_graphs[-1], eager[-1], difference)
