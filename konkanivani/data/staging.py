@@ -1,8 +1,8 @@
 """Copies of batches to a GPU through page-locked buffers of one size.
 
-A copy from ordinary memory makes the host wait; one from page-locked memory runs beside the computation. PyTorch caches
-page-locked memory by size and never returns it, so that a tensor of a new size in each step lets the host's memory
-grow. Here each batch passes through one of a few buffers of the largest batch's size.
+A copy from pageable memory blocks the host; a copy from page-locked memory overlaps with computation. PyTorch caches
+page-locked memory by size and never returns it, so a new size in each step makes the host's memory grow. Here each
+batch passes through one of a few buffers of the largest batch's size.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class CudaCopies:
 
 
 class StagingBuffers:
-    """Page-locked buffers of `size` bytes; a batch that is larger is copied from ordinary memory instead.
+    """Page-locked buffers of `size` bytes; a larger batch is copied from pageable memory.
 
     The buffers are allocated with the first batch, in the process that copies.
     """

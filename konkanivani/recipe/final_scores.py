@@ -29,30 +29,28 @@ from konkanivani.training.run import Run
 from konkanivani.training.validation import Evaluation, rates_over
 
 
-def score_test(run: Run, checkpoint: Path) -> dict[str, Evaluation | None]:
+def score_test(run: Run, trained: EvaluationModel | None) -> dict[str, Evaluation | None]:
     """Score the test manifest with greedy decoding and with --test_decode; each rank transcribes its share.
 
     Values are None if there is no test manifest.
     """
     data = run.config.data
-    device = run.step.forward.device
     best = ways_to_decode(run.step.architecture)[-1]
     other = best if data.test_decode == AUTO else data.test_decode
     ways: list[DecodingMethod] = ["greedy"] if other == "greedy" else ["greedy", other]
-    if data.test_manifest is None:
+    if trained is None or data.test_manifest is None:
         return dict.fromkeys(ways)
-    trained = load_evaluation_model(checkpoint, device, run.topology)
+    device = trained.forward.device
     decoders = [build_decode(DecodingConfig(way), trained.architecture, trained.tokenizer, device) for way in ways]
     evaluations = [evaluate_manifest(trained, data.test_manifest, decode, data.audio_roots) for decode in decoders]
     return dict(zip(ways, evaluations, strict=True))
 
 
-def score_conditions(run: Run, checkpoint: Path) -> dict[str, ErrorRates]:
+def score_conditions(run: Run, trained: EvaluationModel | None) -> dict[str, ErrorRates]:
     """Return greedy error rates on the test manifest by recording condition; empty without --conditions."""
     data = run.config.data
-    if not data.conditions or data.test_manifest is None:
+    if trained is None or not data.conditions or data.test_manifest is None:
         return {}
-    trained = load_evaluation_model(checkpoint, run.step.forward.device, run.topology)
     decode = greedy_decode(trained.architecture, trained.tokenizer)
     manifest = read_manifest(data.test_manifest, data.audio_roots)
     return {
@@ -112,13 +110,18 @@ class Results:
     forgetting: Forgetting | None
 
 
+def _score_test_manifest(run: Run, checkpoint: Path) -> tuple[dict[str, Evaluation | None], dict[str, ErrorRates]]:
+    trained = None
+    if run.config.data.test_manifest is not None:
+        trained = load_evaluation_model(checkpoint, run.step.forward.device, run.topology)
+    return score_test(run, trained), score_conditions(run, trained)
+
+
 def score_run(run: Run, checkpoint: Path) -> Results:
     """Score the run's best checkpoint on the manifests for it."""
-    return Results(
-        score_test(run, checkpoint),
-        score_conditions(run, checkpoint),
-        score_forgetting(run.config, checkpoint, run.topology),
-    )
+    # Its model is freed before `score_forgetting` loads two more.
+    test, conditions = _score_test_manifest(run, checkpoint)
+    return Results(test, conditions, score_forgetting(run.config, checkpoint, run.topology))
 
 
 def _kept_rates(trained: EvaluationModel, manifest: str, named_roots: tuple[str, ...]) -> ErrorRates:

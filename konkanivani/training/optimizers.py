@@ -307,23 +307,36 @@ class AdamW8bit(AdamW):
             first, second, beside = (one[: len(codes)] for one in (workspace.first, workspace.second, workspace.beside))
             workspace.signed.dequantize(codes, largest, beside, first)
             workspace.unsigned.dequantize(codes_sq, largest_sq, beside, second)
-            torch._fused_adamw_(
-                [weight],
-                [slope],
-                [first.view(-1)[: len(weight)]],
-                [second.view(-1)[: len(weight)]],
-                [],
-                [state["step"]],
-                lr=group["lr"],
-                beta1=BETAS[0],
-                beta2=BETAS[1],
-                weight_decay=group["weight_decay"],
-                eps=EPSILON,
-                amsgrad=False,
-                maximize=False,
-            )
+            moments = first.view(-1)[: len(weight)], second.view(-1)[: len(weight)]
+            update_slice(weight, slope, moments, state["step"], group)
             workspace.signed.quantize(first, codes, largest, beside)
             workspace.unsigned.quantize(second, codes_sq, largest_sq, beside)
+
+
+def update_slice(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    moments: tuple[torch.Tensor, torch.Tensor],
+    step: torch.Tensor,
+    group: Group,
+) -> None:
+    """Apply AdamW's fused update to a slice of a weight and its moments, all (N,), in place; `step` is only read."""
+    first, second = moments
+    torch._fused_adamw_(
+        [weight],
+        [gradient],
+        [first],
+        [second],
+        [],
+        [step],
+        lr=group["lr"],
+        beta1=BETAS[0],
+        beta2=BETAS[1],
+        weight_decay=group["weight_decay"],
+        eps=EPSILON,
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 def quantized_workspace(blocks: int, like: torch.Tensor) -> QuantizedWorkspace:
@@ -393,21 +406,7 @@ class BFloat16AdamW(AdamW):
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part)
             weight, mean, square = buffers
-            torch._fused_adamw_(
-                [weight],
-                [slope],
-                [mean],
-                [square],
-                [],
-                [state["step"]],
-                lr=group["lr"],
-                beta1=BETAS[0],
-                beta2=BETAS[1],
-                weight_decay=group["weight_decay"],
-                eps=EPSILON,
-                amsgrad=False,
-                maximize=False,
-            )
+            update_slice(weight, slope, (mean, square), state["step"], group)
             for kind, (buffer, part) in enumerate(zip(buffers, parts, strict=True)):
                 number = len(buffers) * self._numbers[parameter] + kind
                 workspace.rounding.round_into(part, buffer, state["step"], number, start)
