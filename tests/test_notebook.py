@@ -22,10 +22,15 @@ def outputs(notebook: nbformat.NotebookNode) -> list[str]:
     return ["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
 
 
+def pictures(notebook: nbformat.NotebookNode) -> int:
+    """Return the number of pictures."""
+    return sum("image/png" in o.get("data", {}) for cell in notebook.cells for o in cell.get("outputs", ()))
+
+
 def test_the_notebook_runs_from_start_to_end(stored, tmp_path, monkeypatch):
     write_model(tmp_path / "whisper")
     monkeypatch.setenv("KONKANIVANI_WHISPER", str(tmp_path / "whisper"))
-    executed = without_machine(execute(copy.deepcopy(stored), tmp_path), tmp_path)
+    executed = without_machine(execute(copy.deepcopy(stored), tmp_path, is_small=True), tmp_path)
     text = outputs(executed)
     joined = "\n".join(text)
     assert "1 epochs, 3 steps" in joined and "2 epochs, 6 steps" in joined
@@ -35,6 +40,7 @@ def test_the_notebook_runs_from_start_to_end(stored, tmp_path, monkeypatch):
     assert f"reference:  {row['text']}" in joined
     assert str(tmp_path) not in joined and str(ROOT) not in joined
     assert len(outputs(stored)) == len(text) and all(map(str.strip, outputs(stored)[2:]))
+    assert pictures(executed) == pictures(stored) == 1
 
 
 def test_negative_control_a_cell_that_fails_ends_the_run(stored, tmp_path):
@@ -42,4 +48,4 @@ def test_negative_control_a_cell_that_fails_ends_the_run(stored, tmp_path):
     broken.cells = [cell for cell in broken.cells if cell.cell_type == "code"][:1]
     broken.cells[0].source += "\nrun_nothing()"
     with pytest.raises(nbclient.exceptions.CellExecutionError, match="run_nothing"):
-        execute(broken, tmp_path)
+        execute(broken, tmp_path, is_small=True)
