@@ -235,12 +235,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 with FakeTensorMode():  # its devices start threads of autograd, as a GPU does
     values = torch.ones(4, 4, requires_grad=True)
     (values @ values).sum().backward()
-settings = konkanivani.TrainConfig(run=konkanivani.RunConfig(preset="minimal"))
+model = konkanivani.ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_heads=2)
+settings = konkanivani.TrainConfig(model=model)
 print(konkanivani.plan(settings, gpu="GTX 980").as_json(), flush=True)
 print("NEGATIVE CONTROL", file=sys.stderr)
 os.environ["XDG_CACHE_HOME"] = sys.argv[1]  # without cached traces
-sys.exit(main(["--preset", "minimal", "--gpu", "GTX 980", "--json"]))
+sys.exit(main(sys.argv[2:]))
 """
+
+
+# The same settings for the command.
+PLAN = ("--d_model", "32", "--encoder_layers", "1", "--decoder_layers", "1", "--attention_heads", "2")
+PLAN += ("--gpu", "GTX 980", "--json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,16 +262,14 @@ class Planned:
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory) -> Planned:
     """Plan twice after a backward pass in the same process: with the function, and as the command does."""
-    done = run_program(AFTER_BACKWARD_PASS, str(tmp_path_factory.mktemp("cache")))
+    done = run_program(AFTER_BACKWARD_PASS, str(tmp_path_factory.mktemp("cache")), *PLAN)
     said, mark, said_by_command = done.stderr.partition("NEGATIVE CONTROL")
     assert mark, done.stderr
     return Planned(json.loads(done.stdout), said, done.returncode, said_by_command)
 
 
 def test_plan_equals_the_command_also_after_a_backward_pass_in_the_same_process(planned):
-    # The model has the shape of the preset.
-    command = ("training_scripts/plan_memory.py", "--preset", "minimal", "--gpu", "GTX 980", "--json")
-    assert planned.report == json.loads(well(run_script(*command)).stdout)
+    assert planned.report == json.loads(well(run_script("training_scripts/plan_memory.py", *PLAN)).stdout)
     assert planned.report["device"] == "GTX 980" and len(planned.report["answers"]) == 2
     assert "{" not in planned.said  # JSON is for the caller
 
