@@ -10,7 +10,7 @@ from tests.whisper.small_model import write_model
 
 TOKEN = "hf_ThisTokenMustNeverBePrinted"
 # Not needed files that a repository of a Whisper model has; one of them is pickle.
-OTHERS = {
+UNNEEDED_FILES = {
     "README.md": b"# Model",
     "pytorch_model.bin": b"\x80\x04pickle",
     "model.fp32-00001-of-00002.safetensors": b"another variant",
@@ -27,7 +27,7 @@ def whisper_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 @pytest.fixture
 def hub(whisper_files: dict[str, bytes]) -> Iterator[Hub]:
     with running_hub() as server:
-        server.repositories["someone/whisper-small"] = Repository(whisper_files | OTHERS)
+        server.repositories["someone/whisper-small"] = Repository(whisper_files | UNNEEDED_FILES)
         yield server
 
 

@@ -19,14 +19,14 @@ RESOLVE = re.compile(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 @dataclass
 class Repository:
-    """Files of one commit; `lies` maps a file to what the server does wrong with it."""
+    """Files of one commit; `faults` maps a file to what the server does wrong with it."""
 
     files: dict[str, bytes]
     branches: dict[str, str] = field(default_factory=dict)
     token: str | None = None
     card: dict[str, object] = field(default_factory=dict)
     is_gated: bool = False
-    lies: dict[str, str] = field(default_factory=dict)
+    faults: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         content = repr(sorted((name, hashlib.sha1(data).hexdigest()) for name, data in self.files.items()))
@@ -62,7 +62,7 @@ class Hub(ThreadingHTTPServer):
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
         self.is_proxy = False
-        self.is_stuck = threading.Event()
+        self.has_stalled = threading.Event()
         self.connections: list[socket.socket] = []
 
     def stop(self) -> None:
@@ -101,12 +101,12 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self) -> None:
-        self._answer()
+        self._respond()
 
     def do_GET(self) -> None:
-        self._answer()
+        self._respond()
 
-    def _answer(self) -> None:
+    def _respond(self) -> None:
         path = urlsplit(self.path).path
         self.server.requests.append(f"{self.command} {path}")
         if self.server.is_proxy:
@@ -116,17 +116,17 @@ class Handler(BaseHTTPRequestHandler):
         elif found := API.fullmatch(path):
             _, name, _, revision, file = found.groups()
         else:
-            return self._refuse(404, "")
+            return self._send_error(404, "")
         repository = self.server.repositories.get(name)
         if repository is None:
-            return self._refuse(401, "RepoNotFound")
+            return self._send_error(401, "RepoNotFound")
         if repository.token is not None and self.headers.get("Authorization") != f"Bearer {repository.token}":
-            return self._refuse(
+            return self._send_error(
                 403 if repository.is_gated else 401, "GatedRepo" if repository.is_gated else "RepoNotFound"
             )
         commit = repository.commit_of(unquote(revision or "main"))
         if commit is None:
-            return self._refuse(404, "RevisionNotFound")
+            return self._send_error(404, "RevisionNotFound")
         if path.startswith("/api/"):
             return self._list(name, repository, commit)
         return self._resolve(repository, commit, unquote(file))
@@ -135,12 +135,12 @@ class Handler(BaseHTTPRequestHandler):
         siblings = []
         for file, data in repository.at(commit).items():
             size = len(data)
-            lie = repository.lies.get(file, "")
+            fault = repository.faults.get(file, "")
             entry = {"rfilename": file, "size": size, "blobId": git_id(data)}
             if is_large(file):
                 sha256 = hashlib.sha256(data).hexdigest()
                 entry["lfs"] = {"size": size, "sha256": sha256, "pointerSize": 130}
-            if lie == "huge":
+            if fault == "huge":
                 entry["size"] = 10**15
             siblings.append(entry)
         body = {"id": name, "modelId": name, "sha": commit, "private": False, "siblings": siblings, "tags": []}
@@ -150,27 +150,27 @@ class Handler(BaseHTTPRequestHandler):
     def _resolve(self, repository: Repository, commit: str, file: str) -> None:
         files = repository.at(commit)
         if file not in files:
-            return self._refuse(404, "EntryNotFound")
+            return self._send_error(404, "EntryNotFound")
         data = files[file]
-        lie = repository.lies.get(file, "")
+        fault = repository.faults.get(file, "")
         etag = hashlib.sha256(data).hexdigest() if is_large(file) else git_id(data)
-        if lie.startswith("etag "):
-            etag = lie.removeprefix("etag ")
-        if lie == "content":
+        if fault.startswith("etag "):
+            etag = fault.removeprefix("etag ")
+        if fault == "content":
             data = b"\0" * len(data)
         headers = {"X-Repo-Commit": commit, "ETag": f'"{etag}"'}
         if is_large(file):
-            headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(data) + (lie == "size"))}
-        if lie == "stuck" and self.command == "GET":
-            return self._hang(data, headers)
-        if lie == "cut" and self.command == "GET":
-            return self._cut(data, headers)
+            headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(data) + (fault == "size"))}
+        if fault == "stuck" and self.command == "GET":
+            return self._stall(data, headers)
+        if fault == "cut" and self.command == "GET":
+            return self._cut_connection(data, headers)
         start = int((found := re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))) and found[1] or 0)
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         self._send(206 if start else 200, data[start:], headers)
 
-    def _hang(self, data: bytes, headers: dict[str, str]) -> None:
+    def _stall(self, data: bytes, headers: dict[str, str]) -> None:
         """Send half of the file, and nothing more until the client goes away."""
         self.send_response(200)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
@@ -178,12 +178,12 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data[: len(data) // 2])
         self.wfile.flush()
-        self.server.is_stuck.set()
+        self.server.has_stalled.set()
         with suppress(OSError):
             self.connection.recv(1)
         self.close_connection = True
 
-    def _cut(self, data: bytes, headers: dict[str, str]) -> None:
+    def _cut_connection(self, data: bytes, headers: dict[str, str]) -> None:
         """Send half of the file and reset the connection."""
         self.send_response(200)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
@@ -196,7 +196,7 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.shutdown(socket.SHUT_RDWR)
         self.close_connection = True
 
-    def _refuse(self, status: int, code: str) -> None:
+    def _send_error(self, status: int, code: str) -> None:
         self._send(status, json.dumps({"error": "refused"}).encode(), {"X-Error-Code": code})
 
     def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:

@@ -30,7 +30,7 @@ def run(code: int, script: str, *arguments: str, cwd: Path = ROOT) -> str:
     return output
 
 
-def test_a_run_stores_the_commit_and_resumes_from_it(hub: Hub, cache: Path, corpus: Corpus, tmp_path: Path) -> None:
+def test_run_stores_model_commit_and_resumes_from_it(hub: Hub, cache: Path, corpus: Corpus, tmp_path: Path) -> None:
     commit = hub.repositories[NAME].commit
     # Frozen weights are not in the checkpoint: they are read from the model on the hub.
     flags = (*corpus.flags(), *run_folders(tmp_path), "--device", "cpu", "--num_workers", "0", "--max_duration", "3")
@@ -62,14 +62,16 @@ def test_a_run_stores_the_commit_and_resumes_from_it(hub: Hub, cache: Path, corp
     assert f"has no branch, tag or commit {commit}" in words
 
 
-def test_plan_needs_the_settings_alone(hub: Hub, cache: Path) -> None:
+def test_memory_plan_downloads_only_settings(hub: Hub, cache: Path) -> None:
     # A budget that the weights alone exceed: the plan ends before it traces steps, which takes seconds.
     words = run(6, "training_scripts/plan_memory.py", "--pretrained", NAME, "--memory_budget", "1MiB")
     assert "more than the budget of 1 MiB" in words
     assert hub.downloads() == ["config.json", "generation_config.json"]
 
 
-def test_evaluation_without_a_network(hub: Hub, cache: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_uses_cached_model_offline(
+    hub: Hub, cache: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = ("--pretrained", NAME, "--language", "mr", "--manifest", corpus.manifest("test"), "--device", "cpu")
     script = "training_scripts/evaluate_konkanivani_asr.py"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -98,7 +100,7 @@ def test_import_stores_name_and_commit(hub: Hub, cache: Path, tmp_path: Path) ->
         ("training_scripts/transcribe.py", ("a.wav",), 2),
     ],
 )
-def test_a_typo_is_a_usage_error(
+def test_unknown_model_name_exits_with_2(
     hub: Hub, cache: Path, tmp_path: Path, script: str, flags: tuple[str, ...], code: int
 ) -> None:
     (tmp_path / "a.wav").write_bytes(b"")
@@ -109,12 +111,14 @@ def test_a_typo_is_a_usage_error(
 
 
 @pytest.mark.parametrize("stop", [*further(signal.SIGINT), signal.SIGTERM])
-def test_a_signal_during_a_download(hub: Hub, cache: Path, tmp_path: Path, stop: signal.Signals) -> None:
-    hub.repositories[NAME].lies["model.safetensors"] = "stuck"
+def test_signal_during_download_leaves_no_partial_file(
+    hub: Hub, cache: Path, tmp_path: Path, stop: signal.Signals
+) -> None:
+    hub.repositories[NAME].faults["model.safetensors"] = "stuck"
     (tmp_path / "a.wav").write_bytes(b"RIFF")
     flags = ("--pretrained", NAME, "--language", "mr", "--device", "cpu", str(tmp_path / "a.wav"))
     process = start_script("training_scripts/transcribe.py", *flags, output=tmp_path / "output")
-    assert hub.is_stuck.wait(PATIENCE)
+    assert hub.has_stalled.wait(PATIENCE)
     os.kill(process.pid, stop)
     assert process.wait(PATIENCE) in (128 + stop, -stop)
     words = (tmp_path / "output").read_text()

@@ -43,9 +43,9 @@ class Browser:
             if message.get("id") == self._number:
                 assert "error" not in message, (method, message)
                 return message["result"]
-            self._note(message.get("method"), message.get("params", {}))
+            self._record_event(message.get("method"), message.get("params", {}))
 
-    def _note(self, method: str | None, event: dict) -> None:
+    def _record_event(self, method: str | None, event: dict) -> None:
         if method == "Log.entryAdded" and event["entry"]["level"] in ("error", "warning"):
             self.problems.append(event["entry"]["text"])
         elif method == "Runtime.exceptionThrown":

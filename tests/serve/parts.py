@@ -58,14 +58,14 @@ class ToneListener:
             frame = self._rest[: self._frame]
             self._rest = self._rest[self._frame :]
             self._frames += 1
-            results += self._hear(frame)
+            results += self._process_frame(frame)
         return results
 
     def finish(self) -> list[Partial | Final]:
         self._end_word()
         return self._end_line()
 
-    def _hear(self, frame: np.ndarray) -> list[Partial | Final]:
+    def _process_frame(self, frame: np.ndarray) -> list[Partial | Final]:
         now = self._frames * FRAME_SECONDS
         if np.sqrt(np.mean(np.square(frame))) > LOUD:
             spectrum = np.abs(np.fft.rfft(frame * np.hanning(len(frame)), 8 * len(frame)))
@@ -82,8 +82,8 @@ class ToneListener:
         if is_word:
             pitch = float(np.median(self._pitches))
             text = min(PITCHES, key=lambda word: abs(PITCHES[word] - pitch))
-            sure = 0.97 if text != "बाजार" else 0.3
-            self._words.append(Word(text, self._silent_since - TONE_SECONDS, self._silent_since, sure))
+            confidence = 0.97 if text != "बाजार" else 0.3
+            self._words.append(Word(text, self._silent_since - TONE_SECONDS, self._silent_since, confidence))
         self._pitches = []
         return is_word
 
@@ -92,11 +92,13 @@ class ToneListener:
         self._words = []
         if not words:
             return []
-        return [Final(" ".join(word.text for word in words), words, words[0].start, words[-1].end, False)]
+        return [
+            Final(" ".join(word.text for word in words), words, words[0].start, words[-1].end, False)
+        ]
 
 
 @contextlib.contextmanager
-def running(
+def running_server(
     build: BuildRecognizer = ToneListener, limits: Limits = DEFAULT_LIMITS, corrections: Corrections | None = None
 ) -> Iterator[PageServer]:
     """Run a server in a thread."""
@@ -112,7 +114,7 @@ def running(
         assert not thread.is_alive()
 
 
-def join(server: PageServer, endpoint: str = "listen", **options: object) -> ClientConnection:
+def connect_to(server: PageServer, endpoint: str = "listen", **options: object) -> ClientConnection:
     """Open a connection as the page does."""
     parts = urlsplit(server.address)
     options.setdefault("origin", f"http://{parts.netloc}")
@@ -120,9 +122,9 @@ def join(server: PageServer, endpoint: str = "listen", **options: object) -> Cli
 
 
 @contextlib.contextmanager
-def start(server: PageServer, rate: object = RATE) -> Iterator[ClientConnection]:
+def start_recording(server: PageServer, rate: object = RATE) -> Iterator[ClientConnection]:
     """Start a recording."""
-    with join(server) as connection:
+    with connect_to(server) as connection:
         with contextlib.suppress(ConnectionClosed):  # all sessions are in use
             connection.send(json.dumps({"type": "start", "sample_rate": rate}))
         yield connection
@@ -137,7 +139,7 @@ def finish(connection: ClientConnection) -> None:
     connection.send(json.dumps({"type": "finish"}))
 
 
-def results(connection: ClientConnection, kind: str | None = None, timeout: float = 10.0) -> list[dict]:
+def receive_messages(connection: ClientConnection, kind: str | None = None, timeout: float = 10.0) -> list[dict]:
     """Return the messages up to the end of the connection, or the ones of one kind."""
     found = []
     with contextlib.suppress(Exception):
