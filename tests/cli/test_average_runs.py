@@ -1,4 +1,4 @@
-"""Checkpoints of different runs are averaged only on request; a resumed run is one run."""
+"""Averaging checkpoints of different runs requires --allow_different_runs; a resumed run counts as one run."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_averaging_different_runs_requires_allow_flag(case):
     "other",
     [
         checkpoint(3.0, 20, folder="resumed in another folder", first_loss=5.25, audio_seconds=200.0),
-        checkpoint(3.0, 20),  # of an older version, which stored no loss
+        checkpoint(3.0, 20),  # written by an older version, which stored no loss
         checkpoint(3.0, 10, skipped_steps=1, audio_seconds=110.0, first_loss=5.25),
     ],
 )

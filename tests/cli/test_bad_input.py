@@ -1,4 +1,4 @@
-"""Bad input ends with one clear sentence, the exit code of its kind, and no partial file."""
+"""Invalid input gives one clear message, the exit code of its category, and no partial file."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from tests.starts import begin_run, parse_flags
 
 
 def run_rejected(code: int, directory: Path, *flags: str) -> str:
-    """Return stderr of the real script, which must exit with `code` and leave no partial file in `directory`."""
+    """Run the real script, which must exit with `code` and leave no partial file in `directory`; return its stderr."""
     done = run_trainer(*flags, *run_folders(directory), cwd=directory)
     output = done.stdout + done.stderr
     assert done.returncode == code, output
@@ -42,7 +42,7 @@ def partial_files(directory: Path) -> list[Path]:
 
 
 def run_rejected_in_process(kind: type[KonkaniVaniError], directory: Path, *flags: str) -> str:
-    """Return the error message of the same run in this process; any error except `kind` fails the test."""
+    """Train in this process, which must raise `kind` and leave no partial file; return the error message."""
     with pytest.raises(kind) as caught:
         train(build_run(begin_run([*TINY_MODEL, *flags, *run_folders(directory)])))
     assert partial_files(directory) == []
@@ -53,7 +53,7 @@ def run_rejected_in_process(kind: type[KonkaniVaniError], directory: Path, *flag
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, expected",
     [
         (("--train_manifst", "x.jsonl"), ("--train_manifst", "--train_manifest")),
         (("--learning-rte", "1"), ("--learning-rte", "--learning_rate")),
@@ -67,12 +67,12 @@ def run_rejected_in_process(kind: type[KonkaniVaniError], directory: Path, *flag
     ],
     ids=["mistyped", "nearest", "type", "choice", "contradiction", "several"],
 )
-def test_invalid_flags_exit_with_2_before_torch_is_imported(tmp_path, tmp_path_factory, monkeypatch, flags, said):
-    shadowing = tmp_path_factory.mktemp("spoilt")
+def test_invalid_flags_exit_with_2_before_torch_is_imported(tmp_path, tmp_path_factory, monkeypatch, flags, expected):
+    shadowing = tmp_path_factory.mktemp("shadowing")
     (shadowing / "torch.py").write_text("raise SystemExit('torch was imported')\n", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(shadowing))
     message = run_rejected(2, tmp_path, *flags)
-    assert all(part in message for part in said), message
+    assert all(part in message for part in expected), message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -119,8 +119,8 @@ MANIFESTS = {
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_invalid_manifest_row_is_skipped_with_number_and_reason(name, tmp_path):
     path = tmp_path / "train.jsonl"
-    content, said = MANIFESTS[name]
-    good = b"" if said == "empty" else json.dumps(GOOD_ROW).encode() + b"\n"
+    content, expected = MANIFESTS[name]
+    good = b"" if expected == "empty" else json.dumps(GOOD_ROW).encode() + b"\n"
     path.write_bytes(good + content)
     (tmp_path / "a.flac").touch()
     if not good:
@@ -129,7 +129,7 @@ def test_invalid_manifest_row_is_skipped_with_number_and_reason(name, tmp_path):
         return
     manifest = read_manifest(path)
     (broken,) = manifest.broken
-    assert f"row {broken.row}: {broken.reason}".startswith(said) and len(manifest) == 1
+    assert f"row {broken.row}: {broken.reason}".startswith(expected) and len(manifest) == 1
     assert "\n" not in broken.reason and len(broken.reason) < 1000
 
 
@@ -195,8 +195,14 @@ def test_unusable_utterances_are_skipped_counted_and_listed(tmp_path):
     found = [json.loads(line) for line in (tmp_path / "runs/default/rejected.jsonl").read_text().splitlines()]
     assert [r["row"] for r in found] == [3, 7, 11, 15, 19]
     assert [r["audio_filepath"] for r in found] == [rows[i]["audio_filepath"] for i in (1, 3, 5, 7, 9)]
-    said = ("max_duration 20 s", "shorter than --min_duration", "empty", "CTC cannot align", "more than --max_tokens")
-    assert all(part in r["reason"] for part, r in zip(said, found, strict=True)), found
+    reasons = (
+        "max_duration 20 s",
+        "shorter than --min_duration",
+        "empty",
+        "CTC cannot align",
+        "more than --max_tokens",
+    )
+    assert all(part in r["reason"] for part, r in zip(reasons, found, strict=True)), found
 
 
 def _write_header_of_four_gigabytes(path: Path) -> None:
@@ -241,12 +247,12 @@ def test_training_skips_all_defective_rows_of_hostile_corpus(workers, tmp_path):
     found = {}
     for line in (tmp_path / "runs/default/rejected.jsonl").read_text(encoding="utf-8").splitlines():
         rejection = json.loads(line)
-        assert rejection["row"] not in found  # reported once, although both epochs meet it
+        assert rejection["row"] not in found  # reported once, although both epochs read the row
         found[rejection["row"]] = rejection
     assert sorted(found) == list(range(21, 32))
-    for row, (name, (_, _, said)) in enumerate(HOSTILE.items(), start=21):
+    for row, (name, (_, _, expected)) in enumerate(HOSTILE.items(), start=21):
         assert found[row]["audio_filepath"] == f"audio/{name}.wav"
-        assert any(part in found[row]["reason"] for part in said.split("|")), found[row]
+        assert any(part in found[row]["reason"] for part in expected.split("|")), found[row]
     assert found[31]["reason"] == "not UTF-8"
 
 
@@ -268,7 +274,7 @@ def small_checkpoint(step: int = 1) -> Checkpoint:
 
 
 class HostilePickle:
-    """Object that creates a file when it is unpickled."""
+    """Object that creates a file when unpickled."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -303,14 +309,14 @@ def damage(path: Path, how: str) -> None:
 def test_invalid_checkpoint_file_is_rejected_by_path(how, tmp_path):
     path = tmp_path / LAST
     write_checkpoint(path, small_checkpoint())
-    read_checkpoint(path)  # sound before the damage
+    read_checkpoint(path)  # valid before the damage
     damage(path, how)
     before = path.read_bytes()
     with pytest.raises(CheckpointError) as caught:
         read_checkpoint(path)
     assert str(path) in str(caught.value)
     assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == [LAST]  # no code ran, no file was left
+    assert os.listdir(tmp_path) == [LAST]  # no code was executed, no other file is left
 
 
 def test_negative_control_hostile_pickle_runs_code_if_unpickled(tmp_path):
@@ -382,7 +388,7 @@ def test_unwritable_output_folders_exit_with_6(corpus, tmp_path):
 
 
 class FlakyRun:
-    """Parts of a run that the saver uses; its disk is full at the saves numbered in `failing`."""
+    """Parts of a run that `PeriodicSaver` uses; the disk is full at the saves numbered in `failing`."""
 
     def __init__(self, failing: set[int]):
         self.failing, self.saves = failing, 0
@@ -411,7 +417,7 @@ def test_failed_save_warns_and_third_in_a_row_raises(capsys):
     assert capsys.readouterr().out.count("The disk is full. Training continues") == 4
     with pytest.raises(ResourceError, match="disk is full"):
         saver.save()
-    assert saver.run.phases == ["save"] * 6, "a save that failed took memory too"
+    assert saver.run.phases == ["save"] * 6, "a failed save uses memory too"
 
 
 def test_failed_final_save_raises():
@@ -443,7 +449,7 @@ def test_negative_control_valid_input_exits_with_0(corpus, tmp_path):
 
 @pytest.mark.parametrize("where", ["konkanivani.training.loop.log_step", "konkanivani.training.validation.rates_over"])
 def test_unexpected_error_terminates_audio_workers(where, corpus, tmp_path, monkeypatch):
-    """Workers ignore SIGTERM: a remaining one makes the process wait for ever after its traceback."""
+    """Workers ignore SIGTERM: a worker that is still alive would block the process after its traceback."""
     seen = []
 
     def fail(*_: object) -> None:

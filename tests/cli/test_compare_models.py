@@ -1,4 +1,4 @@
-"""compare_models.py trains each model once, in order, and handles failed and stopped models."""
+"""compare_models.py trains each model once, in order, and handles failed and interrupted models."""
 
 import dataclasses
 import json
@@ -35,19 +35,19 @@ SMALL = ("--device", "cpu", "--num_workers", "0", "--max_steps", "2", "--test_de
 
 @pytest.fixture(scope="module")
 def one_word_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Return utterances of one word each, within a window of a second."""
-    folder = tmp_path_factory.mktemp("short") / "tones"
+    """Write a corpus of one-word utterances, each shorter than 1 s."""
+    folder = tmp_path_factory.mktemp("one_word") / "tones"
     return write_corpus(folder, {"train": 8, "test": 2}, lengths=range(1, 2))
 
 
 @pytest.fixture(scope="module")
 def model_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return two folders of Whisper models, the second with damaged weights."""
+    """Write two folders of Whisper models, the second with damaged weights."""
     root, shape = tmp_path_factory.mktemp("models"), {"seconds": 1, "layers": (1, 1), "positions": 64}
     paths = tuple(write_model(root / name, ("en", "mr"), **shape) for name in ("sound", "broken"))
     weights = paths[1] / "model.safetensors"
     data = bytearray(weights.read_bytes())
-    data[-400:] = b"\xff" * 400  # NaN; its list of tensors is unchanged
+    data[-400:] = b"\xff" * 400  # NaN weights; the header is unchanged
     weights.write_bytes(data)
     return paths
 
@@ -58,7 +58,7 @@ def comparison_flags(corpus: Corpus, folder: Path) -> tuple[str, ...]:
 
 
 def run_comparison(*flags: str) -> subprocess.CompletedProcess[str]:
-    """Run the comparison to its end, with the trainers in forks."""
+    """Run the comparison with its trainers in forked processes."""
     return warm_parent().run(ROOT / SCRIPT, *flags, before=fork_scripts)
 
 
@@ -86,14 +86,14 @@ def test_report_has_row_per_model_and_reason_of_failure(one_word_corpus, model_f
     assert [line.split()[0] for line in table] == ["model", "broken", "sound", "minimal"]
     assert "failed: " in table[1] and len({len(line) for line in (table[0], *table[2:])}) == 1
 
-    # Run again without one of them: trained models are not trained again, failed ones are retried.
+    # Repeat without the preset: trained models are not trained again, failed ones are retried.
     log = tmp_path / "c" / "sound" / "logs" / "default" / "log.jsonl"
     before = log.stat().st_mtime_ns
     again = run_comparison(
         "--pretrained", sound, broken, *comparison_flags(one_word_corpus, tmp_path / "c"), "--language", "mr"
     )
-    said = [line.split() for line in again.stdout.splitlines()]
-    assert again.returncode == 0 and said == [table[place].split() for place in (0, 2, 1)], again.stderr
+    rows = [line.split() for line in again.stdout.splitlines()]
+    assert again.returncode == 0 and rows == [table[place].split() for place in (0, 2, 1)], again.stderr
     assert "sound: already trained" in again.stderr and log.stat().st_mtime_ns == before
     assert again.stderr.count("broken: training in") == 1
 
@@ -104,31 +104,37 @@ def read_steps(place: Path) -> list[dict]:
 
 
 def test_interrupted_comparison_saves_and_resumes(corpus, tmp_path):
-    """The signal reaches only the comparison, as from `kill`; its trainer is a separate interpreter."""
+    """Only the comparison gets the signal, as from `kill`; its trainer is a separate process."""
     folder = tmp_path / "c"
     flags = ("--presets", "minimal", *comparison_flags(corpus, folder), *TINY_MODEL[:-2])
     endless = [flag if flag != "2" or flags[place - 1] != "--max_steps" else "4000" for place, flag in enumerate(flags)]
-    process = start_script(SCRIPT, *endless, output=tmp_path / "said.txt")
+    process = start_script(SCRIPT, *endless, output=tmp_path / "output.txt")
     log, until = folder / "minimal" / "logs" / "default" / "log.jsonl", time.monotonic() + PATIENCE
     while not (log.is_file() and log.stat().st_size):
-        assert process.poll() is None and time.monotonic() < until, (tmp_path / "said.txt").read_text()
+        assert process.poll() is None and time.monotonic() < until, (tmp_path / "output.txt").read_text()
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(PATIENCE) == 130
-    said = (tmp_path / "said.txt").read_text(encoding="utf-8")
-    assert "Stopped by a signal at step" in said and "run the same command again" in said and "Traceback" not in said
+    output = (tmp_path / "output.txt").read_text(encoding="utf-8")
+    assert (
+        "Stopped by a signal at step" in output and "run the same command again" in output and "Traceback" not in output
+    )
     assert (folder / "minimal" / "checkpoints" / "checkpoint_last.pt").is_file()
     steps, kept = read_steps(folder / "minimal"), read_kept(folder / "minimal")
     assert kept is not None and kept.outcome is None and not (folder / "comparison.json").exists()
 
-    # Different conditions are refused before any training; equal ones resume.
+    # Different conditions are rejected before any training; equal ones resume.
     rejected = run_comparison(*flags)
     assert rejected.returncode == 2 and "different --max_steps" in rejected.stderr
     write_kept(folder / "minimal", dataclasses.replace(kept, conditions={**kept.conditions, "--max_steps": "2"}))
     resumed = well(run_comparison(*flags))
     assert f"step {len(steps)}" in resumed.stderr and "starting a new run" not in resumed.stderr
-    made = read_steps(folder / "minimal")  # steps from before the stop are not repeated
-    assert made[: len(steps)] == steps and len(made) == max(2, len(steps)) and read_kept(folder / "minimal").is_finished
+    steps_after = read_steps(folder / "minimal")  # steps before the interruption are not repeated
+    assert (
+        steps_after[: len(steps)] == steps
+        and len(steps_after) == max(2, len(steps))
+        and read_kept(folder / "minimal").is_finished
+    )
 
 
 def candidate_flags(
@@ -148,17 +154,17 @@ def test_names_are_last_path_parts_and_made_unique():
 
 
 def test_flags_are_passed_to_models_that_use_them(tmp_path):
-    said = ("--language", "mr", "--vocab-size=40", "--audio_roots", "x", "y", "--lora_rank", "2")
+    arguments = ("--language", "mr", "--vocab-size=40", "--audio_roots", "x", "y", "--lora_rank", "2")
     folder = str(tmp_path)
-    theirs, ours = candidate_flags(*said, pretrained=(folder,), presets=("minimal",))
+    theirs, ours = candidate_flags(*arguments, pretrained=(folder,), presets=("minimal",))
     assert theirs == ("--pretrained", folder, "--language", "mr", "--audio_roots", "x", "y", "--lora_rank", "2")
     assert ours == ("--preset", "minimal", "--vocab-size=40", "--audio_roots", "x", "y")
     # The trainer reports unused flags.
-    assert candidate_flags(*said, presets=("minimal",)) == [("--preset", "minimal", *said)]
-    for candidate in choose_candidates((folder,), (), flags_in(said)):
+    assert candidate_flags(*arguments, presets=("minimal",)) == [("--preset", "minimal", *arguments)]
+    for candidate in choose_candidates((folder,), (), flags_in(arguments)):
         with pytest.raises(UsageError, match="--vocab_size would change it"):
             _ = candidate.config
-    for candidate in choose_candidates((), ("minimal",), flags_in(said[:2])):
+    for candidate in choose_candidates((), ("minimal",), flags_in(arguments[:2])):
         with pytest.raises(UsageError, match="--language"):
             _ = candidate.config
 

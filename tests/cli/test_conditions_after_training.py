@@ -1,4 +1,4 @@
-"""Recording conditions in the results of a training run."""
+"""Error rates per recording condition in the summary of a training run."""
 
 import json
 import shutil

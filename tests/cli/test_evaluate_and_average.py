@@ -1,4 +1,4 @@
-"""Scoring a checkpoint from the command line, and averaging several, on a tiny run of two epochs."""
+"""Evaluate and average the checkpoints of a tiny run of two epochs from the command line."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ COUNTS = ("word_errors", "words", "character_errors", "characters")
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """Checkpoints of a finished run, the manifest of its score, and its printed summary."""
+    """Checkpoints of a finished run, its test manifest, and its printed summary."""
 
     checkpoints: Path
     manifest: str
@@ -87,8 +87,10 @@ def test_hypotheses_keep_manifest_order_and_sum_to_totals(trained, evaluation):
     path = Path(evaluation["hypotheses"])
     assert path == trained.checkpoints / "checkpoint_best.marked.hypotheses.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    asked = [json.loads(line) for line in Path(trained.manifest).read_text(encoding="utf-8").splitlines()]
-    assert [(r["audio_filepath"], r["reference"]) for r in rows] == [(r["audio_filepath"], r["text"]) for r in asked]
+    references = [json.loads(line) for line in Path(trained.manifest).read_text(encoding="utf-8").splitlines()]
+    assert [(r["audio_filepath"], r["reference"]) for r in rows] == [
+        (r["audio_filepath"], r["text"]) for r in references
+    ]
     assert {name: sum(row[name] for row in rows) for name in COUNTS} == {name: evaluation[name] for name in COUNTS}
     assert list(trained.checkpoints.glob("*.partial")) == []
 
@@ -115,8 +117,8 @@ def test_summary_has_error_types_intervals_speakers_and_durations(evaluation):
 def test_stored_hypotheses_score_equally_and_can_be_compared(trained, evaluation, tmp_path):
     page = tmp_path / "score.html"
     again = well(run_script(EVALUATE, "--hypotheses", evaluation["hypotheses"], "--json"))
-    told = json.loads(again.stdout)
-    assert all(told[name] == evaluation[name] for name in (*COUNTS, "wer_interval"))
+    summary = json.loads(again.stdout)
+    assert all(summary[name] == evaluation[name] for name in (*COUNTS, "wer_interval"))
     other = tmp_path / "perfect.jsonl"
     rows = [json.loads(line) for line in Path(evaluation["hypotheses"]).read_text(encoding="utf-8").splitlines()]
     perfect = [json.dumps({"audio_filepath": r["audio_filepath"], "hypothesis": r["reference"]}) for r in rows[1:]]
@@ -125,11 +127,11 @@ def test_stored_hypotheses_score_equally_and_can_be_compared(trained, evaluation
     compared = evaluate(trained.path("best"), trained.manifest, *more)
     assert compared["comparison"]["utterances"] == 4 and compared["comparison"]["other_wer"] == 0
     assert compared["comparison"]["difference"] > 0 and compared["normalize"] == "spell"
-    said = page.read_text(encoding="utf-8")
-    assert "checkpoint_best.pt, step" in said and "prefix" in said and "Compared" in said
+    html = page.read_text(encoding="utf-8")
+    assert "checkpoint_best.pt, step" in html and "prefix" in html and "Compared" in html
     assert compared["hypotheses"] == evaluation["hypotheses"].replace(
         "marked", "marked.prefix"
-    )  # next to the greedy ones
+    )  # beside the greedy hypotheses
 
 
 BUNDLE = str(ROOT / "tests" / "nemo" / "parakeet.safetensors")
@@ -137,7 +139,7 @@ BEST_FLAGS = ("--checkpoint", "{best}", "--manifest")
 
 
 @pytest.mark.parametrize(
-    ("script", "flags", "exit_code", "said"),
+    ("script", "flags", "exit_code", "message"),
     [
         (EVALUATE, ("--checkpoint", "nowhere.pt", "--manifest", "{manifest}"), 4, "no checkpoint at nowhere.pt"),
         (EVALUATE, (*BEST_FLAGS, "{best}"), 3, "rows of"),
@@ -161,11 +163,11 @@ BEST_FLAGS = ("--checkpoint", "{best}", "--manifest")
         (AVERAGE, ("konkani.nemo",), 4, "import_asr.py konkani.nemo konkani.pt"),
     ],
 )
-def test_invalid_arguments_exit_with_code_and_message(trained, script, flags, exit_code, said):
+def test_invalid_arguments_exit_with_code_and_message(trained, script, flags, exit_code, message):
     known = {"{best}": str(trained.path("best")), "{last}": str(trained.path("last")), "{manifest}": trained.manifest}
     done = run_here(script, *(known.get(flag, flag) for flag in flags))
     assert done.returncode == exit_code, done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
 
 
@@ -214,7 +216,7 @@ def modified_checkpoint(named: NamedCheckpoint, part: str) -> NamedCheckpoint:
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "message"),
     [
         ("tokenizer", "last and tokenizer cannot be averaged: their tokenizers differ"),
         ("heads", "--attention_heads is 2 in one and 4 in the other"),
@@ -225,9 +227,9 @@ def modified_checkpoint(named: NamedCheckpoint, part: str) -> NamedCheckpoint:
         ("not finite", "The checkpoint not finite contains weights that are not finite"),
     ],
 )
-def test_incompatible_checkpoints_are_rejected_by_name(trained, part, said):
+def test_incompatible_checkpoints_are_rejected_by_name(trained, part, message):
     one = trained.named("last")
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         average_checkpoints([one, modified_checkpoint(one, part)])
 
 
@@ -269,14 +271,14 @@ def test_averaged_checkpoint_is_not_resumed(trained, averaged, corpus, tmp_path)
 
 def test_conditions_score_same_utterances_and_appear_in_html(trained, evaluation, tmp_path):
     page = tmp_path / "conditions.html"
-    told = evaluate(trained.path("best"), trained.manifest, "--conditions", "--html", str(page))
-    rows = told["conditions"]
+    summary = evaluate(trained.path("best"), trained.manifest, "--conditions", "--html", str(page))
+    rows = summary["conditions"]
     assert len(rows) == 14 and rows[0]["condition"] == "unchanged"
     assert {row["words"] for row in rows} == {evaluation["words"]}
     assert [rows[0][name] for name in COUNTS] == [evaluation[name] for name in COUNTS]
-    assert all(told[name] == evaluation[name] for name in COUNTS)
-    said = page.read_text(encoding="utf-8")
-    assert "By recording condition" in said and "8 kHz, mu-law" in said
+    assert all(summary[name] == evaluation[name] for name in COUNTS)
+    html = page.read_text(encoding="utf-8")
+    assert "By recording condition" in html and "8 kHz, mu-law" in html
     assert "conditions" not in evaluation
 
 
@@ -284,12 +286,12 @@ def test_each_condition_is_applied_to_model_input(trained, monkeypatch):
     model_inputs: dict[str, list[torch.Tensor]] = {}
     original = EvaluationSet.evaluate
 
-    def evaluate_and_keep(self, *arguments):
+    def evaluate_and_record(self, *arguments):
         examples = [self.speech[number] for number in range(len(self.speech.utterances))]
         model_inputs[self.speech.condition] = [example.waveform for example in examples]
         return original(self, *arguments)
 
-    monkeypatch.setattr(EvaluationSet, "evaluate", evaluate_and_keep)
+    monkeypatch.setattr(EvaluationSet, "evaluate", evaluate_and_record)
     model = load_evaluation_model(trained.path("best"), torch.device("cpu"))
     manifest = read_manifest(trained.manifest)
     unchanged = recognize_manifest(model, str(trained.path("best")), manifest, DecodingConfig())

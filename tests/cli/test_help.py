@@ -1,4 +1,4 @@
-"""--help: common flags of the trainer, all flags on request, 80 columns, examples unchanged."""
+"""--help lists common flags, --help all lists every flag, in 80 columns with unwrapped examples."""
 
 import dataclasses
 import subprocess
@@ -35,7 +35,7 @@ SCRIPTS = sorted(
 TRAINER = ROOT / "training_scripts/train_konkanivani_asr.py"
 
 
-# Settings that only an imported checkpoint changes.
+# Settings that only imported checkpoints change.
 IMPORTED_SETTINGS = frozenset(
     "attention_positions convolution_norm subsampling scaled_input entry_norm biases fft_samples window_samples "
     "hop_samples smallest_power log_floor_mode preemphasis window frame_padding mel_scale std_ddof "
@@ -44,7 +44,7 @@ IMPORTED_SETTINGS = frozenset(
 
 
 def run_help(script: Path, *words: str, word: str = "--help") -> str:
-    """Return the output of `--help`."""
+    """Run a script with `--help` and return its output."""
     command = [sys.executable, str(script), word, *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
@@ -92,7 +92,7 @@ def test_imported_settings_are_accepted_and_stored_but_not_listed():
     text = config_to_text(config)
     assert all(f"--{name} " in text for name in IMPORTED_SETTINGS)
     assert config_from_text(text) == config
-    # Repeated with its checkpoint the flag changes nothing, and another value is refused by name.
+    # With its checkpoint, an equal value is accepted and another value is rejected by name.
     assert parse_args(["--resume", "auto", *words]).merge_into_checkpoint(config).features == config.features
     other = parse_args(["--resume", "auto", "--window", "periodic"]).merge_into_checkpoint(config)
     assert contradictions(config, other) == ["--window is periodic here and symmetric in the checkpoint"]
@@ -114,7 +114,7 @@ class OwnWindow:
     """Input."""
 
     window: int = 3
-    """A flag of another script."""
+    """Flag of another script."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,9 @@ def test_paragraphs_are_wrapped_and_examples_are_not():
     command = "    python3 training_scripts/x.py \\\n        --flag " + "value" * 20
     assert wrap_description(f"{long}\n\n{command}\n\n{long}").splitlines()[3:5] == command.splitlines()
     assert all(len(line) <= WIDTH for line in wrap_description(long).splitlines())
-    assert wrap_description("Do.\n\npython3 x.py\n") == "Do.\n\n    python3 x.py"  # a formatter may have dedented it
+    assert (
+        wrap_description("Do.\n\npython3 x.py\n") == "Do.\n\n    python3 x.py"
+    )  # a formatter may have removed the indentation
 
 
 def test_negative_control_config_field_without_help_text_is_found():

@@ -1,4 +1,4 @@
-"""Speech from standard input: raw PCM, WAV of unknown length, clean ends, and input that is no audio."""
+"""listen.py reads raw PCM or WAV of unknown length from standard input and rejects other input."""
 
 import contextlib
 import io
@@ -60,7 +60,7 @@ def test_wav_of_any_stated_length_and_format_is_decoded(subtype, size):
         assert decoder.format is not None and (decoder.format.rate, decoder.format.channels) == (22_050, 2)
         assert found.shape == samples.shape and decoder.leftover == 0
         assert np.abs(found - samples).max() < (0.02 if subtype == "PCM_U8" else 1e-4)
-    # Negative control: as raw PCM these bytes are something else.
+    # Negative control: the same bytes are decoded differently as raw PCM.
     assert len(PcmDecoder(RAW).decode(b"\0\0" + data)) != len(samples)
 
 
@@ -73,7 +73,7 @@ def test_raw_pcm_is_decoded_and_partial_sample_is_counted(block):
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"fLaC\0\0\0\x22" + bytes(100), "FLAC"),
         (b"OggS" + bytes(100), "Ogg"),
@@ -86,9 +86,9 @@ def test_raw_pcm_is_decoded_and_partial_sample_is_counted(block):
         (wav_bytes(np.zeros(10))[:22] + struct.pack("<H", 0) + wav_bytes(np.zeros(10))[24:], "0 channels"),
     ],
 )
-def test_stream_other_than_wav_or_pcm_raises_data_error(data, said):
+def test_stream_other_than_wav_or_pcm_raises_data_error(data, message):
     for block in (1, len(data)):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=message):
             decode_in_blocks(data, block)
 
 
@@ -124,7 +124,7 @@ def test_script_prints_final_results_of_listener(trained, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "data", "code", "said"),
+    ("flags", "data", "code", "message"),
     [
         (("--sample_rate", "3999"), b"", 2, "3999 Hz"),
         (("--channels", "0"), b"", 2, "0 channels"),
@@ -136,10 +136,10 @@ def test_script_prints_final_results_of_listener(trained, tmp_path):
         ((), b"", 0, "Expected delay"),
     ],
 )
-def test_invalid_input_exits_with_code_and_message(base, tmp_path, flags, data, code, said):
+def test_invalid_input_exits_with_code_and_message(base, tmp_path, flags, data, code, message):
     done = run_script(SCRIPT, "--checkpoint", str(base), "--device", "cpu", *flags, stdin=write(tmp_path / "in", data))
     assert (done.returncode, done.stdout) == (code, "")
-    assert said in done.stderr and "Traceback" not in done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr
 
 
 def start(*flags: str, **streams) -> subprocess.Popen:
@@ -149,7 +149,7 @@ def start(*flags: str, **streams) -> subprocess.Popen:
 
 def test_sigint_prints_last_final_result_and_exits_with_130(trained):
     process = start("--checkpoint", str(trained.checkpoint), "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    # The last sentence without the pause after it: only the end makes it final.
+    # Without the pause after the last sentence, only the end of the stream makes it final.
     process.stdin.write(pcm16_bytes(recording()[:-9_000]))
     process.stdin.flush()
     lines = []
@@ -176,7 +176,7 @@ def test_closed_stdout_ends_cleanly_and_terminal_shows_partials(trained):
     errors = process.stderr.read()
     assert process.wait(PATIENCE) in (0, 141) and b"Traceback" not in errors
     data = pcm16_bytes(recording())
-    # The first second alone: whatever the machine's speed, a pass follows it.
+    # Send the first second alone, so that a decoding pass follows on a machine of any speed.
     on_terminal.stdin.write(data[:32_000])
     on_terminal.stdin.flush()
     shown = b""
@@ -186,10 +186,10 @@ def test_closed_stdout_ends_cleanly_and_terminal_shows_partials(trained):
     on_terminal.stdin.close()
     lines = on_terminal.stdout.read().decode().splitlines()
     assert on_terminal.wait(PATIENCE) == 0
-    with contextlib.suppress(OSError):  # Linux reports a closed terminal as an error
+    with contextlib.suppress(OSError):  # Linux raises an error when a closed terminal is read
         while piece := os.read(master, 4_096):
             shown += piece
     os.close(master)
     assert len(lines) == len(SENTENCES) and not any("\x1b" in line for line in lines)
-    # Partial text is on the terminal only, and rewritten in place.
+    # Partial results are written to the terminal only, and overwritten in place.
     assert b"\r\x1b[K" in shown

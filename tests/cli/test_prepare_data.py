@@ -1,4 +1,4 @@
-"""prepare_data.py: rejected utterances, refused input, splits, and detected leaks."""
+"""prepare_data.py: rejected utterances, invalid input, splits, and leaks between splits."""
 
 import csv
 import json
@@ -44,7 +44,7 @@ COLUMNS = ("audio", "text", "speaker", "split")
 
 @dataclass(frozen=True)
 class Table:
-    """Corpus of twelve WAVs and a CSV with these rows (audio, text, speaker, split) for a test to damage."""
+    """Corpus of twelve WAV files and a CSV with these rows (audio, text, speaker, split), which tests damage."""
 
     directory: Path
     rows: list[list[str]]
@@ -83,7 +83,7 @@ def read_rejected(directory: Path) -> list[dict]:
 
 @pytest.fixture(scope="session")
 def twelve_recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("twelve")
+    directory = tmp_path_factory.mktemp("twelve_recordings")
     for number in range(12):
         write_sentence(directory / f"{number}.wav", number)
     return directory
@@ -102,8 +102,8 @@ ALL = ("--max_rejected", "100%")
 
 def _replace_audio(write: Callable[[Path], object]) -> Callable[[Table], None]:
     def damage(table: Table) -> None:
-        table.rows[5][0] = "spoilt.wav"
-        write(table.corpus / "spoilt.wav")
+        table.rows[5][0] = "damaged.wav"
+        write(table.corpus / "damaged.wav")
 
     return damage
 
@@ -133,14 +133,14 @@ UNUSABLE_ROWS: dict[str, tuple[Callable[[Table], object], str, str]] = {
     ),
     "FIFO": (_replace_audio(os.mkfifo), "unusable audio", "it is not a file"),
     "device": (_replace_audio(lambda path: path.symlink_to("/dev/zero")), "outside the corpus", "--audio_root"),
-    "link to itself": (_replace_audio(lambda path: path.symlink_to(path.name)), "", "spoilt.wav"),
+    "link to itself": (_replace_audio(lambda path: path.symlink_to(path.name)), "", "damaged.wav"),
     "long name": (_set_cell("audio", "x" * 300 + ".wav"), "missing audio", "too long"),
     "parent": (_set_cell("audio", "../out.wav"), "outside the corpus", "--audio_root"),
     "absolute": (_use_absolute_path, "outside the corpus", "--audio_root"),
     "link": (_link_outside, "outside the corpus", "--audio_root"),
     "empty text": (_set_cell("text", "  "), "empty transcript", "transcript is empty"),
     "no word": (_set_cell("text", "। ! –"), "empty transcript", "transcript is empty"),
-    "not UTF-8": (_set_cell("text", "caf\udce9"), "not UTF-8", "its text is not UTF-8"),
+    "text not UTF-8": (_set_cell("text", "caf\udce9"), "not UTF-8", "its text is not UTF-8"),
     "path not UTF-8": (_set_cell("audio", "caf\udce9.wav"), "not UTF-8", "its path is not UTF-8"),
     "bell": (_set_cell("text", "एक\a दोन"), "control character", "U+0007"),
     "line break": (_set_cell("text", "एक\nदोन"), "control character", "U+000A"),
@@ -148,21 +148,21 @@ UNUSABLE_ROWS: dict[str, tuple[Callable[[Table], object], str, str]] = {
     "isolate": (_set_cell("speaker", "s\u2066"), "control character", "its speaker contains the character U+2066"),
     "mark in a path": (_set_cell("audio", "0\u200f.wav"), "control character", "U+200F"),
     "escape in a path": (_set_cell("audio", "\x1b[2J.wav"), "control character", "U+001B"),
-    "twice": (_set_cell("audio", "0.wav"), "duplicate", "the same audio as all.csv, row 2"),
-    "no such split": (_set_cell("split", "later"), "no split", "'later'"),
+    "duplicate": (_set_cell("audio", "0.wav"), "duplicate", "the same audio as all.csv, row 2"),
+    "unknown split": (_set_cell("split", "later"), "no split", "'later'"),
     "long text": (_set_cell("text", "एक " * 10_000), "long transcript", "29999 characters"),
-    "cells": (lambda table: table.rows[5].append("x"), "broken row", "5 cells, but the header has 4"),
+    "extra cell": (lambda table: table.rows[5].append("x"), "broken row", "5 cells, but the header has 4"),
 }
 
 
 @pytest.mark.parametrize("name", UNUSABLE_ROWS)
 def test_unusable_row_is_skipped_with_its_reason(name, table):
-    damage, kind, said = UNUSABLE_ROWS[name]
+    damage, kind, message = UNUSABLE_ROWS[name]
     damage(table)
     done = well(table.prepare(*ALL))
     (row,) = read_rejected(table.directory)
     assert (row["file"], row["row"]) == ("all.csv", 7)
-    assert said in row["reason"] and kind in row["kind"], row
+    assert message in row["reason"] and kind in row["kind"], row
     assert f"skipped: 1 ({row['kind']})" in done.stdout
     assert table.report()["refused"] == [{"kind": row["kind"], "rows": 1}]
     assert sum(len(table.utterances(split)) for split in SPLITS) == 11
@@ -215,10 +215,14 @@ def test_kaldi_commands_are_not_run(tmp_path):
     assert prepare(tmp_path, "kaldi", "--force").returncode == 3
 
 
-SPANS = {"beyond": "0 9999", "backwards": "1.0 0.5", "before": "-0.5 1.0", "nothing": "1.0 1.0"}
+SPANS = {"beyond the end": "0 9999", "reversed": "1.0 0.5", "negative start": "-0.5 1.0", "empty": "1.0 1.0"}
 SPANS |= {"NaN": "nan 1.0", "infinite": "0.0 inf"}
 SEGMENTS = {name: (written, "span") for name, written in SPANS.items()}
-SEGMENTS |= {"words": ("one two", "broken row"), "short": ("1.0", "broken row"), "name alone": ("", "broken row")}
+SEGMENTS |= {
+    "not numbers": ("one two", "broken row"),
+    "one time": ("1.0", "broken row"),
+    "no times": ("", "broken row"),
+}
 
 
 @pytest.mark.parametrize("name", SEGMENTS)
@@ -238,8 +242,8 @@ def test_recording_shorter_than_stated_duration_is_skipped(tmp_path):
     rows = []
     for number in range(3):
         spoken = write_sentence(tmp_path / "corpus" / f"{number}.wav", number)
-        told = 99.0 if number == 1 else spoken.seconds
-        rows.append((json.dumps({"audio_filepath": f"{number}.wav", "duration": told, "text": spoken.text}),))
+        stated = 99.0 if number == 1 else spoken.seconds
+        rows.append((json.dumps({"audio_filepath": f"{number}.wav", "duration": stated, "text": spoken.text}),))
     write_table(tmp_path / "corpus" / "train.json", (), rows)
     done = prepare(tmp_path, "nemo", *ALL)
     assert done.returncode == 0 and [row["row"] for row in read_rejected(tmp_path)] == [2], done.stderr
@@ -262,7 +266,7 @@ def test_usable_tar_members_are_prepared_and_others_rejected(tmp_path):
     (tmp_path / "corpus").mkdir()
     with tarfile.open(tmp_path / "corpus" / "train-0.tar", "w") as tar:
         for name, content in (
-            ("../../evil.flac", audio_bytes(0)),  # used only as a name here
+            ("../../evil.flac", audio_bytes(0)),  # the path is used only as an id, no file is written there
             ("../../evil.txt", sentence(0).encode()),
             ("mute.flac", audio_bytes(1)),
             ("empty.wav", b""),
@@ -285,7 +289,7 @@ def test_usable_tar_members_are_prepared_and_others_rejected(tmp_path):
 
 
 def damage_random_bytes(path: Path, generator: random.Random) -> None:
-    """Flip, cut, double or insert bytes somewhere in a file."""
+    """Flip, delete, repeat or insert bytes at a random position of a file."""
     content = bytearray(path.read_bytes())
     place = generator.randrange(len(content))
     added = (b"\0", b'"', b"\t", b"\n", b"|", b"../", b"\xff", b"{", b"null", b"NaN", b"1e999", b"\\ud800", b"9" * 5000)
@@ -309,7 +313,7 @@ def test_randomly_damaged_corpus_is_prepared_or_rejected_in_one_line(name, tmp_p
     flags = {flag.removeprefix("--"): value for flag, value in zip(given[::2], given[1::2], strict=True)}
     flags.pop("source", None)
     build(tmp_path / "sound")
-    generator, refused = random.Random(name), 0
+    generator, rejected = random.Random(name), 0
     for attempt in range(15):
         corpus, output = tmp_path / f"corpus{attempt}", tmp_path / f"out{attempt}"
         shutil.copytree(tmp_path / "sound", corpus)
@@ -320,23 +324,23 @@ def test_randomly_damaged_corpus_is_prepared_or_rejected_in_one_line(name, tmp_p
         try:
             prepare_corpus(Preparation(name.split()[0], source, output, **flags))
         except KonkaniVaniError as error:
-            refused += 1
+            rejected += 1
             assert "\n" not in str(error)
             assert not output.exists() or [path.name for path in output.iterdir()] == ["rejected.jsonl"]
         shutil.rmtree(corpus)
-    assert 0 < refused <= 15
+    assert 0 < rejected <= 15
 
 
-# Refused input
+# Invalid input
 
 
 def test_compressed_and_broken_tars_exit_with_3(tmp_path):
     (tmp_path / "corpus").mkdir()
-    for name, mode, said in (("train-0.tar.gz", "w:gz", "compressed"), ("train-0.tar", "w:xz", "compressed")):
+    for name, mode, message in (("train-0.tar.gz", "w:gz", "compressed"), ("train-0.tar", "w:xz", "compressed")):
         with tarfile.open(tmp_path / "corpus" / name, mode) as tar:
             add_member(tar, "a.flac", audio_bytes(0))
         done = prepare(tmp_path, "nemo")
-        assert done.returncode == 3 and said in done.stderr and name in done.stderr, done.stderr
+        assert done.returncode == 3 and message in done.stderr and name in done.stderr, done.stderr
         os.remove(tmp_path / "corpus" / name)
         assert not (tmp_path / "out").exists()
     (tmp_path / "corpus" / "train-0.tar").write_bytes(b"not a tar" * 1000)
@@ -371,7 +375,7 @@ def test_folder_of_other_format_is_rejected(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, message",
     [
         (("--format", "flac"), "common_voice"),
         (("--format", "csv", "--source", "nowhere"), "--source nowhere is not a folder"),
@@ -385,9 +389,9 @@ def test_folder_of_other_format_is_rejected(name, tmp_path):
         (("--tabel", "x"), "--table"),
     ],
 )
-def test_invalid_flags_exit_with_2(flags, said, table):
+def test_invalid_flags_exit_with_2(flags, message, table):
     done = table.prepare(*flags)
-    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert done.returncode == 2 and message in done.stderr, done.stderr
     assert not [*table.directory.rglob("train.jsonl")]
 
 
@@ -413,7 +417,7 @@ def test_full_disk_exits_with_6_and_keeps_previous_output(table):
     assert table.prepare().returncode == 0
     before = {path.name: path.read_bytes() for path in table.output.iterdir()}
     words = ("--format", "csv", "--source", "corpus", "--output", "out", "--table", "all.csv", "--force")
-    small = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (512, 512))  # limits the file size
+    small = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (512, 512))  # limits the size of each file
     done = warm_parent().run(ROOT / SCRIPT, *words, cwd=table.directory, before=small)
     assert done.returncode == 6 and "Free disk space there" in done.stderr and "Traceback" not in done.stderr, (
         done.stderr
@@ -422,7 +426,7 @@ def test_full_disk_exits_with_6_and_keeps_previous_output(table):
 
 
 def kill_at_audit_event(event: str) -> None:
-    """Kill the process at the first open or rename of a file in the partial output folder (PEP 578)."""
+    """Kill the process at the first audit event (PEP 578), `open` or `os.rename`, in the partial output folder."""
     sys.addaudithook(
         lambda what, where: what == event and ".partial" in str(where[0]) and os.kill(os.getpid(), signal.SIGKILL)
     )
@@ -524,7 +528,7 @@ def test_leaks_between_splits_are_counted_and_reported(table):
     done = table.prepare()
     assert done.returncode == 0 and leak_counts(table) == {"audio": 0, "speaker": 0, "sentence": 0}
     assert "in two splits" not in done.stdout
-    shutil.copy(table.corpus / "0.wav", table.corpus / "8.wav")  # the same bytes under another name
+    shutil.copy(table.corpus / "0.wav", table.corpus / "8.wav")  # the same bytes with another name
     same_size = bytearray((table.corpus / "1.wav").read_bytes())
     same_size[-2] ^= 1
     (table.corpus / "9.wav").write_bytes(same_size)  # equal size, different bytes

@@ -1,4 +1,4 @@
-"""Uploads to a loopback server with the hub's protocol: files, visibility, refusals, and a token never shown."""
+"""Uploads to a loopback server with the protocol of the hub: files, visibility, errors, and a hidden token."""
 
 import importlib
 import io
@@ -16,7 +16,7 @@ import pytest
 from konkanivani import hub_upload
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.hub_upload import list_files, publish, size_words
-from tests.cli.upload_server import TOKEN, Answer, FakeHub, Repository, serve_hub
+from tests.cli.upload_server import TOKEN, FakeHub, Repository, Response, serve_hub
 from tests.conftest import run_script, well
 
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
@@ -28,12 +28,12 @@ NAME = "goa/konkani"
 CARD = "---\nlicense: mit\npipeline_tag: automatic-speech-recognition\n---\n# Model\n"
 HEADER = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
 WEIGHTS = struct.pack("<Q", len(HEADER)) + HEADER + bytes(4)
-HTML = Answer(200, b"<html>Log in to the network of this hotel</html>", (("Content-Type", "text/html"),))
+HTML = Response(200, b"<html>Log in to the network of this hotel</html>", (("Content-Type", "text/html"),))
 
 
-def error_response(status: int, message: str = "") -> Answer:
-    """Return an answer with an error message, as the hub sends it."""
-    return Answer(status, json.dumps({"error": message}).encode(), (("Content-Type", "application/json"),))
+def error_response(status: int, message: str = "") -> Response:
+    """Return a response with an error message in the format of the hub."""
+    return Response(status, json.dumps({"error": message}).encode(), (("Content-Type", "application/json"),))
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def server() -> Iterator[FakeHub]:
 
 @pytest.fixture
 def hub(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
-    """Return the empty server, to which uploads of this process and of its children go."""
+    """Reset the server and direct uploads of this process and its children to it."""
     empty = FakeHub()
-    for name in ("repositories", "blobs", "requests", "tokens", "answers"):
+    for name in ("repositories", "blobs", "requests", "tokens", "responses"):
         setattr(server, name, getattr(empty, name))
     server.upload_mode = "regular"
     home = tmp_path / "home"
@@ -54,7 +54,7 @@ def hub(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fak
         monkeypatch.setenv(name, value)
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE", "HF_OIDC_RESOURCE"):
         monkeypatch.delenv(name, raising=False)
-    # The package has read the environment when it was imported.
+    # huggingface_hub reads the environment only when it is imported.
     monkeypatch.setattr(constants, "ENDPOINT", server.address)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
     monkeypatch.setattr(constants, "HF_STORED_TOKENS_PATH", str(home / "stored_tokens"))
@@ -81,14 +81,14 @@ def read_contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("mode", ["regular", "lfs"])
 @pytest.mark.parametrize("is_private", [False, True])
 def test_all_files_are_uploaded_bitwise_with_given_visibility(mode, is_private, hub, folder, capsys, monkeypatch):
-    # Large files of the real hub go through Xet, whose server is not imitated here; LFS is its alternative.
+    # The real hub receives large files through Xet, which this server does not implement; LFS is the alternative.
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", mode == "lfs")
     hub.upload_mode = mode
-    said = publish(folder, NAME, is_private, is_confirmed=True)
+    message = publish(folder, NAME, is_private, is_confirmed=True)
     assert hub.repositories[NAME].files == read_contents(folder)
     assert hub.repositories[NAME].is_private == is_private
     assert (len(hub.blobs) == 1) == (mode == "lfs") and hub.tokens <= {f"Bearer {TOKEN}", ""}
-    assert said == f"Published: {hub.address}/{NAME} (commit {hub.repositories[NAME].commit[:12]})"
+    assert message == f"Published: {hub.address}/{NAME} (commit {hub.repositories[NAME].commit[:12]})"
     shown = capsys.readouterr().out.splitlines()
     listed = [line.strip().rsplit("  ", 1) for line in shown[1:-1]]
     assert [[name.strip(), size.strip()] for name, size in listed] == [
@@ -103,8 +103,8 @@ def test_all_files_are_uploaded_bitwise_with_given_visibility(mode, is_private, 
 def test_second_upload_replaces_files_and_identical_one_sends_nothing(hub, folder, capsys):
     publish(folder, NAME, is_confirmed=True)
     hub.repositories[NAME].files["other.txt"] = b"kept"
-    said = publish(folder, NAME, is_confirmed=True)
-    assert said == f"{hub.address}/{NAME} already contains these files: nothing was uploaded."
+    message = publish(folder, NAME, is_confirmed=True)
+    assert message == f"{hub.address}/{NAME} already contains these files: nothing was uploaded."
     assert hub.repositories[NAME].commits == 1
     (folder / "model.safetensors").write_bytes(WEIGHTS + b"1234")
     publish(folder, NAME, is_confirmed=True)
@@ -117,11 +117,11 @@ def test_second_upload_replaces_files_and_identical_one_sends_nothing(hub, folde
 def test_file_added_after_listing_is_not_uploaded(hub, folder, monkeypatch):
     create = huggingface_hub.HfApi.create_repo
 
-    def create_and_add(*arguments: object, **named: object) -> object:
+    def create_repo_and_add_file(*arguments: object, **named: object) -> object:
         (folder / "private.txt").write_text("added meanwhile")
         return create(*arguments, **named)
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_and_add)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo_and_add_file)
     publish(folder, NAME, is_confirmed=True)
     assert (
         set(hub.repositories[NAME].files) == set(read_contents(folder)) - {"private.txt"}
@@ -160,7 +160,7 @@ REJECTED_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "link to a file": (lambda folder: (folder / "x.txt").symlink_to("/etc/hostname"), "is a link"),
     "link to a folder": (lambda folder: (folder / "x").symlink_to("/etc"), "is a link"),
-    "pipe": (lambda folder: os.mkfifo(folder / "pipe"), "is not a regular file"),
+    "FIFO": (lambda folder: os.mkfifo(folder / "pipe"), "is not a regular file"),
     "no card": (lambda folder: (folder / "README.md").unlink(), "has no model card"),
     "no metadata": (add_file("README.md", b"# Model\n"), "has no metadata block"),
     "broken metadata": (add_file("README.md", b"---\nlicense: [\n---\n"), "metadata of .* is invalid"),
@@ -171,9 +171,9 @@ REJECTED_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("kind", REJECTED_FOLDERS)
 def test_folder_with_unsuitable_file_is_rejected_before_any_request(kind, hub, folder):
-    change, said = REJECTED_FOLDERS[kind]
+    change, message = REJECTED_FOLDERS[kind]
     change(folder)
-    with pytest.raises(CheckpointError, match=said) as raised:
+    with pytest.raises(CheckpointError, match=message) as raised:
         publish(folder, NAME, is_confirmed=True)
     assert "\n" not in str(raised.value) and TOKEN not in str(raised.value)
     assert hub.requests == [] and hub.repositories == {}
@@ -185,7 +185,7 @@ def test_negative_control_similar_names_and_texts_are_accepted(folder):
     assert len(list_files(folder)) == 9
 
 
-HUB_ERRORS: dict[str, tuple[str, Answer, type[KonkaniVaniError], str]] = {
+HUB_ERRORS: dict[str, tuple[str, Response, type[KonkaniVaniError], str]] = {
     "invalid token": (
         "GET /api/models",
         error_response(401, f"Invalid {TOKEN}"),
@@ -208,24 +208,24 @@ HUB_ERRORS: dict[str, tuple[str, Answer, type[KonkaniVaniError], str]] = {
     "forbidden to commit": ("/commit/", error_response(403, "read-only token"), ResourceError, "may not write to"),
     "bad metadata": (
         "validate-yaml",
-        Answer(400, b'{"errors": [{"message": "\\"license\\" must be one of"}], "warnings": []}'),
+        Response(400, b'{"errors": [{"message": "\\"license\\" must be one of"}], "warnings": []}'),
         CheckpointError,
         'refuses the metadata of README.md: .*"license" must be one of',
     ),
     "too large": ("/commit/", error_response(413), ResourceError, "as too large"),
     "bad request": ("/commit/", error_response(400, "bad path"), UsageError, "refuses the request .*bad path"),
     "proxy": ("GET /api/models", HTML, ResourceError, "not the hub's but probably the login page"),
-    "proxy at the end": ("/commit/", HTML, ResourceError, "not the hub's but probably the login page"),
+    "proxy during commit": ("/commit/", HTML, ResourceError, "not the hub's but probably the login page"),
     "other JSON": ("/commit/", error_response(200), ResourceError, "not the hub's"),
-    "echo": ("/commit/", error_response(418, f"a {TOKEN} b"), ResourceError, "418.*: a <token> b"),
+    "token in the error": ("/commit/", error_response(418, f"a {TOKEN} b"), ResourceError, "418.*: a <token> b"),
 }
 
 
 @pytest.mark.parametrize("kind", HUB_ERRORS)
 def test_hub_error_is_reported_in_one_line_without_token(kind, hub, folder, capfd):
-    path, answer, error, said = HUB_ERRORS[kind]
-    hub.answers[path] = answer
-    with pytest.raises(error, match=said) as raised:
+    path, response, error, message = HUB_ERRORS[kind]
+    hub.responses[path] = response
+    with pytest.raises(error, match=message) as raised:
         publish(folder, NAME, is_confirmed=True)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
     shown = capfd.readouterr()
@@ -312,12 +312,12 @@ def test_unreachable_hub_raises_resource_error(hub, folder, monkeypatch):
 
 
 def test_closed_connection_raises_and_next_upload_completes(hub, folder, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda _: None)  # between the attempts of huggingface_hub
-    hub.answers["/commit/"] = Answer(0)
+    monkeypatch.setattr("time.sleep", lambda _: None)  # huggingface_hub sleeps between its attempts
+    hub.responses["/commit/"] = Response(0)
     with pytest.raises(ResourceError, match="upload to goa/konkani failed: .*start again"):
         publish(folder, NAME, is_confirmed=True)
     assert hub.repositories[NAME].files == {} and sum("/commit/" in request for request in hub.requests) > 1
-    hub.answers.clear()
+    hub.responses.clear()
     publish(folder, NAME, is_confirmed=True)
     assert hub.repositories[NAME].files == read_contents(folder)
 
@@ -325,7 +325,7 @@ def test_closed_connection_raises_and_next_upload_completes(hub, folder, monkeyp
 @pytest.mark.parametrize("path", ["GET /api/models", "POST /api/repos/create", "validate-yaml"])
 def test_unresponsive_hub_times_out(path, hub, folder, monkeypatch):
     monkeypatch.setattr(hub_upload, "TIMEOUT", 0.2)
-    hub.answers[path] = Answer(200, delay=60.0)
+    hub.responses[path] = Response(200, delay=60.0)
     start = time.monotonic()
     with pytest.raises(ResourceError, match="upload to goa/konkani failed: .*Check the connection"):
         publish(folder, NAME, is_confirmed=True)
@@ -352,7 +352,7 @@ class TestCommandLine:
         assert TOKEN not in done.stdout + done.stderr and done.stderr == ""
 
     @pytest.mark.parametrize(
-        ("arguments", "exit_code", "said"),
+        ("arguments", "exit_code", "message"),
         [
             ((), 2, "Give the folder to upload and its name"),
             (("{folder}",), 2, "Give the folder to upload and its name"),
@@ -361,11 +361,11 @@ class TestCommandLine:
             (("{empty}", NAME, "--yes"), 4, "has no model card"),
         ],
     )
-    def test_errors_are_one_line_with_exit_code(self, arguments, exit_code, said, hub, folder, tmp_path):
+    def test_errors_are_one_line_with_exit_code(self, arguments, exit_code, message, hub, folder, tmp_path):
         (tmp_path / "empty").mkdir()
         known = {"{folder}": str(folder), "{empty}": str(tmp_path / "empty")}
         done = run_script(SCRIPT, *(known.get(word, word) for word in arguments))
-        assert done.returncode == exit_code and said in done.stderr and len(done.stderr.splitlines()) == 1, done
+        assert done.returncode == exit_code and message in done.stderr and len(done.stderr.splitlines()) == 1, done
         assert hub.repositories == {}
 
     def test_hf_debug_does_not_show_token(self, hub, folder, monkeypatch):

@@ -1,4 +1,4 @@
-"""A command that refuses its input leaves no file and no folder, except for a list that its message names."""
+"""Commands that reject their input leave no file or folder, except for the list that the message names."""
 
 import json
 import shutil
@@ -56,12 +56,12 @@ def test_failed_prepare_data_keeps_only_rejected_list(tmp_path: Path) -> None:
     assert len((output / "rejected.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 
 
-# All other refusals
+# All other commands
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Sound and broken input files in `folder`, for command lines."""
+    """Valid and invalid input files in `folder`, for command lines."""
 
     folder: Path
 
@@ -71,7 +71,7 @@ class Inputs:
 
 @pytest.fixture
 def inputs(base: Path, tmp_path: Path) -> Inputs:
-    """Write a small corpus, a checkpoint, and a broken file of each kind."""
+    """Write a small corpus, a checkpoint, and an invalid file of each kind."""
     folder = write_table(tmp_path / "in", 4, "एक")
     shutil.copy(base, folder / "good.pt")
     other = folder / "checkpoint_other.pt"
@@ -111,7 +111,7 @@ def prepare_arguments(source: str, *flags: str, table: str = "all.csv", output: 
 
 
 def command_line(*words: str) -> Arguments:
-    """Return a command line in which `<NAME>` is an input and `>NAME` an output."""
+    """Return a command line in which `<NAME>` is an input file and `>NAME` an output path."""
 
     def arguments(inputs: Inputs, out: str) -> tuple[str, ...]:
         filled = []
@@ -131,46 +131,50 @@ LM = ("--checkpoint", "<good.pt>")
 EVALUATION = ("--device", "cpu", "--checkpoint")
 DATA = ("--train_manifest", "<good.jsonl>", "--test_manifest", "<good.jsonl>")
 FAILING_COMMANDS: dict[str, tuple[str, Arguments, int]] = {
-    "prepare: no such source": ("prepare_data.py", prepare_arguments("nowhere"), 2),
-    "prepare: no such table": ("prepare_data.py", prepare_arguments("", table="no.csv"), 3),
+    "prepare: missing source": ("prepare_data.py", prepare_arguments("nowhere"), 2),
+    "prepare: missing table": ("prepare_data.py", prepare_arguments("", table="no.csv"), 3),
     "prepare: too few speakers": (
         "prepare_data.py",
         prepare_arguments("", "--split_by", "speaker", table="two.csv", output="deep/out"),
         3,
     ),
-    "prepare: an output below a file": ("prepare_data.py", prepare_arguments("", output="in/file/out"), 6),
+    "prepare: output below a file": ("prepare_data.py", prepare_arguments("", output="in/file/out"), 6),
     "prepare: missing parents": (
         "prepare_data.py",
         prepare_arguments("empty", output="deep/er/out", table="no.csv"),
         3,
     ),
-    "prepare: only expected refusals": ("prepare_data.py", prepare_arguments("speaker1", "--format", "indicvoices"), 3),
-    "import: no such model": ("import_asr.py", command_line("<nowhere.nemo>", ">/out.pt"), 4),
-    "import: no model": ("import_asr.py", command_line("<bad.nemo>", ">/out.pt"), 4),
-    "import: an empty folder": ("import_asr.py", command_line("<empty>", ">/out.pt"), 4),
+    "prepare: all rows rejected": ("prepare_data.py", prepare_arguments("speaker1", "--format", "indicvoices"), 3),
+    "import: missing model": ("import_asr.py", command_line("<nowhere.nemo>", ">/out.pt"), 4),
+    "import: not a model": ("import_asr.py", command_line("<bad.nemo>", ">/out.pt"), 4),
+    "import: empty folder": ("import_asr.py", command_line("<empty>", ">/out.pt"), 4),
     "import: missing parent": ("import_asr.py", command_line("<bad.nemo>", ">/deep/out.pt"), 6),
-    "export: no checkpoint": (
+    "export: not a checkpoint": (
         "export_asr.py",
         command_line("--checkpoint", "<file>", "--bundle", ">/a.safetensors"),
         4,
     ),
-    "export: cut": ("export_asr.py", command_line("--checkpoint", "<checkpoint_other.pt>", "--onnx", ">/a.onnx"), 4),
+    "export: truncated checkpoint": (
+        "export_asr.py",
+        command_line("--checkpoint", "<checkpoint_other.pt>", "--onnx", ">/a.onnx"),
+        4,
+    ),
     "export: missing parent": ("export_asr.py", command_line(*LM, "--bundle", ">/deep/a.safetensors"), 6),
-    "export: a folder of another kind": ("export_asr.py", command_line(*LM, "--whisper", ">/deep/whisper"), 2),
-    "export: no manifest": (
+    "export: model of another type": ("export_asr.py", command_line(*LM, "--whisper", ">/deep/whisper"), 2),
+    "export: invalid manifest": (
         "export_asr.py",
         command_line(*LM, "--bundle", ">/a.safetensors", "--manifest", "<file>"),
         3,
     ),
-    "average: one is cut": ("average_checkpoints.py", command_line("<good.pt>", "<checkpoint_other.pt>"), 4),
+    "average: truncated checkpoint": ("average_checkpoints.py", command_line("<good.pt>", "<checkpoint_other.pt>"), 4),
     "average: missing parent": ("average_checkpoints.py", command_line("<good.pt>", "--output", ">/deep/a.pt"), 6),
-    "average: no such folder": ("average_checkpoints.py", command_line("--checkpoint_dir", "<nowhere>"), 4),
-    "language model: no text": (
+    "average: missing folder": ("average_checkpoints.py", command_line("--checkpoint_dir", "<nowhere>"), 4),
+    "language model: missing text": (
         "train_language_model.py",
         command_line(*LM, "--text", "<no.txt>", "--output", ">/a.arpa"),
         3,
     ),
-    "language model: blank": (
+    "language model: blank text": (
         "train_language_model.py",
         command_line(*LM, "--text", "<blank.txt>", "--output", ">/a.arpa"),
         3,
@@ -185,17 +189,17 @@ FAILING_COMMANDS: dict[str, tuple[str, Arguments, int]] = {
         command_line(*LM, "--text", "<lines.txt>", "--output", ">/deep/a.arpa"),
         6,
     ),
-    "evaluate: no checkpoint": (
+    "evaluate: not a checkpoint": (
         "evaluate_konkanivani_asr.py",
         command_line(*EVALUATION, "<file>", "--manifest", "<good.jsonl>", "--output", ">/h.jsonl"),
         4,
     ),
-    "evaluate: no manifest": (
+    "evaluate: manifest is not JSON": (
         "evaluate_konkanivani_asr.py",
         command_line(*EVALUATION, "<good.pt>", "--manifest", "<no.jsonl>", "--html", ">/h.html"),
         3,
     ),
-    "evaluate: no audio": (
+    "evaluate: missing audio": (
         "evaluate_konkanivani_asr.py",
         command_line(*EVALUATION, "<good.pt>", "--manifest", "<broken.jsonl>", "--html", ">/h.html"),
         3,
@@ -210,84 +214,84 @@ FAILING_COMMANDS: dict[str, tuple[str, Arguments, int]] = {
         command_line(*EVALUATION, "<good.pt>", "--manifest", "<good.jsonl>", "--html", ">/deep/h.html"),
         6,
     ),
-    "evaluate: texts that do not pair": (
+    "evaluate: unequal numbers of texts": (
         "evaluate_konkanivani_asr.py",
         command_line(
             "--references", "<lines.txt>", "--hypotheses", "<file>", "--output", ">/h.jsonl", "--html", ">/h.html"
         ),
         3,
     ),
-    "transcribe: no recording": (
+    "transcribe: missing recording": (
         "transcribe.py",
         command_line("<nowhere.wav>", *LM, "--device", "cpu", "--output_dir", ">/out"),
         3,
     ),
-    "transcribe: no audio": (
+    "transcribe: not audio": (
         "transcribe.py",
         command_line("<bad.wav>", *LM, "--device", "cpu", "--output_dir", ">/a/b"),
         3,
     ),
-    "transcribe: two without audio": (
+    "transcribe: two files without audio": (
         "transcribe.py",
         command_line("<bad.wav>", "<file>", *LM, "--device", "cpu", "--output_dir", ">/a/b"),
         3,
     ),
-    "transcribe: breaks at its end": (
+    "transcribe: NaN at the end": (
         "transcribe.py",
         command_line("<nan.wav>", *LM, "--device", "cpu", "--output_dir", ">/a/b"),
         3,
     ),
-    "transcribe: an empty folder": ("transcribe.py", command_line("<empty>", *LM, "--output_dir", ">/out"), 3),
-    "transcribe: no checkpoint": (
+    "transcribe: empty folder": ("transcribe.py", command_line("<empty>", *LM, "--output_dir", ">/out"), 3),
+    "transcribe: not a checkpoint": (
         "transcribe.py",
         command_line("<0.wav>", "--checkpoint", "<file>", "--output_dir", ">/o"),
         4,
     ),
-    "transcribe: an output below a file": (
+    "transcribe: output below a file": (
         "transcribe.py",
         command_line("<0.wav>", *LM, "--device", "cpu", "--output_dir", "<file/out>"),
         6,
     ),
     "compare: no models": ("compare_models.py", command_line("--folder", ">/deep/c", *DATA), 2),
-    "compare: no manifest": (
+    "compare: missing manifest": (
         "compare_models.py",
         command_line("--presets", "minimal", "--folder", ">/c", *DATA[:2], "--test_manifest", "<nowhere.jsonl>"),
         3,
     ),
-    "compare: no JSON": (
+    "compare: manifest is not JSON": (
         "compare_models.py",
         command_line("--presets", "minimal", "--folder", ">/deep/c", *DATA[2:], "--train_manifest", "<no.jsonl>"),
         3,
     ),
-    "compare: a folder below a file": (
+    "compare: folder below a file": (
         "compare_models.py",
         command_line("--presets", "minimal", "--folder", "<file/c>", *DATA),
         6,
     ),
-    "compare: a report of another program": (
+    "compare: report of another program": (
         "compare_models.py",
         command_line("--presets", "minimal", "--folder", "<foreign>", *DATA),
         2,
     ),
-    "train: no manifest": (
+    "train: missing manifest": (
         "train_konkanivani_asr.py",
         command_line("--train_manifest", "<nowhere.jsonl>", "--checkpoint_dir", ">/c", "--log_dir", ">/deep/r"),
         3,
     ),
-    "train: a flag that contradicts": (
+    "train: invalid flag": (
         "train_konkanivani_asr.py",
         command_line(*DATA[:2], "--batch_size", "0", "--checkpoint_dir", ">/c", "--log_dir", ">/r"),
         2,
     ),
-    "train: no checkpoint": (
+    "train: not a checkpoint": (
         "train_konkanivani_asr.py",
         command_line(
             *DATA[:2], "--init_from", "<file>", "--checkpoint_dir", ">/c", "--log_dir", ">/r", "--device", "cpu"
         ),
         4,
     ),
-    "inspect: no manifest": ("inspect_data.py", command_line("<nowhere.jsonl>"), 3),
-    "inspect: no JSON": ("inspect_data.py", command_line("<no.jsonl>"), 3),
+    "inspect: missing manifest": ("inspect_data.py", command_line("<nowhere.jsonl>"), 3),
+    "inspect: manifest is not JSON": ("inspect_data.py", command_line("<no.jsonl>"), 3),
     "inspect: page in a missing parent": (
         "inspect_data.py",
         command_line("<good.jsonl>", "--html", ">/deep/h.html"),
@@ -297,7 +301,7 @@ FAILING_COMMANDS: dict[str, tuple[str, Arguments, int]] = {
 
 
 def folder_contents(folder: Path) -> dict[str, bytes | None]:
-    """Return every file and folder below `folder`, files with their content."""
+    """Return all files below `folder` with their content, and all folders with None."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))

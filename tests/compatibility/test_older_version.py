@@ -90,8 +90,8 @@ def test_old_checkpoints_and_bundles_give_equal_encoder_output(name):
 def test_old_index_equals_rebuilt_index(files, monkeypatch):
     monkeypatch.setattr(index, "SMALL_BYTES", 0)
     manifest = files / "corpus" / "train.jsonl"
-    kept = index.open_index(manifest)
+    stored = index.open_index(manifest)
     shutil.rmtree(files / "corpus" / "train.jsonl.index")
     built = index.open_index(manifest)
-    assert kept.durations.tolist() == built.durations.tolist() and len(kept.durations) == 6
-    assert kept.starts.tolist() == built.starts.tolist() and kept.sketch == built.sketch
+    assert stored.durations.tolist() == built.durations.tolist() and len(stored.durations) == 6
+    assert stored.starts.tolist() == built.starts.tolist() and stored.sketch == built.sketch

@@ -474,9 +474,9 @@ def test_all_broken_rows_count_towards_max_rejected(small):
     (small.directory / "train002.wav").write_bytes(b"no audio")
     for share, error in (("7.5%", ""), ("7%", "; 7.5 % of the rows are broken, more than --max_rejected 7%.")):
         diagnosis = diagnose(paths, replace(CONFIG, data=DataConfig(max_rejected=share)), 500)
-        told = said(diagnosis, "error" if error else "warning")
-        assert "1 of 40 sampled recordings cannot be read (row 3, train002.wav: it cannot be opened as audio" in told
-        assert f"(row 2, train001.wav: off by 1.00 s){error}" in told
+        message = said(diagnosis, "error" if error else "warning")
+        assert "1 of 40 sampled recordings cannot be read (row 3, train002.wav: it cannot be opened as audio" in message
+        assert f"(row 2, train001.wav: off by 1.00 s){error}" in message
         assert diagnosis.verdict.can_be_trained == (not error)
         assert "1 row is broken (2.5 %): row 1, train000.wav" in said(diagnosis, "warning")
 
@@ -484,8 +484,8 @@ def test_all_broken_rows_count_towards_max_rejected(small):
 def test_broken_share_is_extrapolated_from_decoded_recordings(small):
     for number in range(20):
         change(small.train, number, written=2.0)
-    told = said(diagnose(small.written(), CONFIG, 10), "error")
-    assert "5 of 10 recordings are shorter or longer" in told and "; about 50 % of the rows are broken" in told
+    message = said(diagnose(small.written(), CONFIG, 10), "error")
+    assert "5 of 10 recordings are shorter or longer" in message and "; about 50 % of the rows are broken" in message
 
 
 def test_unreadable_audio_of_skipped_rows_does_not_count(small):
@@ -615,9 +615,9 @@ def test_hostile_corpus_gives_report_without_traceback(tmp_path, encoding):
 def test_manifest_of_only_broken_rows_is_reported_by_row(tmp_path):
     manifest, page = hostile_corpus(tmp_path)[3], tmp_path / "page.html"
     code, out, _ = run_inspect(manifest, "--html", page)
-    told = "broken.jsonl: 2 rows are broken (100 %, more than --max_rejected 1%): row 1: not a line of JSON"
-    assert code == 3 and f"Can be trained: no. {told}" in out and "row 2 · not UTF-8" in out
-    assert told in page.read_text() and "not UTF-8" in page.read_text()
+    message = "broken.jsonl: 2 rows are broken (100 %, more than --max_rejected 1%): row 1: not a line of JSON"
+    assert code == 3 and f"Can be trained: no. {message}" in out and "row 2 · not UTF-8" in out
+    assert message in page.read_text() and "not UTF-8" in page.read_text()
     code, out, _ = run_inspect(manifest, "--max_rejected", "100%")
     assert code == 3 and "None of the 2 rows of broken.jsonl is usable: not a line of JSON" in out.splitlines()[-1]
 

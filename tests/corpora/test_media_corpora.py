@@ -52,12 +52,12 @@ def test_all_phone_recording_formats_are_prepared(phone_recordings, tmp_path):
 
 def test_missing_pyav_rejects_each_file_with_install_command(phone_recordings, tmp_path, monkeypatch):
     monkeypatch.setattr(audio_file, "is_installed", lambda: False)
-    said = r"91\.3% of the rows .* are unusable \(21 unusable audio\).*pip install av"
-    with pytest.raises(DataError, match=said):
+    message = r"91\.3% of the rows .* are unusable \(21 unusable audio\).*pip install av"
+    with pytest.raises(DataError, match=message):
         prepare(phone_recordings, tmp_path / "out")
-    refused = read_rejected(tmp_path / "out")
-    assert len(refused) == 21 and not any(name.endswith(".ogg") for name in refused)
-    for name, row in refused.items():
+    rejected = read_rejected(tmp_path / "out")
+    assert len(rejected) == 21 and not any(name.endswith(".ogg") for name in rejected)
+    for name, row in rejected.items():
         assert (
             ".venv/bin/python -m pip install av" in row["reason"]
             and f"ffmpeg -i {phone_recordings}/{name}" in row["reason"]

@@ -80,8 +80,8 @@ def test_level_is_measured_on_the_channel_in_use(manifest):
 def test_report_names_defective_recordings(manifest, tmp_path):
     page = tmp_path / "page.html"
     words = ("--train_manifest", str(manifest), "--html", str(page))
-    said = well(run_script("training_scripts/inspect_data.py", *words)).stdout
-    assert "interrupted by digital silence" in said and "used with one channel only" in said
+    output = well(run_script("training_scripts/inspect_data.py", *words)).stdout
+    assert "interrupted by digital silence" in output and "used with one channel only" in output
     shown = page.read_text(encoding="utf-8")
     for title in ("Recordings with digital silence", "with a limited band", "reduced to one channel"):
         assert title in shown

@@ -102,7 +102,7 @@ def test_impossible_split_size_raises_usage_error():
 
 
 @pytest.mark.parametrize(
-    "content, said",
+    "content, message",
     [
         ("एक\nदोन ".encode() + b"caf\xe9 \xff\n", "line 2: not UTF-8 at byte 14 of the line"),
         ("एक\n".encode("utf-16"), "line 1: not UTF-8"),
@@ -110,11 +110,11 @@ def test_impossible_split_size_raises_usage_error():
         (b"\n\n...\n", "No sentence found in"),
     ],
 )
-def test_non_utf8_or_empty_file_raises_data_error(content, said, tmp_path):
+def test_non_utf8_or_empty_file_raises_data_error(content, message, tmp_path):
     (tmp_path / "bad.txt").write_bytes(content)
     with pytest.raises(DataError) as caught:
         read_sentences([str(tmp_path / "bad.txt")])
-    assert said in str(caught.value) and "bad.txt" in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "bad.txt" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_missing_file_or_folder_raises_data_error(tmp_path):
@@ -237,7 +237,7 @@ def test_corpus_from_text_files_trains_two_steps(student_file, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, code, said",
+    "flags, code, message",
     [
         (("--sentences",), 2, "--sentences is empty"),
         (("--sentences", "bad.txt", "--train_utterances", "5"), 2, "--train_utterances has no effect with --sentences"),
@@ -246,10 +246,10 @@ def test_corpus_from_text_files_trains_two_steps(student_file, tmp_path):
         (("--sentences", "gone.txt"), 3, "gone.txt cannot be read"),
     ],
 )
-def test_invalid_input_exits_with_code_and_one_line(flags, code, said, tmp_path):
+def test_invalid_input_exits_with_code_and_one_line(flags, code, message, tmp_path):
     (tmp_path / "bad.txt").write_bytes("एक\n".encode() + b"\xff\n")
     (tmp_path / "few.txt").write_text("एक\nदोन\n", encoding="utf-8")
     done = run_here(SCRIPT, *flags, cwd=tmp_path)
-    assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == code and message in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.txt", "few.txt"]

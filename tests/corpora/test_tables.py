@@ -50,7 +50,7 @@ ENCODINGS: dict[str, Callable[[Table], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("way", ENCODINGS)
+@pytest.mark.parametrize("encoding_name", ENCODINGS)
 def test_spreadsheet_encodings_and_separators_are_read(encoding_name, table):  # noqa: F811
     assign_splits(table)
     write_bytes(table, ENCODINGS[encoding_name](table))
@@ -69,7 +69,7 @@ def test_row_numbers_include_the_sep_line(table):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "head, flags, said",
+    "head, flags, message",
     [
         (("audio", "AUDIO", "Text"), (), ""),
         (("Audio", "AUDIO", "Text"), (), "2 columns 'audio'"),
@@ -78,14 +78,14 @@ def test_row_numbers_include_the_sep_line(table):  # noqa: F811
         (("Audio", "note", "Text"), ("--speaker_column", "WHO"), "no column 'WHO'"),
     ],
 )
-def test_exact_column_name_wins_and_ambiguous_case_is_rejected(head, flags, said, table):  # noqa: F811
+def test_exact_column_name_wins_and_ambiguous_case_is_rejected(head, flags, message, table):  # noqa: F811
     table.rows[:] = [[row[0], f"x{row[0]}", row[1]] for row in table.rows]
     write_bytes(table, lines(table, ",", head).encode())
     done = prepare(table.directory, "csv", "--table", "mine.csv", "--split_by", "utterance", *flags)
-    assert (done.returncode == 0) == (not said) and said in done.stderr, done.stderr
+    assert (done.returncode == 0) == (not message) and message in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("way", ["without a mark", "odd", "surrogate"])
+@pytest.mark.parametrize("encoding_name", ["without a mark", "odd", "surrogate"])
 def test_malformed_utf16_table_is_rejected(encoding_name, table):  # noqa: F811
     whole = lines(table, "\t").encode("utf-16-le")
     contents = {
@@ -93,10 +93,10 @@ def test_malformed_utf16_table_is_rejected(encoding_name, table):  # noqa: F811
         "odd": (b"\xff\xfe" + whole + b"x", "starts as UTF-16"),
         "surrogate": (b"\xff\xfe" + whole + "\ud800x".encode("utf-16-le", "surrogatepass"), "starts as UTF-16"),
     }
-    content, said = contents[encoding_name]
+    content, message = contents[encoding_name]
     write_bytes(table, content)
     done = prepare(table.directory, "csv", "--table", "mine.csv")
-    assert done.returncode == 3 and said in done.stderr and "Save it as UTF-8" in done.stderr, done.stderr
+    assert done.returncode == 3 and message in done.stderr and "Save it as UTF-8" in done.stderr, done.stderr
     assert not table.output.exists()
 
 

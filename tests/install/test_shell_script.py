@@ -40,8 +40,8 @@ def run_script_with_sighup(checkout: Path, *flags: str, hang_up: signal.Handlers
 
 def test_torchrun_does_not_handle_sighup_under_nohup(checkout):
     """Observed with torchrun: otherwise it handles SIGHUP again, and ends its ranks when the terminal closes."""
-    said = run_script_with_sighup(checkout, "--nproc_per_node", "2", hang_up=signal.SIG_IGN)
-    assert said.startswith("SIGTERM,SIGINT,SIGQUIT -m torch.distributed.run --nproc_per_node 2 --standalone")
+    output = run_script_with_sighup(checkout, "--nproc_per_node", "2", hang_up=signal.SIG_IGN)
+    assert output.startswith("SIGTERM,SIGINT,SIGQUIT -m torch.distributed.run --nproc_per_node 2 --standalone")
 
 
 def test_torchrun_signals_are_unchanged_without_nohup(checkout):

@@ -92,9 +92,7 @@ class ToneListener:
         self._words = []
         if not words:
             return []
-        return [
-            Final(" ".join(word.text for word in words), words, words[0].start, words[-1].end, False)
-        ]
+        return [Final(" ".join(word.text for word in words), words, words[0].start, words[-1].end, False)]
 
 
 @contextlib.contextmanager

@@ -375,7 +375,7 @@ def mutate(generator: np.random.Generator, message: bytes) -> bytes:
 
 def test_damaged_messages_do_not_stop_the_server(server):
     generator = np.random.default_rng(0)
-    sound = tones([["घर"]])[:3000].astype("<f4").tobytes()
+    audio_bytes = tones([["घर"]])[:3000].astype("<f4").tobytes()
     valid = [
         b'{"type": "start", "sample_rate": 16000}',
         b'{"type": "finish"}',
@@ -383,13 +383,13 @@ def test_damaged_messages_do_not_stop_the_server(server):
         b'{"type": "render", "format": "vtt", "timestamps": "word", "name": "x"}',
         b'{"type": "segments", "segments": [{"text": "a b", "words": [{"text": "a", "start": 0.5, "end": 1}]}]}',
         b'{"type": "end"}',
-        sound,
+        audio_bytes,
     ]
     for number in range(60):
         with connect_to(server, ("listen", "save", "render")[number % 3]) as connection:
             with contextlib.suppress(ConnectionClosed):
                 for message in generator.permutation(np.array(valid, dtype=object))[:4]:
                     damaged = mutate(generator, message) if generator.random() < 0.7 else message
-                    is_text = message is not sound and generator.random() < 0.9
+                    is_text = message is not audio_bytes and generator.random() < 0.9
                     connection.send(damaged.decode(errors="replace") if is_text else damaged)
     assert_serves(server)
