@@ -101,7 +101,7 @@ def test_json_events_are_one_parseable_line_each():
     assert json.loads(live.event_line(final))["words"][0]["text"] == "एक\n"
 
 
-def write(path: Path, data: bytes) -> Path:
+def write_file(path: Path, data: bytes) -> Path:
     path.write_bytes(data)
     return path
 
@@ -111,12 +111,12 @@ def test_script_prints_final_results_of_listener(trained, tmp_path):
     expected = [final.text for final in finals(listen(trained.recognizer, samples, 2_000))]
     assert len(expected) == len(SENTENCES)
     flags = ("--checkpoint", str(trained.checkpoint), "--device", "cpu")
-    raw = run_script(SCRIPT, *flags, "-", stdin=write(tmp_path / "raw", pcm16_bytes(recording()) + b"x"))
+    raw = run_script(SCRIPT, *flags, "-", stdin=write_file(tmp_path / "raw", pcm16_bytes(recording()) + b"x"))
     assert raw.returncode == 0, raw.stderr
     assert raw.stdout.splitlines() == expected
     assert "Expected delay" in raw.stderr and "1 bytes are not a whole sample" in raw.stderr
     stereo = np.stack([recording(), recording()], axis=1)
-    as_json = run_script(SCRIPT, *flags, "--json", stdin=write(tmp_path / "wav", wav_bytes(stereo, size=0)))
+    as_json = run_script(SCRIPT, *flags, "--json", stdin=write_file(tmp_path / "wav", wav_bytes(stereo, size=0)))
     assert as_json.returncode == 0, as_json.stderr
     events = [json.loads(line) for line in as_json.stdout.splitlines()]
     assert [event["text"] for event in events if event["kind"] == "final"] == expected
@@ -137,18 +137,22 @@ def test_script_prints_final_results_of_listener(trained, tmp_path):
     ],
 )
 def test_invalid_input_exits_with_code_and_message(base, tmp_path, flags, data, code, message):
-    done = run_script(SCRIPT, "--checkpoint", str(base), "--device", "cpu", *flags, stdin=write(tmp_path / "in", data))
+    done = run_script(
+        SCRIPT, "--checkpoint", str(base), "--device", "cpu", *flags, stdin=write_file(tmp_path / "in", data)
+    )
     assert (done.returncode, done.stdout) == (code, "")
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
-def start(*flags: str, **streams) -> subprocess.Popen:
+def start_listen(*flags: str, **streams) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / SCRIPT), "--device", "cpu", *flags]
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, **streams)
 
 
 def test_sigint_prints_last_final_result_and_exits_with_130(trained):
-    process = start("--checkpoint", str(trained.checkpoint), "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = start_listen(
+        "--checkpoint", str(trained.checkpoint), "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     # Without the pause after the last sentence, only the end of the stream makes it final.
     process.stdin.write(pcm16_bytes(recording()[:-9_000]))
     process.stdin.flush()
@@ -166,9 +170,9 @@ def test_sigint_prints_last_final_result_and_exits_with_130(trained):
 
 def test_closed_stdout_ends_cleanly_and_terminal_shows_partials(trained):
     master, terminal = pty.openpty()
-    on_terminal = start("--checkpoint", str(trained.checkpoint), stdout=subprocess.PIPE, stderr=terminal)
+    on_terminal = start_listen("--checkpoint", str(trained.checkpoint), stdout=subprocess.PIPE, stderr=terminal)
     os.close(terminal)
-    process = start("--checkpoint", str(trained.checkpoint), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = start_listen("--checkpoint", str(trained.checkpoint), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(pcm16_bytes(recording()))

@@ -1,4 +1,4 @@
-"""Files written by an older version (commit e4e55aa of 2026-11-27) are read, and their runs resume with equal losses.
+"""Read files of an older version (commit e4e55aa of 2026-11-27), and resume its runs with equal losses.
 
 `write_fixtures.py` in this folder wrote them, with that commit checked out.
 """
@@ -44,8 +44,8 @@ def resume_and_read_steps(files: Path, folder: str, *flags: str) -> list[dict]:
 
 def assert_same_losses(steps: list[dict], expected: list[dict]) -> None:
     assert [step["step"] for step in steps] == [step["step"] for step in expected]
-    for step, wanted in zip(steps, expected, strict=True):
-        assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+    for step, target in zip(steps, expected, strict=True):
+        assert step["loss"] == pytest.approx(target["loss"], rel=1e-4)
 
 
 def test_old_flag_names_set_the_renamed_settings():

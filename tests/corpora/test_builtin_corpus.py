@@ -1,4 +1,4 @@
-"""The built-in corpus has the documented counts, splits, voice and bytes."""
+"""The built-in corpus has the documented counts, splits and voices, and is bitwise reproducible."""
 
 import hashlib
 import os
@@ -178,7 +178,7 @@ def test_complete_corpus_is_kept_and_incomplete_one_is_rebuilt_bitwise(miniature
 
 
 def kill_during_synthesis(build: Callable[[], object], directory: Path) -> None:
-    """Build a corpus at the directory in another process, and kill it once some audio exists."""
+    """Build a corpus in another process, and kill it after the first audio file."""
     process = warm_parent().start(Job(DEV_NULL, (), DEV_NULL, before=build))
     try:
         while not list(directory.parent.glob(f".{directory.name}.partial/audio/*.flac")):

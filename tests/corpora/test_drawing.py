@@ -1,4 +1,4 @@
-"""A corpus without a validation split gets one from its training split; and the names of its run."""
+"""Missing splits are drawn from the training split; the printed command names folder and run."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ def read_texts(directory: Path, split: str, output: str = "out") -> list[str]:
 
 
 def assign_train_and_test(table: Table) -> None:  # noqa: F811
-    """Split nine utterances of s0, s1 and s2 for training, three of s3 for testing."""
+    """Assign nine utterances of s0, s1 and s2 to train, and three of s3 to test."""
     for number, row in enumerate(table.rows):
         row[2:] = [f"s{number // 3}", "train" if number < 9 else "test"]
 

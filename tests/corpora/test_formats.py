@@ -1,4 +1,4 @@
-"""A faithful miniature of every corpus format, prepared and trained from the command line."""
+"""Prepare a small corpus of every format from the command line, and train on it."""
 
 import csv
 import io
@@ -22,7 +22,7 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class ExpectedUtterance:
-    """Utterance of a miniature; `split` empty: not given by the corpus; `offset` None: a whole file."""
+    """Expected utterance: `split` is empty if the corpus does not give it, `offset` is None for a whole file."""
 
     text: str
     seconds: float
@@ -32,12 +32,12 @@ class ExpectedUtterance:
 
 
 def sentence(number: int) -> str:
-    """Return three words, a different sentence for each number below 100."""
+    """Return three words; the sentence differs for each number below 100."""
     return " ".join(WORDS[i % 10] for i in (number, number // 10, 3 * number + 1))
 
 
 def write_sentence(path: Path, number: int, rate: int = 16_000) -> ExpectedUtterance:
-    """Write a sentence as audio in the format of the suffix."""
+    """Write a sentence as audio in the format of the file suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     samples = speak(sentence(number).split())
     if rate != 16_000:
@@ -74,7 +74,7 @@ def common_voice(folder: Path) -> list[ExpectedUtterance]:
     for number in range(12):
         name, split = f"common_voice_kok_{4_000_000 + number}.mp3", split_of(number)
         spoken = write_sentence(language / "clips" / name, number, 32_000)
-        # Quotation marks are literal, and may be unbalanced.
+        # In Common Voice quotation marks are literal and may be unbalanced.
         text = f'"{spoken.text}' if number == 0 else spoken.text
         speaker = f"{split}{number % 2}"
         found.append(replace(spoken, text=text, speaker=speaker, split=split))
@@ -185,7 +185,7 @@ def nemo_tarred(folder: Path) -> list[ExpectedUtterance]:
                     add_member(tar, name, audio_bytes(number))
                     row = {"audio_filepath": name, "duration": seconds, "text": sentence(number), "shard_id": shard}
                     spoken = ExpectedUtterance(sentence(number), seconds, split=split)
-                    if number == 2:  # one file, cut into two utterances
+                    if number == 2:  # one file with two utterances
                         rows.append((json.dumps(row | {"offset": 0.0, "duration": 0.5}),))
                         row |= {"offset": 0.5, "duration": 0.4, "text": "घर"}
                         row["audio_filepath"] = "data_wavs_2-sub1.flac"
@@ -193,10 +193,10 @@ def nemo_tarred(folder: Path) -> list[ExpectedUtterance]:
                         spoken = replace(spoken, text="घर", seconds=0.4, offset=0.5)
                     rows.append((json.dumps(row),))
                     found.append(spoken)
-        if split != "valid":  # a folder may have only the manifests of its shards
+        if split != "valid":  # a folder may have only manifests of shards
             write_table(folder / split / "tarred_audio_manifest.json", (), rows)
         (folder / split / "sharded_manifests").mkdir()
-        for shard in (0, 1):  # the same rows again, as NeMo writes them
+        for shard in (0, 1):  # NeMo writes the same rows again per shard
             chosen = [row for row in rows if json.loads(row[0])["shard_id"] == shard]
             write_table(folder / split / "sharded_manifests" / f"manifest_{shard}.json", (), chosen)
     return found
@@ -230,7 +230,7 @@ def indicvoices(folder: Path) -> list[ExpectedUtterance]:
             for number in numbers:
                 seconds = sentence_seconds(number)
                 text = f"{sentence(number)} [noise]"
-                begin = -0.01 if at == 0 else at  # as in some corpora
+                begin = -0.01 if at == 0 else at  # some corpora have small negative starts
                 segments.append({"start": begin, "end": at + seconds, "text": text, "speaker_id": 0})
                 speaker = f"S42{split}{numbers[0]}"
                 found.append(ExpectedUtterance(sentence(number), seconds, speaker, split, at))
@@ -349,24 +349,24 @@ MINIATURES: dict[str, tuple[Callable[[Path], list[ExpectedUtterance]], tuple[str
 
 @dataclass(frozen=True)
 class PreparedCorpus:
-    """Miniature and the output of the script."""
+    """Small corpus, its expected utterances, and the stdout of prepare_data.py."""
 
     directory: Path
     spoken: list[ExpectedUtterance]
-    said: str
+    stdout: str
 
     def manifest(self, split: str) -> Path:
         return self.directory / "prepared" / f"{split}.jsonl"
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """Return the folder in the printed --audio_roots, if any."""
+        """Return the folder of the printed --audio_roots, if any."""
         root = json.loads((self.directory / "prepared" / "report.json").read_text())["audio_root"]
-        assert not root or f"--audio_roots {root}" in self.said
+        assert not root or f"--audio_roots {root}" in self.stdout
         return (root,) if root else ()
 
 
-# Whole files, spans of files, and bytes of a shard: training reads one of these for every corpus format.
+# Without --full, train only on one format each of whole files, segments of files, byte ranges of a shard, and Parquet.
 TRAINED = ("common_voice", "kaldi", "nemo tarred", "huggingface parquet")
 TRAINING_CASES = [each for name in MINIATURES for each in ([name] if name in TRAINED else further(name))]
 
@@ -395,7 +395,9 @@ def test_manifests_list_every_utterance_with_text_segment_and_speaker(prepared):
             listed.append(utterance.text)
             is_drawn = given and split == "valid" and split not in given
             assert (utterance.speaker, spoken.split or split) == (spoken.speaker, "train" if is_drawn else split)
-            assert utterance.duration == pytest.approx(spoken.seconds, abs=0.06)  # an MP3 ends with a whole frame
+            assert utterance.duration == pytest.approx(
+                spoken.seconds, abs=0.06
+            )  # MP3 audio is a multiple of the frame size
             assert (utterance.offset is None) == (spoken.offset is None)
             assert utterance.offset is None or utterance.offset == pytest.approx(spoken.offset, abs=0.002)
             samples, rate = read_samples(utterance.source)
@@ -403,7 +405,7 @@ def test_manifests_list_every_utterance_with_text_segment_and_speaker(prepared):
             assert not Path(utterance.audio_filepath).is_absolute()
     assert sorted(listed) == sorted(expected)
     assert [path.name for path in prepared.manifest("x").parent.iterdir() if path.name.startswith(".")] == []
-    assert "./run_training_memory_optimized.sh --train_manifest" in prepared.said
+    assert "./run_training_memory_optimized.sh --train_manifest" in prepared.stdout
 
 
 @pytest.mark.parametrize("prepared", TRAINING_CASES, indirect=True)

@@ -1,4 +1,4 @@
-"""The health report: every number against a manual computation, every finding with a defective corpus."""
+"""Health report of a corpus: numbers equal manual computations, findings need a defective corpus."""
 
 import json
 import math
@@ -89,8 +89,8 @@ def test_histogram_of_degenerate_values_is_drawn(values):
 )
 def test_histogram_has_round_axis_labels_and_bar_descriptions(amounts, labels):
     drawn = draw_histogram(Histogram(1.0, 0.5, tuple(map(float, amounts)), 0.0, 3.0), "Speed", "m/s", "<cars>", 1.2)
-    said = re.findall(r'text-anchor="end">([^<]*)<', drawn)
-    assert said == [*labels.split(), "m/s"] and "median 1.2; not drawn: 3 beyond" in drawn
+    shown = re.findall(r'text-anchor="end">([^<]*)<', drawn)
+    assert shown == [*labels.split(), "m/s"] and "median 1.2; not drawn: 3 beyond" in drawn
     fullest = amounts.index(max(amounts))
     assert f"({max(amounts):g} &lt;cars&gt;) between {1 + fullest / 2:g} and {1.5 + fullest / 2:g}" in drawn
     assert drawn.count('class="bar"') == sum(amount > 0 for amount in amounts)
@@ -123,8 +123,8 @@ def test_only_start_of_long_recording_is_measured_but_span_must_exist(tmp_path, 
     monkeypatch.setattr("konkanivani.corpora.statistics.MAX_SECONDS", 1.0)
     samples = np.where(np.arange(3 * RATE) < RATE, 0.1, 0.9) * np.sin(np.arange(3 * RATE))
     soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="FLOAT")
-    for said in (3.0, 0.2, 9e8):
-        whole = measure_levels(utterance(tmp_path / "a.wav", duration=said))
+    for stated in (3.0, 0.2, 9e8):
+        whole = measure_levels(utterance(tmp_path / "a.wav", duration=stated))
         assert (whole.seconds, whole.file_seconds) == (1.0, 3.0) and whole.level == pytest.approx(-23, abs=0.1)
     span = measure_levels(utterance(tmp_path / "a.wav", duration=2.0, offset=1.0))
     assert (span.seconds, span.file_seconds) == (1.0, None) and span.level == pytest.approx(-3.9, abs=0.1)
@@ -134,7 +134,7 @@ def test_only_start_of_long_recording_is_measured_but_span_must_exist(tmp_path, 
 
 def test_clipping_counts_runs_of_three_full_scale_samples(tmp_path):
     assert clipped_runs(np.array([0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1, -1, -1, -1, -1, 0.5, 0.5, 0.5, 0.5])) == 3
-    assert clipped_runs(np.array([1.2, 1.1, 1.3])) == 1  # a float file beyond full scale
+    assert clipped_runs(np.array([1.2, 1.1, 1.3])) == 1  # a float file that exceeds full scale
     assert clipped_runs(np.array([1.0])) == clipped_runs(np.zeros(9)) == clipped_runs(np.array([1, -1, 1, -1.0])) == 0
     samples = 2 * np.sin(2 * np.pi * 100 * np.arange(RATE) / RATE)
     soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="PCM_16")
@@ -165,7 +165,7 @@ def count_characters(*texts: str) -> CharacterCount:
     return count
 
 
-def marks(count: CharacterCount) -> dict[str, tuple[str, ...]]:
+def marks_of(count: CharacterCount) -> dict[str, tuple[str, ...]]:
     return {chr(c.code): c.marks for c in count.health().inventory if c.marks}
 
 
@@ -184,7 +184,7 @@ def test_characters_are_counted_named_and_marked():
 
 
 def test_invisible_characters_are_marked_and_escaped():
-    assert marks(count_characters("\u200bक\t\ue000\U000e0041")) == {
+    assert marks_of(count_characters("\u200bक\t\ue000\U000e0041")) == {
         "\u200b": ("invisible", "removed"),
         "\t": ("invisible", "becomes a space"),
         "\ue000": ("invisible", "becomes a space"),
@@ -276,7 +276,7 @@ def test_decoded_recordings_are_evenly_spaced_and_depend_on_seed():
 
 @dataclass(frozen=True)
 class LazyRows:
-    """Rows that are created on access, as in a file of millions."""
+    """Rows that are created on access, like a manifest with millions of rows."""
 
     count: int
 
@@ -295,7 +295,7 @@ def test_long_manifest_is_not_held_in_memory():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert health.parts[0].utterances == health.parts[0].sentences == 5_000 and health.parts[0].speakers.count == 9
-    assert peak / 5_000 < 250  # less than one Utterance; includes the temporary numpy copies
+    assert peak / 5_000 < 250  # bytes per row: less than one Utterance, including temporary numpy copies
 
 
 # Findings
@@ -303,7 +303,7 @@ def test_long_manifest_is_not_held_in_memory():
 
 @dataclass(frozen=True)
 class Row:
-    """Content of one row in a small corpus; its audio is a buzz with its own pitch."""
+    """One row of a small corpus; its audio is a sine with a different frequency in each row."""
 
     name: str
     text: str
@@ -311,11 +311,11 @@ class Row:
     seconds: float = 1.0
     gain: float = 0.2
     rate: int = RATE
-    written: float | None = None
+    stated_seconds: float | None = None
 
 
 def rows_of(split: str, speakers: str, count: int) -> list[Row]:
-    """Return a healthy list of texts of three words of three letters, unique over both lists."""
+    """Return rows without defects; their texts of three three-letter words differ between the splits."""
     half = len(WORDS) // 2
     first, second = (WORDS[:half], WORDS[half:]) if split == "train" else (WORDS[half:], WORDS[:half])
     texts = (f"{first[n % half]} {second[n // half]} {second[n % half]}" for n in range(count))
@@ -328,7 +328,7 @@ def write_part(directory: Path, split: str, rows: list[Row]) -> str:
         time = np.arange(round(row.seconds * row.rate)) / row.rate
         pitch = 100 + 3 * number + (split == "valid")
         soundfile.write(directory / row.name, np.clip(row.gain * np.sin(2 * np.pi * pitch * time), -1, 1), row.rate)
-        fields = {"audio_filepath": row.name, "duration": row.written or row.seconds, "text": row.text}
+        fields = {"audio_filepath": row.name, "duration": row.stated_seconds or row.seconds, "text": row.text}
         lines.append(json.dumps(fields | ({"speaker": row.speaker} if row.speaker else {})))
     (directory / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     return str(directory / f"{split}.jsonl")
@@ -336,17 +336,17 @@ def write_part(directory: Path, split: str, rows: list[Row]) -> str:
 
 @dataclass
 class SmallCorpus:
-    """Corpus that a test may damage before and after it is written."""
+    """Corpus of two splits whose rows or files a test may damage."""
 
     directory: Path
     train: list[Row] = field(default_factory=lambda: rows_of("train", "abc", 40))
     valid: list[Row] = field(default_factory=lambda: rows_of("valid", "d", 20))
 
-    def written(self) -> tuple[str, str]:
+    def write_manifests(self) -> tuple[str, str]:
         return write_part(self.directory, "train", self.train), write_part(self.directory, "valid", self.valid)
 
     def diagnosis(self, config: TrainConfig = CONFIG) -> Diagnosis:
-        return diagnose(self.written(), config, 500)
+        return diagnose(self.write_manifests(), config, 500)
 
 
 @pytest.fixture
@@ -359,7 +359,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
     return SmallCorpus(tmp_path_factory.mktemp("healthy")).diagnosis()
 
 
-def said(diagnosis: Diagnosis, severity: str) -> str:
+def sentences_of(diagnosis: Diagnosis, severity: str) -> str:
     return "\n".join(finding.sentence for finding in diagnosis.findings if finding.severity == severity)
 
 
@@ -370,11 +370,11 @@ def change(rows: list[Row], number: int, **fields: object) -> None:
 Damage = Callable[[SmallCorpus], object]
 
 
-def first(**fields: object) -> Damage:
+def change_first(**fields: object) -> Damage:
     return lambda small: change(small.train, 0, **fields)
 
 
-def each(split: str, count: int, **fields: object) -> Damage:
+def change_each(split: str, count: int, **fields: object) -> Damage:
     return lambda small: [change(getattr(small, split), number, **fields) for number in range(count)]
 
 
@@ -385,36 +385,36 @@ DEVIATES = (
 )
 ERRORS: dict[str, tuple[Damage, str]] = {
     "audio in both": (lambda s: s.valid.append(s.train[3]), "1 recording of valid.jsonl is also in train.jsonl"),
-    "too much rejected": (first(text="।"), f"{BROKEN} is empty"),
-    "control": (first(text="\x07नदी"), rf"{BROKEN} contains the control character U\+0007"),
-    "other duration": (first(written=1.3), DEVIATES),
+    "too much rejected": (change_first(text="।"), f"{BROKEN} is empty"),
+    "control": (change_first(text="\x07नदी"), rf"{BROKEN} contains the control character U\+0007"),
+    "other duration": (change_first(stated_seconds=1.3), DEVIATES),
 }
 WARNINGS: dict[str, tuple[Damage, str]] = {
     "speaker in both": (lambda s: change(s.valid, 0, speaker="a"), r"1 speaker of valid.jsonl is also in .*\(a\)"),
     "sentence in both": (lambda s: change(s.valid, 0, text=s.train[2].text + "।"), "1 of 20 utterances of valid"),
     "listed again": (lambda s: s.train.append(s.train[3]), "lists 1 recording more than once"),
-    "unalignable": (first(text="एक " * 40), r"will be skipped: 1 x CTC cannot align it\."),
-    "wrong transcript": (first(seconds=15.0), r"1 transcript may not match .*row 1"),
-    "empty": (first(gain=0.0), "1 of 40 recordings is empty"),
-    "loud": (each("train", 3, gain=0.9), "3 of 40 recordings are louder"),
-    "other level": (each("valid", 20, gain=0.02), "valid.jsonl is at -37 dBFS"),
-    "other rate": (each("valid", 20, rate=8000), "No recording of valid.jsonl"),
-    "one speaker": (each("train", 40, speaker="a"), "only one speaker, a"),
-    "most of one": (each("train", 30, speaker="a"), "% of the speech is by one of 3"),
+    "unalignable": (change_first(text="एक " * 40), r"will be skipped: 1 x CTC cannot align it\."),
+    "wrong transcript": (change_first(seconds=15.0), r"1 transcript may not match .*row 1"),
+    "empty": (change_first(gain=0.0), "1 of 40 recordings is empty"),
+    "loud": (change_each("train", 3, gain=0.9), "3 of 40 recordings are louder"),
+    "other level": (change_each("valid", 20, gain=0.02), "valid.jsonl is at -37 dBFS"),
+    "other rate": (change_each("valid", 20, rate=8000), "No recording of valid.jsonl"),
+    "one speaker": (change_each("train", 40, speaker="a"), "only one speaker, a"),
+    "most of one": (change_each("train", 30, speaker="a"), "% of the speech is by one of 3"),
     "few sentences": (lambda s: [change(s.train, n, text=SENTENCES[n % 7]) for n in range(40)], "only 7 different"),
-    "digits": (first(text="५५५ नदी"), "3 digits are in the transcripts"),
-    "foreign": (first(text="aaa नदी"), "1 character is of another script than Devanagari: a U"),
-    "mixed": (first(text="नaदी"), "1 word mixes scripts, such as नaदी"),
-    "invisible": (first(text="न\u200bदी"), r"1 character is invisible or undefined: U\+200B ZERO WIDTH SPACE"),
-    "rare": (first(text="ॐ"), "1 character is seen fewer than 3 times: ॐ U"),
+    "digits": (change_first(text="५५५ नदी"), "3 digits are in the transcripts"),
+    "foreign": (change_first(text="aaa नदी"), "1 character is of another script than Devanagari: a U"),
+    "mixed": (change_first(text="नaदी"), "1 word mixes scripts, such as नaदी"),
+    "invisible": (change_first(text="न\u200bदी"), r"1 character is invisible or undefined: U\+200B ZERO WIDTH SPACE"),
+    "rare": (change_first(text="ॐ"), "1 character is seen fewer than 3 times: ॐ U"),
     "unknown": (lambda s: change(s.valid, 0, text="ढढढ"), r"1 character of valid.jsonl .* ढ \(U\+0922\)"),
 }
 NOTES: dict[str, tuple[Damage, str]] = {
-    "clipped": (first(gain=3.0), "1 of 40 recordings is clipped"),
-    "quiet": (first(gain=0.005), "1 of 40 recordings is quieter than -40"),
-    "no speakers": (each("train", 40, speaker=""), "has no speaker labels"),
-    "joiners": (first(text="न\u200dदी"), "1 joiner is removed"),
-    "twins": (first(text="\u0958 क\u093c"), "1 character is encoded in two ways"),
+    "clipped": (change_first(gain=3.0), "1 of 40 recordings is clipped"),
+    "quiet": (change_first(gain=0.005), "1 of 40 recordings is quieter than -40"),
+    "no speakers": (change_each("train", 40, speaker=""), "has no speaker labels"),
+    "joiners": (change_first(text="न\u200dदी"), "1 joiner is removed"),
+    "twins": (change_first(text="\u0958 क\u093c"), "1 character is encoded in two ways"),
 }
 FINDINGS = {"error": ERRORS, "warning": WARNINGS, "note": NOTES}
 
@@ -426,13 +426,13 @@ def test_defect_is_found_and_not_reported_for_healthy_corpus(small, healthy, sev
     assert healthy.verdict.can_be_trained and not re.search(sentence, everything), everything
     damage(small)
     diagnosis = small.diagnosis()
-    assert re.search(sentence, said(diagnosis, severity)), diagnosis.findings
+    assert re.search(sentence, sentences_of(diagnosis, severity)), diagnosis.findings
     assert diagnosis.verdict.can_be_trained == (severity != "error")
 
 
 def test_healthy_corpus_is_warned_only_about_its_size(small):
     diagnosis = small.diagnosis()
-    assert said(diagnosis, "error") == "" and "0.7 min of speech" in said(diagnosis, "warning")
+    assert sentences_of(diagnosis, "error") == "" and "0.7 min of speech" in sentences_of(diagnosis, "warning")
     assert [f.severity for f in diagnosis.findings] == ["warning", "note"], diagnosis.findings
     train, valid = diagnosis.health.parts
     assert (train.utterances, train.usable, train.speakers.count, valid.speakers.count) == (40, 40, 3, 1)
@@ -445,59 +445,63 @@ def test_healthy_corpus_is_warned_only_about_its_size(small):
 
 
 def test_missing_or_unreadable_audio_is_an_error(small):
-    paths = small.written()
+    paths = small.write_manifests()
     (small.directory / "train003.wav").unlink()
     missing = diagnose(paths, CONFIG, 0)
-    assert "1 row is broken (2.5 %, more than --max_rejected 1%): row 4, train003.wav" in said(missing, "error")
+    assert "1 row is broken (2.5 %, more than --max_rejected 1%): row 4, train003.wav" in sentences_of(missing, "error")
     (small.directory / "train003.wav").write_bytes(b"no audio")
-    assert diagnose(paths, CONFIG, 0).verdict.can_be_trained  # no file was decoded
+    assert diagnose(paths, CONFIG, 0).verdict.can_be_trained  # 0 recordings are decoded
     broken = diagnose(paths, CONFIG, 500)
-    assert "1 of 40 sampled recordings cannot be read (row 4, train003.wav: it cannot be opened" in said(
+    assert "1 of 40 sampled recordings cannot be read (row 4, train003.wav: it cannot be opened" in sentences_of(
         broken, "error"
     )
 
 
-@pytest.mark.parametrize("written, is_told", [(1.1, False), (1.12, False), (1.13, True), (0.91, False), (0.87, True)])
-def test_deviating_duration_is_reported_if_trainer_skips_the_file(small, written, is_told):
-    change(small.train, 4, written=written)
+@pytest.mark.parametrize(
+    "stated_seconds, is_reported", [(1.1, False), (1.12, False), (1.13, True), (0.91, False), (0.87, True)]
+)
+def test_deviating_duration_is_reported_if_trainer_skips_the_file(small, stated_seconds, is_reported):
+    change(small.train, 4, stated_seconds=stated_seconds)
     found = small.diagnosis().health.parts[0].sound
-    assert (found.deviating.count, found.left_out, found.unreadable.count) == (is_told, is_told, 0)
+    assert (found.deviating.count, found.left_out, found.unreadable.count) == (is_reported, is_reported, 0)
     source = read_manifest(small.directory / "train.jsonl")[4].source
-    with pytest.raises(DataError, match="not .* as in its row") if is_told else nullcontext():
+    with pytest.raises(DataError, match="not .* as in its row") if is_reported else nullcontext():
         read_samples(source)
 
 
 def test_all_broken_rows_count_towards_max_rejected(small):
     change(small.train, 0, text="।")
-    change(small.train, 1, written=2.0)
-    paths = small.written()
+    change(small.train, 1, stated_seconds=2.0)
+    paths = small.write_manifests()
     (small.directory / "train002.wav").write_bytes(b"no audio")
     for share, error in (("7.5%", ""), ("7%", "; 7.5 % of the rows are broken, more than --max_rejected 7%.")):
         diagnosis = diagnose(paths, replace(CONFIG, data=DataConfig(max_rejected=share)), 500)
-        message = said(diagnosis, "error" if error else "warning")
+        message = sentences_of(diagnosis, "error" if error else "warning")
         assert "1 of 40 sampled recordings cannot be read (row 3, train002.wav: it cannot be opened as audio" in message
         assert f"(row 2, train001.wav: off by 1.00 s){error}" in message
         assert diagnosis.verdict.can_be_trained == (not error)
-        assert "1 row is broken (2.5 %): row 1, train000.wav" in said(diagnosis, "warning")
+        assert "1 row is broken (2.5 %): row 1, train000.wav" in sentences_of(diagnosis, "warning")
 
 
 def test_broken_share_is_extrapolated_from_decoded_recordings(small):
     for number in range(20):
-        change(small.train, number, written=2.0)
-    message = said(diagnose(small.written(), CONFIG, 10), "error")
+        change(small.train, number, stated_seconds=2.0)
+    message = sentences_of(diagnose(small.write_manifests(), CONFIG, 10), "error")
     assert "5 of 10 recordings are shorter or longer" in message and "; about 50 % of the rows are broken" in message
 
 
 def test_unreadable_audio_of_skipped_rows_does_not_count(small):
     for number in range(3):
         change(small.train, number, seconds=2.5)
-    paths = small.written()
+    paths = small.write_manifests()
     (small.directory / "train000.wav").write_bytes(b"no audio")
     diagnosis = diagnose(paths, replace(CONFIG, data=DataConfig(max_duration=2.0)), 500)
-    assert diagnosis.verdict.can_be_trained and "1 of 40 sampled recordings cannot be read" in said(
+    assert diagnosis.verdict.can_be_trained and "1 of 40 sampled recordings cannot be read" in sentences_of(
         diagnosis, "warning"
     )
-    assert "3 utterances (7.5 %) will be skipped: 3 x longer than --max_duration 2 s." in said(diagnosis, "warning")
+    assert "3 utterances (7.5 %) will be skipped: 3 x longer than --max_duration 2 s." in sentences_of(
+        diagnosis, "warning"
+    )
     assert not diagnose(paths, CONFIG, 500).verdict.can_be_trained
 
 
@@ -511,7 +515,7 @@ def test_skipped_rows_equal_those_of_trainer(small, tmp_path):
     for number, text in enumerate(("।", "नदी " * 30, "रान रान")):
         change(small.train, number, text=text)
     change(small.train, 5, seconds=2.5)
-    path = small.written()[0]
+    path = small.write_manifests()[0]
     config = replace(CONFIG, data=DataConfig(train_manifest=path, max_duration=2.0))
     manifest, rejections = read_manifest(path), Rejections(tmp_path / "rejected.jsonl", most=0.5)
     rejections.begin(manifest)
@@ -538,11 +542,11 @@ def run_inspect(*arguments: object, encoding: str = "utf-8") -> tuple[int, str, 
 
 def test_script_exits_with_0_if_trainable_and_3_otherwise(small, tmp_path):
     page = tmp_path / "report.html"
-    code, out, _ = run_inspect(*small.written(), "--tokenizer_type", "char", "--html", page)
+    code, out, _ = run_inspect(*small.write_manifests(), "--tokenizer_type", "char", "--html", page)
     assert code == 0 and out.splitlines()[-1].startswith("Can be trained: yes, 40 utterances (0.7 min)")
     assert page.read_text().startswith("<!doctype html>") and not list(tmp_path.glob("*.partial"))
     small.valid.append(small.train[3])
-    train, valid = small.written()
+    train, valid = small.write_manifests()
     code, out, _ = run_inspect("--train_manifest", train, "--valid_manifest", valid, "--json")
     report = json.loads(out)
     assert code == 3 and out.count("\n") == 1 and not report["verdict"]["can_be_trained"]
@@ -552,7 +556,7 @@ def test_script_exits_with_0_if_trainable_and_3_otherwise(small, tmp_path):
 
 
 def test_html_overwrites_only_a_page(small, tmp_path):
-    train, valid = small.written()
+    train, valid = small.write_manifests()
     before = Path(train).read_bytes()
     code, _, error = run_inspect("--html", train, valid)
     assert code == 2 and "would overwrite a file" in error and Path(train).read_bytes() == before
@@ -564,7 +568,7 @@ def test_html_overwrites_only_a_page(small, tmp_path):
 def test_max_rejected_allows_a_share_of_broken_rows(small):
     change(small.train, 0, text="।")
     for flags, expected in ((("--max_rejected", "2.5%"), 0), (("--max_rejected", "0.024"), 3), ((), 3)):
-        assert run_inspect(*small.written(), "--tokenizer_type", "char", *flags)[0] == expected
+        assert run_inspect(*small.write_manifests(), "--tokenizer_type", "char", *flags)[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -577,7 +581,7 @@ def test_invalid_flags_are_rejected_before_reading(flags, code):
 
 
 def hostile_corpus(directory: Path) -> tuple[str, ...]:
-    """Write a corpus with every kind of defect in a folder of recordings."""
+    """Write manifests and audio with all kinds of defects."""
     tone = 0.1 * np.sin(np.arange(RATE) / 10)
     soundfile.write(directory / "good.wav", tone, RATE)
     soundfile.write(directory / "nan.wav", np.full(RATE, np.nan), RATE, subtype="FLOAT")

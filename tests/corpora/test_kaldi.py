@@ -1,4 +1,4 @@
-"""Audio locations in Kaldi data folders: in the recipe's folder, far from wav.scp, or piped from a command."""
+"""Audio of Kaldi data folders: paths relative to the recipe, links, and commands in wav.scp."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tests.corpora.test_formats import SCRIPT, sentence, write_sentence, write_t
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """Write a recipe folder egs/x/s5 with six recordings in downloads/, named relative to it by data/train/wav.scp."""
+    """Write a recipe egs/x/s5 whose data/train/wav.scp has six paths relative to the recipe, in downloads/."""
     folder = tmp_path / "egs" / "x" / "s5"
     for number in range(6):
         write_sentence(folder / "downloads" / f"rec{number}.flac", number)

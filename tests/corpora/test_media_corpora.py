@@ -1,4 +1,4 @@
-"""Corpora of phone recordings: prepared, every loss reported, and trained to the same losses."""
+"""Corpora of phone recordings: preparation, rejected files, and equal training losses."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from tests.media_files import ENCODED, KINDS, Kind, write_media
 
 @pytest.fixture(scope="module")
 def phone_recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of 23 recordings with their transcripts, each of another kind."""
+    """Write a folder of 23 recordings in different formats, with transcripts."""
     folder = tmp_path_factory.mktemp("phones") / "corpus"
     folder.mkdir()
     for number, kind in enumerate(KINDS):
@@ -73,7 +73,7 @@ def test_unusable_files_and_duplicate_recordings_are_rejected(phone_recordings, 
     write_cut(source / "cut.wav", "WAV")
     for name in ("broken", "silent", "cut"):
         (source / f"{name}.txt").write_text("एक")
-    (source / "untold.webm").write_bytes(b"")
+    (source / "no_text.webm").write_bytes(b"")
     report = prepare(source, tmp_path / "out")
     found = {name: (row["kind"], row["reason"]) for name, row in read_rejected(tmp_path / "out").items()}
     assert {name: kind for name, (kind, _) in found.items()} == {
@@ -81,11 +81,11 @@ def test_unusable_files_and_duplicate_recordings_are_rejected(phone_recordings, 
         "broken.mp4": "unusable audio",
         "silent.m4b": "unusable audio",
         "cut.wav": "cut short",
-        "untold.webm": "no transcript",
+        "no_text.webm": "no transcript",
     }
     assert "5.0 s shorter than its header states" in found["cut.wav"][1]
     assert sum(split.utterances for split in report.splits) == 23
-    with pytest.raises(DataError, match=r"14\.8% of the rows"):  # the duplicate is not an error
+    with pytest.raises(DataError, match=r"14\.8% of the rows"):  # the duplicate does not count
         prepare(source, tmp_path / "strict", most="10%")
 
 

@@ -1,4 +1,4 @@
-"""Digital silence, limited bands and channels of opposite phase are measured, listed and reported with their rows."""
+"""Digital silence, band limits and channels in opposite phase are measured and reported with their rows."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ RATE = 16_000
 
 
 def speech_shaped_noise(seconds: float = 2.0, seed: int = 0) -> np.ndarray:
-    """Return noise that falls by 30 dB from 500 Hz to 8 kHz, like clean speech."""
+    """Return noise whose spectrum falls by 30 dB from 500 Hz to 8 kHz, as in clean speech."""
     samples = round(seconds * RATE)
     spectrum = np.fft.rfft(np.random.default_rng(seed).standard_normal(samples))
     hertz = np.fft.rfftfreq(samples, 1 / RATE).clip(500)
@@ -67,7 +67,7 @@ def test_each_defect_is_listed_with_its_row(manifest):
     assert example_names(found.narrow) == ["telephone"] and found.narrow.examples[0].detail == "4000 Hz"
     assert example_names(found.mixing) == ["opposite", "one_sided"]
     assert [row.detail for row in found.mixing.examples] == [CANCELLED, ONE_SIDED]
-    assert example_names(found.mute) == []  # the level is that of the channel in use
+    assert example_names(found.mute) == []  # the level is measured on the channel in use
     assert [row.row for row in found.mixing.examples] == [4, 5]
 
 
@@ -92,7 +92,7 @@ def test_band_limit_is_highest_frequency_with_energy(rate, band):
     samples = speech_shaped_noise() if rate == RATE else band_limited_noise(rate)
     assert band_limit(samples.astype(np.float64), RATE) == band
     with_noise = samples + 0.001 * np.random.default_rng(1).standard_normal(len(samples))
-    assert band_limit(with_noise, RATE) == np.inf  # negative control: noise above the band is sound
+    assert band_limit(with_noise, RATE) == np.inf  # negative control: noise fills the spectrum above the band
 
 
 def test_8_khz_or_very_short_audio_has_no_band_limit():
@@ -104,4 +104,4 @@ def test_quiet_noise_is_not_digital_silence():
     assert digital_silence(gated().astype(np.float64), RATE) == pytest.approx(0.25, abs=0.01)
     noise = np.round(np.random.default_rng(0).standard_normal(RATE)) / 32_768
     assert digital_silence(noise, RATE) == 0
-    assert digital_silence(np.full(RATE, 0.01), RATE) == 1  # a DC offset is no sound
+    assert digital_silence(np.full(RATE, 0.01), RATE) == 1  # a DC offset counts as silence

@@ -1,4 +1,4 @@
-"""A corpus of arbitrary sentences: no duplicates, no leaks between splits, rejections by line and reason."""
+"""Corpus of given sentences: no duplicates, no leaks between splits, rejected lines with reasons."""
 
 import hashlib
 import json
@@ -47,7 +47,7 @@ STUDENTS = (
 
 @pytest.fixture
 def student_file(tmp_path: Path, synthesizer: SpeechSynthesizer) -> str:
-    """Write a student's file: byte order mark, Windows line ends, various lines."""
+    """Write a text file with byte order mark, CRLF line ends, and valid and invalid lines."""
     path = tmp_path / "students.txt"
     path.write_bytes(("\ufeff" + "\r\n".join(STUDENTS) + "\r\n").encode())
     return str(path)
@@ -89,7 +89,7 @@ def test_splits_partition_sentences_with_separate_voices(count):
     for name, voices in SPLITS:
         assert {sentence.style.voice for sentence in getattr(plan, name)} <= set(voices)
     assert plan == plan_splits(sentences, None, None)
-    if count == 750:  # from the whole file
+    if count == 750:  # test sentences come from the whole file
         places = [sentences.index(sentence.text) for sentence in plan.test]
         assert min(places) < 20 and max(places) > 730
 
@@ -128,7 +128,7 @@ def test_missing_file_or_folder_raises_data_error(tmp_path):
 
 def test_speech_longer_than_30_s_is_rejected(synthesizer):
     style = SpeakingStyle("mr", 130)
-    for text in (LONG, LONG * 500):  # the second one would last hours
+    for text in (LONG, LONG * 500):  # without a limit the second one takes hours
         with pytest.raises(UnspeakableError, match="longer than 30 s") as caught:
             synthesizer.speak(text, style)
         assert caught.value.text == text and len(str(caught.value)) < 200

@@ -1,4 +1,4 @@
-"""Tables as written by spreadsheets and pandas: UTF-16, `sep=;`, headers in any case, multi-line cells."""
+"""Tables of spreadsheets and pandas: UTF-16, `sep=;`, headers in any case, multi-line cells."""
 
 import csv
 import io
@@ -27,7 +27,7 @@ def write_bytes(spoken: Table, content: bytes) -> None:
     (spoken.corpus / "mine.csv").write_bytes(content)
 
 
-def lines(spoken: Table, mark: str, head: tuple[str, ...] = COLUMNS, first: str = "", end: str = "\r\n") -> str:
+def table_text(spoken: Table, mark: str, head: tuple[str, ...] = COLUMNS, first: str = "", end: str = "\r\n") -> str:
     return first + end.join(mark.join(cells) for cells in [head, *spoken.rows]) + end
 
 
@@ -37,16 +37,18 @@ def assign_splits(spoken: Table) -> None:
 
 
 ENCODINGS: dict[str, Callable[[Table], bytes]] = {
-    "UTF-16, as Excel's Unicode text": lambda t: b"\xff\xfe" + lines(t, "\t").encode("utf-16-le"),
-    "UTF-16, big end first": lambda t: b"\xfe\xff" + lines(t, ";").encode("utf-16-be"),
-    "UTF-16, sep": lambda t: b"\xff\xfe" + lines(t, ";", first="sep=;\r\n").encode("utf-16-le"),
-    "sep of semicolons": lambda t: lines(t, ";", first="sep=;\r\n").encode(),
-    "sep behind a mark": lambda t: b"\xef\xbb\xbf" + lines(t, ",", first="SEP=,\n").encode(),
-    "sep of tabs": lambda t: lines(t, "\t", first='"sep=\t"\n').encode(),
-    "sep of lines": lambda t: lines(t, "|", first="sep=|\r").encode(),
-    "Capitals": lambda t: lines(t, ",", ("Audio", "Text", "Speaker", "Split")).encode(),
-    "CAPITALS and blanks": lambda t: ("\ufeff" + lines(t, ";", (" AUDIO ", "TEXT\t", "Speaker ", " SPLIT"))).encode(),
-    "blanks everywhere": lambda t: lines(t, " , ").encode(),
+    "UTF-16, as Excel's Unicode text": lambda t: b"\xff\xfe" + table_text(t, "\t").encode("utf-16-le"),
+    "UTF-16, big-endian": lambda t: b"\xfe\xff" + table_text(t, ";").encode("utf-16-be"),
+    "UTF-16, sep": lambda t: b"\xff\xfe" + table_text(t, ";", first="sep=;\r\n").encode("utf-16-le"),
+    "sep of semicolons": lambda t: table_text(t, ";", first="sep=;\r\n").encode(),
+    "byte order mark before sep": lambda t: b"\xef\xbb\xbf" + table_text(t, ",", first="SEP=,\n").encode(),
+    "sep of tabs": lambda t: table_text(t, "\t", first='"sep=\t"\n').encode(),
+    "sep of vertical bars": lambda t: table_text(t, "|", first="sep=|\r").encode(),
+    "capitalised header": lambda t: table_text(t, ",", ("Audio", "Text", "Speaker", "Split")).encode(),
+    "capitals and blanks": lambda t: (
+        "\ufeff" + table_text(t, ";", (" AUDIO ", "TEXT\t", "Speaker ", " SPLIT"))
+    ).encode(),
+    "blanks everywhere": lambda t: table_text(t, " , ").encode(),
 }
 
 
@@ -63,7 +65,7 @@ def test_spreadsheet_encodings_and_separators_are_read(encoding_name, table):  #
 
 def test_row_numbers_include_the_sep_line(table):  # noqa: F811
     table.rows[5][1] = ""
-    write_bytes(table, lines(table, ";", first="sep=;\r\n").encode())
+    write_bytes(table, table_text(table, ";", first="sep=;\r\n").encode())
     assert prepare(table.directory, "csv", "--table", "mine.csv", *ALL).returncode == 0
     assert [row["row"] for row in read_rejected(table.directory)] == [8]
 
@@ -80,18 +82,18 @@ def test_row_numbers_include_the_sep_line(table):  # noqa: F811
 )
 def test_exact_column_name_wins_and_ambiguous_case_is_rejected(head, flags, message, table):  # noqa: F811
     table.rows[:] = [[row[0], f"x{row[0]}", row[1]] for row in table.rows]
-    write_bytes(table, lines(table, ",", head).encode())
+    write_bytes(table, table_text(table, ",", head).encode())
     done = prepare(table.directory, "csv", "--table", "mine.csv", "--split_by", "utterance", *flags)
     assert (done.returncode == 0) == (not message) and message in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("encoding_name", ["without a mark", "odd", "surrogate"])
+@pytest.mark.parametrize("encoding_name", ["no byte order mark", "odd length", "lone surrogate"])
 def test_malformed_utf16_table_is_rejected(encoding_name, table):  # noqa: F811
-    whole = lines(table, "\t").encode("utf-16-le")
+    whole = table_text(table, "\t").encode("utf-16-le")
     contents = {
-        "without a mark": (whole, "looks like UTF-16 without a byte order mark"),
-        "odd": (b"\xff\xfe" + whole + b"x", "starts as UTF-16"),
-        "surrogate": (b"\xff\xfe" + whole + "\ud800x".encode("utf-16-le", "surrogatepass"), "starts as UTF-16"),
+        "no byte order mark": (whole, "looks like UTF-16 without a byte order mark"),
+        "odd length": (b"\xff\xfe" + whole + b"x", "starts as UTF-16"),
+        "lone surrogate": (b"\xff\xfe" + whole + "\ud800x".encode("utf-16-le", "surrogatepass"), "starts as UTF-16"),
     }
     content, message = contents[encoding_name]
     write_bytes(table, content)
@@ -115,7 +117,7 @@ def test_ljspeech_id_may_be_a_path(tmp_path):
     for number, name in enumerate(names):
         folder = tmp_path / "corpus" / ("" if "/" in name else "wavs")
         write_sentence(folder / f"{name.removesuffix('.wav')}.wav", number)
-    write_sentence(tmp_path / "corpus" / "wavs" / "wavs" / "a5.wav", 50)  # ids first refer to names in wavs/
+    write_sentence(tmp_path / "corpus" / "wavs" / "wavs" / "a5.wav", 50)  # ids are looked up in wavs/ first
     write_table(tmp_path / "corpus" / "metadata.csv", (), [(n, sentence(i)) for i, n in enumerate(names)], "|")
     done = prepare(tmp_path, "ljspeech")
     assert done.returncode == 0 and read_rejected(tmp_path) == [], done.stderr
@@ -127,20 +129,20 @@ def test_ljspeech_id_may_be_a_path(tmp_path):
     assert "corpus/wavs/b1.wav" in read_rejected(tmp_path)[2]["reason"]
 
 
-# Rows split by a line break
+# Rows that are split by line breaks
 
 
 def write_common_voice(folder: Path, rows: list[tuple[object, ...]]) -> None:
-    """Write Common Voice with these rows as train.tsv, quoted where necessary, as pandas does."""
+    """Write a Common Voice corpus with these rows as train.tsv, with the minimal quoting of pandas."""
     for number in range(6):
         write_sentence(folder / "clips" / f"{number}.mp3", number, 32_000)
     with open(folder / "train.tsv", "w", encoding="utf-8", newline="") as file:
         csv.writer(file, delimiter="\t", lineterminator="\n").writerows([CV_HEAD, *rows])
 
 
-def cv_rows(**spoilt: str) -> list[tuple[object, ...]]:
-    read_texts = {f"t{number}": sentence(number) for number in range(6)} | spoilt
-    return [(f"s{n}", f"{n}.mp3", f"x{n}", read_texts[f"t{n}"], "", 2, 0, "twenties") for n in range(6)]
+def cv_rows(**replaced: str) -> list[tuple[object, ...]]:
+    texts = {f"t{number}": sentence(number) for number in range(6)} | replaced
+    return [(f"s{n}", f"{n}.mp3", f"x{n}", texts[f"t{n}"], "", 2, 0, "twenties") for n in range(6)]
 
 
 SPLIT_FLAGS = ("--split_by", "utterance", "--valid_share", "0", "--test_share", "0", "--table", "train.tsv")
@@ -159,7 +161,8 @@ def test_multi_line_sentences_written_by_pandas_are_read(tmp_path):
 
 def test_row_with_ambiguous_end_is_skipped_naming_both_rows(tmp_path):
     rows = cv_rows()
-    rows[2] = (*rows[2][:3], '"' + str(rows[2][3]))  # ends early: does the following row belong to it?
+    # An unclosed quotation mark in a short row: the next row may continue it.
+    rows[2] = (*rows[2][:3], '"' + str(rows[2][3]))
     rows[3] = (*rows[3][:3], str(rows[3][3]) + '"', *rows[3][4:])
     write_common_voice(tmp_path / "corpus", [])
     write_table(tmp_path / "corpus" / "train.tsv", CV_HEAD, rows)
@@ -171,9 +174,9 @@ def test_row_with_ambiguous_end_is_skipped_naming_both_rows(tmp_path):
 
 def test_unpaired_quotation_marks_are_kept(tmp_path):
     write_common_voice(tmp_path / "corpus", [])
-    spoilt = {"t0": '"एक', "t1": 'दोन"', "t2": '"तीन" म्हणून', "t3": '"', "t4": '""', "t5": '"चार'}
-    rows = cv_rows(**{name: f"{text} {number}" for number, (name, text) in enumerate(spoilt.items())})
-    rows[5] = rows[5][:4]  # a short row opens a quotation that never closes
+    replaced = {"t0": '"एक', "t1": 'दोन"', "t2": '"तीन" म्हणून', "t3": '"', "t4": '""', "t5": '"चार'}
+    rows = cv_rows(**{name: f"{text} {number}" for number, (name, text) in enumerate(replaced.items())})
+    rows[5] = rows[5][:4]  # a short row with an unclosed quotation mark
     write_table(tmp_path / "corpus" / "train.tsv", CV_HEAD, rows)
     done = prepare(tmp_path, "common_voice", *SPLIT_FLAGS)
     assert done.returncode == 0 and read_rejected(tmp_path) == [], done.stderr
@@ -189,7 +192,7 @@ def as_records(lines: list[str]) -> list[Record]:
 
 
 def words_of_cells(cells: tuple[str, ...]) -> list[list[str]]:
-    """Return the words of the cells without quotation marks, which a cell that is not split keeps."""
+    """Return the words of each cell without quotation marks, which cells in one line keep."""
     return [cell.replace('"', "").split() for cell in cells]
 
 

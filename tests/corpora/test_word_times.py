@@ -1,4 +1,4 @@
-"""Reference word times: the start of each word in espeak-ng, and the comparison with recognised words."""
+"""Reference word times of espeak-ng, and their comparison with recognised words."""
 
 import dataclasses
 import re
@@ -32,7 +32,7 @@ def test_every_word_has_a_start_time_within_the_speech(synthesizer, sentences):
 
 
 def test_word_start_matches_end_of_pause_in_samples(synthesizer):
-    """Independent reference: with a comma, espeak-ng pauses between two words, visible in the samples."""
+    """Independent reference: a comma makes espeak-ng pause between two words, which the samples show."""
     style = SpeakingStyle("mr+m3", 130)
     spoken = synthesizer.words("घर, शाळा", style)
     samples = np.frombuffer(synthesizer.speak("घर, शाळा", style), dtype=np.int16).astype(float)
@@ -56,7 +56,7 @@ def test_speech_of_other_sentence_or_level_is_rejected(synthesizer, sentences, t
 
 
 def test_only_correctly_recognised_words_are_compared():
-    text = "एक दोन तीन घर"  # the synthesiser treats तीन as part of दोन
+    text = "एक दोन तीन घर"  # the synthesiser has no separate time for तीन, which it joins to दोन
     words = [Word(t, k, k + 1, None) for k, t in enumerate(("एक", "तीन", "दोन", "तीन", "घर"))]
     spoken = SpokenWords((SpokenWord(0, 0.0), SpokenWord(3, 0.5), SpokenWord(11, 1.0)), end=1.5)
     found = matches(tuple(words), text, spoken)

@@ -1,4 +1,4 @@
-"""A loopback server that speaks the protocol of the Hub, as far as `huggingface_hub` needs it for downloads."""
+"""Loopback server with the part of the hub protocol that downloads with `huggingface_hub` need."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ RESOLVE = re.compile(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 @dataclass
 class Repository:
-    """Files of one commit; `faults` maps a file to what the server does wrong with it."""
+    """Files of one commit; `faults` maps a file to the name of the fault in its response."""
 
     files: dict[str, bytes]
     branches: dict[str, str] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Repository:
         return self.files
 
     def commit_of(self, revision: str) -> str | None:
-        """Return the commit of a branch or tag, or the commit itself; None if it does not exist."""
+        """Resolve a branch, tag or commit; return None if it does not exist."""
         return self.commit if revision == self.commit else self.branches.get(revision)
 
 
@@ -53,7 +53,7 @@ def git_id(data: bytes) -> str:
 
 
 class Hub(ThreadingHTTPServer):
-    """Server with its repositories and the requests that it has answered."""
+    """Server with its repositories and a list of the received requests."""
 
     daemon_threads = True
 
@@ -66,7 +66,7 @@ class Hub(ThreadingHTTPServer):
         self.connections: list[socket.socket] = []
 
     def stop(self) -> None:
-        """Close the port and all connections, which clients keep open."""
+        """Close the port and all keep-alive connections."""
         self.shutdown()
         self.server_close()
         for connection in self.connections:
@@ -78,7 +78,7 @@ class Hub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def downloads(self) -> list[str]:
-        """Return the names of the files that were downloaded."""
+        """Return the names of the downloaded files."""
         return [
             line.split("/resolve/")[1].split("/", 1)[1]
             for line in self.requests
@@ -87,10 +87,10 @@ class Hub(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GET and HEAD."""
+    """Handler of GET and HEAD requests."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # the body would wait 40 ms for the client's acknowledgement of the headers
+    disable_nagle_algorithm = True  # otherwise the body waits 40 ms for the client's ACK of the headers
     server: Hub
 
     def setup(self) -> None:
@@ -161,7 +161,7 @@ class Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": commit, "ETag": f'"{etag}"'}
         if is_large(file):
             headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(data) + (fault == "size"))}
-        if fault == "stuck" and self.command == "GET":
+        if fault == "stalled" and self.command == "GET":
             return self._stall(data, headers)
         if fault == "cut" and self.command == "GET":
             return self._cut_connection(data, headers)
@@ -171,7 +171,7 @@ class Handler(BaseHTTPRequestHandler):
         self._send(206 if start else 200, data[start:], headers)
 
     def _stall(self, data: bytes, headers: dict[str, str]) -> None:
-        """Send half of the file, and nothing more until the client goes away."""
+        """Send half of the file, then wait until the client closes the connection."""
         self.send_response(200)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
@@ -191,13 +191,13 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data[: len(data) // 2])
         self.wfile.flush()
-        # With a linger time of 0, close sends RST.
+        # With a linger time of 0, closing sends RST.
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.shutdown(socket.SHUT_RDWR)
         self.close_connection = True
 
     def _send_error(self, status: int, code: str) -> None:
-        self._send(status, json.dumps({"error": "refused"}).encode(), {"X-Error-Code": code})
+        self._send(status, json.dumps({"error": "rejected"}).encode(), {"X-Error-Code": code})
 
     def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -210,7 +210,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def running_hub() -> Iterator[Hub]:
-    """Serve in a thread during the block."""
+    """Run the hub in a thread during the block."""
     with Hub() as hub:
         thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()

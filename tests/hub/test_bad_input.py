@@ -1,4 +1,4 @@
-"""Bad input on the hub: one sentence with the right exit code, nothing half written, and no token in any output."""
+"""Invalid input from the hub: one message of the right error class, no partial file, and no token in any output."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ def no_sleep(_seconds: float) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_retry_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry without pauses."""
+    """Disable pauses between retries."""
     monkeypatch.setattr("time.sleep", no_sleep)
 
 
@@ -37,19 +37,19 @@ def _token_is_not_printed(capfd: pytest.CaptureFixture[str], caplog: pytest.LogC
 
 
 def assert_rejected(kind: type[KonkaniVaniError], words: str, name: str = NAME, revision: str | None = None) -> None:
-    """Check that the model is refused with these words, in one sentence or two, without the token."""
+    """Check that locating the model raises `kind` with these words, in one line and without the token."""
     with pytest.raises(kind, match=words) as caught:
         locate_model(name, revision, "whisper")
     text = str(caught.value)
     assert TOKEN not in text and "\n" not in text and "Traceback" not in text
-    # Nothing that a traceback could print leads to the request.
+    # No exception that a traceback would print refers to the request.
     assert caught.value.__cause__ is None and (caught.value.__context__ is None or caught.value.__suppress_context__)
 
 
 def assert_no_partial_files(cache: Path) -> None:
     assert not [path for path in cache.rglob("*") if path.name.endswith((".incomplete", ".partial", ".tmp"))]
     assert not list(cache.rglob(WEIGHTS))
-    # Links of a snapshot lead to whole files.
+    # Links of a snapshot point to existing files.
     assert all(path.exists() for path in cache.rglob("snapshots/*/*"))
 
 
@@ -62,7 +62,7 @@ def test_private_repository_requires_its_token(hub: Hub, cache: Path) -> None:
     hub.repositories[NAME].token = "hf_another"
     assert_rejected(UsageError, "HF_TOKEN if it is private")
     hub.repositories[NAME].token = TOKEN
-    assert locate_model(NAME, None, "whisper").commit  # the token of the environment opens it
+    assert locate_model(NAME, None, "whisper").commit  # HF_TOKEN grants access
 
 
 def test_gated_repository_names_its_conditions(hub: Hub, cache: Path) -> None:
@@ -110,12 +110,12 @@ def test_proxy_login_page_is_rejected(hub: Hub, cache: Path) -> None:
 def test_proxy_login_page_in_place_of_files_is_rejected(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listing = Remote.listing
 
-    def then_proxy(self: Remote) -> object:
+    def list_then_proxy(self: Remote) -> object:
         found = listing(self)
         hub.is_proxy = True
         return found
 
-    monkeypatch.setattr(Remote, "listing", then_proxy)
+    monkeypatch.setattr(Remote, "listing", list_then_proxy)
     assert_rejected(ResourceError, "failed")
     assert_no_partial_files(cache)
 
@@ -124,7 +124,7 @@ def test_cut_download_fails_and_can_be_repeated(hub: Hub, cache: Path, capfd: py
     hub.repositories[NAME].faults[WEIGHTS] = "cut"
     assert_rejected(ResourceError, f"the download of {WEIGHTS} from .* failed")
     captured = capfd.readouterr()
-    assert captured.out + captured.err == ""  # no warnings of the library, and no bar without a terminal
+    assert captured.out + captured.err == ""  # no warnings of the library, and no progress bar without a terminal
     assert_no_partial_files(cache)
     del hub.repositories[NAME].faults[WEIGHTS]
     assert (locate_model(NAME, None, "whisper").path / WEIGHTS).is_file()
@@ -223,14 +223,14 @@ def test_http_errors_raise_without_the_token(
 
 
 def malformed_listing(change: Callable[[dict[str, object]], object]) -> Callable[..., None]:
-    """Return a server's listing with one change."""
+    """Return a replacement of `Handler._list` that applies `change` to the response."""
 
-    def answer(self: object, name: str, repository: Repository, commit: str) -> None:
+    def send_listing(self: object, name: str, repository: Repository, commit: str) -> None:
         body: dict[str, object] = {"id": name, "sha": commit, "siblings": [{"rfilename": "config.json"}], "tags": []}
         change(body)
         self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
-    return answer
+    return send_listing
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Data sets on the hub as --source of the preparation: configurations, revisions, offline use, bad input."""
+"""Data sets on the hub as --source of prepare_data.py: configurations, revisions, offline use, invalid input."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ SPLITS = ("train", "validation", "test")
 
 @pytest.fixture(scope="session")
 def parquet_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """One Parquet file per split."""
+    """Return one Parquet file per split."""
     folder = tmp_path_factory.mktemp("parquet") / "corpus"
     huggingface_parquet(folder)
     return {name.split("/")[1].split("-")[0]: data for name, data in files_in(folder).items()}
@@ -62,7 +62,7 @@ def test_configuration_of_dataset_card_is_prepared_and_cached(
     assert report["source"] == label
     assert {split["name"]: split["utterances"] for split in report["splits"]} == {"train": 8, "valid": 2, "test": 2}
     assert not (tmp_path / "out" / "tables").exists()
-    # The label of the report is a source, which needs neither the branch nor the network.
+    # The label in the report is a valid --source, which needs neither the branch nor the network.
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub.requests.clear()
     assert label in run_prepare_data(tmp_path, label, 0, "again")
@@ -82,7 +82,7 @@ def test_cached_dataset_is_used_without_network(
     assert "cannot be reached: using someone/speech from the cache" in capfd.readouterr().err
     with pytest.raises(ResourceError, match="Connection refused"):
         locate_dataset(DatasetName(NAME, "hi_in"))
-    # A file that was removed from the cache makes it incomplete.
+    # A file is removed from the cache, which is then incomplete.
     next(iter(first.files.values())).unlink()
     with pytest.raises(ResourceError, match="Connection refused"):
         locate_dataset(DatasetName(NAME, "mr_in"))

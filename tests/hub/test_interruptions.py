@@ -61,7 +61,7 @@ locate_model("someone/whisper-small", None, "whisper")
 
 
 def kill_before_verification(hub: Hub) -> None:
-    """Download weights of other content in a process that SIGKILL ends before it has checked them."""
+    """Download weights with wrong content in a process that is killed by SIGKILL before it verifies them."""
     hub.repositories[NAME].faults[WEIGHTS] = "content"
     done = subprocess.run([sys.executable, "-c", KILLED_BEFORE_VERIFICATION], cwd=ROOT, timeout=PATIENCE, check=False)
     assert done.returncode == -signal.SIGKILL
@@ -114,7 +114,7 @@ def test_download_waits_for_lock_of_another_process(
     lock = fcntl.flock
 
     def wait(file: int, operation: int) -> None:
-        """Release the lock of the other process when this one starts to wait."""
+        """Release the other lock when the exclusive lock is requested."""
         if operation == fcntl.LOCK_EX:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         lock(file, operation)
@@ -126,10 +126,10 @@ def test_download_waits_for_lock_of_another_process(
 
 
 def serve_wrong_etag_for_weights(hub: Hub, cache: Path) -> Path:
-    """Return the path of the file in the cache whose digest the hub then states as that of the weights."""
+    """Make the hub send the ETag of another cached file for the weights; return the path of that file."""
     settings = locate_model(NAME, None, "settings").path / "config.json"
     blob = settings.resolve()
-    # A digest as Git LFS has it, of another file in the cache.
+    # Name another cached file by its SHA-256, as Git LFS does.
     other = blob.with_name(hashlib.sha256(blob.read_bytes()).hexdigest())
     blob.rename(other)
     settings.unlink()
@@ -148,7 +148,7 @@ def test_etag_of_another_cached_file_is_rejected(hub: Hub, cache: Path, whisper_
     hub.repositories[NAME].faults = {"README.md": f"etag {git_id(b'other')}"}
     with pytest.raises(CheckpointError, match="as the digest of its README.md"):
         locate_model(NAME, None, "whisper")
-    # Another form of ETag, as a mirror has it, is not a digest.
+    # An ETag in another format, as of a mirror, is not compared as a digest.
     hub.repositories[NAME].faults = {WEIGHTS: "etag 65f2-1a"}
     assert (locate_model(NAME, None, "whisper").path / WEIGHTS).is_file()
 

@@ -1,4 +1,4 @@
-"""Names on the hub in place of folders of pretrained models."""
+"""Pretrained models by their name on the hub."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_cached_model_is_used_without_network(hub: Hub, cache: Path, capfd: pyte
     hub.stop()
     assert locate_model(NAME, None, "whisper") == first
     assert f"cannot be reached: using {NAME} from the cache" in capfd.readouterr().err
-    # A commit needs no request at all.
+    # A commit needs no request.
     assert locate_model(NAME, first.commit, "whisper") == first
     assert capfd.readouterr().err == ""
 
@@ -101,7 +101,7 @@ def test_sharded_weights_equal_single_file(hub: Hub, cache: Path, whisper_files:
     assert set(hub.downloads()) == {*files, "README.md"}
     whole = read_pretrained(write_files(cache / "whole", whisper_files)).weights()
     assert all(torch.equal(weight, whole[name]) for name, weight in pretrained.weights().items())
-    # A snapshot that lacks a shard is not complete: it is downloaded again.
+    # A snapshot without one of its shards is incomplete: the shard is downloaded again.
     (pretrained.path / names[0]).unlink()
     locate_model(NAME, None, "whisper")
     assert (pretrained.path / names[0]).is_file()

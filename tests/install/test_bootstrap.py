@@ -1,6 +1,6 @@
-"""The set-up: choice of Python and PyTorch, remembered state, and one sentence per failure.
+"""Setup: choice of Python and PyTorch, stored state, and one line per failure.
 
-Nothing is installed here: pip only runs against an unreachable address.
+Nothing is installed: pip runs only against an unreachable address.
 """
 
 import ast
@@ -57,9 +57,9 @@ SCRIPTS = sorted((ROOT / "training_scripts").glob("[a-z]*.py")) + [
 NO_DRIVER = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
 OLD_TABLE = "| NVIDIA-SMI 470.82.01    Driver Version: 470.82.01    CUDA Version: 11.4     |"
 
-# The test machine does not need the disk space of an installation.
+# Report 1 TiB of free disk space: the test machine needs none for an installation.
 LARGE_DISK = "import shutil; shutil.disk_usage = lambda path: shutil._ntuple_diskusage(2**40, 0, 2**40)\n"
-# An environment with the pip of this Python: installing another one takes five CPU seconds.
+# Link the pip of this Python into the environment: installing another one takes 5 s of CPU time.
 LINKED_PIP = """
 import pathlib, pip, subprocess
 run = subprocess.run
@@ -73,7 +73,7 @@ subprocess.run = run_without_ensurepip
 
 
 def load_bootstrap(root: Path):
-    """Import training_scripts/bootstrap.py of a checkout as a separate module."""
+    """Import training_scripts/bootstrap.py of a checkout as a new module."""
     spec = importlib.util.spec_from_file_location(
         f"bootstrap_of_{root.name}", root / "training_scripts" / "bootstrap.py"
     )
@@ -84,7 +84,7 @@ def load_bootstrap(root: Path):
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Copy the files that the set-up needs, without .venv."""
+    """Copy the files that the setup needs, without .venv."""
     paths = ["training_scripts/bootstrap.py", "setup.cfg", "pyproject.toml", "konkanivani/__init__.py"]
     startup = (ROOT / "konkanivani/install").glob("*.py")
     for name in [*paths, *(path.relative_to(ROOT) for path in startup)]:
@@ -122,7 +122,7 @@ def python_without_torch() -> str:
 
 
 def run(python: str, arguments: list[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess:
-    """Run a Python without the settings of pip and the allocator on this machine."""
+    """Run a Python without the pip and allocator settings of this machine."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTORCH_", "PYTHON"))}
     environment = kept | {"PIP_CONFIG_FILE": os.devnull, "PYTHONDONTWRITEBYTECODE": "1"} | variables
     return subprocess.run(
@@ -131,7 +131,7 @@ def run(python: str, arguments: list[str], cwd: Path, **variables: str) -> subpr
 
 
 def assert_one_line_error(process: subprocess.CompletedProcess, *words: str) -> None:
-    """Assert exit code 6, no stdout, no traceback, and one error with all `words`."""
+    """Assert exit code 6, no stdout, no traceback, and one error line with all `words`."""
     errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
     assert process.returncode == 6, process.stderr
     assert process.stdout == ""
@@ -191,15 +191,15 @@ class TestWheels:
         assert not is_answering("http://127.0.0.1:9/", 3)
 
     def test_installing_requirements_keeps_installed_torch_build(self, venv, tmp_path, monkeypatch):
-        write_program(tmp_path / "programs", "uv", f'echo "$@" > {tmp_path}/told.txt')
+        write_program(tmp_path / "programs", "uv", f'echo "$@" > {tmp_path}/arguments.txt')
         write_program(venv.folder / "bin", "python", "exit 0")
         monkeypatch.setenv("PATH", str(tmp_path / "programs"), prepend=os.pathsep)
-        monkeypatch.setattr(Venv, "missing", lambda *_: ["jiwer"])  # torch is there, made by hand, and fits
+        monkeypatch.setattr(Venv, "missing", lambda *_: ["jiwer"])  # torch is installed, by hand, and suits
         monkeypatch.setattr(Venv, "check_disk", lambda *_: None)
         with venv.locked() as lock:
             venv.install({"test"}, CU126, lock)
-        # Nothing that upgrades: uv and pip keep an installed version that fits, whichever its build.
-        assert (tmp_path / "told.txt").read_text() == f"pip install --python {venv.python} --editable .[test]\n"
+        # No upgrade flag: uv and pip keep any installed build whose version fits.
+        assert (tmp_path / "arguments.txt").read_text() == f"pip install --python {venv.python} --editable .[test]\n"
 
     def test_torch_is_installed_from_its_index_in_one_command(self, venv, monkeypatch):
         calls = []
@@ -219,7 +219,7 @@ class TestStamp:
 
     @pytest.fixture
     def venv(self, checkout, monkeypatch, calls) -> Venv:
-        """Return a full set-up of the default build for a GPU that needs CUDA 12.6, whose index is unreachable now."""
+        """Return a complete setup with the default build for a GPU that needs CUDA 12.6; the index is unreachable."""
         venv = Venv(checkout)
         venv.folder.mkdir()
         venv.write_stamp(Stamp("cu126", "default", str(checkout)))
@@ -236,7 +236,7 @@ class TestStamp:
         assert venv.is_ready({"test"}, build) == is_valid
 
     def test_stamp_is_invalid_if_package_is_missing_or_folder_moved(self, venv, monkeypatch):
-        for missing_packages in (["jiwer>=3 (found 2.0)"], None, []):  # None: a Python that does not start
+        for missing_packages in (["jiwer>=3 (found 2.0)"], None, []):  # None: the Python does not start
             monkeypatch.setattr(Venv, "missing", lambda *_, missing_packages=missing_packages: missing_packages)
             assert venv.is_ready(set(), DEFAULT) == (missing_packages == [])
         venv.write_stamp(Stamp("cu126", "default", "/elsewhere"))
@@ -264,17 +264,17 @@ class TestStamp:
         assert venv.is_ready(set(), DEFAULT) != is_marked
 
     def test_update_keeps_environment_and_killed_or_moved_one_is_recreated(self, venv, monkeypatch, calls):
-        made = []
-        monkeypatch.setattr(Venv, "create", lambda self: made.append(True))
+        created = []
+        monkeypatch.setattr(Venv, "create", lambda self: created.append(True))
         with venv.locked() as lock:
             venv.install({"test"}, DEFAULT, lock)
-            assert calls == [("--editable", ".[test]")] and not made
+            assert calls == [("--editable", ".[test]")] and not created
             venv.unfinished.touch()
             venv.install({"test"}, DEFAULT, lock)
-            assert len(calls) == 3 and len(made) == 1
+            assert len(calls) == 3 and len(created) == 1
             venv.write_stamp(Stamp("default", "default", "/elsewhere"))
             venv.install({"test"}, DEFAULT, lock)
-        assert len(made) == 2 and venv.read_stamp() == Stamp("default", "default", str(venv.root))
+        assert len(created) == 2 and venv.read_stamp() == Stamp("default", "default", str(venv.root))
 
     def test_second_setup_waits_for_first_and_installs_nothing(self, venv, monkeypatch, capsys, calls):
         venv.stamp.unlink()
@@ -283,7 +283,7 @@ class TestStamp:
         def flock(lock, operation):
             if operation & fcntl.LOCK_NB:
                 raise BlockingIOError
-            venv.unfinished.unlink()  # the other process ends
+            venv.unfinished.unlink()  # the other process has finished
 
         monkeypatch.setattr(fcntl, "flock", flock)
         venv.prepare({"test"})
@@ -293,7 +293,7 @@ class TestStamp:
 class TestSetupFailures:
     Version = namedtuple("Version", "major minor micro")
 
-    @pytest.mark.parametrize("pip", [LINKED_PIP, *further("")], ids=["pip at hand", "ensurepip"])
+    @pytest.mark.parametrize("pip", [LINKED_PIP, *further("")], ids=["linked pip", "ensurepip"])
     def test_unreachable_package_index_is_reported_in_one_line(self, checkout, pip):
         arguments = ["training_scripts/bootstrap.py", "--extras", "synthesis"]
         (checkout / "sitecustomize.py").write_text(LARGE_DISK + pip)
@@ -340,8 +340,8 @@ class TestSetupFailures:
         monkeypatch.setattr(Requirements, "missing", lambda *_: ["torch"])
         monkeypatch.setattr(os, "access", lambda path, mode: False)
         assert bootstrap.main([]) == 6
-        said = capsys.readouterr().err
-        assert "is not writable" in said and f"let its owner (user {os.getuid()})" in said
+        message = capsys.readouterr().err
+        assert "is not writable" in message and f"let its owner (user {os.getuid()})" in message
         assert not (checkout / ".venv").exists()
 
     def test_folder_other_than_environment_is_not_deleted(self, venv):
@@ -370,7 +370,9 @@ class TestSetupFailures:
 
     def test_newest_suitable_python_on_path_is_executed(self, bootstrap, tmp_path, monkeypatch):
         programs = tmp_path / "programs"
-        write_program(programs, "python3.14", "echo 'python3.14: command not found'; exit 127")  # of a version manager
+        write_program(
+            programs, "python3.14", "echo 'python3.14: command not found'; exit 127"
+        )  # shim of a version manager
         write_program(programs, "python3.13", "exit 1")  # without ensurepip
         write_program(programs, "python3.12", "echo '/opt/python 3.12/bin/python3.12'")
         write_program(programs, "python3.11", "echo /usr/bin/python3.11")
@@ -417,29 +419,31 @@ class TestSetupFailures:
     def test_pip_is_tried_after_uv_fails_and_only_large_downloads_are_shown(self, venv, tmp_path, capsys):
         uv = 'echo "Downloading torch (505.9MiB)"; echo "Downloading tqdm (1.2MiB)"; exit 2'
         write_program(tmp_path / "programs", "uv", uv)
-        write_program(venv.folder / "bin", "python", f'echo "$@" >> {tmp_path}/told.txt')
+        write_program(venv.folder / "bin", "python", f'echo "$@" >> {tmp_path}/arguments.txt')
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PATH", f"{tmp_path}/programs:{os.environ['PATH']}")
             with venv.locked() as lock:
                 Installer(venv.root, venv.python, venv.cache, lock).install("torch")
         shown = capsys.readouterr().err
         assert "Downloading torch (505.9MiB)" in shown and "trying pip" in shown and "tqdm" not in shown
-        assert (tmp_path / "told.txt").read_text().endswith("--no-input install torch\n")
+        assert (tmp_path / "arguments.txt").read_text().endswith("--no-input install torch\n")
 
     def test_uv_gets_index_of_pip_and_full_disk_is_not_retried(self, venv, tmp_path, monkeypatch):
-        uv = f'echo "$UV_DEFAULT_INDEX" > {tmp_path}/told.txt; echo "No space left on device (os error 28)"; exit 2'
+        uv = (
+            f'echo "$UV_DEFAULT_INDEX" > {tmp_path}/arguments.txt; echo "No space left on device (os error 28)"; exit 2'
+        )
         write_program(tmp_path / "programs", "uv", uv)
         write_program(venv.folder / "bin", "python", "echo \"global.index-url='https://mirror/simple'\"")
         monkeypatch.setenv("PATH", str(tmp_path / "programs"), prepend=os.pathsep)
         with venv.locked() as lock, pytest.raises(SetupError, match="disk became full"):
             Installer(venv.root, venv.python, venv.cache, lock).install("torch")
-        assert (tmp_path / "told.txt").read_text() == "https://mirror/simple\n"
+        assert (tmp_path / "arguments.txt").read_text() == "https://mirror/simple\n"
 
     @pytest.mark.parametrize(("missing", "makes_venv"), [([], False), (["jiwer"], True)])
     def test_python_with_all_requirements_needs_no_environment(
         self, bootstrap, monkeypatch, capsys, missing, makes_venv
     ):
-        """As in a notebook whose own PyTorch fits, after `pip install .`."""
+        """For example a notebook with a suitable PyTorch, after `pip install .`."""
         prepared = []
         monkeypatch.setattr(Requirements, "missing", lambda *_: missing)
         monkeypatch.setattr(Venv, "prepare", lambda *_: prepared.append(True))
@@ -496,10 +500,10 @@ class TestRerun:
         assert environment == {name: "max_split_size_mb:64"}
 
     def test_user_id_without_name_gets_logname(self, monkeypatch):
-        """torch._dynamo calls getpass during its import, as for a memory plan."""
+        """Importing torch._dynamo, as for a memory plan, calls getpass, which fails without a user name."""
         named, unnamed = {"USER": "anita"}, {}
         set_process_defaults(unnamed)
-        assert "LOGNAME" not in unnamed  # the user of this test has a name
+        assert "LOGNAME" not in unnamed  # the user of the test process has a name
         monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
         for environment in (named, unnamed):
             set_process_defaults(environment)
@@ -541,8 +545,8 @@ def test_huge_pages_are_added_to_tunables_of_user(before, after):
 
 
 class TestMalloc:
-    # Blocks of mixed sizes, separated by small ones; malloc has freed one of 30 MiB before, as in every training run.
-    # Without the pad, whose 16 MiB would take a few of the blocks if the heap grew now.
+    # Allocate blocks of mixed sizes, separated by small ones, after freeing one of 30 MiB, as in every training run.
+    # M_TOP_PAD is 0: otherwise its 16 MiB would hold a few of the blocks if the heap grew now.
     PROGRAM = (
         "import os, sys; sys.path.insert(0, '.')\n"
         "from konkanivani.install import environment as process_defaults\n"
@@ -557,7 +561,7 @@ class TestMalloc:
     )
 
     def run_program(self, program: str, mode: str, variables: dict[str, str]) -> str:
-        """Return the output of the program with glibc's default settings and these variables."""
+        """Run the program with the default settings of glibc and these variables; return its output."""
         if not os.path.exists("/proc/self/status") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""):
             pytest.skip("no glibc on Linux here")
         plain = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
@@ -569,7 +573,7 @@ class TestMalloc:
         return done.stdout
 
     def memory_growth(self, mode: str, **variables: str) -> tuple[str, int, int]:
-        """Return the answer of the setting, and resident KiB with the blocks and after they are freed."""
+        """Return the result of set_malloc_options, and the RSS growth in KiB before and after freeing the blocks."""
         answer, full, freed = self.run_program(self.PROGRAM, mode, variables).split()
         return answer, int(full), int(freed)
 
@@ -593,7 +597,7 @@ class TestMalloc:
     def test_malloc_threshold_of_user_is_kept(self, variables):
         assert self.memory_growth("set", **variables, MALLOC_ARENA_MAX="2")[0] == "False"
 
-    # Size in KiB of the first heap of the process while another thread has 40 blocks of 1 MiB.
+    # Print the RSS in KiB of the main heap while another thread holds 40 blocks of 1 MiB.
     THREAD_PROGRAM = (
         "import os, sys, threading; sys.path.insert(0, '.')\n"
         "from konkanivani.install import environment as process_defaults\n"
@@ -633,9 +637,9 @@ class TestMalloc:
     def test_scripts_set_malloc_options_without_environment_variables(self, checkout):
         script = checkout / "training_scripts" / "script.py"
         script.write_text(
-            "import bootstrap; asked = []; bootstrap.set_malloc_options = asked.append\n"
+            "import bootstrap; environments = []; bootstrap.set_malloc_options = environments.append\n"
             "bootstrap.rerun_under_venv(); import os\n"
-            "print(len(asked), [name for name in os.environ if 'MALLOC' in name or 'GLIBC' in name])\n"
+            "print(len(environments), [name for name in os.environ if 'MALLOC' in name or 'GLIBC' in name])\n"
         )
         assert run(sys.executable, [str(script)], checkout).stdout == "1 []\n"
 
@@ -647,7 +651,7 @@ class TestScripts:
         assert not any(isinstance(n, ast.ImportFrom) and n.module == "__future__" for n in tree.body)
         calls = [n for n in tree.body if isinstance(n, ast.Expr) and "rerun_under_venv()" in ast.unparse(n)]
         imports = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.module.startswith("konkanivani")]
-        assert calls, "no rerun_under_venv() at the head"
+        assert calls, "no rerun_under_venv() at the top"
         assert all(n.lineno > calls[0].lineno for n in imports)
 
     def test_torch_range_equals_setup_cfg(self):
@@ -655,7 +659,7 @@ class TestScripts:
         setup.read(ROOT / "setup.cfg")
         required = setup["options"]["install_requires"].split()
         assert f"torch{TORCH_RANGE}" in required and f"torchaudio{TORCHAUDIO_RANGE}" in required
-        # CUDA 12.6 wheels, for GPUs before Turing, end here: a higher bound needs another choice of builds.
+        # Later releases have no CUDA 12.6 wheels, which GPUs before Turing need: `choose_build` must change with this bound.
         assert LAST_WITH_CU126 == "2.14" and is_version_in(f"{LAST_WITH_CU126}.1+cu126", TORCH_RANGE)
         assert not is_version_in("2.15.0", TORCH_RANGE)
 
@@ -668,10 +672,10 @@ class TestGPUArchitecture:
         ("name", "capability", "architectures"),
         [
             ("Tesla T4", (7, 5), CUDA_13),
-            ("NVIDIA GeForce RTX 4090", (8, 9), CUDA_13),  # runs builds for 8.0 and 8.6
+            ("NVIDIA GeForce RTX 4090", (8, 9), CUDA_13),  # binary compatible with 8.0 and 8.6
             ("NVIDIA H100", (9, 0), CUDA_13),
             ("NVIDIA GB10", (12, 1), CUDA_13),
-            ("a card to come", (13, 0), CUDA_13),  # compiles the PTX
+            ("future GPU", (13, 0), CUDA_13),  # compiled from PTX
             ("GeForce GTX 980", (5, 2), CUDA_12_6),
             ("NVIDIA H100", (9, 0), ["sm_90a"]),
         ],

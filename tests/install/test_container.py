@@ -1,4 +1,4 @@
-"""The Dockerfile agrees with setup.cfg and copies what the wheel needs; the build itself is not run."""
+"""The Dockerfile agrees with setup.cfg and copies the files of the wheel; the image is not built."""
 
 import re
 
@@ -15,7 +15,7 @@ LINES = [line for line in TEXT.replace("\\\n", "").splitlines() if line and not 
 
 
 def requirements_differ(text: str) -> bool:
-    """Return whether the Dockerfile installs other releases of PyTorch than setup.cfg wants."""
+    """Return whether the PyTorch requirements of the Dockerfile differ from those of setup.cfg."""
     wanted = [line for line in Requirements(ROOT).lines([]) if line.startswith("torch")]
     return re.findall(r'"(torch\w*[<>][^"]*)"', text) != wanted
 

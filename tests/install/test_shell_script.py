@@ -1,4 +1,4 @@
-"""The shell script alone: its arguments for the trainer or torchrun, tested with a replacement of Python."""
+"""Arguments that the shell script passes to the trainer or torchrun, recorded by a fake Python."""
 
 import os
 import shutil
@@ -16,9 +16,9 @@ SCRIPT = "run_training_memory_optimized.sh"
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a folder with the script, a python3 whose bootstrap names the replacement, and the replacement."""
+    """Write the script, a fake Python that records its arguments, and a python3 whose bootstrap prints its path."""
     shutil.copy(ROOT / SCRIPT, tmp_path)
-    passed = 'echo "$PET_SIGNALS_TO_HANDLE $*"\nprintf "%s\\n" "$@" > told.txt'
+    passed = 'echo "$PET_SIGNALS_TO_HANDLE $*"\nprintf "%s\\n" "$@" > arguments.txt'
     named = f'if [ "$1" = training_scripts/bootstrap.py ]; then echo "{tmp_path}/python"; fi'
     for name, lines in (("python", passed), ("python3", named)):
         (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
@@ -30,7 +30,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run_script_with_sighup(checkout: Path, *flags: str, hang_up: signal.Handlers, **settings: str) -> str:
     command = [str(checkout / SCRIPT), "--train_manifest", "t.jsonl", "--device", "cpu", *flags]
     environment = {name: value for name, value in os.environ.items() if name != "PET_SIGNALS_TO_HANDLE"} | settings
-    before = signal.signal(signal.SIGHUP, hang_up)  # a child inherits ignored signals, as from nohup
+    before = signal.signal(signal.SIGHUP, hang_up)  # child processes inherit ignored signals, as under nohup
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True)
     finally:
@@ -39,7 +39,7 @@ def run_script_with_sighup(checkout: Path, *flags: str, hang_up: signal.Handlers
 
 
 def test_torchrun_does_not_handle_sighup_under_nohup(checkout):
-    """Observed with torchrun: otherwise it handles SIGHUP again, and ends its ranks when the terminal closes."""
+    """Otherwise torchrun handles SIGHUP, and terminates its ranks when the terminal is closed."""
     output = run_script_with_sighup(checkout, "--nproc_per_node", "2", hang_up=signal.SIG_IGN)
     assert output.startswith("SIGTERM,SIGINT,SIGQUIT -m torch.distributed.run --nproc_per_node 2 --standalone")
 
@@ -56,9 +56,9 @@ def test_torchrun_signals_are_unchanged_without_nohup(checkout):
 
 
 def trainer_arguments(checkout: Path, *arguments: str) -> list[str]:
-    """Return the arguments of the trainer, one per line."""
+    """Run the script and return the arguments of the trainer."""
     subprocess.run([str(checkout / SCRIPT), *arguments], check=True, capture_output=True, timeout=PATIENCE)
-    return (checkout / "told.txt").read_text(encoding="utf-8").splitlines()
+    return (checkout / "arguments.txt").read_text(encoding="utf-8").splitlines()
 
 
 def last_value(passed: list[str], flag: str) -> str | None:
@@ -131,5 +131,5 @@ def test_help_shows_script_examples_and_passes_arguments_to_trainer(checkout, wo
     usage, _, rest = done.stdout.partition("\n\n ")
     assert usage.startswith("Set up .venv") and "--nproc_per_node 2" in rest and "#" not in done.stdout
     assert max(map(len, done.stdout.splitlines()[:16])) <= 80
-    passed = (checkout / "told.txt").read_text(encoding="utf-8").splitlines()
+    passed = (checkout / "arguments.txt").read_text(encoding="utf-8").splitlines()
     assert passed == ["training_scripts/train_konkanivani_asr.py", *words]

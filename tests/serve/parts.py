@@ -1,4 +1,4 @@
-"""A recogniser of tones, a running server, and a client of it."""
+"""Recogniser of tones, server in a thread, and client functions."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ FRAME_SECONDS = 0.05
 
 
 def tones(lines: list[list[str]], rate: int = RATE, start: float = 0.3) -> np.ndarray:
-    """Return the words of each line as tones, with a pause after each line."""
+    """Return a tone per word, with a pause after each line."""
     time = np.arange(round(TONE_SECONDS * rate)) / rate
     parts = [np.zeros(round(start * rate))]
     for words in lines:
@@ -40,14 +40,14 @@ def tones(lines: list[list[str]], rate: int = RATE, start: float = 0.3) -> np.nd
 
 
 class ToneListener:
-    """Recogniser of `tones`: a partial result after each word, a final one at each pause."""
+    """Recogniser of `tones`: one partial result after each word, one final result at each pause."""
 
     def __init__(self, sample_rate: int) -> None:
         self._rate = sample_rate
         self._frame = round(FRAME_SECONDS * sample_rate)
         self._rest = np.zeros(0, dtype=np.float32)
         self._frames = 0
-        self._pitches: list[float] = []  # of the frames of the current tone
+        self._pitches: list[float] = []  # of each frame of the current tone
         self._words: list[Word] = []
         self._silent_since = 0.0
 
@@ -99,7 +99,7 @@ class ToneListener:
 def running_server(
     build: BuildRecognizer = ToneListener, limits: Limits = DEFAULT_LIMITS, corrections: Corrections | None = None
 ) -> Iterator[PageServer]:
-    """Run a server in a thread."""
+    """Run a server in a thread during the block."""
     ready = Ready("tones.pt", "mr", corrections is not None)
     server = PageServer(build, ready, bind("127.0.0.1", 0), "127.0.0.1", corrections, limits)
     thread = threading.Thread(target=server.serve)
@@ -113,7 +113,7 @@ def running_server(
 
 
 def connect_to(server: PageServer, endpoint: str = "listen", **options: object) -> ClientConnection:
-    """Open a connection as the page does."""
+    """Open a WebSocket connection with the Origin of the page."""
     parts = urlsplit(server.address)
     options.setdefault("origin", f"http://{parts.netloc}")
     return connect(f"ws://{parts.netloc}{parts.path}{endpoint}", compression=None, **options)
@@ -121,7 +121,7 @@ def connect_to(server: PageServer, endpoint: str = "listen", **options: object) 
 
 @contextlib.contextmanager
 def start_recording(server: PageServer, rate: object = RATE) -> Iterator[ClientConnection]:
-    """Start a recording."""
+    """Open a connection and start a recording."""
     with connect_to(server) as connection:
         with contextlib.suppress(ConnectionClosed):  # all sessions are in use
             connection.send(json.dumps({"type": "start", "sample_rate": rate}))
@@ -138,7 +138,7 @@ def finish(connection: ClientConnection) -> None:
 
 
 def receive_messages(connection: ClientConnection, kind: str | None = None, timeout: float = 10.0) -> list[dict]:
-    """Return the messages up to the end of the connection, or the ones of one kind."""
+    """Return all messages until the connection is closed, or only those of type `kind`."""
     found = []
     with contextlib.suppress(Exception):
         while True:

@@ -1,4 +1,4 @@
-"""Access to the page: token, Host, Origin, headers, static files, and many connections."""
+"""Access control of the page: token, Host, Origin, headers, static files, and many connections."""
 
 import http.client
 import re
@@ -18,7 +18,7 @@ from tests.serve.parts import connect_to, running_server
 
 
 def get(server: PageServer, path: str, **headers: str) -> http.client.HTTPResponse:
-    """Return the answer to a GET of a path after the token."""
+    """Return the response to GET of a path below the token."""
     parts = urlsplit(server.address)
     connection = http.client.HTTPConnection(parts.netloc, timeout=10)
     connection.putrequest("GET", parts.path + path, skip_host="Host" in headers)
@@ -127,8 +127,8 @@ def test_invalid_requests_close_only_their_connection():
         for request in BROKEN_REQUESTS:
             with socket.create_connection((parts.hostname, parts.port), timeout=10) as client:
                 client.sendall(request)
-                answer = client.recv(100)
-                assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.1 5"))
+                response = client.recv(100)
+                assert response == b"" or response.startswith((b"HTTP/1.1 4", b"HTTP/1.1 5"))
         assert get(server, "").status == 200
 
 
@@ -141,7 +141,7 @@ def test_server_responds_despite_a_thousand_connections():
             client.settimeout(10)
             client.connect((parts.hostname, parts.port))
             clients.append(client)
-        # The idle connections are closed after a second; the ones beyond the limit at once.
+        # Idle connections are closed after 1 s, those above the limit immediately.
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             try:
@@ -150,7 +150,7 @@ def test_server_responds_despite_a_thousand_connections():
             except (OSError, http.client.HTTPException):
                 time.sleep(0.1)
         else:
-            pytest.fail("the server does not answer any more")
+            pytest.fail("the server does not respond any more")
         for client in clients:
             client.close()
 

@@ -1,4 +1,4 @@
-"""Corrected transcripts become rows of a manifest, and edited transcripts are rendered."""
+"""Corrected transcripts are saved as manifest rows, and edited transcripts are rendered."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ WORDS = tuple(Word(text, at, at + 0.5, 0.9) for text, at in (("एक", 1.0), ("
 
 
 def save(server: PageServer, audio: np.ndarray = SAMPLES, **fields: object) -> dict:
-    """Save a correction and return the answer."""
+    """Save a correction and return the response."""
     message = {"type": "save", "key": KEY, "text": "उदक", "sample_rate": RATE, "samples": len(audio)} | fields
     with connect_to(server, "save") as connection:
         with contextlib.suppress(ConnectionClosed):  # after an error
@@ -46,7 +46,7 @@ def test_correction_is_saved_as_manifest_row_with_audio(tmp_path):
         assert not folder.exists()
         assert save(server, text="  उदक \n घर ") == {"type": "saved", "rows": 1}
         assert save(server, key="0123456789abcdef-1", text="घर") == {"type": "saved", "rows": 2}
-        # A second correction of a line replaces the first.
+        # A second correction of the same line replaces the first.
         assert save(server, text="उदकां") == {"type": "saved", "rows": 2}
     assert list_files(folder) == ["audio/0123456789abcdef-0.flac", "audio/0123456789abcdef-1.flac", MANIFEST]
     manifest = read_manifest(str(folder / MANIFEST))
@@ -63,16 +63,16 @@ def test_sample_rate_of_microphone_is_kept(tmp_path):
 
 
 def test_existing_manifest_rows_are_unchanged(tmp_path):
-    others = b'{"audio_filepath": "a.wav",  "duration": 1, "text": "x"}\nno row\n\xff\n[]'
-    (tmp_path / MANIFEST).write_bytes(others)
+    existing = b'{"audio_filepath": "a.wav",  "duration": 1, "text": "x"}\nno row\n\xff\n[]'
+    (tmp_path / MANIFEST).write_bytes(existing)
     with running_server(corrections=Corrections(tmp_path)) as server:
         assert save(server)["rows"] == 5
         assert save(server)["rows"] == 5
-    assert (tmp_path / MANIFEST).read_bytes().startswith(others + b"\n")
+    assert (tmp_path / MANIFEST).read_bytes().startswith(existing + b"\n")
 
 
 @pytest.mark.parametrize(
-    ("fields", "sentence"),
+    ("fields", "message"),
     [
         ({"key": "../../etc/passwd-0"}, "no valid name"),
         ({"key": "0123456789abcdef-0\n"}, "no valid name"),
@@ -88,10 +88,10 @@ def test_existing_manifest_rows_are_unchanged(tmp_path):
         ({"type": "start"}, "wrong time"),
     ],
 )
-def test_invalid_correction_writes_nothing(tmp_path, fields, sentence):
+def test_invalid_correction_writes_nothing(tmp_path, fields, message):
     with running_server(corrections=Corrections(tmp_path)) as server:
-        answer = save(server, **fields)
-        assert answer["type"] == "error" and sentence in answer["message"], answer
+        response = save(server, **fields)
+        assert response["type"] == "error" and message in response["message"], response
         assert list_files(tmp_path) == []
         assert save(server)["type"] == "saved"  # negative control
 
@@ -100,7 +100,7 @@ def test_unfinished_correction_is_closed_and_writes_nothing(tmp_path):
     with running_server(corrections=Corrections(tmp_path), limits=Limits(request_seconds=0.1)) as server:
         for audio in (SAMPLES[:100], SAMPLES[:0]):
             assert save(server, audio, samples=len(SAMPLES)) == {"type": "closed"}
-        with connect_to(server, "save") as connection:  # empty messages for ever
+        with connect_to(server, "save") as connection:  # endless empty messages
             connection.send(json.dumps({"type": "save", "key": KEY, "text": "x", "sample_rate": RATE, "samples": 9}))
             with pytest.raises(ConnectionClosed):
                 while True:
@@ -200,8 +200,10 @@ def test_rendered_transcript_equals_transcribe_output(text_format, timestamps):
 )
 def test_invalid_render_request_is_reported(messages):
     with running_server() as server:
-        answer = render(server, *messages, {"type": "end"})[-1]
-        assert answer["type"] == "error" and answer["message"].endswith(("Reload the page.", "Split the recording."))
+        response = render(server, *messages, {"type": "end"})[-1]
+        assert response["type"] == "error" and response["message"].endswith(
+            ("Reload the page.", "Split the recording.")
+        )
 
 
 def test_transcript_beyond_limits_is_rejected(monkeypatch):

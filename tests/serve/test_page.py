@@ -33,8 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser(folder: Path) -> Iterator[Browser]:
-    soundfile.write(folder / "spoken.wav", SPEECH, RATE)
-    with chromium(f"--use-file-for-fake-audio-capture={folder / 'spoken.wav'}%noloop") as browser:
+    soundfile.write(folder / "speech.wav", SPEECH, RATE)
+    with chromium(f"--use-file-for-fake-audio-capture={folder / 'speech.wav'}%noloop") as browser:
         yield browser
 
 
@@ -53,7 +53,7 @@ def page(browser: Browser, server: PageServer) -> Iterator[Browser]:
 
 
 def test_words_appear_during_recording(page):
-    # With the keyboard only: the first Tab leads to the button.
+    # Keyboard only: the first Tab focuses the button.
     page.press("Tab", 9)
     assert page.evaluate("document.activeElement.id") == "listen"
     page.press("Enter", 13, "\r")
@@ -75,7 +75,7 @@ def test_words_appear_during_recording(page):
     page.press("Enter", 13, "\r")
     page.wait(IS_READY)
     assert page.evaluate("document.querySelector('.partial').hidden") is True
-    # The server has freed the only session.
+    # The only session of the server is free again.
     page.click("#listen")
     page.wait("document.querySelector('.recording:nth-child(1) .tentative').innerText")
     page.click("#listen")
@@ -85,8 +85,8 @@ def test_words_appear_during_recording(page):
 
 @pytest.fixture
 def transcribed(page: Browser, folder: Path) -> Browser:
-    """Return the page with the transcript of a file."""
-    page.choose_files(folder / "spoken.wav")
+    """Transcribe a file and return the page."""
+    page.choose_files(folder / "speech.wav")
     page.wait(f"{SHOWN_LINES}.length === 2")
     page.wait(IS_READY)
     return page
@@ -123,7 +123,7 @@ def test_transcripts_are_downloaded_in_four_formats(transcribed, tmp_path):
         buttons = "[...document.querySelectorAll('.downloads button')]"
         transcribed.evaluate(f"{buttons}.find((button) => button.innerText === '{suffix.upper()}').click()")
         deadline = time.monotonic() + 10
-        while not (tmp_path / f"spoken.wav.{suffix}").exists() and time.monotonic() < deadline:
+        while not (tmp_path / f"speech.wav.{suffix}").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
     contents = {path.suffix: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
     assert contents[".txt"] == "".join(f"{text}\n" for text in TEXTS)
@@ -147,7 +147,7 @@ def test_page_scrolls_to_newest_line_unless_user_scrolled_up(page, tmp_path):
     page.wait(IS_READY)
     below = "document.querySelector('.line:last-child').getBoundingClientRect().bottom - innerHeight"
     assert page.evaluate(below) <= 0 < page.evaluate("scrollY")
-    # Negative control: the reader stays at the top of a page that is already longer than the window.
+    # Negative control: a user at the top of a page that is longer than the window is not scrolled down.
     page.evaluate("scrollTo(0, 0)")
     page.evaluate(
         "document.querySelector('#hint').style.height = '3000px'; document.querySelector('#hint').hidden = false"
@@ -183,7 +183,7 @@ def test_compressed_files_are_decoded_by_browser_or_reported(page, tmp_path):
     soundfile.write(tmp_path / "one.mp3", waveform, RATE)
     write_media(tmp_path / "two.webm", waveform, RATE, Kind(".webm", "libopus", RATE))
     write_media(tmp_path / "three.m4a", waveform, RATE, Kind(".m4a", "aac", RATE))
-    # A Chromium without licensed codecs has no AAC: the page then names the file.
+    # Chromium without licensed codecs cannot decode AAC: then the page reports the file.
     has_aac = page.evaluate("document.createElement('audio').canPlayType('audio/mp4; codecs=\"mp4a.40.2\"') !== ''")
     page.choose_files(*(tmp_path / name for name in ("three.m4a", "one.mp3", "two.webm")))
     page.wait(f"{SHOWN_LINES}.length === {3 if has_aac else 2}")
@@ -193,7 +193,7 @@ def test_compressed_files_are_decoded_by_browser_or_reported(page, tmp_path):
 
 
 def test_dropped_file_is_transcribed(page, folder):
-    audio = (folder / "spoken.wav").read_bytes()
+    audio = (folder / "speech.wav").read_bytes()
     page.evaluate(f"""(() => {{
         const text = atob({json.dumps(base64.b64encode(audio).decode())});
         const bytes = Uint8Array.from(text, (character) => character.charCodeAt(0));
@@ -206,7 +206,7 @@ def test_dropped_file_is_transcribed(page, folder):
     assert page.evaluate(SHOWN_LINES) == TEXTS
 
 
-# Stops 60 ms after a block, when more than half of the next one is filled.
+# Stop 60 ms after a block, when more than half of the next one is filled.
 STOP_WITHIN_A_BLOCK = """(async () => {
     const { Microphone } = await import("./audio.js");
     const blocks = [];
@@ -245,17 +245,17 @@ def test_text_is_kept_after_microphone_is_disconnected(page):
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "message"),
     [
         ("NotAllowedError", "does not allow the microphone"),
         ("NotFoundError", "No microphone was found"),
         ("NotReadableError", "used by another program"),
     ],
 )
-def test_microphone_error_is_reported(page, name, sentence):
+def test_microphone_error_is_reported(page, name, message):
     page.evaluate(FAIL_TO_OPEN % name)
     page.click("#listen")
-    page.wait(f"document.querySelector('#message').innerText.includes({json.dumps(sentence)})")
+    page.wait(f"document.querySelector('#message').innerText.includes({json.dumps(message)})")
     assert page.text("#listen") == "Start listening"
 
 
@@ -277,7 +277,7 @@ def test_muted_microphone_is_reported_until_signal_arrives(page):
     page.wait("document.querySelector('#message').innerText.includes('only silence')")
     page.evaluate("volume.gain.value = 0.1")
     page.wait("document.querySelector('#message').hidden")
-    # A pause of a microphone with a noise gate.
+    # Silence after a signal, as of a microphone with a noise gate, is not reported.
     page.evaluate("volume.gain.value = 0")
     time.sleep(3.5)
     assert page.evaluate("document.querySelector('#message').hidden") is True
@@ -332,7 +332,7 @@ def test_text_is_readable_in_both_schemes_and_on_a_phone(transcribed, scheme):
     ground = transcribed.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (ground == "rgb(20, 22, 26)") is (scheme == "dark")
     assert transcribed.evaluate("document.documentElement.scrollWidth") <= 360
-    # Targets that a finger hits: at least 24 pixels (WCAG 2.5.8).
+    # WCAG 2.2, success criterion 2.5.8: touch targets of at least 24 pixels.
     small = "[...document.querySelectorAll('button')].filter((b) => b.offsetParent && b.offsetHeight < 24).length"
     assert transcribed.evaluate(small) == 0
     transcribed.call("Emulation.clearDeviceMetricsOverride")

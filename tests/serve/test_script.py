@@ -1,4 +1,4 @@
-"""The script that serves the page: flags, missing package, port in use, and its end."""
+"""serve.py: flags, missing package, port in use, and shutdown by signals."""
 
 import os
 import re
@@ -21,7 +21,7 @@ SERVE = "training_scripts/serve.py"
 
 
 def wait_for_address(output: Path, patience: float = PATIENCE) -> str:
-    """Return the address that the script has printed."""
+    """Wait until the script prints its address and return it."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         found = re.search(r"http://\S+/", output.read_text() if output.exists() else "")
@@ -32,7 +32,7 @@ def wait_for_address(output: Path, patience: float = PATIENCE) -> str:
 
 
 class RemoteServer:
-    """Address of a server in another process, for `start`."""
+    """Address of a server in another process, for `start_recording`."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -70,24 +70,24 @@ def test_port_in_use_exits_with_6_before_reading_the_model(tmp_path):
         port = str(taken.getsockname()[1])
         done = run_here(SERVE, "--checkpoint", str(tmp_path / "absent.pt"), "--port", port)
     assert done.returncode == 6 and f"port {port}: Address already in use. Choose another port" in done.stderr
-    # Negative control: at a free port the missing checkpoint is the problem.
+    # Negative control: with a free port, the missing checkpoint is the error.
     assert run_here(SERVE, "--checkpoint", str(tmp_path / "absent.pt"), "--port", "0").returncode == 4
 
 
 @pytest.mark.parametrize("version", [None, "14.2"])
 def test_missing_or_old_package_names_install_command(monkeypatch, version):
-    def answer(name: str) -> str:
+    def fake_version(name: str) -> str:
         if version is None:
             raise metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(metadata, "version", answer)
+    monkeypatch.setattr(metadata, "version", fake_version)
     done = run_here(SERVE, "--checkpoint", "absent.pt")
     assert done.returncode == 2 and "-m pip install 'websockets>=15'" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "sentence"),
+    ("flags", "code", "message"),
     [
         (("--port", "65536"), 2, "--port must be from 0 to 65535"),
         (("--checkpoint", "a", "--pretrained", "b", "--language", "mr"), 2, "give only one"),
@@ -95,6 +95,6 @@ def test_missing_or_old_package_names_install_command(monkeypatch, version):
         (("--checkpoint", "a", "--host", "no such host"), 6, "cannot be served at no such host"),
     ],
 )
-def test_invalid_flags_exit_with_code_and_message(flags, code, sentence):
+def test_invalid_flags_exit_with_code_and_message(flags, code, message):
     done = run_here(SERVE, *flags)
-    assert done.returncode == code and sentence in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == code and message in done.stderr and "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""Recording sessions: results, limits, fairness, and bad input, which does not stop the server."""
+"""Recording sessions: results, limits, fairness, and invalid input, which does not stop the server."""
 
 import contextlib
 import dataclasses
@@ -38,7 +38,7 @@ LINES = [["उदक", "घर", "शाळा"], ["बाजार", "आवय
 
 
 class SlowListener(ToneListener):
-    """Listener that takes as long as the audio."""
+    """Listener that runs in real time: it takes as long as the audio."""
 
     def accept(self, samples: np.ndarray) -> list:
         time.sleep(len(samples) / RATE)
@@ -46,7 +46,7 @@ class SlowListener(ToneListener):
 
 
 class LargeResultsListener(ToneListener):
-    """Listener with a megabyte of results per block."""
+    """Listener that returns more than 1 MB of results per block."""
 
     def accept(self, samples: np.ndarray) -> list:
         return [Final("घर " * 100_000, (), 0.0, 0.0, False)] * 4
@@ -59,7 +59,7 @@ def server() -> Iterator[PageServer]:
 
 
 def transcribe(server: PageServer, samples: np.ndarray, rate: int = RATE, block: int = 1600) -> list[dict]:
-    """Return the messages for a recording."""
+    """Send a recording and return all messages."""
     with start_recording(server, rate) as connection:
         with contextlib.suppress(ConnectionClosed):  # after an error
             send(connection, samples, block)
@@ -82,7 +82,7 @@ def assert_serves(server: PageServer) -> None:
 
 
 def wait_for_capacity(server: PageServer, sessions: int = 1, timeout: float = 8.0) -> float:
-    """Wait until a number of sessions can be opened; return the seconds."""
+    """Wait until `sessions` sessions can be opened; return the waiting time in seconds."""
     started = time.monotonic()
     while time.monotonic() < started + timeout:
         with contextlib.ExitStack() as stack:
@@ -103,7 +103,7 @@ def test_results_are_equal_at_every_sample_rate_and_block_size(server, rate, blo
     assert final["words"][0]["start"] == pytest.approx(0.3, abs=0.06)
     last = [message for message in messages if message["type"] == "progress"][-1]
     assert last["decoded"] == pytest.approx(len(samples) / rate, abs=0.001) and last["backlog"] == 0
-    # Negative control: at a wrong rate the tones are other words.
+    # Negative control: with a wrong sample rate, another word is recognised.
     assert final_texts(transcribe(server, tones([["घर"]], rate), round(rate * 1.6))) == ["शाळा"]
 
 
@@ -121,7 +121,7 @@ def test_partial_results_arrive_during_recording(server):
 
 
 def decode_one_word(model: object, encoded: torch.Tensor, lengths: list[int]) -> list[list[int]]:
-    """Decode every segment to the same tokens: the model of `base` is trained for three steps only."""
+    """Decode every segment to the same tokens, because the model of `base` is trained for three steps only."""
     return [[7, 8, 9]] * len(encoded)
 
 
@@ -132,7 +132,7 @@ def recognizer(base: Path) -> Recognizer:
 
 @pytest.fixture(scope="module")
 def real_server(recognizer: Recognizer) -> Iterator[PageServer]:
-    """Run a server with a network."""
+    """Run a server with a neural network."""
     with running_server(partial(Listener, recognizer)) as server:
         yield server
 
@@ -166,22 +166,22 @@ def test_final_results_equal_those_of_listener(recognizer, real_server):
 
 BAD_MESSAGES = {
     "half a float": (b"\0" * 4002, "whole number"),
-    "no JSON": ("{", "JSON object"),
+    "not JSON": ("{", "JSON object"),
     "deep JSON": ("[" * 100_000, "JSON object"),
     "a list": ("[]", "JSON object"),
     "no type": ("{}", "type None"),
-    "another type": ('{"type": "delete"}', "'delete'"),
-    "a message of another endpoint": ('{"type": "end"}', "wrong time"),
+    "unknown type": ('{"type": "delete"}', "'delete'"),
+    "message of another endpoint": ('{"type": "end"}', "wrong time"),
     "another sample rate": ('{"type": "start", "sample_rate": 44100}', "changed from 16000 to 44100"),
 }
 
 
-@pytest.mark.parametrize(("message", "sentence"), BAD_MESSAGES.values(), ids=BAD_MESSAGES)
-def test_invalid_message_ends_session_with_error(server, message, sentence):
+@pytest.mark.parametrize(("message", "expected"), BAD_MESSAGES.values(), ids=BAD_MESSAGES)
+def test_invalid_message_ends_session_with_error(server, message, expected):
     with start_recording(server) as connection:
         send(connection, tones([["उदक"]]))
         connection.send(message)
-        assert sentence in error_message(receive_messages(connection))
+        assert expected in error_message(receive_messages(connection))
         assert connection.close_code == 1008
     assert_serves(server)
 
@@ -213,7 +213,7 @@ def test_too_large_message_closes_the_connection(server):
             connection.send(b"\0" * 2**21)
         receive_messages(connection)
         assert connection.close_code == 1009
-    # Negative control: the largest message that is allowed.
+    # Negative control: the largest allowed message.
     with start_recording(server) as connection:
         connection.send(b"\0" * 2**20)
         finish(connection)
@@ -244,7 +244,7 @@ def test_backlog_beyond_limit_ends_session_with_error():
     with running_server(SlowListener, Limits(backlog_seconds=2.0)) as server:
         messages = transcribe(server, tones([["उदक"] * 5]))
     assert "2 s of audio are waiting" in error_message(messages)
-    # Negative control: the same recording is within the default limit.
+    # Negative control: the default limit is not exceeded.
     with running_server(SlowListener) as server:
         assert_serves(server)
 
@@ -266,7 +266,7 @@ def test_sessions_are_decoded_in_turns():
             send(short, np.zeros(RATE // 10, dtype=np.float32))
             finish(short)
             assert receive_messages(short)[-1]["type"] == "finished"
-        # 5.6 s of audio wait in the first session, with as many seconds of work: the short one did not wait for them.
+        # 5.6 s of audio, and of decoding time, wait in the long session: the short one did not wait for them.
         last = {}
         with contextlib.suppress(TimeoutError):
             while True:
@@ -275,7 +275,7 @@ def test_sessions_are_decoded_in_turns():
 
 
 def raw_client(server: PageServer) -> socket.socket:
-    """Open a WebSocket connection with a plain socket that reads only the answer's first bytes."""
+    """Open a WebSocket connection with a plain socket that reads only the first bytes of the response."""
     parts = urlsplit(server.address)
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -295,7 +295,7 @@ def raw_client(server: PageServer) -> socket.socket:
 
 
 def frame(opcode: int, payload: bytes) -> bytes:
-    """Return a client frame with a zero mask."""
+    """Return a WebSocket client frame with a zero mask."""
     return bytes([0x80 | opcode, 0x80 | 126]) + len(payload).to_bytes(2, "big") + b"\0" * 4 + payload
 
 
@@ -313,7 +313,7 @@ def test_client_that_never_reads_is_closed_and_delays_no_other():
             send(other, np.zeros(1600, dtype=np.float32))
             finish(other)
             assert receive_messages(other)[-1]["type"] == "finished" and time.monotonic() - started < 1
-        # Its session is closed.
+        # The session of the client that does not read is closed.
         wait_for_capacity(server, sessions=2)
         non_reading.close()
 
@@ -358,7 +358,7 @@ def test_closing_server_ends_its_sessions_and_threads():
 
 
 def mutate(generator: np.random.Generator, message: bytes) -> bytes:
-    """Return a message with some bytes replaced, removed or repeated."""
+    """Replace, delete or repeat random bytes of a message."""
     changed = bytearray(message)
     for _ in range(generator.integers(1, 4)):
         place = int(generator.integers(len(changed)))
