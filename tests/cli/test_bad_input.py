@@ -368,8 +368,8 @@ def test_resuming_damaged_checkpoint_exits_with_4(corpus, tmp_path):
 @pytest.mark.parametrize("name", ["nowhere.pt", "folder"])
 def test_missing_checkpoint_or_folder_is_rejected(name, tmp_path):
     (tmp_path / "folder").mkdir()
-    way_out = "--checkpoint_dir .*folder --resume auto" if name == "folder" else "Give the path"
-    with pytest.raises(CheckpointError, match=f"no checkpoint at .*{name}.*{way_out}"):
+    hint = "--checkpoint_dir .*folder --resume auto" if name == "folder" else "Give the path"
+    with pytest.raises(CheckpointError, match=f"no checkpoint at .*{name}.*{hint}"):
         read_checkpoint(tmp_path / name)
 
 

@@ -97,7 +97,7 @@ def table(tmp_path: Path, twelve_recordings: Path) -> Table:
 
 # Rejected utterances
 
-ALL = ("--max_rejected", "100%")
+NO_REJECTION_LIMIT = ("--max_rejected", "100%")
 
 
 def _replace_audio(write: Callable[[Path], object]) -> Callable[[Table], None]:
@@ -159,7 +159,7 @@ UNUSABLE_ROWS: dict[str, tuple[Callable[[Table], object], str, str]] = {
 def test_unusable_row_is_skipped_with_its_reason(name, table):
     damage, kind, message = UNUSABLE_ROWS[name]
     damage(table)
-    done = well(table.prepare(*ALL))
+    done = well(table.prepare(*NO_REJECTION_LIMIT))
     (row,) = read_rejected(table.directory)
     assert (row["file"], row["row"]) == ("all.csv", 7)
     assert message in row["reason"] and kind in row["kind"], row
@@ -206,7 +206,7 @@ def test_kaldi_commands_are_not_run(tmp_path):
     wav = tmp_path / "corpus" / "wavs" / "dev.flac"
     values = [f"touch {marker}; cat {wav} |", f"|touch {marker}", f"{wav}.ark:17", "-", *[str(wav)] * 4]
     write_table(scp, (), zip(names, values, strict=True), " ")
-    well(prepare(tmp_path, "kaldi", *ALL))
+    well(prepare(tmp_path, "kaldi", *NO_REJECTION_LIMIT))
     assert not marker.exists()
     commands = [row for row in read_rejected(tmp_path) if row["kind"] == "command or archive"]
     assert [(row["file"], row["row"]) for row in commands] == [("train/wav.scp", n) for n in (1, 2, 3, 4)]
@@ -233,7 +233,7 @@ def test_invalid_kaldi_segment_is_skipped(name, tmp_path):
     lines = path.read_text().splitlines()
     lines[1] = " ".join([*lines[1].split()[: 2 if times else 1], times])
     path.write_text("\n".join(lines) + "\n")
-    assert prepare(tmp_path, "kaldi", *ALL).returncode == 0
+    assert prepare(tmp_path, "kaldi", *NO_REJECTION_LIMIT).returncode == 0
     (row,) = read_rejected(tmp_path)
     assert row["kind"] == kind, row
 
@@ -245,7 +245,7 @@ def test_recording_shorter_than_stated_duration_is_skipped(tmp_path):
         stated = 99.0 if number == 1 else spoken.seconds
         rows.append((json.dumps({"audio_filepath": f"{number}.wav", "duration": stated, "text": spoken.text}),))
     write_table(tmp_path / "corpus" / "train.json", (), rows)
-    done = prepare(tmp_path, "nemo", *ALL)
+    done = prepare(tmp_path, "nemo", *NO_REJECTION_LIMIT)
     assert done.returncode == 0 and [row["row"] for row in read_rejected(tmp_path)] == [2], done.stderr
     assert "its table states 99.00 s" in read_rejected(tmp_path)[0]["reason"]
 
@@ -258,7 +258,7 @@ def test_invalid_nemo_manifest_lines_are_skipped(tmp_path):
     spoken = write_sentence(tmp_path / "corpus" / "0.wav", 0)
     good = json.dumps({"audio_filepath": "0.wav", "duration": spoken.seconds, "text": spoken.text})
     write_table(tmp_path / "corpus" / "train.json", (), [(line,) for line in (good, *NEMO_LINES)])
-    assert prepare(tmp_path, "nemo", *ALL).returncode == 0
+    assert prepare(tmp_path, "nemo", *NO_REJECTION_LIMIT).returncode == 0
     assert [row["row"] for row in read_rejected(tmp_path)] == [2, 3, 4, 5, 6, 7, 8]
 
 
@@ -281,7 +281,7 @@ def test_usable_tar_members_are_prepared_and_others_rejected(tmp_path):
         link = tarfile.TarInfo("link.wav")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
-    well(prepare(tmp_path, "nemo", *ALL))
+    well(prepare(tmp_path, "nemo", *NO_REJECTION_LIMIT))
     assert Counter(row["kind"] for row in read_rejected(tmp_path)) == Counter(
         {"no transcript": 1, "unusable audio": 1, "not UTF-8": 1, "broken row": 1}
     )
@@ -293,14 +293,14 @@ def damage_random_bytes(path: Path, generator: random.Random) -> None:
     content = bytearray(path.read_bytes())
     place = generator.randrange(len(content))
     added = (b"\0", b'"', b"\t", b"\n", b"|", b"../", b"\xff", b"{", b"null", b"NaN", b"1e999", b"\\ud800", b"9" * 5000)
-    way = generator.randrange(5)
-    if way == 0:
+    kind_of_damage = generator.randrange(5)
+    if kind_of_damage == 0:
         content[place] ^= 1 << generator.randrange(8)
-    elif way == 1:
+    elif kind_of_damage == 1:
         del content[place:]
-    elif way == 2:
+    elif kind_of_damage == 2:
         content[place:place] = content[:place]
-    elif way == 3:
+    elif kind_of_damage == 3:
         content[place : place + 64] = content[:64]
     else:
         content[place:place] = generator.choice(added)
@@ -439,13 +439,13 @@ def test_killed_preparation_leaves_no_manifest_and_rerun_cleans_up(moment, tmp_p
     write_sentence(tmp_path / "corpus" / "train" / "0.wav", 0)
     for name, values in (("text", rows), ("wav.scp", [(name, "0.wav") for name, _ in rows])):
         write_table(tmp_path / "corpus" / "train" / name, (), values, " ")
-    words = ("--format", "kaldi", "--source", "corpus", "--output", "out", *ALL)
+    words = ("--format", "kaldi", "--source", "corpus", "--output", "out", *NO_REJECTION_LIMIT)
     killed = warm_parent().start(
         Job(ROOT / SCRIPT, words, DEV_NULL, cwd=tmp_path, before=partial(kill_at_audit_event, moment))
     )
     assert killed.wait(PATIENCE) == -signal.SIGKILL
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".prepare.partial"]
-    done = prepare(tmp_path, "kaldi", *ALL)
+    done = prepare(tmp_path, "kaldi", *NO_REJECTION_LIMIT)
     assert done.returncode == 0 and len(read_rejected(tmp_path)) == 89, done.stderr
 
 
@@ -453,15 +453,15 @@ def test_killed_preparation_leaves_no_manifest_and_rerun_cleans_up(moment, tmp_p
 
 
 def test_split_depends_on_seed_and_names_but_not_on_row_order(table):
-    def drawn(*flags: str) -> dict[str, str]:
+    def draw(*flags: str) -> dict[str, str]:
         well(table.prepare("--force", "--valid_share", "20%", "--test_share", "20%", *flags))
         return {utterance.text: split for split in SPLITS for utterance in table.utterances(split)}
 
     for kind in ("speaker", "utterance"):
-        first = drawn("--split_by", kind)
+        first = draw("--split_by", kind)
         random.Random(1).shuffle(table.rows)
-        assert drawn("--split_by", kind) == first
-        assert drawn("--split_by", kind, "--seed", "7") != first
+        assert draw("--split_by", kind) == first
+        assert draw("--split_by", kind, "--seed", "7") != first
     moved = table.directory.with_name(table.directory.name + "-moved")
     table.directory.rename(moved)
     again = Table(moved, table.rows)

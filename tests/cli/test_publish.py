@@ -80,7 +80,7 @@ def read_contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("mode", ["regular", "lfs"])
 @pytest.mark.parametrize("is_private", [False, True])
-def test_all_files_are_uploaded_bitwise_with_given_visibility(mode, is_private, hub, folder, capsys, monkeypatch):
+def test_files_are_uploaded_unchanged_with_given_visibility(mode, is_private, hub, folder, capsys, monkeypatch):
     # The real hub receives large files through Xet, which this server does not implement; LFS is the alternative.
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", mode == "lfs")
     hub.upload_mode = mode

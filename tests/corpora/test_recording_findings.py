@@ -31,13 +31,13 @@ def band_limited_noise(rate: int = 8_000) -> np.ndarray:
     return limit_band(torch.from_numpy(speech_shaped_noise()), rate).numpy()
 
 
-def gated() -> np.ndarray:
+def noise_after_digital_silence() -> np.ndarray:
     return np.concatenate([np.zeros(RATE // 2, np.float32), speech_shaped_noise(1.5)])
 
 
 SOUNDS = {
     "plain": speech_shaped_noise()[:, None],
-    "gated": gated()[:, None],
+    "gated": noise_after_digital_silence()[:, None],
     "telephone": band_limited_noise()[:, None],
     "opposite": np.stack([speech_shaped_noise(), -0.95 * speech_shaped_noise()], axis=1),
     "one_sided": np.stack([speech_shaped_noise(), 0 * speech_shaped_noise()], axis=1),
@@ -101,7 +101,7 @@ def test_8_khz_or_very_short_audio_has_no_band_limit():
 
 
 def test_quiet_noise_is_not_digital_silence():
-    assert digital_silence(gated().astype(np.float64), RATE) == pytest.approx(0.25, abs=0.01)
+    assert digital_silence(noise_after_digital_silence().astype(np.float64), RATE) == pytest.approx(0.25, abs=0.01)
     noise = np.round(np.random.default_rng(0).standard_normal(RATE)) / 32_768
     assert digital_silence(noise, RATE) == 0
     assert digital_silence(np.full(RATE, 0.01), RATE) == 1  # a DC offset counts as silence

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from konkanivani.corpora.tables import Record, mend_rows
 from konkanivani.data.manifest import read_manifest
-from tests.cli.test_prepare_data import ALL, COLUMNS, Table, prepare, read_rejected, table, twelve_recordings  # noqa: F401 - fixtures
+from tests.cli.test_prepare_data import (  # noqa: F401 - fixtures
+    COLUMNS,
+    NO_REJECTION_LIMIT,
+    Table,
+    prepare,
+    read_rejected,
+    table,
+    twelve_recordings,
+)
 from tests.conftest import well
 from tests.corpora.test_formats import CV_HEAD, SPLITS, audio_bytes, sentence, split_of, write_sentence, write_table
 
@@ -66,7 +74,7 @@ def test_spreadsheet_encodings_and_separators_are_read(encoding_name, table):  #
 def test_row_numbers_include_the_sep_line(table):  # noqa: F811
     table.rows[5][1] = ""
     write_bytes(table, table_text(table, ";", first="sep=;\r\n").encode())
-    assert prepare(table.directory, "csv", "--table", "mine.csv", *ALL).returncode == 0
+    assert prepare(table.directory, "csv", "--table", "mine.csv", *NO_REJECTION_LIMIT).returncode == 0
     assert [row["row"] for row in read_rejected(table.directory)] == [8]
 
 
@@ -107,7 +115,7 @@ def test_utf16_transcripts_are_read_and_broken_one_is_skipped(tmp_path):
         write_sentence(tmp_path / "corpus" / f"{number}.wav", number)
         (tmp_path / "corpus" / f"{number}.txt").write_text(sentence(number), encoding="utf-16")
     (tmp_path / "corpus" / "3.txt").write_bytes(b"\xff\xfe\x00")
-    assert prepare(tmp_path, "folder", *ALL).returncode == 0
+    assert prepare(tmp_path, "folder", *NO_REJECTION_LIMIT).returncode == 0
     assert [(row["file"], row["kind"]) for row in read_rejected(tmp_path)] == [("3.txt", "no transcript")]
     assert read_texts(tmp_path) == {sentence(number) for number in (0, 1, 2, 4, 5)}
 
@@ -161,12 +169,12 @@ def test_multi_line_sentences_written_by_pandas_are_read(tmp_path):
 
 def test_row_with_ambiguous_end_is_skipped_naming_both_rows(tmp_path):
     rows = cv_rows()
-    # An unclosed quotation mark in a short row: the next row may continue it.
+    # A short row opens a quotation mark that the next row closes: where the first row ends is ambiguous.
     rows[2] = (*rows[2][:3], '"' + str(rows[2][3]))
     rows[3] = (*rows[3][:3], str(rows[3][3]) + '"', *rows[3][4:])
     write_common_voice(tmp_path / "corpus", [])
     write_table(tmp_path / "corpus" / "train.tsv", CV_HEAD, rows)
-    well(prepare(tmp_path, "common_voice", *SPLIT_FLAGS, *ALL))
+    well(prepare(tmp_path, "common_voice", *SPLIT_FLAGS, *NO_REJECTION_LIMIT))
     (row,) = read_rejected(tmp_path)
     assert row["row"] == 4 and "it opens a quote that row 5 closes" in row["reason"], row
     assert len(read_texts(tmp_path)) == 5

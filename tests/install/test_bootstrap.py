@@ -140,7 +140,7 @@ def assert_one_line_error(process: subprocess.CompletedProcess, *words: str) -> 
     assert all(word in errors[0] for word in words), errors[0]
 
 
-class TestWheels:
+class TestTorchBuild:
     @pytest.mark.parametrize(
         ("script", "build", "notice"),
         [
@@ -319,7 +319,7 @@ class TestSetupFailures:
             (["virtualenv"], False, ["python", "-m", "virtualenv", "--quiet", "x"]),
         ],
     )
-    def test_environment_command_uses_available_module(self, monkeypatch, modules, has_uv, words):
+    def test_environment_command_depends_on_available_tools(self, monkeypatch, modules, has_uv, words):
         monkeypatch.setattr("konkanivani.install.environment.has_module", lambda name: name in modules)
         monkeypatch.setattr(shutil, "which", lambda name: name if has_uv else None)
         assert creating_command("python", Path("x")) == words
@@ -659,7 +659,7 @@ class TestScripts:
         setup.read(ROOT / "setup.cfg")
         required = setup["options"]["install_requires"].split()
         assert f"torch{TORCH_RANGE}" in required and f"torchaudio{TORCHAUDIO_RANGE}" in required
-        # Later releases have no CUDA 12.6 wheels, which GPUs before Turing need: `choose_build` must change with this bound.
+        # Later releases have no CUDA 12.6 wheels, which GPUs before Turing need: change `choose_build` with this bound.
         assert LAST_WITH_CU126 == "2.14" and is_version_in(f"{LAST_WITH_CU126}.1+cu126", TORCH_RANGE)
         assert not is_version_in("2.15.0", TORCH_RANGE)
 
