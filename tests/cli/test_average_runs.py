@@ -1,4 +1,4 @@
-"""Checkpoints of different runs are averaged only on request; a resumed run is one run."""
+"""Averaging checkpoints of different runs requires --allow_different_runs; a resumed run counts as one run."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,11 +34,11 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_different_runs_are_refused_unless_asked_for(case):
+def test_averaging_different_runs_requires_allow_flag(case):
     other, reason = OTHERS[case]
-    with pytest.raises(CheckpointError, match=reason) as refused:
+    with pytest.raises(CheckpointError, match=reason) as raised:
         average_checkpoints([FIRST, other])
-    assert FIRST.name in str(refused.value) and "--allow_different_runs" in str(refused.value)
+    assert FIRST.name in str(raised.value) and "--allow_different_runs" in str(raised.value)
     mean = average_checkpoints([FIRST, other], allow_different_runs=True)
     assert float(mean.states["model"]["weight"]) == 2.0
 
@@ -47,15 +47,15 @@ def test_different_runs_are_refused_unless_asked_for(case):
     "other",
     [
         checkpoint(3.0, 20, folder="resumed in another folder", first_loss=5.25, audio_seconds=200.0),
-        checkpoint(3.0, 20),  # of an older version, which stored no loss
+        checkpoint(3.0, 20),  # written by an older version, which stored no loss
         checkpoint(3.0, 10, skipped_steps=1, audio_seconds=110.0, first_loss=5.25),
     ],
 )
-def test_one_run_is_averaged(other):
+def test_checkpoints_of_one_run_are_averaged(other):
     assert float(average_checkpoints([FIRST, other]).states["model"]["weight"]) == 2.0
 
 
-def test_the_script_refuses_with_exit_code_4_and_takes_the_flag(tmp_path: Path):
+def test_script_exits_with_4_without_allow_different_runs(tmp_path: Path):
     paths = [tmp_path / "a.pt", tmp_path / "b.pt"]
     for path, named in zip(paths, (FIRST, OTHERS["first epoch"][0]), strict=True):
         write_checkpoint(path, named.checkpoint)

@@ -1,4 +1,4 @@
-"""Bad input ends with one clear sentence, the exit code of its kind, and no partial file."""
+"""Invalid input gives one clear message, the exit code of its category, and no partial file."""
 
 import json
 import math
@@ -27,25 +27,25 @@ from tests.conftest import TINY_MODEL, run_folders, run_trainer, well, write_cor
 from tests.starts import begin_run, parse_flags
 
 
-def refused(code: int, directory: Path, *flags: str) -> str:
-    """Return stderr of the real script, which must exit with `code` and leave no partial file in `directory`."""
+def run_rejected(code: int, directory: Path, *flags: str) -> str:
+    """Run the real script, which must exit with `code` and leave no partial file in `directory`; return its stderr."""
     done = run_trainer(*flags, *run_folders(directory), cwd=directory)
     output = done.stdout + done.stderr
     assert done.returncode == code, output
     assert "Traceback" not in output
-    assert leftovers(directory) == []
+    assert partial_files(directory) == []
     return done.stderr
 
 
-def leftovers(directory: Path) -> list[Path]:
+def partial_files(directory: Path) -> list[Path]:
     return [*directory.rglob("*.partial"), *directory.rglob("*.tmp")]
 
 
-def refusal(kind: type[KonkaniVaniError], directory: Path, *flags: str) -> str:
-    """Return the error message of the same run in this process; any error except `kind` fails the test."""
+def run_rejected_in_process(kind: type[KonkaniVaniError], directory: Path, *flags: str) -> str:
+    """Train in this process, which must raise `kind` and leave no partial file; return the error message."""
     with pytest.raises(kind) as caught:
         train(build_run(begin_run([*TINY_MODEL, *flags, *run_folders(directory)])))
-    assert leftovers(directory) == []
+    assert partial_files(directory) == []
     return str(caught.value)
 
 
@@ -53,7 +53,7 @@ def refusal(kind: type[KonkaniVaniError], directory: Path, *flags: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, expected",
     [
         (("--train_manifst", "x.jsonl"), ("--train_manifst", "--train_manifest")),
         (("--learning-rte", "1"), ("--learning-rte", "--learning_rate")),
@@ -67,24 +67,22 @@ def refusal(kind: type[KonkaniVaniError], directory: Path, *flags: str) -> str:
     ],
     ids=["mistyped", "nearest", "type", "choice", "contradiction", "several"],
 )
-def test_a_flag_that_cannot_work_ends_with_2_before_torch_is_imported(
-    tmp_path, tmp_path_factory, monkeypatch, flags, said
-):
-    spoilt = tmp_path_factory.mktemp("spoilt")
-    (spoilt / "torch.py").write_text("raise SystemExit('torch was imported')\n", encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(spoilt))
-    message = refused(2, tmp_path, *flags)
-    assert all(part in message for part in said), message
+def test_invalid_flags_exit_with_2_before_torch_is_imported(tmp_path, tmp_path_factory, monkeypatch, flags, expected):
+    shadowing = tmp_path_factory.mktemp("shadowing")
+    (shadowing / "torch.py").write_text("raise SystemExit('torch was imported')\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(shadowing))
+    message = run_rejected(2, tmp_path, *flags)
+    assert all(part in message for part in expected), message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_device_that_is_not_there_and_a_manifest_that_is_not_given_end_with_2(corpus, tmp_path):
-    assert "--device cpu" in refused(2, tmp_path, "--device", "cuda", *corpus.flags())
-    assert "prepare_builtin_corpus.py" in refused(2, tmp_path, "--device", "cpu")
+def test_missing_device_and_missing_manifest_exit_with_2(corpus, tmp_path):
+    assert "--device cpu" in run_rejected(2, tmp_path, "--device", "cuda", *corpus.flags())
+    assert "prepare_builtin_corpus.py" in run_rejected(2, tmp_path, "--device", "cpu")
 
 
 @pytest.mark.parametrize("name, value", [("dropout", "1"), ("epochs", "0"), ("keep_checkpoints", "1"), ("seed", "-1")])
-def test_values_at_the_edge_of_what_is_allowed(name, value):
+def test_boundary_values_of_flags_are_checked(name, value):
     with pytest.raises(UsageError, match=f"--{name} must"):
         parse_flags([f"--{name}", value])
     allowed = {"dropout": "0", "epochs": "1", "keep_checkpoints": "2", "seed": "0"}[name]
@@ -119,10 +117,10 @@ MANIFESTS = {
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_a_bad_row_is_left_out_with_its_number_and_the_reason(name, tmp_path):
+def test_invalid_manifest_row_is_skipped_with_number_and_reason(name, tmp_path):
     path = tmp_path / "train.jsonl"
-    content, said = MANIFESTS[name]
-    good = b"" if said == "empty" else json.dumps(GOOD_ROW).encode() + b"\n"
+    content, expected = MANIFESTS[name]
+    good = b"" if expected == "empty" else json.dumps(GOOD_ROW).encode() + b"\n"
     path.write_bytes(good + content)
     (tmp_path / "a.flac").touch()
     if not good:
@@ -131,11 +129,11 @@ def test_a_bad_row_is_left_out_with_its_number_and_the_reason(name, tmp_path):
         return
     manifest = read_manifest(path)
     (broken,) = manifest.broken
-    assert f"row {broken.row}: {broken.reason}".startswith(said) and len(manifest) == 1
+    assert f"row {broken.row}: {broken.reason}".startswith(expected) and len(manifest) == 1
     assert "\n" not in broken.reason and len(broken.reason) < 1000
 
 
-def test_a_sound_manifest_is_read_with_byte_order_mark_blank_lines_and_windows_line_ends(tmp_path):
+def test_manifest_with_bom_blank_lines_and_crlf_is_read(tmp_path):
     path = tmp_path / "train.jsonl"
     (tmp_path / "a.flac").touch()
     row = json.dumps(GOOD_ROW, ensure_ascii=False).encode()
@@ -143,40 +141,42 @@ def test_a_sound_manifest_is_read_with_byte_order_mark_blank_lines_and_windows_l
     assert [u.text for u in list(read_manifest(path))] == ["एक", "एक"]
 
 
-def test_a_manifest_that_is_missing_a_folder_or_names_missing_audio_ends_with_3(corpus, tmp_path):
+def test_unreadable_manifest_and_missing_audio_exit_with_3(corpus, tmp_path):
     missing = str(tmp_path / "nowhere.jsonl")
-    assert "nowhere.jsonl cannot be read" in refused(3, tmp_path, *TINY_MODEL, "--train_manifest", missing)
-    assert "directory" in refusal(DataError, tmp_path / "other", "--train_manifest", str(corpus.directory))
+    assert "nowhere.jsonl cannot be read" in run_rejected(3, tmp_path, *TINY_MODEL, "--train_manifest", missing)
+    assert "directory" in run_rejected_in_process(
+        DataError, tmp_path / "other", "--train_manifest", str(corpus.directory)
+    )
     row = json.dumps(GOOD_ROW)
     (tmp_path / "train.jsonl").write_text(row + "\n")
-    message = refused(3, tmp_path, *TINY_MODEL, "--train_manifest", str(tmp_path / "train.jsonl"))
+    message = run_rejected(3, tmp_path, *TINY_MODEL, "--train_manifest", str(tmp_path / "train.jsonl"))
     assert "row 1, a.flac: the audio file does not exist" in message and "Fix or delete them" in message
 
 
-def test_all_utterances_rejected_ends_with_3(corpus, tmp_path):
-    message = refusal(DataError, tmp_path, *corpus.flags(), "--min_duration", "19")
+def test_rejecting_all_utterances_raises_data_error(corpus, tmp_path):
+    message = run_rejected_in_process(DataError, tmp_path, *corpus.flags(), "--min_duration", "19")
     assert "None of the 26 utterances" in message and "--min_duration 19" in message
 
 
-def _truncated_flac(path: Path) -> None:
+def _write_truncated_flac(path: Path) -> None:
     whole = next(path.parent.glob("*.flac")).read_bytes()
     path.write_bytes(whole[: len(whole) * 6 // 10])
 
 
-def _with_nan(path: Path) -> None:
+def _write_nan(path: Path) -> None:
     samples = np.zeros(48_000, np.float32)
     samples[100] = np.nan
     soundfile.write(path, samples, 16_000, subtype="FLOAT")
 
 
-def _silence(*shape: int) -> Callable[[Path], None]:
+def _write_silence(*shape: int) -> Callable[[Path], None]:
     return lambda path: soundfile.write(path, np.zeros(shape), 16_000)
 
 
 SHORT_RUN = ("--batch_size", "2", "--gradient_accumulation_steps", "1", "--epochs", "1")
 
 
-def test_unusable_utterances_are_left_out_counted_and_listed_while_training_goes_on(tmp_path):
+def test_unusable_utterances_are_skipped_counted_and_listed(tmp_path):
     corpus = write_corpus(tmp_path / "corpus", {"train": 10})
     path = Path(corpus.manifest("train"))
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -195,11 +195,17 @@ def test_unusable_utterances_are_left_out_counted_and_listed_while_training_goes
     found = [json.loads(line) for line in (tmp_path / "runs/default/rejected.jsonl").read_text().splitlines()]
     assert [r["row"] for r in found] == [3, 7, 11, 15, 19]
     assert [r["audio_filepath"] for r in found] == [rows[i]["audio_filepath"] for i in (1, 3, 5, 7, 9)]
-    said = ("max_duration 20 s", "shorter than --min_duration", "empty", "CTC cannot align", "more than --max_tokens")
-    assert all(part in r["reason"] for part, r in zip(said, found, strict=True)), found
+    reasons = (
+        "max_duration 20 s",
+        "shorter than --min_duration",
+        "empty",
+        "CTC cannot align",
+        "more than --max_tokens",
+    )
+    assert all(part in r["reason"] for part, r in zip(reasons, found, strict=True)), found
 
 
-def _claims_four_gigabytes(path: Path) -> None:
+def _write_header_of_four_gigabytes(path: Path) -> None:
     soundfile.write(path, np.zeros(48_000), 16_000)
     whole = bytearray(path.read_bytes())
     place = whole.index(b"data") + 4
@@ -209,20 +215,20 @@ def _claims_four_gigabytes(path: Path) -> None:
 
 HOSTILE: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "missing": (lambda path: None, {}, "does not exist"),
-    "corrupt": (_truncated_flac, {}, "is truncated|cannot be|flac|lasts"),
-    "4 GB": (_claims_four_gigabytes, {}, "lasts|cannot be|is truncated|states"),
-    "NaN": (_with_nan, {}, "NaN or infinite"),
-    "channels": (_silence(4800, 1024), {"duration": 0.3}, "1024 channels|channels"),
-    "three hours": (_with_nan, {"duration": 10_800.0}, "longer than --max_duration 20 s"),
-    "other duration": (_silence(16_000), {}, "lasts 1.00 s, not 3.00 s"),
-    "empty": (_with_nan, {"text": " ।"}, "empty after normalisation"),
-    "control": (_with_nan, {"text": "एक\x07"}, "U+0007"),
-    "escape": (_with_nan, {"text": "एक\x1b[2J"}, "U+001B"),
+    "corrupt": (_write_truncated_flac, {}, "is truncated|cannot be|flac|lasts"),
+    "4 GB": (_write_header_of_four_gigabytes, {}, "lasts|cannot be|is truncated|states"),
+    "NaN": (_write_nan, {}, "NaN or infinite"),
+    "channels": (_write_silence(4800, 1024), {"duration": 0.3}, "1024 channels|channels"),
+    "three hours": (_write_nan, {"duration": 10_800.0}, "longer than --max_duration 20 s"),
+    "other duration": (_write_silence(16_000), {}, "lasts 1.00 s, not 3.00 s"),
+    "empty": (_write_nan, {"text": " ।"}, "empty after normalisation"),
+    "control": (_write_nan, {"text": "एक\x07"}, "U+0007"),
+    "escape": (_write_nan, {"text": "एक\x1b[2J"}, "U+001B"),
 }
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_hostile_corpus_is_trained_on_without_what_is_wrong_with_it(workers, tmp_path):
+def test_training_skips_all_defective_rows_of_hostile_corpus(workers, tmp_path):
     corpus = write_corpus(tmp_path / "corpus", {"train": 20})
     path = Path(corpus.manifest("train"))
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -235,22 +241,22 @@ def test_a_hostile_corpus_is_trained_on_without_what_is_wrong_with_it(workers, t
     path.write_bytes(content)
     flags = ("--train_manifest", str(path), "--batch_size", "4", "--gradient_accumulation_steps", "2")
     flags += ("--epochs", "2", "--tokenizer_type", "unigram", "--num_workers", workers)
-    message = refusal(DataError, tmp_path / "no", *flags)
+    message = run_rejected_in_process(DataError, tmp_path / "no", *flags)
     assert "of the 31 rows" in message and "--max_rejected" in message
     well(run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path), "--max_rejected", "35%"))
     found = {}
     for line in (tmp_path / "runs/default/rejected.jsonl").read_text(encoding="utf-8").splitlines():
         rejection = json.loads(line)
-        assert rejection["row"] not in found  # reported once, although both epochs meet it
+        assert rejection["row"] not in found  # reported once, although both epochs read the row
         found[rejection["row"]] = rejection
     assert sorted(found) == list(range(21, 32))
-    for row, (name, (_, _, said)) in enumerate(HOSTILE.items(), start=21):
+    for row, (name, (_, _, expected)) in enumerate(HOSTILE.items(), start=21):
         assert found[row]["audio_filepath"] == f"audio/{name}.wav"
-        assert any(part in found[row]["reason"] for part in said.split("|")), found[row]
+        assert any(part in found[row]["reason"] for part in expected.split("|")), found[row]
     assert found[31]["reason"] == "not UTF-8"
 
 
-def test_an_utterance_is_rejected_exactly_where_ctc_has_a_frame_too_few():
+def test_utterance_is_rejected_when_ctc_has_one_frame_too_few():
     limits = Limits(0.0, 20.0, 400, 1.1)
     one_second = Utterance("a", "a", 1.0, "text")
     # 16000 / 1.1 -> 14546 samples -> 1 + 14034 // 160 = 88 frames -> (87 // 2 - 1) // 2 = 21 encoder frames
@@ -267,8 +273,8 @@ def small_checkpoint(step: int = 1) -> Checkpoint:
     return Checkpoint("--epochs 3\n", b"tokenizer", 30, step, 7, states)
 
 
-class Bomb:
-    """Object that creates a file when it is unpickled."""
+class HostilePickle:
+    """Object that creates a file when unpickled."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -277,67 +283,67 @@ class Bomb:
         return os.system, (f"touch {self.path}",)
 
 
-def as_saved(content: object, **options: bool) -> Callable[[Path, bytes], None]:
+def save_with_torch(content: object, **options: bool) -> Callable[[Path, bytes], None]:
     return lambda path, _: torch.save(content, path, **options)
 
 
-SPOILT: dict[str, Callable[[Path, bytes], object]] = {
+DAMAGES: dict[str, Callable[[Path, bytes], object]] = {
     "empty": lambda path, _: path.write_bytes(b""),
     "cut in half": lambda path, whole: path.write_bytes(whole[: len(whole) // 2]),
     "cut at the end": lambda path, whole: path.write_bytes(whole[: int(len(whole) * 0.999)]),
-    "foreign pickle": as_saved({"weights": torch.zeros(3)}),
-    "tensor": as_saved(torch.zeros(3)),
-    "old pickle": as_saved({"format": 1}, _use_new_zipfile_serialization=False),
-    "newer format": as_saved({"format": 99}),
-    "fields missing": as_saved({"format": 1, "config": ""}),
-    "hostile": lambda path, _: torch.save({"format": 1, "config": Bomb(path.parent / "exploded")}, path),
+    "foreign pickle": save_with_torch({"weights": torch.zeros(3)}),
+    "tensor": save_with_torch(torch.zeros(3)),
+    "old pickle": save_with_torch({"format": 1}, _use_new_zipfile_serialization=False),
+    "newer format": save_with_torch({"format": 99}),
+    "fields missing": save_with_torch({"format": 1, "config": ""}),
+    "hostile": lambda path, _: torch.save({"format": 1, "config": HostilePickle(path.parent / "exploded")}, path),
     "text": lambda path, _: path.write_text("version https://git-lfs.github.com/spec/v1\n"),
 }
 
 
-def spoil(path: Path, how: str) -> None:
-    SPOILT[how](path, path.read_bytes())
+def damage(path: Path, how: str) -> None:
+    DAMAGES[how](path, path.read_bytes())
 
 
-@pytest.mark.parametrize("how", SPOILT)
-def test_a_file_that_is_not_a_sound_checkpoint_is_refused_by_name(how, tmp_path):
+@pytest.mark.parametrize("how", DAMAGES)
+def test_invalid_checkpoint_file_is_rejected_by_path(how, tmp_path):
     path = tmp_path / LAST
     write_checkpoint(path, small_checkpoint())
-    read_checkpoint(path)  # sound before the damage
-    spoil(path, how)
+    read_checkpoint(path)  # valid before the damage
+    damage(path, how)
     before = path.read_bytes()
     with pytest.raises(CheckpointError) as caught:
         read_checkpoint(path)
     assert str(path) in str(caught.value)
     assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == [LAST]  # no code ran, no file was left
+    assert os.listdir(tmp_path) == [LAST]  # no code was executed, no other file is left
 
 
-def test_negative_control_the_hostile_pickle_is_one(tmp_path):
+def test_negative_control_hostile_pickle_runs_code_if_unpickled(tmp_path):
     path = tmp_path / LAST
-    spoil_target = path.with_name("exploded")
-    torch.save({"format": 1, "config": Bomb(spoil_target)}, path)
+    created_by_pickle = path.with_name("exploded")
+    torch.save({"format": 1, "config": HostilePickle(created_by_pickle)}, path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.load(path, weights_only=False)  # noqa: TID251
-    assert spoil_target.exists()
+    assert created_by_pickle.exists()
 
 
-def test_the_newest_sound_checkpoint_is_found_and_damaged_ones_are_set_aside(tmp_path, capsys):
+def test_newest_valid_checkpoint_is_read_and_damaged_one_is_renamed(tmp_path, capsys):
     checkpointer = Checkpointer(tmp_path, keep=3)
     for step in (1, 2):
         checkpointer.save(small_checkpoint(step))
-    spoil(tmp_path / LAST, "cut in half")
+    damage(tmp_path / LAST, "cut in half")
     path, checkpoint = checkpointer.read_newest_sound()
     assert (path.name, checkpoint.step) == ("checkpoint_previous.pt", 1)
     assert LAST in capsys.readouterr().out
     assert (tmp_path / (LAST + ".damaged")).exists() and not (tmp_path / LAST).exists()
 
 
-def test_where_all_are_damaged_no_run_begins_anew_however_often_it_is_started(tmp_path):
+def test_run_with_only_damaged_checkpoints_requires_fresh(tmp_path):
     checkpointer = Checkpointer(tmp_path, keep=3)
     checkpointer.save(small_checkpoint())
-    spoil(tmp_path / LAST, "empty")
+    damage(tmp_path / LAST, "empty")
     for _ in range(2):  # a restart loop must not find an empty folder the second time
         with pytest.raises(CheckpointError, match="--fresh"):
             checkpointer.read_newest_sound()
@@ -346,31 +352,31 @@ def test_where_all_are_damaged_no_run_begins_anew_however_often_it_is_started(tm
     assert checkpointer.read_newest_sound() is None
 
 
-def test_the_script_ends_with_4_and_leaves_a_named_checkpoint_where_it_is(corpus, tmp_path):
+def test_resuming_damaged_checkpoint_exits_with_4(corpus, tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     write_checkpoint(folder / LAST, small_checkpoint())
-    spoil(folder / LAST, "hostile")
-    message = refused(4, tmp_path, *corpus.flags(), "--resume", str(folder / LAST))
+    damage(folder / LAST, "hostile")
+    message = run_rejected(4, tmp_path, *corpus.flags(), "--resume", str(folder / LAST))
     assert str(folder / LAST) in message and "--resume auto" in message
     assert (folder / LAST).exists() and not (folder / "exploded").exists()
-    message = refused(4, tmp_path, *TINY_MODEL, *corpus.flags(), "--resume", "auto")
+    message = run_rejected(4, tmp_path, *TINY_MODEL, *corpus.flags(), "--resume", "auto")
     assert "--fresh" in message
     assert (folder / (LAST + ".damaged")).exists() and not (folder / "exploded").exists()
 
 
 @pytest.mark.parametrize("name", ["nowhere.pt", "folder"])
-def test_a_checkpoint_that_is_absent_or_a_folder_is_refused(name, tmp_path):
+def test_missing_checkpoint_or_folder_is_rejected(name, tmp_path):
     (tmp_path / "folder").mkdir()
-    way_out = "--checkpoint_dir .*folder --resume auto" if name == "folder" else "Give the path"
-    with pytest.raises(CheckpointError, match=f"no checkpoint at .*{name}.*{way_out}"):
+    hint = "--checkpoint_dir .*folder --resume auto" if name == "folder" else "Give the path"
+    with pytest.raises(CheckpointError, match=f"no checkpoint at .*{name}.*{hint}"):
         read_checkpoint(tmp_path / name)
 
 
 # Resources: 6
 
 
-def test_folders_that_cannot_be_written_end_with_6(corpus, tmp_path):
+def test_unwritable_output_folders_exit_with_6(corpus, tmp_path):
     (tmp_path / "file").write_text("")
     inside = str(tmp_path / "file" / "folder")
     done = run_trainer(*TINY_MODEL, *corpus.flags(), "--checkpoint_dir", inside, "--log_dir", str(tmp_path / "runs"))
@@ -382,7 +388,7 @@ def test_folders_that_cannot_be_written_end_with_6(corpus, tmp_path):
 
 
 class FlakyRun:
-    """Parts of a run that the saver uses; its disk is full at the saves numbered in `failing`."""
+    """Parts of a run that `PeriodicSaver` uses; the disk is full at the saves numbered in `failing`."""
 
     def __init__(self, failing: set[int]):
         self.failing, self.saves = failing, 0
@@ -404,17 +410,17 @@ class FlakyRun:
             raise ResourceError("The disk is full.")
 
 
-def test_a_failed_save_is_a_warning_and_three_in_a_row_are_an_error(capsys):
+def test_failed_save_warns_and_third_in_a_row_raises(capsys):
     saver = PeriodicSaver(FlakyRun({1, 2, 4, 5, 6}))
     for _ in range(5):
         saver.save()
     assert capsys.readouterr().out.count("The disk is full. Training continues") == 4
     with pytest.raises(ResourceError, match="disk is full"):
         saver.save()
-    assert saver.run.phases == ["save"] * 6, "a save that failed took memory too"
+    assert saver.run.phases == ["save"] * 6, "a failed save uses memory too"
 
 
-def test_the_last_save_of_a_run_may_not_fail():
+def test_failed_final_save_raises():
     with pytest.raises(ResourceError, match="disk is full"):
         PeriodicSaver(FlakyRun({1})).save(is_final=True)
 
@@ -422,17 +428,17 @@ def test_the_last_save_of_a_run_may_not_fail():
 # Numerics: 5
 
 
-def test_gradients_that_are_never_finite_end_with_5(corpus, tmp_path):
+def test_non_finite_gradients_exit_with_5(corpus, tmp_path):
     flags = ("--train_manifest", corpus.manifest("train"), "--learning_rate", "1e30", "--warmup_steps", "0")
     more = ("--epochs", "2", "--batch_size", "1", "--gradient_accumulation_steps", "1", "--num_workers", "0")
-    message = refused(5, tmp_path, *TINY_MODEL, *flags, *more)
+    message = run_rejected(5, tmp_path, *TINY_MODEL, *flags, *more)
     assert "--learning_rate" in message and "not finite" in message
     for path in (tmp_path / "checkpoints").glob("*.pt"):
         weights = read_checkpoint(path).states["model"].values()
         assert all(math.isfinite(w.abs().max()) for w in weights if w.is_floating_point()), path
 
 
-def test_negative_control_good_input_ends_with_0(corpus, tmp_path):
+def test_negative_control_valid_input_exits_with_0(corpus, tmp_path):
     done = run_trainer(*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--max_steps", "1", "--num_workers", "0")
     assert done.returncode == 0, done.stderr
     summary = done.stdout.splitlines()[-1]
@@ -442,8 +448,8 @@ def test_negative_control_good_input_ends_with_0(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["konkanivani.training.loop.log_step", "konkanivani.training.validation.rates_over"])
-def test_even_an_error_that_nobody_foresaw_ends_the_audio_workers(where, corpus, tmp_path, monkeypatch):
-    """Workers ignore SIGTERM: a remaining one makes the process wait for ever after its traceback."""
+def test_unexpected_error_terminates_audio_workers(where, corpus, tmp_path, monkeypatch):
+    """Workers ignore SIGTERM: a worker that is still alive would block the process after its traceback."""
     seen = []
 
     def fail(*_: object) -> None:

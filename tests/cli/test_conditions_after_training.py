@@ -1,4 +1,4 @@
-"""Recording conditions in the results of a training run."""
+"""Error rates per recording condition in the summary of a training run."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ from tests.conftest import run_script, run_trainer, well
 from tests.trained import Trained
 
 
-def test_a_run_scores_its_test_manifest_as_evaluate_does(trained: Trained, tmp_path):
+def test_trainer_conditions_equal_evaluation_script(trained: Trained, tmp_path):
     folder = tmp_path / "checkpoints"
     shutil.copytree(trained.checkpoint.parent, folder)
     flags = ("--checkpoint_dir", str(folder), "--log_dir", str(tmp_path / "runs"), "--num_workers", "0")
@@ -30,6 +30,6 @@ def test_a_run_scores_its_test_manifest_as_evaluate_does(trained: Trained, tmp_p
     assert len({rates["cer"] for rates in found.values()}) > 2  # negative control: the conditions differ
 
 
-def test_conditions_need_a_test_manifest():
+def test_conditions_require_test_manifest():
     done = run_trainer("--conditions")
     assert done.returncode == 2 and "--conditions needs --test_manifest" in done.stderr

@@ -1,4 +1,4 @@
-"""Scoring a checkpoint from the command line, and averaging several, on a tiny run of two epochs."""
+"""Evaluate and average the checkpoints of a tiny run of two epochs from the command line."""
 
 import dataclasses
 import json
@@ -28,8 +28,8 @@ COUNTS = ("word_errors", "words", "character_errors", "characters")
 
 
 @dataclass(frozen=True)
-class Trained:
-    """Checkpoints of a finished run, the manifest of its score, and its printed summary."""
+class TrainedRun:
+    """Checkpoints of a finished run, its test manifest, and its printed summary."""
 
     checkpoints: Path
     manifest: str
@@ -43,7 +43,7 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     directory = tmp_path_factory.mktemp("आमचीं मॉडेलां 1")
     shutil.copytree(corpus.directory / "audio", directory / "audio")
     manifest = directory / "marked.jsonl"
@@ -56,7 +56,7 @@ def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Trained
         *("--epochs", "2", "--num_workers", "0", "--learning_rate", "0.003", "--warmup_steps", "2"),
     )
     assert done.returncode == 0 and str(directory) in done.stdout.splitlines()[-1], done.stderr  # unescaped
-    return Trained(directory / "checkpoints", str(manifest), json.loads(done.stdout.splitlines()[-1]))
+    return TrainedRun(directory / "checkpoints", str(manifest), json.loads(done.stdout.splitlines()[-1]))
 
 
 def evaluate(checkpoint: Path, manifest: str, *more: str) -> dict:
@@ -65,81 +65,89 @@ def evaluate(checkpoint: Path, manifest: str, *more: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def scored(trained: Trained) -> dict:
+def evaluation(trained: TrainedRun) -> dict:
     return evaluate(trained.path("best"), trained.manifest)
 
 
-def test_the_rates_are_those_of_the_trainings_own_summary(trained, scored):
+def test_rates_equal_training_summary(trained, evaluation):
     for name in ("wer", "cer", "cer_seen_patterns", "cer_unseen_patterns"):
-        assert scored[name] == pytest.approx(trained.summary[f"test_{name}"], abs=1e-4)
+        assert evaluation[name] == pytest.approx(trained.summary[f"test_{name}"], abs=1e-4)
 
 
-def test_the_summary_counts_what_was_scored(trained, scored):
-    assert scored["utterances"] == 5
-    assert scored["left_out"] == 0
-    assert scored["words"] == scored["words_seen_patterns"] + scored["words_unseen_patterns"] > 0
-    assert scored["wer"] == pytest.approx(scored["word_errors"] / scored["words"], abs=1e-6)
-    assert scored["cer"] == pytest.approx(scored["character_errors"] / scored["characters"], abs=1e-6)
-    assert scored["seconds"] > 0
+def test_summary_counts_utterances_words_and_characters(trained, evaluation):
+    assert evaluation["utterances"] == 5
+    assert evaluation["left_out"] == 0
+    assert evaluation["words"] == evaluation["words_seen_patterns"] + evaluation["words_unseen_patterns"] > 0
+    assert evaluation["wer"] == pytest.approx(evaluation["word_errors"] / evaluation["words"], abs=1e-6)
+    assert evaluation["cer"] == pytest.approx(evaluation["character_errors"] / evaluation["characters"], abs=1e-6)
+    assert evaluation["seconds"] > 0
 
 
-def test_the_hypotheses_file_sums_up_to_the_totals_in_the_manifests_order(trained, scored):
-    path = Path(scored["hypotheses"])
+def test_hypotheses_keep_manifest_order_and_sum_to_totals(trained, evaluation):
+    path = Path(evaluation["hypotheses"])
     assert path == trained.checkpoints / "checkpoint_best.marked.hypotheses.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    asked = [json.loads(line) for line in Path(trained.manifest).read_text(encoding="utf-8").splitlines()]
-    assert [(r["audio_filepath"], r["reference"]) for r in rows] == [(r["audio_filepath"], r["text"]) for r in asked]
-    assert {name: sum(row[name] for row in rows) for name in COUNTS} == {name: scored[name] for name in COUNTS}
+    references = [json.loads(line) for line in Path(trained.manifest).read_text(encoding="utf-8").splitlines()]
+    assert [(r["audio_filepath"], r["reference"]) for r in rows] == [
+        (r["audio_filepath"], r["text"]) for r in references
+    ]
+    assert {name: sum(row[name] for row in rows) for name in COUNTS} == {name: evaluation[name] for name in COUNTS}
     assert list(trained.checkpoints.glob("*.partial")) == []
 
 
-def test_the_summary_says_how_sure_it_is_and_apart_by_speaker_and_duration(scored):
+def test_summary_has_error_types_intervals_speakers_and_durations(evaluation):
     kinds = ("substitutions", "deletions", "insertions")
-    assert sum(scored[f"word_{kind}"] for kind in kinds) == scored["word_errors"]
-    assert sum(scored[f"character_{kind}"] for kind in kinds) == scored["character_errors"]
-    rows = [json.loads(line) for line in Path(scored["hypotheses"]).read_text(encoding="utf-8").splitlines()]
-    low, high = scored["cer_interval"]
+    assert sum(evaluation[f"word_{kind}"] for kind in kinds) == evaluation["word_errors"]
+    assert sum(evaluation[f"character_{kind}"] for kind in kinds) == evaluation["character_errors"]
+    rows = [json.loads(line) for line in Path(evaluation["hypotheses"]).read_text(encoding="utf-8").splitlines()]
+    low, high = evaluation["cer_interval"]
     if len({row["character_errors"] / row["characters"] for row in rows}) > 1:
-        assert low <= scored["cer"] <= high
+        assert low <= evaluation["cer"] <= high
     else:
         assert low is high is None
-    assert sum(part["words"] for part in scored["durations"]) == scored["words"]
-    assert (scored["interval_unit"], scored["normalize"], scored["speakers"]) == ("utterances", "konkanivani", [])
-    assert scored["decoding"]["decode"] == "greedy"
+    assert sum(part["words"] for part in evaluation["durations"]) == evaluation["words"]
+    assert (evaluation["interval_unit"], evaluation["normalize"], evaluation["speakers"]) == (
+        "utterances",
+        "konkanivani",
+        [],
+    )
+    assert evaluation["decoding"]["decode"] == "greedy"
 
 
-def test_what_was_written_scores_the_same_without_the_checkpoint_and_against_it(trained, scored, tmp_path):
+def test_stored_hypotheses_score_equally_and_can_be_compared(trained, evaluation, tmp_path):
     page = tmp_path / "score.html"
-    again = well(run_script(EVALUATE, "--hypotheses", scored["hypotheses"], "--json"))
-    told = json.loads(again.stdout)
-    assert all(told[name] == scored[name] for name in (*COUNTS, "wer_interval"))
+    again = well(run_script(EVALUATE, "--hypotheses", evaluation["hypotheses"], "--json"))
+    summary = json.loads(again.stdout)
+    assert all(summary[name] == evaluation[name] for name in (*COUNTS, "wer_interval"))
     other = tmp_path / "perfect.jsonl"
-    rows = [json.loads(line) for line in Path(scored["hypotheses"]).read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in Path(evaluation["hypotheses"]).read_text(encoding="utf-8").splitlines()]
     perfect = [json.dumps({"audio_filepath": r["audio_filepath"], "hypothesis": r["reference"]}) for r in rows[1:]]
     other.write_text("\n".join(perfect))
     more = ("--normalize", "spell", "--compare", str(other), "--html", str(page), "--decode", "prefix")
     compared = evaluate(trained.path("best"), trained.manifest, *more)
     assert compared["comparison"]["utterances"] == 4 and compared["comparison"]["other_wer"] == 0
     assert compared["comparison"]["difference"] > 0 and compared["normalize"] == "spell"
-    said = page.read_text(encoding="utf-8")
-    assert "checkpoint_best.pt, step" in said and "prefix" in said and "Compared" in said
-    assert compared["hypotheses"] == scored["hypotheses"].replace("marked", "marked.prefix")  # next to the greedy ones
+    html = page.read_text(encoding="utf-8")
+    assert "checkpoint_best.pt, step" in html and "prefix" in html and "Compared" in html
+    assert compared["hypotheses"] == evaluation["hypotheses"].replace(
+        "marked", "marked.prefix"
+    )  # beside the greedy hypotheses
 
 
 BUNDLE = str(ROOT / "tests" / "nemo" / "parakeet.safetensors")
-OF_THE_BEST = ("--checkpoint", "{best}", "--manifest")
+BEST_FLAGS = ("--checkpoint", "{best}", "--manifest")
 
 
 @pytest.mark.parametrize(
-    ("script", "flags", "exit_code", "said"),
+    ("script", "flags", "exit_code", "message"),
     [
         (EVALUATE, ("--checkpoint", "nowhere.pt", "--manifest", "{manifest}"), 4, "no checkpoint at nowhere.pt"),
-        (EVALUATE, (*OF_THE_BEST, "{best}"), 3, "rows of"),
+        (EVALUATE, (*BEST_FLAGS, "{best}"), 3, "rows of"),
         (EVALUATE, ("--checkpoint", BUNDLE, "--manifest", "{manifest}"), 4, "use a bundle with transcribe.py"),
-        (EVALUATE, (*OF_THE_BEST, "nowhere.jsonl"), 3, "nowhere.jsonl cannot be read"),
-        (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", "/nowhere/out"), 6, "--output /nowhere/out cannot be"),
-        (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", __file__), 2, "a file that is not a list of hypotheses"),
-        (EVALUATE, (*OF_THE_BEST, "{manifest}", "--outptu", "x"), 2, "--output"),
+        (EVALUATE, (*BEST_FLAGS, "nowhere.jsonl"), 3, "nowhere.jsonl cannot be read"),
+        (EVALUATE, (*BEST_FLAGS, "{manifest}", "--output", "/nowhere/out"), 6, "--output /nowhere/out cannot be"),
+        (EVALUATE, (*BEST_FLAGS, "{manifest}", "--output", __file__), 2, "a file that is not a list of hypotheses"),
+        (EVALUATE, (*BEST_FLAGS, "{manifest}", "--outptu", "x"), 2, "--output"),
         (AVERAGE, (), 2, "either the checkpoints"),
         (AVERAGE, ("{last}", "--checkpoint_dir", "x"), 2, "either the checkpoints"),
         (AVERAGE, ("{last}", "--output", "checkpoint_epoch_9.pt"), 2, "reserved for checkpoints of a run"),
@@ -155,11 +163,11 @@ OF_THE_BEST = ("--checkpoint", "{best}", "--manifest")
         (AVERAGE, ("konkani.nemo",), 4, "import_asr.py konkani.nemo konkani.pt"),
     ],
 )
-def test_what_cannot_be_scored_or_averaged_is_said_in_a_sentence(trained, script, flags, exit_code, said):
+def test_invalid_arguments_exit_with_code_and_message(trained, script, flags, exit_code, message):
     known = {"{best}": str(trained.path("best")), "{last}": str(trained.path("last")), "{manifest}": trained.manifest}
     done = run_here(script, *(known.get(flag, flag) for flag in flags))
     assert done.returncode == exit_code, done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
 
 
@@ -167,7 +175,7 @@ def weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return checkpoint.states["model"]
 
 
-def test_the_mean_of_a_checkpoint_with_itself_is_itself(trained):
+def test_mean_of_identical_checkpoints_is_unchanged(trained):
     one = trained.named("last")
     for times in (1, 2, 3):
         mean = average_checkpoints([one] * times)
@@ -178,7 +186,7 @@ def test_the_mean_of_a_checkpoint_with_itself_is_itself(trained):
             assert torch.equal(weights(mean)[name], tensor), name
 
 
-def test_the_mean_of_two_is_the_mean_with_the_newer_ones_settings(trained):
+def test_mean_of_two_checkpoints_keeps_newer_settings(trained):
     first, second = trained.named("epoch_1"), trained.named("epoch_2")
     for order in ([first, second], [second, first]):
         mean = average_checkpoints(order)
@@ -191,7 +199,7 @@ def test_the_mean_of_two_is_the_mean_with_the_newer_ones_settings(trained):
     assert not torch.equal(weights(mean)[some], weights(first.checkpoint)[some])
 
 
-def changed(named: NamedCheckpoint, part: str) -> NamedCheckpoint:
+def modified_checkpoint(named: NamedCheckpoint, part: str) -> NamedCheckpoint:
     checkpoint = named.checkpoint
     model = dict(weights(checkpoint))
     some = next(iter(model))
@@ -208,7 +216,7 @@ def changed(named: NamedCheckpoint, part: str) -> NamedCheckpoint:
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "message"),
     [
         ("tokenizer", "last and tokenizer cannot be averaged: their tokenizers differ"),
         ("heads", "--attention_heads is 2 in one and 4 in the other"),
@@ -219,13 +227,13 @@ def changed(named: NamedCheckpoint, part: str) -> NamedCheckpoint:
         ("not finite", "The checkpoint not finite contains weights that are not finite"),
     ],
 )
-def test_unlike_checkpoints_are_refused_by_name(trained, part, said):
+def test_incompatible_checkpoints_are_rejected_by_name(trained, part, message):
     one = trained.named("last")
-    with pytest.raises(CheckpointError, match=said):
-        average_checkpoints([one, changed(one, part)])
+    with pytest.raises(CheckpointError, match=message):
+        average_checkpoints([one, modified_checkpoint(one, part)])
 
 
-def test_nothing_and_too_few_are_refused(trained):
+def test_averaging_none_or_too_few_checkpoints_is_rejected(trained):
     with pytest.raises(CheckpointError, match="No checkpoint to average"):
         average_checkpoints([])
     assert [path.name for path in newest_epochs(trained.checkpoints, 1)] == ["checkpoint_epoch_2.pt"]
@@ -234,22 +242,22 @@ def test_nothing_and_too_few_are_refused(trained):
 
 
 @pytest.fixture(scope="module")
-def averaged(trained: Trained) -> Path:
+def averaged(trained: TrainedRun) -> Path:
     done = well(run_script(AVERAGE, "--checkpoint_dir", str(trained.checkpoints), "--last", "2"))
     assert "checkpoint_epoch_1.pt, checkpoint_epoch_2.pt" in done.stdout
     return trained.path("averaged")
 
 
-def test_the_averaged_checkpoint_is_a_checkpoint_that_evaluates(trained, averaged, tmp_path):
+def test_averaged_checkpoint_can_be_evaluated(trained, averaged, tmp_path):
     expected = average_checkpoints([trained.named("epoch_1"), trained.named("epoch_2")])
     for name, tensor in weights(read_checkpoint(averaged)).items():
         assert torch.equal(tensor, weights(expected)[name])
-    scored = evaluate(averaged, trained.manifest, "--output", str(tmp_path / "hypotheses.jsonl"))
-    assert scored["utterances"] == 5
+    evaluation = evaluate(averaged, trained.manifest, "--output", str(tmp_path / "hypotheses.jsonl"))
+    assert evaluation["utterances"] == 5
     assert (tmp_path / "hypotheses.jsonl").is_file()
 
 
-def test_resuming_never_takes_the_averaged_checkpoint(trained, averaged, corpus, tmp_path):
+def test_averaged_checkpoint_is_not_resumed(trained, averaged, corpus, tmp_path):
     alone = tmp_path / "alone"
     alone.mkdir()
     write_checkpoint(alone / averaged.name, read_checkpoint(averaged))
@@ -261,41 +269,41 @@ def test_resuming_never_takes_the_averaged_checkpoint(trained, averaged, corpus,
     assert "Traceback" not in done.stderr
 
 
-def test_conditions_are_scored_on_the_same_utterances_and_shown(trained, scored, tmp_path):
+def test_conditions_score_same_utterances_and_appear_in_html(trained, evaluation, tmp_path):
     page = tmp_path / "conditions.html"
-    told = evaluate(trained.path("best"), trained.manifest, "--conditions", "--html", str(page))
-    rows = told["conditions"]
+    summary = evaluate(trained.path("best"), trained.manifest, "--conditions", "--html", str(page))
+    rows = summary["conditions"]
     assert len(rows) == 14 and rows[0]["condition"] == "unchanged"
-    assert {row["words"] for row in rows} == {scored["words"]}
-    assert [rows[0][name] for name in COUNTS] == [scored[name] for name in COUNTS]
-    assert all(told[name] == scored[name] for name in COUNTS)
-    said = page.read_text(encoding="utf-8")
-    assert "By recording condition" in said and "8 kHz, mu-law" in said
-    assert "conditions" not in scored
+    assert {row["words"] for row in rows} == {evaluation["words"]}
+    assert [rows[0][name] for name in COUNTS] == [evaluation[name] for name in COUNTS]
+    assert all(summary[name] == evaluation[name] for name in COUNTS)
+    html = page.read_text(encoding="utf-8")
+    assert "By recording condition" in html and "8 kHz, mu-law" in html
+    assert "conditions" not in evaluation
 
 
-def test_the_model_hears_each_condition(trained, monkeypatch):
-    heard: dict[str, list[torch.Tensor]] = {}
-    usual = EvaluationSet.evaluate
+def test_each_condition_is_applied_to_model_input(trained, monkeypatch):
+    model_inputs: dict[str, list[torch.Tensor]] = {}
+    original = EvaluationSet.evaluate
 
-    def evaluate_and_keep(self, *arguments):
+    def evaluate_and_record(self, *arguments):
         examples = [self.speech[number] for number in range(len(self.speech.utterances))]
-        heard[self.speech.condition] = [example.waveform for example in examples]
-        return usual(self, *arguments)
+        model_inputs[self.speech.condition] = [example.waveform for example in examples]
+        return original(self, *arguments)
 
-    monkeypatch.setattr(EvaluationSet, "evaluate", evaluate_and_keep)
+    monkeypatch.setattr(EvaluationSet, "evaluate", evaluate_and_record)
     model = load_evaluation_model(trained.path("best"), torch.device("cpu"))
     manifest = read_manifest(trained.manifest)
     unchanged = recognize_manifest(model, str(trained.path("best")), manifest, DecodingConfig())
     texts = recognize_under_conditions(model, unchanged, manifest, DecodingConfig())
-    assert [condition.name for condition in texts] == list(heard)
-    for name, waveforms in heard.items():
+    assert [condition.name for condition in texts] == list(model_inputs)
+    for name, waveforms in model_inputs.items():
         for row, waveform in zip(manifest, waveforms, strict=True):
             as_recorded = load_audio(row.source)
             assert torch.equal(waveform, condition_named(name).apply(as_recorded, row.id))
             assert torch.equal(waveform, as_recorded) == (name == "unchanged")
 
 
-def test_conditions_of_transcripts_are_refused(scored):
-    done = run_script(EVALUATE, "--hypotheses", scored["hypotheses"], "--conditions")
+def test_conditions_with_stored_hypotheses_are_rejected(evaluation):
+    done = run_script(EVALUATE, "--hypotheses", evaluation["hypotheses"], "--conditions")
     assert done.returncode == 2 and "--conditions" in done.stderr and "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""--help: common flags of the trainer, all flags on request, 80 columns, examples unchanged."""
+"""--help lists common flags, --help all lists every flag, in 80 columns with unwrapped examples."""
 
 import dataclasses
 import subprocess
@@ -35,7 +35,7 @@ SCRIPTS = sorted(
 TRAINER = ROOT / "training_scripts/train_konkanivani_asr.py"
 
 
-# Settings that only an imported checkpoint changes.
+# Settings that only imported checkpoints change.
 IMPORTED_SETTINGS = frozenset(
     "attention_positions convolution_norm subsampling scaled_input entry_norm biases fft_samples window_samples "
     "hop_samples smallest_power log_floor_mode preemphasis window frame_padding mel_scale std_ddof "
@@ -43,8 +43,8 @@ IMPORTED_SETTINGS = frozenset(
 )
 
 
-def shown_help(script: Path, *words: str, word: str = "--help") -> str:
-    """Return the output of `--help`."""
+def run_help(script: Path, *words: str, word: str = "--help") -> str:
+    """Run a script with `--help` and return its output."""
     command = [sys.executable, str(script), word, *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
@@ -57,8 +57,8 @@ def listed_flags(shown: str) -> list[str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_help_keeps_to_80_columns_and_keeps_examples_whole(script):
-    shown = shown_help(script)
+def test_help_fits_80_columns_and_does_not_wrap_examples(script):
+    shown = run_help(script)
     assert max(map(len, shown.splitlines())) <= WIDTH
     command = next(name for name, file in COMMAND_SCRIPTS.items() if file == script.name)
     description = import_module(f"konkanivani.cli.{COMMANDS[command].module}").__doc__
@@ -68,21 +68,21 @@ def test_help_keeps_to_80_columns_and_keeps_examples_whole(script):
     assert examples and all(f"\n    {line}\n" in shown for line in examples)
 
 
-def test_the_trainer_lists_common_flags_in_their_order_and_all_on_request():
+def test_trainer_help_lists_common_flags_and_help_all_lists_every_flag():
     names = [setting.name for setting in settings_of(TrainConfig()) if setting.name not in IMPORTED_SETTINGS]
     common = [name for section in COMMON_FLAGS for name in section.names]
     assert 25 <= len(common) <= 40 and len(set(common)) == len(common)
-    shown = shown_help(TRAINER)
+    shown = run_help(TRAINER)
     assert listed_flags(shown) == common
     assert [f"{section.title}:" in shown.splitlines() for section in COMMON_FLAGS] == [True] * len(COMMON_FLAGS)
     assert shown.splitlines()[-1] == f"These are the {len(common)} common flags. All {len(names)} flags: --help all"
-    assert shown_help(TRAINER, word="-h") == shown
-    everything = shown_help(TRAINER, "all")
+    assert run_help(TRAINER, word="-h") == shown
+    everything = run_help(TRAINER, "all")
     assert listed_flags(everything) == names and "--help all" not in everything
     assert len(shown.splitlines()) <= 110 and len(everything.splitlines()) <= 290
 
 
-def test_settings_of_imported_checkpoints_are_accepted_and_stored_but_not_listed():
+def test_imported_settings_are_accepted_and_stored_but_not_listed():
     assert IMPORTED_SETTINGS <= {setting.name for setting in settings_of(TrainConfig())}
     assert not IMPORTED_SETTINGS & {flag.name for flag in flags_of(TrainConfig)}
     words = ["--window", "symmetric", "--biases=False", "--fft-samples", "1024", "--scaled_input"]
@@ -92,20 +92,20 @@ def test_settings_of_imported_checkpoints_are_accepted_and_stored_but_not_listed
     text = config_to_text(config)
     assert all(f"--{name} " in text for name in IMPORTED_SETTINGS)
     assert config_from_text(text) == config
-    # Repeated with its checkpoint the flag changes nothing, and another value is refused by name.
+    # With its checkpoint, an equal value is accepted and another value is rejected by name.
     assert parse_args(["--resume", "auto", *words]).merge_into_checkpoint(config).features == config.features
     other = parse_args(["--resume", "auto", "--window", "periodic"]).merge_into_checkpoint(config)
     assert contradictions(config, other) == ["--window is periodic here and symmetric in the checkpoint"]
 
 
 @pytest.mark.parametrize("name", ["transcribe", "evaluate_konkanivani_asr"])
-def test_flags_of_training_are_not_listed_by_other_scripts(name):
-    listed = listed_flags(shown_help(ROOT / f"training_scripts/{name}.py"))
+def test_other_scripts_do_not_list_training_flags(name):
+    listed = listed_flags(run_help(ROOT / f"training_scripts/{name}.py"))
     assert "audio_context" in listed and not set(TRAINING_ONLY) & set(listed)
-    assert set(TRAINING_ONLY) <= set(listed_flags(shown_help(TRAINER, "all")))
+    assert set(TRAINING_ONLY) <= set(listed_flags(run_help(TRAINER, "all")))
 
 
-def test_negative_control_a_field_of_the_same_name_elsewhere_is_listed():
+def test_negative_control_same_field_name_in_other_config_is_listed():
     assert [flag.name for flag in flags_of(OwnWindow)] == ["window"]
 
 
@@ -114,7 +114,7 @@ class OwnWindow:
     """Input."""
 
     window: int = 3
-    """A flag of another script."""
+    """Flag of another script."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Flags:
     """Run fast."""
 
 
-def test_types_defaults_and_wrapped_texts():
+def test_help_shows_types_defaults_and_wrapped_texts():
     rows = {flag.name: flag for flag in flags_of(Flags)}
     assert [rows[name].values for name in rows] == ["STR", "FLOAT|auto", "INT ...", ""]
     assert rows["path"].text == "File to read. (required)" and rows["sizes"].text.strip() == "(default: 1 2)"
@@ -153,7 +153,7 @@ def test_types_defaults_and_wrapped_texts():
         ("Weight (0: none; auto: 0.7).", "auto", "Weight (0: none; default auto: 0.7)."),
     ],
 )
-def test_a_default_that_the_text_explains_is_not_repeated(text, value, shown):
+def test_default_explained_by_help_text_is_not_repeated(text, value, shown):
     assert with_default(text, value) == shown
 
 
@@ -162,17 +162,19 @@ def test_paragraphs_are_wrapped_and_examples_are_not():
     command = "    python3 training_scripts/x.py \\\n        --flag " + "value" * 20
     assert wrap_description(f"{long}\n\n{command}\n\n{long}").splitlines()[3:5] == command.splitlines()
     assert all(len(line) <= WIDTH for line in wrap_description(long).splitlines())
-    assert wrap_description("Do.\n\npython3 x.py\n") == "Do.\n\n    python3 x.py"  # a formatter may have dedented it
+    assert (
+        wrap_description("Do.\n\npython3 x.py\n") == "Do.\n\n    python3 x.py"
+    )  # a formatter may have removed the indentation
 
 
-def test_negative_control_a_config_field_without_a_help_text_is_found():
+def test_negative_control_config_field_without_help_text_is_found():
     assert all(flag.text for flag in flags_of(TrainConfig))
     assert not next(
         flag for flag in flags_of(Flags, dataclasses.replace(Flags("x"), sizes=())) if flag.name == "sizes"
     ).text
 
 
-def test_long_work_is_announced_and_short_work_is_not(capsys):
+def test_long_operation_prints_message_and_short_one_does_not(capsys):
     with announced("Short work: about 1 s.", delay=30.0):
         pass
     with announced("Long work: about 9 s.", delay=0.01):

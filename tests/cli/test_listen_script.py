@@ -1,4 +1,4 @@
-"""Speech from standard input: raw PCM, WAV of unknown length, clean ends, and input that is no audio."""
+"""listen.py reads raw PCM or WAV of unknown length from standard input and rejects other input."""
 
 import contextlib
 import io
@@ -29,11 +29,11 @@ SCRIPT = "training_scripts/listen.py"
 RAW = PcmFormat(16_000, 1, "s16le")
 
 
-def integers(samples: np.ndarray) -> bytes:
+def pcm16_bytes(samples: np.ndarray) -> bytes:
     return (samples * 32768).round().clip(-32768, 32767).astype("<i2").tobytes()
 
 
-def wav(samples: np.ndarray, subtype: str = "PCM_16", rate: int = 16_000, size: int | None = None) -> bytes:
+def wav_bytes(samples: np.ndarray, subtype: str = "PCM_16", rate: int = 16_000, size: int | None = None) -> bytes:
     file = io.BytesIO()
     soundfile.write(file, samples, rate, subtype, format="WAV")
     data = bytearray(file.getvalue())
@@ -43,7 +43,7 @@ def wav(samples: np.ndarray, subtype: str = "PCM_16", rate: int = 16_000, size: 
     return bytes(data)
 
 
-def decoded(data: bytes, block: int) -> tuple[np.ndarray, PcmDecoder]:
+def decode_in_blocks(data: bytes, block: int) -> tuple[np.ndarray, PcmDecoder]:
     decoder = PcmDecoder(RAW)
     parts = [decoder.decode(data[start : start + block]) for start in range(0, len(data), block)]
     return np.concatenate([*(part for part in parts if len(part)), decoder.finish()]), decoder
@@ -51,48 +51,48 @@ def decoded(data: bytes, block: int) -> tuple[np.ndarray, PcmDecoder]:
 
 @pytest.mark.parametrize("subtype", ["PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE"])
 @pytest.mark.parametrize("size", [None, 0, 0xFFFFFFFF])
-def test_wav_of_any_length_and_format_is_decoded(subtype, size):
+def test_wav_of_any_stated_length_and_format_is_decoded(subtype, size):
     samples = np.random.default_rng(0).uniform(-0.9, 0.9, (300, 2)).astype(np.float32)
-    data = wav(samples, subtype, 22_050, size)
+    data = wav_bytes(samples, subtype, 22_050, size)
     data += b"LIST\x04\0\0\0abcd" if size is None else b""
     for block in (1, 1_000, len(data)):
-        found, decoder = decoded(data, block)
+        found, decoder = decode_in_blocks(data, block)
         assert decoder.format is not None and (decoder.format.rate, decoder.format.channels) == (22_050, 2)
         assert found.shape == samples.shape and decoder.leftover == 0
         assert np.abs(found - samples).max() < (0.02 if subtype == "PCM_U8" else 1e-4)
-    # Negative control: as raw PCM these bytes are something else.
+    # Negative control: the same bytes are decoded differently as raw PCM.
     assert len(PcmDecoder(RAW).decode(b"\0\0" + data)) != len(samples)
 
 
 @pytest.mark.parametrize("block", [1, 3, 1_000])
-def test_raw_samples_are_decoded_and_half_a_sample_is_left_over(block):
+def test_raw_pcm_is_decoded_and_partial_sample_is_counted(block):
     samples = np.random.default_rng(0).uniform(-0.9, 0.9, 500).astype(np.float32)
-    found, decoder = decoded(integers(samples) + b"x", block)
+    found, decoder = decode_in_blocks(pcm16_bytes(samples) + b"x", block)
     assert np.abs(found[:, 0] - samples).max() < 1e-4 and decoder.leftover == 1
-    assert len(decoded(b"", 1)[0]) == 0 and len(decoded(b"RI", 1)[0]) == 1
+    assert len(decode_in_blocks(b"", 1)[0]) == 0 and len(decode_in_blocks(b"RI", 1)[0]) == 1
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"fLaC\0\0\0\x22" + bytes(100), "FLAC"),
         (b"OggS" + bytes(100), "Ogg"),
         (b"RIFF\0\0\0\0AVI " + bytes(100), "RIFF file other than WAV"),
-        (wav(np.zeros(10))[:30], "cut"),
+        (wav_bytes(np.zeros(10))[:30], "cut"),
         (b"RIFF\0\0\0\0WAVEdata\0\0\0\0", "no format"),
         (b"RIFF\0\0\0\0WAVEfmt \x02\0\0\0\1\0", "cut format"),
-        (wav(np.zeros(10), "ALAW"), "not supported"),
-        (wav(np.zeros(10))[:24] + struct.pack("<L", 400_000) + wav(np.zeros(10))[28:], "400000 Hz"),
-        (wav(np.zeros(10))[:22] + struct.pack("<H", 0) + wav(np.zeros(10))[24:], "0 channels"),
+        (wav_bytes(np.zeros(10), "ALAW"), "not supported"),
+        (wav_bytes(np.zeros(10))[:24] + struct.pack("<L", 400_000) + wav_bytes(np.zeros(10))[28:], "400000 Hz"),
+        (wav_bytes(np.zeros(10))[:22] + struct.pack("<H", 0) + wav_bytes(np.zeros(10))[24:], "0 channels"),
     ],
 )
-def test_a_stream_that_is_no_wav_or_pcm_is_refused_in_a_sentence(data, said):
+def test_stream_other_than_wav_or_pcm_raises_data_error(data, message):
     for block in (1, len(data)):
-        with pytest.raises(DataError, match=said):
-            decoded(data, block)
+        with pytest.raises(DataError, match=message):
+            decode_in_blocks(data, block)
 
 
-def test_events_as_json_can_be_read_back_line_by_line():
+def test_json_events_are_one_parseable_line_each():
     final = Final("एक\n", (Word("एक\n", 0.5, 1.0, None),), 0.5, 1.0, False)
     for event, kind in ((final, "final"), (Partial("एक", "दो", 0.5), "partial")):
         line = live.event_line(event)
@@ -101,22 +101,22 @@ def test_events_as_json_can_be_read_back_line_by_line():
     assert json.loads(live.event_line(final))["words"][0]["text"] == "एक\n"
 
 
-def write(path: Path, data: bytes) -> Path:
+def write_file(path: Path, data: bytes) -> Path:
     path.write_bytes(data)
     return path
 
 
-def test_the_script_prints_the_listeners_finals(trained, tmp_path):
-    samples = np.frombuffer(integers(recording()), "<i2").astype(np.float32) / 32768
+def test_script_prints_final_results_of_listener(trained, tmp_path):
+    samples = np.frombuffer(pcm16_bytes(recording()), "<i2").astype(np.float32) / 32768
     expected = [final.text for final in finals(listen(trained.recognizer, samples, 2_000))]
     assert len(expected) == len(SENTENCES)
     flags = ("--checkpoint", str(trained.checkpoint), "--device", "cpu")
-    raw = run_script(SCRIPT, *flags, "-", stdin=write(tmp_path / "raw", integers(recording()) + b"x"))
+    raw = run_script(SCRIPT, *flags, "-", stdin=write_file(tmp_path / "raw", pcm16_bytes(recording()) + b"x"))
     assert raw.returncode == 0, raw.stderr
     assert raw.stdout.splitlines() == expected
     assert "Expected delay" in raw.stderr and "1 bytes are not a whole sample" in raw.stderr
     stereo = np.stack([recording(), recording()], axis=1)
-    as_json = run_script(SCRIPT, *flags, "--json", stdin=write(tmp_path / "wav", wav(stereo, size=0)))
+    as_json = run_script(SCRIPT, *flags, "--json", stdin=write_file(tmp_path / "wav", wav_bytes(stereo, size=0)))
     assert as_json.returncode == 0, as_json.stderr
     events = [json.loads(line) for line in as_json.stdout.splitlines()]
     assert [event["text"] for event in events if event["kind"] == "final"] == expected
@@ -124,7 +124,7 @@ def test_the_script_prints_the_listeners_finals(trained, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "data", "code", "said"),
+    ("flags", "data", "code", "message"),
     [
         (("--sample_rate", "3999"), b"", 2, "3999 Hz"),
         (("--channels", "0"), b"", 2, "0 channels"),
@@ -136,21 +136,25 @@ def test_the_script_prints_the_listeners_finals(trained, tmp_path):
         ((), b"", 0, "Expected delay"),
     ],
 )
-def test_bad_input_ends_with_a_sentence(base, tmp_path, flags, data, code, said):
-    done = run_script(SCRIPT, "--checkpoint", str(base), "--device", "cpu", *flags, stdin=write(tmp_path / "in", data))
+def test_invalid_input_exits_with_code_and_message(base, tmp_path, flags, data, code, message):
+    done = run_script(
+        SCRIPT, "--checkpoint", str(base), "--device", "cpu", *flags, stdin=write_file(tmp_path / "in", data)
+    )
     assert (done.returncode, done.stdout) == (code, "")
-    assert said in done.stderr and "Traceback" not in done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr
 
 
-def start(*flags: str, **streams) -> subprocess.Popen:
+def start_listen(*flags: str, **streams) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / SCRIPT), "--device", "cpu", *flags]
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, **streams)
 
 
-def test_ctrl_c_prints_the_final_and_ends_cleanly(trained):
-    process = start("--checkpoint", str(trained.checkpoint), "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    # The last sentence without the pause after it: only the end makes it final.
-    process.stdin.write(integers(recording()[:-9_000]))
+def test_sigint_prints_last_final_result_and_exits_with_130(trained):
+    process = start_listen(
+        "--checkpoint", str(trained.checkpoint), "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    # Without the pause after the last sentence, only the end of the stream makes it final.
+    process.stdin.write(pcm16_bytes(recording()[:-9_000]))
     process.stdin.flush()
     lines = []
     while sum('"final"' in line for line in lines) < len(SENTENCES) - 1:
@@ -164,19 +168,19 @@ def test_ctrl_c_prints_the_final_and_ends_cleanly(trained):
     assert sum('"final"' in line for line in [*lines, *rest.decode().splitlines()]) == len(SENTENCES)
 
 
-def test_a_reader_that_leaves_and_a_terminal(trained):
+def test_closed_stdout_ends_cleanly_and_terminal_shows_partials(trained):
     master, terminal = pty.openpty()
-    on_terminal = start("--checkpoint", str(trained.checkpoint), stdout=subprocess.PIPE, stderr=terminal)
+    on_terminal = start_listen("--checkpoint", str(trained.checkpoint), stdout=subprocess.PIPE, stderr=terminal)
     os.close(terminal)
-    process = start("--checkpoint", str(trained.checkpoint), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = start_listen("--checkpoint", str(trained.checkpoint), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(integers(recording()))
+        process.stdin.write(pcm16_bytes(recording()))
         process.stdin.close()
     errors = process.stderr.read()
     assert process.wait(PATIENCE) in (0, 141) and b"Traceback" not in errors
-    data = integers(recording())
-    # The first second alone: whatever the machine's speed, a pass follows it.
+    data = pcm16_bytes(recording())
+    # Send the first second alone, so that a decoding pass follows on a machine of any speed.
     on_terminal.stdin.write(data[:32_000])
     on_terminal.stdin.flush()
     shown = b""
@@ -186,10 +190,10 @@ def test_a_reader_that_leaves_and_a_terminal(trained):
     on_terminal.stdin.close()
     lines = on_terminal.stdout.read().decode().splitlines()
     assert on_terminal.wait(PATIENCE) == 0
-    with contextlib.suppress(OSError):  # Linux reports a closed terminal as an error
+    with contextlib.suppress(OSError):  # Linux raises an error when a closed terminal is read
         while piece := os.read(master, 4_096):
             shown += piece
     os.close(master)
     assert len(lines) == len(SENTENCES) and not any("\x1b" in line for line in lines)
-    # Partial text is on the terminal only, and rewritten in place.
+    # Partial results are written to the terminal only, and overwritten in place.
     assert b"\r\x1b[K" in shown

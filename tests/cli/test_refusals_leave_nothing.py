@@ -1,4 +1,4 @@
-"""A command that refuses its input leaves no file and no folder, except for a list that its message names."""
+"""Commands that reject their input leave no file or folder, except for the list that the message names."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def write_table(folder: Path, rows: int, text: str = "ka") -> Path:
     return folder
 
 
-def prepare(tmp_path: Path, rows: int):
+def run_prepare_data(tmp_path: Path, rows: int):
     source = write_table(tmp_path / "source", rows)
     flags = ("--format", "csv", "--table", "all.csv", "--source", str(source), "--output", str(tmp_path / "made"))
     flags += ("--audio_column", "audio", "--text_column", "text")
@@ -34,18 +34,18 @@ def prepare(tmp_path: Path, rows: int):
 
 
 @pytest.mark.parametrize("rows", [0, 2])
-def test_prepare_data_that_refuses_leaves_nothing(rows: int, tmp_path: Path) -> None:
-    done = prepare(tmp_path, rows)
+def test_failed_prepare_data_leaves_no_output(rows: int, tmp_path: Path) -> None:
+    done = run_prepare_data(tmp_path, rows)
     assert done.returncode == 3, done.stderr
     assert not (tmp_path / "made").exists()
 
 
-def test_prepare_data_that_succeeds_writes_its_list_of_rejected_rows(tmp_path: Path) -> None:
-    assert prepare(tmp_path, 12).returncode == 0
+def test_successful_prepare_data_writes_rejected_list(tmp_path: Path) -> None:
+    assert run_prepare_data(tmp_path, 12).returncode == 0
     assert (tmp_path / "made" / "rejected.jsonl").read_text() == ""
 
 
-def test_prepare_data_keeps_the_list_that_its_message_names_and_nothing_else(tmp_path: Path) -> None:
+def test_failed_prepare_data_keeps_only_rejected_list(tmp_path: Path) -> None:
     source = write_table(tmp_path / "source", 4)
     (source / "1.wav").unlink()
     output = tmp_path / "deep" / "er" / "made"
@@ -56,12 +56,12 @@ def test_prepare_data_keeps_the_list_that_its_message_names_and_nothing_else(tmp
     assert len((output / "rejected.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 
 
-# All other refusals
+# All other commands
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Sound and broken input files in `folder`, for command lines."""
+    """Valid and invalid input files in `folder`, for command lines."""
 
     folder: Path
 
@@ -71,7 +71,7 @@ class Inputs:
 
 @pytest.fixture
 def inputs(base: Path, tmp_path: Path) -> Inputs:
-    """Write a small corpus, a checkpoint, and a broken file of each kind."""
+    """Write a small corpus, a checkpoint, and an invalid file of each kind."""
     folder = write_table(tmp_path / "in", 4, "एक")
     shutil.copy(base, folder / "good.pt")
     other = folder / "checkpoint_other.pt"
@@ -102,7 +102,7 @@ def inputs(base: Path, tmp_path: Path) -> Inputs:
 Arguments = Callable[[Inputs, str], tuple[str, ...]]
 
 
-def preparation(source: str, *flags: str, table: str = "all.csv", output: str = "out") -> Arguments:
+def prepare_arguments(source: str, *flags: str, table: str = "all.csv", output: str = "out") -> Arguments:
     def arguments(inputs: Inputs, out: str) -> tuple[str, ...]:
         kind = () if "--format" in flags else ("--format", "csv", "--table", table)
         return *kind, "--source", inputs[source], "--output", f"{out}/{output}", *flags
@@ -110,8 +110,8 @@ def preparation(source: str, *flags: str, table: str = "all.csv", output: str = 
     return arguments
 
 
-def named(*words: str) -> Arguments:
-    """Return a command line in which `<NAME>` is an input and `>NAME` an output."""
+def command_line(*words: str) -> Arguments:
+    """Return a command line in which `<NAME>` is an input file and `>NAME` an output path."""
 
     def arguments(inputs: Inputs, out: str) -> tuple[str, ...]:
         filled = []
@@ -130,159 +130,191 @@ def named(*words: str) -> Arguments:
 LM = ("--checkpoint", "<good.pt>")
 EVALUATION = ("--device", "cpu", "--checkpoint")
 DATA = ("--train_manifest", "<good.jsonl>", "--test_manifest", "<good.jsonl>")
-REFUSALS: dict[str, tuple[str, Arguments, int]] = {
-    "prepare: no such source": ("prepare_data.py", preparation("nowhere"), 2),
-    "prepare: no such table": ("prepare_data.py", preparation("", table="no.csv"), 3),
+FAILING_COMMANDS: dict[str, tuple[str, Arguments, int]] = {
+    "prepare: missing source": ("prepare_data.py", prepare_arguments("nowhere"), 2),
+    "prepare: missing table": ("prepare_data.py", prepare_arguments("", table="no.csv"), 3),
     "prepare: too few speakers": (
         "prepare_data.py",
-        preparation("", "--split_by", "speaker", table="two.csv", output="deep/out"),
+        prepare_arguments("", "--split_by", "speaker", table="two.csv", output="deep/out"),
         3,
     ),
-    "prepare: an output below a file": ("prepare_data.py", preparation("", output="in/file/out"), 6),
-    "prepare: missing parents": ("prepare_data.py", preparation("empty", output="deep/er/out", table="no.csv"), 3),
-    "prepare: only expected refusals": ("prepare_data.py", preparation("speaker1", "--format", "indicvoices"), 3),
-    "import: no such model": ("import_asr.py", named("<nowhere.nemo>", ">/out.pt"), 4),
-    "import: no model": ("import_asr.py", named("<bad.nemo>", ">/out.pt"), 4),
-    "import: an empty folder": ("import_asr.py", named("<empty>", ">/out.pt"), 4),
-    "import: missing parent": ("import_asr.py", named("<bad.nemo>", ">/deep/out.pt"), 6),
-    "export: no checkpoint": ("export_asr.py", named("--checkpoint", "<file>", "--bundle", ">/a.safetensors"), 4),
-    "export: cut": ("export_asr.py", named("--checkpoint", "<checkpoint_other.pt>", "--onnx", ">/a.onnx"), 4),
-    "export: missing parent": ("export_asr.py", named(*LM, "--bundle", ">/deep/a.safetensors"), 6),
-    "export: a folder of another kind": ("export_asr.py", named(*LM, "--whisper", ">/deep/whisper"), 2),
-    "export: no manifest": ("export_asr.py", named(*LM, "--bundle", ">/a.safetensors", "--manifest", "<file>"), 3),
-    "average: one is cut": ("average_checkpoints.py", named("<good.pt>", "<checkpoint_other.pt>"), 4),
-    "average: missing parent": ("average_checkpoints.py", named("<good.pt>", "--output", ">/deep/a.pt"), 6),
-    "average: no such folder": ("average_checkpoints.py", named("--checkpoint_dir", "<nowhere>"), 4),
-    "language model: no text": ("train_language_model.py", named(*LM, "--text", "<no.txt>", "--output", ">/a.arpa"), 3),
-    "language model: blank": (
+    "prepare: output below a file": ("prepare_data.py", prepare_arguments("", output="in/file/out"), 6),
+    "prepare: missing parents": (
+        "prepare_data.py",
+        prepare_arguments("empty", output="deep/er/out", table="no.csv"),
+        3,
+    ),
+    "prepare: all rows rejected": ("prepare_data.py", prepare_arguments("speaker1", "--format", "indicvoices"), 3),
+    "import: missing model": ("import_asr.py", command_line("<nowhere.nemo>", ">/out.pt"), 4),
+    "import: not a model": ("import_asr.py", command_line("<bad.nemo>", ">/out.pt"), 4),
+    "import: empty folder": ("import_asr.py", command_line("<empty>", ">/out.pt"), 4),
+    "import: missing parent": ("import_asr.py", command_line("<bad.nemo>", ">/deep/out.pt"), 6),
+    "export: not a checkpoint": (
+        "export_asr.py",
+        command_line("--checkpoint", "<file>", "--bundle", ">/a.safetensors"),
+        4,
+    ),
+    "export: truncated checkpoint": (
+        "export_asr.py",
+        command_line("--checkpoint", "<checkpoint_other.pt>", "--onnx", ">/a.onnx"),
+        4,
+    ),
+    "export: missing parent": ("export_asr.py", command_line(*LM, "--bundle", ">/deep/a.safetensors"), 6),
+    "export: model of another type": ("export_asr.py", command_line(*LM, "--whisper", ">/deep/whisper"), 2),
+    "export: invalid manifest": (
+        "export_asr.py",
+        command_line(*LM, "--bundle", ">/a.safetensors", "--manifest", "<file>"),
+        3,
+    ),
+    "average: truncated checkpoint": ("average_checkpoints.py", command_line("<good.pt>", "<checkpoint_other.pt>"), 4),
+    "average: missing parent": ("average_checkpoints.py", command_line("<good.pt>", "--output", ">/deep/a.pt"), 6),
+    "average: missing folder": ("average_checkpoints.py", command_line("--checkpoint_dir", "<nowhere>"), 4),
+    "language model: missing text": (
         "train_language_model.py",
-        named(*LM, "--text", "<blank.txt>", "--output", ">/a.arpa"),
+        command_line(*LM, "--text", "<no.txt>", "--output", ">/a.arpa"),
+        3,
+    ),
+    "language model: blank text": (
+        "train_language_model.py",
+        command_line(*LM, "--text", "<blank.txt>", "--output", ">/a.arpa"),
         3,
     ),
     "language model: Latin-1": (
         "train_language_model.py",
-        named(*LM, "--text", "<latin.txt>", "--output", ">/a.arpa.gz"),
+        command_line(*LM, "--text", "<latin.txt>", "--output", ">/a.arpa.gz"),
         3,
     ),
     "language model: missing parent": (
         "train_language_model.py",
-        named(*LM, "--text", "<lines.txt>", "--output", ">/deep/a.arpa"),
+        command_line(*LM, "--text", "<lines.txt>", "--output", ">/deep/a.arpa"),
         6,
     ),
-    "evaluate: no checkpoint": (
+    "evaluate: not a checkpoint": (
         "evaluate_konkanivani_asr.py",
-        named(*EVALUATION, "<file>", "--manifest", "<good.jsonl>", "--output", ">/h.jsonl"),
+        command_line(*EVALUATION, "<file>", "--manifest", "<good.jsonl>", "--output", ">/h.jsonl"),
         4,
     ),
-    "evaluate: no manifest": (
+    "evaluate: manifest is not JSON": (
         "evaluate_konkanivani_asr.py",
-        named(*EVALUATION, "<good.pt>", "--manifest", "<no.jsonl>", "--html", ">/h.html"),
+        command_line(*EVALUATION, "<good.pt>", "--manifest", "<no.jsonl>", "--html", ">/h.html"),
         3,
     ),
-    "evaluate: no audio": (
+    "evaluate: missing audio": (
         "evaluate_konkanivani_asr.py",
-        named(*EVALUATION, "<good.pt>", "--manifest", "<broken.jsonl>", "--html", ">/h.html"),
+        command_line(*EVALUATION, "<good.pt>", "--manifest", "<broken.jsonl>", "--html", ">/h.html"),
         3,
     ),
     "evaluate: missing parent": (
         "evaluate_konkanivani_asr.py",
-        named(*EVALUATION, "<good.pt>", "--manifest", "<good.jsonl>", "--output", ">/deep/h.jsonl"),
+        command_line(*EVALUATION, "<good.pt>", "--manifest", "<good.jsonl>", "--output", ">/deep/h.jsonl"),
         6,
     ),
     "evaluate: page in a missing parent": (
         "evaluate_konkanivani_asr.py",
-        named(*EVALUATION, "<good.pt>", "--manifest", "<good.jsonl>", "--html", ">/deep/h.html"),
+        command_line(*EVALUATION, "<good.pt>", "--manifest", "<good.jsonl>", "--html", ">/deep/h.html"),
         6,
     ),
-    "evaluate: texts that do not pair": (
+    "evaluate: unequal numbers of texts": (
         "evaluate_konkanivani_asr.py",
-        named("--references", "<lines.txt>", "--hypotheses", "<file>", "--output", ">/h.jsonl", "--html", ">/h.html"),
+        command_line(
+            "--references", "<lines.txt>", "--hypotheses", "<file>", "--output", ">/h.jsonl", "--html", ">/h.html"
+        ),
         3,
     ),
-    "transcribe: no recording": (
+    "transcribe: missing recording": (
         "transcribe.py",
-        named("<nowhere.wav>", *LM, "--device", "cpu", "--output_dir", ">/out"),
+        command_line("<nowhere.wav>", *LM, "--device", "cpu", "--output_dir", ">/out"),
         3,
     ),
-    "transcribe: no audio": ("transcribe.py", named("<bad.wav>", *LM, "--device", "cpu", "--output_dir", ">/a/b"), 3),
-    "transcribe: two without audio": (
+    "transcribe: not audio": (
         "transcribe.py",
-        named("<bad.wav>", "<file>", *LM, "--device", "cpu", "--output_dir", ">/a/b"),
+        command_line("<bad.wav>", *LM, "--device", "cpu", "--output_dir", ">/a/b"),
         3,
     ),
-    "transcribe: breaks at its end": (
+    "transcribe: two files without audio": (
         "transcribe.py",
-        named("<nan.wav>", *LM, "--device", "cpu", "--output_dir", ">/a/b"),
+        command_line("<bad.wav>", "<file>", *LM, "--device", "cpu", "--output_dir", ">/a/b"),
         3,
     ),
-    "transcribe: an empty folder": ("transcribe.py", named("<empty>", *LM, "--output_dir", ">/out"), 3),
-    "transcribe: no checkpoint": (
+    "transcribe: NaN at the end": (
         "transcribe.py",
-        named("<0.wav>", "--checkpoint", "<file>", "--output_dir", ">/o"),
+        command_line("<nan.wav>", *LM, "--device", "cpu", "--output_dir", ">/a/b"),
+        3,
+    ),
+    "transcribe: empty folder": ("transcribe.py", command_line("<empty>", *LM, "--output_dir", ">/out"), 3),
+    "transcribe: not a checkpoint": (
+        "transcribe.py",
+        command_line("<0.wav>", "--checkpoint", "<file>", "--output_dir", ">/o"),
         4,
     ),
-    "transcribe: an output below a file": (
+    "transcribe: output below a file": (
         "transcribe.py",
-        named("<0.wav>", *LM, "--device", "cpu", "--output_dir", "<file/out>"),
+        command_line("<0.wav>", *LM, "--device", "cpu", "--output_dir", "<file/out>"),
         6,
     ),
-    "compare: no models": ("compare_models.py", named("--folder", ">/deep/c", *DATA), 2),
-    "compare: no manifest": (
+    "compare: no models": ("compare_models.py", command_line("--folder", ">/deep/c", *DATA), 2),
+    "compare: missing manifest": (
         "compare_models.py",
-        named("--presets", "minimal", "--folder", ">/c", *DATA[:2], "--test_manifest", "<nowhere.jsonl>"),
+        command_line("--presets", "minimal", "--folder", ">/c", *DATA[:2], "--test_manifest", "<nowhere.jsonl>"),
         3,
     ),
-    "compare: no JSON": (
+    "compare: manifest is not JSON": (
         "compare_models.py",
-        named("--presets", "minimal", "--folder", ">/deep/c", *DATA[2:], "--train_manifest", "<no.jsonl>"),
+        command_line("--presets", "minimal", "--folder", ">/deep/c", *DATA[2:], "--train_manifest", "<no.jsonl>"),
         3,
     ),
-    "compare: a folder below a file": (
+    "compare: folder below a file": (
         "compare_models.py",
-        named("--presets", "minimal", "--folder", "<file/c>", *DATA),
+        command_line("--presets", "minimal", "--folder", "<file/c>", *DATA),
         6,
     ),
-    "compare: a report of another program": (
+    "compare: report of another program": (
         "compare_models.py",
-        named("--presets", "minimal", "--folder", "<foreign>", *DATA),
+        command_line("--presets", "minimal", "--folder", "<foreign>", *DATA),
         2,
     ),
-    "train: no manifest": (
+    "train: missing manifest": (
         "train_konkanivani_asr.py",
-        named("--train_manifest", "<nowhere.jsonl>", "--checkpoint_dir", ">/c", "--log_dir", ">/deep/r"),
+        command_line("--train_manifest", "<nowhere.jsonl>", "--checkpoint_dir", ">/c", "--log_dir", ">/deep/r"),
         3,
     ),
-    "train: a flag that contradicts": (
+    "train: invalid flag": (
         "train_konkanivani_asr.py",
-        named(*DATA[:2], "--batch_size", "0", "--checkpoint_dir", ">/c", "--log_dir", ">/r"),
+        command_line(*DATA[:2], "--batch_size", "0", "--checkpoint_dir", ">/c", "--log_dir", ">/r"),
         2,
     ),
-    "train: no checkpoint": (
+    "train: not a checkpoint": (
         "train_konkanivani_asr.py",
-        named(*DATA[:2], "--init_from", "<file>", "--checkpoint_dir", ">/c", "--log_dir", ">/r", "--device", "cpu"),
+        command_line(
+            *DATA[:2], "--init_from", "<file>", "--checkpoint_dir", ">/c", "--log_dir", ">/r", "--device", "cpu"
+        ),
         4,
     ),
-    "inspect: no manifest": ("inspect_data.py", named("<nowhere.jsonl>"), 3),
-    "inspect: no JSON": ("inspect_data.py", named("<no.jsonl>"), 3),
-    "inspect: page in a missing parent": ("inspect_data.py", named("<good.jsonl>", "--html", ">/deep/h.html"), 6),
+    "inspect: missing manifest": ("inspect_data.py", command_line("<nowhere.jsonl>"), 3),
+    "inspect: manifest is not JSON": ("inspect_data.py", command_line("<no.jsonl>"), 3),
+    "inspect: page in a missing parent": (
+        "inspect_data.py",
+        command_line("<good.jsonl>", "--html", ">/deep/h.html"),
+        6,
+    ),
 }
 
 
-def listing(folder: Path) -> dict[str, bytes | None]:
-    """Return every file and folder below `folder`, files with their content."""
+def folder_contents(folder: Path) -> dict[str, bytes | None]:
+    """Return all files below `folder` with their content, and all folders with None."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
     }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_a_refusal_leaves_every_folder_as_it_was(name: str, inputs: Inputs, tmp_path: Path) -> None:
-    script, arguments, code = REFUSALS[name]
-    before = listing(tmp_path)
+@pytest.mark.parametrize("name", FAILING_COMMANDS)
+def test_failed_command_leaves_all_files_unchanged(name: str, inputs: Inputs, tmp_path: Path) -> None:
+    script, arguments, code = FAILING_COMMANDS[name]
+    before = folder_contents(tmp_path)
     words = arguments(inputs, str(tmp_path))
     done = run_script(f"{SCRIPTS}/{script}", *words, cwd=tmp_path)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    left = listing(tmp_path)
+    left = folder_contents(tmp_path)
     assert sorted(set(left) ^ set(before)) == [] and left == before, done.stderr

@@ -1,4 +1,4 @@
-"""A loopback HTTP server that implements the part of the Hugging Face hub's protocol that an upload needs."""
+"""Loopback HTTP server with the part of the Hugging Face hub protocol that uploads need."""
 
 import base64
 import hashlib
@@ -14,7 +14,7 @@ TOKEN = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567"
 
 @dataclass
 class Repository:
-    """A model repository: its files, and the commit of the last change."""
+    """Model repository: files, and the number of commits."""
 
     is_private: bool
     pipeline_tag: str | None = None
@@ -27,8 +27,8 @@ class Repository:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Fixed answer of the server, instead of the protocol's; with status 0, the connection is closed."""
+class Response:
+    """HTTP response of the server; status 0 closes the connection."""
 
     status: int
     body: bytes = b"{}"
@@ -38,7 +38,7 @@ class Answer:
 
 @dataclass
 class FakeHub:
-    """State of the server: repositories, all requests, and fixed answers by a part of the path."""
+    """State of the server: repositories, all requests, and fixed responses by a part of method and path."""
 
     address: str = ""
     upload_mode: str = "regular"
@@ -46,28 +46,28 @@ class FakeHub:
     blobs: dict[str, bytes] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)
-    answers: dict[str, Answer] = field(default_factory=dict)
+    responses: dict[str, Response] = field(default_factory=dict)
     stopping: threading.Event = field(default_factory=threading.Event)
 
-    def answer(self, method: str, path: str, body: bytes) -> Answer:
-        """Return the answer to a request."""
+    def respond(self, method: str, path: str, body: bytes) -> Response:
+        """Return the response to a request."""
         self.requests.append(f"{method} {path}")
-        for part, answer in self.answers.items():
+        for part, response in self.responses.items():
             if part in f"{method} {path}":
-                return answer
+                return response
         if path == "/api/validate-yaml":
             return _json({"warnings": [{"message": "a warning"}], "errors": []})
         if path == "/api/repos/create":
             return self._create(json.loads(body))
         if path.startswith("/blob/"):
             self.blobs[path.rpartition("/")[2]] = body
-            return Answer(200)
+            return Response(200)
         if path.endswith(".git/info/lfs/objects/batch"):
             return self._batch(json.loads(body))
         owner, name, *rest = path.removeprefix("/api/models/").split("/")
         found = self.repositories.get(f"{owner}/{name}")
         if found is None:
-            return Answer(404, b'{"error": "Repository not found"}', (("X-Error-Code", "RepoNotFound"),))
+            return Response(404, b'{"error": "Repository not found"}', (("X-Error-Code", "RepoNotFound"),))
         if rest in ([], ["revision", "main"]):
             return _json(self._info(f"{owner}/{name}", found))
         if rest[0] == "preupload":
@@ -75,11 +75,11 @@ class FakeHub:
         assert rest[0] == "commit", path
         return self._commit(f"{owner}/{name}", found, body)
 
-    def _create(self, asked: dict) -> Answer:
-        name = f"{asked['organization']}/{asked['name']}"
+    def _create(self, request: dict) -> Response:
+        name = f"{request['organization']}/{request['name']}"
         if name in self.repositories:
-            return Answer(409, b'{"error": "You already created this model repo"}')
-        self.repositories[name] = Repository(asked.get("visibility") == "private")
+            return Response(409, b'{"error": "You already created this model repo"}')
+        self.repositories[name] = Repository(request.get("visibility") == "private")
         return _json({"url": f"{self.address}/{name}"})
 
     def _info(self, name: str, found: Repository) -> dict:
@@ -97,14 +97,14 @@ class FakeHub:
         mode = "lfs" if is_large else "regular"
         return {"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid}
 
-    def _batch(self, asked: dict) -> Answer:
+    def _batch(self, request: dict) -> Response:
         objects = [
             thing | {"actions": {"upload": {"href": f"{self.address}/blob/{thing['oid']}"}}}
-            for thing in asked["objects"]
+            for thing in request["objects"]
         ]
         return _json({"transfer": "basic", "objects": objects})
 
-    def _commit(self, name: str, found: Repository, body: bytes) -> Answer:
+    def _commit(self, name: str, found: Repository, body: bytes) -> Response:
         for line in body.splitlines():
             entry = json.loads(line)
             value = entry["value"]
@@ -118,8 +118,8 @@ class FakeHub:
         return _json({"commitUrl": f"{self.address}/{name}/commit/{found.commit}", "commitOid": found.commit})
 
 
-def _json(value: object) -> Answer:
-    return Answer(200, json.dumps(value).encode(), (("Content-Type", "application/json"),))
+def _json(value: object) -> Response:
+    return Response(200, json.dumps(value).encode(), (("Content-Type", "application/json"),))
 
 
 @contextmanager
@@ -131,22 +131,22 @@ def serve_hub() -> Iterator[FakeHub]:
         def handle_request(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             hub.tokens.add(self.headers.get("Authorization") or "")
-            answer = hub.answer(self.command, self.path.partition("?")[0], body)
-            hub.stopping.wait(answer.delay)
-            if answer.status == 0:
+            response = hub.respond(self.command, self.path.partition("?")[0], body)
+            hub.stopping.wait(response.delay)
+            if response.status == 0:
                 self.close_connection = True
                 return
-            self.send_response(answer.status)
-            for name, value in answer.headers:
+            self.send_response(response.status)
+            for name, value in response.headers:
                 self.send_header(name, value)
-            self.send_header("Content-Length", str(len(answer.body)))
+            self.send_header("Content-Length", str(len(response.body)))
             self.end_headers()
-            self.wfile.write(answer.body)
+            self.wfile.write(response.body)
 
         do_GET = do_POST = do_PUT = handle_request
 
         def log_message(self, *_: object) -> None:
-            """Print nothing."""
+            """Disable the log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.address = f"http://127.0.0.1:{server.server_port}"

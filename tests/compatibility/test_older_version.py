@@ -1,4 +1,4 @@
-"""Files written by an older version (commit e4e55aa of 2026-11-27) are read, and their runs resume with equal losses.
+"""Read files of an older version (commit e4e55aa of 2026-11-27), and resume its runs with equal losses.
 
 `write_fixtures.py` in this folder wrote them, with that commit checked out.
 """
@@ -29,7 +29,7 @@ def files(tmp_path: Path) -> Path:
     return shutil.copytree(FIXTURES, tmp_path / "files")
 
 
-def resumed_steps(files: Path, folder: str, *flags: str) -> list[dict]:
+def resume_and_read_steps(files: Path, folder: str, *flags: str) -> list[dict]:
     """Resume the run in `folder` and return its logged steps."""
     done = run_script(
         TRAINER,
@@ -42,41 +42,42 @@ def resumed_steps(files: Path, folder: str, *flags: str) -> list[dict]:
     return [record for record in records if record["kind"] == "step"]
 
 
-def assert_same(steps: list[dict], expected: list[dict]) -> None:
+def assert_same_losses(steps: list[dict], expected: list[dict]) -> None:
     assert [step["step"] for step in steps] == [step["step"] for step in expected]
-    for step, wanted in zip(steps, expected, strict=True):
-        assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+    for step, target in zip(steps, expected, strict=True):
+        assert step["loss"] == pytest.approx(target["loss"], rel=1e-4)
 
 
-def test_an_old_command_line_means_the_same():
+def test_old_flag_names_set_the_renamed_settings():
     config = parse_args(FLAGS).config
     assert all(f"--{name}" in FLAGS for name in RENAMED)
     assert (config.features.frame_padding, config.features.std_ddof) == ("zeros", "sample")
     assert (config.features.log_floor_mode, config.data.concurrent_micro_batches) == ("added", 1)
 
 
-def test_an_old_checkpoints_settings_are_read():
+def test_settings_of_old_checkpoint_are_read():
     text = read_checkpoint(FIXTURES / "native" / "checkpoint_last.pt").config
     assert all(f"--{name} " in text for name in RENAMED)
     config = config_from_text(text)
     assert config.features == parse_args(FLAGS).config.features
 
 
-def test_an_old_run_resumes_with_the_same_losses(files):
-    steps = resumed_steps(files, "native", "--max_steps", "9", "--continue_schedule", "stretch")
-    assert_same(steps, EXPECTED["steps"])
+def test_old_run_resumes_with_equal_losses(files):
+    steps = resume_and_read_steps(files, "native", "--max_steps", "9", "--continue_schedule", "stretch")
+    assert_same_losses(steps, EXPECTED["steps"])
     with pytest.raises(AssertionError):  # negative control
-        assert_same(steps, [step | {"loss": 1.001 * step["loss"]} for step in EXPECTED["steps"]])
+        assert_same_losses(steps, [step | {"loss": 1.001 * step["loss"]} for step in EXPECTED["steps"]])
 
 
-def test_an_old_whisper_run_resumes_with_the_same_losses(files):
-    assert_same(
-        resumed_steps(files, "whisper", "--max_steps", "4", "--continue_schedule", "stretch"), EXPECTED["whisper_steps"]
+def test_old_whisper_run_resumes_with_equal_losses(files):
+    assert_same_losses(
+        resume_and_read_steps(files, "whisper", "--max_steps", "4", "--continue_schedule", "stretch"),
+        EXPECTED["whisper_steps"],
     )
 
 
 @pytest.mark.parametrize("name", ["native/checkpoint_last.pt", "model.safetensors"])
-def test_old_checkpoints_and_bundles_compute_the_same(name):
+def test_old_checkpoints_and_bundles_give_equal_encoder_output(name):
     model = load_recognizer(str(FIXTURES / name)).speech_model
     samples, _ = soundfile.read(FIXTURES / "corpus" / "audio" / "valid_000.flac", dtype="float32")
     encoded, _ = model.encode(torch.from_numpy(samples)[None], (len(samples),))
@@ -86,11 +87,11 @@ def test_old_checkpoints_and_bundles_compute_the_same(name):
     assert not torch.allclose(silent[0, :3].flatten(), expected, rtol=1e-3, atol=1e-4)  # negative control
 
 
-def test_an_old_index_is_read_or_rebuilt(files, monkeypatch):
+def test_old_index_equals_rebuilt_index(files, monkeypatch):
     monkeypatch.setattr(index, "SMALL_BYTES", 0)
     manifest = files / "corpus" / "train.jsonl"
-    kept = index.open_index(manifest)
+    stored = index.open_index(manifest)
     shutil.rmtree(files / "corpus" / "train.jsonl.index")
     built = index.open_index(manifest)
-    assert kept.durations.tolist() == built.durations.tolist() and len(kept.durations) == 6
-    assert kept.starts.tolist() == built.starts.tolist() and kept.sketch == built.sketch
+    assert stored.durations.tolist() == built.durations.tolist() and len(stored.durations) == 6
+    assert stored.starts.tolist() == built.starts.tolist() and stored.sketch == built.sketch

@@ -1,4 +1,4 @@
-"""The built-in corpus has the documented counts, splits, voice and bytes."""
+"""The built-in corpus has the documented counts, splits and voices, and is bitwise reproducible."""
 
 import hashlib
 import os
@@ -46,7 +46,7 @@ def miniature(tmp_path_factory) -> Path:
     return directory
 
 
-def words_of(sentences: tuple[SpokenSentence, ...]) -> set[str]:
+def distinct_words(sentences: tuple[SpokenSentence, ...]) -> set[str]:
     return {word for sentence in sentences for word in sentence.text.split()}
 
 
@@ -55,19 +55,19 @@ def file_digests(directory: Path) -> dict[str, str]:
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def test_it_is_large_enough(plan):
+def test_corpus_has_enough_patterns_sentences_words_and_voices(plan):
     book = read_patterns()
     everything = plan.train + plan.valid + plan.test
     assert len(book.seen) + len(book.unseen) >= 60
     assert len(book.unseen) >= 10
     assert len({sentence.text for sentence in everything}) == len(everything) == 1450
-    assert len(words_of(everything)) >= 500
+    assert len(distinct_words(everything)) >= 500
     assert len({sentence.style.voice for sentence in everything}) >= 10
     assert {sentence.style.rate for sentence in plan.train} == {sentence.style.rate for sentence in plan.test}
     assert all(3 <= len(sentence.text.split()) <= 12 for sentence in everything)
 
 
-def test_no_sentence_and_no_voice_is_in_two_splits(plan):
+def test_sentences_and_voices_are_disjoint_between_splits(plan):
     splits = (plan.train, plan.valid, plan.test)
     for kind in (lambda sentence: sentence.text, lambda sentence: sentence.style.voice):
         values = [{kind(sentence) for sentence in split} for split in splits]
@@ -77,7 +77,7 @@ def test_no_sentence_and_no_voice_is_in_two_splits(plan):
 
 
 @pytest.mark.parametrize("size", [SplitSizes(), MINIATURE, SplitSizes(train=100, valid=3, test=9)])
-def test_seen_and_unseen_patterns_are_marked_truly(size):
+def test_seen_and_unseen_patterns_are_marked_correctly(size):
     plan, book = plan_corpus(size), read_patterns()
 
     def pattern_of(sentence: SpokenSentence, patterns: tuple[str, ...]) -> str:
@@ -92,10 +92,10 @@ def test_seen_and_unseen_patterns_are_marked_truly(size):
     assert all(sentence.pattern == "seen" for sentence in plan.train + plan.valid)
 
 
-def test_unseen_patterns_bring_new_word_orders_not_new_words(plan):
+def test_unseen_patterns_have_almost_no_new_words(plan):
     unseen = tuple(sentence for sentence in plan.test if sentence.pattern == "unseen")
     running = [word for sentence in unseen for word in sentence.text.split()]
-    new = [word for word in running if word not in words_of(plan.train)]
+    new = [word for word in running if word not in distinct_words(plan.train)]
     assert len(new) <= 0.02 * len(running), set(new)
 
 
@@ -105,15 +105,15 @@ def test_texts_are_devanagari_and_normalised(plan):
         assert sentence.text == normalize_text(sentence.text)
 
 
-def test_a_size_that_cannot_be_had_is_a_usage_error():
+def test_impossible_split_size_raises_usage_error():
     with pytest.raises(UsageError, match="Use fewer utterances"):
         plan_corpus(SplitSizes(test=10**6))
     with pytest.raises(UsageError, match="at least"):
         plan_corpus(SplitSizes(valid=0))
 
 
-def test_the_marathi_voice_reads_vowel_signs_and_kok_names_them(plan, synthesizer):
-    words = sorted(words_of(plan.train + plan.test))[::6]
+def test_marathi_voice_reads_vowel_signs_that_kok_voice_spells_out(plan, synthesizer):
+    words = sorted(distinct_words(plan.train + plan.test))[::6]
     assert [word for word in words if reads_signs_by_name(word, synthesizer.phonemes(word, "mr"))] == []
     # Negative control: a voice that reads the vowel sign as "aakaar" instead of a long a.
     signed = ("म्हाका", "शाळेंत", "कितें", "हांव", "जाय")
@@ -123,7 +123,7 @@ def test_the_marathi_voice_reads_vowel_signs_and_kok_names_them(plan, synthesize
         assert reads_signs_by_name(text, synthesizer.phonemes(text, "kok")), text
 
 
-def test_a_voice_that_misreads_stops_the_build(tmp_path, monkeypatch, synthesizer):
+def test_voice_that_spells_out_vowel_signs_stops_the_build(tmp_path, monkeypatch, synthesizer):
     speak_kok = SpeechSynthesizer.phonemes
     monkeypatch.setattr(SpeechSynthesizer, "phonemes", lambda self, text, voice: speak_kok(self, text, "kok"))
     with pytest.raises(DataError, match="vowel signs"):
@@ -132,7 +132,7 @@ def test_a_voice_that_misreads_stops_the_build(tmp_path, monkeypatch, synthesize
 
 
 @pytest.mark.parametrize("voice", TRAIN_VOICES + VALID_VOICES + TEST_VOICES)
-def test_speech_depends_on_the_request_alone(voice, synthesizer):
+def test_speech_depends_only_on_text_and_style(voice, synthesizer):
     style = SpeakingStyle(voice, 175, 46)
     first = synthesizer.speak("हांव फाल्यां पणजेंत वतलों", style)
     synthesizer.speak("तुका कितें जाय", SpeakingStyle("mr+f2", 130, 62))
@@ -141,7 +141,7 @@ def test_speech_depends_on_the_request_alone(voice, synthesizer):
     assert first != synthesizer.speak("हांव फाल्यां पणजेंत वतलों", SpeakingStyle("mr", 175, 46))
 
 
-def test_what_cannot_be_spoken_is_a_data_error(synthesizer):
+def test_unknown_voice_and_text_without_letters_raise_data_error(synthesizer):
     with pytest.raises(DataError, match="the voice does not exist"):
         synthesizer.speak("उदक", SpeakingStyle("mr+nobody"))
     with pytest.raises(DataError, match="contains no letter"):
@@ -149,7 +149,7 @@ def test_what_cannot_be_spoken_is_a_data_error(synthesizer):
     assert synthesizer.speak("उदक", SpeakingStyle("mr"))
 
 
-def test_a_miniature_is_whole_and_its_manifests_tell_the_truth(miniature):
+def test_manifests_match_audio_files(miniature):
     for split, count, voices in (("train", 14, TRAIN_VOICES), ("valid", 2, VALID_VOICES), ("test", 6, TEST_VOICES)):
         utterances = list(read_manifest(miniature / f"{split}.jsonl"))
         assert len(utterances) == count
@@ -164,7 +164,7 @@ def test_a_miniature_is_whole_and_its_manifests_tell_the_truth(miniature):
     assert '"synthetic, Marathi voice"' in (miniature / "corpus.json").read_text(encoding="utf-8")
 
 
-def test_a_whole_corpus_is_left_alone_and_any_other_is_made_anew_with_the_same_bytes(miniature, tmp_path):
+def test_complete_corpus_is_kept_and_incomplete_one_is_rebuilt_bitwise(miniature, tmp_path):
     before = file_digests(miniature)
     directory = tmp_path / "builtin"
     os.symlink(miniature, tmp_path / "linked")
@@ -177,8 +177,8 @@ def test_a_whole_corpus_is_left_alone_and_any_other_is_made_anew_with_the_same_b
     assert len(list(read_manifest(directory / "train.jsonl"))) == 13
 
 
-def kill_once_it_speaks(build: Callable[[], object], directory: Path) -> None:
-    """Build a corpus at the directory in another process, and kill it once some audio exists."""
+def kill_during_synthesis(build: Callable[[], object], directory: Path) -> None:
+    """Build a corpus in another process, and kill it after the first audio file."""
     process = warm_parent().start(Job(DEV_NULL, (), DEV_NULL, before=build))
     try:
         while not list(directory.parent.glob(f".{directory.name}.partial/audio/*.flac")):
@@ -190,15 +190,15 @@ def kill_once_it_speaks(build: Callable[[], object], directory: Path) -> None:
     assert not directory.exists()
 
 
-def test_a_killed_build_leaves_nothing_half_written(miniature, tmp_path):
+def test_killed_build_leaves_no_partial_corpus(miniature, tmp_path):
     directory = tmp_path / "builtin"
-    kill_once_it_speaks(partial(build_builtin_corpus, directory), directory)
+    kill_during_synthesis(partial(build_builtin_corpus, directory), directory)
     assert build_builtin_corpus(directory, MINIATURE)
     assert file_digests(directory) == file_digests(miniature)
     assert [path.name for path in tmp_path.iterdir()] == ["builtin"]
 
 
-def test_what_is_missing_is_a_resource_error(tmp_path, monkeypatch):
+def test_unwritable_output_and_missing_package_raise_resource_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="cannot be written"):
         build_builtin_corpus(tmp_path / "file" / "builtin", MINIATURE)
@@ -207,21 +207,21 @@ def test_what_is_missing_is_a_resource_error(tmp_path, monkeypatch):
         build_builtin_corpus(tmp_path / "builtin", MINIATURE)
 
 
-def test_a_speaking_process_that_dies_is_a_resource_error(synthesizer):
+def test_killed_synthesizer_process_raises_error(synthesizer):
     with SpeechSynthesizer() as dying:
         dying._process.kill()
         with pytest.raises(KonkaniVaniError, match="exited with code -9"):
             dying.speak("उदक", SpeakingStyle("mr"))
 
 
-def test_the_library_is_never_loaded_here(synthesizer):
+def test_espeak_library_is_not_loaded_in_this_process(synthesizer):
     maps = Path("/proc/self/maps")
     if not maps.exists():
         pytest.skip("no /proc on this system")
     assert "espeak" not in maps.read_text()
 
 
-def test_the_script_ends_with_the_error_s_exit_code(tmp_path):
+def test_script_exits_with_code_of_usage_error(tmp_path):
     (tmp_path / "mine.txt").write_text("kept")
     done = run_here("training_scripts/prepare_builtin_corpus.py", "--output", str(tmp_path))
     assert done.returncode == UsageError.exit_code

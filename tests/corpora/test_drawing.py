@@ -1,4 +1,4 @@
-"""A corpus without a validation split gets one from its training split; and the names of its run."""
+"""Missing splits are drawn from the training split; the printed command names folder and run."""
 
 import hashlib
 import json
@@ -10,37 +10,37 @@ import pytest
 
 from konkanivani.cli.prepare import describe
 from konkanivani.corpora.prepare import Preparation, prepare_corpus
-from tests.cli.test_prepare_data import Table, prepare, table, twelve  # noqa: F401 - fixtures
+from tests.cli.test_prepare_data import Table, prepare, table, twelve_recordings  # noqa: F401 - fixtures
 from tests.conftest import well
 from tests.corpora.test_formats import SPLITS, openslr_mucs, sentence, webdataset, write_sentence
 
 
-def texts(directory: Path, split: str, output: str = "out") -> list[str]:
+def read_texts(directory: Path, split: str, output: str = "out") -> list[str]:
     path = directory / output / f"{split}.jsonl"
     return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def split_in_two(table: Table) -> None:  # noqa: F811
-    """Split nine utterances of s0, s1 and s2 for training, three of s3 for testing."""
+def assign_train_and_test(table: Table) -> None:  # noqa: F811
+    """Assign nine utterances of s0, s1 and s2 to train, and three of s3 to test."""
     for number, row in enumerate(table.rows):
         row[2:] = [f"s{number // 3}", "train" if number < 9 else "test"]
 
 
 @pytest.mark.parametrize("flags", [(), ("--split_by", "given")])
-def test_valid_is_drawn_from_train_and_the_given_test_is_kept(flags, tmp_path):
+def test_valid_is_drawn_from_train_and_given_test_is_kept(flags, tmp_path):
     spoken = openslr_mucs(tmp_path / "corpus")
     done = well(prepare(tmp_path, "openslr", *flags))
     assert "split by given; valid drawn from its training part, by utterance:" in done.stdout
     assert "--valid_manifest" in done.stdout and "--test_manifest" in done.stdout
-    assert sorted(texts(tmp_path, "test")) == sorted(found.text for found in spoken if found.split == "test")
-    trained, valid = texts(tmp_path, "train"), texts(tmp_path, "valid")
+    assert sorted(read_texts(tmp_path, "test")) == sorted(found.text for found in spoken if found.split == "test")
+    trained, valid = read_texts(tmp_path, "train"), read_texts(tmp_path, "valid")
     assert valid and sorted(trained + valid) == sorted(found.text for found in spoken if found.split == "train")
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert (report["split_by"], report["drawn"], report["drawn_by"]) == ("given", ["valid"], "utterance")
 
 
-def test_whole_speakers_are_drawn_by_the_share_and_the_seed(table):  # noqa: F811
-    split_in_two(table)
+def test_whole_speakers_are_drawn_by_share_and_seed(table):  # noqa: F811
+    assign_train_and_test(table)
     speakers = {}
     for seed in map(str, range(2, 5)):
         done = table.prepare("--force", "--seed", seed, "--valid_share", "40%")
@@ -53,8 +53,8 @@ def test_whole_speakers_are_drawn_by_the_share_and_the_seed(table):  # noqa: F81
     assert len(table.utterances("valid")) == 6
 
 
-def test_where_one_speaker_alone_is_trained_on_utterances_are_drawn_and_the_shared_speaker_is_told(table):  # noqa: F811
-    split_in_two(table)
+def test_utterances_are_drawn_if_train_has_a_single_speaker(table):  # noqa: F811
+    assign_train_and_test(table)
     for row in table.rows[:9]:
         row[2] = "s0"
     done = table.prepare()
@@ -62,8 +62,8 @@ def test_where_one_speaker_alone_is_trained_on_utterances_are_drawn_and_the_shar
     assert len(table.utterances("valid")) == 1
 
 
-def test_a_part_of_its_own_for_validation_is_left_as_it_is(table):  # noqa: F811
-    split_in_two(table)
+def test_given_validation_split_is_kept(table):  # noqa: F811
+    assign_train_and_test(table)
     for row in table.rows[9:]:
         row[3] = "dev"
     done = table.prepare()
@@ -72,7 +72,7 @@ def test_a_part_of_its_own_for_validation_is_left_as_it_is(table):  # noqa: F811
     assert not (table.output / "test.jsonl").exists()
 
 
-def test_a_corpus_of_train_alone_gets_both_other_parts(tmp_path):
+def test_train_only_corpus_gets_valid_and_test_splits(tmp_path):
     webdataset(tmp_path / "corpus")
     for path in (tmp_path / "corpus").iterdir():
         path.rename(path.with_name(path.name.replace("shard", "train")))
@@ -80,13 +80,15 @@ def test_a_corpus_of_train_alone_gets_both_other_parts(tmp_path):
     assert done.returncode == 0 and "valid and test drawn from its training part, by speaker:" in done.stdout, (
         done.stderr
     )
-    assert all(texts(tmp_path, split) for split in SPLITS) and sum(len(texts(tmp_path, s)) for s in SPLITS) == 12
+    assert (
+        all(read_texts(tmp_path, split) for split in SPLITS) and sum(len(read_texts(tmp_path, s)) for s in SPLITS) == 12
+    )
     done = prepare(tmp_path, "nemo", "--test_share", "0", "--force")
-    assert "; valid drawn from its train" in done.stdout and texts(tmp_path, "test") == []
+    assert "; valid drawn from its train" in done.stdout and read_texts(tmp_path, "test") == []
 
 
-def test_where_nothing_can_be_drawn_the_hint_names_the_flags_that_do_it(table):  # noqa: F811
-    split_in_two(table)
+def test_missing_split_message_suggests_flags(table):  # noqa: F811
+    assign_train_and_test(table)
     done = table.prepare("--valid_share", "0")
     assert (
         done.returncode == 0 and "There is no validation part. Run again with --valid_share 5% --force" in done.stdout
@@ -108,7 +110,7 @@ def test_where_nothing_can_be_drawn_the_hint_names_the_flags_that_do_it(table): 
 # Output
 
 
-def test_speakers_with_digests_for_names_are_told_by_eight_digits_and_written_whole(table):  # noqa: F811
+def test_digest_speaker_names_are_shortened_only_on_stdout(table):  # noqa: F811
     names = [hashlib.sha512(bytes([number])).hexdigest() for number in range(3)]
     for number, row in enumerate(table.rows):
         row[2:] = [names[number % 3], "train" if number < 8 else "dev" if number < 10 else "test"]
@@ -124,7 +126,7 @@ OUTPUTS |= {"y/Prepared/": "y-Prepared", "कोंकणी": "कोंकण�
 OUTPUTS |= {"n/$(touch ran)": "touch-ran", "m/!!": "m", "m/" + "ळ" * 80: "ळ" * 30}
 
 
-def test_the_command_that_trains_names_folder_and_run_after_the_output(tmp_path, monkeypatch):
+def test_printed_training_command_names_run_after_output_folder(tmp_path, monkeypatch):
     here = tmp_path / "HERE"
     for number in range(6):
         write_sentence(tmp_path / "corpus" / f"{number}.wav", number)

@@ -1,4 +1,4 @@
-"""A faithful miniature of every corpus format, prepared and trained from the command line."""
+"""Prepare a small corpus of every format from the command line, and train on it."""
 
 import csv
 import io
@@ -21,8 +21,8 @@ SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
-class Targets:
-    """Utterance of a miniature; `split` empty: not given by the corpus; `offset` None: a whole file."""
+class ExpectedUtterance:
+    """Expected utterance: `split` is empty if the corpus does not give it, `offset` is None for a whole file."""
 
     text: str
     seconds: float
@@ -32,21 +32,21 @@ class Targets:
 
 
 def sentence(number: int) -> str:
-    """Return three words, a different sentence for each number below 100."""
+    """Return three words; the sentence differs for each number below 100."""
     return " ".join(WORDS[i % 10] for i in (number, number // 10, 3 * number + 1))
 
 
-def write_sentence(path: Path, number: int, rate: int = 16_000) -> Targets:
-    """Write a sentence as audio in the format of the suffix."""
+def write_sentence(path: Path, number: int, rate: int = 16_000) -> ExpectedUtterance:
+    """Write a sentence as audio in the format of the file suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     samples = speak(sentence(number).split())
     if rate != 16_000:
         samples = np.interp(np.arange(len(samples) * rate // 16_000) * 16_000 / rate, np.arange(len(samples)), samples)
     soundfile.write(path, samples, rate)
-    return Targets(sentence(number), len(samples) / rate)
+    return ExpectedUtterance(sentence(number), len(samples) / rate)
 
 
-def sound_bytes(number: int, kind: str = "FLAC") -> bytes:
+def audio_bytes(number: int, kind: str = "FLAC") -> bytes:
     content = io.BytesIO()
     soundfile.write(content, speak(sentence(number).split()), 16_000, format=kind)
     return content.getvalue()
@@ -68,13 +68,13 @@ def split_of(number: int) -> str:
 CV_HEAD = ("client_id", "path", "sentence_id", "sentence", "sentence_domain", "up_votes", "down_votes", "age")
 
 
-def common_voice(folder: Path) -> list[Targets]:
+def common_voice(folder: Path) -> list[ExpectedUtterance]:
     language = folder / "cv-corpus-21.0-2025-03-14" / "kok"
     found, rows, durations = [], {split: [] for split in SPLITS}, []
     for number in range(12):
         name, split = f"common_voice_kok_{4_000_000 + number}.mp3", split_of(number)
         spoken = write_sentence(language / "clips" / name, number, 32_000)
-        # Quotation marks are literal, and may be unbalanced.
+        # In Common Voice quotation marks are literal and may be unbalanced.
         text = f'"{spoken.text}' if number == 0 else spoken.text
         speaker = f"{split}{number % 2}"
         found.append(replace(spoken, text=text, speaker=speaker, split=split))
@@ -87,7 +87,7 @@ def common_voice(folder: Path) -> list[Targets]:
     return found
 
 
-def openslr(folder: Path) -> list[Targets]:
+def openslr(folder: Path) -> list[ExpectedUtterance]:
     found = []
     for gender in ("female", "male"):
         rows = []
@@ -101,7 +101,7 @@ def openslr(folder: Path) -> list[Targets]:
     return found
 
 
-def openslr_mucs(folder: Path) -> list[Targets]:
+def openslr_mucs(folder: Path) -> list[ExpectedUtterance]:
     found = []
     for split in ("train", "test"):
         rows = []
@@ -113,7 +113,7 @@ def openslr_mucs(folder: Path) -> list[Targets]:
     return found
 
 
-def openslr_csv(folder: Path) -> list[Targets]:
+def openslr_csv(folder: Path) -> list[ExpectedUtterance]:
     found, rows = [], []
     for number in range(12):
         name = f"irm_0{2000 + number % 4}_{number:011d}"
@@ -125,7 +125,7 @@ def openslr_csv(folder: Path) -> list[Targets]:
     return found
 
 
-def kaldi(folder: Path) -> list[Targets]:
+def kaldi(folder: Path) -> list[ExpectedUtterance]:
     found = []
     for split, numbers in (("train", range(8)), ("dev", range(8, 10)), ("test", range(10, 12))):
         data = folder / split
@@ -142,7 +142,7 @@ def kaldi(folder: Path) -> list[Targets]:
             texts.append((name, sentence(number)))
             speakers.append((name, f"{split}-spk{number % 2}"))
             given = "valid" if split == "dev" else split
-            found.append(Targets(sentence(number), seconds, f"{split}-spk{number % 2}", given, at))
+            found.append(ExpectedUtterance(sentence(number), seconds, f"{split}-spk{number % 2}", given, at))
             at += seconds
         place = path.resolve() if split == "train" else f"wavs/{split}.flac"
         tables = {"wav.scp": [(f"rec-{split}", place)], "segments": segments, "text": texts, "utt2spk": speakers}
@@ -151,7 +151,7 @@ def kaldi(folder: Path) -> list[Targets]:
     return found
 
 
-def nemo(folder: Path) -> list[Targets]:
+def nemo(folder: Path) -> list[ExpectedUtterance]:
     found = []
     for split, numbers in (("train", range(8)), ("dev", range(8, 10)), ("test", range(10, 12))):
         rows = []
@@ -173,7 +173,7 @@ def add_member(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(member, io.BytesIO(content))
 
 
-def nemo_tarred(folder: Path) -> list[Targets]:
+def nemo_tarred(folder: Path) -> list[ExpectedUtterance]:
     found = []
     for split, numbers in (("train", range(8)), ("valid", range(8, 10)), ("test", range(10, 12))):
         (folder / split).mkdir(parents=True)
@@ -182,10 +182,10 @@ def nemo_tarred(folder: Path) -> list[Targets]:
             with tarfile.open(folder / split / f"audio_{shard}.tar", "w") as tar:
                 for number in numbers[shard::2]:
                     seconds, name = sentence_seconds(number), f"data_wavs_{number}.flac"
-                    add_member(tar, name, sound_bytes(number))
+                    add_member(tar, name, audio_bytes(number))
                     row = {"audio_filepath": name, "duration": seconds, "text": sentence(number), "shard_id": shard}
-                    spoken = Targets(sentence(number), seconds, split=split)
-                    if number == 2:  # one file, cut into two utterances
+                    spoken = ExpectedUtterance(sentence(number), seconds, split=split)
+                    if number == 2:  # one file with two utterances
                         rows.append((json.dumps(row | {"offset": 0.0, "duration": 0.5}),))
                         row |= {"offset": 0.5, "duration": 0.4, "text": "घर"}
                         row["audio_filepath"] = "data_wavs_2-sub1.flac"
@@ -193,16 +193,16 @@ def nemo_tarred(folder: Path) -> list[Targets]:
                         spoken = replace(spoken, text="घर", seconds=0.4, offset=0.5)
                     rows.append((json.dumps(row),))
                     found.append(spoken)
-        if split != "valid":  # a folder may have only the manifests of its shards
+        if split != "valid":  # a folder may have only manifests of shards
             write_table(folder / split / "tarred_audio_manifest.json", (), rows)
         (folder / split / "sharded_manifests").mkdir()
-        for shard in (0, 1):  # the same rows again, as NeMo writes them
+        for shard in (0, 1):  # NeMo writes the same rows again per shard
             chosen = [row for row in rows if json.loads(row[0])["shard_id"] == shard]
             write_table(folder / split / "sharded_manifests" / f"manifest_{shard}.json", (), chosen)
     return found
 
 
-def webdataset(folder: Path) -> list[Targets]:
+def webdataset(folder: Path) -> list[ExpectedUtterance]:
     found, kinds = [], (("wav", "WAV"), ("flac", "FLAC"), ("mp3", "MP3"))
     for shard in range(2):
         folder.mkdir(exist_ok=True)
@@ -211,16 +211,16 @@ def webdataset(folder: Path) -> list[Targets]:
                 suffix, kind = kinds[number % 3]
                 text, speaker = sentence(number), f"s{number}"
                 words = {"text": text, "speaker": speaker}
-                add_member(tar, f"part/{number:04d}.{suffix}", sound_bytes(number, kind))
+                add_member(tar, f"part/{number:04d}.{suffix}", audio_bytes(number, kind))
                 if number % 2:
                     add_member(tar, f"part/{number:04d}.txt", f"{text}\n".encode())
                     words = {"speaker": speaker}
                 add_member(tar, f"part/{number:04d}.json", json.dumps(words).encode())
-                found.append(Targets(text, sentence_seconds(number), speaker))
+                found.append(ExpectedUtterance(text, sentence_seconds(number), speaker))
     return found
 
 
-def indicvoices(folder: Path) -> list[Targets]:
+def indicvoices(folder: Path) -> list[ExpectedUtterance]:
     found = []
     for split, recordings in (("train", ((0, 1, 2, 3), (4, 5, 6, 7))), ("valid", ((8, 9),))):
         for numbers in recordings:
@@ -230,10 +230,10 @@ def indicvoices(folder: Path) -> list[Targets]:
             for number in numbers:
                 seconds = sentence_seconds(number)
                 text = f"{sentence(number)} [noise]"
-                begin = -0.01 if at == 0 else at  # as in some corpora
+                begin = -0.01 if at == 0 else at  # some corpora have small negative starts
                 segments.append({"start": begin, "end": at + seconds, "text": text, "speaker_id": 0})
                 speaker = f"S42{split}{numbers[0]}"
-                found.append(Targets(sentence(number), seconds, speaker, split, at))
+                found.append(ExpectedUtterance(sentence(number), seconds, speaker, split, at))
                 at += seconds
             segments.append({"start": 0.0, "end": 0.3, "text": "[laughter]", "speaker_id": 0})
             segments.append({"start": 0.3, "end": 0.6, "text": "हय", "speaker_id": 1})
@@ -243,7 +243,7 @@ def indicvoices(folder: Path) -> list[Targets]:
     return found
 
 
-def indicvoices_flat(folder: Path) -> list[Targets]:
+def indicvoices_flat(folder: Path) -> list[ExpectedUtterance]:
     found = []
     for split, numbers in (("train", range(8)), ("valid", range(8, 10))):
         rows = []
@@ -257,7 +257,7 @@ def indicvoices_flat(folder: Path) -> list[Targets]:
     return found
 
 
-def ljspeech(folder: Path) -> list[Targets]:
+def ljspeech(folder: Path) -> list[ExpectedUtterance]:
     found, rows = [], []
     for number in range(12):
         spoken = write_sentence(folder / "wavs" / f"LJ001-{number:04d}.wav", number, 22_050)
@@ -267,12 +267,12 @@ def ljspeech(folder: Path) -> list[Targets]:
     return found
 
 
-def huggingface_saved(folder: Path) -> list[Targets]:
+def huggingface_saved(folder: Path) -> list[ExpectedUtterance]:
     datasets, pyarrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
     splits, found = {}, []
     for split, numbers in (("train", range(8)), ("validation", range(8, 10)), ("test", range(10, 12))):
         rows = {
-            "audio": [{"bytes": sound_bytes(number, "MP3"), "path": f"{number}.mp3"} for number in numbers],
+            "audio": [{"bytes": audio_bytes(number, "MP3"), "path": f"{number}.mp3"} for number in numbers],
             "sentence": [sentence(number) for number in numbers],
             "client_id": [f"{split}{number % 2}" for number in numbers],
         }
@@ -282,26 +282,26 @@ def huggingface_saved(folder: Path) -> list[Targets]:
         table = datasets.table.InMemoryTable(pyarrow.table(rows, schema=features.arrow_schema))
         splits[split] = datasets.Dataset(table, datasets.DatasetInfo(features=features))
         given = "valid" if split == "validation" else split
-        found += [Targets(sentence(n), sentence_seconds(n), f"{split}{n % 2}", given) for n in numbers]
+        found += [ExpectedUtterance(sentence(n), sentence_seconds(n), f"{split}{n % 2}", given) for n in numbers]
     datasets.DatasetDict(splits).save_to_disk(folder)
     return found
 
 
-def huggingface_parquet(folder: Path) -> list[Targets]:
+def huggingface_parquet(folder: Path) -> list[ExpectedUtterance]:
     pytest.importorskip("datasets")
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     (folder / "data").mkdir(parents=True)
     found = []
     for split, numbers in (("train", range(8)), ("validation", range(8, 10)), ("test", range(10, 12))):
-        audio = [{"bytes": sound_bytes(number), "path": None} for number in numbers]
+        audio = [{"bytes": audio_bytes(number), "path": None} for number in numbers]
         table = pyarrow.table({"speech": audio, "words": [sentence(number) for number in numbers]})
         parquet.write_table(table, folder / "data" / f"{split}-00000-of-00001.parquet")
         given = "valid" if split == "validation" else split
-        found += [Targets(sentence(number), sentence_seconds(number), split=given) for number in numbers]
+        found += [ExpectedUtterance(sentence(number), sentence_seconds(number), split=given) for number in numbers]
     return found
 
 
-def folders(folder: Path) -> list[Targets]:
+def folders(folder: Path) -> list[ExpectedUtterance]:
     found = []
     for number in range(12):
         split, suffix = split_of(number), ("wav", "flac", "ogg")[number % 3]
@@ -312,7 +312,7 @@ def folders(folder: Path) -> list[Targets]:
     return found
 
 
-def csv_table(folder: Path) -> list[Targets]:
+def csv_table(folder: Path) -> list[ExpectedUtterance]:
     found = []
     folder.mkdir()
     with open(folder / "all.csv", "w", encoding="utf-8-sig", newline="") as file:
@@ -328,7 +328,7 @@ def csv_table(folder: Path) -> list[Targets]:
 
 
 CSV_FLAGS = ("--table", "all.csv", "--audio_column", "file", "--text_column", "words", "--speaker_column", "who")
-MINIATURES: dict[str, tuple[Callable[[Path], list[Targets]], tuple[str, ...]]] = {
+MINIATURES: dict[str, tuple[Callable[[Path], list[ExpectedUtterance]], tuple[str, ...]]] = {
     "common_voice": (common_voice, ("--source", "corpus/cv-corpus-21.0-2025-03-14")),
     "openslr": (openslr, ()),
     "openslr mucs": (openslr_mucs, ()),
@@ -348,41 +348,41 @@ MINIATURES: dict[str, tuple[Callable[[Path], list[Targets]], tuple[str, ...]]] =
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Miniature and the output of the script."""
+class PreparedCorpus:
+    """Small corpus, its expected utterances, and the stdout of prepare_data.py."""
 
     directory: Path
-    spoken: list[Targets]
-    said: str
+    spoken: list[ExpectedUtterance]
+    stdout: str
 
     def manifest(self, split: str) -> Path:
         return self.directory / "prepared" / f"{split}.jsonl"
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """Return the folder in the printed --audio_roots, if any."""
+        """Return the folder of the printed --audio_roots, if any."""
         root = json.loads((self.directory / "prepared" / "report.json").read_text())["audio_root"]
-        assert not root or f"--audio_roots {root}" in self.said
+        assert not root or f"--audio_roots {root}" in self.stdout
         return (root,) if root else ()
 
 
-# Whole files, spans of files, and bytes of a shard: training reads one of these for every corpus format.
+# Without --full, train only on one format each of whole files, segments of files, byte ranges of a shard, and Parquet.
 TRAINED = ("common_voice", "kaldi", "nemo tarred", "huggingface parquet")
-TRAININGS = [each for name in MINIATURES for each in ([name] if name in TRAINED else further(name))]
+TRAINING_CASES = [each for name in MINIATURES for each in ([name] if name in TRAINED else further(name))]
 
 
 @pytest.fixture(scope="module")
-def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
     build, flags = MINIATURES[request.param]
     directory = tmp_path_factory.mktemp("format")
     spoken = build(directory / "corpus")
     name = request.param.split()[0]
     done = well(run_here(SCRIPT, "--format", name, "--source", "corpus", "--output", "prepared", *flags, cwd=directory))
-    return Prepared(directory, spoken, done.stdout)
+    return PreparedCorpus(directory, spoken, done.stdout)
 
 
 @pytest.mark.parametrize("prepared", MINIATURES, indirect=True)
-def test_every_utterance_is_in_a_manifest_with_its_text_span_speaker_and_split(prepared):
+def test_manifests_list_every_utterance_with_text_segment_and_speaker(prepared):
     expected = {spoken.text: spoken for spoken in prepared.spoken}
     given = {spoken.split for spoken in prepared.spoken} - {""}
     listed = []
@@ -395,7 +395,9 @@ def test_every_utterance_is_in_a_manifest_with_its_text_span_speaker_and_split(p
             listed.append(utterance.text)
             is_drawn = given and split == "valid" and split not in given
             assert (utterance.speaker, spoken.split or split) == (spoken.speaker, "train" if is_drawn else split)
-            assert utterance.duration == pytest.approx(spoken.seconds, abs=0.06)  # an MP3 ends with a whole frame
+            assert utterance.duration == pytest.approx(
+                spoken.seconds, abs=0.06
+            )  # MP3 audio is a multiple of the frame size
             assert (utterance.offset is None) == (spoken.offset is None)
             assert utterance.offset is None or utterance.offset == pytest.approx(spoken.offset, abs=0.002)
             samples, rate = read_samples(utterance.source)
@@ -403,11 +405,11 @@ def test_every_utterance_is_in_a_manifest_with_its_text_span_speaker_and_split(p
             assert not Path(utterance.audio_filepath).is_absolute()
     assert sorted(listed) == sorted(expected)
     assert [path.name for path in prepared.manifest("x").parent.iterdir() if path.name.startswith(".")] == []
-    assert "./run_training_memory_optimized.sh --train_manifest" in prepared.said
+    assert "./run_training_memory_optimized.sh --train_manifest" in prepared.stdout
 
 
-@pytest.mark.parametrize("prepared", TRAININGS, indirect=True)
-def test_two_steps_of_training_run_on_it(prepared, tmp_path):
+@pytest.mark.parametrize("prepared", TRAINING_CASES, indirect=True)
+def test_prepared_corpus_trains_two_steps(prepared, tmp_path):
     flags = ("--max_steps", "2", "--batch_size", "2", "--gradient_accumulation_steps", "2", "--num_workers", "0")
     done = run_trainer(
         *TINY_MODEL, *flags, "--train_manifest", str(prepared.manifest("train")),
@@ -420,7 +422,7 @@ def test_two_steps_of_training_run_on_it(prepared, tmp_path):
     assert "skipped" not in done.stdout, done.stdout
 
 
-def test_a_whole_table_of_common_voice_is_split_by_its_speakers(tmp_path):
+def test_common_voice_table_is_split_by_speaker(tmp_path):
     common_voice(tmp_path / "corpus")
     flags = ("--source", "corpus/cv-corpus-21.0-2025-03-14/kok", "--table", "validated.tsv", "--output", "out")
     done = run_here(SCRIPT, "--format", "common_voice", *flags, cwd=tmp_path)
@@ -433,7 +435,7 @@ def test_a_whole_table_of_common_voice_is_split_by_its_speakers(tmp_path):
     assert sum(map(len, manifests)) == 12
 
 
-def test_preparing_imports_no_torch_and_huggingface_says_what_to_install(tmp_path, monkeypatch):
+def test_preparation_needs_no_torch_and_names_missing_package(tmp_path, monkeypatch):
     folders(tmp_path / "corpus")
     for module in ("torch", "datasets", "pyarrow"):
         (tmp_path / f"{module}.py").write_text("raise ImportError('not here')\n")

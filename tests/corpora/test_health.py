@@ -1,4 +1,4 @@
-"""The health report: every number against a manual computation, every finding with a defective corpus."""
+"""Health report of a corpus: numbers equal manual computations, findings need a defective corpus."""
 
 import json
 import math
@@ -57,11 +57,11 @@ CONFIG = resolve(TrainConfig(text=TextConfig(tokenizer_type="char")))
 @pytest.mark.parametrize(
     "span, most, step", [(10, 5, 2), (10, 4, 2.5), (1, 3, 0.5), (23, 23, 1), (7.1, 7, 2), (0.3, 3, 0.1)]
 )
-def test_a_round_step_is_the_smallest_that_covers_the_span(span, most, step):
+def test_round_step_is_smallest_that_covers_span(span, most, step):
     assert round_step(span, most) == pytest.approx(step)
 
 
-def test_a_histogram_counts_each_value_once_and_an_edge_upwards():
+def test_histogram_counts_each_value_once_and_edges_in_upper_bin():
     histogram = build_histogram(np.array([0.5, 1.0, 1.0, 1.5, 3.0]))
     assert (histogram.start, histogram.width, histogram.amounts) == (0.0, 1.0, (1, 3, 1))
     assert (histogram.below, histogram.beyond, histogram.end) == (0, 0, 3.0)
@@ -69,7 +69,7 @@ def test_a_histogram_counts_each_value_once_and_an_edge_upwards():
     assert weighed.amounts == (1, 9, 5)
 
 
-def test_what_lies_far_out_is_counted_and_not_drawn():
+def test_histogram_counts_outliers_without_drawing_them():
     values = np.concatenate([np.linspace(1, 2, 1000), [500.0]])
     histogram = build_histogram(values)
     assert histogram.end < 3 and histogram.beyond >= 1
@@ -77,7 +77,7 @@ def test_what_lies_far_out_is_counted_and_not_drawn():
 
 
 @pytest.mark.parametrize("values", [[], [math.nan], [2.0], [0.0, 0.0], [-40.0] * 3, [1e-9, 1e9]])
-def test_a_histogram_of_little_is_drawn_all_the_same(values):
+def test_histogram_of_degenerate_values_is_drawn(values):
     histogram = build_histogram(np.array(values, dtype=float))
     assert sum(histogram.amounts) + histogram.below + histogram.beyond == np.isfinite(values).sum()
     assert len(histogram.amounts) < 100
@@ -87,10 +87,10 @@ def test_a_histogram_of_little_is_drawn_all_the_same(values):
 @pytest.mark.parametrize(
     "amounts, labels", [([1, 1], "0 1"), ([0, 7], "0 2 4 6 8"), ([9, 1], "0 5 10"), ([0.4], "0 0.1 0.2 0.3 0.4")]
 )
-def test_an_axis_counts_in_whole_utterances_and_says_what_is_where(amounts, labels):
+def test_histogram_has_round_axis_labels_and_bar_descriptions(amounts, labels):
     drawn = draw_histogram(Histogram(1.0, 0.5, tuple(map(float, amounts)), 0.0, 3.0), "Speed", "m/s", "<cars>", 1.2)
-    said = re.findall(r'text-anchor="end">([^<]*)<', drawn)
-    assert said == [*labels.split(), "m/s"] and "median 1.2; not drawn: 3 beyond" in drawn
+    shown = re.findall(r'text-anchor="end">([^<]*)<', drawn)
+    assert shown == [*labels.split(), "m/s"] and "median 1.2; not drawn: 3 beyond" in drawn
     fullest = amounts.index(max(amounts))
     assert f"({max(amounts):g} &lt;cars&gt;) between {1 + fullest / 2:g} and {1.5 + fullest / 2:g}" in drawn
     assert drawn.count('class="bar"') == sum(amount > 0 for amount in amounts)
@@ -103,7 +103,7 @@ def utterance(path: Path, text: str = "एक", duration: float = 1.0, **more: o
     return Utterance(path.name, str(path), duration, text, **more)
 
 
-def test_level_silence_and_offset_are_what_was_written(tmp_path):
+def test_measured_level_silence_and_offset_match_the_signal(tmp_path):
     time = np.arange(RATE) / RATE
     sine = 0.5 * np.sin(2 * np.pi * 500 * time)
     mono = 0.02 + np.concatenate([np.zeros(RATE // 4), sine, np.zeros(RATE // 2), sine, np.zeros(3 * RATE // 4)])
@@ -119,12 +119,12 @@ def test_level_silence_and_offset_are_what_was_written(tmp_path):
     assert (part.seconds, part.file_seconds, part.silence_share) == (1.0, None, 0.0)
 
 
-def test_of_a_long_recording_the_beginning_is_heard_and_the_rest_must_be_there(tmp_path, monkeypatch):
+def test_only_start_of_long_recording_is_measured_but_span_must_exist(tmp_path, monkeypatch):
     monkeypatch.setattr("konkanivani.corpora.statistics.MAX_SECONDS", 1.0)
     samples = np.where(np.arange(3 * RATE) < RATE, 0.1, 0.9) * np.sin(np.arange(3 * RATE))
     soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="FLOAT")
-    for said in (3.0, 0.2, 9e8):
-        whole = measure_levels(utterance(tmp_path / "a.wav", duration=said))
+    for stated in (3.0, 0.2, 9e8):
+        whole = measure_levels(utterance(tmp_path / "a.wav", duration=stated))
         assert (whole.seconds, whole.file_seconds) == (1.0, 3.0) and whole.level == pytest.approx(-23, abs=0.1)
     span = measure_levels(utterance(tmp_path / "a.wav", duration=2.0, offset=1.0))
     assert (span.seconds, span.file_seconds) == (1.0, None) and span.level == pytest.approx(-3.9, abs=0.1)
@@ -132,9 +132,9 @@ def test_of_a_long_recording_the_beginning_is_heard_and_the_rest_must_be_there(t
         measure_levels(utterance(tmp_path / "a.wav", duration=2.5, offset=1.0))
 
 
-def test_clipping_is_runs_of_three_equal_samples_at_full_scale(tmp_path):
+def test_clipping_counts_runs_of_three_full_scale_samples(tmp_path):
     assert clipped_runs(np.array([0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1, -1, -1, -1, -1, 0.5, 0.5, 0.5, 0.5])) == 3
-    assert clipped_runs(np.array([1.2, 1.1, 1.3])) == 1  # a float file beyond full scale
+    assert clipped_runs(np.array([1.2, 1.1, 1.3])) == 1  # a float file that exceeds full scale
     assert clipped_runs(np.array([1.0])) == clipped_runs(np.zeros(9)) == clipped_runs(np.array([1, -1, 1, -1.0])) == 0
     samples = 2 * np.sin(2 * np.pi * 100 * np.arange(RATE) / RATE)
     soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="PCM_16")
@@ -145,7 +145,7 @@ def test_clipping_is_runs_of_three_equal_samples_at_full_scale(tmp_path):
     assert measure_levels(utterance(tmp_path / "b.wav")).clipped_runs == 0
 
 
-def test_digital_silence_is_silence_and_quiet_speech_is_not(tmp_path):
+def test_zeros_are_silence_and_quiet_signal_is_not(tmp_path):
     soundfile.write(tmp_path / "zero.wav", np.zeros(RATE), RATE)
     soundfile.write(tmp_path / "quiet.wav", 0.001 * np.sin(np.arange(RATE)), RATE, subtype="FLOAT")
     zero, quiet = (measure_levels(utterance(tmp_path / name)) for name in ("zero.wav", "quiet.wav"))
@@ -156,7 +156,7 @@ def test_digital_silence_is_silence_and_quiet_speech_is_not(tmp_path):
 # Characters
 
 
-def counted(*texts: str) -> CharacterCount:
+def count_characters(*texts: str) -> CharacterCount:
     from konkanivani.data.text import normalize_text
 
     count = CharacterCount()
@@ -165,12 +165,12 @@ def counted(*texts: str) -> CharacterCount:
     return count
 
 
-def marks(count: CharacterCount) -> dict[str, tuple[str, ...]]:
+def marks_of(count: CharacterCount) -> dict[str, tuple[str, ...]]:
     return {chr(c.code): c.marks for c in count.health().inventory if c.marks}
 
 
-def test_every_character_is_counted_named_and_judged():
-    health = counted("कक कक", "ककa।", "क\u200dक५").health()
+def test_characters_are_counted_named_and_marked():
+    health = count_characters("कक कक", "ककa।", "क\u200dक५").health()
     found = {chr(c.code): c for c in health.inventory}
     assert found["क"].count == 8 and found["क"].name == "DEVANAGARI LETTER KA" and found["क"].marks == ()
     assert found["a"].marks == ("foreign script", "rare") and found["a"].script == "LATIN"
@@ -183,8 +183,8 @@ def test_every_character_is_counted_named_and_judged():
     assert (changes.texts, changes.joiners_removed, changes.to_space, changes.digits) == (2, 1, 1, 1)
 
 
-def test_what_cannot_be_seen_is_marked_and_never_shown_as_it_is():
-    assert marks(counted("\u200bक\t\ue000\U000e0041")) == {
+def test_invisible_characters_are_marked_and_escaped():
+    assert marks_of(count_characters("\u200bक\t\ue000\U000e0041")) == {
         "\u200b": ("invisible", "removed"),
         "\t": ("invisible", "becomes a space"),
         "\ue000": ("invisible", "becomes a space"),
@@ -196,19 +196,19 @@ def test_what_cannot_be_seen_is_marked_and_never_shown_as_it_is():
 
 
 @pytest.mark.parametrize("composed", ["\u0958", "é", "\u0929", "\u212b"])
-def test_two_spellings_of_one_character_are_twins(composed):
+def test_two_encodings_of_one_character_are_twins(composed):
     shape = unicodedata.normalize("NFC", composed)
     other = unicodedata.normalize("NFD", composed)
-    (twins,) = counted(composed * 3, other, other + "ा").health().twins
+    (twins,) = count_characters(composed * 3, other, other + "ा").health().twins
     assert twins.shape == shape
     assert {(tuple(map(chr, s.codes)), s.count) for s in twins.spellings} == {(tuple(composed), 3), (tuple(other), 2)}
-    assert counted(composed * 3).health().twins == counted(other).health().twins == ()
+    assert count_characters(composed * 3).health().twins == count_characters(other).health().twins == ()
 
 
-def test_what_normalisation_changes_is_counted():
-    changes = counted("\u0958", "Ab, c!", "क ख").health().changes
+def test_changes_by_normalisation_are_counted():
+    changes = count_characters("\u0958", "Ab, c!", "क ख").health().changes
     assert (changes.texts, changes.not_composed, changes.lowered, changes.to_space) == (2, 1, 1, 2)
-    count = counted("कa", "a", "ख")
+    count = count_characters("कa", "a", "ख")
     assert (count.texts, count.raw["a"], count.mixed["कa"]) == (3, 2, 1)
 
 
@@ -224,7 +224,7 @@ def test_repeats_are_rows_with_an_earlier_key():
     assert text_key("") == 0 and text_key("a") == text_key("a") != text_key("b") and text_key("\ud800")
 
 
-def test_audio_is_the_same_by_its_bytes_and_its_span(tmp_path):
+def test_audio_identity_depends_on_bytes_and_span(tmp_path):
     for name, content in (("a", b"xyz"), ("b", b"xyw"), ("c", b"xyz"), ("d", b"longer"), ("tar", b"..xyz..xyz")):
         (tmp_path / name).write_bytes(content)
     sources = [AudioSource(str(tmp_path / name)) for name in "abcd"]
@@ -240,7 +240,7 @@ def test_audio_is_the_same_by_its_bytes_and_its_span(tmp_path):
     assert file_size(AudioSource(str(tmp_path))) is None and file_size(AudioSource("/nowhere\0")) is None
 
 
-def test_outliers_are_robust_scores_of_the_log_rate():
+def test_outlier_scores_use_robust_spread_of_log_rate():
     rates = np.array([8.0, 10.0, 12.5] * 10 + [40.0, 0.0])
     scores = robust_scores(rates)
     spread_of_logs = math.log(1.25)
@@ -250,7 +250,7 @@ def test_outliers_are_robust_scores_of_the_log_rate():
     assert np.abs(robust_scores(np.array([10.0] * 30 + [10.1]))).max() < 3.5  # a negligible deviation
 
 
-def test_padding_is_that_of_the_real_micro_batches():
+def test_padding_share_equals_real_micro_batches():
     assert padded_seconds(np.array([3.0, 1.0, 2.0, 5.0, 4.0]), same_size(2)) == 2 * 2 + 2 * 4 + 5
     durations = np.random.default_rng(0).integers(1, 90, size=43) / 10
     planner = EpochPlanner(durations, 8, 3)
@@ -264,7 +264,7 @@ def test_padding_is_that_of_the_real_micro_batches():
     assert (health.steps, health.utterances, health.window_size) == (6, 43, 8)
 
 
-def test_decoded_recordings_are_evenly_spaced_and_chosen_by_the_seed():
+def test_decoded_recordings_are_evenly_spaced_and_depend_on_seed():
     assert pick_evenly(3, 5, 1) == [0, 1, 2] and pick_evenly(100, 0, 1) == []
     chosen = pick_evenly(1003, 10, 1)
     assert chosen == pick_evenly(1003, 10, 1) != pick_evenly(1003, 10, 2)
@@ -276,7 +276,7 @@ def test_decoded_recordings_are_evenly_spaced_and_chosen_by_the_seed():
 
 @dataclass(frozen=True)
 class LazyRows:
-    """Rows that are created on access, as in a file of millions."""
+    """Rows that are created on access, like a manifest with millions of rows."""
 
     count: int
 
@@ -286,7 +286,7 @@ class LazyRows:
             yield Utterance("long.wav", __file__, 1 + row % 7, text, f"speaker {row % 9}", offset=row, row=row + 1)
 
 
-def test_a_long_manifest_stays_on_the_disk():
+def test_long_manifest_is_not_held_in_memory():
     assert [fetch(LazyRows(9), [7, 2])[n].row for n in (2, 7)] == [3, 8]
     request = HealthRequest(CONFIG, None, 0)
     measure_corpus([CorpusPart("warm", True, LazyRows(10), 10)], request)
@@ -295,7 +295,7 @@ def test_a_long_manifest_stays_on_the_disk():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert health.parts[0].utterances == health.parts[0].sentences == 5_000 and health.parts[0].speakers.count == 9
-    assert peak / 5_000 < 250  # less than one Utterance; includes the temporary numpy copies
+    assert peak / 5_000 < 250  # bytes per row: less than one Utterance, including temporary numpy copies
 
 
 # Findings
@@ -303,7 +303,7 @@ def test_a_long_manifest_stays_on_the_disk():
 
 @dataclass(frozen=True)
 class Row:
-    """Content of one row in a small corpus; its audio is a buzz with its own pitch."""
+    """One row of a small corpus; its audio is a sine with a different frequency in each row."""
 
     name: str
     text: str
@@ -311,11 +311,11 @@ class Row:
     seconds: float = 1.0
     gain: float = 0.2
     rate: int = RATE
-    written: float | None = None
+    stated_seconds: float | None = None
 
 
 def rows_of(split: str, speakers: str, count: int) -> list[Row]:
-    """Return a healthy list of texts of three words of three letters, unique over both lists."""
+    """Return rows without defects; their texts of three three-letter words differ between the splits."""
     half = len(WORDS) // 2
     first, second = (WORDS[:half], WORDS[half:]) if split == "train" else (WORDS[half:], WORDS[:half])
     texts = (f"{first[n % half]} {second[n // half]} {second[n % half]}" for n in range(count))
@@ -328,38 +328,38 @@ def write_part(directory: Path, split: str, rows: list[Row]) -> str:
         time = np.arange(round(row.seconds * row.rate)) / row.rate
         pitch = 100 + 3 * number + (split == "valid")
         soundfile.write(directory / row.name, np.clip(row.gain * np.sin(2 * np.pi * pitch * time), -1, 1), row.rate)
-        fields = {"audio_filepath": row.name, "duration": row.written or row.seconds, "text": row.text}
+        fields = {"audio_filepath": row.name, "duration": row.stated_seconds or row.seconds, "text": row.text}
         lines.append(json.dumps(fields | ({"speaker": row.speaker} if row.speaker else {})))
     (directory / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     return str(directory / f"{split}.jsonl")
 
 
 @dataclass
-class Small:
-    """Corpus that a test may damage before and after it is written."""
+class SmallCorpus:
+    """Corpus of two splits whose rows or files a test may damage."""
 
     directory: Path
     train: list[Row] = field(default_factory=lambda: rows_of("train", "abc", 40))
     valid: list[Row] = field(default_factory=lambda: rows_of("valid", "d", 20))
 
-    def written(self) -> tuple[str, str]:
+    def write_manifests(self) -> tuple[str, str]:
         return write_part(self.directory, "train", self.train), write_part(self.directory, "valid", self.valid)
 
     def diagnosis(self, config: TrainConfig = CONFIG) -> Diagnosis:
-        return diagnose(self.written(), config, 500)
+        return diagnose(self.write_manifests(), config, 500)
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Small:
-    return Small(tmp_path)
+def small(tmp_path: Path) -> SmallCorpus:
+    return SmallCorpus(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
-    return Small(tmp_path_factory.mktemp("healthy")).diagnosis()
+    return SmallCorpus(tmp_path_factory.mktemp("healthy")).diagnosis()
 
 
-def said(diagnosis: Diagnosis, severity: str) -> str:
+def sentences_of(diagnosis: Diagnosis, severity: str) -> str:
     return "\n".join(finding.sentence for finding in diagnosis.findings if finding.severity == severity)
 
 
@@ -367,14 +367,14 @@ def change(rows: list[Row], number: int, **fields: object) -> None:
     rows[number] = replace(rows[number], **fields)
 
 
-Spoil = Callable[[Small], object]
+Damage = Callable[[SmallCorpus], object]
 
 
-def first(**fields: object) -> Spoil:
+def change_first(**fields: object) -> Damage:
     return lambda small: change(small.train, 0, **fields)
 
 
-def each(split: str, count: int, **fields: object) -> Spoil:
+def change_each(split: str, count: int, **fields: object) -> Damage:
     return lambda small: [change(getattr(small, split), number, **fields) for number in range(count)]
 
 
@@ -383,56 +383,62 @@ DEVIATES = (
     r"1 of 40 recordings are shorter or longer than their rows state, so training skips them \(row 1, "
     r"train000.wav: off by 0.30 s\); 2.5 % of the rows are broken, more than --max_rejected 1%"
 )
-ERRORS: dict[str, tuple[Spoil, str]] = {
-    "audio in both": (lambda s: s.valid.append(s.train[3]), "1 recording of valid.jsonl is also in train.jsonl"),
-    "too much rejected": (first(text="।"), f"{BROKEN} is empty"),
-    "control": (first(text="\x07नदी"), rf"{BROKEN} contains the control character U\+0007"),
-    "other duration": (first(written=1.3), DEVIATES),
+ERRORS: dict[str, tuple[Damage, str]] = {
+    "audio in both splits": (lambda s: s.valid.append(s.train[3]), "1 recording of valid.jsonl is also in train.jsonl"),
+    "too many rejected": (change_first(text="।"), f"{BROKEN} is empty"),
+    "control character": (change_first(text="\x07नदी"), rf"{BROKEN} contains the control character U\+0007"),
+    "different duration": (change_first(stated_seconds=1.3), DEVIATES),
 }
-WARNINGS: dict[str, tuple[Spoil, str]] = {
-    "speaker in both": (lambda s: change(s.valid, 0, speaker="a"), r"1 speaker of valid.jsonl is also in .*\(a\)"),
-    "sentence in both": (lambda s: change(s.valid, 0, text=s.train[2].text + "।"), "1 of 20 utterances of valid"),
-    "listed again": (lambda s: s.train.append(s.train[3]), "lists 1 recording more than once"),
-    "unalignable": (first(text="एक " * 40), r"will be skipped: 1 x CTC cannot align it\."),
-    "wrong transcript": (first(seconds=15.0), r"1 transcript may not match .*row 1"),
-    "empty": (first(gain=0.0), "1 of 40 recordings is empty"),
-    "loud": (each("train", 3, gain=0.9), "3 of 40 recordings are louder"),
-    "other level": (each("valid", 20, gain=0.02), "valid.jsonl is at -37 dBFS"),
-    "other rate": (each("valid", 20, rate=8000), "No recording of valid.jsonl"),
-    "one speaker": (each("train", 40, speaker="a"), "only one speaker, a"),
-    "most of one": (each("train", 30, speaker="a"), "% of the speech is by one of 3"),
+WARNINGS: dict[str, tuple[Damage, str]] = {
+    "speaker in both splits": (
+        lambda s: change(s.valid, 0, speaker="a"),
+        r"1 speaker of valid.jsonl is also in .*\(a\)",
+    ),
+    "sentence in both splits": (
+        lambda s: change(s.valid, 0, text=s.train[2].text + "।"),
+        "1 of 20 utterances of valid",
+    ),
+    "duplicate recording": (lambda s: s.train.append(s.train[3]), "lists 1 recording more than once"),
+    "unalignable": (change_first(text="एक " * 40), r"will be skipped: 1 x CTC cannot align it\."),
+    "wrong transcript": (change_first(seconds=15.0), r"1 transcript may not match .*row 1"),
+    "empty": (change_first(gain=0.0), "1 of 40 recordings is empty"),
+    "loud": (change_each("train", 3, gain=0.9), "3 of 40 recordings are louder"),
+    "different level": (change_each("valid", 20, gain=0.02), "valid.jsonl is at -37 dBFS"),
+    "different sample rate": (change_each("valid", 20, rate=8000), "No recording of valid.jsonl"),
+    "one speaker": (change_each("train", 40, speaker="a"), "only one speaker, a"),
+    "dominant speaker": (change_each("train", 30, speaker="a"), "% of the speech is by one of 3"),
     "few sentences": (lambda s: [change(s.train, n, text=SENTENCES[n % 7]) for n in range(40)], "only 7 different"),
-    "digits": (first(text="५५५ नदी"), "3 digits are in the transcripts"),
-    "foreign": (first(text="aaa नदी"), "1 character is of another script than Devanagari: a U"),
-    "mixed": (first(text="नaदी"), "1 word mixes scripts, such as नaदी"),
-    "invisible": (first(text="न\u200bदी"), r"1 character is invisible or undefined: U\+200B ZERO WIDTH SPACE"),
-    "rare": (first(text="ॐ"), "1 character is seen fewer than 3 times: ॐ U"),
+    "digits": (change_first(text="५५५ नदी"), "3 digits are in the transcripts"),
+    "foreign script": (change_first(text="aaa नदी"), "1 character is of another script than Devanagari: a U"),
+    "mixed scripts": (change_first(text="नaदी"), "1 word mixes scripts, such as नaदी"),
+    "invisible": (change_first(text="न\u200bदी"), r"1 character is invisible or undefined: U\+200B ZERO WIDTH SPACE"),
+    "rare": (change_first(text="ॐ"), "1 character is seen fewer than 3 times: ॐ U"),
     "unknown": (lambda s: change(s.valid, 0, text="ढढढ"), r"1 character of valid.jsonl .* ढ \(U\+0922\)"),
 }
-NOTES: dict[str, tuple[Spoil, str]] = {
-    "clipped": (first(gain=3.0), "1 of 40 recordings is clipped"),
-    "quiet": (first(gain=0.005), "1 of 40 recordings is quieter than -40"),
-    "no speakers": (each("train", 40, speaker=""), "has no speaker labels"),
-    "joiners": (first(text="न\u200dदी"), "1 joiner is removed"),
-    "twins": (first(text="\u0958 क\u093c"), "1 character is encoded in two ways"),
+NOTES: dict[str, tuple[Damage, str]] = {
+    "clipped": (change_first(gain=3.0), "1 of 40 recordings is clipped"),
+    "quiet": (change_first(gain=0.005), "1 of 40 recordings is quieter than -40"),
+    "no speakers": (change_each("train", 40, speaker=""), "has no speaker labels"),
+    "joiners": (change_first(text="न\u200dदी"), "1 joiner is removed"),
+    "twins": (change_first(text="\u0958 क\u093c"), "1 character is encoded in two ways"),
 }
 FINDINGS = {"error": ERRORS, "warning": WARNINGS, "note": NOTES}
 
 
 @pytest.mark.parametrize("severity, name", [(kind, name) for kind, found in FINDINGS.items() for name in found])
-def test_a_finding_is_made_where_there_is_one_and_only_there(small, healthy, severity, name):
-    spoil, sentence = FINDINGS[severity][name]
+def test_defect_is_found_and_not_reported_for_healthy_corpus(small, healthy, severity, name):
+    damage, sentence = FINDINGS[severity][name]
     everything = "\n".join(finding.sentence for finding in healthy.findings)
     assert healthy.verdict.can_be_trained and not re.search(sentence, everything), everything
-    spoil(small)
+    damage(small)
     diagnosis = small.diagnosis()
-    assert re.search(sentence, said(diagnosis, severity)), diagnosis.findings
+    assert re.search(sentence, sentences_of(diagnosis, severity)), diagnosis.findings
     assert diagnosis.verdict.can_be_trained == (severity != "error")
 
 
-def test_a_healthy_corpus_has_only_its_size_to_be_warned_of(small):
+def test_healthy_corpus_is_warned_only_about_its_size(small):
     diagnosis = small.diagnosis()
-    assert said(diagnosis, "error") == "" and "0.7 min of speech" in said(diagnosis, "warning")
+    assert sentences_of(diagnosis, "error") == "" and "0.7 min of speech" in sentences_of(diagnosis, "warning")
     assert [f.severity for f in diagnosis.findings] == ["warning", "note"], diagnosis.findings
     train, valid = diagnosis.health.parts
     assert (train.utterances, train.usable, train.speakers.count, valid.speakers.count) == (40, 40, 3, 1)
@@ -444,74 +450,78 @@ def test_a_healthy_corpus_has_only_its_size_to_be_warned_of(small):
     assert train.rates.median == np.median(characters) and train.words == sum(len(r.text.split()) for r in small.train)
 
 
-def test_files_that_are_missing_or_unreadable_end_training(small):
-    paths = small.written()
+def test_missing_or_unreadable_audio_is_an_error(small):
+    paths = small.write_manifests()
     (small.directory / "train003.wav").unlink()
     missing = diagnose(paths, CONFIG, 0)
-    assert "1 row is broken (2.5 %, more than --max_rejected 1%): row 4, train003.wav" in said(missing, "error")
+    assert "1 row is broken (2.5 %, more than --max_rejected 1%): row 4, train003.wav" in sentences_of(missing, "error")
     (small.directory / "train003.wav").write_bytes(b"no audio")
-    assert diagnose(paths, CONFIG, 0).verdict.can_be_trained  # no file was decoded
+    assert diagnose(paths, CONFIG, 0).verdict.can_be_trained  # 0 recordings are decoded
     broken = diagnose(paths, CONFIG, 500)
-    assert "1 of 40 sampled recordings cannot be read (row 4, train003.wav: it cannot be opened" in said(
+    assert "1 of 40 sampled recordings cannot be read (row 4, train003.wav: it cannot be opened" in sentences_of(
         broken, "error"
     )
 
 
-@pytest.mark.parametrize("written, is_told", [(1.1, False), (1.12, False), (1.13, True), (0.91, False), (0.87, True)])
-def test_another_duration_is_told_where_the_trainer_leaves_the_file_out(small, written, is_told):
-    change(small.train, 4, written=written)
+@pytest.mark.parametrize(
+    "stated_seconds, is_reported", [(1.1, False), (1.12, False), (1.13, True), (0.91, False), (0.87, True)]
+)
+def test_deviating_duration_is_reported_if_trainer_skips_the_file(small, stated_seconds, is_reported):
+    change(small.train, 4, stated_seconds=stated_seconds)
     found = small.diagnosis().health.parts[0].sound
-    assert (found.deviating.count, found.left_out, found.unreadable.count) == (is_told, is_told, 0)
+    assert (found.deviating.count, found.left_out, found.unreadable.count) == (is_reported, is_reported, 0)
     source = read_manifest(small.directory / "train.jsonl")[4].source
-    with pytest.raises(DataError, match="not .* as in its row") if is_told else nullcontext():
+    with pytest.raises(DataError, match="not .* as in its row") if is_reported else nullcontext():
         read_samples(source)
 
 
-def test_all_that_is_broken_counts_together(small):
+def test_all_broken_rows_count_towards_max_rejected(small):
     change(small.train, 0, text="।")
-    change(small.train, 1, written=2.0)
-    paths = small.written()
+    change(small.train, 1, stated_seconds=2.0)
+    paths = small.write_manifests()
     (small.directory / "train002.wav").write_bytes(b"no audio")
     for share, error in (("7.5%", ""), ("7%", "; 7.5 % of the rows are broken, more than --max_rejected 7%.")):
         diagnosis = diagnose(paths, replace(CONFIG, data=DataConfig(max_rejected=share)), 500)
-        told = said(diagnosis, "error" if error else "warning")
-        assert "1 of 40 sampled recordings cannot be read (row 3, train002.wav: it cannot be opened as audio" in told
-        assert f"(row 2, train001.wav: off by 1.00 s){error}" in told
+        message = sentences_of(diagnosis, "error" if error else "warning")
+        assert "1 of 40 sampled recordings cannot be read (row 3, train002.wav: it cannot be opened as audio" in message
+        assert f"(row 2, train001.wav: off by 1.00 s){error}" in message
         assert diagnosis.verdict.can_be_trained == (not error)
-        assert "1 row is broken (2.5 %): row 1, train000.wav" in said(diagnosis, "warning")
+        assert "1 row is broken (2.5 %): row 1, train000.wav" in sentences_of(diagnosis, "warning")
 
 
-def test_of_the_rest_as_much_is_expected_to_be_broken_as_of_what_was_decoded(small):
+def test_broken_share_is_extrapolated_from_decoded_recordings(small):
     for number in range(20):
-        change(small.train, number, written=2.0)
-    told = said(diagnose(small.written(), CONFIG, 10), "error")
-    assert "5 of 10 recordings are shorter or longer" in told and "; about 50 % of the rows are broken" in told
+        change(small.train, number, stated_seconds=2.0)
+    message = sentences_of(diagnose(small.write_manifests(), CONFIG, 10), "error")
+    assert "5 of 10 recordings are shorter or longer" in message and "; about 50 % of the rows are broken" in message
 
 
-def test_what_the_trainer_never_opens_does_not_count(small):
+def test_unreadable_audio_of_skipped_rows_does_not_count(small):
     for number in range(3):
         change(small.train, number, seconds=2.5)
-    paths = small.written()
+    paths = small.write_manifests()
     (small.directory / "train000.wav").write_bytes(b"no audio")
     diagnosis = diagnose(paths, replace(CONFIG, data=DataConfig(max_duration=2.0)), 500)
-    assert diagnosis.verdict.can_be_trained and "1 of 40 sampled recordings cannot be read" in said(
+    assert diagnosis.verdict.can_be_trained and "1 of 40 sampled recordings cannot be read" in sentences_of(
         diagnosis, "warning"
     )
-    assert "3 utterances (7.5 %) will be skipped: 3 x longer than --max_duration 2 s." in said(diagnosis, "warning")
+    assert "3 utterances (7.5 %) will be skipped: 3 x longer than --max_duration 2 s." in sentences_of(
+        diagnosis, "warning"
+    )
     assert not diagnose(paths, CONFIG, 500).verdict.can_be_trained
 
 
-def test_a_vocabulary_that_cannot_be_built_is_an_error(small):
+def test_too_small_vocab_size_is_an_error(small):
     config = replace(CONFIG, text=TextConfig(vocab_size=9))
     diagnosis = small.diagnosis(config)
     assert not diagnosis.verdict.can_be_trained and "--vocab_size 9 is too small" in diagnosis.verdict.sentence
 
 
-def test_what_is_left_out_is_what_the_trainer_leaves_out(small, tmp_path):
+def test_skipped_rows_equal_those_of_trainer(small, tmp_path):
     for number, text in enumerate(("।", "नदी " * 30, "रान रान")):
         change(small.train, number, text=text)
     change(small.train, 5, seconds=2.5)
-    path = small.written()[0]
+    path = small.write_manifests()[0]
     config = replace(CONFIG, data=DataConfig(train_manifest=path, max_duration=2.0))
     manifest, rejections = read_manifest(path), Rejections(tmp_path / "rejected.jsonl", most=0.5)
     rejections.begin(manifest)
@@ -530,54 +540,54 @@ def test_what_is_left_out_is_what_the_trainer_leaves_out(small, tmp_path):
 # The script
 
 
-def inspect(*arguments: object, encoding: str = "utf-8") -> tuple[int, str, str]:
+def run_inspect(*arguments: object, encoding: str = "utf-8") -> tuple[int, str, str]:
     done = run_here(SCRIPT, *map(str, arguments), encoding=encoding)
     assert "Traceback" not in done.stdout + done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_script_says_yes_with_0_and_no_with_3(small, tmp_path):
+def test_script_exits_with_0_if_trainable_and_3_otherwise(small, tmp_path):
     page = tmp_path / "report.html"
-    code, out, _ = inspect(*small.written(), "--tokenizer_type", "char", "--html", page)
+    code, out, _ = run_inspect(*small.write_manifests(), "--tokenizer_type", "char", "--html", page)
     assert code == 0 and out.splitlines()[-1].startswith("Can be trained: yes, 40 utterances (0.7 min)")
     assert page.read_text().startswith("<!doctype html>") and not list(tmp_path.glob("*.partial"))
     small.valid.append(small.train[3])
-    train, valid = small.written()
-    code, out, _ = inspect("--train_manifest", train, "--valid_manifest", valid, "--json")
+    train, valid = small.write_manifests()
+    code, out, _ = run_inspect("--train_manifest", train, "--valid_manifest", valid, "--json")
     report = json.loads(out)
     assert code == 3 and out.count("\n") == 1 and not report["verdict"]["can_be_trained"]
     assert report["health"]["crossings"][0]["audio"]["count"] == 1
-    code, out, _ = inspect(train, valid)
+    code, out, _ = run_inspect(train, valid)
     assert code == 3 and out.splitlines()[-1].startswith("Can be trained: no. 1 recording of")
 
 
-def test_a_page_replaces_nothing_but_a_page(small, tmp_path):
-    train, valid = small.written()
+def test_html_overwrites_only_a_page(small, tmp_path):
+    train, valid = small.write_manifests()
     before = Path(train).read_bytes()
-    code, _, error = inspect("--html", train, valid)
+    code, _, error = run_inspect("--html", train, valid)
     assert code == 2 and "would overwrite a file" in error and Path(train).read_bytes() == before
     page = tmp_path / "page.html"
     write_page(str(page), draw_page(small.diagnosis()))
     check_own_file(page, "--html", "page", PAGE_START)
 
 
-def test_a_share_of_broken_rows_may_be_allowed(small):
+def test_max_rejected_allows_a_share_of_broken_rows(small):
     change(small.train, 0, text="।")
     for flags, expected in ((("--max_rejected", "2.5%"), 0), (("--max_rejected", "0.024"), 3), ((), 3)):
-        assert inspect(*small.written(), "--tokenizer_type", "char", *flags)[0] == expected
+        assert run_inspect(*small.write_manifests(), "--tokenizer_type", "char", *flags)[0] == expected
 
 
 @pytest.mark.parametrize(
     "flags, code",
     [((), 2), (("--max_rejected", "many"), 2), (("--audio_utterances", "-1"), 2), (("--html", "/nowhere/a.html"), 6)],
 )
-def test_flags_that_cannot_work_are_refused_before_anything_is_read(flags, code):
+def test_invalid_flags_are_rejected_before_reading(flags, code):
     manifests = ("/nowhere/train.jsonl",) if flags else ()
-    assert inspect(*manifests, *flags)[0] == code
+    assert run_inspect(*manifests, *flags)[0] == code
 
 
 def hostile_corpus(directory: Path) -> tuple[str, ...]:
-    """Write a corpus with every kind of defect in a folder of recordings."""
+    """Write manifests and audio with all kinds of defects."""
     tone = 0.1 * np.sin(np.arange(RATE) / 10)
     soundfile.write(directory / "good.wav", tone, RATE)
     soundfile.write(directory / "nan.wav", np.full(RATE, np.nan), RATE, subtype="FLOAT")
@@ -600,31 +610,31 @@ def hostile_corpus(directory: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_a_hostile_corpus_gives_a_report_and_no_traceback(tmp_path, encoding):
+def test_hostile_corpus_gives_report_without_traceback(tmp_path, encoding):
     manifests, page = hostile_corpus(tmp_path), tmp_path / "page.html"
-    code, out, _ = inspect(*manifests, "--html", page, "--vocab_size", "60", encoding=encoding)
+    code, out, _ = run_inspect(*manifests, "--html", page, "--vocab_size", "60", encoding=encoding)
     assert code == 3 and out.splitlines()[-1].startswith("Can be trained: no. ")
     assert "it contains NaN or infinite samples" in out and "is empty" in out and "not a line of JSON" in out
     text = page.read_text(encoding="utf-8")
     assert "<script" not in text and "&lt;script&gt;alert(1)" in text and "&amp;lt;" in text
     assert not {"\u202e", "\x1b", "\x00", "\ud800"} & set(text + out)
-    code, out, _ = inspect(*manifests, "--json", encoding=encoding)
+    code, out, _ = run_inspect(*manifests, "--json", encoding=encoding)
     assert code == 3 and json.loads(out)["verdict"]["can_be_trained"] is False
 
 
-def test_a_manifest_of_broken_rows_alone_is_told_row_by_row(tmp_path):
+def test_manifest_of_only_broken_rows_is_reported_by_row(tmp_path):
     manifest, page = hostile_corpus(tmp_path)[3], tmp_path / "page.html"
-    code, out, _ = inspect(manifest, "--html", page)
-    told = "broken.jsonl: 2 rows are broken (100 %, more than --max_rejected 1%): row 1: not a line of JSON"
-    assert code == 3 and f"Can be trained: no. {told}" in out and "row 2 · not UTF-8" in out
-    assert told in page.read_text() and "not UTF-8" in page.read_text()
-    code, out, _ = inspect(manifest, "--max_rejected", "100%")
+    code, out, _ = run_inspect(manifest, "--html", page)
+    message = "broken.jsonl: 2 rows are broken (100 %, more than --max_rejected 1%): row 1: not a line of JSON"
+    assert code == 3 and f"Can be trained: no. {message}" in out and "row 2 · not UTF-8" in out
+    assert message in page.read_text() and "not UTF-8" in page.read_text()
+    code, out, _ = run_inspect(manifest, "--max_rejected", "100%")
     assert code == 3 and "None of the 2 rows of broken.jsonl is usable: not a line of JSON" in out.splitlines()[-1]
 
 
 @pytest.mark.parametrize("number", [2, 4])
-def test_a_manifest_alone_that_cannot_be_read_is_said_to_be_so(tmp_path, number):
-    code, out, _ = inspect(hostile_corpus(tmp_path)[number], "--html", tmp_path / "page.html")
+def test_empty_or_missing_manifest_is_reported(tmp_path, number):
+    code, out, _ = run_inspect(hostile_corpus(tmp_path)[number], "--html", tmp_path / "page.html")
     assert code == 3 and "Can be trained: no" in out
     assert "no readable manifest" in (tmp_path / "page.html").read_text()
 
@@ -632,7 +642,7 @@ def test_a_manifest_alone_that_cannot_be_read_is_said_to_be_so(tmp_path, number)
 # The page
 
 
-def test_the_page_needs_nothing_else_and_says_what_its_pictures_show(small):
+def test_page_is_self_contained_and_pictures_have_labels(small):
     change(small.train, 0, text='<img src=x onerror="1"> नदी')
     change(small.train, 1, text="नदी" * 90)
     page = draw_page(small.diagnosis())
@@ -645,7 +655,7 @@ def test_the_page_needs_nothing_else_and_says_what_its_pictures_show(small):
     assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
 
 
-def test_the_text_ends_with_the_verdict_and_shows_empty_bins():
+def test_text_report_ends_with_verdict_and_shows_empty_bins():
     assert sparkline(build_histogram(np.array([1.0, 1.0, 3.0])), "s") == "0 ·█▄ 3 s"
     lines = health_lines(diagnose(("/nowhere/a.jsonl",), CONFIG, 0)).splitlines()
     assert lines[0] == "Findings" and lines[-1].startswith("Can be trained: no")

@@ -1,4 +1,4 @@
-"""Audio locations in Kaldi data folders: in the recipe's folder, far from wav.scp, or piped from a command."""
+"""Audio of Kaldi data folders: paths relative to the recipe, links, and commands in wav.scp."""
 
 import json
 import re
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_prepare_data import prepare, rejected
+from tests.cli.test_prepare_data import prepare, read_rejected
 from tests.conftest import ROOT, run_script, well
 from tests.corpora.test_formats import SCRIPT, sentence, write_sentence, write_table
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """Write a recipe folder egs/x/s5 with six recordings in downloads/, named relative to it by data/train/wav.scp."""
+    """Write a recipe egs/x/s5 whose data/train/wav.scp has six paths relative to the recipe, in downloads/."""
     folder = tmp_path / "egs" / "x" / "s5"
     for number in range(6):
         write_sentence(folder / "downloads" / f"rec{number}.flac", number)
@@ -26,7 +26,7 @@ def recipe(tmp_path: Path) -> Path:
     return folder
 
 
-def prepare_there(recipe: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+def prepare_recipe(recipe: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     arguments = ("--format", "kaldi", "--source", "data/train", "--output", "out", "--split_by", "utterance")
     done = run_script(SCRIPT, *arguments, *flags, cwd=recipe)
     assert "Traceback" not in done.stderr, done.stderr
@@ -42,42 +42,42 @@ def prepared_audio(recipe: Path) -> set[str]:
     return names
 
 
-ALL_SIX = {f"downloads/rec{number}.flac" for number in range(6)}
+ALL_RECORDINGS = {f"downloads/rec{number}.flac" for number in range(6)}
 
 
 @pytest.mark.parametrize("root", [".", "../..", "downloads"])
-def test_paths_are_the_recipes_where_the_person_lets_its_audio_be_read(recipe, root):
-    done = prepare_there(recipe, "--audio_root", root)
-    assert done.returncode == 0 and prepared_audio(recipe) == ALL_SIX, done.stderr
+def test_relative_paths_resolve_against_recipe_with_audio_root(recipe, root):
+    done = prepare_recipe(recipe, "--audio_root", root)
+    assert done.returncode == 0 and prepared_audio(recipe) == ALL_RECORDINGS, done.stderr
     assert f"--audio_roots {(recipe / root).resolve()}" in done.stdout
 
 
-def test_nothing_above_the_source_is_opened_unasked_and_the_refusal_names_the_folder_to_give(recipe):
-    done = prepare_there(recipe)
+def test_audio_above_source_is_rejected_and_message_names_audio_root(recipe):
+    done = prepare_recipe(recipe)
     assert done.returncode == 3 and "6 outside the corpus" in done.stderr, done.stderr
     named = re.search(r"give --audio_root (\S+) to allow it", done.stderr)
     assert named and named.group(1) == str(recipe.resolve())
     assert [path.name for path in (recipe / "out").iterdir()] == ["rejected.jsonl"]
-    assert prepare_there(recipe, "--audio_root", named.group(1)).returncode == 0
-    assert prepared_audio(recipe) == ALL_SIX
+    assert prepare_recipe(recipe, "--audio_root", named.group(1)).returncode == 0
+    assert prepared_audio(recipe) == ALL_RECORDINGS
 
 
-def test_audio_behind_a_link_is_read_where_its_own_folder_is_given(recipe, tmp_path):
+def test_linked_audio_is_read_if_its_real_folder_is_audio_root(recipe, tmp_path):
     (tmp_path / "disk").mkdir()
     shutil.move(recipe / "downloads", tmp_path / "disk" / "corpus")
     (recipe / "downloads").symlink_to(tmp_path / "disk" / "corpus")
-    done = prepare_there(recipe, "--audio_root", ".")
+    done = prepare_recipe(recipe, "--audio_root", ".")
     assert done.returncode == 3 and f"--audio_root {tmp_path.resolve()} to allow it" in done.stderr, done.stderr
-    assert prepare_there(recipe, "--audio_root", str(tmp_path / "disk")).returncode == 0
+    assert prepare_recipe(recipe, "--audio_root", str(tmp_path / "disk")).returncode == 0
 
 
-def test_the_data_folder_comes_before_audio_root_and_that_before_the_folders_above(recipe, tmp_path):
+def test_search_order_is_data_folder_audio_root_then_parent_folders(recipe, tmp_path):
     places = (recipe / "data" / "train", tmp_path / "given", recipe)
     for place, number in zip(places, (20, 30, 40), strict=True):
         for name in range(6):
             write_sentence(place / "downloads" / f"rec{name}.flac", number + name)
     for place, root in zip(places, (tmp_path, tmp_path / "given", tmp_path), strict=True):
-        well(prepare_there(recipe, "--force", "--audio_root", str(root)))
+        well(prepare_recipe(recipe, "--force", "--audio_root", str(root)))
         paths = {
             str((recipe / "out" / json.loads(line)["audio_filepath"]).resolve().parent.parent)
             for line in (recipe / "out" / "train.jsonl").read_text(encoding="utf-8").splitlines()
@@ -86,20 +86,20 @@ def test_the_data_folder_comes_before_audio_root_and_that_before_the_folders_abo
         shutil.rmtree(place / "downloads")
 
 
-def test_a_path_that_is_nowhere_says_where_it_was_looked_for(recipe):
+def test_missing_path_message_lists_searched_folders(recipe):
     shutil.rmtree(recipe / "downloads")
-    done = prepare_there(recipe, "--audio_root", ".")
+    done = prepare_recipe(recipe, "--audio_root", ".")
     assert done.returncode == 3 and "wav.scp's downloads/rec0.flac is not in data/train" in done.stderr
     assert "--audio_root or a folder above" in done.stderr
 
 
-def test_the_copy_that_kaldis_own_scripts_keep_is_no_second_data_folder(recipe):
+def test_kaldi_backup_folder_is_ignored(recipe):
     shutil.copytree(recipe / "data" / "train", recipe / "data" / "train" / ".backup")
-    assert prepare_there(recipe, "--audio_root", ".").returncode == 0
+    assert prepare_recipe(recipe, "--audio_root", ".").returncode == 0
     assert (recipe / "out" / "rejected.jsonl").read_text() == ""
 
 
-def test_a_command_is_not_run_and_the_guides_lines_write_its_audio_to_files(tmp_path):
+def test_wav_scp_command_is_rejected_and_documented_script_converts_it(tmp_path):
     data = tmp_path / "data" / "train"
     data.mkdir(parents=True)
     for number in range(6):
@@ -118,4 +118,4 @@ def test_a_command_is_not_run_and_the_guides_lines_write_its_audio_to_files(tmp_
     shutil.rmtree(tmp_path / "corpus")
     shutil.copytree(tmp_path / "data", tmp_path / "corpus")
     done = prepare(tmp_path, "kaldi", "--audio_root", ".")
-    assert done.returncode == 0 and rejected(tmp_path) == [], done.stderr
+    assert done.returncode == 0 and read_rejected(tmp_path) == [], done.stderr

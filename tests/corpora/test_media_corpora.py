@@ -1,4 +1,4 @@
-"""Corpora of phone recordings: prepared, every loss reported, and trained to the same losses."""
+"""Corpora of phone recordings: preparation, rejected files, and equal training losses."""
 
 import json
 import shutil
@@ -19,8 +19,8 @@ from tests.media_files import ENCODED, KINDS, Kind, write_media
 
 
 @pytest.fixture(scope="module")
-def phones(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of 23 recordings with their transcripts, each of another kind."""
+def phone_recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a folder of 23 recordings in different formats, with transcripts."""
     folder = tmp_path_factory.mktemp("phones") / "corpus"
     folder.mkdir()
     for number, kind in enumerate(KINDS):
@@ -36,13 +36,13 @@ def prepare(source: Path, output: Path, most: str = "50%") -> PreparationReport:
     return prepare_corpus(Preparation("folder", source, output, split_by="utterance", seed=1, max_rejected=most))
 
 
-def rejected(output: Path) -> dict[str, dict]:
+def read_rejected(output: Path) -> dict[str, dict]:
     rows = map(json.loads, (output / "rejected.jsonl").read_text(encoding="utf-8").splitlines())
     return {Path(row["audio_filepath"]).name: row for row in rows}
 
 
-def test_all_that_a_phone_writes_is_prepared(phones, tmp_path):
-    arguments = ("--format", "folder", "--source", str(phones), "--output", str(tmp_path / "out"))
+def test_all_phone_recording_formats_are_prepared(phone_recordings, tmp_path):
+    arguments = ("--format", "folder", "--source", str(phone_recordings), "--output", str(tmp_path / "out"))
     well(run_here("training_scripts/prepare_data.py", *arguments, "--split_by", "utterance"))
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert sum(split["utterances"] for split in report["splits"]) == 23 and report["refused"] == []
@@ -50,43 +50,46 @@ def test_all_that_a_phone_writes_is_prepared(phones, tmp_path):
     assert all(0.5 < row["duration"] < 2.0 for row in rows)
 
 
-def test_where_pyav_is_missing_each_file_is_named_and_counted_and_told_how(phones, tmp_path, monkeypatch):
+def test_missing_pyav_rejects_each_file_with_install_command(phone_recordings, tmp_path, monkeypatch):
     monkeypatch.setattr(audio_file, "is_installed", lambda: False)
-    said = r"91\.3% of the rows .* are unusable \(21 unusable audio\).*pip install av"
-    with pytest.raises(DataError, match=said):
-        prepare(phones, tmp_path / "out")
-    refused = rejected(tmp_path / "out")
-    assert len(refused) == 21 and not any(name.endswith(".ogg") for name in refused)
-    for name, row in refused.items():
-        assert ".venv/bin/python -m pip install av" in row["reason"] and f"ffmpeg -i {phones}/{name}" in row["reason"]
+    message = r"91\.3% of the rows .* are unusable \(21 unusable audio\).*pip install av"
+    with pytest.raises(DataError, match=message):
+        prepare(phone_recordings, tmp_path / "out")
+    rejected = read_rejected(tmp_path / "out")
+    assert len(rejected) == 21 and not any(name.endswith(".ogg") for name in rejected)
+    for name, row in rejected.items():
+        assert (
+            ".venv/bin/python -m pip install av" in row["reason"]
+            and f"ffmpeg -i {phone_recordings}/{name}" in row["reason"]
+        )
 
 
-def test_what_is_not_read_is_named_and_one_recording_is_taken_once(phones, tmp_path):
+def test_unusable_files_and_duplicate_recordings_are_rejected(phone_recordings, tmp_path):
     source = tmp_path / "mixed"
-    shutil.copytree(phones, source)
+    shutil.copytree(phone_recordings, source)
     soundfile.write(source / "6_libopencore_amrnb_8k_mono.wav", speak(["एक", "दोन", "घर"]), 16_000)
     (source / "broken.mp4").write_bytes((source / "he_aac.aac").read_bytes()[1000:1100])
     (source / "silent.m4b").write_text("nothing")
     write_cut(source / "cut.wav", "WAV")
     for name in ("broken", "silent", "cut"):
         (source / f"{name}.txt").write_text("एक")
-    (source / "untold.webm").write_bytes(b"")
+    (source / "no_text.webm").write_bytes(b"")
     report = prepare(source, tmp_path / "out")
-    found = {name: (row["kind"], row["reason"]) for name, row in rejected(tmp_path / "out").items()}
+    found = {name: (row["kind"], row["reason"]) for name, row in read_rejected(tmp_path / "out").items()}
     assert {name: kind for name, (kind, _) in found.items()} == {
         "6_libopencore_amrnb_8k_mono.amr": "recorded twice",
         "broken.mp4": "unusable audio",
         "silent.m4b": "unusable audio",
         "cut.wav": "cut short",
-        "untold.webm": "no transcript",
+        "no_text.webm": "no transcript",
     }
     assert "5.0 s shorter than its header states" in found["cut.wav"][1]
     assert sum(split.utterances for split in report.splits) == 23
-    with pytest.raises(DataError, match=r"14\.8% of the rows"):  # the duplicate is not an error
+    with pytest.raises(DataError, match=r"14\.8% of the rows"):  # the duplicate does not count
         prepare(source, tmp_path / "strict", most="10%")
 
 
-def as_alac(corpus: Corpus, directory: Path) -> Corpus:
+def convert_to_alac(corpus: Corpus, directory: Path) -> Corpus:
     """Convert each FLAC to an M4A with the same samples and name, since random numbers depend on the name."""
     (directory / "audio").mkdir(parents=True)
     for split in ("train", "valid", "test"):
@@ -100,10 +103,10 @@ def as_alac(corpus: Corpus, directory: Path) -> Corpus:
     return Corpus(directory)
 
 
-def test_training_on_m4a_without_loss_is_training_on_flac(tmp_path):
+def test_training_on_lossless_m4a_equals_training_on_flac(tmp_path):
     corpus = write_corpus(tmp_path / "flac", {"train": 8, "valid": 2, "test": 1})
     losses = {}
-    for name, each in (("flac", corpus), ("m4a", as_alac(corpus, tmp_path / "m4a"))):
+    for name, each in (("flac", corpus), ("m4a", convert_to_alac(corpus, tmp_path / "m4a"))):
         flags = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--max_steps", "2")
         folders = run_folders(tmp_path / f"run_{name}")
         well(run_trainer(*TINY_MODEL, *each.flags(), *folders, *flags, "--num_workers", "2"))

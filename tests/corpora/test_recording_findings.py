@@ -1,4 +1,4 @@
-"""Digital silence, limited bands and channels of opposite phase are measured, listed and reported with their rows."""
+"""Digital silence, band limits and channels in opposite phase are measured and reported with their rows."""
 
 import json
 from pathlib import Path
@@ -18,8 +18,8 @@ from tests.conftest import run_script, well
 RATE = 16_000
 
 
-def voice(seconds: float = 2.0, seed: int = 0) -> np.ndarray:
-    """Return noise that falls by 30 dB from 500 Hz to 8 kHz, like clean speech."""
+def speech_shaped_noise(seconds: float = 2.0, seed: int = 0) -> np.ndarray:
+    """Return noise whose spectrum falls by 30 dB from 500 Hz to 8 kHz, as in clean speech."""
     samples = round(seconds * RATE)
     spectrum = np.fft.rfft(np.random.default_rng(seed).standard_normal(samples))
     hertz = np.fft.rfftfreq(samples, 1 / RATE).clip(500)
@@ -27,21 +27,21 @@ def voice(seconds: float = 2.0, seed: int = 0) -> np.ndarray:
     return (0.1 * shaped / shaped.std()).clip(-0.99, 0.99).astype(np.float32)
 
 
-def telephone(rate: int = 8_000) -> np.ndarray:
-    return limit_band(torch.from_numpy(voice()), rate).numpy()
+def band_limited_noise(rate: int = 8_000) -> np.ndarray:
+    return limit_band(torch.from_numpy(speech_shaped_noise()), rate).numpy()
 
 
-def gated() -> np.ndarray:
-    return np.concatenate([np.zeros(RATE // 2, np.float32), voice(1.5)])
+def noise_after_digital_silence() -> np.ndarray:
+    return np.concatenate([np.zeros(RATE // 2, np.float32), speech_shaped_noise(1.5)])
 
 
 SOUNDS = {
-    "plain": voice()[:, None],
-    "gated": gated()[:, None],
-    "telephone": telephone()[:, None],
-    "opposite": np.stack([voice(), -0.95 * voice()], axis=1),
-    "one_sided": np.stack([voice(), 0 * voice()], axis=1),
-    "stereo": np.stack([voice(), voice(seed=1)], axis=1),
+    "plain": speech_shaped_noise()[:, None],
+    "gated": noise_after_digital_silence()[:, None],
+    "telephone": band_limited_noise()[:, None],
+    "opposite": np.stack([speech_shaped_noise(), -0.95 * speech_shaped_noise()], axis=1),
+    "one_sided": np.stack([speech_shaped_noise(), 0 * speech_shaped_noise()], axis=1),
+    "stereo": np.stack([speech_shaped_noise(), speech_shaped_noise(seed=1)], axis=1),
 }
 
 
@@ -57,51 +57,51 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def names(listed) -> list[str]:
+def example_names(listed) -> list[str]:
     return [Path(row.id).stem for row in listed.examples]
 
 
 def test_each_defect_is_listed_with_its_row(manifest):
     found = measure_sound([(utterance, True) for utterance in read_manifest(str(manifest))])
-    assert names(found.gated) == ["gated"] and found.gated.examples[0].detail == "25 % of it"
-    assert names(found.narrow) == ["telephone"] and found.narrow.examples[0].detail == "4000 Hz"
-    assert names(found.mixing) == ["opposite", "one_sided"]
+    assert example_names(found.gated) == ["gated"] and found.gated.examples[0].detail == "25 % of it"
+    assert example_names(found.narrow) == ["telephone"] and found.narrow.examples[0].detail == "4000 Hz"
+    assert example_names(found.mixing) == ["opposite", "one_sided"]
     assert [row.detail for row in found.mixing.examples] == [CANCELLED, ONE_SIDED]
-    assert names(found.mute) == []  # the level is that of the channel in use
+    assert example_names(found.mute) == []  # the level is measured on the channel in use
     assert [row.row for row in found.mixing.examples] == [4, 5]
 
 
-def test_the_level_is_that_of_the_channel_in_use(manifest):
+def test_level_is_measured_on_the_channel_in_use(manifest):
     levels = {Path(row.id).stem: measure_levels(row).level for row in read_manifest(str(manifest))}
     for name in ("opposite", "one_sided", "gated"):
         assert levels[name] == pytest.approx(levels["plain"], abs=1.5)
 
 
-def test_the_report_names_them(manifest, tmp_path):
+def test_report_names_defective_recordings(manifest, tmp_path):
     page = tmp_path / "page.html"
     words = ("--train_manifest", str(manifest), "--html", str(page))
-    said = well(run_script("training_scripts/inspect_data.py", *words)).stdout
-    assert "interrupted by digital silence" in said and "used with one channel only" in said
+    output = well(run_script("training_scripts/inspect_data.py", *words)).stdout
+    assert "interrupted by digital silence" in output and "used with one channel only" in output
     shown = page.read_text(encoding="utf-8")
     for title in ("Recordings with digital silence", "with a limited band", "reduced to one channel"):
         assert title in shown
 
 
 @pytest.mark.parametrize(("rate", "band"), [(8_000, 4000.0), (10_000, 5500.0), (16_000, np.inf)])
-def test_a_band_is_where_the_sound_ends(rate, band):
-    samples = voice() if rate == RATE else telephone(rate)
+def test_band_limit_is_highest_frequency_with_energy(rate, band):
+    samples = speech_shaped_noise() if rate == RATE else band_limited_noise(rate)
     assert band_limit(samples.astype(np.float64), RATE) == band
     with_noise = samples + 0.001 * np.random.default_rng(1).standard_normal(len(samples))
-    assert band_limit(with_noise, RATE) == np.inf  # negative control: noise above the band is sound
+    assert band_limit(with_noise, RATE) == np.inf  # negative control: noise fills the spectrum above the band
 
 
-def test_a_file_of_8_khz_has_no_limit_below_its_rate():
-    assert band_limit(voice().astype(np.float64), 8_000) == np.inf
+def test_8_khz_or_very_short_audio_has_no_band_limit():
+    assert band_limit(speech_shaped_noise().astype(np.float64), 8_000) == np.inf
     assert band_limit(np.zeros(10), RATE) == np.inf
 
 
-def test_quiet_noise_is_no_digital_silence():
-    assert digital_silence(gated().astype(np.float64), RATE) == pytest.approx(0.25, abs=0.01)
+def test_quiet_noise_is_not_digital_silence():
+    assert digital_silence(noise_after_digital_silence().astype(np.float64), RATE) == pytest.approx(0.25, abs=0.01)
     noise = np.round(np.random.default_rng(0).standard_normal(RATE)) / 32_768
     assert digital_silence(noise, RATE) == 0
-    assert digital_silence(np.full(RATE, 0.01), RATE) == 1  # a DC offset is no sound
+    assert digital_silence(np.full(RATE, 0.01), RATE) == 1  # a DC offset counts as silence

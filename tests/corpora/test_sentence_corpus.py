@@ -1,4 +1,4 @@
-"""A corpus of arbitrary sentences: no duplicates, no leaks between splits, rejections by line and reason."""
+"""Corpus of given sentences: no duplicates, no leaks between splits, rejected lines with reasons."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from konkanivani.data.manifest import Utterance, read_manifest
 from konkanivani.data.text import normalize_text
 from konkanivani.errors import DataError, UsageError
 from tests.conftest import TINY_MODEL, run_folders, run_here, run_trainer, well
-from tests.corpora.test_builtin_corpus import file_digests, kill_once_it_speaks
+from tests.corpora.test_builtin_corpus import file_digests, kill_during_synthesis
 
 SCRIPT = "training_scripts/prepare_builtin_corpus.py"
 SPLITS = (("train", TRAIN_VOICES), ("valid", VALID_VOICES), ("test", TEST_VOICES))
@@ -46,8 +46,8 @@ STUDENTS = (
 
 
 @pytest.fixture
-def students(tmp_path: Path, synthesizer: SpeechSynthesizer) -> str:
-    """Write a student's file: byte order mark, Windows line ends, various lines."""
+def student_file(tmp_path: Path, synthesizer: SpeechSynthesizer) -> str:
+    """Write a text file with byte order mark, CRLF line ends, and valid and invalid lines."""
     path = tmp_path / "students.txt"
     path.write_bytes(("\ufeff" + "\r\n".join(STUDENTS) + "\r\n").encode())
     return str(path)
@@ -67,7 +67,7 @@ def utterances(directory: Path, split: str) -> tuple[Utterance, ...]:
 # Reading and splitting
 
 
-def test_blank_and_repeated_lines_are_counted_and_the_others_kept_in_their_order(tmp_path):
+def test_blank_and_repeated_lines_are_dropped_and_counted(tmp_path):
     (tmp_path / "one.txt").write_text("एक\n\n  \nदोन\nएक\n", encoding="utf-8")
     (tmp_path / "two.txt").write_bytes("\ufeffदोन !\r\n तीन  चार\r\n".encode())
     sentences = read_sentences([str(tmp_path / "one.txt"), str(tmp_path / "two.txt")])
@@ -80,7 +80,7 @@ def test_blank_and_repeated_lines_are_counted_and_the_others_kept_in_their_order
 
 
 @pytest.mark.parametrize("count", [3, 4, 20, 750])
-def test_splits_are_a_partition_with_voices_of_their_own(count):
+def test_splits_partition_sentences_with_separate_voices(count):
     sentences = [f"वाक्य {number}" for number in range(count)]
     plan = plan_splits(sentences, None, None)
     planned = [sentence.text for split in (plan.train, plan.valid, plan.test) for sentence in split]
@@ -89,12 +89,12 @@ def test_splits_are_a_partition_with_voices_of_their_own(count):
     for name, voices in SPLITS:
         assert {sentence.style.voice for sentence in getattr(plan, name)} <= set(voices)
     assert plan == plan_splits(sentences, None, None)
-    if count == 750:  # from the whole file
+    if count == 750:  # test sentences come from the whole file
         places = [sentences.index(sentence.text) for sentence in plan.test]
         assert min(places) < 20 and max(places) > 730
 
 
-def test_a_size_that_cannot_be_had_is_a_usage_error():
+def test_impossible_split_size_raises_usage_error():
     assert len(plan_splits(["एक", "दोन", "तीन", "चार"], 2, 1).valid) == 2
     for valid, test in ((None, None), (0, 1), (1, 0), (1, 1), (-1, 1)):
         with pytest.raises(UsageError, match="cannot be split"):
@@ -102,7 +102,7 @@ def test_a_size_that_cannot_be_had_is_a_usage_error():
 
 
 @pytest.mark.parametrize(
-    "content, said",
+    "content, message",
     [
         ("एक\nदोन ".encode() + b"caf\xe9 \xff\n", "line 2: not UTF-8 at byte 14 of the line"),
         ("एक\n".encode("utf-16"), "line 1: not UTF-8"),
@@ -110,14 +110,14 @@ def test_a_size_that_cannot_be_had_is_a_usage_error():
         (b"\n\n...\n", "No sentence found in"),
     ],
 )
-def test_a_file_that_is_no_text_or_empty_is_a_data_error(content, said, tmp_path):
+def test_non_utf8_or_empty_file_raises_data_error(content, message, tmp_path):
     (tmp_path / "bad.txt").write_bytes(content)
     with pytest.raises(DataError) as caught:
         read_sentences([str(tmp_path / "bad.txt")])
-    assert said in str(caught.value) and "bad.txt" in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "bad.txt" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_a_data_error(tmp_path):
+def test_missing_file_or_folder_raises_data_error(tmp_path):
     for path in (tmp_path / "gone.txt", tmp_path):
         with pytest.raises(DataError, match="cannot be read"):
             read_sentences([str(path)])
@@ -126,17 +126,17 @@ def test_a_file_that_is_not_there_is_a_data_error(tmp_path):
 # Speech synthesis
 
 
-def test_speech_of_more_than_30_s_is_stopped_and_refused(synthesizer):
+def test_speech_longer_than_30_s_is_rejected(synthesizer):
     style = SpeakingStyle("mr", 130)
-    for text in (LONG, LONG * 500):  # the second one would last hours
+    for text in (LONG, LONG * 500):  # without a limit the second one takes hours
         with pytest.raises(UnspeakableError, match="longer than 30 s") as caught:
             synthesizer.speak(text, style)
         assert caught.value.text == text and len(str(caught.value)) < 200
     assert synthesizer.speak(WORDS * 5, style)
 
 
-def test_a_students_file_becomes_a_corpus_and_every_line_is_accounted_for(students, tmp_path):
-    report = build_sentence_corpus([students], tmp_path / "corpus")
+def test_every_line_of_student_file_is_synthesised_or_counted(student_file, tmp_path):
+    report = build_sentence_corpus([student_file], tmp_path / "corpus")
     assert report.is_new and (report.blank, report.repeated) == (1, 1)
     assert [(line.row, line.reason) for line in report.left_out] == [
         (5, "it is empty after normalisation"),
@@ -155,12 +155,12 @@ def test_a_students_file_becomes_a_corpus_and_every_line_is_accounted_for(studen
         information = soundfile.info(utterance.audio_path)
         assert (information.samplerate, information.channels) == (16_000, 1)
         assert utterance.duration == pytest.approx(information.duration, abs=1e-4) and utterance.duration > 0.5
-    assert not build_sentence_corpus([students], tmp_path / "corpus").is_new
-    again = build_sentence_corpus([students], tmp_path / "corpus")
+    assert not build_sentence_corpus([student_file], tmp_path / "corpus").is_new
+    again = build_sentence_corpus([student_file], tmp_path / "corpus")
     assert (again.size, again.left_out) == (report.size, report.left_out)
 
 
-def test_no_sentence_and_no_voice_is_in_two_splits(synthesizer, tmp_path):
+def test_sentences_and_voices_are_disjoint_between_splits(synthesizer, tmp_path):
     path = write_sentences(tmp_path / "s.txt", 20)
     report = build_sentence_corpus([path], tmp_path / "corpus", valid=4, test=6)
     assert report.size == SplitSizes(10, 4, 6) and report.left_out == ()
@@ -169,7 +169,7 @@ def test_no_sentence_and_no_voice_is_in_two_splits(synthesizer, tmp_path):
         assert sum(map(len, values)) == len(set.union(*values))
 
 
-def test_corpus_json_says_what_it_is_and_the_digest_of_the_sentences(synthesizer, tmp_path):
+def test_corpus_json_has_description_and_sentence_digest(synthesizer, tmp_path):
     build_sentence_corpus([write_sentences(tmp_path / "s.txt")], tmp_path / "corpus")
     description = json.loads((tmp_path / "corpus" / "corpus.json").read_text(encoding="utf-8"))
     assert description["what"] == "synthetic, Marathi voice" and description["name"] == "corpus of sentences"
@@ -178,7 +178,7 @@ def test_corpus_json_says_what_it_is_and_the_digest_of_the_sentences(synthesizer
     assert description["utterances"] == {"train": 10, "valid": 1, "test": 1}
 
 
-def test_two_builds_have_the_same_bytes_and_other_sentences_another_corpus(synthesizer, tmp_path):
+def test_builds_are_bitwise_equal_and_new_sentences_replace_corpus(synthesizer, tmp_path):
     path = write_sentences(tmp_path / "s.txt")
     assert build_sentence_corpus([path], tmp_path / "one").is_new
     shutil.copytree(tmp_path / "one", tmp_path / "two")
@@ -190,7 +190,7 @@ def test_two_builds_have_the_same_bytes_and_other_sentences_another_corpus(synth
     assert len(utterances(tmp_path / "two", "train")) == 11
 
 
-def test_neither_corpus_takes_the_others_place_nor_that_of_anything_else(synthesizer, tmp_path):
+def test_folder_with_other_content_is_not_overwritten(synthesizer, tmp_path):
     path, miniature = write_sentences(tmp_path / "s.txt"), SplitSizes(train=4, valid=1, test=2)
     build_builtin_corpus(tmp_path / "builtin", miniature)
     build_sentence_corpus([path], tmp_path / "mine")
@@ -205,7 +205,7 @@ def test_neither_corpus_takes_the_others_place_nor_that_of_anything_else(synthes
     assert file_digests(tmp_path) == before
 
 
-def test_a_split_of_which_nothing_can_be_spoken_leaves_nothing(synthesizer, tmp_path):
+def test_split_without_speakable_sentence_leaves_no_output(synthesizer, tmp_path):
     (tmp_path / "mute.txt").write_text("\u093e\n\u0940\n\u0941\n", encoding="utf-8")
     with pytest.raises(
         DataError, match="None of the sentences for train can be synthesised; the first: it contains no letter"
@@ -214,9 +214,9 @@ def test_a_split_of_which_nothing_can_be_spoken_leaves_nothing(synthesizer, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["mute.txt"]
 
 
-def test_a_killed_build_leaves_nothing_half_written(synthesizer, tmp_path):
+def test_killed_build_leaves_no_partial_corpus(synthesizer, tmp_path):
     path, directory = write_sentences(tmp_path / "s.txt", 80), tmp_path / "corpus"
-    kill_once_it_speaks(partial(build_sentence_corpus, [path], directory), directory)
+    kill_during_synthesis(partial(build_sentence_corpus, [path], directory), directory)
     assert build_sentence_corpus([write_sentences(tmp_path / "s.txt")], directory).is_new
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "s.txt"]
 
@@ -224,12 +224,12 @@ def test_a_killed_build_leaves_nothing_half_written(synthesizer, tmp_path):
 # The command line
 
 
-def test_from_a_text_file_to_two_steps_of_training(students, tmp_path):
+def test_corpus_from_text_files_trains_two_steps(student_file, tmp_path):
     more, corpus = write_sentences(tmp_path / "more.txt"), tmp_path / "corpus"
-    done = well(run_here(SCRIPT, "--sentences", students, more, "--output", str(corpus), "--valid_utterances", "2"))
+    done = well(run_here(SCRIPT, "--sentences", student_file, more, "--output", str(corpus), "--valid_utterances", "2"))
     assert "17 utterances written in " in done.stdout and "(synthetic, Marathi voice)" in done.stdout
     assert "1 blank and 1 repeated lines dropped; 5 lines skipped" in done.stdout
-    assert f"{students}, line 7: its speech is longer than 30 s" in done.stdout
+    assert f"{student_file}, line 7: its speech is longer than 30 s" in done.stdout
     manifests = ("--train_manifest", str(corpus / "train.jsonl"), "--valid_manifest", str(corpus / "valid.jsonl"))
     shape = (*TINY_MODEL, "--vocab_size", "200", "--max_steps", "2", "--num_workers", "0")
     trained = well(run_trainer(*shape, *manifests, *run_folders(tmp_path)))
@@ -237,7 +237,7 @@ def test_from_a_text_file_to_two_steps_of_training(students, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, code, said",
+    "flags, code, message",
     [
         (("--sentences",), 2, "--sentences is empty"),
         (("--sentences", "bad.txt", "--train_utterances", "5"), 2, "--train_utterances has no effect with --sentences"),
@@ -246,10 +246,10 @@ def test_from_a_text_file_to_two_steps_of_training(students, tmp_path):
         (("--sentences", "gone.txt"), 3, "gone.txt cannot be read"),
     ],
 )
-def test_what_cannot_work_ends_with_one_sentence_and_its_exit_code(flags, code, said, tmp_path):
+def test_invalid_input_exits_with_code_and_one_line(flags, code, message, tmp_path):
     (tmp_path / "bad.txt").write_bytes("एक\n".encode() + b"\xff\n")
     (tmp_path / "few.txt").write_text("एक\nदोन\n", encoding="utf-8")
     done = run_here(SCRIPT, *flags, cwd=tmp_path)
-    assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == code and message in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.txt", "few.txt"]

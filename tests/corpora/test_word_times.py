@@ -1,4 +1,4 @@
-"""Reference word times: the start of each word in espeak-ng, and the comparison with recognised words."""
+"""Reference word times of espeak-ng, and their comparison with recognised words."""
 
 import dataclasses
 import re
@@ -21,7 +21,7 @@ def sentences() -> tuple[SpokenSentence, ...]:
     return plan_corpus(SplitSizes()).test[:4]
 
 
-def test_every_word_of_a_sentence_has_its_time_in_the_speech(synthesizer, sentences):
+def test_every_word_has_a_start_time_within_the_speech(synthesizer, sentences):
     for sentence in sentences:
         spoken = synthesizer.words(sentence.text, sentence.style)
         seconds = len(synthesizer.speak(sentence.text, sentence.style)) / 2 / synthesizer.sample_rate
@@ -31,8 +31,8 @@ def test_every_word_of_a_sentence_has_its_time_in_the_speech(synthesizer, senten
         assert spoken.end == pytest.approx(seconds, abs=0.1)
 
 
-def test_a_word_begins_where_the_speech_before_it_ends(synthesizer):
-    """Independent reference: with a comma, espeak-ng pauses between two words, visible in the samples."""
+def test_word_start_matches_end_of_pause_in_samples(synthesizer):
+    """Independent reference: a comma makes espeak-ng pause between two words, which the samples show."""
     style = SpeakingStyle("mr+m3", 130)
     spoken = synthesizer.words("घर, शाळा", style)
     samples = np.frombuffer(synthesizer.speak("घर, शाळा", style), dtype=np.int16).astype(float)
@@ -44,7 +44,7 @@ def test_a_word_begins_where_the_speech_before_it_ends(synthesizer):
     assert abs(spoken.words[1].start - begins - 0.2) > 0.06  # negative control
 
 
-def test_a_corpus_of_other_speech_has_no_truth(synthesizer, sentences, tmp_path):
+def test_speech_of_other_sentence_or_level_is_rejected(synthesizer, sentences, tmp_path):
     path = tmp_path / "a.flac"
     soundfile.write(path, spoken_waveform(sentences[0], synthesizer), 16_000, subtype="PCM_16")
     seconds = soundfile.info(path).duration
@@ -55,8 +55,8 @@ def test_a_corpus_of_other_speech_has_no_truth(synthesizer, sentences, tmp_path)
             check_speech(utterance, other, synthesizer)
 
 
-def test_only_words_that_were_recognised_as_spoken_are_compared():
-    text = "एक दोन तीन घर"  # the synthesiser treats तीन as part of दोन
+def test_only_correctly_recognised_words_are_compared():
+    text = "एक दोन तीन घर"  # the synthesiser has no separate time for तीन, which it joins to दोन
     words = [Word(t, k, k + 1, None) for k, t in enumerate(("एक", "तीन", "दोन", "तीन", "घर"))]
     spoken = SpokenWords((SpokenWord(0, 0.0), SpokenWord(3, 0.5), SpokenWord(11, 1.0)), end=1.5)
     found = matches(tuple(words), text, spoken)
@@ -68,7 +68,7 @@ def test_only_words_that_were_recognised_as_spoken_are_compared():
     assert matches((words[1],), "एक दोन", spoken) == []
 
 
-def test_the_summary_is_of_absolute_differences():
+def test_summary_uses_absolute_differences():
     found = summary([float(n) for n in range(100, -1, -1)])
     assert (found.words, found.median, found.mean, found.percentile_90) == (101, 50.0, 50.0, 90.0)
     with pytest.raises(DataError, match="Not one word"):
@@ -78,7 +78,7 @@ def test_the_summary_is_of_absolute_differences():
 @pytest.mark.parametrize(
     ("flags", "exit_code"), [(("--utterances", "0"), 2), (("--checkpoint", "nowhere.pt"), 4), (("--minutes", "1"), 2)]
 )
-def test_flags_that_cannot_work_end_with_a_sentence(flags, exit_code):
+def test_invalid_flags_exit_with_code_and_message(flags, exit_code):
     done = run_script("benchmarks/accuracy.py", "word_times", *flags)
     assert done.returncode == exit_code and flags[0].strip("-") in done.stderr and "Traceback" not in done.stderr
     assert done.stdout == ""

@@ -18,7 +18,7 @@ from konkanivani.data.index import BadRow, Utterance, open_index, parse_row, row
 from konkanivani.data.manifest import Manifest, Rejection, make_fingerprint, read_manifest
 from konkanivani.data.text import train_tokenizer
 from konkanivani.scoring.transcripts import read_transcripts
-from tests.cli.test_prepare_data import prepare, rejected
+from tests.cli.test_prepare_data import prepare, read_rejected
 from tests.conftest import TINY_MODEL, run_folders, run_script, run_trainer, speak, well
 from tests.corpora.test_formats import add_member, sentence, write_table
 
@@ -375,7 +375,7 @@ def test_an_importer_refuses_the_row_of_a_wrong_channel_and_keeps_the_others(
         (folder / "segments").write_text("\n".join(lines) + "\n", encoding="utf-8")
     well(prepare(tmp_path, *flags, "--valid_share", "0", "--test_share", "0", "--max_rejected", "100%"))
     assert prepared(tmp_path) == {text: channel for text, channel in EXPECTED.items() if text != sentence(0)}
-    only = rejected(tmp_path)
+    only = read_rejected(tmp_path)
     assert [found["kind"] for found in only] == ["channel"]
     assert ("no channel 2" if value == "2" else "channel") in only[0]["reason"]
 
@@ -417,7 +417,7 @@ def test_the_same_channel_twice_is_a_duplicate(tmp_path: Path) -> None:
     shares = ("--valid_share", "0", "--test_share", "0", "--max_rejected", "100%")
     well(prepare(tmp_path, "csv", "--table", "all.csv", *shares))
     assert prepared(tmp_path) == {"घर": 0, "एक": 1}
-    assert [found["kind"] for found in rejected(tmp_path)] == ["duplicate"]
+    assert [found["kind"] for found in read_rejected(tmp_path)] == ["duplicate"]
 
 
 # Commands

@@ -1,4 +1,4 @@
-"""A loopback hub with a Whisper model, and a cache in a temporary folder."""
+"""Fixtures: a loopback hub with a Whisper model, and a cache in a temporary folder."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +9,8 @@ from tests.hub.server import Hub, Repository, files_in, running_hub
 from tests.whisper.small_model import write_model
 
 TOKEN = "hf_ThisTokenMustNeverBePrinted"
-# Not needed files that a repository of a Whisper model has; one of them is pickle.
-OTHERS = {
+# Files of a Whisper repository that are not needed; one of them is pickle.
+UNNEEDED_FILES = {
     "README.md": b"# Model",
     "pytorch_model.bin": b"\x80\x04pickle",
     "model.fp32-00001-of-00002.safetensors": b"another variant",
@@ -20,20 +20,20 @@ OTHERS = {
 
 @pytest.fixture(scope="session")
 def whisper_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Files of a small random Whisper model."""
+    """Return the files of a small random Whisper model."""
     return files_in(write_model(tmp_path_factory.mktemp("hub") / "whisper"))
 
 
 @pytest.fixture
 def hub(whisper_files: dict[str, bytes]) -> Iterator[Hub]:
     with running_hub() as server:
-        server.repositories["someone/whisper-small"] = Repository(whisper_files | OTHERS)
+        server.repositories["someone/whisper-small"] = Repository(whisper_files | UNNEEDED_FILES)
         yield server
 
 
 @pytest.fixture
 def cache(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Point `huggingface_hub`, in this process and in child processes, to the loopback hub and an empty cache."""
+    """Configure `huggingface_hub` in this process and its children for the loopback hub and an empty cache."""
     from huggingface_hub import constants
 
     home = tmp_path / "home"

@@ -1,4 +1,4 @@
-"""A loopback server that speaks the protocol of the Hub, as far as `huggingface_hub` needs it for downloads."""
+"""Loopback server with the part of the hub protocol that downloads with `huggingface_hub` need."""
 
 import hashlib
 import json
@@ -19,14 +19,14 @@ RESOLVE = re.compile(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 @dataclass
 class Repository:
-    """Files of one commit; `lies` maps a file to what the server does wrong with it."""
+    """Files of one commit; `faults` maps a file to the name of the fault in its response."""
 
     files: dict[str, bytes]
     branches: dict[str, str] = field(default_factory=dict)
     token: str | None = None
     card: dict[str, object] = field(default_factory=dict)
     is_gated: bool = False
-    lies: dict[str, str] = field(default_factory=dict)
+    faults: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         content = repr(sorted((name, hashlib.sha1(data).hexdigest()) for name, data in self.files.items()))
@@ -38,7 +38,7 @@ class Repository:
         return self.files
 
     def commit_of(self, revision: str) -> str | None:
-        """Return the commit of a branch or tag, or the commit itself; None if it does not exist."""
+        """Resolve a branch, tag or commit; return None if it does not exist."""
         return self.commit if revision == self.commit else self.branches.get(revision)
 
 
@@ -53,7 +53,7 @@ def git_id(data: bytes) -> str:
 
 
 class Hub(ThreadingHTTPServer):
-    """Server with its repositories and the requests that it has answered."""
+    """Server with its repositories and a list of the received requests."""
 
     daemon_threads = True
 
@@ -62,11 +62,11 @@ class Hub(ThreadingHTTPServer):
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
         self.is_proxy = False
-        self.is_stuck = threading.Event()
+        self.has_stalled = threading.Event()
         self.connections: list[socket.socket] = []
 
     def stop(self) -> None:
-        """Close the port and all connections, which clients keep open."""
+        """Close the port and all keep-alive connections."""
         self.shutdown()
         self.server_close()
         for connection in self.connections:
@@ -78,7 +78,7 @@ class Hub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def downloads(self) -> list[str]:
-        """Return the names of the files that were downloaded."""
+        """Return the names of the downloaded files."""
         return [
             line.split("/resolve/")[1].split("/", 1)[1]
             for line in self.requests
@@ -87,10 +87,10 @@ class Hub(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GET and HEAD."""
+    """Handler of GET and HEAD requests."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # the body would wait 40 ms for the client's acknowledgement of the headers
+    disable_nagle_algorithm = True  # otherwise the body waits 40 ms for the client's ACK of the headers
     server: Hub
 
     def setup(self) -> None:
@@ -101,12 +101,12 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self) -> None:
-        self._answer()
+        self._respond()
 
     def do_GET(self) -> None:
-        self._answer()
+        self._respond()
 
-    def _answer(self) -> None:
+    def _respond(self) -> None:
         path = urlsplit(self.path).path
         self.server.requests.append(f"{self.command} {path}")
         if self.server.is_proxy:
@@ -116,17 +116,17 @@ class Handler(BaseHTTPRequestHandler):
         elif found := API.fullmatch(path):
             _, name, _, revision, file = found.groups()
         else:
-            return self._refuse(404, "")
+            return self._send_error(404, "")
         repository = self.server.repositories.get(name)
         if repository is None:
-            return self._refuse(401, "RepoNotFound")
+            return self._send_error(401, "RepoNotFound")
         if repository.token is not None and self.headers.get("Authorization") != f"Bearer {repository.token}":
-            return self._refuse(
+            return self._send_error(
                 403 if repository.is_gated else 401, "GatedRepo" if repository.is_gated else "RepoNotFound"
             )
         commit = repository.commit_of(unquote(revision or "main"))
         if commit is None:
-            return self._refuse(404, "RevisionNotFound")
+            return self._send_error(404, "RevisionNotFound")
         if path.startswith("/api/"):
             return self._list(name, repository, commit)
         return self._resolve(repository, commit, unquote(file))
@@ -135,12 +135,12 @@ class Handler(BaseHTTPRequestHandler):
         siblings = []
         for file, data in repository.at(commit).items():
             size = len(data)
-            lie = repository.lies.get(file, "")
+            fault = repository.faults.get(file, "")
             entry = {"rfilename": file, "size": size, "blobId": git_id(data)}
             if is_large(file):
                 sha256 = hashlib.sha256(data).hexdigest()
                 entry["lfs"] = {"size": size, "sha256": sha256, "pointerSize": 130}
-            if lie == "huge":
+            if fault == "huge":
                 entry["size"] = 10**15
             siblings.append(entry)
         body = {"id": name, "modelId": name, "sha": commit, "private": False, "siblings": siblings, "tags": []}
@@ -150,40 +150,40 @@ class Handler(BaseHTTPRequestHandler):
     def _resolve(self, repository: Repository, commit: str, file: str) -> None:
         files = repository.at(commit)
         if file not in files:
-            return self._refuse(404, "EntryNotFound")
+            return self._send_error(404, "EntryNotFound")
         data = files[file]
-        lie = repository.lies.get(file, "")
+        fault = repository.faults.get(file, "")
         etag = hashlib.sha256(data).hexdigest() if is_large(file) else git_id(data)
-        if lie.startswith("etag "):
-            etag = lie.removeprefix("etag ")
-        if lie == "content":
+        if fault.startswith("etag "):
+            etag = fault.removeprefix("etag ")
+        if fault == "content":
             data = b"\0" * len(data)
         headers = {"X-Repo-Commit": commit, "ETag": f'"{etag}"'}
         if is_large(file):
-            headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(data) + (lie == "size"))}
-        if lie == "stuck" and self.command == "GET":
-            return self._hang(data, headers)
-        if lie == "cut" and self.command == "GET":
-            return self._cut(data, headers)
+            headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(data) + (fault == "size"))}
+        if fault == "stalled" and self.command == "GET":
+            return self._stall(data, headers)
+        if fault == "cut" and self.command == "GET":
+            return self._cut_connection(data, headers)
         start = int((found := re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))) and found[1] or 0)
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         self._send(206 if start else 200, data[start:], headers)
 
-    def _hang(self, data: bytes, headers: dict[str, str]) -> None:
-        """Send half of the file, and nothing more until the client goes away."""
+    def _stall(self, data: bytes, headers: dict[str, str]) -> None:
+        """Send half of the file, then wait until the client closes the connection."""
         self.send_response(200)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data[: len(data) // 2])
         self.wfile.flush()
-        self.server.is_stuck.set()
+        self.server.has_stalled.set()
         with suppress(OSError):
             self.connection.recv(1)
         self.close_connection = True
 
-    def _cut(self, data: bytes, headers: dict[str, str]) -> None:
+    def _cut_connection(self, data: bytes, headers: dict[str, str]) -> None:
         """Send half of the file and reset the connection."""
         self.send_response(200)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
@@ -191,13 +191,13 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data[: len(data) // 2])
         self.wfile.flush()
-        # With a linger time of 0, close sends RST.
+        # With a linger time of 0, closing sends RST.
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.shutdown(socket.SHUT_RDWR)
         self.close_connection = True
 
-    def _refuse(self, status: int, code: str) -> None:
-        self._send(status, json.dumps({"error": "refused"}).encode(), {"X-Error-Code": code})
+    def _send_error(self, status: int, code: str) -> None:
+        self._send(status, json.dumps({"error": "rejected"}).encode(), {"X-Error-Code": code})
 
     def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -210,7 +210,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def running_hub() -> Iterator[Hub]:
-    """Serve in a thread during the block."""
+    """Run the hub in a thread during the block."""
     with Hub() as hub:
         thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()

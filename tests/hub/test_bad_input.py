@@ -1,4 +1,4 @@
-"""Bad input on the hub: one sentence with the right exit code, nothing half written, and no token in any output."""
+"""Invalid input from the hub: one message of the right error class, no partial file, and no token in any output."""
 
 import json
 import shutil
@@ -24,60 +24,60 @@ def no_sleep(_seconds: float) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry without pauses."""
+def _no_retry_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable pauses between retries."""
     monkeypatch.setattr("time.sleep", no_sleep)
 
 
 @pytest.fixture(autouse=True)
-def _token_stays_secret(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def _token_is_not_printed(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield
     captured = capfd.readouterr()
     assert TOKEN not in captured.out + captured.err + caplog.text
 
 
-def refuse(kind: type[KonkaniVaniError], words: str, name: str = NAME, revision: str | None = None) -> None:
-    """Check that the model is refused with these words, in one sentence or two, without the token."""
+def assert_rejected(kind: type[KonkaniVaniError], words: str, name: str = NAME, revision: str | None = None) -> None:
+    """Check that locating the model raises `kind` with these words, in one line and without the token."""
     with pytest.raises(kind, match=words) as caught:
         locate_model(name, revision, "whisper")
     text = str(caught.value)
     assert TOKEN not in text and "\n" not in text and "Traceback" not in text
-    # Nothing that a traceback could print leads to the request.
+    # No exception that a traceback would print refers to the request.
     assert caught.value.__cause__ is None and (caught.value.__context__ is None or caught.value.__suppress_context__)
 
 
-def assert_nothing_half_written(cache: Path) -> None:
+def assert_no_partial_files(cache: Path) -> None:
     assert not [path for path in cache.rglob("*") if path.name.endswith((".incomplete", ".partial", ".tmp"))]
     assert not list(cache.rglob(WEIGHTS))
-    # Links of a snapshot lead to whole files.
+    # Links of a snapshot point to existing files.
     assert all(path.exists() for path in cache.rglob("snapshots/*/*"))
 
 
-def test_typo_in_the_name(hub: Hub, cache: Path) -> None:
-    refuse(UsageError, "no folder someone/whisper-smal, and no public repository", "someone/whisper-smal")
-    assert_nothing_half_written(cache)
+def test_unknown_repository_is_rejected(hub: Hub, cache: Path) -> None:
+    assert_rejected(UsageError, "no folder someone/whisper-smal, and no public repository", "someone/whisper-smal")
+    assert_no_partial_files(cache)
 
 
-def test_private_repository(hub: Hub, cache: Path) -> None:
+def test_private_repository_requires_its_token(hub: Hub, cache: Path) -> None:
     hub.repositories[NAME].token = "hf_another"
-    refuse(UsageError, "HF_TOKEN if it is private")
+    assert_rejected(UsageError, "HF_TOKEN if it is private")
     hub.repositories[NAME].token = TOKEN
-    assert locate_model(NAME, None, "whisper").commit  # the token of the environment opens it
+    assert locate_model(NAME, None, "whisper").commit  # HF_TOKEN grants access
 
 
-def test_gated_repository(hub: Hub, cache: Path) -> None:
+def test_gated_repository_names_its_conditions(hub: Hub, cache: Path) -> None:
     hub.repositories[NAME].token = "hf_another"
     hub.repositories[NAME].is_gated = True
-    refuse(ResourceError, "is gated: accept its conditions")
+    assert_rejected(ResourceError, "is gated: accept its conditions")
 
 
-def test_token_that_is_no_header(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_ascii_token_is_rejected(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", f"{TOKEN}é")
-    refuse(UsageError, "HF_TOKEN, or the stored token, contains characters")
+    assert_rejected(UsageError, "HF_TOKEN, or the stored token, contains characters")
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, OSError, KeyError])
-def test_errors_that_contain_the_token(
+def test_errors_are_reported_without_the_token(
     hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     error = kind(f"Illegal header value 'Bearer {TOKEN}'")
@@ -87,142 +87,150 @@ def test_errors_that_contain_the_token(
         raise error
 
     monkeypatch.setattr("huggingface_hub.HfApi.repo_info", fail)
-    refuse(ResourceError, "failed: ")
+    assert_rejected(ResourceError, "failed: ")
 
 
-def test_no_network(hub: Hub, cache: Path) -> None:
+def test_unreachable_hub_raises_resource_error(hub: Hub, cache: Path) -> None:
     hub.stop()
-    refuse(ResourceError, "Connection refused. Check the network")
+    assert_rejected(ResourceError, "Connection refused. Check the network")
     assert not cache.exists() or not list(cache.rglob("*.json"))
 
 
-def test_unknown_host(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_host_is_reported_without_credentials(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://user:secret@no-such-host.invalid")
-    refuse(ResourceError, "http://no-such-host.invalid failed: .*(not known|resolution|resolve)")
+    assert_rejected(ResourceError, "http://no-such-host.invalid failed: .*(not known|resolution|resolve)")
 
 
-def test_proxy_that_answers_html(hub: Hub, cache: Path) -> None:
+def test_proxy_login_page_is_rejected(hub: Hub, cache: Path) -> None:
     hub.is_proxy = True
-    refuse(ResourceError, "not the hub.s but probably the login page of a proxy")
-    assert_nothing_half_written(cache)
+    assert_rejected(ResourceError, "not the hub.s but probably the login page of a proxy")
+    assert_no_partial_files(cache)
 
 
-def test_proxy_that_answers_html_for_files(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_login_page_in_place_of_files_is_rejected(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listing = Remote.listing
 
-    def then_proxy(self: Remote) -> object:
+    def list_then_proxy(self: Remote) -> object:
         found = listing(self)
         hub.is_proxy = True
         return found
 
-    monkeypatch.setattr(Remote, "listing", then_proxy)
-    refuse(ResourceError, "failed")
-    assert_nothing_half_written(cache)
+    monkeypatch.setattr(Remote, "listing", list_then_proxy)
+    assert_rejected(ResourceError, "failed")
+    assert_no_partial_files(cache)
 
 
-def test_download_that_is_cut(hub: Hub, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    hub.repositories[NAME].lies[WEIGHTS] = "cut"
-    refuse(ResourceError, f"the download of {WEIGHTS} from .* failed")
+def test_cut_download_fails_and_can_be_repeated(hub: Hub, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    hub.repositories[NAME].faults[WEIGHTS] = "cut"
+    assert_rejected(ResourceError, f"the download of {WEIGHTS} from .* failed")
     captured = capfd.readouterr()
-    assert captured.out + captured.err == ""  # no warnings of the library, and no bar without a terminal
-    assert_nothing_half_written(cache)
-    del hub.repositories[NAME].lies[WEIGHTS]
+    assert captured.out + captured.err == ""  # no warnings of the library, and no progress bar without a terminal
+    assert_no_partial_files(cache)
+    del hub.repositories[NAME].faults[WEIGHTS]
     assert (locate_model(NAME, None, "whisper").path / WEIGHTS).is_file()
 
 
 @pytest.mark.parametrize("file", [WEIGHTS, "tokenizer.json", "vocab.json"])
-def test_file_with_other_content(hub: Hub, cache: Path, file: str, whisper_files: dict[str, bytes]) -> None:
+def test_file_with_other_content_is_rejected(hub: Hub, cache: Path, file: str, whisper_files: dict[str, bytes]) -> None:
     if file not in whisper_files:
         hub.repositories[NAME] = Repository(whisper_files | {file: b"{}"})
-    hub.repositories[NAME].lies[file] = "content"
-    refuse(CheckpointError, f"its {file} differs in size or digest")
+    hub.repositories[NAME].faults[file] = "content"
+    assert_rejected(CheckpointError, f"its {file} differs in size or digest")
     assert not list(cache.rglob(file))
-    assert_nothing_half_written(cache)
+    assert_no_partial_files(cache)
 
 
-def test_file_with_a_lying_size(hub: Hub, cache: Path) -> None:
-    hub.repositories[NAME].lies[WEIGHTS] = "size"
-    refuse(CheckpointError, f"its {WEIGHTS} does not have the size")
-    assert_nothing_half_written(cache)
+def test_file_with_wrong_size_header_is_rejected(hub: Hub, cache: Path) -> None:
+    hub.repositories[NAME].faults[WEIGHTS] = "size"
+    assert_rejected(CheckpointError, f"its {WEIGHTS} does not have the size")
+    assert_no_partial_files(cache)
 
 
 @pytest.mark.parametrize("etag", ["../../../escaped", "/tmp/escaped", "..", "a\\b", ""])
-def test_digest_that_is_a_path(hub: Hub, cache: Path, etag: str) -> None:
-    hub.repositories[NAME].lies[WEIGHTS] = f"etag {etag}"
+def test_etag_that_is_a_path_is_rejected(hub: Hub, cache: Path, etag: str) -> None:
+    hub.repositories[NAME].faults[WEIGHTS] = f"etag {etag}"
     with pytest.raises((CheckpointError, ResourceError)):
         locate_model(NAME, None, "whisper")
     assert not list(cache.parent.parent.rglob("escaped*"))
     assert WEIGHTS not in hub.downloads()
-    assert_nothing_half_written(cache)
+    assert_no_partial_files(cache)
 
 
-def test_more_than_the_disk_holds(hub: Hub, cache: Path) -> None:
-    hub.repositories[NAME].lies[WEIGHTS] = "huge"
-    refuse(ResourceError, "needs 1,000,000,000 MB, and .* Free disk space")
+def test_download_larger_than_free_disk_space_is_rejected(hub: Hub, cache: Path) -> None:
+    hub.repositories[NAME].faults[WEIGHTS] = "huge"
+    assert_rejected(ResourceError, "needs 1,000,000,000 MB, and .* Free disk space")
     assert WEIGHTS not in hub.downloads()
 
 
-def test_disk_that_fills_up(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_during_download_is_reported(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("huggingface_hub.file_download.http_get", full)
-    refuse(ResourceError, "is full: .* was not downloaded")
-    assert_nothing_half_written(cache)
+    assert_rejected(ResourceError, "is full: .* was not downloaded")
+    assert_no_partial_files(cache)
 
 
-def test_disk_space_is_compared_with_the_listing(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_space_is_checked_before_the_download(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=SPARE_BYTES + 10))
-    refuse(ResourceError, "MB free")
+    assert_rejected(ResourceError, "MB free")
     assert hub.downloads() == []
 
 
-def test_only_pickle(hub: Hub, cache: Path, whisper_files: dict[str, bytes]) -> None:
+def test_repository_with_only_pickle_weights_is_rejected(
+    hub: Hub, cache: Path, whisper_files: dict[str, bytes]
+) -> None:
     files = {name: data for name, data in whisper_files.items() if name != WEIGHTS}
     hub.repositories[NAME] = Repository(files | {"pytorch_model.bin": b"\x80\x04"})
-    refuse(CheckpointError, "only in pytorch_model.bin, which is pickle .* save_pretrained")
+    assert_rejected(CheckpointError, "only in pytorch_model.bin, which is pickle .* save_pretrained")
     assert "pytorch_model.bin" not in hub.downloads()
 
 
 @pytest.mark.parametrize("file", ["../../../escaped.json", "/tmp/escaped.json", "a/../../b", "a//b", "..\\b", "."])
-def test_file_name_outside_of_the_folder(hub: Hub, cache: Path, whisper_files: dict[str, bytes], file: str) -> None:
+def test_file_name_outside_of_folder_is_rejected(
+    hub: Hub, cache: Path, whisper_files: dict[str, bytes], file: str
+) -> None:
     hub.repositories[NAME] = Repository(whisper_files | {file: b"{}"})
-    refuse(CheckpointError, "outside of the folder")
+    assert_rejected(CheckpointError, "outside of the folder")
     assert hub.downloads() == []
 
 
-def test_revision_that_does_not_exist(hub: Hub, cache: Path) -> None:
-    refuse(UsageError, "has no branch, tag or commit v9", revision="v9")
-    refuse(UsageError, "has no branch, tag or commit 0{40}", revision="0" * 40)
-    refuse(UsageError, "is not the name of a branch", revision="../../main")
+def test_unknown_revision_is_rejected(hub: Hub, cache: Path) -> None:
+    assert_rejected(UsageError, "has no branch, tag or commit v9", revision="v9")
+    assert_rejected(UsageError, "has no branch, tag or commit 0{40}", revision="0" * 40)
+    assert_rejected(UsageError, "is not the name of a branch", revision="../../main")
 
 
 @pytest.mark.parametrize(
     "config", [b"{}", b"[]", b"not JSON", b"\xff", json.dumps({"model_type": "wav2vec2"}).encode(), b"[" * 10**5]
 )
-def test_unsupported_model_type(hub: Hub, cache: Path, whisper_files: dict[str, bytes], config: bytes) -> None:
+def test_unsupported_model_type_is_rejected(
+    hub: Hub, cache: Path, whisper_files: dict[str, bytes], config: bytes
+) -> None:
     hub.repositories[NAME] = Repository(whisper_files | {"config.json": config})
-    refuse(CheckpointError, "only whisper or t5 or mt5 is supported")
+    assert_rejected(CheckpointError, "only whisper or t5 or mt5 is supported")
     assert hub.downloads() == ["config.json"]
 
 
 @pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
-def test_other_answers(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    monkeypatch.setattr("tests.hub.server.Handler._list", lambda self, *_: self._refuse(status, ""))
+def test_http_errors_raise_without_the_token(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr("tests.hub.server.Handler._list", lambda self, *_: self._send_error(status, ""))
     with pytest.raises((ResourceError, UsageError)) as caught:
         locate_model(NAME, None, "whisper")
     assert TOKEN not in str(caught.value)
 
 
-def malformed(change: Callable[[dict[str, object]], object]) -> Callable[..., None]:
-    """Return a server's listing with one change."""
+def malformed_listing(change: Callable[[dict[str, object]], object]) -> Callable[..., None]:
+    """Return a replacement of `Handler._list` that applies `change` to the response."""
 
-    def answer(self: object, name: str, repository: Repository, commit: str) -> None:
+    def send_listing(self: object, name: str, repository: Repository, commit: str) -> None:
         body: dict[str, object] = {"id": name, "sha": commit, "siblings": [{"rfilename": "config.json"}], "tags": []}
         change(body)
         self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
-    return answer
+    return send_listing
 
 
 @pytest.mark.parametrize(
@@ -236,15 +244,15 @@ def malformed(change: Callable[[dict[str, object]], object]) -> Callable[..., No
         lambda body: body.clear(),
     ],
 )
-def test_malformed_listing(
+def test_malformed_listing_is_rejected(
     hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, object]], object]
 ) -> None:
-    monkeypatch.setattr("tests.hub.server.Handler._list", malformed(change))
+    monkeypatch.setattr("tests.hub.server.Handler._list", malformed_listing(change))
     with pytest.raises((ResourceError, CheckpointError)):
         locate_model(NAME, None, "whisper")
-    assert_nothing_half_written(cache)
+    assert_no_partial_files(cache)
 
 
-def test_without_the_package(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_huggingface_hub_is_reported(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    refuse(ResourceError, "needs the package `huggingface_hub`.* copy the files by hand")
+    assert_rejected(ResourceError, "needs the package `huggingface_hub`.* copy the files by hand")

@@ -21,8 +21,8 @@ NAME = "someone/whisper-small"
 WEIGHTS = "model.safetensors"
 
 
-def test_an_interrupted_verification_leaves_no_file(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.repositories[NAME].lies[WEIGHTS] = "content"
+def test_interrupted_verification_leaves_no_file(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repositories[NAME].faults[WEIGHTS] = "content"
     verify = RemoteFile.is_sound
 
     def interrupt(file: RemoteFile, path: Path) -> bool:
@@ -39,9 +39,7 @@ def test_an_interrupted_verification_leaves_no_file(hub: Hub, cache: Path, monke
         locate_model(NAME, None, "whisper")
 
 
-def test_a_cached_file_of_another_size_is_downloaded_again(
-    hub: Hub, cache: Path, whisper_files: dict[str, bytes]
-) -> None:
+def test_cached_file_of_wrong_size_is_downloaded_again(hub: Hub, cache: Path, whisper_files: dict[str, bytes]) -> None:
     weights = locate_model(NAME, None, "whisper").path / WEIGHTS
     weights.resolve().write_bytes(whisper_files[WEIGHTS][:100])
     hub.requests.clear()
@@ -49,7 +47,7 @@ def test_a_cached_file_of_another_size_is_downloaded_again(
     assert weights.read_bytes() == whisper_files[WEIGHTS] and hub.downloads() == [WEIGHTS]
 
 
-KILLED_IN_THE_CHECK = """
+KILLED_BEFORE_VERIFICATION = """
 import os, signal
 from konkanivani.hub import RemoteFile
 from konkanivani.models.hub import locate_model
@@ -62,25 +60,25 @@ locate_model("someone/whisper-small", None, "whisper")
 """
 
 
-def kill_in_the_check(hub: Hub) -> None:
-    """Download weights of other content in a process that SIGKILL ends before it has checked them."""
-    hub.repositories[NAME].lies[WEIGHTS] = "content"
-    done = subprocess.run([sys.executable, "-c", KILLED_IN_THE_CHECK], cwd=ROOT, timeout=PATIENCE, check=False)
+def kill_before_verification(hub: Hub) -> None:
+    """Download weights with wrong content in a process that is killed by SIGKILL before it verifies them."""
+    hub.repositories[NAME].faults[WEIGHTS] = "content"
+    done = subprocess.run([sys.executable, "-c", KILLED_BEFORE_VERIFICATION], cwd=ROOT, timeout=PATIENCE, check=False)
     assert done.returncode == -signal.SIGKILL
 
 
-def test_sigkill_before_the_check_leaves_no_file_that_is_used(hub: Hub, cache: Path) -> None:
-    kill_in_the_check(hub)
+def test_unverified_file_after_sigkill_is_not_used(hub: Hub, cache: Path) -> None:
+    kill_before_verification(hub)
     (weights,) = cache.rglob(WEIGHTS)
     commit = hub.repositories[NAME].commit
-    hub.repositories[NAME].lies.clear()
+    hub.repositories[NAME].faults.clear()
     good = locate_model(NAME, commit, "whisper").path / WEIGHTS
     assert good == weights and good.read_bytes() == hub.repositories[NAME].files[WEIGHTS]
     assert not list(cache.rglob(f"{MARKER}*"))
 
 
-def test_sigkill_before_the_check_without_a_network(hub: Hub, cache: Path) -> None:
-    kill_in_the_check(hub)
+def test_unverified_file_is_not_used_without_network(hub: Hub, cache: Path) -> None:
+    kill_before_verification(hub)
     commit = hub.repositories[NAME].commit
     hub.stop()
     with pytest.raises(ResourceError, match="Connection refused"):
@@ -88,8 +86,8 @@ def test_sigkill_before_the_check_without_a_network(hub: Hub, cache: Path) -> No
     assert not list(cache.rglob(WEIGHTS))
 
 
-def test_negative_control_the_marker_tells_that_a_file_is_unverified(hub: Hub, cache: Path) -> None:
-    kill_in_the_check(hub)
+def test_negative_control_without_marker_unverified_file_is_used(hub: Hub, cache: Path) -> None:
+    kill_before_verification(hub)
     (marker,) = cache.rglob(f"{MARKER}*")
     marker.unlink()
     located = locate_model(NAME, hub.repositories[NAME].commit, "whisper")
@@ -97,7 +95,7 @@ def test_negative_control_the_marker_tells_that_a_file_is_unverified(hub: Hub, c
 
 
 @pytest.mark.parametrize("name", ["../../../precious", "/precious", "", "a\0b"])
-def test_a_marker_with_another_path_deletes_nothing(hub: Hub, cache: Path, name: str) -> None:
+def test_marker_with_path_outside_cache_deletes_nothing(hub: Hub, cache: Path, name: str) -> None:
     folder = locate_model(NAME, None, "whisper").path
     (cache.parent / "precious").write_bytes(b"1")
     (folder.parents[1] / f"{MARKER}0").write_bytes(name.encode())
@@ -106,7 +104,7 @@ def test_a_marker_with_another_path_deletes_nothing(hub: Hub, cache: Path, name:
     assert sorted(cache.parent.rglob("[!.]*")) == before and not list(cache.rglob(f"{MARKER}*"))
 
 
-def test_a_download_waits_for_another_process(
+def test_download_waits_for_lock_of_another_process(
     hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     located = locate_model(NAME, None, "whisper")
@@ -116,7 +114,7 @@ def test_a_download_waits_for_another_process(
     lock = fcntl.flock
 
     def wait(file: int, operation: int) -> None:
-        """Release the lock of the other process when this one starts to wait."""
+        """Release the other lock when the exclusive lock is requested."""
         if operation == fcntl.LOCK_EX:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         lock(file, operation)
@@ -127,38 +125,38 @@ def test_a_download_waits_for_another_process(
     assert f"Another process is downloading {NAME}" in capfd.readouterr().err
 
 
-def lie_about_the_weights(hub: Hub, cache: Path) -> Path:
-    """Return the path of the file in the cache whose digest the hub then states as that of the weights."""
+def serve_wrong_etag_for_weights(hub: Hub, cache: Path) -> Path:
+    """Make the hub send the ETag of another cached file for the weights; return the path of that file."""
     settings = locate_model(NAME, None, "settings").path / "config.json"
     blob = settings.resolve()
-    # A digest as Git LFS has it, of another file in the cache.
+    # Name another cached file by its SHA-256, as Git LFS does.
     other = blob.with_name(hashlib.sha256(blob.read_bytes()).hexdigest())
     blob.rename(other)
     settings.unlink()
     settings.symlink_to(other)
-    hub.repositories[NAME].lies[WEIGHTS] = f"etag {other.name}"
+    hub.repositories[NAME].faults[WEIGHTS] = f"etag {other.name}"
     return other
 
 
-def test_an_etag_of_other_content_is_refused(hub: Hub, cache: Path, whisper_files: dict[str, bytes]) -> None:
-    other = lie_about_the_weights(hub, cache)
+def test_etag_of_another_cached_file_is_rejected(hub: Hub, cache: Path, whisper_files: dict[str, bytes]) -> None:
+    other = serve_wrong_etag_for_weights(hub, cache)
     with pytest.raises(CheckpointError, match=f"states '{other.name[:50]}.* as the digest of its {WEIGHTS}"):
         locate_model(NAME, None, "whisper")
     assert other.read_bytes() == whisper_files["config.json"]
     (card,) = cache.rglob("README.md")
     card.unlink()
-    hub.repositories[NAME].lies = {"README.md": f"etag {git_id(b'other')}"}
+    hub.repositories[NAME].faults = {"README.md": f"etag {git_id(b'other')}"}
     with pytest.raises(CheckpointError, match="as the digest of its README.md"):
         locate_model(NAME, None, "whisper")
-    # Another form of ETag, as a mirror has it, is not a digest.
-    hub.repositories[NAME].lies = {WEIGHTS: "etag 65f2-1a"}
+    # An ETag in another format, as of a mirror, is not compared as a digest.
+    hub.repositories[NAME].faults = {WEIGHTS: "etag 65f2-1a"}
     assert (locate_model(NAME, None, "whisper").path / WEIGHTS).is_file()
 
 
-def test_negative_control_an_etag_of_other_content_costs_another_file(
+def test_negative_control_without_etag_check_other_file_is_deleted(
     hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = lie_about_the_weights(hub, cache)
+    other = serve_wrong_etag_for_weights(hub, cache)
     monkeypatch.setattr(Repository, "_check_etag", lambda *_: None)
     with pytest.raises(CheckpointError, match="differs in size or digest"):
         locate_model(NAME, None, "whisper")

@@ -1,4 +1,4 @@
-"""Names on the hub in place of folders of pretrained models."""
+"""Pretrained models by their name on the hub."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from konkanivani.errors import CheckpointError, ResourceError, UsageError
 from konkanivani.hub import is_hub_name
 from konkanivani.inference.speech_model import read_pretrained
 from konkanivani.models.hub import locate_model
-from tests.hub.conftest import OTHERS
+from tests.hub.conftest import UNNEEDED_FILES
 from tests.hub.server import Hub, Repository
 from tests.nemo.files import FOLDER
 
@@ -20,24 +20,26 @@ NAME = "someone/whisper-small"
 SMALL = ["config.json", "generation_config.json"]
 
 
-def test_only_the_needed_files_are_downloaded(hub: Hub, cache: Path, whisper_files: dict[str, bytes]) -> None:
+def test_only_needed_files_are_downloaded(hub: Hub, cache: Path, whisper_files: dict[str, bytes]) -> None:
     located = locate_model(NAME, None, "whisper")
     assert located.commit == hub.repositories[NAME].commit
-    needed = whisper_files | {"README.md": OTHERS["README.md"]}
+    needed = whisper_files | {"README.md": UNNEEDED_FILES["README.md"]}
     assert sorted(hub.downloads()) == sorted(needed)
     assert {path.name: path.read_bytes() for path in located.path.iterdir()} == needed
     read_pretrained(NAME).check_weights()
     assert sorted(hub.downloads()) == sorted(needed)
 
 
-def test_plan_downloads_the_settings_alone(hub: Hub, cache: Path) -> None:
+def test_settings_are_downloaded_without_weights(hub: Hub, cache: Path) -> None:
     located = locate_model(NAME, None, "settings")
     assert hub.downloads() == SMALL
     assert sorted(path.name for path in located.path.iterdir()) == SMALL
     assert (locate_model(NAME, None, "whisper").path / "model.safetensors").is_file()
 
 
-def test_a_local_folder_wins(hub: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_folder_is_preferred_to_hub_name(
+    hub: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / NAME).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert locate_model(NAME, None, "whisper").path == Path(NAME)
@@ -49,21 +51,21 @@ def test_a_local_folder_wins(hub: Hub, cache: Path, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     "name", ["folder", "./a/b", "/a/b", "a/b/c", "a/..", "../b", "a/b.nemo", "a--b/c", "", "a/", "~/b"]
 )
-def test_paths_are_no_names(name: str) -> None:
+def test_paths_are_not_hub_names(name: str) -> None:
     assert not is_hub_name(name)
 
 
-def test_the_cache_serves_without_a_network(hub: Hub, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_cached_model_is_used_without_network(hub: Hub, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first = locate_model(NAME, None, "whisper")
     hub.stop()
     assert locate_model(NAME, None, "whisper") == first
     assert f"cannot be reached: using {NAME} from the cache" in capfd.readouterr().err
-    # A commit needs no request at all.
+    # A commit needs no request.
     assert locate_model(NAME, first.commit, "whisper") == first
     assert capfd.readouterr().err == ""
 
 
-def test_settings_alone_are_no_model_without_a_network(hub: Hub, cache: Path) -> None:
+def test_cached_settings_alone_are_not_a_model_offline(hub: Hub, cache: Path) -> None:
     locate_model(NAME, None, "settings")
     hub.stop()
     assert locate_model(NAME, None, "settings").commit
@@ -71,7 +73,7 @@ def test_settings_alone_are_no_model_without_a_network(hub: Hub, cache: Path) ->
         locate_model(NAME, None, "whisper")
 
 
-def test_a_complete_commit_stays_the_reference_when_a_plan_reads_a_newer_one(hub: Hub, cache: Path) -> None:
+def test_complete_commit_is_used_offline_after_newer_settings(hub: Hub, cache: Path) -> None:
     first = locate_model(NAME, None, "whisper")
     hub.repositories[NAME] = Repository(hub.repositories[NAME].files | {"NEWS.md": b"moved"})
     assert locate_model(NAME, None, "settings").commit != first.commit
@@ -79,14 +81,14 @@ def test_a_complete_commit_stays_the_reference_when_a_plan_reads_a_newer_one(hub
     assert locate_model(NAME, None, "whisper") == first
 
 
-def test_branches_tags_and_commits(hub: Hub, cache: Path) -> None:
+def test_branches_tags_and_commits_are_resolved(hub: Hub, cache: Path) -> None:
     commit = hub.repositories[NAME].commit
     hub.repositories[NAME].branches |= {"v1.0": commit, "refs/pr/1": commit}
     for revision in ("v1.0", "refs/pr/1", commit):
         assert locate_model(NAME, revision, "whisper").commit == commit
 
 
-def test_shards(hub: Hub, cache: Path, whisper_files: dict[str, bytes]) -> None:
+def test_sharded_weights_equal_single_file(hub: Hub, cache: Path, whisper_files: dict[str, bytes]) -> None:
     tensors = safetensors.torch.load(whisper_files["model.safetensors"])
     names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     parts = [{name: tensors[name] for name in sorted(tensors)[start::2]} for start in (0, 1)]
@@ -94,18 +96,18 @@ def test_shards(hub: Hub, cache: Path, whisper_files: dict[str, bytes]) -> None:
     files = {name: data for name, data in whisper_files.items() if name != "model.safetensors"}
     files |= {file: safetensors.torch.save(part) for file, part in zip(names, parts, strict=True)}
     files["model.safetensors.index.json"] = json.dumps(index).encode()
-    hub.repositories[NAME] = Repository(files | OTHERS)
+    hub.repositories[NAME] = Repository(files | UNNEEDED_FILES)
     pretrained = read_pretrained(NAME)
     assert set(hub.downloads()) == {*files, "README.md"}
     whole = read_pretrained(write_files(cache / "whole", whisper_files)).weights()
     assert all(torch.equal(weight, whole[name]) for name, weight in pretrained.weights().items())
-    # A snapshot that lacks a shard is not complete: it is downloaded again.
+    # A snapshot without one of its shards is incomplete: the shard is downloaded again.
     (pretrained.path / names[0]).unlink()
     locate_model(NAME, None, "whisper")
     assert (pretrained.path / names[0]).is_file()
 
 
-def test_nemo_file(hub: Hub, cache: Path) -> None:
+def test_single_nemo_file_is_located(hub: Hub, cache: Path) -> None:
     hub.repositories["someone/parakeet"] = Repository(
         {"parakeet.nemo": (FOLDER / "parakeet.nemo").read_bytes(), "README.md": b"", "other/a.nemo": b""}
     )
@@ -122,7 +124,7 @@ def test_nemo_file(hub: Hub, cache: Path) -> None:
         locate_model(NAME, None, "nemo")
 
 
-def test_files_that_another_program_left_out_are_downloaded(hub: Hub, cache: Path) -> None:
+def test_missing_cached_files_are_downloaded(hub: Hub, cache: Path) -> None:
     first = locate_model(NAME, None, "whisper")
     for name in ("preprocessor_config.json", "tokenizer.json", "vocab.json"):
         (first.path / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Real scripts with names on the hub: training, resuming, evaluation, plan, import; the token is never printed."""
+"""Scripts with model names on the hub: training, resuming, evaluation, plan, import; no token is printed."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ TRAIN = "training_scripts/train_konkanivani_asr.py"
 
 
 def run(code: int, script: str, *arguments: str, cwd: Path = ROOT) -> str:
-    """Run a script in a child process and return its output, in which the token must not occur."""
+    """Run a script, check its exit code and that its output has no token, and return the output."""
     done = run_script(script, *arguments, cwd=cwd)
     output = done.stderr + done.stdout
     assert done.returncode == code, output
@@ -30,9 +30,9 @@ def run(code: int, script: str, *arguments: str, cwd: Path = ROOT) -> str:
     return output
 
 
-def test_a_run_stores_the_commit_and_resumes_from_it(hub: Hub, cache: Path, corpus: Corpus, tmp_path: Path) -> None:
+def test_run_stores_model_commit_and_resumes_from_it(hub: Hub, cache: Path, corpus: Corpus, tmp_path: Path) -> None:
     commit = hub.repositories[NAME].commit
-    # Frozen weights are not in the checkpoint: they are read from the model on the hub.
+    # Frozen weights are not in the checkpoint: they are loaded from the hub.
     flags = (*corpus.flags(), *run_folders(tmp_path), "--device", "cpu", "--num_workers", "0", "--max_duration", "3")
     begin = ("--pretrained", NAME, "--language", "mr", "--freeze", "encoder", "--revision", "main")
     output = run(0, TRAIN, *begin, *flags, "--max_steps", "1")
@@ -40,7 +40,7 @@ def test_a_run_stores_the_commit_and_resumes_from_it(hub: Hub, cache: Path, corp
     checkpoint = tmp_path / "checkpoints" / "checkpoint_last.pt"
     stored = config_from_text(read_checkpoint(checkpoint).config).pretrained
     assert (stored.pretrained, stored.revision) == (NAME, commit)
-    # The branch moves to another model; the run stays at its commit, from the cache and without a network.
+    # The branch moves to another model; the run uses its stored commit from the cache, without a request.
     hub.repositories[NAME] = Repository({"config.json": b"{}"})
     hub.requests.clear()
     run(0, TRAIN, *begin, *flags, "--resume", str(checkpoint), "--max_steps", "2")
@@ -48,28 +48,30 @@ def test_a_run_stores_the_commit_and_resumes_from_it(hub: Hub, cache: Path, corp
     assert config_from_text(read_checkpoint(checkpoint).config).pretrained.revision == commit
     words = run(4, TRAIN, *begin[:-1], "0" * 40, *flags, "--resume", str(checkpoint), "--max_steps", "3")
     assert f"--revision is {'0' * 40} here and {commit} in the checkpoint" in words
-    # The export reads frozen weights and tokenizer of the stored commit.
+    # The export reads frozen weights and tokenizer from the stored commit.
     exported = tmp_path / "exported"
     run(0, "training_scripts/export_asr.py", "--checkpoint", str(checkpoint), "--whisper", str(exported))
     assert (exported / "model.safetensors").is_file() and hub.requests == []
-    # So does an export that repeats the name: not main, which now is another model.
+    # So does an export with --pretrained, although main is another model now.
     named = ("--checkpoint", str(checkpoint), "--pretrained", NAME, "--whisper", str(tmp_path / "again"))
     run(0, "training_scripts/export_asr.py", *named)
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
-    # Without the cache, the stored commit is asked for, and has vanished.
+    # Without the cache, the stored commit is requested, which does not exist any more.
     shutil.rmtree(cache)
     words = run(2, TRAIN, *flags, "--resume", str(checkpoint), "--max_steps", "3")
     assert f"has no branch, tag or commit {commit}" in words
 
 
-def test_plan_needs_the_settings_alone(hub: Hub, cache: Path) -> None:
-    # A budget that the weights alone exceed: the plan ends before it traces steps, which takes seconds.
+def test_memory_plan_downloads_only_settings(hub: Hub, cache: Path) -> None:
+    # The weights alone exceed this budget, so the plan ends before it traces steps, which takes seconds.
     words = run(6, "training_scripts/plan_memory.py", "--pretrained", NAME, "--memory_budget", "1MiB")
     assert "more than the budget of 1 MiB" in words
     assert hub.downloads() == ["config.json", "generation_config.json"]
 
 
-def test_evaluation_without_a_network(hub: Hub, cache: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_uses_cached_model_offline(
+    hub: Hub, cache: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = ("--pretrained", NAME, "--language", "mr", "--manifest", corpus.manifest("test"), "--device", "cpu")
     script = "training_scripts/evaluate_konkanivani_asr.py"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -98,7 +100,7 @@ def test_import_stores_name_and_commit(hub: Hub, cache: Path, tmp_path: Path) ->
         ("training_scripts/transcribe.py", ("a.wav",), 2),
     ],
 )
-def test_a_typo_is_a_usage_error(
+def test_unknown_model_name_exits_with_2(
     hub: Hub, cache: Path, tmp_path: Path, script: str, flags: tuple[str, ...], code: int
 ) -> None:
     (tmp_path / "a.wav").write_bytes(b"")
@@ -109,12 +111,14 @@ def test_a_typo_is_a_usage_error(
 
 
 @pytest.mark.parametrize("stop", [*further(signal.SIGINT), signal.SIGTERM])
-def test_a_signal_during_a_download(hub: Hub, cache: Path, tmp_path: Path, stop: signal.Signals) -> None:
-    hub.repositories[NAME].lies["model.safetensors"] = "stuck"
+def test_signal_during_download_leaves_no_partial_file(
+    hub: Hub, cache: Path, tmp_path: Path, stop: signal.Signals
+) -> None:
+    hub.repositories[NAME].faults["model.safetensors"] = "stalled"
     (tmp_path / "a.wav").write_bytes(b"RIFF")
     flags = ("--pretrained", NAME, "--language", "mr", "--device", "cpu", str(tmp_path / "a.wav"))
     process = start_script("training_scripts/transcribe.py", *flags, output=tmp_path / "output")
-    assert hub.is_stuck.wait(PATIENCE)
+    assert hub.has_stalled.wait(PATIENCE)
     os.kill(process.pid, stop)
     assert process.wait(PATIENCE) in (128 + stop, -stop)
     words = (tmp_path / "output").read_text()

@@ -9,9 +9,9 @@ import pytest
 
 from konkanivani.files import visible_files
 from konkanivani.inference.transcribe import find_recordings
-from tests.cli.test_prepare_data import prepare, rejected
+from tests.cli.test_prepare_data import prepare, read_rejected
 from tests.conftest import well
-from tests.corpora.test_formats import MINIATURES, add_member, sentence, sound_bytes, write_sentence
+from tests.corpora.test_formats import MINIATURES, add_member, audio_bytes, sentence, write_sentence
 
 # As written by a Mac on file systems without attributes.
 FORK = b"\0\5\26\7\0\2\0\0Mac OS X        \xff\xfe" + bytes(120)
@@ -42,7 +42,7 @@ def test_what_systems_leave_in_a_corpus_is_no_part_of_it(name, tmp_path):
     haunt(tmp_path / "corpus")
     well(prepare(tmp_path, name.split()[0], *flags))
     assert prepared_rows(tmp_path) == sorted(found.text for found in spoken)
-    assert all("speaker 1" in row["kind"] or "no word" in row["kind"] for row in rejected(tmp_path))
+    assert all("speaker 1" in row["kind"] or "no word" in row["kind"] for row in read_rejected(tmp_path))
 
 
 def test_what_a_mac_adds_to_a_tar_is_no_part_of_it_and_a_dot_before_the_path_is(tmp_path):
@@ -51,12 +51,12 @@ def test_what_a_mac_adds_to_a_tar_is_no_part_of_it_and_a_dot_before_the_path_is(
         with tarfile.open(tmp_path / "corpus" / f"{split}-0.tar", "w") as tar:
             for number in range(3):
                 place = {"train": 0, "valid": 3, "test": 6}[split] + number
-                for suffix, content in (("flac", sound_bytes(place)), ("txt", sentence(place).encode())):
+                for suffix, content in (("flac", audio_bytes(place)), ("txt", sentence(place).encode())):
                     add_member(tar, f"./._{place}.{suffix}", FORK)
                     add_member(tar, f"__MACOSX/{place}.{suffix}", content)
                     add_member(tar, f"./{place}.{suffix}", content)
     done = prepare(tmp_path, "nemo")
-    assert done.returncode == 0 and rejected(tmp_path) == [], done.stderr
+    assert done.returncode == 0 and read_rejected(tmp_path) == [], done.stderr
     assert prepared_rows(tmp_path) == sorted(map(sentence, range(9)))
 
 

@@ -1,4 +1,4 @@
-"""The Dockerfile agrees with setup.cfg and copies what the wheel needs; the build itself is not run."""
+"""The Dockerfile agrees with setup.cfg and copies the files of the wheel; the image is not built."""
 
 import re
 
@@ -15,12 +15,12 @@ LINES = [line for line in TEXT.replace("\\\n", "").splitlines() if line and not 
 
 
 def requirements_differ(text: str) -> bool:
-    """Return whether the Dockerfile installs other releases of PyTorch than setup.cfg wants."""
+    """Return whether the PyTorch requirements of the Dockerfile differ from those of setup.cfg."""
     wanted = [line for line in Requirements(ROOT).lines([]) if line.startswith("torch")]
     return re.findall(r'"(torch\w*[<>][^"]*)"', text) != wanted
 
 
-def test_pytorch_is_the_one_of_setup_cfg():
+def test_dockerfile_and_setup_cfg_have_equal_torch_ranges():
     assert not requirements_differ(TEXT)
     assert requirements_differ(TEXT.replace("<2.15", "<2.16"))  # negative control
 
@@ -32,7 +32,7 @@ def test_extras_and_commands_exist():
     assert command in COMMANDS
 
 
-def test_what_is_copied_exists_and_is_not_ignored():
+def test_copied_files_exist_and_are_not_ignored():
     copied = [line.split()[1:-1] for line in LINES if line.startswith("COPY") and "--from" not in line]
     names = [name for line in copied for name in line]
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
@@ -40,7 +40,7 @@ def test_what_is_copied_exists_and_is_not_ignored():
     assert all((ROOT / name).exists() for name in names)
 
 
-def test_it_runs_the_command_as_a_user_without_privileges():
+def test_entrypoint_runs_as_unprivileged_user():
     users = [line.split()[1] for line in LINES if line.startswith("USER")]
     assert users and users[-1] not in ("root", "0")
     assert LINES.index(f"USER {users[-1]}") < LINES.index('ENTRYPOINT ["konkanivani"]')
@@ -48,7 +48,7 @@ def test_it_runs_the_command_as_a_user_without_privileges():
 
 
 @pytest.mark.parametrize("flag", ["--train_manifest", "--valid_manifest", "--device"])
-def test_the_flags_of_the_example_exist(flag):
+def test_flags_of_the_example_exist(flag):
     assert flag in TEXT
     value = "cpu" if flag == "--device" else "a.jsonl"
     assert isinstance(config_from_text(f"{flag} '{value}'"), TrainConfig)

@@ -15,7 +15,7 @@ from websockets.sync.client import ClientConnection, connect
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 START_SECONDS = 20.0
-# A container has no sandbox for root and a small /dev/shm. The other flags keep Chromium from calling its maker.
+# A container has no sandbox for root and a small /dev/shm. The other flags disable requests to Google.
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--no-first-run", "--mute-audio"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
@@ -24,7 +24,7 @@ FLAGS = (
 
 
 class Browser:
-    """One tab; `problems` are errors and warnings of its console, `hosts` the hosts that it connects to."""
+    """Browser tab; `problems` are errors and warnings of the console, `hosts` the hosts that it connects to."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection
@@ -43,9 +43,9 @@ class Browser:
             if message.get("id") == self._number:
                 assert "error" not in message, (method, message)
                 return message["result"]
-            self._note(message.get("method"), message.get("params", {}))
+            self._record_event(message.get("method"), message.get("params", {}))
 
-    def _note(self, method: str | None, event: dict) -> None:
+    def _record_event(self, method: str | None, event: dict) -> None:
         if method == "Log.entryAdded" and event["entry"]["level"] in ("error", "warning"):
             self.problems.append(event["entry"]["text"])
         elif method == "Runtime.exceptionThrown":
@@ -60,7 +60,7 @@ class Browser:
         self.wait("document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> object:
-        """Return the value of a JavaScript expression, as if a user had caused its evaluation."""
+        """Return the value of a JavaScript expression, evaluated as a user gesture."""
         result = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True, userGesture=True
         )
@@ -68,7 +68,7 @@ class Browser:
         return result["result"].get("value")
 
     def wait(self, expression: str, timeout: float = 15.0) -> object:
-        """Return the first true value of an expression."""
+        """Wait until an expression is true and return its value."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if value := self.evaluate(expression):
@@ -119,7 +119,7 @@ def _tab(profile: Path) -> str:
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, IndexError, StopIteration):
             port = int((profile / "DevToolsActivePort").read_text().splitlines()[0])
-            with urlopen(f"http://127.0.0.1:{port}/json/list") as answer:
-                return next(tab["webSocketDebuggerUrl"] for tab in json.load(answer) if tab["type"] == "page")
+            with urlopen(f"http://127.0.0.1:{port}/json/list") as response:
+                return next(tab["webSocketDebuggerUrl"] for tab in json.load(response) if tab["type"] == "page")
         time.sleep(0.05)
     raise AssertionError("Chromium did not start")

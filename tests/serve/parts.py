@@ -1,4 +1,4 @@
-"""A recogniser of tones, a running server, and a client of it."""
+"""Recogniser of tones, server in a thread, and client functions."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ FRAME_SECONDS = 0.05
 
 
 def tones(lines: list[list[str]], rate: int = RATE, start: float = 0.3) -> np.ndarray:
-    """Return the words of each line as tones, with a pause after each line."""
+    """Return a tone per word, with a pause after each line."""
     time = np.arange(round(TONE_SECONDS * rate)) / rate
     parts = [np.zeros(round(start * rate))]
     for words in lines:
@@ -40,14 +40,14 @@ def tones(lines: list[list[str]], rate: int = RATE, start: float = 0.3) -> np.nd
 
 
 class ToneListener:
-    """Recogniser of `tones`: a partial result after each word, a final one at each pause."""
+    """Recogniser of `tones`: one partial result after each word, one final result at each pause."""
 
     def __init__(self, sample_rate: int) -> None:
         self._rate = sample_rate
         self._frame = round(FRAME_SECONDS * sample_rate)
         self._rest = np.zeros(0, dtype=np.float32)
         self._frames = 0
-        self._pitches: list[float] = []  # of the frames of the current tone
+        self._pitches: list[float] = []  # of each frame of the current tone
         self._words: list[Word] = []
         self._silent_since = 0.0
 
@@ -58,14 +58,14 @@ class ToneListener:
             frame = self._rest[: self._frame]
             self._rest = self._rest[self._frame :]
             self._frames += 1
-            results += self._hear(frame)
+            results += self._process_frame(frame)
         return results
 
     def finish(self) -> list[Partial | Final]:
         self._end_word()
         return self._end_line()
 
-    def _hear(self, frame: np.ndarray) -> list[Partial | Final]:
+    def _process_frame(self, frame: np.ndarray) -> list[Partial | Final]:
         now = self._frames * FRAME_SECONDS
         if np.sqrt(np.mean(np.square(frame))) > LOUD:
             spectrum = np.abs(np.fft.rfft(frame * np.hanning(len(frame)), 8 * len(frame)))
@@ -82,8 +82,8 @@ class ToneListener:
         if is_word:
             pitch = float(np.median(self._pitches))
             text = min(PITCHES, key=lambda word: abs(PITCHES[word] - pitch))
-            sure = 0.97 if text != "बाजार" else 0.3
-            self._words.append(Word(text, self._silent_since - TONE_SECONDS, self._silent_since, sure))
+            confidence = 0.97 if text != "बाजार" else 0.3
+            self._words.append(Word(text, self._silent_since - TONE_SECONDS, self._silent_since, confidence))
         self._pitches = []
         return is_word
 
@@ -96,10 +96,10 @@ class ToneListener:
 
 
 @contextlib.contextmanager
-def running(
+def running_server(
     build: BuildRecognizer = ToneListener, limits: Limits = DEFAULT_LIMITS, corrections: Corrections | None = None
 ) -> Iterator[PageServer]:
-    """Run a server in a thread."""
+    """Run a server in a thread during the block."""
     ready = Ready("tones.pt", "mr", corrections is not None)
     server = PageServer(build, ready, bind("127.0.0.1", 0), "127.0.0.1", corrections, limits)
     thread = threading.Thread(target=server.serve)
@@ -112,17 +112,17 @@ def running(
         assert not thread.is_alive()
 
 
-def join(server: PageServer, endpoint: str = "listen", **options: object) -> ClientConnection:
-    """Open a connection as the page does."""
+def connect_to(server: PageServer, endpoint: str = "listen", **options: object) -> ClientConnection:
+    """Open a WebSocket connection with the Origin of the page."""
     parts = urlsplit(server.address)
     options.setdefault("origin", f"http://{parts.netloc}")
     return connect(f"ws://{parts.netloc}{parts.path}{endpoint}", compression=None, **options)
 
 
 @contextlib.contextmanager
-def start(server: PageServer, rate: object = RATE) -> Iterator[ClientConnection]:
-    """Start a recording."""
-    with join(server) as connection:
+def start_recording(server: PageServer, rate: object = RATE) -> Iterator[ClientConnection]:
+    """Open a connection and start a recording."""
+    with connect_to(server) as connection:
         with contextlib.suppress(ConnectionClosed):  # all sessions are in use
             connection.send(json.dumps({"type": "start", "sample_rate": rate}))
         yield connection
@@ -137,8 +137,8 @@ def finish(connection: ClientConnection) -> None:
     connection.send(json.dumps({"type": "finish"}))
 
 
-def results(connection: ClientConnection, kind: str | None = None, timeout: float = 10.0) -> list[dict]:
-    """Return the messages up to the end of the connection, or the ones of one kind."""
+def receive_messages(connection: ClientConnection, kind: str | None = None, timeout: float = 10.0) -> list[dict]:
+    """Return all messages until the connection is closed, or only those of type `kind`."""
     found = []
     with contextlib.suppress(Exception):
         while True:

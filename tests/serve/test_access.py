@@ -1,4 +1,4 @@
-"""Access to the page: token, Host, Origin, headers, static files, and many connections."""
+"""Access control of the page: token, Host, Origin, headers, static files, and many connections."""
 
 import http.client
 import re
@@ -14,11 +14,11 @@ from konkanivani.serve.access import CONTENT_TYPES, STATIC
 from konkanivani.serve.server import PageServer, bind
 from konkanivani.serve.session import Limits
 from tests.conftest import ROOT
-from tests.serve.parts import join, running
+from tests.serve.parts import connect_to, running_server
 
 
 def get(server: PageServer, path: str, **headers: str) -> http.client.HTTPResponse:
-    """Return the answer to a GET of a path after the token."""
+    """Return the response to GET of a path below the token."""
     parts = urlsplit(server.address)
     connection = http.client.HTTPConnection(parts.netloc, timeout=10)
     connection.putrequest("GET", parts.path + path, skip_host="Host" in headers)
@@ -32,7 +32,7 @@ def get(server: PageServer, path: str, **headers: str) -> http.client.HTTPRespon
 
 @pytest.fixture(scope="module")
 def server():
-    with running() as server:
+    with running_server() as server:
         yield server
 
 
@@ -49,7 +49,7 @@ def test_every_static_file_is_served_with_its_type_and_safe_headers(server):
     assert get(server, "", Host="localhost:1234").status == 200
 
 
-def test_the_page_names_no_other_host_and_has_no_inline_script():
+def test_page_has_no_other_host_and_no_inline_script():
     for path in STATIC.iterdir():
         text = path.read_text(encoding="utf-8")
         addresses = set(re.findall(r"(?:https?:|wss?:)?//[\w.-]+\.[a-z]+[^\s\"']*", text))
@@ -62,12 +62,12 @@ def test_the_page_names_no_other_host_and_has_no_inline_script():
     "host",
     ["evil.example", "evil.example:8010", "127.0.0.1.evil.example", "", "[::1", "127.0.0.1@evil.example", "0.0.0.0"],
 )
-def test_a_foreign_host_is_refused(server, host):
+def test_foreign_host_header_is_rejected(server, host):
     response = get(server, "", Host=host)
     assert response.status == 403 and b"<html" not in response.body
 
 
-def test_two_hosts_or_none_are_refused(server):
+def test_two_host_headers_or_none_are_rejected(server):
     parts = urlsplit(server.address)
     for lines in ([f"Host: {parts.netloc}"] * 2, []):
         with socket.create_connection((parts.hostname, parts.port)) as client:
@@ -78,7 +78,7 @@ def test_two_hosts_or_none_are_refused(server):
 @pytest.mark.parametrize(
     "token", ["", "x", "%00", "\u0915".encode().decode("latin-1").encode("ascii", "replace").decode()]
 )
-def test_a_wrong_token_is_refused(server, token):
+def test_wrong_token_is_rejected(server, token):
     for path in (f"/{token}/", f"/{token}/page.js", f"/{token}/listen", f"/{token}"):
         parts = urlsplit(server.address)
         connection = http.client.HTTPConnection(parts.netloc, timeout=10)
@@ -88,7 +88,7 @@ def test_a_wrong_token_is_refused(server, token):
 
 
 def test_tokens_differ_between_servers(server):
-    with running() as other:
+    with running_server() as other:
         tokens = [urlsplit(each.address).path for each in (server, other)]
     assert len(set(tokens)) == 2 and all(len(token) >= 22 for token in tokens)
 
@@ -99,7 +99,7 @@ def test_paths_outside_the_static_files_do_not_exist(server):
     assert get(server, "page.js?1").status == 200
 
 
-def test_the_address_without_its_last_slash_leads_to_the_page(server):
+def test_address_without_final_slash_is_redirected(server):
     parts = urlsplit(server.address)
     connection = http.client.HTTPConnection(parts.netloc, timeout=10)
     connection.request("GET", parts.path.rstrip("/"))
@@ -110,30 +110,30 @@ def test_the_address_without_its_last_slash_leads_to_the_page(server):
 
 @pytest.mark.parametrize("endpoint", ["listen", "save", "render"])
 @pytest.mark.parametrize("origin", [None, "null", "http://evil.example", "https://127.0.0.1", "http://localhost:9999"])
-def test_a_foreign_origin_cannot_connect(server, endpoint, origin):
-    with pytest.raises(InvalidStatus) as refusal:
-        join(server, endpoint, origin=origin)
-    assert refusal.value.response.status_code == 403
-    with join(server, endpoint) as connection:  # negative control
+def test_foreign_origin_cannot_connect(server, endpoint, origin):
+    with pytest.raises(InvalidStatus) as raised:
+        connect_to(server, endpoint, origin=origin)
+    assert raised.value.response.status_code == 403
+    with connect_to(server, endpoint) as connection:  # negative control
         assert connection.response.status_code == 101
 
 
 BROKEN_REQUESTS = (b"POST / HTTP/1.1\r\n\r\n", b"\0" * 100, b"GET / HTTP/9\r\n\r\n", b"GET " + b"a" * 100_000)
 
 
-def test_other_methods_and_broken_requests_end_the_connection_only():
-    with running(limits=Limits(request_seconds=0.5)) as server:
+def test_invalid_requests_close_only_their_connection():
+    with running_server(limits=Limits(request_seconds=0.5)) as server:
         parts = urlsplit(server.address)
         for request in BROKEN_REQUESTS:
             with socket.create_connection((parts.hostname, parts.port), timeout=10) as client:
                 client.sendall(request)
-                answer = client.recv(100)
-                assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.1 5"))
+                response = client.recv(100)
+                assert response == b"" or response.startswith((b"HTTP/1.1 4", b"HTTP/1.1 5"))
         assert get(server, "").status == 200
 
 
-def test_a_thousand_connections_do_not_stop_the_server():
-    with running(limits=Limits(request_seconds=1.0)) as server:
+def test_server_responds_despite_a_thousand_connections():
+    with running_server(limits=Limits(request_seconds=1.0)) as server:
         parts = urlsplit(server.address)
         clients = []
         for _ in range(1000):
@@ -141,7 +141,7 @@ def test_a_thousand_connections_do_not_stop_the_server():
             client.settimeout(10)
             client.connect((parts.hostname, parts.port))
             clients.append(client)
-        # The idle connections are closed after a second; the ones beyond the limit at once.
+        # Idle connections are closed after 1 s, those above the limit immediately.
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             try:
@@ -150,20 +150,20 @@ def test_a_thousand_connections_do_not_stop_the_server():
             except (OSError, http.client.HTTPException):
                 time.sleep(0.1)
         else:
-            pytest.fail("the server does not answer any more")
+            pytest.fail("the server does not respond any more")
         for client in clients:
             client.close()
 
 
-def test_a_port_in_use_is_one_sentence():
-    with running() as server:
+def test_port_in_use_raises_resource_error():
+    with running_server() as server:
         port = urlsplit(server.address).port
         with pytest.raises(ResourceError, match=f"port {port}: Address already in use.*--port"):
             bind("127.0.0.1", port)
     bind("127.0.0.1", 0).close()  # negative control
 
 
-def test_only_this_computer_can_connect(server):
+def test_server_listens_only_on_loopback(server):
     port = urlsplit(server.address).port
     listening = [
         line.split()[1]
@@ -173,7 +173,7 @@ def test_only_this_computer_can_connect(server):
     assert listening == [f"0100007F:{port:04X}"]
 
 
-def test_the_package_contains_every_static_file():
+def test_package_contains_every_static_file():
     setup = (ROOT / "setup.cfg").read_text(encoding="utf-8")
     patterns = [line.strip() for line in setup.split("[options.package_data]")[1].split("[")[0].splitlines()]
     assert {f"serve/static/*{path.suffix}" for path in STATIC.iterdir()} <= set(patterns)

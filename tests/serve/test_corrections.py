@@ -1,4 +1,4 @@
-"""Corrected transcripts become rows of a manifest, and edited transcripts are rendered."""
+"""Corrected transcripts are saved as manifest rows, and edited transcripts are rendered."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from konkanivani.serve.corrections import MANIFEST, Corrections
 from konkanivani.serve.editing import edit_segment
 from konkanivani.serve.server import PageServer
 from konkanivani.serve.session import Limits
-from tests.serve.parts import RATE, join, results, running, tones
+from tests.serve.parts import RATE, connect_to, receive_messages, running_server, tones
 
 KEY = "0123456789abcdef-0"
 SAMPLES = np.round(tones([["उदक"]]) * 32767).astype("<i2")
@@ -26,29 +26,29 @@ WORDS = tuple(Word(text, at, at + 0.5, 0.9) for text, at in (("एक", 1.0), ("
 
 
 def save(server: PageServer, audio: np.ndarray = SAMPLES, **fields: object) -> dict:
-    """Save a correction and return the answer."""
+    """Save a correction and return the response."""
     message = {"type": "save", "key": KEY, "text": "उदक", "sample_rate": RATE, "samples": len(audio)} | fields
-    with join(server, "save") as connection:
+    with connect_to(server, "save") as connection:
         with contextlib.suppress(ConnectionClosed):  # after an error
             connection.send(json.dumps(message))
             for first in range(0, len(audio), 5000):
                 connection.send(audio[first : first + 5000].tobytes())
-        return ([*results(connection), {"type": "closed"}])[0]
+        return ([*receive_messages(connection), {"type": "closed"}])[0]
 
 
-def files(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_correction_is_a_row_of_a_manifest_with_its_audio(tmp_path):
+def test_correction_is_saved_as_manifest_row_with_audio(tmp_path):
     folder = tmp_path / "new" / "corrections"
-    with running(corrections=Corrections(folder)) as server:
+    with running_server(corrections=Corrections(folder)) as server:
         assert not folder.exists()
         assert save(server, text="  उदक \n घर ") == {"type": "saved", "rows": 1}
         assert save(server, key="0123456789abcdef-1", text="घर") == {"type": "saved", "rows": 2}
-        # A second correction of a line replaces the first.
+        # A second correction of the same line replaces the first.
         assert save(server, text="उदकां") == {"type": "saved", "rows": 2}
-    assert files(folder) == ["audio/0123456789abcdef-0.flac", "audio/0123456789abcdef-1.flac", MANIFEST]
+    assert list_files(folder) == ["audio/0123456789abcdef-0.flac", "audio/0123456789abcdef-1.flac", MANIFEST]
     manifest = read_manifest(str(folder / MANIFEST))
     assert [row.text for row in manifest] == ["घर", "उदकां"]
     waveform = load_audio(manifest[1].source)
@@ -56,23 +56,23 @@ def test_a_correction_is_a_row_of_a_manifest_with_its_audio(tmp_path):
     assert np.array_equal(np.round(waveform.numpy() * 32768).astype(np.int16), SAMPLES)
 
 
-def test_the_sample_rate_of_the_microphone_is_kept(tmp_path):
-    with running(corrections=Corrections(tmp_path)) as server:
+def test_sample_rate_of_microphone_is_kept(tmp_path):
+    with running_server(corrections=Corrections(tmp_path)) as server:
         assert save(server, sample_rate=48_000)["type"] == "saved"
     assert soundfile.info(tmp_path / "audio" / f"{KEY}.flac").samplerate == 48_000
 
 
-def test_rows_of_others_stay_as_they_are(tmp_path):
-    others = b'{"audio_filepath": "a.wav",  "duration": 1, "text": "x"}\nno row\n\xff\n[]'
-    (tmp_path / MANIFEST).write_bytes(others)
-    with running(corrections=Corrections(tmp_path)) as server:
+def test_existing_manifest_rows_are_unchanged(tmp_path):
+    existing = b'{"audio_filepath": "a.wav",  "duration": 1, "text": "x"}\nno row\n\xff\n[]'
+    (tmp_path / MANIFEST).write_bytes(existing)
+    with running_server(corrections=Corrections(tmp_path)) as server:
         assert save(server)["rows"] == 5
         assert save(server)["rows"] == 5
-    assert (tmp_path / MANIFEST).read_bytes().startswith(others + b"\n")
+    assert (tmp_path / MANIFEST).read_bytes().startswith(existing + b"\n")
 
 
 @pytest.mark.parametrize(
-    ("fields", "sentence"),
+    ("fields", "message"),
     [
         ({"key": "../../etc/passwd-0"}, "no valid name"),
         ({"key": "0123456789abcdef-0\n"}, "no valid name"),
@@ -88,42 +88,42 @@ def test_rows_of_others_stay_as_they_are(tmp_path):
         ({"type": "start"}, "wrong time"),
     ],
 )
-def test_an_unusable_correction_writes_nothing(tmp_path, fields, sentence):
-    with running(corrections=Corrections(tmp_path)) as server:
-        answer = save(server, **fields)
-        assert answer["type"] == "error" and sentence in answer["message"], answer
-        assert files(tmp_path) == []
+def test_invalid_correction_writes_nothing(tmp_path, fields, message):
+    with running_server(corrections=Corrections(tmp_path)) as server:
+        response = save(server, **fields)
+        assert response["type"] == "error" and message in response["message"], response
+        assert list_files(tmp_path) == []
         assert save(server)["type"] == "saved"  # negative control
 
 
-def test_an_unfinished_correction_writes_nothing_and_ends(tmp_path):
-    with running(corrections=Corrections(tmp_path), limits=Limits(request_seconds=0.1)) as server:
+def test_unfinished_correction_is_closed_and_writes_nothing(tmp_path):
+    with running_server(corrections=Corrections(tmp_path), limits=Limits(request_seconds=0.1)) as server:
         for audio in (SAMPLES[:100], SAMPLES[:0]):
             assert save(server, audio, samples=len(SAMPLES)) == {"type": "closed"}
-        with join(server, "save") as connection:  # empty messages for ever
+        with connect_to(server, "save") as connection:  # endless empty messages
             connection.send(json.dumps({"type": "save", "key": KEY, "text": "x", "sample_rate": RATE, "samples": 9}))
             with pytest.raises(ConnectionClosed):
                 while True:
                     connection.send(b"")
                     time.sleep(0.01)
-        with join(server, "save") as connection:
+        with connect_to(server, "save") as connection:
             connection.send(b"\0" * 100)
-            assert "expected" in results(connection)[-1]["message"]
-        with join(server, "save") as connection:
+            assert "expected" in receive_messages(connection)[-1]["message"]
+        with connect_to(server, "save") as connection:
             connection.send(json.dumps({"type": "save", "key": KEY, "text": "x", "sample_rate": RATE, "samples": 9}))
             connection.send(b"\0" * 3)
-            assert "int16" in results(connection)[-1]["message"]
-        assert files(tmp_path) == []
+            assert "int16" in receive_messages(connection)[-1]["message"]
+        assert list_files(tmp_path) == []
 
 
-def test_without_a_folder_corrections_are_refused():
-    with running() as server:
+def test_corrections_without_folder_are_rejected():
+    with running_server() as server:
         assert "--corrections DIR" in save(server)["message"]
 
 
-def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path):
+def test_unwritable_folder_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
-    with running(corrections=Corrections(tmp_path / "file" / "corrections")) as server:
+    with running_server(corrections=Corrections(tmp_path / "file" / "corrections")) as server:
         message = save(server)["message"]
     assert "could not be written: Not a directory" in message and "Traceback" not in message
 
@@ -149,33 +149,33 @@ def test_unchanged_words_keep_their_times(text, expected):
     assert np.allclose([times for _, *times in found], [times for _, *times in expected], atol=1e-3)
 
 
-def test_an_emptied_line_is_left_out():
+def test_line_edited_to_empty_is_dropped():
     assert edit_segment("  ", WORDS) is None
 
 
 def render(server: PageServer, *messages: object) -> list[dict]:
-    with join(server, "render") as connection:
+    with connect_to(server, "render") as connection:
         with contextlib.suppress(ConnectionClosed):
             for message in messages:
                 connection.send(message if isinstance(message, bytes) else json.dumps(message))
-        return results(connection)
+        return receive_messages(connection)
 
 
 SEGMENT = {
     "text": "एक दोन तीन",
     "words": [{"text": w.text, "start": w.start, "end": w.end, "confidence": w.confidence} for w in WORDS],
 }
-ORDER = {"type": "render", "format": "srt", "timestamps": "segment", "name": "a & b"}
+REQUEST = {"type": "render", "format": "srt", "timestamps": "segment", "name": "a & b"}
 
 
 @pytest.mark.parametrize("timestamps", ["segment", "word"])
 @pytest.mark.parametrize("text_format", ["txt", "srt", "vtt", "json"])
-def test_transcripts_are_rendered_as_transcribe_writes_them(text_format, timestamps):
+def test_rendered_transcript_equals_transcribe_output(text_format, timestamps):
     later = SEGMENT | {"text": "एक <b> तीन"}
-    with running() as server:
-        order = ORDER | {"format": text_format, "timestamps": timestamps}
+    with running_server() as server:
+        request = REQUEST | {"format": text_format, "timestamps": timestamps}
         lines = [{"type": "segments", "segments": [segment]} for segment in (SEGMENT, later, later | {"text": ""})]
-        messages = render(server, order, *lines, {"type": "end"})
+        messages = render(server, request, *lines, {"type": "end"})
     assert messages[-1] == {"type": "finished"}
     edited = (WORDS[0], Word("<b>", 2.0, 2.5, None), WORDS[2])
     expected = word_times.render((Segment(WORDS), Segment(edited)), text_format, timestamps, "a & b")
@@ -185,30 +185,32 @@ def test_transcripts_are_rendered_as_transcribe_writes_them(text_format, timesta
 @pytest.mark.parametrize(
     "messages",
     [
-        [ORDER | {"format": "docx"}],
-        [ORDER | {"timestamps": "letter"}],
+        [REQUEST | {"format": "docx"}],
+        [REQUEST | {"timestamps": "letter"}],
         [{"type": "finish"}],
         [b"\0\0\0\0"],
-        [ORDER, {"type": "finish"}],
-        [ORDER | {"name": "\ud800"}],
-        [ORDER, {"type": "segments", "segments": [1]}],
-        [ORDER, {"type": "segments", "segments": [{"text": "x", "words": []}]}],
-        [ORDER, {"type": "segments", "segments": [SEGMENT | {"words": ["x"]}]}],
-        [ORDER, {"type": "segments", "segments": [SEGMENT | {"words": [{"text": "x", "start": -1, "end": 2}]}]}],
-        [ORDER, {"type": "segments", "segments": [SEGMENT | {"words": [{"text": "x", "start": 1e999, "end": 2}]}]}],
+        [REQUEST, {"type": "finish"}],
+        [REQUEST | {"name": "\ud800"}],
+        [REQUEST, {"type": "segments", "segments": [1]}],
+        [REQUEST, {"type": "segments", "segments": [{"text": "x", "words": []}]}],
+        [REQUEST, {"type": "segments", "segments": [SEGMENT | {"words": ["x"]}]}],
+        [REQUEST, {"type": "segments", "segments": [SEGMENT | {"words": [{"text": "x", "start": -1, "end": 2}]}]}],
+        [REQUEST, {"type": "segments", "segments": [SEGMENT | {"words": [{"text": "x", "start": 1e999, "end": 2}]}]}],
     ],
 )
-def test_a_bad_request_for_a_transcript_is_a_sentence(messages):
-    with running() as server:
-        answer = render(server, *messages, {"type": "end"})[-1]
-        assert answer["type"] == "error" and answer["message"].endswith(("Reload the page.", "Split the recording."))
+def test_invalid_render_request_is_reported(messages):
+    with running_server() as server:
+        response = render(server, *messages, {"type": "end"})[-1]
+        assert response["type"] == "error" and response["message"].endswith(
+            ("Reload the page.", "Split the recording.")
+        )
 
 
-def test_a_transcript_beyond_the_limits_is_a_sentence(monkeypatch):
+def test_transcript_beyond_limits_is_rejected(monkeypatch):
     long = SEGMENT | {"text": "x " * 501}
-    with running() as server:
-        assert "1 to 500 words" in render(server, ORDER, {"type": "segments", "segments": [long]})[-1]["message"]
+    with running_server() as server:
+        assert "1 to 500 words" in render(server, REQUEST, {"type": "segments", "segments": [long]})[-1]["message"]
         monkeypatch.setattr("konkanivani.serve.exchanges.MAX_TRANSCRIPT_WORDS", 6)
         segments = {"type": "segments", "segments": [SEGMENT, SEGMENT]}
-        assert render(server, ORDER, segments, {"type": "end"})[-1] == {"type": "finished"}
-        assert "at most 6 words" in render(server, ORDER, segments, segments, {"type": "end"})[-1]["message"]
+        assert render(server, REQUEST, segments, {"type": "end"})[-1] == {"type": "finished"}
+        assert "at most 6 words" in render(server, REQUEST, segments, segments, {"type": "end"})[-1]["message"]

@@ -16,14 +16,14 @@ from konkanivani.serve.server import PageServer
 from konkanivani.serve.session import Limits
 from tests.media_files import Kind, write_media
 from tests.serve.browser import Browser, chromium
-from tests.serve.parts import running, tones
+from tests.serve.parts import running_server, tones
 
 RATE = 48_000
 LINES = [["उदक", "घर"], ["बाजार", "आवय", "उदक"]]
 TEXTS = [" ".join(words) for words in LINES]
-SPOKEN = tones(LINES, RATE, start=0.5)
-READY = "document.querySelector('#status').innerText === 'Ready'"
-SHOWN = "[...document.querySelectorAll('.line .text')].map((line) => line.innerText)"
+SPEECH = tones(LINES, RATE, start=0.5)
+IS_READY = "document.querySelector('#status').innerText === 'Ready'"
+SHOWN_LINES = "[...document.querySelectorAll('.line .text')].map((line) => line.innerText)"
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +33,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser(folder: Path) -> Iterator[Browser]:
-    soundfile.write(folder / "spoken.wav", SPOKEN, RATE)
-    with chromium(f"--use-file-for-fake-audio-capture={folder / 'spoken.wav'}%noloop") as browser:
+    soundfile.write(folder / "speech.wav", SPEECH, RATE)
+    with chromium(f"--use-file-for-fake-audio-capture={folder / 'speech.wav'}%noloop") as browser:
         yield browser
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[PageServer]:
-    with running(corrections=Corrections(folder / "corrections"), limits=Limits(sessions=1)) as server:
+    with running_server(corrections=Corrections(folder / "corrections"), limits=Limits(sessions=1)) as server:
         yield server
 
 
@@ -52,47 +52,47 @@ def page(browser: Browser, server: PageServer) -> Iterator[Browser]:
     assert browser.problems == [] and browser.hosts == {"127.0.0.1"}
 
 
-def test_words_appear_while_the_microphone_is_open(page):
-    # With the keyboard only: the first Tab leads to the button.
+def test_words_appear_during_recording(page):
+    # Keyboard only: the first Tab focuses the button.
     page.press("Tab", 9)
     assert page.evaluate("document.activeElement.id") == "listen"
     page.press("Enter", 13, "\r")
     started = time.monotonic()
     page.wait("document.querySelector('.tentative')?.innerText")
-    assert time.monotonic() - started < len(SPOKEN) / RATE
+    assert time.monotonic() - started < len(SPEECH) / RATE
     fixed, tentative = (
         json.loads(page.evaluate(f"JSON.stringify(getComputedStyle(document.querySelector('.{kind}')))"))
         for kind in ("fixed", "tentative")
     )
     assert fixed["color"] != tentative["color"] and fixed["fontStyle"] != tentative["fontStyle"]
-    page.wait(f"{SHOWN}.length === 1")
-    assert time.monotonic() - started < len(SPOKEN) / RATE
-    page.wait(f"{SHOWN}.length === 2")
-    assert page.evaluate(SHOWN) == TEXTS
+    page.wait(f"{SHOWN_LINES}.length === 1")
+    assert time.monotonic() - started < len(SPEECH) / RATE
+    page.wait(f"{SHOWN_LINES}.length === 2")
+    assert page.evaluate(SHOWN_LINES) == TEXTS
     assert page.text("#announcer") == TEXTS[-1]
     assert page.text("#model") == "tones.pt"
     assert all(any(c.isdigit() for c in page.text(f"#{name}")) for name in ("delay", "load", "backlog"))
     page.press("Enter", 13, "\r")
-    page.wait(READY)
+    page.wait(IS_READY)
     assert page.evaluate("document.querySelector('.partial').hidden") is True
-    # The server has freed the only session.
+    # The only session of the server is free again.
     page.click("#listen")
     page.wait("document.querySelector('.recording:nth-child(1) .tentative').innerText")
     page.click("#listen")
-    page.wait(READY)
+    page.wait(IS_READY)
     assert page.evaluate("document.querySelectorAll('.recording').length") == 2
 
 
 @pytest.fixture
 def transcribed(page: Browser, folder: Path) -> Browser:
-    """Return the page with the transcript of a file."""
-    page.choose_files(folder / "spoken.wav")
-    page.wait(f"{SHOWN}.length === 2")
-    page.wait(READY)
+    """Transcribe a file and return the page."""
+    page.choose_files(folder / "speech.wav")
+    page.wait(f"{SHOWN_LINES}.length === 2")
+    page.wait(IS_READY)
     return page
 
 
-def test_a_corrected_line_is_saved_with_its_audio(transcribed, folder):
+def test_corrected_line_is_saved_with_audio(transcribed, folder):
     transcribed.click(".line:nth-child(2) .edit")
     assert transcribed.evaluate("document.activeElement.value") == TEXTS[1]
     assert not (folder / "corrections").exists()
@@ -106,14 +106,14 @@ def test_a_corrected_line_is_saved_with_its_audio(transcribed, folder):
     assert row.text == "बाजार नवो उदक"
     samples, rate = soundfile.read(row.audio_path)
     # From 0.2 s before the first word to 0.2 s after the last.
-    words = [SPOKEN[round(2.6 * RATE) - RATE // 5 :][: round(2.4 * RATE)]]
+    words = [SPEECH[round(2.6 * RATE) - RATE // 5 :][: round(2.4 * RATE)]]
     assert len(samples) / rate == pytest.approx(len(words[0]) / RATE, abs=0.15)
     assert np.square(samples).mean() == pytest.approx(np.square(words[0]).mean(), rel=0.1)
     # A cancelled edit changes nothing.
     transcribed.click(".edit")
     transcribed.evaluate("document.activeElement.value = 'x'")
     transcribed.press("Escape", 27)
-    assert transcribed.evaluate(SHOWN)[0] == TEXTS[0]
+    assert transcribed.evaluate(SHOWN_LINES)[0] == TEXTS[0]
     assert transcribed.evaluate("document.activeElement.className") == "edit"
 
 
@@ -123,7 +123,7 @@ def test_transcripts_are_downloaded_in_four_formats(transcribed, tmp_path):
         buttons = "[...document.querySelectorAll('.downloads button')]"
         transcribed.evaluate(f"{buttons}.find((button) => button.innerText === '{suffix.upper()}').click()")
         deadline = time.monotonic() + 10
-        while not (tmp_path / f"spoken.wav.{suffix}").exists() and time.monotonic() < deadline:
+        while not (tmp_path / f"speech.wav.{suffix}").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
     contents = {path.suffix: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
     assert contents[".txt"] == "".join(f"{text}\n" for text in TEXTS)
@@ -140,14 +140,14 @@ def test_word_times_are_shown_on_request(transcribed):
     assert transcribed.text(".uncertain") == "बाजार"
 
 
-def test_the_page_follows_the_newest_line_until_the_reader_scrolls_away(page, tmp_path):
+def test_page_scrolls_to_newest_line_unless_user_scrolled_up(page, tmp_path):
     soundfile.write(tmp_path / "long.wav", tones([["घर"]] * 20), 16_000)
     page.choose_files(tmp_path / "long.wav")
-    page.wait(f"{SHOWN}.length === 20")
-    page.wait(READY)
+    page.wait(f"{SHOWN_LINES}.length === 20")
+    page.wait(IS_READY)
     below = "document.querySelector('.line:last-child').getBoundingClientRect().bottom - innerHeight"
     assert page.evaluate(below) <= 0 < page.evaluate("scrollY")
-    # Negative control: the reader stays at the top of a page that is already longer than the window.
+    # Negative control: a user at the top of a page that is longer than the window is not scrolled down.
     page.evaluate("scrollTo(0, 0)")
     page.evaluate(
         "document.querySelector('#hint').style.height = '3000px'; document.querySelector('#hint').hidden = false"
@@ -156,11 +156,11 @@ def test_the_page_follows_the_newest_line_until_the_reader_scrolls_away(page, tm
     page.evaluate("window.scrolls = 0; addEventListener('scroll', () => { scrolls += 1; })")
     page.evaluate("document.querySelector('#recordings').prepend = function (...all) { this.append(...all); }")
     page.choose_files(tmp_path / "long.wav")
-    page.wait(f"{SHOWN}.length === 40")
+    page.wait(f"{SHOWN_LINES}.length === 40")
     assert page.evaluate("scrollY") == 0
 
 
-def test_several_files_are_transcribed_in_turn_and_bad_ones_named(page, tmp_path):
+def test_files_are_transcribed_in_turn_and_invalid_ones_reported(page, tmp_path):
     soundfile.write(tmp_path / "one.flac", tones([["शाळा"]], 44_100), 44_100)
     stereo = np.stack([tones([["घर"]], 8_000)] * 2, axis=1)
     soundfile.write(tmp_path / "two.ogg", stereo, 8_000)
@@ -168,9 +168,9 @@ def test_several_files_are_transcribed_in_turn_and_bad_ones_named(page, tmp_path
     (tmp_path / "empty.mp3").write_bytes(b"")
     soundfile.write(tmp_path / "silent <b>.wav", np.zeros(16_000), 16_000)
     page.choose_files(*(tmp_path / name for name in ("text.wav", "one.flac", "empty.mp3", "silent <b>.wav", "two.ogg")))
-    page.wait(f"{SHOWN}.length === 2")
-    page.wait(READY)
-    assert sorted(page.evaluate(SHOWN)) == ["घर", "शाळा"]
+    page.wait(f"{SHOWN_LINES}.length === 2")
+    page.wait(IS_READY)
+    assert sorted(page.evaluate(SHOWN_LINES)) == ["घर", "शाळा"]
     message = page.text("#message")
     assert "text.wav is not audio" in message and "empty.mp3 is not audio" in message
     headings = page.evaluate("[...document.querySelectorAll('h2')].map((heading) => heading.innerText)")
@@ -178,22 +178,22 @@ def test_several_files_are_transcribed_in_turn_and_bad_ones_named(page, tmp_path
     assert page.evaluate("document.querySelectorAll('main b').length") == 0
 
 
-def test_compressed_recordings_are_decoded_by_the_browser_or_named(page, tmp_path):
+def test_compressed_files_are_decoded_by_browser_or_reported(page, tmp_path):
     waveform = tones([["शाळा"]], RATE)
     soundfile.write(tmp_path / "one.mp3", waveform, RATE)
     write_media(tmp_path / "two.webm", waveform, RATE, Kind(".webm", "libopus", RATE))
     write_media(tmp_path / "three.m4a", waveform, RATE, Kind(".m4a", "aac", RATE))
-    # A Chromium without licensed codecs has no AAC: the page then names the file.
+    # Chromium without licensed codecs cannot decode AAC: then the page reports the file.
     has_aac = page.evaluate("document.createElement('audio').canPlayType('audio/mp4; codecs=\"mp4a.40.2\"') !== ''")
     page.choose_files(*(tmp_path / name for name in ("three.m4a", "one.mp3", "two.webm")))
-    page.wait(f"{SHOWN}.length === {3 if has_aac else 2}")
-    page.wait(READY)
-    assert set(page.evaluate(SHOWN)) == {"शाळा"}
+    page.wait(f"{SHOWN_LINES}.length === {3 if has_aac else 2}")
+    page.wait(IS_READY)
+    assert set(page.evaluate(SHOWN_LINES)) == {"शाळा"}
     assert ("three.m4a is not audio" in page.text("#message")) != has_aac
 
 
-def test_a_dropped_file_is_transcribed(page, folder):
-    audio = (folder / "spoken.wav").read_bytes()
+def test_dropped_file_is_transcribed(page, folder):
+    audio = (folder / "speech.wav").read_bytes()
     page.evaluate(f"""(() => {{
         const text = atob({json.dumps(base64.b64encode(audio).decode())});
         const bytes = Uint8Array.from(text, (character) => character.charCodeAt(0));
@@ -202,11 +202,11 @@ def test_a_dropped_file_is_transcribed(page, folder):
         const options = {{ dataTransfer: transfer, bubbles: true, cancelable: true }};
         document.body.dispatchEvent(new DragEvent("drop", options));
     }})()""")
-    page.wait(f"{SHOWN}.length === 2")
-    assert page.evaluate(SHOWN) == TEXTS
+    page.wait(f"{SHOWN_LINES}.length === 2")
+    assert page.evaluate(SHOWN_LINES) == TEXTS
 
 
-# Stops 60 ms after a block, when more than half of the next one is filled.
+# Stop 60 ms after a block, when more than half of the next one is filled.
 STOP_WITHIN_A_BLOCK = """(async () => {
     const { Microphone } = await import("./audio.js");
     const blocks = [];
@@ -221,7 +221,7 @@ STOP_WITHIN_A_BLOCK = """(async () => {
 })()"""
 
 
-def test_the_last_part_of_a_block_is_sent(page):
+def test_last_partial_audio_block_is_sent(page):
     rate, *rest = page.evaluate(STOP_WITHIN_A_BLOCK)
     assert sum(rest) / rate == pytest.approx(0.06, abs=0.05) and sum(rest) % (rate // 10)
 
@@ -230,32 +230,32 @@ KEEP_STREAM = """(() => {
     const open = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
     navigator.mediaDevices.getUserMedia = async (constraints) => window.opened = await open(constraints);
 })()"""
-REFUSE = "navigator.mediaDevices.getUserMedia = async () => { throw new DOMException('', '%s'); }"
+FAIL_TO_OPEN = "navigator.mediaDevices.getUserMedia = async () => { throw new DOMException('', '%s'); }"
 
 
-def test_an_unplugged_microphone_keeps_the_text(page):
+def test_text_is_kept_after_microphone_is_disconnected(page):
     page.evaluate(KEEP_STREAM)
     page.click("#listen")
-    page.wait(f"{SHOWN}.length === 1")
+    page.wait(f"{SHOWN_LINES}.length === 1")
     page.evaluate("opened.getAudioTracks()[0].dispatchEvent(new Event('ended'))")
-    page.wait(READY)
+    page.wait(IS_READY)
     assert "microphone was disconnected" in page.text("#message")
-    assert page.evaluate(SHOWN)[0] == TEXTS[0]
+    assert page.evaluate(SHOWN_LINES)[0] == TEXTS[0]
     assert page.evaluate("opened.getAudioTracks()[0].readyState") == "ended"
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "message"),
     [
         ("NotAllowedError", "does not allow the microphone"),
         ("NotFoundError", "No microphone was found"),
         ("NotReadableError", "used by another program"),
     ],
 )
-def test_a_microphone_that_cannot_be_opened_is_a_sentence(page, name, sentence):
-    page.evaluate(REFUSE % name)
+def test_microphone_error_is_reported(page, name, message):
+    page.evaluate(FAIL_TO_OPEN % name)
     page.click("#listen")
-    page.wait(f"document.querySelector('#message').innerText.includes({json.dumps(sentence)})")
+    page.wait(f"document.querySelector('#message').innerText.includes({json.dumps(message)})")
     assert page.text("#listen") == "Start listening"
 
 
@@ -271,36 +271,36 @@ MUTED_AT_FIRST = """(() => {
 })()"""
 
 
-def test_a_muted_microphone_is_a_sentence_until_there_is_sound(page):
+def test_muted_microphone_is_reported_until_signal_arrives(page):
     page.evaluate(MUTED_AT_FIRST)
     page.click("#listen")
     page.wait("document.querySelector('#message').innerText.includes('only silence')")
     page.evaluate("volume.gain.value = 0.1")
     page.wait("document.querySelector('#message').hidden")
-    # A pause of a microphone with a noise gate.
+    # Silence after a signal, as of a microphone with a noise gate, is not reported.
     page.evaluate("volume.gain.value = 0")
     time.sleep(3.5)
     assert page.evaluate("document.querySelector('#message').hidden") is True
     page.click("#listen")
-    page.wait(READY)
+    page.wait(IS_READY)
 
 
-def test_a_server_that_stops_is_a_sentence(browser):
-    with running() as stopping:
+def test_lost_server_connection_is_reported(browser):
+    with running_server() as stopping:
         browser.open(stopping.address)
         browser.click("#listen")
         browser.wait("document.querySelector('#status').innerText === 'Listening'")
         browser.wait("document.querySelector('#delay').innerText !== '–'")
-    browser.wait(READY)
+    browser.wait(IS_READY)
     assert "connection to the server was lost" in browser.text("#message")
 
 
-def test_a_page_beyond_the_sessions_is_told(browser):
-    with running(limits=Limits(sessions=0)) as full:
+def test_exceeded_session_limit_is_reported(browser):
+    with running_server(limits=Limits(sessions=0)) as full:
         browser.open(full.address)
         browser.click("#listen")
         browser.wait("document.querySelector('#message').innerText.includes('All 0 sessions are in use')")
-        browser.wait(READY)
+        browser.wait(IS_READY)
 
 
 CONTRAST = """(() => {
@@ -332,7 +332,7 @@ def test_text_is_readable_in_both_schemes_and_on_a_phone(transcribed, scheme):
     ground = transcribed.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (ground == "rgb(20, 22, 26)") is (scheme == "dark")
     assert transcribed.evaluate("document.documentElement.scrollWidth") <= 360
-    # Targets that a finger hits: at least 24 pixels (WCAG 2.5.8).
+    # WCAG 2.2, success criterion 2.5.8: touch targets of at least 24 pixels.
     small = "[...document.querySelectorAll('button')].filter((b) => b.offsetParent && b.offsetHeight < 24).length"
     assert transcribed.evaluate(small) == 0
     transcribed.call("Emulation.clearDeviceMetricsOverride")

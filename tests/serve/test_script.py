@@ -1,4 +1,4 @@
-"""The script that serves the page: flags, missing package, port in use, and its end."""
+"""serve.py: flags, missing package, port in use, and shutdown by signals."""
 
 import os
 import re
@@ -15,13 +15,13 @@ import pytest
 from konkanivani.serve.server import bind
 from tests.conftest import WORDS, run_here, speak, start_script
 from tests.patience import PATIENCE
-from tests.serve.parts import finish, results, send, start
+from tests.serve.parts import finish, receive_messages, send, start_recording
 
 SERVE = "training_scripts/serve.py"
 
 
-def address_in(output: Path, patience: float = PATIENCE) -> str:
-    """Return the address that the script has printed."""
+def wait_for_address(output: Path, patience: float = PATIENCE) -> str:
+    """Wait until the script prints its address and return it."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         found = re.search(r"http://\S+/", output.read_text() if output.exists() else "")
@@ -31,29 +31,29 @@ def address_in(output: Path, patience: float = PATIENCE) -> str:
     raise AssertionError(output.read_text())
 
 
-class Served:
-    """Address of a server in another process, for `start`."""
+class RemoteServer:
+    """Address of a server in another process, for `start_recording`."""
 
     def __init__(self, address: str) -> None:
         self.address = address
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_checkpoint_is_served_until_a_signal(base, tmp_path, number):
+def test_checkpoint_is_served_until_a_signal(base, tmp_path, number):
     output = tmp_path / "output"
     script = start_script(SERVE, "--checkpoint", str(base), "--port", "0", "--device", "cpu", output=output)
     try:
-        address = address_in(output)
+        address = wait_for_address(output)
         with urlopen(address) as page:
             assert b"<title>KonkaniVani</title>" in page.read()
         assert urlsplit(address).hostname == "127.0.0.1"
-        with start(Served(address)) as connection:
+        with start_recording(RemoteServer(address)) as connection:
             send(connection, np.concatenate([speak(list(WORDS)), np.zeros(16_000, dtype=np.float32)]))
             finish(connection)
-            messages = results(connection, timeout=PATIENCE)
+            messages = receive_messages(connection, timeout=PATIENCE)
         assert (messages[0]["type"], messages[-1]["type"]) == ("ready", "finished")
         assert messages[0]["model"] == base.name and not messages[0]["can_save"]
-        with start(Served(address)) as connection:
+        with start_recording(RemoteServer(address)) as connection:
             send(connection, speak(list(WORDS)))
             os.kill(script.pid, number)
             ended = time.monotonic()
@@ -65,29 +65,29 @@ def test_a_checkpoint_is_served_until_a_signal(base, tmp_path, number):
     assert "Traceback" not in output.read_text()
 
 
-def test_a_port_in_use_ends_with_exit_code_6_before_the_model_is_read(tmp_path):
+def test_port_in_use_exits_with_6_before_reading_the_model(tmp_path):
     with bind("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])
         done = run_here(SERVE, "--checkpoint", str(tmp_path / "absent.pt"), "--port", port)
     assert done.returncode == 6 and f"port {port}: Address already in use. Choose another port" in done.stderr
-    # Negative control: at a free port the missing checkpoint is the problem.
+    # Negative control: with a free port, the missing checkpoint is the error.
     assert run_here(SERVE, "--checkpoint", str(tmp_path / "absent.pt"), "--port", "0").returncode == 4
 
 
 @pytest.mark.parametrize("version", [None, "14.2"])
-def test_a_missing_or_old_package_is_named_with_its_command(monkeypatch, version):
-    def answer(name: str) -> str:
+def test_missing_or_old_package_names_install_command(monkeypatch, version):
+    def fake_version(name: str) -> str:
         if version is None:
             raise metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(metadata, "version", answer)
+    monkeypatch.setattr(metadata, "version", fake_version)
     done = run_here(SERVE, "--checkpoint", "absent.pt")
     assert done.returncode == 2 and "-m pip install 'websockets>=15'" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "sentence"),
+    ("flags", "code", "message"),
     [
         (("--port", "65536"), 2, "--port must be from 0 to 65535"),
         (("--checkpoint", "a", "--pretrained", "b", "--language", "mr"), 2, "give only one"),
@@ -95,6 +95,6 @@ def test_a_missing_or_old_package_is_named_with_its_command(monkeypatch, version
         (("--checkpoint", "a", "--host", "no such host"), 6, "cannot be served at no such host"),
     ],
 )
-def test_flags_that_cannot_work_are_a_sentence(flags, code, sentence):
+def test_invalid_flags_exit_with_code_and_message(flags, code, message):
     done = run_here(SERVE, *flags)
-    assert done.returncode == code and sentence in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == code and message in done.stderr and "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""Recording sessions: results, limits, fairness, and bad input, which does not stop the server."""
+"""Recording sessions: results, limits, fairness, and invalid input, which does not stop the server."""
 
 import contextlib
 import dataclasses
@@ -22,21 +22,31 @@ from konkanivani.inference.recognizer import Recognizer, load_recognizer
 from konkanivani.serve.server import PageServer
 from konkanivani.serve.session import Limits
 from tests.conftest import WORDS, speak
-from tests.serve.parts import RATE, ToneListener, finish, join, results, running, send, start, tones
+from tests.serve.parts import (
+    RATE,
+    ToneListener,
+    connect_to,
+    finish,
+    receive_messages,
+    running_server,
+    send,
+    start_recording,
+    tones,
+)
 
 LINES = [["उदक", "घर", "शाळा"], ["बाजार", "आवय"]]
 
 
 class SlowListener(ToneListener):
-    """Listener that takes as long as the audio."""
+    """Listener that runs in real time: it takes as long as the audio."""
 
     def accept(self, samples: np.ndarray) -> list:
         time.sleep(len(samples) / RATE)
         return super().accept(samples)
 
 
-class TalkativeListener(ToneListener):
-    """Listener with a megabyte of results per block."""
+class LargeResultsListener(ToneListener):
+    """Listener that returns more than 1 MB of results per block."""
 
     def accept(self, samples: np.ndarray) -> list:
         return [Final("घर " * 100_000, (), 0.0, 0.0, False)] * 4
@@ -44,39 +54,39 @@ class TalkativeListener(ToneListener):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[PageServer]:
-    with running() as server:
+    with running_server() as server:
         yield server
 
 
 def transcribe(server: PageServer, samples: np.ndarray, rate: int = RATE, block: int = 1600) -> list[dict]:
-    """Return the messages for a recording."""
-    with start(server, rate) as connection:
+    """Send a recording and return all messages."""
+    with start_recording(server, rate) as connection:
         with contextlib.suppress(ConnectionClosed):  # after an error
             send(connection, samples, block)
             finish(connection)
-        return results(connection)
+        return receive_messages(connection)
 
 
-def texts(messages: list[dict]) -> list[str]:
+def final_texts(messages: list[dict]) -> list[str]:
     return [message["text"] for message in messages if message["type"] == "final"]
 
 
-def error_of(messages: list[dict]) -> str:
+def error_message(messages: list[dict]) -> str:
     (error,) = [message["message"] for message in messages if message["type"] == "error"]
     return error
 
 
 def assert_serves(server: PageServer) -> None:
     """Assert that a new recording is recognised."""
-    assert texts(transcribe(server, tones([["उदक"]]))) == ["उदक"]
+    assert final_texts(transcribe(server, tones([["उदक"]]))) == ["उदक"]
 
 
 def wait_for_capacity(server: PageServer, sessions: int = 1, timeout: float = 8.0) -> float:
-    """Wait until a number of sessions can be opened; return the seconds."""
+    """Wait until `sessions` sessions can be opened; return the waiting time in seconds."""
     started = time.monotonic()
     while time.monotonic() < started + timeout:
         with contextlib.ExitStack() as stack:
-            opened = [stack.enter_context(start(server)) for _ in range(sessions)]
+            opened = [stack.enter_context(start_recording(server)) for _ in range(sessions)]
             if {json.loads(each.recv(timeout=5))["type"] for each in opened} == {"ready"}:
                 return time.monotonic() - started
         time.sleep(0.05)
@@ -84,21 +94,21 @@ def wait_for_capacity(server: PageServer, sessions: int = 1, timeout: float = 8.
 
 
 @pytest.mark.parametrize(("rate", "block"), [(8_000, 799), (16_000, 1), (44_100, 4410), (48_000, 48_000 * 5)])
-def test_words_are_the_same_at_every_rate_and_block_size(server, rate, block):
+def test_results_are_equal_at_every_sample_rate_and_block_size(server, rate, block):
     samples = tones(LINES if block > 1 else [["घर"]], rate)
     messages = transcribe(server, samples, rate, block)
-    assert texts(messages) == ([" ".join(words) for words in LINES] if block > 1 else ["घर"])
+    assert final_texts(messages) == ([" ".join(words) for words in LINES] if block > 1 else ["घर"])
     assert [messages[0]["type"], messages[-1]["type"]] == ["ready", "finished"]
     final = next(message for message in messages if message["type"] == "final")
     assert final["words"][0]["start"] == pytest.approx(0.3, abs=0.06)
     last = [message for message in messages if message["type"] == "progress"][-1]
     assert last["decoded"] == pytest.approx(len(samples) / rate, abs=0.001) and last["backlog"] == 0
-    # Negative control: at a wrong rate the tones are other words.
-    assert texts(transcribe(server, tones([["घर"]], rate), round(rate * 1.6))) == ["शाळा"]
+    # Negative control: with a wrong sample rate, another word is recognised.
+    assert final_texts(transcribe(server, tones([["घर"]], rate), round(rate * 1.6))) == ["शाळा"]
 
 
-def test_partial_words_arrive_while_the_recording_goes_on(server):
-    with start(server) as connection:
+def test_partial_results_arrive_during_recording(server):
+    with start_recording(server) as connection:
         samples = tones([["उदक", "घर"]])
         found: list[dict] = []
         for part in (samples[:RATE], samples[RATE : round(1.8 * RATE)]):
@@ -111,7 +121,7 @@ def test_partial_words_arrive_while_the_recording_goes_on(server):
 
 
 def decode_one_word(model: object, encoded: torch.Tensor, lengths: list[int]) -> list[list[int]]:
-    """Decode every segment to the same tokens: the model of `base` is trained for three steps only."""
+    """Decode every segment to the same tokens, because the model of `base` is trained for three steps only."""
     return [[7, 8, 9]] * len(encoded)
 
 
@@ -122,26 +132,26 @@ def recognizer(base: Path) -> Recognizer:
 
 @pytest.fixture(scope="module")
 def real_server(recognizer: Recognizer) -> Iterator[PageServer]:
-    """Run a server with a network."""
-    with running(partial(Listener, recognizer)) as server:
+    """Run a server with a neural network."""
+    with running_server(partial(Listener, recognizer)) as server:
         yield server
 
 
 @pytest.mark.parametrize(
     ("value", "is_accepted"), [(np.nan, False), (np.inf, False), (1e30, False), (-1e30, False), (1.5, True)]
 )
-def test_samples_that_are_no_audio_are_refused(real_server, value, is_accepted):
+def test_non_finite_or_huge_samples_are_rejected(real_server, value, is_accepted):
     samples = tones([["उदक"]])
     samples[2000] = value
     messages = transcribe(real_server, samples)
     if is_accepted:
         assert messages[-1]["type"] == "finished"
     else:
-        assert "ample" in error_of(messages) and not texts(messages)
+        assert "ample" in error_message(messages) and not final_texts(messages)
     assert transcribe(real_server, tones([["उदक"]]))[-1]["type"] == "finished"
 
 
-def test_the_final_results_are_the_ones_of_the_listener(recognizer, real_server):
+def test_final_results_equal_those_of_listener(recognizer, real_server):
     pause = 0.005 * np.random.default_rng(0).standard_normal(RATE).astype(np.float32)
     samples = np.concatenate([part for words in (WORDS[:3], WORDS[3:]) for part in (pause, speak(list(words)), pause)])
     listener = Listener(recognizer, RATE, every=None)
@@ -156,105 +166,107 @@ def test_the_final_results_are_the_ones_of_the_listener(recognizer, real_server)
 
 BAD_MESSAGES = {
     "half a float": (b"\0" * 4002, "whole number"),
-    "no JSON": ("{", "JSON object"),
+    "not JSON": ("{", "JSON object"),
     "deep JSON": ("[" * 100_000, "JSON object"),
     "a list": ("[]", "JSON object"),
     "no type": ("{}", "type None"),
-    "another type": ('{"type": "delete"}', "'delete'"),
-    "a message of another endpoint": ('{"type": "end"}', "wrong time"),
+    "unknown type": ('{"type": "delete"}', "'delete'"),
+    "message of another endpoint": ('{"type": "end"}', "wrong time"),
     "another sample rate": ('{"type": "start", "sample_rate": 44100}', "changed from 16000 to 44100"),
 }
 
 
-@pytest.mark.parametrize(("message", "sentence"), BAD_MESSAGES.values(), ids=BAD_MESSAGES)
-def test_a_bad_message_ends_its_session_with_a_sentence(server, message, sentence):
-    with start(server) as connection:
+@pytest.mark.parametrize(("message", "expected"), BAD_MESSAGES.values(), ids=BAD_MESSAGES)
+def test_invalid_message_ends_session_with_error(server, message, expected):
+    with start_recording(server) as connection:
         send(connection, tones([["उदक"]]))
         connection.send(message)
-        assert sentence in error_of(results(connection))
+        assert expected in error_message(receive_messages(connection))
         assert connection.close_code == 1008
     assert_serves(server)
 
 
 @pytest.mark.parametrize("rate", [3_999, 400_000, 16_000.5, True, "16000", None])
-def test_an_impossible_sample_rate_is_refused(server, rate):
-    with start(server, rate) as connection:
-        assert "sample" in error_of(results(connection))
+def test_invalid_sample_rate_is_rejected(server, rate):
+    with start_recording(server, rate) as connection:
+        assert "sample" in error_message(receive_messages(connection))
     assert_serves(server)
 
 
-def test_audio_before_the_start_and_after_the_end_is_refused(server):
-    with join(server) as connection:
+def test_audio_before_start_or_after_finish_is_rejected(server):
+    with connect_to(server) as connection:
         connection.send(b"\0" * 400)
-        assert "before the start" in error_of(results(connection))
-    with start(server) as connection:
+        assert "before the start" in error_message(receive_messages(connection))
+    with start_recording(server) as connection:
         finish(connection)
         with contextlib.suppress(ConnectionClosed):
             connection.send(b"\0" * 400)
-        assert "finished" in [message["type"] for message in results(connection)] or connection.close_code == 1008
+        assert (
+            "finished" in [message["type"] for message in receive_messages(connection)] or connection.close_code == 1008
+        )
     assert_serves(server)
 
 
-def test_a_message_beyond_the_limit_closes_the_connection(server):
-    with start(server) as connection:
+def test_too_large_message_closes_the_connection(server):
+    with start_recording(server) as connection:
         with contextlib.suppress(ConnectionClosed):
             connection.send(b"\0" * 2**21)
-        results(connection)
+        receive_messages(connection)
         assert connection.close_code == 1009
-    # Negative control: the largest message that is allowed.
-    with start(server) as connection:
+    # Negative control: the largest allowed message.
+    with start_recording(server) as connection:
         connection.send(b"\0" * 2**20)
         finish(connection)
-        assert results(connection)[-1]["type"] == "finished"
+        assert receive_messages(connection)[-1]["type"] == "finished"
 
 
-def test_a_fifth_session_is_refused_until_another_ends():
-    with running() as server, contextlib.ExitStack() as stack:
-        sessions = [stack.enter_context(start(server)) for _ in range(Limits().sessions)]
+def test_fifth_session_is_rejected_until_another_ends():
+    with running_server() as server, contextlib.ExitStack() as stack:
+        sessions = [stack.enter_context(start_recording(server)) for _ in range(Limits().sessions)]
         assert [json.loads(session.recv(timeout=5))["type"] for session in sessions] == ["ready"] * 4
-        with start(server) as fifth:
-            assert "All 4 sessions are in use" in error_of(results(fifth))
+        with start_recording(server) as fifth:
+            assert "All 4 sessions are in use" in error_message(receive_messages(fifth))
             assert fifth.close_code == 1013
         sessions[0].close()
         wait_for_capacity(server)
 
 
-def test_a_closed_tab_frees_its_session_within_two_seconds():
-    with running(SlowListener, Limits(sessions=1)) as server, contextlib.ExitStack() as stack:
-        connection = stack.enter_context(start(server))
+def test_closed_connection_frees_its_session_within_two_seconds():
+    with running_server(SlowListener, Limits(sessions=1)) as server, contextlib.ExitStack() as stack:
+        connection = stack.enter_context(start_recording(server))
         send(connection, tones(LINES))
         connection.recv(timeout=5)
         connection.socket.shutdown(socket.SHUT_RDWR)
         assert wait_for_capacity(server) < 2
 
 
-def test_a_backlog_beyond_the_limit_ends_the_session_with_a_sentence():
-    with running(SlowListener, Limits(backlog_seconds=2.0)) as server:
+def test_backlog_beyond_limit_ends_session_with_error():
+    with running_server(SlowListener, Limits(backlog_seconds=2.0)) as server:
         messages = transcribe(server, tones([["उदक"] * 5]))
-    assert "2 s of audio are waiting" in error_of(messages)
-    # Negative control: the same recording is within the default limit.
-    with running(SlowListener) as server:
+    assert "2 s of audio are waiting" in error_message(messages)
+    # Negative control: the default limit is not exceeded.
+    with running_server(SlowListener) as server:
         assert_serves(server)
 
 
-def test_a_session_without_audio_is_closed():
-    with running(limits=Limits(idle_seconds=0.3)) as server:
-        with start(server) as connection:
-            assert "No audio arrived" in error_of(results(connection))
-        with join(server) as connection:
-            assert "No audio arrived" in error_of(results(connection))
+def test_idle_session_is_closed():
+    with running_server(limits=Limits(idle_seconds=0.3)) as server:
+        with start_recording(server) as connection:
+            assert "No audio arrived" in error_message(receive_messages(connection))
+        with connect_to(server) as connection:
+            assert "No audio arrived" in error_message(receive_messages(connection))
         assert_serves(server)
 
 
-def test_sessions_take_turns():
-    with running(SlowListener) as server, start(server) as long:
+def test_sessions_are_decoded_in_turns():
+    with running_server(SlowListener) as server, start_recording(server) as long:
         send(long, tones([["उदक"] * 7]))
         long.recv(timeout=5)
-        with start(server) as short:
+        with start_recording(server) as short:
             send(short, np.zeros(RATE // 10, dtype=np.float32))
             finish(short)
-            assert results(short)[-1]["type"] == "finished"
-        # 5.6 s of audio wait in the first session, with as many seconds of work: the short one did not wait for them.
+            assert receive_messages(short)[-1]["type"] == "finished"
+        # 5.6 s of audio, and of decoding time, wait in the long session: the short one did not wait for them.
         last = {}
         with contextlib.suppress(TimeoutError):
             while True:
@@ -263,7 +275,7 @@ def test_sessions_take_turns():
 
 
 def raw_client(server: PageServer) -> socket.socket:
-    """Open a WebSocket connection with a plain socket that reads only the answer's first bytes."""
+    """Open a WebSocket connection with a plain socket that reads only the first bytes of the response."""
     parts = urlsplit(server.address)
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -283,58 +295,58 @@ def raw_client(server: PageServer) -> socket.socket:
 
 
 def frame(opcode: int, payload: bytes) -> bytes:
-    """Return a client frame with a zero mask."""
+    """Return a WebSocket client frame with a zero mask."""
     return bytes([0x80 | opcode, 0x80 | 126]) + len(payload).to_bytes(2, "big") + b"\0" * 4 + payload
 
 
-def test_a_client_that_never_reads_is_dropped_and_delays_nobody():
+def test_client_that_never_reads_is_closed_and_delays_no_other():
     limits = Limits(sessions=2, send_seconds=1.0)
-    with running(TalkativeListener, limits) as server:
-        deaf = raw_client(server)
-        deaf.sendall(frame(1, b'{"type": "start", "sample_rate": 16000}'))
+    with running_server(LargeResultsListener, limits) as server:
+        non_reading = raw_client(server)
+        non_reading.sendall(frame(1, b'{"type": "start", "sample_rate": 16000}'))
         with contextlib.suppress(OSError):
             for _ in range(40):
-                deaf.sendall(frame(2, bytes(6400)))
+                non_reading.sendall(frame(2, bytes(6400)))
                 time.sleep(0.02)
         started = time.monotonic()
-        with start(server) as other:
+        with start_recording(server) as other:
             send(other, np.zeros(1600, dtype=np.float32))
             finish(other)
-            assert results(other)[-1]["type"] == "finished" and time.monotonic() - started < 1
-        # Its session is closed.
+            assert receive_messages(other)[-1]["type"] == "finished" and time.monotonic() - started < 1
+        # The session of the client that does not read is closed.
         wait_for_capacity(server, sessions=2)
-        deaf.close()
+        non_reading.close()
 
 
 @pytest.mark.parametrize(
     "error", [DataError("The samples are bad. Repair them."), ValueError("a\x1b[31mb"), MemoryError()]
 )
-def test_an_error_of_the_recogniser_ends_only_its_session(error):
+def test_recogniser_error_ends_only_its_session(error):
     class Failing(ToneListener):
         def accept(self, samples: np.ndarray) -> list:
             if samples.any():
                 raise error
             return super().accept(samples)
 
-    with running(Failing) as server:
-        message = error_of(transcribe(server, tones([["उदक"]])))
+    with running_server(Failing) as server:
+        message = error_message(transcribe(server, tones([["उदक"]])))
         assert message.endswith((".", "\n")) and "\x1b" not in message
         assert transcribe(server, np.zeros(RATE, dtype=np.float32))[-1]["type"] == "finished"
 
 
-def test_an_error_while_the_recogniser_is_built_is_a_sentence():
+def test_error_while_building_recogniser_is_reported():
     def build(sample_rate: int) -> ToneListener:
         raise DataError(f"No model for {sample_rate} Hz. Use another.")
 
-    with running(build) as server:
-        assert "No model for 16000 Hz" in error_of(transcribe(server, np.zeros(0, dtype=np.float32)))
+    with running_server(build) as server:
+        assert "No model for 16000 Hz" in error_message(transcribe(server, np.zeros(0, dtype=np.float32)))
 
 
-def test_closing_the_server_ends_its_sessions_and_threads():
+def test_closing_server_ends_its_sessions_and_threads():
     before = set(threading.enumerate())
     with contextlib.ExitStack() as stack:
-        with running() as server:
-            connection = stack.enter_context(start(server))
+        with running_server() as server:
+            connection = stack.enter_context(start_recording(server))
             connection.recv(timeout=5)
             assert set(threading.enumerate()) - before
         with pytest.raises(ConnectionClosed):
@@ -345,8 +357,8 @@ def test_closing_the_server_ends_its_sessions_and_threads():
     assert set(threading.enumerate()) - before == set()
 
 
-def mutated(generator: np.random.Generator, message: bytes) -> bytes:
-    """Return a message with some bytes replaced, removed or repeated."""
+def mutate(generator: np.random.Generator, message: bytes) -> bytes:
+    """Replace, delete or repeat random bytes of a message."""
     changed = bytearray(message)
     for _ in range(generator.integers(1, 4)):
         place = int(generator.integers(len(changed)))
@@ -361,9 +373,9 @@ def mutated(generator: np.random.Generator, message: bytes) -> bytes:
     return bytes(changed)
 
 
-def test_damaged_messages_never_stop_the_server(server):
+def test_damaged_messages_do_not_stop_the_server(server):
     generator = np.random.default_rng(0)
-    sound = tones([["घर"]])[:3000].astype("<f4").tobytes()
+    audio_bytes = tones([["घर"]])[:3000].astype("<f4").tobytes()
     valid = [
         b'{"type": "start", "sample_rate": 16000}',
         b'{"type": "finish"}',
@@ -371,13 +383,13 @@ def test_damaged_messages_never_stop_the_server(server):
         b'{"type": "render", "format": "vtt", "timestamps": "word", "name": "x"}',
         b'{"type": "segments", "segments": [{"text": "a b", "words": [{"text": "a", "start": 0.5, "end": 1}]}]}',
         b'{"type": "end"}',
-        sound,
+        audio_bytes,
     ]
     for number in range(60):
-        with join(server, ("listen", "save", "render")[number % 3]) as connection:
+        with connect_to(server, ("listen", "save", "render")[number % 3]) as connection:
             with contextlib.suppress(ConnectionClosed):
                 for message in generator.permutation(np.array(valid, dtype=object))[:4]:
-                    damaged = mutated(generator, message) if generator.random() < 0.7 else message
-                    is_text = message is not sound and generator.random() < 0.9
+                    damaged = mutate(generator, message) if generator.random() < 0.7 else message
+                    is_text = message is not audio_bytes and generator.random() < 0.9
                     connection.send(damaged.decode(errors="replace") if is_text else damaged)
     assert_serves(server)
