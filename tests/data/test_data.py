@@ -230,20 +230,20 @@ def test_negative_control_another_epoch_has_other_global_batches(train_dataset):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_missing_audio_files_raise_data_error_and_stop_workers(train_dataset, workers, tmp_path):
-    gone = [Utterance(f"gone{row}.flac", str(tmp_path / "gone"), 2.0, "एक", row=row) for row in range(1, 5)]
-    spoilt = TrainDataset(gone, train_dataset.tokenizer, (1.0,), 3)
+    absent = [Utterance(f"gone{row}.flac", str(tmp_path / "gone"), 2.0, "एक", row=row) for row in range(1, 5)]
+    changed_dataset = TrainDataset(absent, train_dataset.tokenizer, (1.0,), 3)
     with pytest.raises(DataError, match=r"4 of the 4 rows of .*\n  row \d, gone\d.flac: it does not exist"):
-        next(stream(spoilt, workers))
+        next(stream(changed_dataset, workers))
     assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_unreadable_utterance_is_skipped_and_reported_once(train_dataset, workers, tmp_path, capsys):
     missing = dataclasses.replace(train_dataset.utterances[3], audio_path=str(tmp_path / "gone"), roots=None)
-    spoilt = dataclasses.replace(
+    changed_dataset = dataclasses.replace(
         train_dataset, utterances=[*train_dataset.utterances[:3], missing, *train_dataset.utterances[4:]]
     )
-    global_batches = stream(spoilt, workers)
+    global_batches = stream(changed_dataset, workers)
     for (global_batch, behind), (expected, expected_behind) in zip(
         first(global_batches, 15), first(stream(train_dataset, workers), 15), strict=True
     ):
@@ -268,12 +268,12 @@ def test_hanging_or_killed_worker_raises_error_with_utterance_id(train_dataset, 
     monkeypatch.setattr(
         "konkanivani.data.dataset.load_audio", lambda source: fail() if source.path == "x" else load_audio(source)
     )
-    odd = dataclasses.replace(train_dataset.utterances[5], audio_path="x")
-    spoilt = dataclasses.replace(
-        train_dataset, utterances=[*train_dataset.utterances[:5], odd, *train_dataset.utterances[6:]]
+    failing = dataclasses.replace(train_dataset.utterances[5], audio_path="x")
+    changed_dataset = dataclasses.replace(
+        train_dataset, utterances=[*train_dataset.utterances[:5], failing, *train_dataset.utterances[6:]]
     )
-    with pytest.raises(ResourceError, match=rf"while reading .*{re.escape(odd.id)}"):
-        first(stream(spoilt, 2, timeout=2.0), 10)
+    with pytest.raises(ResourceError, match=rf"while reading .*{re.escape(failing.id)}"):
+        first(stream(changed_dataset, 2, timeout=2.0), 10)
     assert multiprocessing.active_children() == []
 
 

@@ -63,6 +63,6 @@ def test_sketch_is_equal_for_block_reads_and_stored_index(tmp_path, monkeypatch)
 def test_checkpoint_fingerprint_reads_back_and_invalid_is_rejected(tmp_path):
     found = fingerprint(tmp_path, range(5))
     assert read_fingerprint(found.state_dict()) == found
-    for spoilt in ({"sketch": ("a",)}, {"hours": "1"}, {"utterances": True}, {"manifest": None}):
+    for invalid in ({"sketch": ("a",)}, {"hours": "1"}, {"utterances": True}, {"manifest": None}):
         with pytest.raises(CheckpointError, match="record of its training corpus"):
-            read_fingerprint(found.state_dict() | spoilt)
+            read_fingerprint(found.state_dict() | invalid)

@@ -52,9 +52,9 @@ def voice_message(folder: Path) -> Path:
     return folder / "aac_44k_stereo.m4a"
 
 
-def best_correlation(heard: np.ndarray, wanted: np.ndarray) -> float:
+def best_correlation(samples: np.ndarray, wanted: np.ndarray) -> float:
     """Return the largest correlation over shifts of at most 0.1 s."""
-    middle = heard[RATE // 5 : len(wanted) - RATE // 5].astype(np.float64)
+    middle = samples[RATE // 5 : len(wanted) - RATE // 5].astype(np.float64)
     middle -= middle.mean()
     shifts = np.arange(RATE // 10, 3 * RATE // 10, 2)
     spectra = np.fft.rfft(wanted), np.fft.rfft(middle, len(wanted))
@@ -84,11 +84,11 @@ def test_whole_read_blocks_and_spans_give_the_same_samples(kind, folder):
 
 @pytest.mark.parametrize("name", ["he_aac.aac", "he_aac_v2.aac", "amr_wb.awb"])
 def test_formats_without_local_encoder_are_decoded(name):
-    heard = load_audio(AudioSource(str(ENCODED / name))).numpy()
+    samples = load_audio(AudioSource(str(ENCODED / name))).numpy()
     assert read_header(AudioSource(str(ENCODED / name))).rate == (16_000 if name == "amr_wb.awb" else 32_000)
     tone = rising_tone(1.0, RATE)
-    begin = max(range(0, 4000, 8), key=lambda at: abs(np.dot(heard[at : at + 16_000], tone)))
-    assert best_correlation(heard[begin:], tone) > 0.9  # the delay of the encoder precedes it
+    begin = max(range(0, 4000, 8), key=lambda at: abs(np.dot(samples[at : at + 16_000], tone)))
+    assert best_correlation(samples[begin:], tone) > 0.9  # the delay of the encoder precedes it
 
 
 def test_negative_control_correlation_detects_other_audio():
@@ -188,9 +188,9 @@ def modified_program(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str) -
     program = media_process.PROGRAM.read_text(encoding="utf-8").replace("MAX_SECONDS = 60", f"MAX_SECONDS = {seconds}")
     begin = "    def __init__(self, window: FileSlice) -> None:\n"
     assert begin in program
-    spoilt = folder / "media_reader.py"
-    spoilt.write_text(program.replace(begin, f"{begin}        {line}\n"), encoding="utf-8")
-    monkeypatch.setattr(media_process, "PROGRAM", spoilt)
+    modified = folder / "media_reader.py"
+    modified.write_text(program.replace(begin, f"{begin}        {line}\n"), encoding="utf-8")
+    monkeypatch.setattr(media_process, "PROGRAM", modified)
     monkeypatch.setattr(media_sound, "READERS", media_process.Readers())
     try:
         yield

@@ -112,9 +112,9 @@ def test_noise_excerpt_has_the_length_of_the_speech(seconds, noise_folder):
 def test_short_noise_is_repeated_from_a_random_start(tmp_path):
     ramp = np.arange(1, 101) / 200
     sounds = read_sounds(write_rows(tmp_path / "n.jsonl", [write_row(tmp_path, "ramp.wav", ramp)]))
-    heard = [load_excerpt(sounds[0], 250, generator(seed)) for seed in range(8)]
-    assert all(torch.equal(excerpt[:150], excerpt[100:]) for excerpt in heard)
-    assert len({float(excerpt[0]) for excerpt in heard}) > 4
+    excerpts = [load_excerpt(sounds[0], 250, generator(seed)) for seed in range(8)]
+    assert all(torch.equal(excerpt[:150], excerpt[100:]) for excerpt in excerpts)
+    assert len({float(excerpt[0]) for excerpt in excerpts}) > 4
 
 
 def decoded_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -169,8 +169,8 @@ def test_impulse_response_of_one_sample_changes_nothing(delay, height):
     response = torch.zeros(5_000)
     response[delay] = height
     speech = random_speech(2.1)
-    heard = reverberate(speech, response)
-    assert heard.shape == speech.shape and (heard - speech).abs().max() < 1e-6
+    augmented = reverberate(speech, response)
+    assert augmented.shape == speech.shape and (augmented - speech).abs().max() < 1e-6
 
 
 def test_reverberation_keeps_length_timing_and_energy_and_adds_echoes():
@@ -178,11 +178,11 @@ def test_reverberation_keeps_length_timing_and_energy_and_adds_echoes():
     click[5_000] = 1.0
     response = torch.zeros(3_000)
     response[200], response[100], response[1_200] = 0.8, 0.1, 0.4  # the direct path, an earlier sample, an echo
-    heard = reverberate(click, response)
-    assert len(heard) == RATE and int(heard.abs().argmax()) == 5_000
-    assert float(heard.square().sum()) == pytest.approx(1.0, rel=1e-5)
-    assert float(heard[6_000] / heard[5_000]) == pytest.approx(0.5, rel=1e-4)
-    assert float(heard[4_900] / heard[5_000]) == pytest.approx(0.125, rel=1e-4)
+    augmented = reverberate(click, response)
+    assert len(augmented) == RATE and int(augmented.abs().argmax()) == 5_000
+    assert float(augmented.square().sum()) == pytest.approx(1.0, rel=1e-5)
+    assert float(augmented[6_000] / augmented[5_000]) == pytest.approx(0.5, rel=1e-4)
+    assert float(augmented[4_900] / augmented[5_000]) == pytest.approx(0.125, rel=1e-4)
 
 
 def test_one_channel_of_impulse_response_is_drawn(noise_folder):
@@ -224,13 +224,13 @@ def test_each_augmentation_varies_with_seed_epoch_and_utterance(kind, full_augme
     alone = {"rooms": {"reverb": rooms}, "noise": {"noise": noise}, "gain": {"gain": 6.0}}
     speech = random_speech(0.3)
 
-    def heard(seed: int, epoch: int, name: str) -> bytes:
+    def augmented(seed: int, epoch: int, name: str) -> bytes:
         return NoiseReverb(seed, **alone[kind])(speech, epoch, name).numpy().tobytes()
 
     # Twenty draws cover each of the three channels of the response.
     for others in zip(*([(n, 0, "u"), (0, n, "u"), (0, 0, f"{n}")] for n in range(20)), strict=True):
-        found = [heard(*other) for other in others]
-        assert found == [heard(*other) for other in others]
+        found = [augmented(*other) for other in others]
+        assert found == [augmented(*other) for other in others]
         assert len(set(found)) == (3 if kind == "rooms" else 20)
 
 

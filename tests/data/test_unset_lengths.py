@@ -175,18 +175,18 @@ def test_mp3_without_length_header_is_read_to_its_end(tmp_path):
     samples[: len(samples) // 2] = 0.0  # decoders estimate the length from the first frames, which have a low bit rate
     content = encode("MP3", samples, "MPEG_LAYER_III", bitrate_mode="VARIABLE")
     (tmp_path / "said.mp3").write_bytes(content)
-    said, _ = read_samples(AudioSource(str(tmp_path / "said.mp3")))
+    reference, _ = read_samples(AudioSource(str(tmp_path / "said.mp3")))
     at = max(content.find(b"Xing"), content.find(b"Info"))
     content[at : at + 4] = bytes(4)
     (tmp_path / "unsaid.mp3").write_bytes(content)
     source = AudioSource(str(tmp_path / "unsaid.mp3"))
     frames = read_header(source).frames
     # The delay and padding of the encoder are kept, and the header is a frame.
-    assert abs(frames - len(said)) <= 3 * 1152
-    unsaid, _ = read_samples(source)
-    assert len(unsaid) == frames == sum(map(len, read_blocks(source, 0.5)))
-    assert np.abs(unsaid[: len(said) // 3]).max() < 0.01
-    assert np.isclose(unsaid[-8000:-4000].std(), said[-8000:-4000].std(), rtol=0.1)
+    assert abs(frames - len(reference)) <= 3 * 1152
+    headerless, _ = read_samples(source)
+    assert len(headerless) == frames == sum(map(len, read_blocks(source, 0.5)))
+    assert np.abs(headerless[: len(reference) // 3]).max() < 0.01
+    assert np.isclose(headerless[-8000:-4000].std(), reference[-8000:-4000].std(), rtol=0.1)
 
 
 @pytest.mark.parametrize("shape", [(2, RATE), (1, RATE)])
@@ -197,12 +197,12 @@ def test_torchaudio_channel_order_is_rejected_with_a_hint(shape):
 
 
 def test_prepare_and_transcribe_read_files_of_unset_length(tmp_path, base):
-    said = speak(["एक", "दोन", "घर"])
+    reference = speak(["एक", "दोन", "घर"])
     (tmp_path / "corpus").mkdir()
     rows = ["audio,text,split"]
     kinds = {"flac": clear_flac_total, "wav": WAV_ZERO}
     for suffix, change in kinds.items():
-        content = encode(suffix.upper(), said)
+        content = encode(suffix.upper(), reference)
         (tmp_path / f"whole.{suffix}").write_bytes(content)
         change(content)
         for split in ("train", "valid", "test"):
@@ -212,13 +212,13 @@ def test_prepare_and_transcribe_read_files_of_unset_length(tmp_path, base):
     flags = ("--format", "csv", "--source", "corpus", "--output", "out", "--table", "all.csv")
     well(run_here("training_scripts/prepare_data.py", *flags, cwd=tmp_path))
     written = [json.loads(line) for line in (tmp_path / "out" / "train.jsonl").read_text("utf-8").splitlines()]
-    assert [row["duration"] for row in written] == [round(len(said) / RATE, 4)] * 2
+    assert [row["duration"] for row in written] == [round(len(reference) / RATE, 4)] * 2
     for suffix in kinds:
         whole, unset = tmp_path / f"whole.{suffix}", tmp_path / "corpus" / f"train.{suffix}"
         assert load_audio(AudioSource(str(unset))).equal(load_audio(AudioSource(str(whole))))
-        assert sum(map(len, stream_audio(AudioSource(str(unset))))) == len(said)
-        heard = [transcribe(path, base) for path in (whole, unset)]
-        assert heard[0] == heard[1]
+        assert sum(map(len, stream_audio(AudioSource(str(unset))))) == len(reference)
+        transcripts = [transcribe(path, base) for path in (whole, unset)]
+        assert transcripts[0] == transcripts[1]
 
 
 def transcribe(path, checkpoint) -> str:

@@ -95,9 +95,9 @@ def test_language_model_decides_between_equal_ctc_scores(model):
     probabilities[0, [0, 2], 4] = 1.0
     probabilities[0, 1, [0, 5]] = 0.5
     log_probabilities = probabilities.log()
-    heard = {h.tokens for h in prefix_beam_search(log_probabilities, (3,), 8, best=2)[0]}
-    assert heard == {(4, 4), (4, 5, 4)}
-    for sentence in heard:
+    sequences = {h.tokens for h in prefix_beam_search(log_probabilities, (3,), 8, best=2)[0]}
+    assert sequences == {(4, 4), (4, 5, 4)}
+    for sentence in sequences:
         spoken = estimate_ngrams([list(sentence)] * 9, VOCABULARY, 3)
         fusion = Fusion(build_language_model(spoken, VOCABULARY, CPU), 0.5)
         assert prefix_beam_search(log_probabilities, (3,), 8, fusion=fusion)[0][0].tokens == sentence

@@ -43,13 +43,13 @@ class FixedScores:
 def transformers_scores(tokens: torch.Tensor, scores: torch.Tensor, rules: GenerationRules) -> torch.Tensor:
     """Return scores (N, V) after tokens (N, U) from transformers' processors, in the order of `generate`."""
     begin = len(PROMPT)
-    said = torch.cat([torch.tensor(PROMPT).expand(len(tokens), -1), tokens], dim=1)
-    scores = processors.SuppressTokensAtBeginLogitsProcessor(rules.suppressed_first, begin)(said, scores)
-    scores = processors.SuppressTokensLogitsProcessor(rules.suppressed)(said, scores)
+    history = torch.cat([torch.tensor(PROMPT).expand(len(tokens), -1), tokens], dim=1)
+    scores = processors.SuppressTokensAtBeginLogitsProcessor(rules.suppressed_first, begin)(history, scores)
+    scores = processors.SuppressTokensLogitsProcessor(rules.suppressed)(history, scores)
     if rules.times:
         config = transformers.GenerationConfig(eos_token_id=END, bos_token_id=END, no_timestamps_token_id=NO_TIMES)
         config.max_initial_timestamp_index = rules.times.latest_first
-        scores = processors.WhisperTimeStampLogitsProcessor(config, begin_index=begin)(said, scores)
+        scores = processors.WhisperTimeStampLogitsProcessor(config, begin_index=begin)(history, scores)
     return scores
 
 
@@ -64,21 +64,21 @@ def test_forbidden_tokens_equal_those_of_transformers(rules, seed, spread):
     """Ten steps of three utterances with two hypotheses each, with random allowed tokens except for the end."""
     generator = torch.Generator().manual_seed(seed)
     scores = spread * torch.randn(10, 3, 2, V, generator=generator)
-    scorer, said = RuledScorer(FixedScores(scores), rules, END), torch.empty(3, 2, 0, dtype=torch.int64)
+    scorer, history = RuledScorer(FixedScores(scores), rules, END), torch.empty(3, 2, 0, dtype=torch.int64)
     for step in range(10):
         if step == 6:  # an utterance has ended
             kept = torch.tensor([0, 2])
             scorer.keep(kept)
-            said, scores = said[kept], scores[:, kept]
+            history, scores = history[kept], scores[:, kept]
         found = scorer.score()
-        expected = transformers_scores(said.flatten(0, 1), scores[step].flatten(0, 1), rules).view_as(found)
+        expected = transformers_scores(history.flatten(0, 1), scores[step].flatten(0, 1), rules).view_as(found)
         assert torch.equal(found.isinf(), expected.isinf())
         allowed = found.exp().gt(0).double().index_fill(2, torch.tensor(END), 0.0) + 1e-9
-        tokens = torch.multinomial(allowed.flatten(0, 1), 1, generator=generator).view(said.shape[:2])
-        sources = torch.randint(2, said.shape[:2], generator=generator)
+        tokens = torch.multinomial(allowed.flatten(0, 1), 1, generator=generator).view(history.shape[:2])
+        sources = torch.randint(2, history.shape[:2], generator=generator)
         tokens = tokens.gather(1, sources)
         scorer.follow(sources, tokens)
-        said = torch.cat([said.gather(1, sources[:, :, None].expand_as(said)), tokens[:, :, None]], dim=2)
+        history = torch.cat([history.gather(1, sources[:, :, None].expand_as(history)), tokens[:, :, None]], dim=2)
 
 
 def test_scores_of_allowed_tokens_are_unchanged():
@@ -125,8 +125,8 @@ def test_beam_search_follows_rules_and_token_limit(beam):
         search = BeamDecode(beam, 0.0, 0.0, None, 0.0, SPECIAL, rules)
         for tokens in search(model, encoded, lengths):
             assert len(tokens) == 11 and not set(tokens) & set(suppressed) and tokens[0] != 4
-            said = [token for token in tokens if token >= FIRST_TIME]
-            assert said == sorted(said) or rules.times is None
+            timestamps = [token for token in tokens if token >= FIRST_TIME]
+            assert timestamps == sorted(timestamps) or rules.times is None
             assert FIRST_TIME <= tokens[0] <= FIRST_TIME + 2 or rules.times is None
     free = BeamDecode(beam, 0.0, 0.0, None, 0.0, SPECIAL)(model, encoded, lengths)
     assert [len(tokens) for tokens in free] == [5, 5, 5]  # negative control: one token per frame

@@ -45,8 +45,8 @@ def transcribe(trained: Trained, *arguments: str | Path) -> subprocess.Completed
 
 
 def test_tiny_model_recognizes_its_training_words(trained):
-    heard = [trained.recognizer.transcribe(audio).text for audio in (tones(WORDS[:3]), tones(WORDS[3:7]))]
-    assert error_rates([" ".join(WORDS[:3]), " ".join(WORDS[3:7])], heard).cer < 0.2
+    texts = [trained.recognizer.transcribe(audio).text for audio in (tones(WORDS[:3]), tones(WORDS[3:7]))]
+    assert error_rates([" ".join(WORDS[:3]), " ".join(WORDS[3:7])], texts).cer < 0.2
 
 
 def with_pauses(spoken: list[np.ndarray]) -> np.ndarray:
@@ -60,9 +60,9 @@ def test_long_recording_is_transcribed_like_single_utterances(trained):
     alone = [trained.recognizer.transcribe(audio).text for audio in spoken]
     transcript = trained.recognizer.transcribe(with_pauses(spoken))
     assert len(transcript.segments) == len(spoken) and all(alone)
-    heard = [segment.text for segment in transcript.segments]
+    texts = [segment.text for segment in transcript.segments]
     # The pauses affect the feature normalisation, so an uncertain letter may change: 6 of 109 on one processor.
-    assert error_rates(alone, heard).cer < 0.1
+    assert error_rates(alone, texts).cer < 0.1
     ends = np.cumsum([0.75 + len(audio) / 16_000 for audio in spoken])
     for segment, audio, end in zip(transcript.segments, spoken, ends, strict=True):
         assert abs(segment.start - (end - len(audio) / 16_000)) < 0.2 and end - 0.4 < segment.end < end + 0.1
@@ -132,9 +132,9 @@ def test_segments_are_returned_before_the_recording_ends(trained):
 
 def test_importing_the_package_does_not_import_torch():
     code = "import sys, konkanivani; assert 'torch' not in sys.modules; sys.modules['torch'] = None; konkanivani."
-    for name, said in (("load_recognizer", "import of torch halted"), ("nothing", "has no attribute 'nothing'")):
+    for name, message in (("load_recognizer", "import of torch halted"), ("nothing", "has no attribute 'nothing'")):
         done = subprocess.run([sys.executable, "-c", code + name], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 1 and said in done.stderr, done.stderr
+        assert done.returncode == 1 and message in done.stderr, done.stderr
 
 
 COMPILER_CHECK_PROGRAM = """
@@ -242,15 +242,16 @@ def test_unreadable_file_does_not_stop_the_others(trained, folder, tmp_path):
     assert written == {"good.srt", "inside/good.srt", "silence.srt"}
     assert (tmp_path / "out" / "silence.srt").read_text() == ""
     assert (tmp_path / "out" / "good.srt").read_text(encoding="utf-8").startswith("1\n00:00:00,")
-    told = ((1, "good.srt"), (2, "inside/good.srt"), (5, "silence.srt"))  # one progress line per finished file, of six
-    assert re.findall("(.*) of 6: (.*)", done.stderr) == [(str(n), f"{tmp_path}/out/{name}") for n, name in told]
+    # One progress line per transcribed file, of six.
+    finished = ((1, "good.srt"), (2, "inside/good.srt"), (5, "silence.srt"))
+    assert re.findall("(.*) of 6: (.*)", done.stderr) == [(str(n), f"{tmp_path}/out/{name}") for n, name in finished]
 
 
 def test_existing_output_is_replaced_only_on_request(trained, folder, tmp_path):
     good, silence = tmp_path / "good.srt", tmp_path / "silence.srt"
     flags = (folder / "good.wav", folder / "silence.flac", "--format", "srt", "--output_dir", tmp_path)
     well(transcribe(trained, *flags))
-    said = good.read_bytes()
+    original = good.read_bytes()
     good.write_text("corrected")
     silence.unlink()
     refused = run_script(TRANSCRIBE, *map(str, flags), "--checkpoint", "absent.pt")  # refused before any loading
@@ -259,7 +260,7 @@ def test_existing_output_is_replaced_only_on_request(trained, folder, tmp_path):
     assert f"1 of 2: {good} already exists\n2 of 2: {silence}\n" == kept.stderr and silence.exists()
     assert good.read_text() == "corrected"
     well(transcribe(trained, *flags, "--existing", "replace"))
-    assert good.read_bytes() == said  # negative control
+    assert good.read_bytes() == original  # negative control
 
 
 def test_printed_transcript_equals_the_recognizer_output(trained, folder):
@@ -269,9 +270,9 @@ def test_printed_transcript_equals_the_recognizer_output(trained, folder):
     done = transcribe(trained, folder / "good.wav", folder / "silence.flac", "--format", "json", "--timestamps", "word")
     assert done.returncode == 0
     first, second = map(json.loads, done.stdout.splitlines())
-    for told, w in zip(first["segments"][0]["words"], expected.words, strict=True):
+    for printed, w in zip(first["segments"][0]["words"], expected.words, strict=True):
         timed = {"start": round(w.start, 3), "end": round(w.end, 3), "text": w.text}
-        assert told == timed | {"confidence": pytest.approx(w.confidence, abs=1e-3)}
+        assert printed == timed | {"confidence": pytest.approx(w.confidence, abs=1e-3)}
     assert (second["text"], second["segments"]) == ("", [])
 
 
@@ -295,11 +296,11 @@ def phone_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_phone_formats_are_transcribed_like_wav(trained, phone_folder):
     done = transcribe(trained, phone_folder, "--format", "json")
-    heard = {Path(row["audio_filepath"]).name: row["text"] for row in map(json.loads, done.stdout.splitlines())}
+    texts = {Path(row["audio_filepath"]).name: row["text"] for row in map(json.loads, done.stdout.splitlines())}
     expected = trained.recognizer.transcribe(phone_folder / "spoken.wav").text
     assert done.returncode == 3 and "Traceback" not in done.stderr and expected
-    assert len(heard) == 11 - 2 and heard.pop("cut.wav") != expected
-    assert set(heard.values()) == {expected}, heard
+    assert len(texts) == 11 - 2 and texts.pop("cut.wav") != expected
+    assert set(texts.values()) == {expected}, texts
     for name in ("broken.m4a", "text.wma"):
         assert len(re.findall(rf"The audio file \S*{name} cannot be read", done.stderr)) == 1, done.stderr
     assert "2 of 11 files could not be transcribed" in done.stderr
@@ -313,7 +314,7 @@ def test_phone_formats_are_transcribed_like_wav(trained, phone_folder):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "exit_code", "said"),
+    ("arguments", "exit_code", "message"),
     [
         ((), 2, "No input"),
         (("{good}", "--pause", "0"), 2, "--pause"),
@@ -325,10 +326,10 @@ def test_phone_formats_are_transcribed_like_wav(trained, phone_folder):
         (("{good}", "--output_dir", "{text}"), 6, "could not be written"),
     ],
 )
-def test_invalid_arguments_give_exit_code_and_message(trained, folder, arguments, exit_code, said):
+def test_invalid_arguments_give_exit_code_and_message(trained, folder, arguments, exit_code, message):
     known = {"good": folder / "good.wav", "text": folder / "text.wav"}
     done = transcribe(trained, *(argument.format(**known) for argument in arguments))
-    assert done.returncode == exit_code and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == exit_code and message in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert done.stdout == ""
 
 

@@ -58,10 +58,10 @@ SENTENCES = st.lists(st.sampled_from(WORDS), max_size=7).map(" ".join)
 def fewest_edits(reference: list[str], hypothesis: list[str]) -> int:
     """Return the Levenshtein distance by its recurrence."""
     row = list(range(len(hypothesis) + 1))
-    for number, said in enumerate(reference, start=1):
+    for number, reference_item in enumerate(reference, start=1):
         above, row = row, [number]
-        for place, heard in enumerate(hypothesis, start=1):
-            row.append(min(above[place] + 1, row[-1] + 1, above[place - 1] + (said != heard)))
+        for place, hypothesis_item in enumerate(hypothesis, start=1):
+            row.append(min(above[place] + 1, row[-1] + 1, above[place - 1] + (reference_item != hypothesis_item)))
     return row[-1]
 
 
@@ -70,8 +70,11 @@ def fewest_edits(reference: list[str], hypothesis: list[str]) -> int:
 def test_edit_counts_equal_levenshtein_distance_and_jiwer(pairs):
     references, hypotheses = map(list, zip(*pairs, strict=True))
     edits = count_edits(references, hypotheses)
-    for (said, heard), words, characters in zip(pairs, edits.words, edits.characters, strict=True):
-        for counts, one, other in ((words, said.split(), heard.split()), (characters, list(said), list(heard))):
+    for (reference, hypothesis), words, characters in zip(pairs, edits.words, edits.characters, strict=True):
+        for counts, one, other in (
+            (words, reference.split(), hypothesis.split()),
+            (characters, list(reference), list(hypothesis)),
+        ):
             hits, substitutions, deletions, insertions = counts
             assert substitutions + deletions + insertions == fewest_edits(one, other)
             assert hits + substitutions + deletions == len(one)
@@ -151,7 +154,9 @@ def test_confidence_intervals_equal_binomial_quantiles():
 
 
 def test_comparison_matches_enumeration_of_all_resamples():
-    texts = [ScoredText(str(n), said, "एक") for n, said in enumerate(("एक", "एक दोन", "एक दोन तीन घर", "आनी"))]
+    texts = [
+        ScoredText(str(n), reference, "एक") for n, reference in enumerate(("एक", "एक दोन", "एक दोन तीन घर", "आनी"))
+    ]
     other = ("दोन", "दोन घर", "एक दोन", None)
     ours, theirs, words = np.array([0, 1, 3]), np.array([1, 2, 2]), np.array([1, 2, 4])
     gains = np.array([(ours - theirs)[list(draw)].sum() for draw in itertools.product(range(3), repeat=3)])
@@ -248,8 +253,8 @@ def test_unknown_durations_and_speakers_have_no_table():
 def test_text_report_lists_ten_speakers_and_json_lists_all():
     texts = [ScoredText(str(n), "एक दोन", "एक", f"s{n:02}") for n in range(30)] + [ScoredText("x", "एक", "दोन")]
     report = report_on(texts)
-    said = score_lines(report)
-    assert "the 10 with the highest WER of 31" in said and "resamples of speakers" in said and "(no label)" in said
+    text = score_lines(report)
+    assert "the 10 with the highest WER of 31" in text and "resamples of speakers" in text and "(no label)" in text
     fields = json.loads(score_json(make_text_pairs(texts), report, None))
     assert len(fields["speakers"]) == 31 and fields["interval_unit"] == "speakers"
     page = draw_score_page(report)
@@ -307,8 +312,8 @@ def write_files(
     return paths[0], paths[1]
 
 
-def as_tuples(heard: TextPairs) -> list[tuple[str, str, str]]:
-    return [(text.id, text.reference, text.hypothesis) for text in heard.texts]
+def as_tuples(pairs: TextPairs) -> list[tuple[str, str, str]]:
+    return [(text.id, text.reference, text.hypothesis) for text in pairs.texts]
 
 
 def test_lines_are_paired_by_position_and_ids_by_name(tmp_path):
@@ -325,9 +330,9 @@ def test_json_lines_fields_identify_reference_and_hypothesis(tmp_path):
     ]
     path = tmp_path / "nemo.json"
     path.write_text("\n".join(map(json.dumps, rows)))
-    heard = read_pairs(None, str(path), "lines")
-    assert as_tuples(heard) == [("a.wav@2", "x", "y"), ("a.wav", "x", "z")]
-    assert [(text.speaker, text.seconds) for text in heard.texts] == [("7", 1.5), ("", None)]
+    pairs = read_pairs(None, str(path), "lines")
+    assert as_tuples(pairs) == [("a.wav@2", "x", "y"), ("a.wav", "x", "z")]
+    assert [(text.speaker, text.seconds) for text in pairs.texts] == [("7", 1.5), ("", None)]
     plain = tmp_path / "heard.txt"
     plain.write_text("p\nq\n")
     assert as_tuples(read_pairs(str(path), str(plain), "lines")) == [("a.wav@2", "x", "p"), ("a.wav", "x", "q")]
@@ -445,9 +450,9 @@ def test_any_two_files_give_a_report_or_a_known_error(tmp_path_factory, one, oth
         raw = read_pairs(*write_files(folder, one, other, suffix), text_format)
     except KonkaniVaniError:
         return
-    heard = TextPairs(raw.texts, raw.source, normalizer, raw.notes).normalized()
-    report = report_on(list(heard.texts))
-    assert score_lines(report).encode("utf-8") and json.loads(score_json(heard, report, None))
+    pairs = TextPairs(raw.texts, raw.source, normalizer, raw.notes).normalized()
+    report = report_on(list(pairs.texts))
+    assert score_lines(report).encode("utf-8") and json.loads(score_json(pairs, report, None))
     assert PageParts(draw_score_page(report)).opened == []
 
 
@@ -455,9 +460,11 @@ def test_any_two_files_give_a_report_or_a_known_error(tmp_path_factory, one, oth
 
 
 def test_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch):
-    said, heard = write_files(tmp_path, "हांव घरा वता\nएक दोन\n", "हांव घरा येता\nएक दोन तीन\n")
+    references, hypotheses = write_files(tmp_path, "हांव घरा वता\nएक दोन\n", "हांव घरा येता\nएक दोन तीन\n")
     page, out = tmp_path / "score.html", tmp_path / "out.jsonl"
-    done = run_script(SCRIPT, "--references", said, "--hypotheses", heard, "--html", str(page), "--output", str(out))
+    done = run_script(
+        SCRIPT, "--references", references, "--hypotheses", hypotheses, "--html", str(page), "--output", str(out)
+    )
     assert done.returncode == 0, done.stderr
     assert "WER  40.0 % (95 %: 33.3 to 50.0): 2 errors in 5 words: 1 substituted, 0 deleted, 1 inserted" in done.stdout
     assert "वता → येता (1)" in done.stdout and page.read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -468,7 +475,7 @@ def test_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch):
     program = (
         "import runpy, sys\n"
         f"sys.path.insert(0, {str(ROOT / 'training_scripts')!r})\n"
-        f"sys.argv = ['evaluate', '--references', {said!r}, '--hypotheses', {heard!r}]\n"
+        f"sys.argv = ['evaluate', '--references', {references!r}, '--hypotheses', {hypotheses!r}]\n"
         f"try: runpy.run_path({str(ROOT / SCRIPT)!r}, run_name='__main__')\n"
         "except SystemExit as end: assert not end.code\n"
         "assert 'jiwer' in sys.modules and 'torch' not in sys.modules\n"
@@ -477,7 +484,7 @@ def test_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "exit_code", "said"),
+    ("flags", "exit_code", "message"),
     [
         ((), 2, "Give --checkpoint and --manifest"),
         (("--references", "{said}"), 2, "Give --checkpoint and --manifest"),
@@ -490,7 +497,7 @@ def test_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch):
         (("--references", "{said}", "--hypotheses", "/nowhere/a.txt"), 3, "cannot be read"),
     ],
 )
-def test_invalid_flags_give_exit_code_and_message(tmp_path, monkeypatch, capsys, flags, exit_code, said):
+def test_invalid_flags_give_exit_code_and_message(tmp_path, monkeypatch, capsys, flags, exit_code, message):
     """Call the function of the script in this process, which saves one second per case."""
     one, other = write_files(tmp_path, "a\n", "a\n")
     given = evaluate.Flags(
@@ -500,7 +507,7 @@ def test_invalid_flags_give_exit_code_and_message(tmp_path, monkeypatch, capsys,
         }
     )
     assert run_script_function(lambda: evaluate.score(given)) == exit_code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert Path(one).read_text() == "a\n"
 
 
