@@ -14,7 +14,7 @@ from konkanivani.corpora.prepare import Preparation, PreparationReport, prepare_
 from konkanivani.data.audio import files as audio_file
 from konkanivani.errors import DataError
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_here, run_trainer, speak, well, write_corpus
-from tests.data.test_cut_audio import write_cut
+from tests.data.test_cut_audio import write_truncated
 from tests.media_files import ENCODED, KINDS, Kind, write_media
 
 
@@ -70,7 +70,7 @@ def test_unusable_files_and_duplicate_recordings_are_rejected(phone_recordings, 
     soundfile.write(source / "6_libopencore_amrnb_8k_mono.wav", speak(["एक", "दोन", "घर"]), 16_000)
     (source / "broken.mp4").write_bytes((source / "he_aac.aac").read_bytes()[1000:1100])
     (source / "silent.m4b").write_text("nothing")
-    write_cut(source / "cut.wav", "WAV")
+    write_truncated(source / "cut.wav", "WAV")
     for name in ("broken", "silent", "cut"):
         (source / f"{name}.txt").write_text("एक")
     (source / "no_text.webm").write_bytes(b"")

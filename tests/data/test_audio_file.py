@@ -1,4 +1,4 @@
-"""Audio files by header and span: refused before any decoding, and exact spans."""
+"""Audio files: invalid headers are rejected before decoding, and spans are exact."""
 
 import io
 import os
@@ -22,32 +22,34 @@ RATE = 16_000
 
 
 def tones(seconds: float, channels: int = 1) -> np.ndarray:
-    """Return rising tones with a little noise, so that no two parts are equal; (frames, channels) float32."""
+    """Return rising tones with a little noise, so that all parts differ; (frames, channels) float32."""
     time = np.arange(round(seconds * RATE)) / RATE
     waveform = 0.4 * np.sin(2 * np.pi * (200 + 150 * time) * time)
     waveform += 0.01 * np.random.default_rng(0).standard_normal(len(time))
     return np.repeat(waveform[:, None], channels, axis=1).astype(np.float32)
 
 
-def source_of(path: Path, **place: float) -> AudioSource:
+def make_source(path: Path, **place: float) -> AudioSource:
     return AudioSource(str(path), **place)
 
 
-# Refused files
+# Rejected files
 
 
-def _wav(path: Path, channels: int = 1, rate: int = RATE, data_bytes: int = 3200, claimed: int | None = None) -> None:
-    """Write a 16-bit WAV in which every number of the header can be wrong."""
+def _write_wav(
+    path: Path, channels: int = 1, rate: int = RATE, data_bytes: int = 3200, claimed: int | None = None
+) -> None:
+    """Write a 16-bit WAV whose header fields can be wrong."""
     claimed = data_bytes if claimed is None else claimed
     head = struct.pack("<HHIIHH", 1, channels, rate, 2 * rate * channels & 0xFFFFFFFF, 2 * channels, 16)
     chunks = b"WAVEfmt " + struct.pack("<I", 16) + head + b"data" + struct.pack("<I", claimed)
     path.write_bytes(b"RIFF" + struct.pack("<I", min(36 + claimed, 2**32 - 1)) + chunks + bytes(data_bytes))
 
 
-def _flac_that_claims(path: Path, frames: int) -> None:
-    """Write a FLAC of one second whose STREAMINFO claims `frames` samples.
+def _write_flac_with_frame_count(path: Path, frames: int) -> None:
+    """Write a FLAC of one second whose STREAMINFO states `frames` samples.
 
-    The number has 36 bits: 4 in byte 21, then bytes 22 to 25.
+    The field has 36 bits: 4 in byte 21, then bytes 22 to 25.
     """
     content = io.BytesIO()
     soundfile.write(content, tones(1.0), RATE, format="FLAC")
@@ -57,13 +59,13 @@ def _flac_that_claims(path: Path, frames: int) -> None:
     path.write_bytes(whole)
 
 
-def _with_nan(path: Path) -> None:
+def _write_wav_with_nan(path: Path) -> None:
     samples = tones(1.0)
     samples[100] = np.nan
     soundfile.write(path, samples, RATE, subtype="FLOAT")
 
 
-def _truncated_flac(path: Path) -> None:
+def _write_truncated_flac(path: Path) -> None:
     soundfile.write(path, tones(4.0), RATE, format="FLAC")
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 6 // 10])
 
@@ -76,25 +78,28 @@ HEADERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "FIFO": (lambda path: os.mkfifo(path), "it is not a file"),
     "link to a device": (lambda path: path.symlink_to("/dev/zero"), "it is not a file"),
     "no samples": (lambda path: soundfile.write(path, np.zeros(0), RATE), "contains no samples"),
-    "1024 channels": (lambda path: _wav(path, channels=1024, data_bytes=2 * 1024 * 100), "1024 channels"),
-    "33 channels": (lambda path: _wav(path, channels=33, data_bytes=2 * 33 * 100), "33 channels"),
-    "slow": (lambda path: _wav(path, rate=3_999), "3999 Hz"),
-    "fast": (lambda path: _wav(path, rate=384_001), "384001 Hz"),
-    "weeks": (lambda path: _flac_that_claims(path, 2**36 - 1), "states 1193 hours"),
-    "hours": (lambda path: _flac_that_claims(path, 10**10), "too much for .* bytes"),
+    "1024 channels": (lambda path: _write_wav(path, channels=1024, data_bytes=2 * 1024 * 100), "1024 channels"),
+    "33 channels": (lambda path: _write_wav(path, channels=33, data_bytes=2 * 33 * 100), "33 channels"),
+    "3999 Hz": (lambda path: _write_wav(path, rate=3_999), "3999 Hz"),
+    "384001 Hz": (lambda path: _write_wav(path, rate=384_001), "384001 Hz"),
+    "too many frames": (lambda path: _write_flac_with_frame_count(path, 2**36 - 1), "states 1193 hours"),
+    "too many frames for the file size": (
+        lambda path: _write_flac_with_frame_count(path, 10**10),
+        "too much for .* bytes",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_a_header_out_of_its_limits_is_refused_at_once_and_nothing_is_decoded(name, tmp_path, monkeypatch):
-    write, said = HEADERS[name]
+def test_header_outside_limits_is_rejected_without_decoding(name, tmp_path, monkeypatch):
+    write, message = HEADERS[name]
     path = tmp_path / "spoilt.wav"
     write(path)
     monkeypatch.setattr(soundfile.SoundFile, "read", lambda *_, **__: pytest.fail("samples were decoded"))
     started = time.process_time()
     for read in (read_header, read_samples):
-        with pytest.raises(DataError, match=said) as caught:
-            read(source_of(path))
+        with pytest.raises(DataError, match=message) as caught:
+            read(make_source(path))
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     assert time.process_time() - started < 5
 
@@ -102,31 +107,32 @@ def test_a_header_out_of_its_limits_is_refused_at_once_and_nothing_is_decoded(na
 @pytest.mark.parametrize(
     "write",
     [
-        lambda path: _wav(path, channels=32, data_bytes=6400),
-        lambda path: _wav(path, rate=4_000),
-        lambda path: _wav(path),
+        lambda path: _write_wav(path, channels=32, data_bytes=6400),
+        lambda path: _write_wav(path, rate=4_000),
+        lambda path: _write_wav(path),
     ],
     ids=["32 channels", "4000 Hz", "plain"],
 )
-def test_negative_control_headers_within_the_limits_are_read(write, tmp_path):
+def test_negative_control_headers_within_limits_are_read(write, tmp_path):
     write(tmp_path / "sound.wav")
     assert (
-        len(read_samples(source_of(tmp_path / "sound.wav"))[0]) == read_header(source_of(tmp_path / "sound.wav")).frames
+        len(read_samples(make_source(tmp_path / "sound.wav"))[0])
+        == read_header(make_source(tmp_path / "sound.wav")).frames
     )
 
 
-def test_a_flac_of_silence_is_not_taken_for_a_lie(tmp_path):
+def test_highly_compressed_flac_of_silence_is_accepted(tmp_path):
     soundfile.write(tmp_path / "silence.flac", np.zeros(100 * RATE), RATE)
-    assert read_header(source_of(tmp_path / "silence.flac")).seconds == 100
-    assert len(read_samples(source_of(tmp_path / "silence.flac"))[0]) == 100 * RATE
+    assert read_header(make_source(tmp_path / "silence.flac")).seconds == 100
+    assert len(read_samples(make_source(tmp_path / "silence.flac"))[0]) == 100 * RATE
 
 
 @pytest.mark.parametrize("claimed", [2**32 - 100, 2**31, 10**6])
-def test_a_wav_that_claims_gigabytes_is_read_as_far_as_it_goes_or_refused(claimed, tmp_path):
-    _wav(tmp_path / "claims.wav", claimed=claimed)
+def test_wav_with_false_data_size_is_read_to_its_end_or_rejected(claimed, tmp_path):
+    _write_wav(tmp_path / "claims.wav", claimed=claimed)
     tracemalloc.start()
     try:
-        samples, _ = read_samples(source_of(tmp_path / "claims.wav"))
+        samples, _ = read_samples(make_source(tmp_path / "claims.wav"))
         assert len(samples) == 1600
     except DataError as error:
         assert "claims.wav cannot be read" in str(error)
@@ -135,49 +141,51 @@ def test_a_wav_that_claims_gigabytes_is_read_as_far_as_it_goes_or_refused(claime
     assert peak < 5e6
 
 
-@pytest.mark.parametrize("write, said", [(_with_nan, "NaN or infinite"), (_truncated_flac, "cannot be read")])
-def test_samples_that_are_no_sound_are_refused(write, said, tmp_path):
+@pytest.mark.parametrize(
+    "write, message", [(_write_wav_with_nan, "NaN or infinite"), (_write_truncated_flac, "cannot be read")]
+)
+def test_nan_and_truncated_samples_are_rejected(write, message, tmp_path):
     write(tmp_path / "spoilt.wav")
-    with pytest.raises(DataError, match=said):
-        read_samples(source_of(tmp_path / "spoilt.wav"))
-    assert read_header(source_of(tmp_path / "spoilt.wav")).seconds >= 1
+    with pytest.raises(DataError, match=message):
+        read_samples(make_source(tmp_path / "spoilt.wav"))
+    assert read_header(make_source(tmp_path / "spoilt.wav")).seconds >= 1
 
 
 # Spans
 
-KINDS = {"wav": 0.0, "flac": 0.0, "ogg": 0.01, "mp3": 0.02}  # by suffix, the allowed mean difference
+TOLERANCES = {"wav": 0.0, "flac": 0.0, "ogg": 0.01, "mp3": 0.02}  # allowed mean absolute difference by file suffix
 
 
-def write_kind(path: Path, seconds: float = 20.0) -> np.ndarray:
+def write_and_read_back(path: Path, seconds: float = 20.0) -> np.ndarray:
     soundfile.write(path, tones(seconds), RATE)
     return soundfile.read(path, dtype="float32", always_2d=True)[0]
 
 
-@pytest.mark.parametrize("suffix", KINDS)
+@pytest.mark.parametrize("suffix", TOLERANCES)
 @pytest.mark.parametrize("start, seconds", [(0.0, 1.5), (7.25, 2.0), (18.5, 1.5), (19.0, 1.05)])
-def test_a_span_is_the_slice_of_the_whole(suffix, start, seconds, tmp_path):
+def test_span_equals_slice_of_the_whole_file(suffix, start, seconds, tmp_path):
     path = tmp_path / f"whole.{suffix}"
-    whole = write_kind(path)
-    span, rate = read_samples(source_of(path, start=start, seconds=seconds))
+    whole = write_and_read_back(path)
+    span, rate = read_samples(make_source(path, start=start, seconds=seconds))
     expected = whole[round(start * RATE) : round((start + seconds) * RATE)]
     assert rate == RATE
-    if KINDS[suffix] == 0:
+    if TOLERANCES[suffix] == 0:
         assert np.array_equal(span, expected)
     else:
         assert abs(len(span) - len(expected)) <= RATE // 20
         shared = min(len(span), len(expected))
         # A decoder that starts within a stream needs time to settle.
-        assert np.abs(span[800:shared] - expected[800:shared]).mean() < KINDS[suffix]
+        assert np.abs(span[800:shared] - expected[800:shared]).mean() < TOLERANCES[suffix]
 
 
 @pytest.mark.parametrize("start, seconds", [(19.5, 1.0), (20.0, 0.5), (25.0, 1.0)])
-def test_a_span_beyond_the_end_is_refused(start, seconds, tmp_path):
-    write_kind(tmp_path / "whole.flac")
+def test_span_beyond_end_of_file_is_rejected(start, seconds, tmp_path):
+    write_and_read_back(tmp_path / "whole.flac")
     with pytest.raises(DataError, match="it ends at 20.00 s"):
-        read_samples(source_of(tmp_path / "whole.flac", start=start, seconds=seconds))
+        read_samples(make_source(tmp_path / "whole.flac", start=start, seconds=seconds))
 
 
-def peak_of(source: AudioSource) -> int:
+def peak_read_bytes(source: AudioSource) -> int:
     """Return the peak of bytes allocated by Python and numpy while the samples are read."""
     tracemalloc.start()
     read_samples(source)
@@ -186,54 +194,54 @@ def peak_of(source: AudioSource) -> int:
     return peak
 
 
-def test_memory_is_that_of_the_span_in_a_file_and_in_a_shard(tmp_path):
+def test_reading_a_span_allocates_memory_for_the_span_only(tmp_path):
     soundfile.write(tmp_path / "long.wav", tones(120.0), RATE)  # 3.8 MB, twice that when decoded
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:
         tar.add(tmp_path / "long.wav", "long.wav")
     with tarfile.open(tmp_path / "shard.tar") as tar:
         member = tar.getmember("long.wav")
     place = {"byte_offset": member.offset_data, "byte_count": member.size}
-    for source in (source_of(tmp_path / "long.wav"), source_of(tmp_path / "shard.tar", **place)):
-        whole = peak_of(source)
-        span = peak_of(AudioSource(source.path, source.byte_offset, source.byte_count, 60.0, 1.0))
-        assert whole > 120 * RATE * 4  # control: a whole file is detected
+    for source in (make_source(tmp_path / "long.wav"), make_source(tmp_path / "shard.tar", **place)):
+        whole = peak_read_bytes(source)
+        span = peak_read_bytes(AudioSource(source.path, source.byte_offset, source.byte_count, 60.0, 1.0))
+        assert whole > 120 * RATE * 4  # negative control: the peak of a whole file is larger
         assert span < 4 * RATE * 4, source
 
 
 # Members of shards
 
 
-@pytest.mark.parametrize("suffix", KINDS)
-def test_a_member_of_a_tar_is_the_file(suffix, tmp_path):
+@pytest.mark.parametrize("suffix", TOLERANCES)
+def test_tar_member_reads_the_same_as_the_file(suffix, tmp_path):
     names = [f"{number}.{suffix}" for number in range(3)]
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:
         for number, name in enumerate(names):
-            write_kind(tmp_path / name, 2.0 + number)
+            write_and_read_back(tmp_path / name, 2.0 + number)
             tar.add(tmp_path / name, name)
     with tarfile.open(tmp_path / "shard.tar") as tar:
         members = tar.getmembers()
     for name, member in zip(names, members, strict=True):
-        inside = source_of(tmp_path / "shard.tar", byte_offset=member.offset_data, byte_count=member.size)
-        assert read_header(inside) == read_header(source_of(tmp_path / name))
-        assert np.array_equal(read_samples(inside)[0], read_samples(source_of(tmp_path / name))[0])
+        inside = make_source(tmp_path / "shard.tar", byte_offset=member.offset_data, byte_count=member.size)
+        assert read_header(inside) == read_header(make_source(tmp_path / name))
+        assert np.array_equal(read_samples(inside)[0], read_samples(make_source(tmp_path / name))[0])
         span = AudioSource(inside.path, inside.byte_offset, inside.byte_count, 0.5, 1.0)
         assert np.array_equal(
-            read_samples(span)[0], read_samples(source_of(tmp_path / name, start=0.5, seconds=1.0))[0]
+            read_samples(span)[0], read_samples(make_source(tmp_path / name, start=0.5, seconds=1.0))[0]
         )
 
 
 @pytest.mark.parametrize("offset, count", [(0, 700), (10**9, 5000), (100, 3), (2**62, 2**62), (1536, 10**9)])
-def test_a_member_that_is_not_there_is_refused_without_a_word_from_elsewhere(offset, count, tmp_path, capfd):
-    write_kind(tmp_path / "0.flac", 2.0)
+def test_invalid_tar_member_range_is_rejected_without_decoder_output(offset, count, tmp_path, capfd):
+    write_and_read_back(tmp_path / "0.flac", 2.0)
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:
         tar.add(tmp_path / "0.flac", "0.flac")
     with pytest.raises(DataError, match="shard.tar at byte"):
-        read_samples(source_of(tmp_path / "shard.tar", byte_offset=offset, byte_count=count))
+        read_samples(make_source(tmp_path / "shard.tar", byte_offset=offset, byte_count=count))
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("rate", [15_999, 44_099, 44_100])
-def test_an_odd_rate_costs_no_more_memory_and_a_sine_stays_the_sine(rate):
+def test_resampling_odd_rates_is_accurate_and_needs_little_memory(rate):
     script = (
         "import math, torch\n"
         "from konkanivani.data.audio.waveform import resample\n"

@@ -1,4 +1,4 @@
-"""Augmentation that simulates other recordings: determinism, independence of the kinds, lengths, sources of speech."""
+"""Recording augmentation: determinism, independence of the kinds, lengths, and sources of babble."""
 
 import pytest
 import torch
@@ -30,8 +30,8 @@ def no_talker(generator: torch.Generator) -> torch.Tensor:
     raise AssertionError("another utterance is read")
 
 
-def only(monkeypatch: pytest.MonkeyPatch, *kinds: str, probability: float = 1.0) -> None:
-    """Let the strength `light` draw these kinds only."""
+def enable_only(monkeypatch: pytest.MonkeyPatch, *kinds: str, probability: float = 1.0) -> None:
+    """Restrict the strength `light` to these kinds."""
     drawn = {kind: probability if kind in kinds else 0.0 for kind in KINDS}
     monkeypatch.setitem(augmentation.PROBABILITIES, "light", drawn)
 
@@ -40,13 +40,13 @@ def light(longest: float = 10.0, seed: int = 1) -> RecordingAugmentation:
     return RecordingAugmentation(seed, "light", longest)
 
 
-def test_none_returns_the_waveform_itself():
+def test_augmentation_none_returns_the_same_waveform():
     waveform = speech()
     assert RecordingAugmentation()(waveform, 0, "a", no_talker).waveform is waveform
 
 
 @pytest.mark.parametrize("strength", ["light", "strong"])
-def test_a_recording_is_a_function_of_seed_epoch_and_utterance(strength):
+def test_augmentation_is_determined_by_seed_epoch_and_utterance(strength):
     def recorded(seed: int, epoch: int, utterance: str) -> list[torch.Tensor]:
         augment = RecordingAugmentation(seed, strength, 10.0)
         return [augment(speech(), epoch, f"{utterance}{n}", other_talker).waveform for n in range(20)]
@@ -58,38 +58,38 @@ def test_a_recording_is_a_function_of_seed_epoch_and_utterance(strength):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_changes_the_waveform_alone(kind, monkeypatch):
-    only(monkeypatch)
+def test_each_kind_alone_changes_the_waveform(kind, monkeypatch):
+    enable_only(monkeypatch)
     assert torch.equal(light()(speech(), 0, "a", no_talker).waveform, speech())  # negative control
-    only(monkeypatch, kind)
+    enable_only(monkeypatch, kind)
     changed = light()(speech(), 0, "a", other_talker).waveform
     assert changed.isfinite().all() and not torch.equal(changed, speech())
 
 
-def test_a_kind_does_not_change_the_draws_of_another(monkeypatch):
-    only(monkeypatch, "floor")
+def test_kinds_draw_independently_of_each_other(monkeypatch):
+    enable_only(monkeypatch, "floor")
     noise = light()(speech(), 0, "a", no_talker).waveform - speech()
-    only(monkeypatch, "floor", "offset")
+    enable_only(monkeypatch, "floor", "offset")
     both = light()(speech(), 0, "a", no_talker).waveform - speech()
     assert (both - noise).std() < 1e-6 < abs(float((both - noise).mean()))
 
 
-def test_stronger_draws_every_kind_more_often():
+def test_strong_has_higher_probabilities_than_light():
     assert set(PROBABILITIES["strong"]) == set(KINDS)
     assert all(PROBABILITIES["strong"][kind] > PROBABILITIES["light"][kind] for kind in KINDS)
 
 
 @pytest.mark.parametrize("longest", [0.5, 1.0, 1.5, 10.0])
-def test_silence_never_makes_an_utterance_longer_than_the_longest(longest, monkeypatch):
-    only(monkeypatch, "silence")
+def test_silence_keeps_utterances_within_the_maximum_length(longest, monkeypatch):
+    enable_only(monkeypatch, "silence")
     seconds = [len(light(longest)(speech(), 0, str(n), no_talker).waveform) / SAMPLE_RATE for n in range(50)]
     assert max(seconds) <= max(longest, 1.0)
     assert min(seconds) >= 1.0
     assert max(seconds) > 0.9 * min(longest, 4.0)  # the allowance is used
 
 
-def test_the_delay_is_where_the_speech_starts(monkeypatch):
-    only(monkeypatch, "silence")
+def test_reported_delay_is_the_start_of_speech(monkeypatch):
+    enable_only(monkeypatch, "silence")
     for number in range(20):
         recorded = light()(speech(), 0, str(number), no_talker)
         before = round(recorded.delay * SAMPLE_RATE)
@@ -97,8 +97,8 @@ def test_the_delay_is_where_the_speech_starts(monkeypatch):
         assert speech_span(recorded.waveform)[0] == pytest.approx(recorded.delay, abs=0.011)
 
 
-def test_recorded_silence_is_filled_with_noise_and_digital_silence_is_not(monkeypatch):
-    only(monkeypatch, "silence", "floor")
+def test_silence_is_filled_with_noise_or_stays_digital(monkeypatch):
+    enable_only(monkeypatch, "silence", "floor")
     digital = 0
     for number in range(40):
         recorded = light()(speech(), 0, str(number), no_talker)
@@ -108,23 +108,23 @@ def test_recorded_silence_is_filled_with_noise_and_digital_silence_is_not(monkey
     assert 10 < digital < 30
 
 
-def test_babble_is_speech_of_the_training_set(monkeypatch):
-    only(monkeypatch, "babble")
-    told = torch.zeros(9_000)
-    told[::90] = 1.0
-    added = light()(speech(), 0, "a", lambda generator: told).waveform - speech()
-    assert (added.abs() > 1e-4).float().mean() < 0.05  # only where the talkers' pulses are
+def test_babble_adds_the_speech_of_another_utterance(monkeypatch):
+    enable_only(monkeypatch, "babble")
+    pulses = torch.zeros(9_000)
+    pulses[::90] = 1.0
+    added = light()(speech(), 0, "a", lambda generator: pulses).waveform - speech()
+    assert (added.abs() > 1e-4).float().mean() < 0.05  # only at the pulses of the babble
     missing = light()(speech(), 0, "a", lambda generator: None).waveform
     assert torch.equal(missing, speech())
 
 
-def test_auto_is_none():
+def test_augmentation_auto_resolves_to_none():
     assert resolve(TrainConfig(), CorpusSize(1.0, 1000)).augment.augmentation == "none"
     asked = TrainConfig(augment=AugmentConfig(augmentation="light"))
     assert resolve(asked, CorpusSize(1.0, 1000)).augment.augmentation == "light"
 
 
-def test_an_older_checkpoint_has_no_augmentation():
+def test_config_without_augmentation_flag_resolves_to_none():
     lines = config_to_text(TrainConfig()).splitlines(keepends=True)
     older = "".join(line for line in lines if not line.startswith("--augmentation "))
     assert len(older) < len("".join(lines))
@@ -141,8 +141,8 @@ def training_set(corpus: Corpus) -> tuple[TrainDataset, Selection]:
     return TrainDataset(kept, tokenizer, (1.0,), 1, manifest.path, recording=light()), kept
 
 
-def test_the_training_set_reads_its_own_utterances_for_babble(corpus, monkeypatch):
-    only(monkeypatch, "babble")
+def test_babble_is_read_from_utterances_of_the_training_set(corpus, monkeypatch):
+    enable_only(monkeypatch, "babble")
     augmented, kept = training_set(corpus)
     first, usual = augmented[0, 0], EvalDataset(kept, augmented.tokenizer, augmented.manifest)[0]
     assert len(first.waveform) == len(usual.waveform) and not torch.equal(first.waveform, usual.waveform)
@@ -150,19 +150,19 @@ def test_the_training_set_reads_its_own_utterances_for_babble(corpus, monkeypatc
     assert not torch.equal(first.waveform, augmented[1, 0].waveform)
     read: list[str] = []
 
-    def read_and_note(utterance, manifest):
+    def read_and_record(utterance, manifest):
         read.append(utterance.id)
         return usual_read(utterance, manifest)
 
     usual_read = dataset._read
-    monkeypatch.setattr(dataset, "_read", read_and_note)
+    monkeypatch.setattr(dataset, "_read", read_and_record)
     assert torch.equal(augmented[0, 0].waveform, first.waveform)
     assert read[0] == kept[0].id and 2 <= len(read) <= 4
     assert set(read) <= {utterance.id for utterance in kept}
 
 
-def test_an_unusable_talker_is_left_out(corpus, monkeypatch):
-    only(monkeypatch, "babble")
+def test_unreadable_babble_utterance_is_skipped(corpus, monkeypatch):
+    enable_only(monkeypatch, "babble")
     augmented, kept = training_set(corpus)
     usual_read = dataset._read
 

@@ -1,4 +1,4 @@
-"""A row with `channel` has that channel of its recording alone; a row without it has the mean of all channels."""
+"""A row with `channel` uses only that channel of its recording; a row without it uses the mean of all channels."""
 
 import json
 from dataclasses import replace
@@ -24,11 +24,11 @@ from tests.corpora.test_formats import add_member, sentence, write_table
 
 RATE = 16_000
 SECONDS = 2.0
-WRONG = [-1, True, 0.0, 1.5, "1", "left", [0], {}, float("nan")]
+INVALID_CHANNELS = [-1, True, 0.0, 1.5, "1", "left", [0], {}, float("nan")]
 
 
 def two_signals(number: int = 0, rate: int = RATE) -> np.ndarray:
-    """Return two different tones with noise (S, 2), float32, exact in 16 bits; another pair for each number."""
+    """Return two different tones with noise (S, 2), float32, exact in 16 bits; `number` selects the pair."""
     generator = np.random.default_rng(number)
     time = np.arange(round(SECONDS * rate)) / rate
     tones = np.stack([np.sin(2 * np.pi * pitch * time) for pitch in (200 + number, 700 + number)], axis=1)
@@ -52,12 +52,12 @@ def row(audio: str, number: int = 0, **fields: object) -> dict[str, object]:
     return {"audio_filepath": audio, "duration": SECONDS, "text": sentence(number)} | fields
 
 
-def parsed(**fields: object) -> Utterance:
+def parse_fields(**fields: object) -> Utterance:
     return parse_row(json.dumps(row("a.wav", **fields)).encode(), "", 1)
 
 
 @pytest.fixture
-def three_rows(tmp_path: Path) -> tuple[Manifest, np.ndarray]:
+def stereo_manifest(tmp_path: Path) -> tuple[Manifest, np.ndarray]:
     """Return a manifest with channel 0, channel 1 and the mean of one stereo recording, and its samples (S, 2)."""
     samples = write_stereo(tmp_path / "call.wav")
     rows = [row("call.wav", 1, channel=0), row("call.wav", 2, channel=1), row("call.wav", 3)]
@@ -68,8 +68,8 @@ def three_rows(tmp_path: Path) -> tuple[Manifest, np.ndarray]:
 
 
 @pytest.mark.parametrize("dataset", ["training", "evaluation"])
-def test_each_row_has_exactly_the_samples_of_its_channel(dataset: str, three_rows) -> None:
-    manifest, samples = three_rows
+def test_dataset_returns_exactly_the_samples_of_the_row_channel(dataset: str, stereo_manifest) -> None:
+    manifest, samples = stereo_manifest
     tokenizer = train_tokenizer([utterance.text for utterance in manifest], "char", 60)
     if dataset == "training":
         speech = TrainDataset(manifest, tokenizer, (1.0,), seed=0, manifest=manifest.path)
@@ -83,7 +83,7 @@ def test_each_row_has_exactly_the_samples_of_its_channel(dataset: str, three_row
     assert not np.array_equal(waveforms[0], waveforms[1]) and not np.array_equal(waveforms[0], waveforms[2])
 
 
-def test_blocks_spans_streams_and_members_of_tars_have_the_channel_alone(tmp_path: Path) -> None:
+def test_blocks_spans_streams_and_tar_members_use_selected_channel(tmp_path: Path) -> None:
     import tarfile
 
     samples = write_stereo(tmp_path / "call.wav")
@@ -105,14 +105,14 @@ def test_blocks_spans_streams_and_members_of_tars_have_the_channel_alone(tmp_pat
         assert np.array_equal(read_samples(source)[0], samples)
 
 
-def test_a_channel_of_another_rate_is_resampled_like_a_recording_of_it_alone(tmp_path: Path) -> None:
+def test_selected_channel_is_resampled_like_a_mono_recording(tmp_path: Path) -> None:
     samples = write_stereo(tmp_path / "call.wav", rate=8_000)
     for channel in (0, 1):
         alone = resample(torch.from_numpy(samples[:, channel].copy()), 8_000)
         assert load_audio(AudioSource(str(tmp_path / "call.wav"), channel=channel)).equal(alone)
 
 
-def test_a_channel_of_what_ffmpeg_decodes(tmp_path: Path) -> None:
+def test_channel_of_ffmpeg_decoded_file_is_selected(tmp_path: Path) -> None:
     av = pytest.importorskip("av")
     samples = two_signals()
     with av.open(str(tmp_path / "call.m4a"), "w") as file:
@@ -129,7 +129,7 @@ def test_a_channel_of_what_ffmpeg_decodes(tmp_path: Path) -> None:
         read_samples(AudioSource(str(tmp_path / "call.m4a"), channel=2))
 
 
-def test_the_other_channel_may_hold_what_is_no_number(tmp_path: Path) -> None:
+def test_nan_in_the_other_channel_is_ignored(tmp_path: Path) -> None:
     samples = two_signals()
     samples[5, 1] = np.nan
     soundfile.write(tmp_path / "call.wav", samples, RATE, subtype="FLOAT")
@@ -140,7 +140,7 @@ def test_the_other_channel_may_hold_what_is_no_number(tmp_path: Path) -> None:
             read_samples(replace(source, channel=channel))
 
 
-def test_noise_of_a_channel_is_that_channel(tmp_path: Path) -> None:
+def test_noise_row_with_channel_uses_that_channel(tmp_path: Path) -> None:
     samples = write_stereo(tmp_path / "noise.wav")
     manifest = write_rows(tmp_path / "noise.jsonl", [row("noise.wav", channel=1)])
     sound = read_sounds(str(manifest))[0]
@@ -151,20 +151,25 @@ def test_noise_of_a_channel_is_that_channel(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["channel", "channel_selector"])
-@pytest.mark.parametrize("value", WRONG)
-def test_a_channel_that_is_no_number_from_0_breaks_its_row(value: object, name: str) -> None:
+@pytest.mark.parametrize("value", INVALID_CHANNELS)
+def test_invalid_channel_value_raises_bad_row(value: object, name: str) -> None:
     with pytest.raises(BadRow, match=f"^{name} must be the number of a channel, from 0, not ") as refused:
-        parsed(**{name: value})
+        parse_fields(**{name: value})
     assert refused.value.audio_filepath == "a.wav"
 
 
-def test_none_and_nemos_average_stand_for_the_mean() -> None:
-    assert parsed().channel is parsed(channel=None).channel is parsed(channel_selector="average").channel is None
-    assert parsed(channel=0).channel == 0 and parsed(channel_selector=1).channel == 1
-    assert parsed(channel=0, channel_selector=1).channel == 0
+def test_null_and_nemo_average_select_the_channel_mean() -> None:
+    assert (
+        parse_fields().channel
+        is parse_fields(channel=None).channel
+        is parse_fields(channel_selector="average").channel
+        is None
+    )
+    assert parse_fields(channel=0).channel == 0 and parse_fields(channel_selector=1).channel == 1
+    assert parse_fields(channel=0, channel_selector=1).channel == 0
 
 
-def test_the_index_lists_the_row_among_the_broken_ones(tmp_path: Path) -> None:
+def test_index_lists_rows_with_invalid_channel_as_broken(tmp_path: Path) -> None:
     write_stereo(tmp_path / "call.wav")
     rows = [row("call.wav", channel=value) for value in (0, "1", 1, -1)]
     index = open_index(write_rows(tmp_path / "train.jsonl", rows))
@@ -172,7 +177,7 @@ def test_the_index_lists_the_row_among_the_broken_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("channel", [2, 31, 10**30])
-def test_a_channel_that_the_file_lacks_is_a_broken_row_where_its_header_is_read(channel: int, tmp_path: Path) -> None:
+def test_missing_channel_is_rejected_when_audio_is_read(channel: int, tmp_path: Path) -> None:
     write_stereo(tmp_path / "call.wav")
     manifest = read_manifest(write_rows(tmp_path / "train.jsonl", [row("call.wav", 1, channel=channel)]))
     tokenizer = train_tokenizer([sentence(1)], "char", 60)
@@ -186,8 +191,8 @@ def test_a_channel_that_the_file_lacks_is_a_broken_row_where_its_header_is_read(
 # Identity
 
 
-def test_two_channels_are_two_utterances_and_one_twice_is_not(three_rows) -> None:
-    manifest, _ = three_rows
+def test_channels_of_one_file_have_distinct_utterance_keys(stereo_manifest) -> None:
+    manifest, _ = stereo_manifest
     one, other, both = manifest
     assert len({one.id, other.id, both.id}) == len({one.mark, other.mark, both.mark}) == 3
     assert len({content_key(u.source) for u in manifest}) == len({extent_key(u.source, 9) for u in manifest}) == 3
@@ -195,14 +200,14 @@ def test_two_channels_are_two_utterances_and_one_twice_is_not(three_rows) -> Non
     assert (again.id, again.mark, content_key(again.source)) == (one.id, one.mark, content_key(one.source))
 
 
-def test_rows_are_written_and_read_again_with_their_channel() -> None:
+def test_row_with_channel_is_written_and_parsed_equal() -> None:
     for fields in ({}, {"channel": 0}, {"channel": 3, "offset": 1.5}):
-        utterance = parsed(**fields)
+        utterance = parse_fields(**fields)
         assert row_of(utterance) == row("a.wav", **fields)
         assert parse_row(json.dumps(row_of(utterance)).encode(), "", 1) == utterance
 
 
-def test_a_corpus_of_other_channels_has_another_fingerprint(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_the_channel(tmp_path: Path) -> None:
     write_stereo(tmp_path / "call.wav")
     prints = []
     for channel in (0, 1, None, None):
@@ -213,7 +218,7 @@ def test_a_corpus_of_other_channels_has_another_fingerprint(tmp_path: Path) -> N
     assert prints[2].is_unchanged(prints[3])
 
 
-def test_an_index_from_before_channels_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_of_version_without_channels_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("konkanivani.data.index.SMALL_BYTES", 0)
     write_stereo(tmp_path / "call.wav")
     manifest = write_rows(tmp_path / "train.jsonl", [row("call.wav", channel=0), row("call.wav", channel="1")])
@@ -224,10 +229,12 @@ def test_an_index_from_before_channels_is_made_again(tmp_path: Path, monkeypatch
     assert len(open_index(manifest).broken) == 1
 
 
-def test_transcripts_are_paired_by_channel(tmp_path: Path) -> None:
+def test_transcript_ids_distinguish_channels(tmp_path: Path) -> None:
     manifest = write_rows(tmp_path / "a.jsonl", [row("call.wav", n, channel=n) for n in (0, 1)])
     ids = [text.id for text in read_transcripts(str(manifest), "lines", "reference").rows]
-    assert ids == [utterance.id for utterance in (parsed(channel=0), parsed(channel=1))] or len(set(ids)) == 2
+    assert (
+        ids == [utterance.id for utterance in (parse_fields(channel=0), parse_fields(channel=1))] or len(set(ids)) == 2
+    )
     other = write_rows(tmp_path / "b.jsonl", [row("call.wav", channel="whatsapp")])
     assert read_transcripts(str(other), "lines", "reference").rows[0].id == "call.wav"
 
@@ -235,7 +242,7 @@ def test_transcripts_are_paired_by_channel(tmp_path: Path) -> None:
 # Importers
 
 
-def prepared(tmp_path: Path) -> dict[str, int | None]:
+def prepared_channels(tmp_path: Path) -> dict[str, int | None]:
     """Return the channel of each text in the written manifests."""
     paths = [path for path in (tmp_path / "out").glob("*.jsonl") if path.name != "rejected.jsonl"]
     found = [read_manifest(path, (str(tmp_path),)) for path in paths]
@@ -292,7 +299,7 @@ def write_kaldi_segments(folder: Path) -> tuple[str, ...]:
 
 
 def write_kaldi_recordings(folder: Path, labels: tuple[str, str]) -> tuple[str, ...]:
-    """Write two recordings per file, one for each channel, and one without a label."""
+    """Write three recordings per file: one for each channel and one without a label."""
     names = [(f"rec{call}{side}", call, place) for call in CALLS for place, side in enumerate(("a", "b", "m"))]
     write_table(folder / "wav.scp", (), [(name, f"{call}.wav") for name, call, _ in names], " ")
     write_table(folder / "text", (), [(name, sentence(3 * call + place)) for name, call, place in names], " ")
@@ -316,7 +323,7 @@ def write_parquet(folder: Path) -> tuple[str, ...]:
 
 IMPORTERS = {
     "csv": write_csv,
-    "csv, column named": write_csv_named,
+    "csv, column given by flag": write_csv_named,
     "nemo": write_nemo,
     "kaldi segments": write_kaldi_segments,
     "kaldi letters": partial(write_kaldi_recordings, labels=("A", "B")),
@@ -327,10 +334,10 @@ IMPORTERS = {
 
 
 @pytest.mark.parametrize("name", IMPORTERS)
-def test_importers_keep_the_channel(name: str, tmp_path: Path) -> None:
+def test_importers_preserve_the_channel(name: str, tmp_path: Path) -> None:
     write_calls(tmp_path / "corpus")
     well(prepare(tmp_path, *IMPORTERS[name](tmp_path / "corpus"), "--valid_share", "0", "--test_share", "0"))
-    assert prepared(tmp_path) == EXPECTED
+    assert prepared_channels(tmp_path) == EXPECTED
     manifest = read_manifest(tmp_path / "out" / "train.jsonl", (str(tmp_path),))
     for utterance in manifest:
         samples = two_signals(int(Path(utterance.audio_filepath).stem))
@@ -338,7 +345,7 @@ def test_importers_keep_the_channel(name: str, tmp_path: Path) -> None:
         assert np.array_equal(load_audio(utterance.source).numpy(), mono)
 
 
-def test_a_letter_of_kaldi_is_only_a_label_where_the_file_has_one_channel(tmp_path: Path) -> None:
+def test_kaldi_channel_letter_is_ignored_for_mono_files(tmp_path: Path) -> None:
     for call in CALLS:
         (tmp_path / "corpus").mkdir(exist_ok=True)
         soundfile.write(tmp_path / "corpus" / f"{call}.wav", two_signals(call)[:, 0], RATE)
@@ -347,14 +354,12 @@ def test_a_letter_of_kaldi_is_only_a_label_where_the_file_has_one_channel(tmp_pa
         rows = (tmp_path / "corpus" / name).read_text(encoding="utf-8").splitlines()
         (tmp_path / "corpus" / name).write_text("\n".join(rows[1::3]) + "\n", encoding="utf-8")
     well(prepare(tmp_path, *flags, "--valid_share", "0", "--test_share", "0"))
-    assert set(prepared(tmp_path).values()) == {None} and len(prepared(tmp_path)) == len(CALLS)
+    assert set(prepared_channels(tmp_path).values()) == {None} and len(prepared_channels(tmp_path)) == len(CALLS)
 
 
 @pytest.mark.parametrize("kind", ["csv", "nemo", "kaldi"])
 @pytest.mark.parametrize("value", ["2", "-2", "1.0", "left"])
-def test_an_importer_refuses_the_row_of_a_wrong_channel_and_keeps_the_others(
-    kind: str, value: str, tmp_path: Path
-) -> None:
+def test_importer_rejects_only_the_row_with_invalid_channel(kind: str, value: str, tmp_path: Path) -> None:
     write_calls(tmp_path / "corpus")
     folder = tmp_path / "corpus"
     if kind == "csv":
@@ -374,13 +379,13 @@ def test_an_importer_refuses_the_row_of_a_wrong_channel_and_keeps_the_others(
         lines[0] = lines[0].rpartition(" ")[0] + f" {value}"
         (folder / "segments").write_text("\n".join(lines) + "\n", encoding="utf-8")
     well(prepare(tmp_path, *flags, "--valid_share", "0", "--test_share", "0", "--max_rejected", "100%"))
-    assert prepared(tmp_path) == {text: channel for text, channel in EXPECTED.items() if text != sentence(0)}
+    assert prepared_channels(tmp_path) == {text: channel for text, channel in EXPECTED.items() if text != sentence(0)}
     only = read_rejected(tmp_path)
     assert [found["kind"] for found in only] == ["channel"]
     assert ("no channel 2" if value == "2" else "channel") in only[0]["reason"]
 
 
-def test_a_column_of_other_things_can_be_passed_over(tmp_path: Path) -> None:
+def test_unrelated_channel_column_can_be_ignored_by_flag(tmp_path: Path) -> None:
     write_calls(tmp_path / "corpus")
     write_table(
         tmp_path / "corpus" / "all.csv",
@@ -392,11 +397,11 @@ def test_a_column_of_other_things_can_be_passed_over(tmp_path: Path) -> None:
     refused = prepare(tmp_path, *flags)
     assert refused.returncode == 3 and "--channel_column none" in refused.stderr
     well(prepare(tmp_path, *flags, "--channel_column", "none"))
-    assert set(prepared(tmp_path).values()) == {None}
+    assert set(prepared_channels(tmp_path).values()) == {None}
 
 
 @pytest.mark.parametrize(("channels", "count"), [(("0", "1"), 0), (("0", "0"), 1), (("1", ""), 1), (("", ""), 1)])
-def test_two_channels_in_two_splits_leak_only_where_they_share_audio(channels, count: int, tmp_path: Path) -> None:
+def test_leak_is_reported_only_for_overlapping_channels(channels, count: int, tmp_path: Path) -> None:
     write_calls(tmp_path / "corpus")
     (tmp_path / "corpus" / "copy.wav").write_bytes((tmp_path / "corpus" / "0.wav").read_bytes())
     rows = [
@@ -410,13 +415,13 @@ def test_two_channels_in_two_splits_leak_only_where_they_share_audio(channels, c
     assert {leak["what"]: leak["count"] for leak in report["leaks"]}["audio"] == count
 
 
-def test_the_same_channel_twice_is_a_duplicate(tmp_path: Path) -> None:
+def test_repeated_channel_is_rejected_as_duplicate(tmp_path: Path) -> None:
     write_calls(tmp_path / "corpus")
     rows = [("0.wav", "घर", "0"), ("0.wav", "उदक", "0"), ("0.wav", "एक", "1")]
     write_table(tmp_path / "corpus" / "all.csv", ("audio", "text", "channel"), rows, ",")
     shares = ("--valid_share", "0", "--test_share", "0", "--max_rejected", "100%")
     well(prepare(tmp_path, "csv", "--table", "all.csv", *shares))
-    assert prepared(tmp_path) == {"घर": 0, "एक": 1}
+    assert prepared_channels(tmp_path) == {"घर": 0, "एक": 1}
     assert [found["kind"] for found in read_rejected(tmp_path)] == ["duplicate"]
 
 
@@ -429,23 +434,23 @@ def inspect(manifest: Path) -> dict[str, object]:
     return json.loads(done.stdout)
 
 
-def counts_of(report: dict[str, object]) -> list[int]:
+def health_counts(report: dict[str, object]) -> list[int]:
     """Return the numbers of repeated audio, repeated rows and unreadable recordings."""
     part = report["health"]["parts"][0]
     found = (part["repeated_audio"], part["repeated_rows"], part["sound"]["unreadable"])
     return [listed["count"] for listed in found]
 
 
-def test_inspect_calls_two_channels_of_a_file_no_duplicate(tmp_path: Path) -> None:
+def test_inspection_counts_only_the_same_channel_as_repeated(tmp_path: Path) -> None:
     write_stereo(tmp_path / "call.wav")
     distinct = [row("call.wav", 1, channel=0), row("call.wav", 2, channel=1)]
-    assert counts_of(inspect(write_rows(tmp_path / "a.jsonl", distinct))) == [0, 0, 0]
+    assert health_counts(inspect(write_rows(tmp_path / "a.jsonl", distinct))) == [0, 0, 0]
     repeated = [row("call.wav", 1, channel=1), row("call.wav", 2, channel=1), row("call.wav", 3, channel=7)]
-    assert counts_of(inspect(write_rows(tmp_path / "b.jsonl", repeated))) == [1, 1, 1]
+    assert health_counts(inspect(write_rows(tmp_path / "b.jsonl", repeated))) == [1, 1, 1]
 
 
 def write_dialogue(folder: Path, calls: int) -> Path:
-    """Write stereo recordings of two speakers, a row for each; row 1 names a missing channel."""
+    """Write stereo recordings of two speakers, one row each; row 1 names a missing channel."""
     rows = []
     for call in range(calls):
         sides = [speak(sentence(number).split()) for number in (2 * call, 2 * call + 1)]
@@ -459,7 +464,7 @@ def write_dialogue(folder: Path, calls: int) -> Path:
     return write_rows(folder / "dialogue.jsonl", rows)
 
 
-def test_training_and_evaluation_use_the_channels_and_list_the_row_without_one(tmp_path: Path) -> None:
+def test_training_and_evaluation_use_channels_and_list_a_missing_one(tmp_path: Path) -> None:
     manifest = str(write_dialogue(tmp_path, 6))
     flags = ("--max_steps", "2", "--batch_size", "4", "--num_workers", "0", "--max_rejected", "10%")
     manifests = ("--train_manifest", manifest, "--valid_manifest", manifest)

@@ -1,4 +1,4 @@
-"""A file that ends before its header's length is detected, and MP3 decodes equally in blocks and as a whole."""
+"""Truncated files are detected from their header, and MP3 decodes equally in blocks and as a whole."""
 
 import io
 import struct
@@ -13,7 +13,7 @@ from konkanivani.data.audio.files import AudioSource, ShortAudio, UnusableAudio,
 from tests.data.test_audio_file import RATE, tones
 
 
-def write_cut(path: Path, file_format: str, share: float = 0.5, **fields: str) -> Path:
+def write_truncated(path: Path, file_format: str, share: float = 0.5, **fields: str) -> Path:
     """Write ten seconds of a rising tone, truncated to this share of the bytes."""
     content = io.BytesIO()
     soundfile.write(content, tones(10.0), RATE, format=file_format, **fields)
@@ -22,8 +22,8 @@ def write_cut(path: Path, file_format: str, share: float = 0.5, **fields: str) -
 
 
 @pytest.mark.parametrize("file_format", ["WAV", "AIFF", "W64", "RF64", "WAVEX"])
-def test_a_file_that_was_cut_says_so(file_format, tmp_path):
-    path = write_cut(tmp_path / "cut.wav", file_format)
+def test_truncated_file_is_detected_from_its_header(file_format, tmp_path):
+    path = write_truncated(tmp_path / "cut.wav", file_format)
     header = read_header(AudioSource(str(path)))
     assert header.seconds == pytest.approx(5.0, abs=0.05) and header.missing == pytest.approx(5.0, abs=0.05)
     with pytest.raises(UnusableAudio, match=r"it lasts 5\.0. s, not 10\.00 s as in its row: it is 5\.0 s shorter"):
@@ -34,8 +34,8 @@ def test_a_file_that_was_cut_says_so(file_format, tmp_path):
 
 
 @pytest.mark.parametrize("claimed", [0, 0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000, 0xFFFFFFFF - 36])
-def test_what_a_stream_leaves_in_its_header_is_no_cut(claimed, tmp_path):
-    path = write_cut(tmp_path / "stream.wav", "WAV", 1.0)
+def test_streaming_placeholder_size_is_not_a_truncation(claimed, tmp_path):
+    path = write_truncated(tmp_path / "stream.wav", "WAV", 1.0)
     content = path.read_bytes()
     place = content.index(b"data") + 4
     path.write_bytes(content[:place] + struct.pack("<L", claimed) + content[place + 4 :])
@@ -59,7 +59,7 @@ def write_mp3(path: Path, rate: int) -> int:
 
 
 @pytest.mark.parametrize("rate", [16_000, 24_000, 44_100])
-def test_mp3_in_blocks_and_spans_is_the_whole_and_libmpg123_says_nothing(rate, tmp_path, capfd):
+def test_mp3_blocks_and_spans_equal_whole_without_decoder_messages(rate, tmp_path, capfd):
     path = tmp_path / "speech.mp3"
     write_mp3(path, rate)
     whole, _ = read_samples(AudioSource(str(path)))
@@ -72,7 +72,7 @@ def test_mp3_in_blocks_and_spans_is_the_whole_and_libmpg123_says_nothing(rate, t
     assert capfd.readouterr().err == ""
 
 
-def test_negative_control_as_soundfile_reads_blocks_it_is_noise(tmp_path, capfd):
+def test_negative_control_soundfile_blocks_of_mp3_differ_from_whole(tmp_path, capfd):
     path, found = tmp_path / "speech.mp3", {}
     for rate in (16_000, 24_000, 44_100):
         write_mp3(path, rate)

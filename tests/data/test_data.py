@@ -1,4 +1,4 @@
-"""The plan of an epoch, the stream that follows it, and the lengths on which both rely."""
+"""Epoch plans, the stream of global batches, and the lengths on which both rely."""
 
 import dataclasses
 import multiprocessing
@@ -50,7 +50,7 @@ FRAMING = Framing(FeatureConfig())
 
 DURATIONS = np.random.default_rng(0).uniform(0.5, 15, size=103)
 
-# The plan
+# Epoch plan
 
 
 def planner(count: int = 103, global_batch_size: int = 8, seed: int = 1) -> EpochPlanner:
@@ -63,7 +63,7 @@ def as_lists(plan: list[np.ndarray]) -> list[list[int]]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 103), st.integers(1, 20), st.integers(0, 5), st.integers(0, 2**63 - 1))
-def test_an_epoch_is_a_partition_into_full_windows_and_a_ragged_last_one(count, global_batch_size, epoch, seed):
+def test_epoch_is_partitioned_into_full_global_batches_and_a_last_one(count, global_batch_size, epoch, seed):
     plan = list(planner(count, global_batch_size, seed).plan_epoch(epoch))
     assert sorted(index for global_batch in plan for index in global_batch) == list(range(count))
     assert all(len(global_batch) == global_batch_size for global_batch in plan[:-1])
@@ -71,16 +71,16 @@ def test_an_epoch_is_a_partition_into_full_windows_and_a_ragged_last_one(count, 
     assert len(plan) == planner(count, global_batch_size).global_batches_per_epoch()
 
 
-def test_a_plan_is_pure_in_seed_and_epoch_and_differs_between_them():
+def test_epoch_plan_is_determined_by_seed_and_epoch():
     plans = [as_lists(planner(seed=seed).plan_epoch(epoch)) for seed in (1, 2) for epoch in range(4)]
     again = [as_lists(planner(seed=seed).plan_epoch(epoch)) for seed in (2, 1) for epoch in (3, 2, 1, 0)]
     assert plans == again[::-1]
     assert all(one != other for i, one in enumerate(plans) for other in plans[:i])
     global_batches = [{frozenset(global_batch) for global_batch in plan} for plan in plans]
-    assert len(global_batches[0] & global_batches[1]) <= 2  # other utterances meet, not only in another order
+    assert len(global_batches[0] & global_batches[1]) <= 2  # other utterances are grouped, not only in another order
 
 
-def test_utterances_of_like_length_share_a_window():
+def test_global_batch_contains_utterances_of_similar_length():
     plan = planner().plan_epoch(0)
     spread = np.mean([np.ptp(DURATIONS[global_batch]) for global_batch in plan])
     shuffled = np.random.default_rng(1).permutation(103)
@@ -88,7 +88,7 @@ def test_utterances_of_like_length_share_a_window():
     assert spread < 0.6 * by_chance
 
 
-def test_a_first_epoch_from_short_to_long_has_the_windows_of_a_shuffled_one_and_later_ones_are_the_same():
+def test_shortest_first_reorders_only_the_first_epoch():
     sorted_first = dataclasses.replace(planner(), shortest_first=True)
     first, shuffled = (as_lists(one.plan_epoch(0)) for one in (sorted_first, planner()))
     assert sorted(first) == sorted(shuffled) and first[-1] == shuffled[-1]
@@ -97,13 +97,13 @@ def test_a_first_epoch_from_short_to_long_has_the_windows_of_a_shuffled_one_and_
     assert as_lists(sorted_first.plan_epoch(1)) == as_lists(planner().plan_epoch(1))
 
 
-def test_the_digest_changes_with_whatever_changes_a_plan():
+def test_digest_changes_with_every_planner_setting():
     digests = {planner(*shape).digest() for shape in ((103, 8, 1), (102, 8, 1), (103, 7, 1), (103, 8, 2))}
     assert len(digests | {dataclasses.replace(planner(), shortest_first=True).digest()}) == 5
     assert planner().digest() == planner().digest()
 
 
-def test_evaluation_batches_are_a_partition_longest_first_and_keep_to_their_seconds():
+def test_evaluation_batches_are_longest_first_within_seconds_limit():
     plan = plan_evaluation(DURATIONS, 40.0)
     assert sorted(index for batch in plan for index in batch) == list(range(103))
     longest = [DURATIONS[batch[0]] for batch in plan]
@@ -112,7 +112,7 @@ def test_evaluation_batches_are_a_partition_longest_first_and_keep_to_their_seco
     assert [len(batch) for batch in plan_evaluation(DURATIONS, 0.1)] == [1] * 103
 
 
-def test_a_subset_is_reproducible_sorted_and_of_the_size_asked_for():
+def test_subset_is_reproducible_sorted_and_of_requested_size():
     assert choose_subset(200, 10, 7).tolist() == choose_subset(200, 10, 7).tolist()
     assert choose_subset(200, 10, 7).tolist() != choose_subset(200, 10, 8).tolist()
     for percent, size in ((100, 200), (50, 100), (0.01, 1)):
@@ -124,12 +124,12 @@ def test_a_subset_is_reproducible_sorted_and_of_the_size_asked_for():
 # Global batches and micro-batches
 
 
-def speeches(lengths: list[int]) -> list[Example]:
+def make_examples(lengths: list[int]) -> list[Example]:
     return [Example(f"u{i}", torch.full((n,), float(i + 1)), [4 + i] * (1 + i % 3), i) for i, n in enumerate(lengths)]
 
 
-def test_a_window_is_cut_into_pieces_of_like_length_and_counts_all_of_it():
-    global_batch = split_into_micro_batches(speeches([800, 100, 500, 300, 900]), same_size(2), OUR_TOKENS)
+def test_global_batch_is_split_into_micro_batches_by_length():
+    global_batch = split_into_micro_batches(make_examples([800, 100, 500, 300, 900]), same_size(2), OUR_TOKENS)
     lengths = [list(batch.sample_lengths) for batch in global_batch.micro_batches]
     assert lengths == [[100, 300], [500, 800], [900]]
     assert (global_batch.utterances, global_batch.tokens) == (5, 1 + 2 + 3 + 1 + 2)
@@ -137,8 +137,8 @@ def test_a_window_is_cut_into_pieces_of_like_length_and_counts_all_of_it():
     assert global_batch.padding_share == pytest.approx(1 - 2600 / (600 + 1600 + 900))
 
 
-def test_a_batch_is_padded_where_it_says_and_nowhere_else():
-    batch = collate(speeches([3, 5]), OUR_TOKENS)
+def test_collate_pads_waveforms_and_tokens_at_the_end():
+    batch = collate(make_examples([3, 5]), OUR_TOKENS)
     assert batch.waveforms.tolist() == [[1, 1, 1, 0, 0], [2, 2, 2, 2, 2]]
     assert batch.tokens.tolist() == [[4, 0], [5, 5]]
     assert batch.decoder_tokens.tolist() == [[2, 4, 0], [2, 5, 5]]
@@ -146,27 +146,27 @@ def test_a_batch_is_padded_where_it_says_and_nowhere_else():
     assert (batch.token_lengths, batch.augment_seeds) == ((1, 2), (0, 1))
 
 
-# The stream
+# Stream of global batches
 
 BEGINNING = Cursor(0, 0)
 
 
 @pytest.fixture(scope="module")
-def speech(corpus: Corpus) -> TrainDataset:
+def train_dataset(corpus: Corpus) -> TrainDataset:
     utterances = list(read_manifest(corpus.manifest("train")))
     tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
     return TrainDataset(utterances, tokenizer, (0.9, 1.0, 1.1), seed=3)
 
 
 def stream(
-    speech: TrainDataset, workers: int, cursor: Cursor = BEGINNING, timeout: float = PATIENCE
+    train_dataset: TrainDataset, workers: int, cursor: Cursor = BEGINNING, timeout: float = PATIENCE
 ) -> Iterator[tuple[GlobalBatch, Cursor]]:
-    plan = EpochPlanner(np.array([u.duration for u in speech.utterances]), 4, seed=3)
+    plan = EpochPlanner(np.array([u.duration for u in train_dataset.utterances]), 4, seed=3)
     rejections = Rejections(None, most=0.5)
-    columns = (np.zeros(len(speech.utterances), kind) for kind in ARRAYS.values())
-    rejections.begin(Manifest(speech.manifest, ManifestIndex(*columns, broken=(), sketch=(), folder=None)))
+    columns = (np.zeros(len(train_dataset.utterances), kind) for kind in ARRAYS.values())
+    rejections.begin(Manifest(train_dataset.manifest, ManifestIndex(*columns, broken=(), sketch=(), folder=None)))
     loader = LoaderConfig(workers, timeout, pin_memory=False)
-    return GlobalBatchStream(speech, plan, same_size(2), loader, rejections).from_cursor(cursor)
+    return GlobalBatchStream(train_dataset, plan, same_size(2), loader, rejections).from_cursor(cursor)
 
 
 def first(global_batches: Iterator[tuple[GlobalBatch, Cursor]], count: int) -> list[tuple[GlobalBatch, Cursor]]:
@@ -187,12 +187,12 @@ def is_same(one: GlobalBatch, other: GlobalBatch) -> bool:
     return parts(one) == parts(other) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
-def test_any_cursor_gives_the_tail_of_the_whole_bit_for_bit_whatever_the_workers(speech):
-    whole = first(stream(speech, 0), 17)  # 7 global batches per epoch
+def test_stream_from_cursor_equals_tail_for_any_worker_count(train_dataset):
+    whole = first(stream(train_dataset, 0), 17)  # 7 global batches per epoch
     assert [cursor for _, cursor in whole][5:8] == [Cursor(0, 6), Cursor(1, 0), Cursor(1, 1)]
     for workers, skipped in ((0, 3), (0, 7), (2, 0), (2, 10)):
         cursor = whole[skipped - 1][1] if skipped else Cursor(0, 0)
-        tail = first(stream(speech, workers, cursor), 17 - skipped)
+        tail = first(stream(train_dataset, workers, cursor), 17 - skipped)
         for (global_batch, behind), (expected, expected_behind) in zip(tail, whole[skipped:], strict=True):
             assert behind == expected_behind and is_same(global_batch, expected)
     assert multiprocessing.active_children() == []
@@ -203,8 +203,8 @@ def shared_mappings() -> int:
     return Path("/proc/self/maps").read_text(encoding="ascii").count("/torch_")
 
 
-def test_a_window_comes_in_one_piece_of_shared_memory(speech):
-    before, global_batches = shared_mappings(), stream(speech, 1)
+def test_global_batch_uses_one_shared_memory_mapping(train_dataset):
+    before, global_batches = shared_mappings(), stream(train_dataset, 1)
     held, mappings = [], []
     for _ in range(3):
         held.append(next(global_batches)[0])
@@ -217,38 +217,42 @@ def test_a_window_comes_in_one_piece_of_shared_memory(speech):
     global_batches.close()
 
 
-def test_negative_control_another_seed_or_epoch_is_another_stream(speech):
-    here = first(stream(speech, 0), 7)
-    later = first(stream(speech, 0, Cursor(1, 0)), 7)
+def test_negative_control_another_epoch_has_other_global_batches(train_dataset):
+    here = first(stream(train_dataset, 0), 7)
+    later = first(stream(train_dataset, 0, Cursor(1, 0)), 7)
     assert not any(is_same(one, other) for (one, _), (other, _) in zip(here, later, strict=True))
     for epoch in (here, later):
         batches = [batch for global_batch, _ in epoch for batch in global_batch.micro_batches]
-        assert sorted(i for batch in batches for i in batch.utterance_ids) == sorted(u.id for u in speech.utterances)
+        assert sorted(i for batch in batches for i in batch.utterance_ids) == sorted(
+            u.id for u in train_dataset.utterances
+        )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_audio_file_that_goes_missing_is_named_and_the_workers_end(speech, workers, tmp_path):
-    gone = [Utterance(f"gone{row}.flac", str(tmp_path / "gone"), 2.0, "एक", row=row) for row in range(1, 5)]
-    spoilt = TrainDataset(gone, speech.tokenizer, (1.0,), 3)
+def test_missing_audio_files_raise_data_error_and_stop_workers(train_dataset, workers, tmp_path):
+    absent = [Utterance(f"gone{row}.flac", str(tmp_path / "gone"), 2.0, "एक", row=row) for row in range(1, 5)]
+    changed_dataset = TrainDataset(absent, train_dataset.tokenizer, (1.0,), 3)
     with pytest.raises(DataError, match=r"4 of the 4 rows of .*\n  row \d, gone\d.flac: it does not exist"):
-        next(stream(spoilt, workers))
+        next(stream(changed_dataset, workers))
     assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_cannot_be_read_is_left_out_of_its_window_and_told_once(speech, workers, tmp_path, capsys):
-    missing = dataclasses.replace(speech.utterances[3], audio_path=str(tmp_path / "gone"), roots=None)
-    spoilt = dataclasses.replace(speech, utterances=[*speech.utterances[:3], missing, *speech.utterances[4:]])
-    global_batches = stream(spoilt, workers)
+def test_unreadable_utterance_is_skipped_and_reported_once(train_dataset, workers, tmp_path, capsys):
+    missing = dataclasses.replace(train_dataset.utterances[3], audio_path=str(tmp_path / "gone"), roots=None)
+    changed_dataset = dataclasses.replace(
+        train_dataset, utterances=[*train_dataset.utterances[:3], missing, *train_dataset.utterances[4:]]
+    )
+    global_batches = stream(changed_dataset, workers)
     for (global_batch, behind), (expected, expected_behind) in zip(
-        first(global_batches, 15), first(stream(speech, workers), 15), strict=True
+        first(global_batches, 15), first(stream(train_dataset, workers), 15), strict=True
     ):
         ids = [i for batch in global_batch.micro_batches for i in batch.utterance_ids]
         expected_ids = [i for batch in expected.micro_batches for i in batch.utterance_ids]
         assert behind == expected_behind and ids == [i for i in expected_ids if i != missing.id]
         assert global_batch.utterances == len(ids)
-    told = capsys.readouterr().out
-    assert told.count(missing.id) == 1 and "it does not exist" in told
+    output = capsys.readouterr().out
+    assert output.count(missing.id) == 1 and "it does not exist" in output
 
 
 def hang() -> None:
@@ -260,14 +264,16 @@ def die() -> None:
 
 
 @pytest.mark.parametrize("fail", [hang, die])
-def test_a_worker_that_hangs_or_dies_is_an_error_that_names_what_it_was_reading(speech, fail, monkeypatch):
+def test_hanging_or_killed_worker_raises_error_with_utterance_id(train_dataset, fail, monkeypatch):
     monkeypatch.setattr(
         "konkanivani.data.dataset.load_audio", lambda source: fail() if source.path == "x" else load_audio(source)
     )
-    odd = dataclasses.replace(speech.utterances[5], audio_path="x")
-    spoilt = dataclasses.replace(speech, utterances=[*speech.utterances[:5], odd, *speech.utterances[6:]])
-    with pytest.raises(ResourceError, match=rf"while reading .*{re.escape(odd.id)}"):
-        first(stream(spoilt, 2, timeout=2.0), 10)
+    failing = dataclasses.replace(train_dataset.utterances[5], audio_path="x")
+    changed_dataset = dataclasses.replace(
+        train_dataset, utterances=[*train_dataset.utterances[:5], failing, *train_dataset.utterances[6:]]
+    )
+    with pytest.raises(ResourceError, match=rf"while reading .*{re.escape(failing.id)}"):
+        first(stream(changed_dataset, 2, timeout=2.0), 10)
     assert multiprocessing.active_children() == []
 
 
@@ -276,26 +282,26 @@ def test_a_worker_that_hangs_or_dies_is_an_error_that_names_what_it_was_reading(
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(1, 60_000), st.integers(50, 200))
-def test_the_predicted_length_after_speed_perturbation_is_the_resamplers(samples, percent):
+def test_predicted_speed_perturbed_length_equals_resampled_length(samples, percent):
     perturbed = perturb_speed(torch.zeros(samples), percent / 100)
     assert len(perturbed) == speed_perturbed_samples(samples, percent / 100)
 
 
 @pytest.mark.parametrize("rates", [(90, 100), (110, 100), (8_000, 16_000), (44_100, 16_000), (48_000, 16_000)])
 @pytest.mark.parametrize("samples", [1, 3_999, 4_000, 4_001, 43_210])
-def test_a_changed_rate_is_torchaudios(rates, samples):
+def test_change_rate_equals_torchaudio_resample(rates, samples):
     waveform = torch.randn(samples, generator=torch.Generator().manual_seed(samples))
     changed = change_rate(waveform, *rates)
 
-    def is_torchaudios(waveform: torch.Tensor) -> bool:
+    def equals_torchaudio(waveform: torch.Tensor) -> bool:
         reference = torchaudio.functional.resample(waveform, *rates)
         return changed.shape == reference.shape and torch.allclose(changed, reference, atol=1e-6, rtol=0)
 
-    assert is_torchaudios(waveform)
-    assert not is_torchaudios(torch.cat([waveform[:-1], waveform[-1:] + 0.1]))  # negative control
+    assert equals_torchaudio(waveform)
+    assert not equals_torchaudio(torch.cat([waveform[:-1], waveform[-1:] + 0.1]))  # negative control
 
 
-def test_a_faster_speed_is_a_higher_pitch():
+def test_faster_speed_raises_the_pitch():
     time = torch.arange(16_000) / 16_000
     fast = perturb_speed(torch.sin(2 * torch.pi * 440 * time), 1.1)
     spectrum = torch.fft.rfft(fast * torch.hann_window(len(fast))).abs()
@@ -312,7 +318,7 @@ SUBSAMPLING = Subsampling(80, 2, 4)
 
 @settings(max_examples=80, deadline=None)
 @given(samples=st.integers(512, 40_000))
-def test_predicted_feature_and_encoder_lengths_are_the_shapes_of_the_tensors(front_end, samples):
+def test_predicted_feature_and_encoder_lengths_equal_tensor_shapes(front_end, samples):
     features, lengths = front_end(torch.randn(1, samples), (samples,), None)
     assert features.shape == (1, FRAMING.feature_length(samples), 80)
     assert lengths == (FRAMING.feature_length(samples),)
@@ -328,14 +334,14 @@ def test_lengths_are_never_negative():
     assert FRAMING.feature_length(0) == subsampled_length(0) == 0
 
 
-def test_ctc_needs_a_frame_a_token_and_one_between_equal_ones():
+def test_ctc_frames_needed_counts_tokens_and_blanks_between_repeats():
     assert [ctc_frames_needed(tokens) for tokens in ([], [5], [5, 6], [5, 5], [5, 5, 5, 6])] == [0, 1, 2, 3, 6]
 
 
 # Augmentation
 
 
-def test_transforms_of_an_utterance_do_not_depend_on_the_thread_count():
+def test_speed_perturbation_does_not_depend_on_thread_count():
     waveform, results = torch.randn(30_000, generator=torch.Generator().manual_seed(0)), []
     before = torch.get_num_threads()
     try:
@@ -348,7 +354,7 @@ def test_transforms_of_an_utterance_do_not_depend_on_the_thread_count():
     assert torch.equal(*results)
 
 
-def test_one_thread_gives_the_threads_back_even_after_an_error():
+def test_one_thread_restores_thread_count_after_an_error():
     before = torch.get_num_threads()
     with pytest.raises(ZeroDivisionError), one_thread():
         assert torch.get_num_threads() == 1
@@ -356,7 +362,7 @@ def test_one_thread_gives_the_threads_back_even_after_an_error():
     assert torch.get_num_threads() == before
 
 
-def test_speeds_are_all_drawn_and_belong_to_seed_epoch_and_utterance():
+def test_speeds_are_drawn_evenly_by_epoch_and_utterance():
     def draw(epoch: int, number: int) -> float:
         return choose_speed((0.9, 1.0, 1.1), utterance_generator(3, epoch, f"u{number}", "speed"))
 
@@ -365,7 +371,7 @@ def test_speeds_are_all_drawn_and_belong_to_seed_epoch_and_utterance():
     assert all(70 < drawn.count(speed) < 130 for speed in (0.9, 1.0, 1.1))
 
 
-def test_masks_of_an_utterance_depend_on_its_seed_and_length_alone():
+def test_spec_augment_masks_depend_only_on_seed_and_length():
     augment = SpecAugment(AugmentConfig(time_mask_share=0.3), 80)
     time, frequency = augment.draw_masks((11, 22), [40, 90])
     alone, alone_frequency = augment.draw_masks((11,), [40])
@@ -380,7 +386,7 @@ def test_masks_of_an_utterance_depend_on_its_seed_and_length_alone():
 
 @pytest.mark.parametrize("rate", [8_000, 16_000, 22_050, 44_100, 48_000])
 @pytest.mark.parametrize("name, subtype", [("a.wav", "PCM_16"), ("a.flac", "PCM_16"), ("a.wav", "FLOAT")])
-def test_any_rate_becomes_16_khz_with_length_loudness_and_pitch_kept(rate, name, subtype, tmp_path):
+def test_loading_resamples_to_16_khz_and_keeps_level_and_pitch(rate, name, subtype, tmp_path):
     time = np.arange(int(1.5 * rate)) / rate
     soundfile.write(tmp_path / name, 0.5 * np.sin(2 * np.pi * 1000 * time), rate, subtype=subtype)
     waveform = load_audio(AudioSource(str(tmp_path / name)))
@@ -399,7 +405,7 @@ def test_channels_are_averaged(tmp_path):
 # Manifests
 
 
-def test_a_manifest_that_is_written_reads_back_the_same(tmp_path: Path):
+def test_written_manifest_reads_back_equal(tmp_path: Path):
     for name in ("a", "b", "c"):
         (tmp_path / name).touch()
     utterances = [

@@ -1,4 +1,4 @@
-"""A corpus is recognised after it is moved, extended or shortened, and never confused with another."""
+"""Corpus fingerprints recognise a moved, extended or shortened corpus and distinguish another one."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def fingerprint(path: Path, numbers: range, seed: int = 0) -> Fingerprint:
     return make_fingerprint(read_manifest(path / "train.jsonl"))
 
 
-def test_a_corpus_shares_all_with_itself_with_a_longer_one_and_with_a_part_of_it(tmp_path):
+def test_corpus_is_recognised_when_moved_extended_or_shortened(tmp_path):
     whole = fingerprint(tmp_path / "a", range(MANY))
     assert whole.shared(whole) == 1 and whole.is_unchanged(whole)
     moved = fingerprint(tmp_path / "b", range(MANY))
@@ -36,33 +36,33 @@ def test_a_corpus_shares_all_with_itself_with_a_longer_one_and_with_a_part_of_it
 
 
 @pytest.mark.parametrize("beyond", [MANY // 4, MANY // 2, 3 * MANY // 4])
-def test_what_is_shared_is_known_to_a_tenth(beyond, tmp_path, monkeypatch):
+def test_shared_fraction_is_estimated_within_a_tenth(beyond, tmp_path, monkeypatch):
     monkeypatch.setattr(index, "SKETCHED", OLD_SKETCHED)
     one = fingerprint(tmp_path / "a", range(MANY))
     other = fingerprint(tmp_path / "b", range(beyond, MANY + beyond))
     assert one.shared(other) == pytest.approx(1 - beyond / MANY, abs=0.1)
 
 
-def test_another_corpus_shares_next_to_nothing_even_where_its_files_are_numbered_alike(tmp_path):
+def test_different_corpus_with_equal_offsets_shares_almost_nothing(tmp_path):
     one, other = (fingerprint(tmp_path / str(seed), range(MANY), seed) for seed in (0, 1))
     assert one.shared(other) < 0.02
     small = fingerprint(tmp_path / "small", range(20), seed=2)
     assert small.shared(one) < 0.1 and small.shared(small) == 1
 
 
-def test_blocks_and_an_index_that_is_kept_give_the_same_sketch(tmp_path, monkeypatch):
+def test_sketch_is_equal_for_block_reads_and_stored_index(tmp_path, monkeypatch):
     monkeypatch.setattr(index, "SKETCHED", 1000)
-    concurrent_micro_batches = fingerprint(tmp_path, range(MANY))
+    expected = fingerprint(tmp_path, range(MANY))
     monkeypatch.setattr(index, "SMALL_BYTES", 0)
     monkeypatch.setattr(index, "BLOCK_BYTES", 20_000)
     for _ in range(2):  # written the first time, read the second time
-        assert make_fingerprint(read_manifest(tmp_path / "train.jsonl")) == concurrent_micro_batches
-    assert len(concurrent_micro_batches.sketch) == 1000
+        assert make_fingerprint(read_manifest(tmp_path / "train.jsonl")) == expected
+    assert len(expected.sketch) == 1000
 
 
-def test_a_checkpoints_fingerprint_is_read_back_and_a_foreign_one_refused(tmp_path):
+def test_checkpoint_fingerprint_reads_back_and_invalid_is_rejected(tmp_path):
     found = fingerprint(tmp_path, range(5))
     assert read_fingerprint(found.state_dict()) == found
-    for spoilt in ({"sketch": ("a",)}, {"hours": "1"}, {"utterances": True}, {"manifest": None}):
+    for invalid in ({"sketch": ("a",)}, {"hours": "1"}, {"utterances": True}, {"manifest": None}):
         with pytest.raises(CheckpointError, match="record of its training corpus"):
-            read_fingerprint(found.state_dict() | spoilt)
+            read_fingerprint(found.state_dict() | invalid)

@@ -1,4 +1,4 @@
-"""Format characters in transcripts: each is kept, mapped or dropped, and equal words give equal labels."""
+"""Format characters in transcripts are kept, mapped or removed, and equal words give equal labels."""
 
 import csv
 import json
@@ -30,7 +30,7 @@ def row(text: str, audio: str = "a.wav") -> bytes:
     return json.dumps({"audio_filepath": audio, "duration": 1.0, "text": text}).encode()
 
 
-def test_every_format_character_leaves_the_scored_text_and_is_accepted_in_a_row() -> None:
+def test_format_characters_are_accepted_in_rows_and_removed_for_scoring() -> None:
     for character in FORMAT:
         text = f"ka{character}b"
         assert normalize_text(text) == "kab"
@@ -40,18 +40,18 @@ def test_every_format_character_leaves_the_scored_text_and_is_accepted_in_a_row(
 
 
 @pytest.mark.parametrize("character", ["\x00", "\x1b", "\x85", "\ud800"])
-def test_control_characters_and_surrogates_stay_refused(character: str) -> None:
+def test_control_characters_and_surrogates_are_rejected(character: str) -> None:
     with pytest.raises(BadRow):
         parse_row(row(f"ka{character}b"), "/data", 1)
 
 
 @pytest.mark.parametrize("character", ["\u200e", "\u202e", "\u2066"])
-def test_direction_marks_stay_refused_in_a_path(character: str) -> None:
+def test_direction_marks_in_audio_path_are_rejected(character: str) -> None:
     with pytest.raises(BadRow):
         parse_row(row("kab", f"a{character}.wav"), "/data", 1)
 
 
-def test_both_spellings_of_the_eyelash_ra_are_one_word() -> None:
+def test_both_spellings_of_eyelash_ra_normalize_to_one_word() -> None:
     joined, letter, other = "दर\u094d\u200dयाचे", "द\u0931\u094dयाचे", "दर\u094dयाचे"
     assert normalize_text(joined) == normalize_text(letter) == letter
     assert written_text(joined) == written_text(letter) == letter
@@ -59,7 +59,7 @@ def test_both_spellings_of_the_eyelash_ra_are_one_word() -> None:
 
 
 @pytest.mark.parametrize(("consonant", "chillu"), list(zip("ണനരലളക", "ൺൻർൽൾൿ", strict=True)))
-def test_both_encodings_of_a_chillu_are_one_letter(consonant: str, chillu: str) -> None:
+def test_both_encodings_of_chillu_normalize_to_one_letter(consonant: str, chillu: str) -> None:
     assert normalize_text(f"അ{consonant}\u0d4d\u200d") == normalize_text(f"അ{chillu}") == f"അ{chillu}"
     assert normalize_text(f"അ{consonant}\u0d4d") != f"അ{chillu}"
 
@@ -69,7 +69,7 @@ def test_both_encodings_of_a_chillu_are_one_letter(consonant: str, chillu: str) 
 EYELASH, LETTER, OTHER = "दर\u094d\u200dयाचे", "द\u0931\u094dयाचे", "दर\u094dयाचे"
 
 
-def test_every_removed_character_is_found_and_no_other() -> None:
+def test_find_removed_finds_exactly_the_removed_characters() -> None:
     for code in range(sys.maxunicode + 1):
         character = chr(code)
         is_invisible = unicodedata.category(character) == "Cf" and code not in VISIBLE
@@ -78,26 +78,26 @@ def test_every_removed_character_is_found_and_no_other() -> None:
         assert find_unwritten(f"क{character}") == ([character] if is_unwritten else []), hex(code)
 
 
-def test_a_mapped_joiner_is_not_removed() -> None:
+def test_mapped_joiner_is_not_counted_as_removed() -> None:
     assert find_removed(EYELASH) == find_removed(OTHER) == [] and count_mapped_joiners(EYELASH) == 1
     assert find_removed(f"{EYELASH} क\u200dक") == ["\u200d"] and count_mapped_joiners(f"{EYELASH} क\u200dक") == 1
 
 
-def counted(*texts: str) -> FormatCharacterCount:
+def count_removed(*texts: str) -> FormatCharacterCount:
     counts = FormatCharacterCount()
     for text in texts:
         counts.add(find_removed(text))
     return counts
 
 
-def test_the_line_counts_characters_and_transcripts() -> None:
-    counts = counted("\ufeffघर\u200e\u200e", "क\u200dक", EYELASH, "घर")
+def test_removal_message_counts_characters_and_transcripts() -> None:
+    counts = count_removed("\ufeffघर\u200e\u200e", "क\u200dक", EYELASH, "घर")
     expected = "Removed 4 invisible format characters from 2 transcripts (U+200D, U+200E, U+FEFF)."
     assert counts.sentence() == expected
     assert counts.sentence(keeps_joiners=True) == (
         "Removed 3 invisible format characters from 1 transcript (U+200E, U+FEFF)."
     )
-    assert counted("घर", EYELASH, "").sentence() == "" == counted("क\u200dक").sentence(keeps_joiners=True)
+    assert count_removed("घर", EYELASH, "").sentence() == "" == count_removed("क\u200dक").sentence(keeps_joiners=True)
 
 
 def write_recordings(folder: Path, texts: list[str]) -> list[dict[str, object]]:
@@ -111,7 +111,7 @@ def write_recordings(folder: Path, texts: list[str]) -> list[dict[str, object]]:
     return rows
 
 
-def write_manifest_of(folder: Path, texts: list[str], name: str = "train.jsonl") -> Path:
+def write_manifest_with_texts(folder: Path, texts: list[str], name: str = "train.jsonl") -> Path:
     rows = write_recordings(folder, texts)
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return folder / name
@@ -123,10 +123,12 @@ UNWRITTEN_LINE = "Removed 4 invisible format characters from 2 transcripts (U+20
 
 
 @pytest.mark.parametrize("small_bytes", [0, 2**20])
-def test_the_index_keeps_the_counts(small_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_stores_format_character_counts(
+    small_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("konkanivani.data.index.SMALL_BYTES", small_bytes)
     monkeypatch.setattr("konkanivani.data.index.BLOCK_BYTES", 200)  # several blocks
-    manifest = write_manifest_of(tmp_path / "corpus", TEXTS)
+    manifest = write_manifest_with_texts(tmp_path / "corpus", TEXTS)
     for _ in range(2):  # created, then read if it is stored
         assert open_index(manifest).format_characters.sentence() == LINE
     assert (tmp_path / "corpus" / "train.jsonl.index").exists() == (small_bytes == 0)
@@ -137,16 +139,18 @@ def removal_lines(stdout: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("texts", "lines"), [(TEXTS, [LINE]), ([EYELASH, *WORDS], [])])
-def test_training_says_once_how_many_characters_it_removed(texts: list[str], lines: list[str], tmp_path: Path) -> None:
-    train = str(write_manifest_of(tmp_path / "corpus", texts))
-    valid = str(write_manifest_of(tmp_path / "corpus", list(WORDS), "valid.jsonl"))
+def test_training_reports_removed_characters_once(texts: list[str], lines: list[str], tmp_path: Path) -> None:
+    train = str(write_manifest_with_texts(tmp_path / "corpus", texts))
+    valid = str(write_manifest_with_texts(tmp_path / "corpus", list(WORDS), "valid.jsonl"))
     flags = ("--train_manifest", train, "--valid_manifest", valid, "--max_steps", "1", "--num_workers", "0")
     done = well(run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path)))
     assert removal_lines(done.stdout) == lines
 
 
 @pytest.mark.parametrize(("texts", "line"), [(TEXTS, UNWRITTEN_LINE), ([EYELASH, *WORDS, "क\u200dक"], "")])
-def test_prepare_data_removes_what_no_text_keeps_and_says_so_once(texts: list[str], line: str, tmp_path: Path) -> None:
+def test_prepare_data_removes_unwritten_characters_and_reports_once(
+    texts: list[str], line: str, tmp_path: Path
+) -> None:
     rows = write_recordings(tmp_path / "corpus", texts)
     with open(tmp_path / "corpus" / "all.csv", "w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([("audio", "text"), *((row["audio_filepath"], row["text"]) for row in rows)])
@@ -160,7 +164,7 @@ def test_prepare_data_removes_what_no_text_keeps_and_says_so_once(texts: list[st
     assert [json.loads(row)["text"] for row in written] == expected  # joiners stay: Whisper emits them
 
 
-def test_inspection_calls_a_mapped_joiner_mapped() -> None:
+def test_inspection_distinguishes_mapped_and_removed_joiners() -> None:
     for texts, removed, mapped, marks in (
         ([EYELASH, EYELASH], 0, 2, ("joiner", "mapped")),
         ([EYELASH, "क\u200dक"], 1, 1, ("joiner", "mapped", "removed")),
@@ -186,7 +190,7 @@ def score(tmp_path: Path, reference: str, hypothesis: str) -> dict[str, float]:
     return json.loads(well(run_script(EVALUATE, *files, "--json")).stdout.splitlines()[-1])
 
 
-def test_both_spellings_of_the_eyelash_ra_score_as_one_word_and_the_other_word_does_not(tmp_path: Path) -> None:
+def test_both_spellings_of_eyelash_ra_score_as_the_same_word(tmp_path: Path) -> None:
     for reference, hypothesis in ((EYELASH, LETTER), (LETTER, EYELASH), (EYELASH, EYELASH)):
         scored = score(tmp_path, reference, hypothesis)
         assert (scored["wer"], scored["cer"]) == (0, 0)

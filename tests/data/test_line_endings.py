@@ -1,4 +1,4 @@
-"""Files that git or an editor saved with CRLF or a byte order mark: loaded as before, or refused with the cause."""
+"""Files saved with CRLF or a byte order mark: text files load equally, binary files are rejected with the cause."""
 
 import gzip
 import json
@@ -39,8 +39,8 @@ def with_crlf(content: bytes) -> bytes:
 
 CHANGES: dict[str, Change] = {
     "crlf": with_crlf,
-    "mark": lambda content: MARK + content,
-    "both": lambda content: MARK + with_crlf(content),
+    "byte order mark": lambda content: MARK + content,
+    "crlf and byte order mark": lambda content: MARK + with_crlf(content),
 }
 
 
@@ -49,13 +49,13 @@ def change(request: pytest.FixtureRequest) -> Change:
     return CHANGES[request.param]
 
 
-def save_again(path: Path, change: Change) -> None:
+def rewrite_file(path: Path, change: Change) -> None:
     before = path.read_bytes()
     path.write_bytes(change(before))
     assert path.read_bytes() != before
 
 
-# Text: loaded with the same contents
+# Text files: loaded with the same contents
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def orders(tokenizer: Tokenizer) -> tuple[Ngrams, ...]:
     return estimate_ngrams([tokenizer.encode(f"{one} {other}") for one in WORDS for other in WORDS], tokenizer.size, 3)
 
 
-def same_ngrams(one: tuple[Ngrams, ...], other: tuple[Ngrams, ...]) -> bool:
+def are_equal_ngrams(one: tuple[Ngrams, ...], other: tuple[Ngrams, ...]) -> bool:
     return len(one) == len(other) and all(
         np.array_equal(a.tokens, b.tokens)
         and np.array_equal(a.log_probabilities, b.log_probabilities)
@@ -78,23 +78,25 @@ def same_ngrams(one: tuple[Ngrams, ...], other: tuple[Ngrams, ...]) -> bool:
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_n_grams(change: Change, is_packed: bool, orders, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_arpa_file_with_changed_line_endings_reads_equal(
+    change: Change, is_packed: bool, orders, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     write_arpa(tmp_path / "lm.arpa", orders, tokenizer)
     before = read_arpa(tmp_path / "lm.arpa", tokenizer)
-    save_again(tmp_path / "lm.arpa", change)
+    rewrite_file(tmp_path / "lm.arpa", change)
     if is_packed:
         (tmp_path / "lm.arpa").write_bytes(gzip.compress((tmp_path / "lm.arpa").read_bytes()))
-    assert same_ngrams(read_arpa(tmp_path / "lm.arpa", tokenizer), before)
+    assert are_equal_ngrams(read_arpa(tmp_path / "lm.arpa", tokenizer), before)
 
 
-def test_a_mark_inside_an_arpa_file_is_no_mark(orders, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_byte_order_mark_inside_arpa_file_is_rejected(orders, tokenizer: Tokenizer, tmp_path: Path) -> None:
     write_arpa(tmp_path / "lm.arpa", orders, tokenizer)
-    save_again(tmp_path / "lm.arpa", lambda content: content.replace(b"\\2-grams:", MARK + b"\\2-grams:"))
+    rewrite_file(tmp_path / "lm.arpa", lambda content: content.replace(b"\\2-grams:", MARK + b"\\2-grams:"))
     with pytest.raises(DataError, match="line "):
         read_arpa(tmp_path / "lm.arpa", tokenizer)
 
 
-def test_the_vocabulary_of_a_whisper_folder(change: Change, tmp_path: Path) -> None:
+def test_whisper_vocabulary_with_changed_line_endings_reads_equal(change: Change, tmp_path: Path) -> None:
     vocabulary, merges = vocabulary_of_text(" ".join(WORDS) + " दर्\u200dयाचे", 300)
     folder = write_files(tmp_path / "tokens", vocabulary, merges, named_after(vocabulary, ("mr",)))
     before = read_byte_pairs(folder)
@@ -104,25 +106,25 @@ def test_the_vocabulary_of_a_whisper_folder(change: Change, tmp_path: Path) -> N
     assert after.model == before.model and after.encode("एक दोन") == before.encode("एक दोन")
 
 
-def test_a_whole_tokenizer_file_of_a_whisper_folder(change: Change, tmp_path: Path) -> None:
+def test_whisper_tokenizer_json_with_changed_line_endings_reads_equal(change: Change, tmp_path: Path) -> None:
     vocabulary, merges = vocabulary_of_text(" ".join(WORDS), 300)
     model = {"type": "BPE", "vocab": vocabulary, "merges": [" ".join(merge) for merge in merges]}
     whole = {"model": model, "added_tokens": [], "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole, indent=1, ensure_ascii=False), encoding="utf-8")
     before = read_byte_pairs(tmp_path).model
-    save_again(tmp_path / "tokenizer.json", change)
+    rewrite_file(tmp_path / "tokenizer.json", change)
     assert read_byte_pairs(tmp_path).model == before
 
 
-def test_the_settings_of_a_whisper_folder(change: Change, tmp_path: Path) -> None:
+def test_whisper_config_with_changed_line_endings_reads_equal(change: Change, tmp_path: Path) -> None:
     settings = {"model_type": "whisper", "note": "दोन\r\nवळी", "sizes": [1, 2.5, None]}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    save_again(path, change)
+    rewrite_file(path, change)
     assert read_json(path) == settings
 
 
-def test_a_manifest(change: Change, tmp_path: Path) -> None:
+def test_manifest_with_changed_line_endings_reads_equal(change: Change, tmp_path: Path) -> None:
     rows = []
     for number, word in enumerate(WORDS):
         soundfile.write(tmp_path / f"{number}.wav", np.full(8_000, 0.1), 16_000)
@@ -130,12 +132,12 @@ def test_a_manifest(change: Change, tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
     before = list(read_manifest(path))
-    save_again(path, change)
+    rewrite_file(path, change)
     after = read_manifest(path)
     assert list(after) == before and not after.broken and len(before) == len(WORDS)
 
 
-def test_a_folder_of_transformers_parakeet(change: Change, tmp_path: Path) -> None:
+def test_parakeet_folder_with_changed_line_endings_imports_equal(change: Change, tmp_path: Path) -> None:
     test_folder = pytest.importorskip("tests.nemo.test_folder", reason="transformers is not installed")
     folder = test_folder.save(test_folder.model_of(True), tmp_path / "model")
     before = import_nemo(folder, None, tmp_path)
@@ -143,13 +145,13 @@ def test_a_folder_of_transformers_parakeet(change: Change, tmp_path: Path) -> No
     assert {"config.json", "tokenizer.json"} <= {path.name for path in texts}
     for path in texts:
         if change(path.read_bytes()) != path.read_bytes():  # a single line has no line ending
-            save_again(path, change)
+            rewrite_file(path, change)
     after = import_nemo(folder, None, tmp_path)
     assert after.checkpoint.tokenizer == before.checkpoint.tokenizer
     assert after.checkpoint.config == before.checkpoint.config
 
 
-# Binary files: refused with the cause
+# Binary files: rejected with the cause
 
 
 def write_checkpoint_file(folder: Path) -> Path:
@@ -192,11 +194,11 @@ BINARIES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], type
 
 
 @pytest.mark.parametrize("name", BINARIES)
-def test_a_binary_file_is_refused_with_the_cause(name: str, change: Change, tmp_path: Path) -> None:
+def test_converted_binary_file_is_rejected_with_the_cause(name: str, change: Change, tmp_path: Path) -> None:
     write, read, error = BINARIES[name]
     path = write(tmp_path)
     read(path)
-    save_again(path, change)
+    rewrite_file(path, change)
     with pytest.raises(error) as refused:
         read(path)
     assert CAUSE in str(refused.value) and f"`*{path.suffix} -text`" in str(refused.value)
@@ -204,16 +206,16 @@ def test_a_binary_file_is_refused_with_the_cause(name: str, change: Change, tmp_
 
 
 @pytest.mark.parametrize("name", BINARIES)
-def test_a_file_that_is_cut_is_not_said_to_be_converted(name: str, tmp_path: Path) -> None:
+def test_truncated_binary_file_is_not_reported_as_converted(name: str, tmp_path: Path) -> None:
     write, read, error = BINARIES[name]
     path = write(tmp_path)
-    save_again(path, lambda content: content[: 2 * len(content) // 3])
+    rewrite_file(path, lambda content: content[: 2 * len(content) // 3])
     with pytest.raises(error) as refused:
         read(path)
     assert CAUSE not in str(refused.value)
 
 
-def test_a_bundle_of_which_one_line_feed_was_converted_fails_its_checksum(tmp_path: Path) -> None:
+def test_bundle_with_one_converted_line_feed_fails_its_checksum(tmp_path: Path) -> None:
     """The length stays the same, so only the checksum detects it; one change is not reported as a conversion."""
     path = write_bundle(tmp_path)
     content = path.read_bytes()
@@ -223,7 +225,7 @@ def test_a_bundle_of_which_one_line_feed_was_converted_fails_its_checksum(tmp_pa
         read_bundle(path, torch.device("cpu"))
 
 
-def test_the_hint_needs_a_binary_file(tmp_path: Path) -> None:
+def test_conversion_hint_is_given_only_for_binary_files(tmp_path: Path) -> None:
     cases = {
         b"a\r\n" * 20: False,  # a Windows text file instead of a model
         MARK + b"text": False,
@@ -242,7 +244,7 @@ def test_the_hint_needs_a_binary_file(tmp_path: Path) -> None:
 # Git
 
 
-def test_git_leaves_the_bytes_of_models_as_they_are(tmp_path: Path) -> None:
+def test_git_attributes_keep_model_files_unchanged(tmp_path: Path) -> None:
     """With this repository's .gitattributes, a checkout with CRLF keeps models unchanged; without it, it does not."""
     if shutil.which("git") is None or not (ROOT / ".gitattributes").is_file():
         pytest.skip("needs git and the repository's .gitattributes")

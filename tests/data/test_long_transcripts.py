@@ -1,4 +1,4 @@
-"""Two seconds of audio with a transcript of 3,000 characters: left out with the reason by every command."""
+"""Two seconds of audio with a transcript of 3,000 characters are rejected with the reason by every command."""
 
 import csv
 import json
@@ -48,7 +48,7 @@ def ctc_weight(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def run(manifest: str, ctc_weight: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a run whose --max_tokens accepts the text, with or without CTC."""
+    """Train a run whose --max_tokens accepts the long transcript, with or without CTC."""
     folder = tmp_path_factory.mktemp("run")
     flags = ("--ctc_weight", ctc_weight, "--max_tokens", "100000")
     manifests = ("--train_manifest", manifest, "--valid_manifest", manifest)
@@ -56,40 +56,42 @@ def run(manifest: str, ctc_weight: str, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def reason_of(ctc_weight: str) -> str:
+def expected_reason(ctc_weight: str) -> str:
     return "more than speech of its length has: 2.00 s" if ctc_weight == "0" else "CTC cannot align it: 3001 tokens"
 
 
-def test_training_and_validation_leave_it_out_with_the_reason(run: Path, ctc_weight: str) -> None:
+def test_training_and_validation_reject_long_transcript_with_reason(run: Path, ctc_weight: str) -> None:
     lines = (run / "runs" / "default" / "rejected.jsonl").read_text(encoding="utf-8").splitlines()
     listed = [json.loads(line) for line in lines]
     assert {row["audio_filepath"] for row in listed} == {"long.wav"}
-    assert all(reason_of(ctc_weight) in row["reason"] for row in listed)
+    assert all(expected_reason(ctc_weight) in row["reason"] for row in listed)
     assert [record["utterances"] for record in read_log(run, "validation")] == [9] * len(read_log(run, "validation"))
     losses = [record["loss"] for record in read_log(run)]
     assert len(losses) == 2 and all(map(math.isfinite, losses))
 
 
-def test_evaluation_leaves_it_out_with_the_reason(run: Path, manifest: str, ctc_weight: str, tmp_path: Path) -> None:
+def test_evaluation_rejects_long_transcript_with_reason(
+    run: Path, manifest: str, ctc_weight: str, tmp_path: Path
+) -> None:
     checkpoint = str(run / "checkpoints" / "checkpoint_last.pt")
     output = tmp_path / "hypotheses.jsonl"
     files = ("--checkpoint", checkpoint, "--manifest", manifest, "--output", str(output))
     done = well(run_script("training_scripts/evaluate_konkanivani_asr.py", *files, "--device", "cpu"))
-    assert f"1 x {reason_of(ctc_weight).partition(':')[0]}" in done.stdout
+    assert f"1 x {expected_reason(ctc_weight).partition(':')[0]}" in done.stdout
     scored = [json.loads(line)["audio_filepath"] for line in output.read_text(encoding="utf-8").splitlines()]
     assert sorted(scored) == [f"{number}.wav" for number in range(9)]
     assert "nan" not in done.stdout
 
 
 @pytest.mark.parametrize(("flags", "reason"), [((), "more than --max_tokens 400"), (("--max_tokens", "100000"), "CTC")])
-def test_inspection_leaves_it_out_with_the_reason(flags: tuple[str, ...], reason: str, manifest: str) -> None:
+def test_inspection_rejects_long_transcript_with_reason(flags: tuple[str, ...], reason: str, manifest: str) -> None:
     flags = (*flags, "--train_manifest", manifest, "--tokenizer_type", "char", "--json")
     part = json.loads(well(run_script("training_scripts/inspect_data.py", *flags)).stdout)["health"]["parts"][0]
     assert part["usable"] == 9 and part["rejected"]["count"] == 1
     assert part["rejected"]["examples"][0]["id"] == "long.wav" and reason in part["rejected"]["examples"][0]["detail"]
 
 
-def test_preparation_leaves_it_out_with_the_reason(rows, tmp_path: Path) -> None:
+def test_data_preparation_rejects_long_transcript_with_reason(rows, tmp_path: Path) -> None:
     folder, listed = rows
     with open(folder / "all.csv", "w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([("audio", "text"), *((row["audio_filepath"], row["text"]) for row in listed)])
@@ -104,8 +106,8 @@ def test_preparation_leaves_it_out_with_the_reason(rows, tmp_path: Path) -> None
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in manifests) == 9
 
 
-def test_a_text_of_the_fastest_speech_passes() -> None:
-    """Without CTC, the bound only excludes absurd texts; CTC has its own bound."""
+def test_transcript_at_the_maximum_token_rate_is_accepted() -> None:
+    """Without CTC, the bound excludes only implausible texts; CTC has its own bound."""
     limits = Limits(0.1, 20.0, 10**9, 1.0, is_aligned=False)
     for seconds in (0.2, 2.0, 20.0):
         most = int(SPARE_TOKENS + MAX_TOKEN_RATE * seconds)

@@ -1,4 +1,4 @@
-"""The manifest index, the stored token counts, and the selection by them equal a full read of every row."""
+"""The manifest index, the stored token counts and the selection by them equal a full read of every row."""
 
 import json
 import os
@@ -23,7 +23,7 @@ WORDS = ("एक", "दोन", "तीन", "चार", "पांच", "स�
 
 
 @pytest.fixture
-def kept_beside(monkeypatch):
+def stored_index(monkeypatch):
     """Treat every manifest as large, with blocks of a few rows."""
     monkeypatch.setattr(index, "SMALL_BYTES", 0)
     monkeypatch.setattr(index, "BLOCK_BYTES", 700)
@@ -32,7 +32,7 @@ def kept_beside(monkeypatch):
 
 
 def write_rows(folder: Path, rows: int = 40) -> Path:
-    """Write a manifest whose rows 5 and 12 are broken, with blank lines and Windows line ends."""
+    """Write a manifest whose rows 5 and 12 are broken, with blank lines and Windows line endings."""
     generator = np.random.default_rng(0)
     lines = []
     for row in range(1, rows + 1):
@@ -46,7 +46,7 @@ def write_rows(folder: Path, rows: int = 40) -> Path:
     return path
 
 
-def plainly_read(path: Path) -> list[tuple[int, float, str]]:
+def read_without_index(path: Path) -> list[tuple[int, float, str]]:
     found = []
     for row, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip() and line.strip().endswith("}") and "gone" not in line:
@@ -59,12 +59,12 @@ def as_rows(manifest: Manifest) -> list[tuple[int, float, str]]:
     return [(utterance.row, utterance.duration, utterance.text) for utterance in manifest]
 
 
-def test_rows_come_from_the_index_as_from_reading_the_file(kept_beside, tmp_path):
+def test_indexed_rows_equal_rows_read_from_the_file(stored_index, tmp_path):
     path = write_rows(tmp_path)
     for manifest in (read_manifest(path), read_manifest(path)):  # created, then opened
-        assert as_rows(manifest) == plainly_read(path) and len(manifest) == 38
+        assert as_rows(manifest) == read_without_index(path) and len(manifest) == 38
         assert [manifest[place].row for place in (0, 4, 37, -1)] == [1, 6, 42, 42]
-        assert manifest.durations.tolist() == [duration for _, duration, _ in plainly_read(path)]
+        assert manifest.durations.tolist() == [duration for _, duration, _ in read_without_index(path)]
         assert [(row.row, row.is_missing) for row in manifest.broken] == [(5, False), (12, True)]
         assert manifest.broken[1].reason == MISSING
     assert isinstance(manifest.durations, np.memmap)
@@ -72,21 +72,21 @@ def test_rows_come_from_the_index_as_from_reading_the_file(kept_beside, tmp_path
         manifest[38]
 
 
-def test_in_memory_it_is_the_same_and_nothing_is_left_beside_the_file(tmp_path):
+def test_in_memory_index_gives_same_rows_and_writes_no_files(tmp_path):
     path = write_rows(tmp_path)
     manifest = read_manifest(path)
-    assert as_rows(manifest) == plainly_read(path) and manifest.index.folder is None
+    assert as_rows(manifest) == read_without_index(path) and manifest.index.folder is None
     assert sorted(os.listdir(tmp_path)) == ["a.flac", "train.jsonl"]
 
 
-def test_another_process_reads_the_same_rows(kept_beside, tmp_path):
+def test_pickled_manifest_is_small_and_gives_same_rows(stored_index, tmp_path):
     manifest = read_manifest(write_rows(tmp_path))
     there = pickle.dumps(manifest)
     assert len(there) < 1000  # the path, not the rows
     assert as_rows(pickle.loads(there)) == as_rows(manifest)  # noqa: S301
 
 
-def test_a_manifest_that_changed_is_indexed_again(kept_beside, tmp_path):
+def test_changed_manifest_is_indexed_again(stored_index, tmp_path):
     path = write_rows(tmp_path)
     read_manifest(path)
     with open(path, "ab") as file:
@@ -94,7 +94,7 @@ def test_a_manifest_that_changed_is_indexed_again(kept_beside, tmp_path):
     assert read_manifest(path)[-1].text == "new"
 
 
-def test_an_index_is_not_made_twice_and_a_damaged_one_is_made_again(kept_beside, tmp_path, monkeypatch):
+def test_index_is_reused_and_rebuilt_if_damaged(stored_index, tmp_path, monkeypatch):
     path = write_rows(tmp_path)
     before = as_rows(read_manifest(path))
     with monkeypatch.context() as patched:
@@ -107,29 +107,29 @@ def test_an_index_is_not_made_twice_and_a_damaged_one_is_made_again(kept_beside,
     assert as_rows(read_manifest(path)) == before
 
 
-def test_a_missing_file_that_is_there_now_is_taken_up(kept_beside, tmp_path):
+def test_missing_audio_file_is_used_once_it_exists(stored_index, tmp_path):
     path = write_rows(tmp_path)
     assert len(read_manifest(path).broken) == 2
     (tmp_path / "gone.flac").touch()
     assert [row.row for row in read_manifest(path).broken] == [5]
 
 
-def test_where_nothing_can_be_written_the_index_is_made_each_time(kept_beside, tmp_path, monkeypatch, capsys):
+def test_index_is_not_stored_on_read_only_file_system(stored_index, tmp_path, monkeypatch, capsys):
     path = write_rows(tmp_path)
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
-    assert as_rows(read_manifest(path)) == plainly_read(path)
+    assert as_rows(read_manifest(path)) == read_without_index(path)
     assert "Read-only file system" in capsys.readouterr().out
     assert sorted(os.listdir(tmp_path)) == ["a.flac", "train.jsonl"]
 
 
-def test_a_half_made_index_is_no_index(kept_beside, tmp_path, monkeypatch):
+def test_interrupted_index_build_leaves_no_index(stored_index, tmp_path, monkeypatch):
     path = write_rows(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             open_index(path)
     assert not (tmp_path / "train.jsonl.index").exists()
-    assert as_rows(read_manifest(path)) == plainly_read(path)
+    assert as_rows(read_manifest(path)) == read_without_index(path)
     assert not (tmp_path / "train.jsonl.index.partial").exists()
 
 
@@ -138,9 +138,7 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(WORDS, "char", 100)
 
 
-def test_tokens_are_counted_as_encoding_each_row_does_once_for_each_tokenizer(
-    kept_beside, tmp_path, tokenizer, monkeypatch
-):
+def test_token_counts_equal_encoding_and_are_stored_per_tokenizer(stored_index, tmp_path, tokenizer, monkeypatch):
     manifest = read_manifest(write_rows(tmp_path))
     encoded = [tokenizer.encode(normalize_text(utterance.text)) for utterance in manifest]
     for _ in range(2):
@@ -154,7 +152,7 @@ def test_tokens_are_counted_as_encoding_each_row_does_once_for_each_tokenizer(
         count_tokens(manifest, tokenizer, "spell")
 
 
-def test_what_is_chosen_by_the_counts_is_what_each_row_says_for_itself(tmp_path, tokenizer):
+def test_selection_by_counts_equals_check_of_each_row(tmp_path, tokenizer):
     manifest, limits = read_manifest(write_rows(tmp_path)), Limits(1.3, 5.0, 20, 1.1)
     kept, left_out = check_utterances(manifest, tokenizer, limits, "keep")
     reasons = {u.row: reason_to_reject(u, tokenizer.encode(normalize_text(u.text)), limits) for u in manifest}
@@ -171,7 +169,7 @@ def test_what_is_chosen_by_the_counts_is_what_each_row_says_for_itself(tmp_path,
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 4000), min_size=1, max_size=20), st.sampled_from([0.5, 0.9, 1.0, 1.1, 1.37, 2.0]))
-def test_encoder_frames_of_many_are_those_of_each(durations, speed):
+def test_vectorized_encoder_frames_equal_those_of_each_utterance(durations, speed):
     limits = Limits(0.0, 5000.0, 400, speed)
     samples = [speed_perturbed_samples(round(duration * SAMPLE_RATE), speed) for duration in durations]
     assert limits.encoder_frames(np.array(durations)).tolist() == [*map(limits.framing.encoded_length, samples)]
@@ -180,7 +178,7 @@ def test_encoder_frames_of_many_are_those_of_each(durations, speed):
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0.5, 20), min_size=1, max_size=40))
-def test_a_window_is_cut_by_its_limits_and_its_padding_counted(seconds):
+def test_micro_batch_sizes_respect_limits_and_padding_is_counted(seconds):
     limits = (SizeLimit(2.0, 8), SizeLimit(5.0, 4), SizeLimit(11.0, 2))
     ordered = sorted(seconds)
     sizes, first, padded = cut_sizes(ordered, limits), 0, 0.0

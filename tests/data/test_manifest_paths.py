@@ -24,21 +24,21 @@ def folder(tmp_path: Path) -> Path:
     return corpus
 
 
-def test_an_absolute_path_outside_is_opened(folder: Path, tmp_path: Path) -> None:
+def test_absolute_path_outside_manifest_folder_is_opened(folder: Path, tmp_path: Path) -> None:
     with open_file(read(str(tmp_path / "sound.wav"), folder).source) as file:
         assert file.read() == b"samples"
 
 
-def test_an_absolute_path_must_be_a_regular_file(folder: Path) -> None:
+def test_absolute_path_must_be_a_regular_file(folder: Path) -> None:
     with pytest.raises(UnusableAudio):
         open_file(read("/dev/zero", folder).source)
 
 
-def test_a_relative_path_that_climbs_out_stays_refused(folder: Path) -> None:
+def test_relative_path_leaving_manifest_folder_is_rejected(folder: Path) -> None:
     with pytest.raises(BadRow):
         read("../sound.wav", folder)
 
 
-def test_a_relative_link_that_leads_outside_stays_refused(folder: Path) -> None:
+def test_relative_link_leaving_manifest_folder_is_rejected(folder: Path) -> None:
     with pytest.raises(UnusableAudio):
         open_file(read("link.wav", folder).source)

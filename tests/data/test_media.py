@@ -1,4 +1,4 @@
-"""Recordings of phones and messengers are read in a sandboxed process; unreadable ones are named."""
+"""Recordings of phones and messengers are decoded in a sandboxed process; unreadable ones are reported."""
 
 import contextlib
 import os
@@ -40,7 +40,7 @@ def read_samples(path: Path, **place: float) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a rising tone in twenty kinds of files."""
+    """Write a rising tone as a file of each of `KINDS`."""
     folder = tmp_path_factory.mktemp("phones")
     for kind in KINDS:
         write_media(folder / f"{kind.name}{kind.suffix}", rising_tone(SECONDS, RATE), RATE, kind)
@@ -48,13 +48,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def voice(folder: Path) -> Path:
+def voice_message(folder: Path) -> Path:
     return folder / "aac_44k_stereo.m4a"
 
 
-def likeness(heard: np.ndarray, wanted: np.ndarray) -> float:
-    """Return the largest correlation for a shift of at most 0.1 s."""
-    middle = heard[RATE // 5 : len(wanted) - RATE // 5].astype(np.float64)
+def best_correlation(samples: np.ndarray, wanted: np.ndarray) -> float:
+    """Return the largest correlation over shifts of at most 0.1 s."""
+    middle = samples[RATE // 5 : len(wanted) - RATE // 5].astype(np.float64)
     middle -= middle.mean()
     shifts = np.arange(RATE // 10, 3 * RATE // 10, 2)
     spectra = np.fft.rfft(wanted), np.fft.rfft(middle, len(wanted))
@@ -65,7 +65,7 @@ def likeness(heard: np.ndarray, wanted: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.name}{kind.suffix}")
-def test_a_file_is_read_whole_by_blocks_and_by_spans_to_the_same_samples(kind, folder):
+def test_whole_read_blocks_and_spans_give_the_same_samples(kind, folder):
     path = folder / f"{kind.name}{kind.suffix}"
     header, whole = read_header(AudioSource(str(path))), read_samples(path)
     assert header.frames == len(whole) and header.missing == 0 and header.rate == kind.rate
@@ -77,28 +77,28 @@ def test_a_file_is_read_whole_by_blocks_and_by_spans_to_the_same_samples(kind, f
     for start, seconds in ((0.0, 1.0), (0.9, 0.5), (2.5, 0.4)):
         span = read_samples(path, start=start, seconds=seconds)
         assert len(span) == round(seconds * kind.rate)
-        if path.suffix != ".ogg":  # libsndfile seeks there directly, and starts without history
+        if path.suffix != ".ogg":  # libsndfile seeks directly and decodes without the preceding frames
             assert np.array_equal(span, whole[round(start * kind.rate) :][: len(span)])
-    assert likeness(load_audio(AudioSource(str(path))).numpy(), rising_tone(SECONDS, RATE)) > 0.9
+    assert best_correlation(load_audio(AudioSource(str(path))).numpy(), rising_tone(SECONDS, RATE)) > 0.9
 
 
 @pytest.mark.parametrize("name", ["he_aac.aac", "he_aac_v2.aac", "amr_wb.awb"])
-def test_what_cannot_be_made_here_is_read_too(name):
-    heard = load_audio(AudioSource(str(ENCODED / name))).numpy()
+def test_formats_without_local_encoder_are_decoded(name):
+    samples = load_audio(AudioSource(str(ENCODED / name))).numpy()
     assert read_header(AudioSource(str(ENCODED / name))).rate == (16_000 if name == "amr_wb.awb" else 32_000)
     tone = rising_tone(1.0, RATE)
-    begin = max(range(0, 4000, 8), key=lambda at: abs(np.dot(heard[at : at + 16_000], tone)))
-    assert likeness(heard[begin:], tone) > 0.9  # the delay of the encoder precedes it
+    begin = max(range(0, 4000, 8), key=lambda at: abs(np.dot(samples[at : at + 16_000], tone)))
+    assert best_correlation(samples[begin:], tone) > 0.9  # the delay of the encoder precedes it
 
 
-def test_negative_control_likeness_tells_another_sound():
+def test_negative_control_correlation_detects_other_audio():
     tone = rising_tone(SECONDS, RATE)
-    assert likeness(tone[::-1].copy(), tone) < 0.5 and likeness(0.1 * tone, tone) > 0.99
+    assert best_correlation(tone[::-1].copy(), tone) < 0.5 and best_correlation(0.1 * tone, tone) > 0.99
 
 
-def test_a_member_of_a_shard_is_the_file(folder, voice, tmp_path):
+def test_shard_member_reads_the_same_as_the_file(folder, voice_message, tmp_path):
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:
-        for path in (folder / "libopus_48k_mono.webm", voice):
+        for path in (folder / "libopus_48k_mono.webm", voice_message):
             tar.add(path, path.name)
     with tarfile.open(tmp_path / "shard.tar") as tar:
         for member in tar.getmembers():
@@ -106,7 +106,7 @@ def test_a_member_of_a_shard_is_the_file(folder, voice, tmp_path):
             assert np.array_equal(read_samples(tmp_path / "shard.tar", **place), read_samples(folder / member.name))
 
 
-def test_a_film_without_sound_and_text_that_is_called_so_are_refused_with_the_reason(folder, tmp_path):
+def test_video_without_audio_and_text_files_are_rejected_with_reason(folder, tmp_path):
     import av
 
     with av.open(str(tmp_path / "silent.mp4"), "w") as container:
@@ -116,22 +116,26 @@ def test_a_film_without_sound_and_text_that_is_called_so_are_refused_with_the_re
         container.mux([*stream.encode(picture), *stream.encode(None)])
     (tmp_path / "text.m4a").write_text("नमस्कार\n" * 100)
     (tmp_path / "empty.m4a").write_bytes(b"")
-    for name, said in (("silent.mp4", "only video"), ("text.m4a", "Invalid data"), ("empty.m4a", "cannot be opened")):
-        with pytest.raises(UnusableAudio, match=said):
+    for name, message in (
+        ("silent.mp4", "only video"),
+        ("text.m4a", "Invalid data"),
+        ("empty.m4a", "cannot be opened"),
+    ):
+        with pytest.raises(UnusableAudio, match=message):
             read_samples(tmp_path / name)
 
 
-def test_a_row_of_another_duration_and_a_span_beyond_the_end_are_refused(voice):
-    assert len(read_samples(voice, seconds=SECONDS))
+def test_wrong_duration_and_span_beyond_end_are_rejected(voice_message):
+    assert len(read_samples(voice_message, seconds=SECONDS))
     for seconds in (2.0, 4.0):
         with pytest.raises(UnusableAudio, match=rf"it lasts .* s, not {seconds:.2f} s as in its row"):
-            read_samples(voice, seconds=seconds)
+            read_samples(voice_message, seconds=seconds)
     for start, seconds in ((2.5, 1.0), (9.0, 1.0)):
         with pytest.raises(UnusableAudio, match=r"it ends at 3\.0\d s"):
-            read_samples(voice, start=start, seconds=seconds)
+            read_samples(voice_message, start=start, seconds=seconds)
 
 
-def test_a_playlist_opens_nothing(voice, tmp_path):
+def test_playlist_files_that_reference_others_are_rejected(voice_message, tmp_path):
     secret = tmp_path / "secret.wav"
     soundfile.write(secret, rising_tone(1.0, RATE), RATE)
     files = {
@@ -146,47 +150,47 @@ def test_a_playlist_opens_nothing(voice, tmp_path):
             read_samples(tmp_path / name)
 
 
-def test_a_link_out_of_the_roots_is_not_followed(voice, tmp_path):
+def test_link_outside_allowed_roots_is_rejected(voice_message, tmp_path):
     (tmp_path / "inside").mkdir()
-    (tmp_path / "inside" / "a.m4a").symlink_to(voice)
+    (tmp_path / "inside" / "a.m4a").symlink_to(voice_message)
     with pytest.raises(UnusableAudio, match="points outside"):
         read_samples(tmp_path / "inside" / "a.m4a", roots=(str(tmp_path / "inside"),))
 
 
-def test_the_process_may_open_no_file_write_none_and_grow_little(voice):
-    read_samples(voice)
+def test_decoder_process_has_file_memory_and_cpu_limits(voice_message):
+    read_samples(voice_message)
     limits = Path(f"/proc/{READERS._idle[-1].process.pid}/limits").read_text()
     found = {line[:25].strip(): line[25:46].strip() for line in limits.splitlines()[1:]}
     assert (found["Max open files"], found["Max file size"], found["Max core file size"]) == ("5", "0", "0")
     assert int(found["Max address space"]) < 2**30 and int(found["Max cpu time"]) < 200
     inside = Path(f"/proc/{READERS._idle[-1].process.pid}/fd").iterdir()
-    # The file is closed; a fifth descriptor is left for the next one.
+    # The audio file is closed; a fifth descriptor is left for the next one.
     assert {path.name for path in inside} == {"0", "1", "2", "3"}
 
 
-HANGS = "while True: pass"
-SPOILT = {
-    "it crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed the decoder process .*SIGSEGV"),
-    "it hangs": (HANGS, "did not finish"),
-    "it takes all memory": ("bytearray(2**32)", "more memory than a recording can need"),
-    "it opens a file": ("open('/etc/passwd')", "Too many open files"),
-    "it ends": ("sys.exit(0)", "exit code 0"),
+ENDLESS_LOOP = "while True: pass"
+FAILURES = {
+    "crash": ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed the decoder process .*SIGSEGV"),
+    "hang": (ENDLESS_LOOP, "did not finish"),
+    "out of memory": ("bytearray(2**32)", "more memory than a recording can need"),
+    "opens a file": ("open('/etc/passwd')", "Too many open files"),
+    "exits": ("sys.exit(0)", "exit code 0"),
 }
 
 
 @contextlib.contextmanager
-def spoilt_program(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str) -> Iterator[None]:
+def modified_program(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str) -> Iterator[None]:
     """Make the reader process run this line instead of opening a file.
 
     Its CPU limit is one second or, for a hang, less.
     """
-    seconds = 0 if line == HANGS else 1
+    seconds = 0 if line == ENDLESS_LOOP else 1
     program = media_process.PROGRAM.read_text(encoding="utf-8").replace("MAX_SECONDS = 60", f"MAX_SECONDS = {seconds}")
     begin = "    def __init__(self, window: FileSlice) -> None:\n"
     assert begin in program
-    spoilt = folder / "media_reader.py"
-    spoilt.write_text(program.replace(begin, f"{begin}        {line}\n"), encoding="utf-8")
-    monkeypatch.setattr(media_process, "PROGRAM", spoilt)
+    modified = folder / "media_reader.py"
+    modified.write_text(program.replace(begin, f"{begin}        {line}\n"), encoding="utf-8")
+    monkeypatch.setattr(media_process, "PROGRAM", modified)
     monkeypatch.setattr(media_sound, "READERS", media_process.Readers())
     try:
         yield
@@ -196,41 +200,41 @@ def spoilt_program(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str) -> 
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("name", SPOILT)
-def test_whatever_becomes_of_ffmpeg_is_a_reason(name, voice, monkeypatch, tmp_path):
-    line, said = SPOILT[name]
-    with spoilt_program(monkeypatch, tmp_path, line):
+@pytest.mark.parametrize("name", FAILURES)
+def test_decoder_process_failure_is_reported_with_reason(name, voice_message, monkeypatch, tmp_path):
+    line, message = FAILURES[name]
+    with modified_program(monkeypatch, tmp_path, line):
         reads = (read_samples, lambda path: list(read_blocks(AudioSource(str(path)), 1.0)))
-        for read in reads[: 1 if line == HANGS else 2]:  # each takes two CPU seconds
-            with pytest.raises(UnusableAudio, match=said):
-                read(voice)
-    assert len(read_samples(voice))  # the next file is read normally
+        for read in reads[: 1 if line == ENDLESS_LOOP else 2]:  # each takes two CPU seconds
+            with pytest.raises(UnusableAudio, match=message):
+                read(voice_message)
+    assert len(read_samples(voice_message))  # the next file is read normally
 
 
-def test_a_process_that_is_killed_while_it_reads_is_replaced_and_the_samples_are_the_same(voice):
-    whole = read_samples(voice)
-    blocks = read_blocks(AudioSource(str(voice)), 0.5)
+def test_decoder_killed_while_reading_is_replaced_with_equal_samples(voice_message):
+    whole = read_samples(voice_message)
+    blocks = read_blocks(AudioSource(str(voice_message)), 0.5)
     found = [next(blocks)]
     for reader in READERS._all - set(READERS._idle):
         os.kill(reader.process.pid, signal.SIGKILL)
     assert np.array_equal(np.concatenate([*found, *blocks]), whole)
 
 
-def test_processes_that_are_killed_while_they_wait_are_replaced(voice):
-    whole, waiting = read_samples(voice), [READERS.take() for _ in range(3)]
+def test_idle_decoders_that_are_killed_are_replaced(voice_message):
+    whole, waiting = read_samples(voice_message), [READERS.take() for _ in range(3)]
     for reader in waiting:
         READERS.give_back(reader)
         os.kill(reader.process.pid, signal.SIGKILL)
-    assert np.array_equal(read_samples(voice), whole)
+    assert np.array_equal(read_samples(voice_message), whole)
 
 
-def test_signals_to_the_group_do_not_reach_it_and_threads_and_forks_have_their_own(voice):
-    whole, results = read_samples(voice), []
+def test_decoder_ignores_signals_and_threads_and_forks_use_their_own(voice_message):
+    whole, results = read_samples(voice_message), []
     for reader in READERS._idle:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(reader.process.pid, number)
     idle = READERS._idle[-1].process.pid
-    threads = [threading.Thread(target=lambda: results.append(read_samples(voice))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: results.append(read_samples(voice_message))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -238,13 +242,13 @@ def test_signals_to_the_group_do_not_reach_it_and_threads_and_forks_have_their_o
     assert len(results) == 4 and all(np.array_equal(found, whole) for found in results)
     child = os.fork()
     if child == 0:
-        same = np.array_equal(read_samples(voice), whole) and READERS._idle[-1].process.pid != idle
+        same = np.array_equal(read_samples(voice_message), whole) and READERS._idle[-1].process.pid != idle
         os._exit(0 if same else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert np.array_equal(read_samples(voice), whole)
+    assert np.array_equal(read_samples(voice_message), whole)
 
 
-def test_it_ends_with_the_process_that_it_belongs_to(voice):
+def test_decoder_process_ends_with_its_parent(voice_message):
     script = (
         "import os, sys\n"
         "from konkanivani.data.audio.files import AudioSource, read_blocks\n"
@@ -254,17 +258,17 @@ def test_it_ends_with_the_process_that_it_belongs_to(voice):
         "print(*(reader.process.pid for reader in READERS._all), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    done = warm_parent().run_program(script, str(voice))
+    done = warm_parent().run_program(script, str(voice_message))
     waited = threading.Event()
     for _ in range(3000):
         state = Path(f"/proc/{int(done.stdout)}/stat")
         if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
             return
         waited.wait(0.1)
-    pytest.fail("it outlives it")
+    pytest.fail("the decoder process outlives its parent")
 
 
-def test_a_cut_voice_message_is_read_as_far_as_it_goes_and_says_so(voice, folder, tmp_path):
+def test_truncated_voice_message_is_read_to_its_end_with_warning(voice_message, folder, tmp_path):
     for name, whole in (("voice.webm", "libopus_48k_mono.webm"), ("lost.m4a", "alac_44k_stereo.m4a")):
         content = (folder / whole).read_bytes()
         (tmp_path / name).write_bytes(content[: len(content) // 2])

@@ -1,4 +1,4 @@
-"""Channels of opposite phase and one-sided recordings are not averaged to silence; others are averaged as before."""
+"""Channels of opposite phase and one-sided recordings are not averaged to silence; other channels are averaged."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ RATE = 16_000
 
 
 @pytest.fixture(autouse=True)
-def nothing_told(monkeypatch):
+def reset_reported_files(monkeypatch):
     monkeypatch.setattr(channels, "_reported", set())
 
 
@@ -24,35 +24,35 @@ def voice(seconds: float = 2.0, seed: int = 0) -> np.ndarray:
     return (0.1 * noise).astype(np.float32)
 
 
-def written(folder: Path, *sides: np.ndarray) -> AudioSource:
+def write_channels(folder: Path, *sides: np.ndarray) -> AudioSource:
     path = folder / "stereo.wav"
     soundfile.write(path, np.stack(sides, axis=1), RATE, subtype="FLOAT")
     return AudioSource(str(path))
 
 
-def both_ways(source: AudioSource) -> list[np.ndarray]:
-    """Return the waveform as training and as transcription read it."""
+def load_and_stream(source: AudioSource) -> list[np.ndarray]:
+    """Return the waveform as loaded by training and as streamed by transcription."""
     return [load_audio(source).numpy(), torch.cat(list(stream_audio(source))).numpy()]
 
 
-def test_opposite_phases_give_the_louder_channel_and_one_line_per_file(tmp_path, capsys):
-    source = written(tmp_path, voice(), -0.9 * voice())
-    for found in both_ways(source):
+def test_opposite_phases_use_the_louder_channel_and_report_once(tmp_path, capsys):
+    source = write_channels(tmp_path, voice(), -0.9 * voice())
+    for found in load_and_stream(source):
         assert np.array_equal(found, voice())
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1
-    assert "channel 0" in said.err and "stereo.wav" in said.err and "opposite" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert "channel 0" in captured.err and "stereo.wav" in captured.err and "opposite" in captured.err
 
 
-def test_opposite_phases_with_a_dc_offset_are_seen(tmp_path):
-    source = written(tmp_path, voice() + 0.05, -0.9 * voice() + 0.05)
-    for found in both_ways(source):
+def test_opposite_phases_with_dc_offset_are_detected(tmp_path):
+    source = write_channels(tmp_path, voice() + 0.05, -0.9 * voice() + 0.05)
+    for found in load_and_stream(source):
         assert np.array_equal(found, voice() + np.float32(0.05))
 
 
-def test_a_one_sided_recording_keeps_its_level(tmp_path, capsys):
-    source = written(tmp_path, 0.0001 * voice(seed=1), voice())
-    for found in both_ways(source):
+def test_one_sided_recording_keeps_its_level(tmp_path, capsys):
+    source = write_channels(tmp_path, 0.0001 * voice(seed=1), voice())
+    for found in load_and_stream(source):
         assert np.array_equal(found, voice())
     assert "only one of its channels has sound" in capsys.readouterr().err
 
@@ -69,31 +69,31 @@ def test_a_one_sided_recording_keeps_its_level(tmp_path, capsys):
     ],
     ids=["equal", "two voices", "one quieter", "partly cancelled", "silent", "three"],
 )
-def test_other_recordings_are_averaged_without_a_word(sides, tmp_path, capsys):
-    source = written(tmp_path, *sides)
+def test_other_recordings_are_averaged_without_a_message(sides, tmp_path, capsys):
+    source = write_channels(tmp_path, *sides)
     mean = torch.from_numpy(np.stack(sides, axis=1)).mean(dim=1).numpy()
-    for found in both_ways(source):
+    for found in load_and_stream(source):
         assert np.array_equal(found, mean)
     assert capsys.readouterr().err == ""
 
 
-def test_a_row_with_a_channel_keeps_it(tmp_path, capsys):
-    source = AudioSource(written(tmp_path, voice(), -0.9 * voice()).path, channel=1)
+def test_explicit_channel_of_a_row_is_used(tmp_path, capsys):
+    source = AudioSource(write_channels(tmp_path, voice(), -0.9 * voice()).path, channel=1)
     assert np.allclose(load_audio(source).numpy(), -0.9 * voice())
     assert capsys.readouterr().err == ""
 
 
-def test_a_stream_decides_after_silence_and_in_bounded_memory(tmp_path, monkeypatch):
+def test_stream_chooses_channel_after_long_silence(tmp_path, monkeypatch):
     silence = np.zeros(20 * RATE, np.float32)
     left = np.concatenate([silence, voice(3.0)])
     right = np.concatenate([silence, -voice(3.0)])
-    assert np.array_equal(both_ways(written(tmp_path, left, right))[1], left)
-    # Negative control: a decision that may not wait for the sound averages it away.
+    assert np.array_equal(load_and_stream(write_channels(tmp_path, left, right))[1], left)
+    # Negative control: if the choice cannot wait for the sound, averaging cancels it.
     monkeypatch.setattr(channels, "MAX_WAITING_BLOCKS", 5)
-    assert not both_ways(written(tmp_path, left, right))[1].any()
+    assert not load_and_stream(write_channels(tmp_path, left, right))[1].any()
 
 
-def test_powers_do_not_depend_on_the_pieces(monkeypatch):
+def test_channel_powers_do_not_depend_on_piece_size(monkeypatch):
     samples = np.stack([voice(), -0.5 * voice(seed=1) + 0.1], axis=1)
     whole = channels.ChannelPowers(2)
     whole.add(samples)

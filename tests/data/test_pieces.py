@@ -1,4 +1,4 @@
-"""A recording as a stream: same resampling as the whole, no speech lost at cuts, constant memory."""
+"""Streamed recordings: resampling equals the whole, no speech is lost at cuts, memory is constant."""
 
 import itertools
 from collections.abc import Iterator
@@ -35,19 +35,19 @@ def cut(waveform: torch.Tensor, longest: float = 20.0, pause: float = 0.4, block
 
 
 @pytest.mark.parametrize("rate", [4_000, 8_000, 11_025, 22_050, 44_100, 48_000, 96_000])
-def test_a_stream_is_resampled_as_the_whole_is(rate):
+def test_resampling_in_blocks_equals_resampling_the_whole(rate):
     whole = noise(1.37, 0.3, rate=rate)
     expected = torchaudio.functional.resample(whole.double(), rate, SAMPLE_RATE)
     for sizes in (rate, 777, len(whole)):
         streamed = torch.cat(list(resample_blocks(whole.split(sizes), rate)))
         assert len(streamed) == len(expected)
         assert (streamed - expected).abs().max() < 1e-6
-    # Negative control: independent blocks.
+    # Negative control: blocks resampled independently.
     apart = torch.cat([torchaudio.functional.resample(block.double(), rate, SAMPLE_RATE) for block in whole.split(800)])
     assert (apart[: len(expected)] - expected[: len(apart)]).abs().max() > 1e-2
 
 
-def test_a_rate_without_common_divisor_takes_no_large_filter():
+def test_rate_without_common_divisor_is_resampled_accurately():
     tone = torch.sin(2 * torch.pi * 440 * torch.arange(44_099) / 44_099)
     streamed = torch.cat(list(resample_blocks(tone.split(5_000), 44_099)))
     expected = torch.sin(2 * torch.pi * 440 * torch.arange(16_000) / 16_000)
@@ -56,7 +56,7 @@ def test_a_rate_without_common_divisor_takes_no_large_filter():
 
 
 @pytest.mark.parametrize(("rate", "channels", "suffix"), [(16_000, 1, "flac"), (48_000, 2, "wav"), (8_000, 2, "ogg")])
-def test_a_file_is_streamed_as_it_is_loaded(tmp_path, rate, channels, suffix):
+def test_streamed_file_equals_loaded_file(tmp_path, rate, channels, suffix):
     samples = noise(3.3, rate=rate).repeat(channels, 1).T.numpy() * np.linspace(1, 0.5, channels)
     soundfile.write(tmp_path / f"a.{suffix}", samples, rate)
     source = AudioSource(str(tmp_path / f"a.{suffix}"))
@@ -65,7 +65,7 @@ def test_a_file_is_streamed_as_it_is_loaded(tmp_path, rate, channels, suffix):
     assert (streamed - loaded).abs().max() < 2e-5  # torchaudio's filter is in float32
 
 
-def test_a_file_that_breaks_off_says_so_after_what_is_there(tmp_path):
+def test_truncated_file_raises_after_the_available_blocks(tmp_path):
     path = tmp_path / "a.flac"
     soundfile.write(path, noise(20).numpy(), SAMPLE_RATE)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -75,7 +75,7 @@ def test_a_file_that_breaks_off_says_so_after_what_is_there(tmp_path):
         list(blocks)
 
 
-def test_arrays_are_streamed_as_numbers_between_minus_one_and_one():
+def test_arrays_are_converted_to_floats_between_minus_one_and_one():
     wave = noise(0.5)
     stereo = torch.stack([wave, -0.5 * wave], dim=1)
     whole = (wave * 32768).round().clamp(-32768, 32767).to(torch.int16)
@@ -85,7 +85,7 @@ def test_arrays_are_streamed_as_numbers_between_minus_one_and_one():
 
 
 @pytest.mark.parametrize(
-    ("samples", "rate", "said"),
+    ("samples", "rate", "message"),
     [
         (np.full(100, np.nan), 16_000, "NaN or infinite"),
         (np.zeros((2, 16_000)), 16_000, "shape"),
@@ -95,12 +95,12 @@ def test_arrays_are_streamed_as_numbers_between_minus_one_and_one():
         (["a"], 16_000, "not a numeric array"),
     ],
 )
-def test_arrays_that_are_no_recording_are_refused_in_a_sentence(samples, rate, said):
-    with pytest.raises(DataError, match=said):
+def test_arrays_that_are_not_audio_are_rejected(samples, rate, message):
+    with pytest.raises(DataError, match=message):
         list(stream_samples(samples, rate))
 
 
-def test_a_recording_is_cut_at_its_pauses_and_silence_is_left_out():
+def test_recording_is_segmented_at_pauses_and_silence_is_skipped():
     parts = [zeros(3), syllables(2, 1), zeros(0.8), syllables(3, 2), zeros(70), syllables(1, 3), zeros(1)]
     begins = list(itertools.accumulate(len(part) / SAMPLE_RATE for part in parts))
     pieces = cut(torch.cat(parts))
@@ -109,18 +109,18 @@ def test_a_recording_is_cut_at_its_pauses_and_silence_is_left_out():
     assert all((piece.core_start, piece.core_end) == (piece.start, pytest.approx(piece.end)) for piece in pieces)
 
 
-def test_what_is_shorter_than_a_piece_stays_whole():
+def test_recording_shorter_than_one_piece_is_not_segmented():
     for waveform in (syllables(2.5), torch.cat([zeros(0.1), syllables(2), zeros(0.3), syllables(1), zeros(0.1)])):
         (piece,) = cut(waveform)
         assert torch.equal(piece.waveform, waveform)
 
 
 @pytest.mark.parametrize("silence", [zeros(30), zeros(0.05), torch.zeros(0), noise(30), noise(30, 1e-6), zeros(90)])
-def test_silence_and_steady_noise_make_no_piece(silence):
+def test_silence_and_steady_noise_give_no_piece(silence):
     assert cut(silence) == []
 
 
-def test_noise_between_speech_is_skipped_and_quiet_speech_is_not():
+def test_noise_between_speech_is_skipped_and_quiet_speech_is_kept():
     quiet = 0.05 * syllables(2, 2)
     parts = [syllables(2, 1), zeros(2), quiet, zeros(60), syllables(2, 3)]
     recording = torch.cat(parts)
@@ -129,7 +129,7 @@ def test_noise_between_speech_is_skipped_and_quiet_speech_is_not():
 
 
 @pytest.mark.parametrize("block", [160, 4_321, 16_000, 10**9])
-def test_speech_without_pause_is_cut_with_an_overlap_that_hides_the_cut(block):
+def test_speech_without_pause_is_cut_with_overlap_at_quiet_points(block):
     waveform = syllables(95, rate=2.5)
     pieces = cut(waveform, longest=10.0, block=block)
     assert len(pieces) > 9 and all(piece.end - piece.start <= 10.001 for piece in pieces)
@@ -145,7 +145,7 @@ def test_speech_without_pause_is_cut_with_an_overlap_that_hides_the_cut(block):
 
 
 @pytest.mark.parametrize("longest", [0.03, 0.3, 1.0])
-def test_cutting_ends_however_short_the_pieces(longest):
+def test_segmentation_works_with_very_short_pieces(longest):
     waveform = syllables(4.123)
     pieces = cut(waveform, longest=longest)
     assert all(one.core_end == other.core_start < other.core_end for one, other in itertools.pairwise(pieces))
@@ -153,7 +153,7 @@ def test_cutting_ends_however_short_the_pieces(longest):
     assert (pieces[0].core_start, pieces[-1].core_end) == (0, pytest.approx(4.123, abs=0.01))
 
 
-def test_no_more_than_a_minute_is_read_ahead():
+def test_segmentation_reads_at_most_one_minute_ahead():
     read = 0
 
     def blocks() -> Iterator[torch.Tensor]:
@@ -169,7 +169,7 @@ def test_no_more_than_a_minute_is_read_ahead():
     assert read < 120
 
 
-def test_where_speech_begins_and_ends_is_told_of_pauses_only():
+def test_speech_start_and_end_are_set_at_pauses_only():
     quiet = noise(1.0, level=0.001, seed=1)
     recording = torch.cat([quiet, noise(2.0), quiet, noise(9.0, seed=2), quiet])
     first, *cut_apart = cut(recording, longest=4.0)

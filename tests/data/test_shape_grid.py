@@ -1,4 +1,4 @@
-"""Few shapes, little padding, and every micro-batch in a shape that is large enough."""
+"""Shape grids: few shapes, little padding, and a large enough shape for every micro-batch."""
 
 import itertools
 
@@ -32,7 +32,7 @@ def batch_of(samples: list[int], tokens: list[int]) -> Batch:
 
 
 def planner_of(seed: int, shortest: float = 0.5) -> EpochPlanner:
-    """Return an epoch plan of 1,000 utterances of up to 18 s, as lengths of read speech are distributed."""
+    """Return an epoch plan of 1,000 utterances of up to 18 s, distributed like read speech."""
     durations = np.random.default_rng(0).gamma(4.0, 1.2, 1000).clip(shortest, 18.0)
     return EpochPlanner(durations, 8, seed)
 
@@ -55,7 +55,7 @@ def test_few_shapes_add_little_padding_in_any_epoch(limits, speeds):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_the_edges_are_the_best_ones(count):
+def test_best_edges_equal_those_of_exhaustive_search(count):
     samples = np.random.default_rng(count).integers(1, 12, 30) * STEP_SAMPLES
     sizes = MicroBatchSizes(np.full(30, 2), samples, np.ones(30, dtype=np.int64))
     longest = int(samples.max())
@@ -67,7 +67,7 @@ def test_the_edges_are_the_best_ones(count):
     assert measure_padding(ShapeGrid(found), sizes).added_frames == pytest.approx(min(tried))
 
 
-def test_a_batch_gets_the_smallest_shape_with_room():
+def test_batch_gets_the_smallest_shape_that_fits():
     grid = ShapeGrid((GridShape(16_000, 2, 5), GridShape(32_000, 2, 5), GridShape(32_000, 2, 9)))
     assert grid.shape_of(batch_of([16_000, 9_000], [4, 1])) == grid.shapes[0]
     assert grid.shape_of(batch_of([16_001, 9_000], [4, 1])) == grid.shapes[1]
@@ -76,10 +76,10 @@ def test_a_batch_gets_the_smallest_shape_with_room():
     assert grid.shape_of(batch_of([32_001, 9_000], [1, 1])) is None
 
 
-def test_a_smaller_batch_is_padded_by_up_to_as_many_dummy_utterances():
+def test_smaller_batch_is_padded_with_dummy_utterances():
     grid = ShapeGrid((GridShape(16_000, 2, 5), GridShape(16_000, 6, 5), GridShape(32_000, 2, 5)))
     assert grid.shape_of(batch_of([9_000], [1])) == grid.shapes[0]
-    # Of fewer utterances first, whatever the length.
+    # Shapes with fewer utterances come first, for any length.
     assert grid.shape_of(batch_of([20_000], [1])) == grid.shapes[2]
     assert grid.shape_of(batch_of([9_000] * 3, [1] * 3)) == grid.shapes[1]
     assert ShapeGrid(grid.shapes[1:2]).shape_of(batch_of([9_000] * 2, [1] * 2)) is None
@@ -89,7 +89,7 @@ def test_a_smaller_batch_is_padded_by_up_to_as_many_dummy_utterances():
     assert padding.added_tokens == pytest.approx((6 * 5 - 9) / 9)
 
 
-def test_a_fixed_window_needs_one_shape():
+def test_fixed_length_input_needs_one_shape():
     planner = planner_of(0)
     sizes = micro_batch_sizes(planner, np.full(1000, 20), same_size(4), has_fixed_length=True)
     grid = choose_grid(sizes, 30 * SAMPLE_RATE)

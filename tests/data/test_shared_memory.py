@@ -1,4 +1,4 @@
-"""A small /dev/shm, as in a container: the same batches arrive, with fewer workers or none."""
+"""A small /dev/shm, as in a container, gives the same batches with fewer workers or none."""
 
 import contextlib
 import io
@@ -27,7 +27,7 @@ ITEMS = 8
 
 
 class Noise:
-    """Data set of noise, drawn from the key."""
+    """Dataset of noise, seeded by the key."""
 
     tokenizer = SimpleNamespace(size=10, special=SPECIAL)
 
@@ -36,13 +36,13 @@ class Noise:
         return Example(f"noise {key}", waveform, [4, 5], None)
 
 
-def one_batch(speeches: list[Example]) -> Batch:
+def collate_batch(speeches: list[Example]) -> Batch:
     return collate(speeches, SPECIAL)
 
 
 def load_all(loader: LoaderConfig) -> list[torch.Tensor]:
     """Return copies of the waveforms; like the training loop, the last batch is kept until the next one arrives."""
-    fetcher: Fetcher = Fetcher(Noise(), one_batch, loader.workers)
+    fetcher: Fetcher = Fetcher(Noise(), collate_batch, loader.workers)
     waveforms = []
     for loaded in load_in_order(fetcher, ([key] for key in range(ITEMS)), loader, int):
         if not waveforms:
@@ -59,7 +59,7 @@ def wait_for_prefetching() -> None:
 
 
 def load_in_small_memory(results: Connection, kilobytes: int) -> None:
-    """Load twice with the same settings, in a mount namespace with this much shared memory."""
+    """Load twice with the same settings in a mount namespace with this much shared memory."""
     try:
         small_shared_memory(kilobytes)
     except OSError as error:
@@ -76,8 +76,8 @@ def load_in_small_memory(results: Connection, kilobytes: int) -> None:
     results.send((free_bytes, is_same, digest, loader.prefetch_limit.batches, children, lines))
 
 
-def outcome(kilobytes: int) -> tuple:
-    """Return what a child process with this much shared memory found."""
+def load_in_child_process(kilobytes: int) -> tuple:
+    """Return the results of loading in a child process with this much shared memory."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     child = context.Process(target=load_in_small_memory, args=(theirs, kilobytes))
@@ -105,24 +105,24 @@ EXPECTED = [
         (16, 0, ["the training process loads the audio itself"]),  # not even for the queues' semaphores
     ],
 )
-def test_fewer_batches_are_prefetched_with_the_same_bits(kilobytes, limit, words):
-    free_bytes, is_same, digest, batches, children, lines = outcome(int(kilobytes))
+def test_small_shared_memory_lowers_prefetching_with_equal_batches(kilobytes, limit, words):
+    free_bytes, is_same, digest, batches, children, lines = load_in_child_process(int(kilobytes))
     assert free_bytes <= (kilobytes + 4) * 1024  # rounded up to pages
     assert is_same and digest == EXPECTED
     assert batches == limit and children == 0
-    assert len(lines) == len(words), lines  # said once, not again in the second pass
+    assert len(lines) == len(words), lines  # reported once, not again in the second pass
     for line, word in zip(lines, words, strict=True):
         assert word in line and "--shm-size" in line
 
 
-def test_negative_control_large_enough_memory_changes_nothing():
-    _, is_same, digest, batches, children, lines = outcome(20 * ITEM_KIB)
+def test_negative_control_sufficient_memory_changes_nothing():
+    _, is_same, digest, batches, children, lines = load_in_child_process(20 * ITEM_KIB)
     assert is_same and digest == EXPECTED
     assert batches is None and children == 0 and lines == []
 
 
-def test_a_full_memory_raises_with_the_size_of_the_batch(monkeypatch):
-    batch = one_batch([Noise()[0]])
+def test_full_shared_memory_raises_with_the_batch_size(monkeypatch):
+    batch = collate_batch([Noise()[0]])
 
     def full(self: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
@@ -145,7 +145,7 @@ def test_a_full_memory_raises_with_the_size_of_the_batch(monkeypatch):
     # Free batches, then workers and batches per worker that fit beside the training loop's two.
     [(1, (0, 2)), (2, (0, 2)), (3, (1, 1)), (4, (2, 1)), (6, (2, 2)), (7, (2, 2)), (99, (2, 3))],
 )
-def test_the_limit_is_what_fits_and_then_nothing(monkeypatch, capsys, free_items, settings):
+def test_prefetch_limit_is_what_fits_and_then_zero(monkeypatch, capsys, free_items, settings):
     loader = LoaderConfig(workers=2, timeout=1.0, pin_memory=False, ahead=4)
     item_bytes = 1 << 20
     monkeypatch.setattr(loader_module, "free_shared_memory", lambda: free_items * item_bytes + semaphore_bytes(2))
@@ -158,7 +158,7 @@ def test_the_limit_is_what_fits_and_then_nothing(monkeypatch, capsys, free_items
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_shared_memory_without_a_size_limit_is_never_short(monkeypatch, tmp_path):
+def test_free_shared_memory_without_size_limit_is_unbounded(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096))
     assert free_shared_memory() > 1 << 40
     monkeypatch.undo()

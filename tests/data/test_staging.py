@@ -1,4 +1,4 @@
-"""Batches reach a GPU through page-locked buffers of one size, which do not change before they have been copied."""
+"""Batches reach a GPU through page-locked buffers of one size, which are not refilled before they are copied."""
 
 import dataclasses
 
@@ -14,8 +14,8 @@ from tests.invariants.parts import global_batch, speeches
 DEVICE = torch.device("cpu")
 
 
-class LateCopies:
-    """`CopyDevice` whose copies read the buffer only when somebody waits for them, as a busy GPU does."""
+class DelayedCopies:
+    """`CopyDevice` whose copies read the buffer only when an event is synchronized, as on a busy GPU."""
 
     def __init__(self) -> None:
         self.allocated: list[int] = []
@@ -37,8 +37,8 @@ class LateCopies:
         self.started.append((copy, tensor))
         return copy
 
-    def record(self) -> "LateEvent":
-        return LateEvent(self, len(self.started))
+    def record(self) -> "DelayedEvent":
+        return DelayedEvent(self, len(self.started))
 
     def finish(self, count: int) -> None:
         """Run the first `count` copies that were started."""
@@ -48,25 +48,25 @@ class LateCopies:
 
 
 @dataclasses.dataclass
-class LateEvent:
-    """Event of `LateCopies`."""
+class DelayedEvent:
+    """Event of `DelayedCopies`."""
 
-    copies: LateCopies
+    copies: DelayedCopies
     count: int
 
     def synchronize(self) -> None:
         self.copies.finish(self.count)
 
 
-class EarlyReuse(LateCopies):
-    """Device whose events do not wait: a buffer is filled again before it has been copied."""
+class EarlyReuse(DelayedCopies):
+    """Device whose events do not wait: a buffer is refilled before it is copied."""
 
-    def record(self) -> "LateEvent":
-        return LateEvent(self, 0)
+    def record(self) -> "DelayedEvent":
+        return DelayedEvent(self, 0)
 
 
 def batches(count: int, seed: int = 0) -> list[Batch]:
-    """Return the micro-batches of some steps of new lengths, in float32."""
+    """Return the float32 micro-batches of `count` steps of different lengths."""
     double = [batch for step in range(count) for batch in global_batch(speeches(4, seed=seed + step), 2).micro_batches]
     return [dataclasses.replace(batch, waveforms=batch.waveforms.float()) for batch in double]
 
@@ -75,8 +75,8 @@ def are_equal(sent, given) -> bool:
     return all(map(torch.equal, sent.tensors(), given.tensors()))
 
 
-def sent_batches(copies: LateCopies, size: int = 2**20) -> list[bool]:
-    """Send the batches of six steps of new lengths; return which of them arrived unchanged."""
+def send_batches(copies: DelayedCopies, size: int = 2**20) -> list[bool]:
+    """Send the batches of six steps of different lengths; return for each whether it arrived unchanged."""
     staging = StagingBuffers(size, copies)
     given = batches(6)
     sent = [dataclasses.replace(batch, staging=staging).to(DEVICE) for batch in given]
@@ -84,24 +84,24 @@ def sent_batches(copies: LateCopies, size: int = 2**20) -> list[bool]:
     return list(map(are_equal, sent, given))
 
 
-def test_batches_of_new_lengths_pass_through_the_same_buffers():
-    copies = LateCopies()
-    assert all(sent_batches(copies)) and copies.allocated == [2**20] * BUFFERS and copies.from_elsewhere == 0
+def test_batches_of_different_lengths_share_the_same_buffers():
+    copies = DelayedCopies()
+    assert all(send_batches(copies)) and copies.allocated == [2**20] * BUFFERS and copies.from_elsewhere == 0
 
 
-def test_negative_control_a_buffer_that_is_filled_before_its_copy_has_ended_shows():
-    arrived = sent_batches(EarlyReuse())
-    # Those in the buffers at the end are whole.
+def test_negative_control_early_buffer_reuse_corrupts_batches():
+    arrived = send_batches(EarlyReuse())
+    # The batches in the buffers at the end are unchanged.
     assert not any(arrived[:-BUFFERS]) and all(arrived[-BUFFERS:])
 
 
-def test_a_batch_beyond_the_size_is_copied_from_ordinary_memory():
-    copies = LateCopies()
-    assert all(sent_batches(copies, size=64)) and copies.allocated == [] and copies.from_elsewhere == 4 * 12
+def test_batch_larger_than_buffer_is_copied_from_pageable_memory():
+    copies = DelayedCopies()
+    assert all(send_batches(copies, size=64)) and copies.allocated == [] and copies.from_elsewhere == 4 * 12
 
 
-def test_halves_of_a_batch_pass_through_the_buffers_and_copies_on_the_device_do_not():
-    copies = LateCopies()
+def test_split_batches_are_staged_and_device_batches_are_not():
+    copies = DelayedCopies()
     staging = StagingBuffers(2**20, copies)
     [batch, *_] = (dataclasses.replace(batch, staging=staging) for batch in batches(1))
     halves = split_batch(batch)
@@ -112,8 +112,8 @@ def test_halves_of_a_batch_pass_through_the_buffers_and_copies_on_the_device_do_
     assert sent[0].to(DEVICE).waveforms is sent[0].waveforms
 
 
-def test_the_loader_gives_training_batches_the_buffers():
-    staging = StagingBuffers(2**20, LateCopies())
+def test_loader_attaches_staging_buffers_to_training_batches():
+    staging = StagingBuffers(2**20, DelayedCopies())
     step = global_batch(speeches(4), 2)
     loaded = Loaded(step, ()).with_staging(staging)
     assert [batch.staging for batch in loaded.value.micro_batches] == [staging, staging]
@@ -122,7 +122,7 @@ def test_the_loader_gives_training_batches_the_buffers():
 
 
 @pytest.mark.parametrize("limits", [same_size(3), (SizeLimit(0.5, 4), SizeLimit(2.0, 2))])
-def test_the_size_bounds_every_batch_within_the_limits(limits):
+def test_largest_batch_bytes_bounds_every_batch(limits):
     longest = max(len(speech.waveform) for speech in speeches(4, seed=3)) / SECONDS.rate
     for batch in batches(1, seed=3):
         tokens = max(batch.token_lengths)
@@ -133,7 +133,7 @@ def test_the_size_bounds_every_batch_within_the_limits(limits):
 
 
 @pytest.mark.card
-def test_on_a_card_memory_of_the_host_does_not_grow():
+def test_batches_arrive_unchanged_on_a_gpu():
     device = torch.device("cuda")
     staging = StagingBuffers(2**20, CudaCopies(device))
     given = batches(50)

@@ -1,4 +1,4 @@
-"""Normalisation as a table of cases, and tokenizers that reproduce their input."""
+"""Text normalisation by a table of cases, and round trips through tokenizers."""
 
 import unicodedata
 from pathlib import Path
@@ -18,33 +18,33 @@ from tests.starts import begin_run
 
 ZWNJ, ZWJ, NUKTA, VIRAMA = "\u200c", "\u200d", "\u093c", "\u094d"
 CASES = [
-    ("म्हजें नांव", "म्हजें नांव", "plain text stays"),
+    ("म्हजें नांव", "म्हजें नांव", "plain text is unchanged"),
     ("  एक \t दोन\n\nतीन ", "एक दोन तीन", "runs of white space"),
-    ("एक\u00a0दोन\u3000तीन", "एक दोन तीन", "spaces of other widths"),
+    ("एक\u00a0दोन\u3000तीन", "एक दोन तीन", "Unicode spaces"),
     (f"क{VIRAMA}{ZWJ}ष", f"क{VIRAMA}ष", "zero-width joiner"),
     (f"क{VIRAMA}{ZWNJ}ष", f"क{VIRAMA}ष", "zero-width non-joiner"),
     ("\ufeffएक\u200bदोन\u00adतीन", "एकदोनतीन", "byte order mark, zero-width space, soft hyphen"),
     ("आयलो। गेलो॥", "आयलो गेलो", "danda and double danda"),
     ("किदें? व्हय! (ना) “बरें” – ‘कशें’…", "किदें व्हय ना बरें कशें", "punctuation"),
-    ("एक-दोन/तीन", "एक दोन तीन", "punctuation between words parts them"),
-    ("₹५००", "५००", "a symbol"),
-    ("घर 🏠", "घर", "an emoji"),
+    ("एक-दोन/तीन", "एक दोन तीन", "punctuation between words becomes a space"),
+    ("₹५००", "५००", "symbol"),
+    ("घर 🏠", "घर", "emoji"),
     ("GOA गोंय Café", "goa गोंय café", "Latin letters in lower case"),
     ("Cafe\u0301", "café", "decomposed Latin is composed"),
-    (f"ड{NUKTA}", f"ड{NUKTA}", "a nukta stays apart, as NFC has it"),
-    ("\u095c", f"ड{NUKTA}", "a precomposed nukta letter is taken apart, as NFC has it"),
-    ("\u0928\u093c", "\u0929", "but this one is composed"),
+    (f"ड{NUKTA}", f"ड{NUKTA}", "nukta is not composed (NFC)"),
+    ("\u095c", f"ड{NUKTA}", "precomposed nukta letter is decomposed (NFC)"),
+    ("\u0928\u093c", "\u0929", "letter NNNA is composed (NFC)"),
     ("आँ अं अः ऽ ॐ", "आँ अं अः ऽ ॐ", "candrabindu, anusvara, visarga, avagraha, om"),
-    ("e\u200d\u0301", "é", "removing a joiner lets letters compose"),
-    ("। ! …", "", "nothing but punctuation"),
-    ("", "", "nothing"),
+    ("e\u200d\u0301", "é", "letters compose after a joiner is removed"),
+    ("। ! …", "", "only punctuation"),
+    ("", "", "empty"),
     ("a\u0000b\u0007", "a b", "control characters"),
-    ("\ud800a", "a", "half a surrogate pair"),
+    ("\ud800a", "a", "lone surrogate"),
 ]
 
 
 @pytest.mark.parametrize("text, expected", [case[:2] for case in CASES], ids=[case[2] for case in CASES])
-def test_normalisation(text, expected):
+def test_normalisation_of_each_case(text, expected):
     assert normalize_text(text) == expected
 
 
@@ -81,7 +81,7 @@ def test_normalisation_is_idempotent_composed_and_single_spaced(text, digits):
 
 @settings(max_examples=200, deadline=None)
 @given(INDIC)
-def test_normalisation_does_not_see_how_the_text_was_encoded(text):
+def test_normalisation_does_not_depend_on_unicode_form(text):
     assert normalize_text(unicodedata.normalize("NFD", text)) == normalize_text(text)
 
 
@@ -93,7 +93,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return train_tokenizer(TEXTS, request.param, 40)
 
 
-def test_a_round_trip_gives_the_text_back(tokenizer):
+def test_tokenizer_round_trip_returns_the_text(tokenizer):
     for text in (*TEXTS, *WORDS):
         tokens = tokenizer.encode(text)
         assert tokenizer.decode(tokens) == text
@@ -105,12 +105,12 @@ def test_a_round_trip_gives_the_text_back(tokenizer):
 
 @settings(max_examples=100, deadline=None)
 @given(words=st.lists(st.sampled_from(WORDS), min_size=1, max_size=12))
-def test_any_sentence_of_the_words_survives(tokenizer, words):
+def test_any_sentence_of_known_words_round_trips(tokenizer, words):
     assert tokenizer.decode(tokenizer.encode(" ".join(words))) == " ".join(words)
 
 
 @pytest.mark.parametrize("kind", ["char", "bpe", "unigram"])
-def test_training_is_the_same_bytes_in_any_order_of_the_texts(kind):
+def test_tokenizer_training_does_not_depend_on_text_order(kind):
     there, back = (train_tokenizer(order, kind, 40).model for order in (TEXTS, [*TEXTS[::-1], TEXTS[0]]))
     assert there == back
     assert there != train_tokenizer(TEXTS[:60], kind, 40).model
@@ -118,33 +118,33 @@ def test_training_is_the_same_bytes_in_any_order_of_the_texts(kind):
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 @pytest.mark.parametrize("texts", [["अ"], ["एक दोन तीन"], ["a" * 50], TEXTS], ids=["one", "three", "long", "many"])
-def test_a_vocabulary_that_the_text_does_not_allow_is_lowered_and_says_so(kind, texts, capsys):
+def test_too_large_vocabulary_size_is_reduced_and_reported(kind, texts, capsys):
     tokenizer = train_tokenizer(texts, kind, 5000)
     assert tokenizer.size < 5000
     assert f"--vocab_size 5000 reduced to {tokenizer.size}" in capsys.readouterr().out
     assert tokenizer.decode(tokenizer.encode(texts[0])) == texts[0]
 
 
-def test_a_vocabulary_that_fits_says_nothing(capsys):
+def test_attainable_vocabulary_size_prints_nothing(capsys):
     assert train_tokenizer(TEXTS, "bpe", 40).size == 40
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("kind", ["char", "bpe", "unigram"])
-def test_a_vocabulary_smaller_than_the_alphabet_is_a_usage_error_that_says_how_many_it_takes(kind):
+def test_vocabulary_smaller_than_alphabet_raises_with_minimum_size(kind):
     smallest = len(set("".join(TEXTS)) - {" "}) + 5
     with pytest.raises(UsageError, match=f"at least {smallest}"):
         train_tokenizer(TEXTS, kind, smallest - 1)
     assert train_tokenizer(TEXTS, kind, smallest).size == smallest
 
 
-def test_bytes_that_are_no_tokenizer_or_not_ours_are_refused():
+def test_bytes_that_are_not_a_tokenizer_are_rejected():
     for model in (b"", b"not a model", bytes(100)):
         with pytest.raises(DataError, match="tokenizer"):
             Tokenizer(model)
 
 
-def test_the_checkpoint_carries_the_tokenizer_byte_for_byte(corpus: Corpus, tmp_path: Path):
+def test_checkpoint_stores_the_tokenizer_byte_for_byte(corpus: Corpus, tmp_path: Path):
     flags = [*TINY_MODEL, "--train_manifest", corpus.manifest("train"), *run_folders(tmp_path), "--max_steps", "1"]
     run = build_run(begin_run(flags))
     train(run)

@@ -1,4 +1,4 @@
-"""Audio whose name is spelled in another Unicode normal form in a table, a manifest or a command than on the disk."""
+"""Audio paths in a Unicode normal form that differs from the file name on disk."""
 
 import io
 import json
@@ -23,14 +23,14 @@ SPELLINGS = [(COMPOSED, DECOMPOSED), (DECOMPOSED, COMPOSED), ("घो\u095cो",
 
 
 def write_wav(path: Path, seconds: float) -> None:
-    """Write noise of a length by which the file is recognised."""
+    """Write noise whose duration identifies the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     noise = 0.1 * np.random.default_rng(round(1000 * seconds)).standard_normal(round(seconds * RATE))
     soundfile.write(path, noise, RATE)
 
 
 @pytest.mark.parametrize(("named", "on_disk"), SPELLINGS)
-def test_a_name_in_another_form_is_found_and_the_exact_one_wins(tmp_path, named, on_disk):
+def test_name_in_other_unicode_form_is_found_but_exact_match_wins(tmp_path, named, on_disk):
     assert named != on_disk
     write_wav(tmp_path / on_disk / f"{on_disk}.wav", 1.0)
     path = f"{tmp_path}/{named}/{named}.wav"
@@ -41,7 +41,7 @@ def test_a_name_in_another_form_is_found_and_the_exact_one_wins(tmp_path, named,
     assert read_header(AudioSource(f"{tmp_path}/{on_disk}/{on_disk}.wav")).seconds == 1.0
 
 
-def test_other_names_are_not_found(tmp_path):
+def test_different_names_are_not_matched(tmp_path):
     write_wav(tmp_path / f"{DECOMPOSED}.wav", 1.0)
     for name in ("Goncalves ऱ", "Gonçalvès र", COMPOSED.upper(), COMPOSED + "\0", "\udcff" + COMPOSED):
         assert existing_path(f"{tmp_path}/{name}.wav") == f"{tmp_path}/{name}.wav"
@@ -49,7 +49,7 @@ def test_other_names_are_not_found(tmp_path):
             read_header(AudioSource(f"{tmp_path}/{name}.wav"))
 
 
-def test_a_manifests_roots_hold_for_names_in_another_form(tmp_path):
+def test_manifest_roots_apply_to_names_in_other_unicode_form(tmp_path):
     write_wav(tmp_path / "outside" / "a.wav", 1.0)
     folder = tmp_path / "corpus"
     folder.mkdir()
@@ -130,17 +130,17 @@ IMPORTERS = [csv_table, kaldi, common_voice, ljspeech, openslr, folder, nemo, ne
 
 @pytest.mark.parametrize("write", IMPORTERS, ids=lambda each: each.__name__)
 @pytest.mark.parametrize(("named", "on_disk"), SPELLINGS[:2], ids=["composed in the table", "decomposed in the table"])
-def test_importers_find_audio_in_the_other_form(tmp_path, write, named, on_disk):
+def test_importers_find_audio_in_other_unicode_form(tmp_path, write, named, on_disk):
     (tmp_path / "corpus" / "clips").mkdir(parents=True)
     name, *flags = write(tmp_path / "corpus", named, on_disk)
     flags += ["--source", "corpus", "--output", "out", "--valid_share", "0", "--test_share", "0"]
     well(run_here("training_scripts/prepare_data.py", "--format", name, *flags, cwd=tmp_path))
     (utterance,) = read_manifest(tmp_path / "out" / "train.jsonl", (str(tmp_path),))
-    assert Path(utterance.audio_path).is_file()  # the manifest has the spelling of the disk
+    assert Path(utterance.audio_path).is_file()  # the manifest has the spelling of the file system
     assert len(read_samples(utterance.source)[0]) == pytest.approx(RATE, abs=1200)
 
 
-def test_a_prepared_link_in_another_form_does_not_leave_the_corpus(tmp_path):
+def test_importer_rejects_link_outside_corpus_in_other_unicode_form(tmp_path):
     write_wav(tmp_path / "outside" / "a.wav", 1.0)
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / f"{DECOMPOSED}.wav").symlink_to(tmp_path / "outside" / "a.wav")
@@ -152,7 +152,7 @@ def test_a_prepared_link_in_another_form_does_not_leave_the_corpus(tmp_path):
 
 
 @pytest.mark.parametrize("is_folder", [False, True], ids=["file", "folder"])
-def test_transcribe_finds_what_the_command_line_spells_in_the_other_form(tmp_path, base, is_folder):
+def test_transcribe_finds_command_line_path_in_other_unicode_form(tmp_path, base, is_folder):
     samples = speak(TEXT.split())
     folder = tmp_path / DECOMPOSED
     folder.mkdir()

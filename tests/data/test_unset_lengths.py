@@ -1,4 +1,4 @@
-"""Recordings whose header does not say how long they are: read to their end, within the limits on length."""
+"""Recordings whose header does not state their length are read to their end, within the length limits."""
 
 import io
 import json
@@ -22,7 +22,7 @@ LIST_CHUNK = b"LIST" + struct.pack("<L", 18) + b"INFOISFT" + struct.pack("<L", 6
 
 
 def encode(container: str, samples: np.ndarray, subtype: str = "PCM_16", **options: str) -> bytearray:
-    """Return the bytes of a file with the right lengths in its header."""
+    """Return the bytes of a file with correct lengths in its header."""
     file = io.BytesIO()
     soundfile.write(file, samples, RATE, format=container, subtype=subtype, **options)
     return bytearray(file.getvalue())
@@ -35,7 +35,7 @@ def recording(channels: int = 1) -> np.ndarray:
 
 
 def set_field(name: bytes, offset: int, form: str, value: int) -> Callable[[bytearray], None]:
-    """Return a change of a header: the number `offset` bytes after the first `name`."""
+    """Return a function that sets the header field `offset` bytes after the first `name`."""
 
     def change(content: bytearray) -> None:
         struct.pack_into(form, content, content.index(name) + offset, value)
@@ -54,8 +54,8 @@ WAV_MOST = set_field(b"data", 4, "<L", 0xFFFFFFFF)
 CASES = {
     "flac": ("FLAC", {}, [clear_flac_total]),
     "wav": ("WAV", {}, [WAV_ZERO]),
-    "wav, riff 0": ("WAV", {}, [WAV_ZERO, set_field(b"RIFF", 4, "<L", 0)]),
-    "wav, riff of a header": ("WAV", {}, [WAV_ZERO, set_field(b"RIFF", 4, "<L", 36)]),
+    "wav, RIFF size 0": ("WAV", {}, [WAV_ZERO, set_field(b"RIFF", 4, "<L", 0)]),
+    "wav, RIFF size of the header": ("WAV", {}, [WAV_ZERO, set_field(b"RIFF", 4, "<L", 36)]),
     "wav, all ones": ("WAV", {}, [WAV_MOST, set_field(b"RIFF", 4, "<L", 0xFFFFFFFF)]),
     "wav, mu-law": ("WAV", {"subtype": "ULAW"}, [WAV_ZERO]),
     "wav, float": ("WAV", {"subtype": "FLOAT"}, [WAV_ZERO]),
@@ -65,7 +65,7 @@ CASES = {
     "rf64": ("RF64", {}, [set_field(b"ds64", 8, "<Q", 0), set_field(b"ds64", 16, "<Q", 0)]),
     "rf64, all ones": ("RF64", {}, [set_field(b"ds64", 8, "<Q", 2**64 - 1), set_field(b"ds64", 16, "<Q", 2**64 - 1)]),
     "w64": ("W64", {}, [set_field(b"data\xf3", 16, "<Q", 0)]),
-    "w64 of a header": ("W64", {}, [set_field(b"data\xf3", 16, "<Q", 24)]),
+    "w64, size of the header": ("W64", {}, [set_field(b"data\xf3", 16, "<Q", 24)]),
     "au": ("AU", {}, [set_field(b".snd", 8, ">L", 0)]),
     "au, all ones": ("AU", {}, [set_field(b".snd", 8, ">L", 0xFFFFFFFF)]),
     "au, little endian": ("AU", {"endian": "LITTLE"}, [set_field(b"dns.", 8, "<L", 0)]),
@@ -79,7 +79,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("in_shard", [False, True], ids=["file", "shard"])
-def test_all_samples_are_read_where_the_length_is_unset(tmp_path, case, in_shard):
+def test_all_samples_are_read_if_header_length_is_unset(tmp_path, case, in_shard):
     container, options, changes = CASES[case]
     content = encode(container, recording(2 if case in ("flac", "wav") else 1), **options)
     expected, _ = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
@@ -106,7 +106,7 @@ def test_all_samples_are_read_where_the_length_is_unset(tmp_path, case, in_shard
 
 
 def write_tar(path, content: bytes) -> tuple[int, int]:
-    """Write a tar of two members and return the place and the size of the second."""
+    """Write a tar of three members and return the offset and the size of the second."""
     with tarfile.open(path, "w") as shard:
         for name, member in (("first", b"1234567"), ("second", content), ("third", b"x" * 5000)):
             info = tarfile.TarInfo(name)
@@ -121,21 +121,21 @@ def write_tar(path, content: bytes) -> tuple[int, int]:
     ("container", "tail"),
     [("WAV", b""), ("AU", b""), ("RF64", b""), ("CAF", b""), ("WAV", LIST_CHUNK), ("RF64", LIST_CHUNK)],
 )
-def test_a_file_that_was_closed_without_samples_is_refused(tmp_path, container, tail):
+def test_file_without_samples_is_rejected(tmp_path, container, tail):
     content = encode(container, np.zeros((0, 1), np.float32))
     (tmp_path / "a.wav").write_bytes(content + tail)
     with pytest.raises(UnusableAudio, match="it contains no samples"):
         read_header(AudioSource(str(tmp_path / "a.wav")))
 
 
-def test_a_wav_of_digital_silence_is_no_list_of_chunks(tmp_path):
+def test_wav_of_digital_silence_is_not_parsed_as_chunks(tmp_path):
     content = encode("WAV", np.zeros((4000, 1), np.float32))
     WAV_ZERO(content)
     (tmp_path / "a.wav").write_bytes(content)
     assert read_header(AudioSource(str(tmp_path / "a.wav"))).frames == 4000
 
 
-def test_a_chunk_after_samples_of_unset_length_is_read_as_ffmpeg_does(tmp_path):
+def test_trailing_chunk_of_unset_length_wav_is_read_as_samples(tmp_path):
     content = encode("WAV", recording())
     WAV_ZERO(content)
     (tmp_path / "a.wav").write_bytes(content + LIST_CHUNK)
@@ -144,7 +144,7 @@ def test_a_chunk_after_samples_of_unset_length_is_read_as_ffmpeg_does(tmp_path):
 
 
 def long_flac(path, seconds: int) -> AudioSource:
-    """Write silence of unknown length, 14 bytes a second."""
+    """Write silence of unset length, 14 bytes per second."""
     with soundfile.SoundFile(path, "w", 4000, 1, format="FLAC") as file:
         for _ in range(seconds // 600):
             file.write(np.zeros(600 * 4000, np.int16))
@@ -154,7 +154,7 @@ def long_flac(path, seconds: int) -> AudioSource:
     return AudioSource(str(path))
 
 
-def test_limits_hold_while_a_stream_is_read(tmp_path, monkeypatch):
+def test_length_limits_apply_while_streaming(tmp_path, monkeypatch):
     source = long_flac(tmp_path / "a.flac", 7200)
     assert read_header(source).seconds == 7200
     assert max(map(len, read_blocks(source, 1.0))) == 4000
@@ -170,39 +170,39 @@ def test_limits_hold_while_a_stream_is_read(tmp_path, monkeypatch):
                     read(source)
 
 
-def test_an_mp3_without_length_header_is_read_to_its_end(tmp_path):
+def test_mp3_without_length_header_is_read_to_its_end(tmp_path):
     samples = recording()[:, 0].repeat(10)
-    samples[: len(samples) // 2] = 0.0  # the first frames have a low bit rate, and the length was estimated from them
+    samples[: len(samples) // 2] = 0.0  # decoders estimate the length from the first frames, which have a low bit rate
     content = encode("MP3", samples, "MPEG_LAYER_III", bitrate_mode="VARIABLE")
     (tmp_path / "said.mp3").write_bytes(content)
-    said, _ = read_samples(AudioSource(str(tmp_path / "said.mp3")))
+    reference, _ = read_samples(AudioSource(str(tmp_path / "said.mp3")))
     at = max(content.find(b"Xing"), content.find(b"Info"))
     content[at : at + 4] = bytes(4)
     (tmp_path / "unsaid.mp3").write_bytes(content)
     source = AudioSource(str(tmp_path / "unsaid.mp3"))
     frames = read_header(source).frames
     # The delay and padding of the encoder are kept, and the header is a frame.
-    assert abs(frames - len(said)) <= 3 * 1152
-    unsaid, _ = read_samples(source)
-    assert len(unsaid) == frames == sum(map(len, read_blocks(source, 0.5)))
-    assert np.abs(unsaid[: len(said) // 3]).max() < 0.01
-    assert np.isclose(unsaid[-8000:-4000].std(), said[-8000:-4000].std(), rtol=0.1)
+    assert abs(frames - len(reference)) <= 3 * 1152
+    headerless, _ = read_samples(source)
+    assert len(headerless) == frames == sum(map(len, read_blocks(source, 0.5)))
+    assert np.abs(headerless[: len(reference) // 3]).max() < 0.01
+    assert np.isclose(headerless[-8000:-4000].std(), reference[-8000:-4000].std(), rtol=0.1)
 
 
 @pytest.mark.parametrize("shape", [(2, RATE), (1, RATE)])
-def test_torchaudios_layout_is_named_with_what_to_pass(shape):
+def test_torchaudio_channel_order_is_rejected_with_a_hint(shape):
     with pytest.raises(DataError, match=r"Give samples\.T\."):
         stream_samples(np.zeros(shape, np.float32), RATE)
     assert sum(map(len, stream_samples(np.zeros(shape, np.float32).T, RATE))) == RATE
 
 
-def test_prepare_and_transcribe_read_them(tmp_path, base):
-    said = speak(["एक", "दोन", "घर"])
+def test_prepare_and_transcribe_read_files_of_unset_length(tmp_path, base):
+    reference = speak(["एक", "दोन", "घर"])
     (tmp_path / "corpus").mkdir()
     rows = ["audio,text,split"]
     kinds = {"flac": clear_flac_total, "wav": WAV_ZERO}
     for suffix, change in kinds.items():
-        content = encode(suffix.upper(), said)
+        content = encode(suffix.upper(), reference)
         (tmp_path / f"whole.{suffix}").write_bytes(content)
         change(content)
         for split in ("train", "valid", "test"):
@@ -212,13 +212,13 @@ def test_prepare_and_transcribe_read_them(tmp_path, base):
     flags = ("--format", "csv", "--source", "corpus", "--output", "out", "--table", "all.csv")
     well(run_here("training_scripts/prepare_data.py", *flags, cwd=tmp_path))
     written = [json.loads(line) for line in (tmp_path / "out" / "train.jsonl").read_text("utf-8").splitlines()]
-    assert [row["duration"] for row in written] == [round(len(said) / RATE, 4)] * 2
+    assert [row["duration"] for row in written] == [round(len(reference) / RATE, 4)] * 2
     for suffix in kinds:
         whole, unset = tmp_path / f"whole.{suffix}", tmp_path / "corpus" / f"train.{suffix}"
         assert load_audio(AudioSource(str(unset))).equal(load_audio(AudioSource(str(whole))))
-        assert sum(map(len, stream_audio(AudioSource(str(unset))))) == len(said)
-        heard = [transcribe(path, base) for path in (whole, unset)]
-        assert heard[0] == heard[1]
+        assert sum(map(len, stream_audio(AudioSource(str(unset))))) == len(reference)
+        transcripts = [transcribe(path, base) for path in (whole, unset)]
+        assert transcripts[0] == transcripts[1]
 
 
 def transcribe(path, checkpoint) -> str:

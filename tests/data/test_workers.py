@@ -1,4 +1,4 @@
-"""Batches from audio workers arrive in order, whatever happens to the workers of later ones."""
+"""Batches from audio workers arrive in order even if workers are slow or killed."""
 
 import multiprocessing
 import os
@@ -16,20 +16,20 @@ from torch.utils.data import Dataset
 from konkanivani.data.loader import Loaded, LoaderConfig, WorkersFailed, _begin_worker, load_in_order
 from tests.patience import PATIENCE
 
-LONGER_THAN_WORKERS_ARE_LEFT_ALONE = 2.5  # seconds
+SLOW_ITEM_SECONDS = 2.5  # longer than the poll interval and the grace period of the loader
 LOADER = LoaderConfig(workers=2, timeout=PATIENCE, pin_memory=False)
 
 
-class SlowThenDeadly(Dataset):
-    """Dataset in which item 0 is slow, and a worker that reads item 1 dies while `lives` are left."""
+class SlowThenKilledDataset(Dataset):
+    """Dataset in which item 0 is slow, and the worker that reads item 1 is killed `deaths` times."""
 
-    def __init__(self, lives: int) -> None:
+    def __init__(self, deaths: int) -> None:
         self.being_read = torch.full((LOADER.workers,), -1)
-        self.deaths_left = torch.tensor([lives]).share_memory_()
+        self.deaths_left = torch.tensor([deaths]).share_memory_()
 
     def __getitem__(self, keys: list[int]) -> Loaded:
         if keys == [0]:
-            time.sleep(LONGER_THAN_WORKERS_ARE_LEFT_ALONE)
+            time.sleep(SLOW_ITEM_SECONDS)
         if keys == [1] and self.deaths_left.item() > 0:
             self.deaths_left -= 1
             os.kill(os.getpid(), signal.SIGKILL)
@@ -39,44 +39,44 @@ class SlowThenDeadly(Dataset):
         return [f"item {key}" for key in keys]
 
 
-def _load(fetcher: SlowThenDeadly) -> tuple[list[int], WorkersFailed | None]:
-    came = []
+def _load(fetcher: SlowThenKilledDataset) -> tuple[list[int], WorkersFailed | None]:
+    loaded_items = []
     try:
         for loaded in load_in_order(fetcher, [[number] for number in range(6)], LOADER, lambda: None):
-            came.append(loaded.value)
+            loaded_items.append(loaded.value)
     except WorkersFailed as failure:
-        return came, failure
-    return came, None
+        return loaded_items, failure
+    return loaded_items, None
 
 
-def test_what_lies_before_a_deadly_item_comes_although_it_takes_longer(capsys):
-    came, failure = _load(SlowThenDeadly(lives=10))
-    assert came == [0]
+def test_slow_items_before_a_crashing_item_are_returned(capsys):
+    loaded_items, failure = _load(SlowThenKilledDataset(deaths=10))
+    assert loaded_items == [0]
     assert "waiting for item 1" in failure.what
 
 
-@pytest.mark.parametrize("lives", [0, 1, 2])
-def test_all_come_once_and_in_order_where_workers_die_and_come_back(lives, capsys):
-    assert _load(SlowThenDeadly(lives)) == (list(range(6)), None)
-    assert capsys.readouterr().out.count("Restarting them once") == lives
+@pytest.mark.parametrize("deaths", [0, 1, 2])
+def test_all_items_arrive_once_in_order_after_worker_restart(deaths, capsys):
+    assert _load(SlowThenKilledDataset(deaths)) == (list(range(6)), None)
+    assert capsys.readouterr().out.count("Restarting them once") == deaths
 
 
-def _hand_over(pipe: Connection, errors: Path, begins_as_worker: bool) -> None:
-    """Send file descriptors from a process, as a worker sends its batches."""
+def _send_descriptors(pipe: Connection, errors: Path, is_worker: bool) -> None:
+    """Send file descriptors from a process like a worker sends its batches."""
     sys.stderr = errors.open("w", buffering=1)
-    if begins_as_worker:
+    if is_worker:
         _begin_worker(0)
     pipe.send([DupFd(2)._id for _ in range(2)])
     pipe.recv()
 
 
-@pytest.mark.parametrize("begins_as_worker", [True, False], ids=["a worker", "another process"])
-def test_a_worker_keeps_silent_where_the_trainer_goes_while_it_is_handed_a_batch(tmp_path, begins_as_worker):
+@pytest.mark.parametrize("is_worker", [True, False], ids=["worker", "other process"])
+def test_worker_prints_no_traceback_if_trainer_disconnects(tmp_path, is_worker):
     ours, theirs = multiprocessing.get_context("fork").Pipe()
-    hands_over = multiprocessing.get_context("fork").Process(
-        target=_hand_over, args=(theirs, tmp_path / "errors", begins_as_worker)
+    sender = multiprocessing.get_context("fork").Process(
+        target=_send_descriptors, args=(theirs, tmp_path / "errors", is_worker)
     )
-    hands_over.start()
+    sender.start()
     (address, _), (_, key) = ours.recv()
     authkey = multiprocessing.current_process().authkey
     Client(address, authkey=authkey).close()  # connects and leaves
@@ -84,6 +84,6 @@ def test_a_worker_keeps_silent_where_the_trainer_goes_while_it_is_handed_a_batch
         taken.send((key, os.getpid()))
         os.close(recv_handle(taken))
     ours.send("done")
-    hands_over.join(PATIENCE)
-    assert hands_over.exitcode == 0
-    assert ("Traceback" in (tmp_path / "errors").read_text()) != begins_as_worker
+    sender.join(PATIENCE)
+    assert sender.exitcode == 0
+    assert ("Traceback" in (tmp_path / "errors").read_text()) != is_worker

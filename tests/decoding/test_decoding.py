@@ -1,4 +1,4 @@
-"""CTC prefix beam search and prefix scores against all alignments of tiny inputs, one by one; 1e-9 in float64."""
+"""CTC prefix beam search and prefix scores equal the sum over all alignments of tiny inputs; 1e-9 in float64."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ EVERY_PREFIX = 400  # exceeds the number of prefixes of 5 frames and 3 tokens
 Probabilities = dict[tuple[int, ...], float]
 
 
-def problem(seed: int, frames: Lengths, vocabulary: int, impossible: float = 0.0) -> torch.Tensor:
+def random_log_probabilities(seed: int, frames: Lengths, vocabulary: int, impossible: float = 0.0) -> torch.Tensor:
     """Return log probabilities (B, T', V) in float64, NaN in the padding; a share of them is -inf."""
     generator = torch.Generator().manual_seed(seed)
     shape = len(frames), max(frames), vocabulary
@@ -46,7 +46,7 @@ def all_sequences(log_probabilities: torch.Tensor) -> Probabilities:
     return {tokens: math.fsum(parts) for tokens, parts in terms.items()}
 
 
-def begins_with(sequences: Probabilities, prefix: tuple[int, ...]) -> float:
+def prefix_probability(sequences: Probabilities, prefix: tuple[int, ...]) -> float:
     return math.fsum(sequences[tokens] for tokens in sequences if tokens[: len(prefix)] == prefix)
 
 
@@ -69,8 +69,8 @@ def is_exact(hypotheses: tuple[Hypothesis, ...], sequences: Probabilities) -> bo
     )
 
 
-def state_of(scorer: CTCPrefixScorer, tokens: tuple[int, ...]) -> PrefixState:
-    """Return the state of one hypothesis for the first utterance alone."""
+def state_after(scorer: CTCPrefixScorer, tokens: tuple[int, ...]) -> PrefixState:
+    """Return the state after these tokens of one hypothesis for the first utterance."""
     state = scorer.initial()
     for token in tokens:
         state = scorer.select(state, torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[token]]))
@@ -84,8 +84,10 @@ def has_exact_scores(log_probabilities: torch.Tensor, longest: int) -> bool:
     scorer = CTCPrefixScorer(log_probabilities[None], (len(log_probabilities),))
     for length in range(longest + 1):
         for tokens in itertools.product(range(1, vocabulary), repeat=length):
-            state = state_of(scorer, tokens)
-            expected = [-math.inf] + [log(begins_with(sequences, (*tokens, token))) for token in range(1, vocabulary)]
+            state = state_after(scorer, tokens)
+            expected = [-math.inf] + [
+                log(prefix_probability(sequences, (*tokens, token))) for token in range(1, vocabulary)
+            ]
             scores = scorer.score(state)[0, 0].tolist()
             ends = scorer.end(state).item(), log(sequences.get(tokens, 0.0))
             if not is_close(*ends) or not all(map(is_close, scores, expected)):
@@ -96,10 +98,10 @@ def has_exact_scores(log_probabilities: torch.Tensor, longest: int) -> bool:
 SHAPES = [(1, 2), (2, 3), (3, 4), (4, 3), (5, 2), (5, 4)]
 
 
-def test_over_many_frames_a_wider_beam_comes_nearer_the_truth_from_below():
-    """The CTC loss is the exact value, for noise: the hardest case, with many relevant alignments."""
+def test_wider_beam_approaches_the_ctc_loss_from_below():
+    """The CTC loss is the exact value; noise is the hardest case, with many relevant alignments."""
     lengths = (60, 45)
-    log_probabilities = problem(6, lengths, 7)
+    log_probabilities = random_log_probabilities(6, lengths, 7)
     missed = []
     for beam in (1, 10, 100):
         found = prefix_beam_search(log_probabilities, lengths, beam)
@@ -116,7 +118,7 @@ def test_over_many_frames_a_wider_beam_comes_nearer_the_truth_from_below():
     assert (missed[0] > missed[1]).all() and (missed[1] > missed[2]).all()
 
 
-def test_the_beam_is_right_where_the_best_path_is_wrong():
+def test_beam_search_finds_likelier_sequence_than_best_path():
     """Two frames of 0.6 blank and 0.4 token: the best path is empty (0.36), but three paths spell the token (0.64)."""
     log_probabilities = torch.tensor([[[0.6, 0.4], [0.6, 0.4]]], dtype=torch.float64).log()
     assert collapse_repeats(log_probabilities.argmax(-1), (2,)) == [[]]
@@ -125,7 +127,7 @@ def test_the_beam_is_right_where_the_best_path_is_wrong():
     assert second.tokens == () and is_close(second.log_probability, math.log(0.36))
 
 
-def certain(path: list[int], vocabulary: int = 3) -> torch.Tensor:
+def single_alignment(path: list[int], vocabulary: int = 3) -> torch.Tensor:
     """Return log probabilities (1, T', V) of one possible alignment."""
     return F.one_hot(torch.tensor([path]), vocabulary).double().log()
 
@@ -136,13 +138,13 @@ def certain(path: list[int], vocabulary: int = 3) -> torch.Tensor:
 )
 def test_repeated_tokens_need_a_blank_between(path, tokens):
     expected = Hypothesis(tokens, 0.0)
-    assert prefix_beam_search(certain(path), (len(path),), beam=4, best=4) == [(expected,)]
-    scorer = CTCPrefixScorer(certain(path), (len(path),))
-    assert scorer.end(state_of(scorer, tokens)).item() == 0.0
+    assert prefix_beam_search(single_alignment(path), (len(path),), beam=4, best=4) == [(expected,)]
+    scorer = CTCPrefixScorer(single_alignment(path), (len(path),))
+    assert scorer.end(state_after(scorer, tokens)).item() == 0.0
 
 
-def test_equals_come_in_the_order_of_token_ids():
-    """All alignments are equally likely, so whole groups of sequences are."""
+def test_ties_are_ordered_by_token_ids():
+    """All alignments are equally likely, so groups of sequences have equal scores."""
     uniform = torch.full((1, 4, 4), 0.25, dtype=torch.float64).log()
     (hypotheses,) = prefix_beam_search(uniform, (4,), EVERY_PREFIX, best=EVERY_PREFIX)
     keys = [(-round(hypothesis.log_probability, 6), hypothesis.tokens) for hypothesis in hypotheses]
@@ -152,8 +154,8 @@ def test_equals_come_in_the_order_of_token_ids():
 
 @pytest.mark.parametrize("lengths", [(9, 9), (9, 0, 4, 1), (1, 30, 17)])
 @pytest.mark.parametrize("beam", [1, 4, 7])
-def test_a_batch_is_one_by_one(lengths, beam):
-    log_probabilities = problem(1, lengths, 6, impossible=0.1)
+def test_batched_beam_search_equals_single_utterances(lengths, beam):
+    log_probabilities = random_log_probabilities(1, lengths, 6, impossible=0.1)
     log_probabilities[0, :, 3:5] = log_probabilities[0, :, 2:3]  # includes ties
     together = prefix_beam_search(log_probabilities, lengths, beam, beam)
     for row, length in enumerate(lengths):
@@ -163,8 +165,8 @@ def test_a_batch_is_one_by_one(lengths, beam):
             assert is_close(one.log_probability, other.log_probability)
 
 
-def test_a_batch_of_nothing_but_ties_is_one_by_one():
-    """Two probability levels: equal sums are rounded differently at other positions of a batch."""
+def test_batched_beam_search_with_ties_equals_single_utterances():
+    """Two probability levels: equal sums are rounded differently at different positions in a batch."""
     for seed in range(15):
         generator = torch.Generator().manual_seed(seed)
         lengths = tuple(torch.randint(1, 25, (4,), generator=generator).tolist())
@@ -175,7 +177,7 @@ def test_a_batch_of_nothing_but_ties_is_one_by_one():
             assert [hypothesis.tokens for hypothesis in alone] == [hypothesis.tokens for hypothesis in together[row]]
 
 
-def test_no_frames_are_the_empty_hypothesis():
+def test_zero_frames_give_the_empty_hypothesis():
     nothing = torch.zeros(1, 0, 5)
     assert prefix_beam_search(nothing, (0,), beam=3, best=3) == [(Hypothesis((), 0.0),)]
     scorer = CTCPrefixScorer(nothing, (0,))
@@ -183,54 +185,54 @@ def test_no_frames_are_the_empty_hypothesis():
     assert scorer.score(scorer.initial()).tolist() == [[[-math.inf] * 5]]
 
 
-def test_where_nothing_is_possible_there_is_no_hypothesis():
+def test_impossible_input_gives_no_hypothesis():
     nothing = torch.full((2, 3, 4), -math.inf)
     assert prefix_beam_search(nothing, (3, 0), beam=3, best=2) == [(), (Hypothesis((), 0.0),)]
 
 
-def test_half_precision_is_decoded_in_at_least_single():
-    log_probabilities = problem(4, (30,), 5)
+def test_half_precision_is_decoded_in_at_least_float32():
+    log_probabilities = random_log_probabilities(4, (30,), 5)
     halves = log_probabilities.bfloat16()
     assert mask_padding_as_blank(halves, (30,)).dtype == torch.float32
     assert prefix_beam_search(halves, (30,), 5) == prefix_beam_search(halves.double(), (30,), 5)
 
 
 @pytest.mark.parametrize("wrong", [{"beam": 0}, {"beam": 2, "best": 0}])
-def test_no_beam_is_an_error(wrong):
+def test_beam_or_best_of_zero_raises_value_error(wrong):
     with pytest.raises(ValueError, match="above zero"):
         prefix_beam_search(torch.zeros(1, 2, 3), (2,), **wrong)
 
 
 @pytest.mark.parametrize("lengths", [(3,), (2, 2)])
-def test_lengths_that_do_not_fit_are_an_error(lengths):
+def test_mismatched_lengths_raise_value_error(lengths):
     with pytest.raises(ValueError, match="Lengths"):
         CTCPrefixScorer(torch.zeros(1, 2, 3), lengths)
 
 
 @pytest.mark.parametrize("impossible", [0.0, 0.4])
 @pytest.mark.parametrize("frames, vocabulary", SHAPES)
-def test_prefix_scores_are_sums_of_all_sequences(frames, vocabulary, impossible):
-    """Hypotheses longer than the frames are included: they, and their extensions, are impossible."""
+def test_prefix_scores_equal_sums_over_all_sequences(frames, vocabulary, impossible):
+    """Hypotheses longer than the frames are included; they and their extensions are impossible."""
     for seed in range(2):
-        log_probabilities = problem(seed, (frames,), vocabulary, impossible)
+        log_probabilities = random_log_probabilities(seed, (frames,), vocabulary, impossible)
         assert has_exact_scores(log_probabilities[0], longest=min(frames + 1, 4))
 
 
-def test_an_end_score_is_minus_the_ctc_loss():
+def test_end_score_equals_negative_ctc_loss():
     frames, tokens = 40, (3, 3, 1, 4, 2, 2, 2, 1)
-    log_probabilities = problem(2, (frames,), 5)
+    log_probabilities = random_log_probabilities(2, (frames,), 5)
     scorer = CTCPrefixScorer(log_probabilities, (frames,))
     for length in range(len(tokens) + 1):
         loss = F.ctc_loss(
             log_probabilities.transpose(0, 1), torch.tensor([tokens[:length]]), (frames,), (length,), reduction="sum"
         )
-        assert is_close(scorer.end(state_of(scorer, tokens[:length])).item(), -loss.item())
+        assert is_close(scorer.end(state_after(scorer, tokens[:length])).item(), -loss.item())
 
 
-def test_begun_is_ended_or_begun_with_one_more():
+def test_prefix_probability_is_the_sum_of_end_and_extensions():
     """P(prefix g) = P(is g) + the sum over c of P(prefix g c), over more frames than are scored at once."""
     frames = 3 * prefix_scorer.FRAMES_AT_ONCE + 5
-    scorer = CTCPrefixScorer(problem(3, (frames,), 6), (frames,))
+    scorer = CTCPrefixScorer(random_log_probabilities(3, (frames,), 6), (frames,))
     state, begun = scorer.initial(), torch.zeros(())
     for token in (2, 2, 5, 1, 1, 1, 3):
         scores = scorer.score(state)[0, 0]
@@ -239,9 +241,9 @@ def test_begun_is_ended_or_begun_with_one_more():
         begun, state = scores[token], scorer.select(state, torch.tensor([[0]]), torch.tensor([[token]]))
 
 
-def test_a_step_of_a_batch_of_beams_is_that_of_each_hypothesis():
+def test_batched_prefix_scores_equal_those_of_each_hypothesis():
     lengths, beam = (12, 5, 0), 3
-    log_probabilities = problem(5, lengths, 5, impossible=0.1)
+    log_probabilities = random_log_probabilities(5, lengths, 5, impossible=0.1)
     scorer = CTCPrefixScorer(log_probabilities, lengths)
     generator = torch.Generator().manual_seed(0)
     state, spelt = scorer.initial(), [[()] for _ in lengths]
@@ -259,7 +261,7 @@ def test_a_step_of_a_batch_of_beams_is_that_of_each_hypothesis():
         assert all(map(is_close, of_some.flatten().tolist(), scores.gather(2, some).flatten().tolist()))
         for row, place in itertools.product(range(len(lengths)), range(beam)):
             alone = CTCPrefixScorer(log_probabilities[row : row + 1, : lengths[row]], lengths[row : row + 1])
-            alone_state = state_of(alone, spelt[row][place])
+            alone_state = state_after(alone, spelt[row][place])
             assert is_close(alone.end(alone_state).item(), ends[row, place].item())
             expected = alone.score(alone_state).flatten().tolist()
             assert all(map(is_close, scores[row, place].tolist(), expected))
@@ -267,13 +269,13 @@ def test_a_step_of_a_batch_of_beams_is_that_of_each_hypothesis():
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_any_small_problem_is_exact(data):
+def test_small_random_problems_are_decoded_exactly(data):
     lengths = tuple(data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
     vocabulary = data.draw(st.integers(1, 4))
     value = st.one_of(st.just(-math.inf), st.integers(-30_000, 0).map(lambda number: number / 1000))
     count = len(lengths) * max(lengths) * vocabulary
     values = data.draw(st.lists(value, min_size=count, max_size=count))
-    # Not normalised: neither decoder needs frame probabilities that sum to one.
+    # Not normalised: no decoder needs frame probabilities that sum to one.
     log_probabilities = torch.tensor(values, dtype=torch.float64).view(len(lengths), max(lengths), vocabulary)
     everything = prefix_beam_search(log_probabilities, lengths, EVERY_PREFIX, best=EVERY_PREFIX)
     beam = data.draw(st.integers(1, 6))
@@ -288,29 +290,29 @@ def test_any_small_problem_is_exact(data):
     assert not scorer.score(scorer.initial(2)).isnan().any()
 
 
-def any_may_follow(token, last, in_blank, in_any):
+def allow_repeats_without_blank(token, last, in_blank, in_any):
     """Simulate a decoder that omits the blank between repeated tokens."""
     return in_any + torch.zeros_like(token + last)
 
 
-def no_parents(beam, longest):
-    """Simulate a decoder that counts a prefix twice: unchanged, and grown from a shorter one."""
+def ignore_parents(beam, longest):
+    """Simulate a decoder that counts a prefix twice: unchanged and extended from a shorter prefix."""
     return torch.zeros_like(beam.lengths), torch.zeros_like(beam.lengths, dtype=torch.bool)
 
 
-@pytest.mark.parametrize("part, mistake", [("_open_to", any_may_follow), ("_parents", no_parents)])
-def test_a_wrong_merge_would_be_seen(part, mistake, monkeypatch):
-    """Negative control: with either mistake the search is not exact."""
-    log_probabilities = problem(0, (4,), 3)
+@pytest.mark.parametrize("part, mistake", [("_open_to", allow_repeats_without_blank), ("_parents", ignore_parents)])
+def test_negative_control_wrong_prefix_merge_is_detected(part, mistake, monkeypatch):
+    """With either mistake, the search is not exact."""
+    log_probabilities = random_log_probabilities(0, (4,), 3)
     sequences = all_sequences(log_probabilities[0])
     assert is_exact(prefix_beam_search(log_probabilities, (4,), EVERY_PREFIX, EVERY_PREFIX)[0], sequences)
     monkeypatch.setattr(prefix_beam, part, mistake)
     assert not is_exact(prefix_beam_search(log_probabilities, (4,), EVERY_PREFIX, EVERY_PREFIX)[0], sequences)
 
 
-def test_a_wrong_prefix_score_would_be_seen(monkeypatch):
-    """Negative control: forward variables that let a token repeat without a blank are detected."""
-    log_probabilities = problem(0, (4,), 3)[0]
+def test_negative_control_wrong_prefix_score_is_detected(monkeypatch):
+    """Forward variables that let a token repeat without a blank are detected."""
+    log_probabilities = random_log_probabilities(0, (4,), 3)[0]
     assert has_exact_scores(log_probabilities, longest=2)
     right = CTCPrefixScorer.select
 
@@ -322,7 +324,7 @@ def test_a_wrong_prefix_score_would_be_seen(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         (DecodingConfig("joint", beam=0), "--beam"),
         (DecodingConfig("joint", joint_ctc_weight=1.0), "--joint_ctc_weight"),
@@ -332,11 +334,11 @@ def test_a_wrong_prefix_score_would_be_seen(monkeypatch):
         (DecodingConfig("greedy", language_model="lm.arpa"), "--language_model works with"),
     ],
 )
-def test_settings_of_a_search_that_cannot_work_are_told(wrong, told):
-    with pytest.raises(UsageError, match=told):
+def test_invalid_decoding_settings_raise_usage_error(wrong, message):
+    with pytest.raises(UsageError, match=message):
         check_decoding(wrong)
 
 
-def test_the_settings_as_they_are_work():
+def test_default_decoding_settings_are_accepted():
     for decode in ("greedy", "prefix", "attention", "joint"):
         check_decoding(DecodingConfig(decode))

@@ -1,4 +1,4 @@
-"""The rules of a search forbid the same tokens as transformers' logits processors, and prompts precede hypotheses."""
+"""Generation rules forbid the same tokens as transformers' logits processors, and prompts precede hypotheses."""
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ FIRST_TIME, PROMPT = NO_TIMES + 1, (21, 22)
 SPECIAL = SpecialTokens(blank=None, unknown=None, start=21, end=END)
 
 
-class Given:
-    """FullScorer of given scores (steps, B, K, V), one step after the other."""
+class FixedScores:
+    """FullScorer that returns fixed scores (steps, B, K, V), one step at a time."""
 
     def __init__(self, scores: torch.Tensor) -> None:
         self._scores, self._step = scores, 0
@@ -40,16 +40,16 @@ class Given:
         self._totals, self._scores = self._totals[utterances], self._scores[:, utterances]
 
 
-def theirs(tokens: torch.Tensor, scores: torch.Tensor, rules: GenerationRules) -> torch.Tensor:
-    """Return scores (N, V) after tokens (N, U) from transformers' processors, in the order of generate."""
+def transformers_scores(tokens: torch.Tensor, scores: torch.Tensor, rules: GenerationRules) -> torch.Tensor:
+    """Return scores (N, V) after tokens (N, U) from transformers' processors, in the order of `generate`."""
     begin = len(PROMPT)
-    said = torch.cat([torch.tensor(PROMPT).expand(len(tokens), -1), tokens], dim=1)
-    scores = processors.SuppressTokensAtBeginLogitsProcessor(rules.suppressed_first, begin)(said, scores)
-    scores = processors.SuppressTokensLogitsProcessor(rules.suppressed)(said, scores)
+    history = torch.cat([torch.tensor(PROMPT).expand(len(tokens), -1), tokens], dim=1)
+    scores = processors.SuppressTokensAtBeginLogitsProcessor(rules.suppressed_first, begin)(history, scores)
+    scores = processors.SuppressTokensLogitsProcessor(rules.suppressed)(history, scores)
     if rules.times:
         config = transformers.GenerationConfig(eos_token_id=END, bos_token_id=END, no_timestamps_token_id=NO_TIMES)
         config.max_initial_timestamp_index = rules.times.latest_first
-        scores = processors.WhisperTimeStampLogitsProcessor(config, begin_index=begin)(said, scores)
+        scores = processors.WhisperTimeStampLogitsProcessor(config, begin_index=begin)(history, scores)
     return scores
 
 
@@ -60,43 +60,43 @@ RULES = st.builds(GenerationRules, st.just(()), IDS, IDS, TIME_RULES)
 
 @settings(deadline=None, max_examples=80)
 @given(RULES, st.integers(0, 10**6), st.sampled_from([0.1, 1.0, 4.0]))
-def test_what_is_forbidden_is_what_transformers_forbids(rules, seed, spread):
+def test_forbidden_tokens_equal_those_of_transformers(rules, seed, spread):
     """Ten steps of three utterances with two hypotheses each, with random allowed tokens except for the end."""
     generator = torch.Generator().manual_seed(seed)
     scores = spread * torch.randn(10, 3, 2, V, generator=generator)
-    scorer, said = RuledScorer(Given(scores), rules, END), torch.empty(3, 2, 0, dtype=torch.int64)
+    scorer, history = RuledScorer(FixedScores(scores), rules, END), torch.empty(3, 2, 0, dtype=torch.int64)
     for step in range(10):
         if step == 6:  # an utterance has ended
             kept = torch.tensor([0, 2])
             scorer.keep(kept)
-            said, scores = said[kept], scores[:, kept]
+            history, scores = history[kept], scores[:, kept]
         found = scorer.score()
-        expected = theirs(said.flatten(0, 1), scores[step].flatten(0, 1), rules).view_as(found)
+        expected = transformers_scores(history.flatten(0, 1), scores[step].flatten(0, 1), rules).view_as(found)
         assert torch.equal(found.isinf(), expected.isinf())
         allowed = found.exp().gt(0).double().index_fill(2, torch.tensor(END), 0.0) + 1e-9
-        tokens = torch.multinomial(allowed.flatten(0, 1), 1, generator=generator).view(said.shape[:2])
-        sources = torch.randint(2, said.shape[:2], generator=generator)
+        tokens = torch.multinomial(allowed.flatten(0, 1), 1, generator=generator).view(history.shape[:2])
+        sources = torch.randint(2, history.shape[:2], generator=generator)
         tokens = tokens.gather(1, sources)
         scorer.follow(sources, tokens)
-        said = torch.cat([said.gather(1, sources[:, :, None].expand_as(said)), tokens[:, :, None]], dim=2)
+        history = torch.cat([history.gather(1, sources[:, :, None].expand_as(history)), tokens[:, :, None]], dim=2)
 
 
-def test_scores_that_are_allowed_stay_as_they_are():
+def test_scores_of_allowed_tokens_are_unchanged():
     scores = torch.randn(2, 1, 1, V, generator=torch.Generator().manual_seed(0))
     rules = GenerationRules(suppressed=(3,), suppressed_first=(4,))
-    found, plain = RuledScorer(Given(scores), rules, END).score(), Given(scores).score()
+    found, plain = RuledScorer(FixedScores(scores), rules, END).score(), FixedScores(scores).score()
     assert found.isinf().nonzero()[:, 2].tolist() == [3, 4]
     assert torch.equal(found[~found.isinf()], plain[~found.isinf()])
 
 
-def build():
+def build_model():
     torch.manual_seed(1)
     architecture = HybridArchitecture(MODEL, FeatureConfig(), V, has_ctc=False)
     return architecture, architecture.build().eval()
 
 
-def test_a_prompt_is_what_stands_before_the_first_score():
-    _, model = build()
+def test_prompt_precedes_the_first_score():
+    _, model = build_model()
     encoded, lengths = torch.randn(2, 12, MODEL.d_model), (12, 9)
     with torch.no_grad():
         scorer = AttentionScorer(model, encoded, lengths, 2, SPECIAL, prompt=(5, 6, 7))
@@ -110,11 +110,11 @@ def test_a_prompt_is_what_stands_before_the_first_score():
 
 
 @pytest.mark.parametrize("beam", [1, 3])
-def test_a_search_keeps_to_its_rules_and_ends_at_its_limit(beam):
-    _, model = build()
+def test_beam_search_follows_rules_and_token_limit(beam):
+    _, model = build_model()
     encoded, lengths = torch.randn(3, 5, MODEL.d_model), (5, 5, 5)
     with torch.no_grad():
-        model.decoder.output.bias[END] = -30.0  # it never ends by itself
+        model.decoder.output.bias[END] = -30.0  # the end token is never chosen
         model.decoder.output.bias[FIRST_TIME:] += 2.0
     times = TimeRules(NO_TIMES, FIRST_TIME, latest_first=2)
     suppressed = (1, 2, 3, 21, 22, 23)
@@ -125,15 +125,15 @@ def test_a_search_keeps_to_its_rules_and_ends_at_its_limit(beam):
         search = BeamDecode(beam, 0.0, 0.0, None, 0.0, SPECIAL, rules)
         for tokens in search(model, encoded, lengths):
             assert len(tokens) == 11 and not set(tokens) & set(suppressed) and tokens[0] != 4
-            said = [token for token in tokens if token >= FIRST_TIME]
-            assert said == sorted(said) or rules.times is None
+            timestamps = [token for token in tokens if token >= FIRST_TIME]
+            assert timestamps == sorted(timestamps) or rules.times is None
             assert FIRST_TIME <= tokens[0] <= FIRST_TIME + 2 or rules.times is None
     free = BeamDecode(beam, 0.0, 0.0, None, 0.0, SPECIAL)(model, encoded, lengths)
     assert [len(tokens) for tokens in free] == [5, 5, 5]  # negative control: one token per frame
 
 
-def test_a_language_model_of_other_tokens_is_refused():
-    architecture, _ = build()
+def test_language_model_with_other_tokens_is_rejected():
+    architecture, _ = build_model()
 
     class Other:
         special, rules = SPECIAL, GenerationRules()

@@ -1,4 +1,4 @@
-"""Token language models: estimation and scores against plain definitions, one n-gram at a time; files; a script."""
+"""Token language models: estimation and scores equal their definitions; ARPA files; the training script."""
 
 import gzip
 import json
@@ -66,14 +66,14 @@ def model_of(orders: Sequence[Ngrams]) -> Model:
 
 
 def log_probability(model: Model, history: Gram, token: int) -> float:
-    """Return the probability by the definition of a back-off model, word for word."""
+    """Return the probability by the definition of a back-off model."""
     if (*history, token) in model:
         return model[(*history, token)][0]
     return model.get(history, (0.0, 0.0))[1] + log_probability(model, history[1:], token) if history else -math.inf
 
 
 def expected_scores(model: Model, tokens: Gram) -> list[float]:
-    """Return the scores of all tokens after the start and these tokens; unknown ones count as the unknown token."""
+    """Return the scores of all tokens after the start and these tokens; unknown tokens count as `UNKNOWN`."""
     order = max(map(len, model))
 
     def known(token: int) -> int:
@@ -120,7 +120,7 @@ histories = st.lists(st.lists(st.sampled_from([UNKNOWN, *PIECES]), max_size=6).m
 
 @settings(max_examples=120, deadline=None)
 @given(models(), histories)
-def test_scores_are_those_of_the_definition(model, sentences):
+def test_scores_equal_the_back_off_definition(model, sentences):
     built = build_language_model(ngrams_of(model), VOCABULARY, CPU)
     states = torch.cat([state_after(built, tokens) for tokens in sentences])
     assert built.score(states).dtype == torch.float64
@@ -132,8 +132,8 @@ def test_scores_are_those_of_the_definition(model, sentences):
 
 
 @pytest.mark.parametrize("forgotten", ["backoffs", "shorter", "log_probabilities"])
-def test_a_wrong_score_would_be_seen(forgotten):
-    """Negative control: without weights, with states that back off to nothing, or with wrong probabilities."""
+def test_negative_control_wrong_score_is_detected(forgotten):
+    """Scores differ without back-off weights, with states that cannot back off, or with wrong probabilities."""
     model = {(token,): (-1.0 - token / 10, -0.3) for token in (START, END, *PIECES)}
     model |= {(4, 5): (-0.5, -0.7), (4, 5, 6): (-0.1, 0.0), (5, 6): (-0.2, 0.0), (START, 4): (-0.6, -0.2)}
     built = build_language_model(ngrams_of(model), VOCABULARY, CPU)
@@ -146,7 +146,7 @@ def test_a_wrong_score_would_be_seen(forgotten):
     assert is_right(built) and not is_right(broken)
 
 
-def test_a_state_is_a_function_of_the_tokens_and_forgets_what_cannot_matter():
+def test_state_depends_only_on_the_relevant_context():
     model = {(token,): (-1.0, -0.3) for token in (START, END, *PIECES)} | {(4, 5): (-0.5, -0.7)}
     built = build_language_model(ngrams_of(model), VOCABULARY, CPU)
     assert state_after(built, (4, 4, 5, 6)).tolist() == state_after(built, (6,)).tolist()
@@ -154,7 +154,7 @@ def test_a_state_is_a_function_of_the_tokens_and_forgets_what_cannot_matter():
     assert built.initial(3).shape == (3,)
 
 
-def test_without_an_unknown_token_what_is_not_known_is_impossible_and_the_context_is_lost():
+def test_without_unknown_token_other_tokens_are_impossible():
     model = {(token,): (-1.0, -0.3) for token in (START, END, 4)} | {(4, 4): (-0.5, 0.0)}
     built = build_language_model(ngrams_of(model), VOCABULARY, CPU)
     scores = built.score(built.initial(1))[0]
@@ -162,7 +162,7 @@ def test_without_an_unknown_token_what_is_not_known_is_impossible_and_the_contex
     assert is_close(built.score(state_after(built, (4, 5)))[0].tolist(), expected_scores(model, (5,)))
 
 
-def test_an_ngram_twice_and_a_token_that_is_no_unigram_are_refused():
+def test_repeated_ngram_and_token_without_unigram_are_rejected():
     (unigrams,) = ngrams_of({(4,): (-1.0, 0.0), (5,): (-1.0, 0.0)})
     bigrams = Ngrams(np.array([[4, 5], [5, 5], [4, 5]], np.int32), np.full(3, -1.0), np.zeros(3))
     with pytest.raises(RepeatedNgram, match=r"\[4, 5\]"):
@@ -175,7 +175,7 @@ def test_an_ngram_twice_and_a_token_that_is_no_unigram_are_refused():
 
 
 class KneserNey:
-    """Interpolated modified Kneser-Ney by its definition, with sets and sums over dictionaries."""
+    """Interpolated modified Kneser-Ney smoothing by its definition, with sets and dictionaries."""
 
     def __init__(self, sentences: Sequence[Sequence[int]], order: int) -> None:
         texts = [(START, *tokens, END) for tokens in sentences]
@@ -221,7 +221,7 @@ texts = st.lists(st.lists(st.sampled_from([UNKNOWN, *PIECES]), max_size=7), min_
 
 
 def contexts_of(sentences: Sequence[Sequence[int]], order: int) -> set[Gram]:
-    """Return every context that occurs, and some that do not."""
+    """Return every context that occurs and some that do not."""
     framed = [(START, *tokens) for tokens in sentences]
     seen = {tuple(t[a:b]) for t in framed for a in range(len(t)) for b in range(a, min(a + order - 1, len(t)) + 1)}
     return seen | {(4,), (7, 7), (6, 5, 4), (START, 7)}
@@ -241,7 +241,7 @@ def is_kneser_ney(sentences: Sequence[Sequence[int]], order: int) -> bool:
 
 @settings(max_examples=120, deadline=None)
 @given(texts, st.integers(1, 6))
-def test_an_estimate_is_kneser_neys_definition(sentences, order):
+def test_estimate_equals_the_kneser_ney_definition(sentences, order):
     assert is_kneser_ney(sentences, order)
 
 
@@ -252,7 +252,7 @@ def zipf(count: int, seed: int = 0) -> list[list[int]]:
     return [[int(t) for t in generator.choice(PIECES, size=n, p=(0.6, 0.25, 0.1, 0.05))] for n in lengths]
 
 
-def test_discounts_are_estimated_where_the_text_says_enough():
+def test_discounts_are_estimated_from_sufficient_text():
     sentences = zipf(60)
     assert KneserNey(sentences, 5).discounts[5] != [0, *USUAL_DISCOUNTS]
     assert is_kneser_ney(sentences, 5)
@@ -262,31 +262,35 @@ def test_discounts_are_estimated_where_the_text_says_enough():
     ("_kneser_ney_counts", lambda level, above, start: np.where(level.tokens == START, 0, level.counts)),
     ("_discounts", lambda counts: np.array([0.0, 0.7, 0.7, 0.7])),
 ])  # fmt: skip
-def test_a_wrong_estimate_would_be_seen(part, mistake, monkeypatch):
-    """Negative control: lower orders that count occurrences, or absolute discounting."""
+def test_negative_control_wrong_estimate_is_detected(part, mistake, monkeypatch):
+    """The estimate differs if lower orders count occurrences or with absolute discounting."""
     assert is_kneser_ney(zipf(30), 3)
     monkeypatch.setattr(ngram, part, mistake)
     assert not is_kneser_ney(zipf(30), 3)
 
 
-def walked(model: LanguageModel, sentences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the scores in all states along the sentences."""
+def scores_along(model: LanguageModel, sentences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return the scores in every state along the sentences."""
     return model.score(torch.cat([state for tokens in sentences for state in states_along(model, tokens)]))
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 6, 12])
-@pytest.mark.parametrize("sentences", [[[]], [[4]], [[4, 5], [4, 5], [6, 4]], zipf(80)], ids=["0", "1", "3", "many"])
-def test_probabilities_add_up_to_one_however_small_the_text(sentences, order):
+@pytest.mark.parametrize(
+    "sentences",
+    [[[]], [[4]], [[4, 5], [4, 5], [6, 4]], zipf(80)],
+    ids=["empty", "one token", "three sentences", "many sentences"],
+)
+def test_probabilities_sum_to_one_for_any_text_size(sentences, order):
     model = build_language_model(estimate_ngrams(sentences, VOCABULARY, order), VOCABULARY, CPU)
-    scores = walked(model, [*sentences, *zipf(5, seed=1), [UNKNOWN, 7, 7]])
+    scores = scores_along(model, [*sentences, *zipf(5, seed=1), [UNKNOWN, 7, 7]])
     assert (scores[:, FOLLOWING] > -math.inf).all()
     assert (scores.exp().sum(dim=1) - 1).abs().max() < 1e-9
-    assert (walked(replace(model, backoffs=model.backoffs / 2), zipf(9)).exp().sum(1) - 1).abs().max() > 1e-3 or (
+    assert (scores_along(replace(model, backoffs=model.backoffs / 2), zipf(9)).exp().sum(1) - 1).abs().max() > 1e-3 or (
         order == 1
     )
 
 
-def test_a_text_is_more_probable_than_noise():
+def test_training_text_is_more_probable_than_random_text():
     sentences = [[4, 5, 6, 7]] * 20
     model = build_language_model(estimate_ngrams(sentences, VOCABULARY, 3), VOCABULARY, CPU)
     seen, noise, nothing = score_sentences(model, [sentences[0], [7, 6, 5, 4], []])
@@ -312,7 +316,7 @@ def orders(tokenizer) -> tuple[Ngrams, ...]:
 
 
 @pytest.mark.parametrize("name", ["lm.arpa", "lm.arpa.gz"])
-def test_what_is_written_is_read(orders, tokenizer, tmp_path, name):
+def test_written_arpa_file_reads_back_equal(orders, tokenizer, tmp_path, name):
     write_arpa(tmp_path / name, orders, tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_bytes().startswith(b"\x1f\x8b" if name.endswith(".gz") else b"\\data\\\nngram 1=")
@@ -321,12 +325,12 @@ def test_what_is_written_is_read(orders, tokenizer, tmp_path, name):
         assert np.allclose(written.log_probabilities, read.log_probabilities, rtol=1e-11, atol=0)
         assert np.allclose(written.backoffs, read.backoffs, rtol=1e-11, atol=1e-15)
     model = read_language_model(tmp_path / name, tokenizer, CPU)
-    sums = walked(model, [tokenizer.encode(word) for word in WORDS]).exp().sum(dim=1)
+    sums = scores_along(model, [tokenizer.encode(word) for word in WORDS]).exp().sum(dim=1)
     assert (sums - 1).abs().max() < 1e-9
 
 
-def test_a_file_as_others_write_it_is_read(tokenizer, tmp_path):
-    """Blank lines and comments, spaces for tabs, missing weights, n-grams in any order, Windows line ends."""
+def test_arpa_file_of_other_tools_is_read(tokenizer, tmp_path):
+    """Blank lines and comments, spaces for tabs, missing weights, n-grams in any order, Windows line endings."""
     piece = tokenizer.piece(4)
     rows = ["# made by hand", "", "\\data\\", "ngram  1=4", "ngram 2 = 2", "", "\\1-grams:", f"-0.5 {piece} -0.25"]
     rows += ["-1 <unk>", "-99\t<s>\t-0.5", "", "-0.5\t</s>", "\\2-grams:", f"-0.125 {piece} </s>", f"-1 <s> {piece}"]
@@ -363,42 +367,39 @@ BROKEN = {
     "truncated in a section": (ARPA[:58], "ends before"),
     "truncated before its end": (ARPA[:-3], '"\\en" is found at its end'),
     "no end": (ARPA.replace("\\end\\\n", ""), "ends before"),
-    "cut in the head": (ARPA[:17], "ends before"),
+    "truncated in the header": (ARPA[:17], "ends before"),
     "no 1-grams": ("\\data\\\n\\end\\\n", "no 1-grams"),
-    "more than stated": (ARPA.replace("ngram 2=2", "ngram 2=1"), "more 2-grams than the 1 in its header"),
-    "fewer than stated": (ARPA.replace("ngram 1=4", "ngram 1=5"), "fewer 1-grams than the 5 in its header"),
-    "a quintillion": (ARPA.replace("ngram 2=2", f"ngram 2={2**60}"), f"more than the limit of {MAX_NGRAMS}"),
-    "as many as may be": (ARPA.replace("ngram 2=2", f"ngram 2={MAX_NGRAMS - 4}"), "fewer 2-grams than"),
-    "more words than pieces": (ARPA.replace("ngram 1=4", f"ngram 1={2**60}"), f"more than the limit of {MAX_NGRAMS}"),
-    "another order first": (ARPA.replace("ngram 1=4", "ngram 2=4"), "its header must list the orders 1, 2"),
-    "a section is missing": (
-        ARPA.replace("\\2-grams:", "\\3-grams:"),
-        '"\\3-grams:" is found at the start of its 2-grams',
-    ),
-    "a number is none": (
-        ARPA.replace("-0.125", "x0.125"),
-        'line 12: "x0.125 ▁ </s>" is not a log probability, 2 words',
-    ),
+    "more n-grams than stated": (ARPA.replace("ngram 2=2", "ngram 2=1"), "more 2-grams than the 1 in its header"),
+    "fewer n-grams than stated": (ARPA.replace("ngram 1=4", "ngram 1=5"), "fewer 1-grams than the 5 in its header"),
+    "2^60 n-grams": (ARPA.replace("ngram 2=2", f"ngram 2={2**60}"), f"more than the limit of {MAX_NGRAMS}"),
+    "count at the limit": (ARPA.replace("ngram 2=2", f"ngram 2={MAX_NGRAMS - 4}"), "fewer 2-grams than"),
+    "2^60 words": (ARPA.replace("ngram 1=4", f"ngram 1={2**60}"), f"more than the limit of {MAX_NGRAMS}"),
+    "order 2 first": (ARPA.replace("ngram 1=4", "ngram 2=4"), "its header must list the orders 1, 2"),
+    "missing section": (ARPA.replace("\\2-grams:", "\\3-grams:"), '"\\3-grams:" is found at the start of its 2-grams'),
+    "not a number": (ARPA.replace("-0.125", "x0.125"), 'line 12: "x0.125 ▁ </s>" is not a log probability, 2 words'),
     "NaN": (ARPA.replace("-0.125", "nan"), "line 12: "),
     "NaN weight": (ARPA.replace("-0.25", "nan"), "line 6: "),
-    "a positive logarithm": (ARPA.replace("-0.125", "0.125"), "line 12: 0.125 and 0 are not a log probability"),
-    "an infinite weight": (ARPA.replace("-0.25", "inf"), "line 6: -0.5 and inf are not a log probability"),
-    "a word too many": (ARPA.replace("<s> ▁", "<s> ▁ ▁ ▁"), "is not a log probability, 2 words"),
-    "a word too few": (ARPA.replace("<s> ▁", "▁"), "line 13: "),
-    "foreign words": (ARPA.replace("<unk>", "home").replace("-0.5\t▁", "-0.5\tgo"), '"go", "home" is not a token'),
-    "another tokenizer's": (
+    "positive logarithm": (ARPA.replace("-0.125", "0.125"), "line 12: 0.125 and 0 are not a log probability"),
+    "infinite weight": (ARPA.replace("-0.25", "inf"), "line 6: -0.5 and inf are not a log probability"),
+    "one word too many": (ARPA.replace("<s> ▁", "<s> ▁ ▁ ▁"), "is not a log probability, 2 words"),
+    "one word too few": (ARPA.replace("<s> ▁", "▁"), "line 13: "),
+    "words not in the vocabulary": (
+        ARPA.replace("<unk>", "home").replace("-0.5\t▁", "-0.5\tgo"),
+        '"go", "home" is not a token',
+    ),
+    "words of another tokenizer": (
         "\\data\\\nngram 1=900\n\\1-grams:\n" + "".join(f"-2\t▁{number}\n" for number in range(900)),
         '"▁0", "▁1", "▁2", ... is not a token of the tokenizer. It must use this checkpoint\'s tokenizer',
     ),
-    "the blank": (ARPA.replace("<unk>", "<blank>"), '"<blank>" is not a token of the tokenizer. It must use'),
-    "no 1-gram of it": (ARPA.replace("▁ </s>", "▁ घ"), '"घ" in its 2-grams is not in its 1-grams'),
-    "an n-gram twice": (ARPA.replace("▁ </s>", "<s> ▁"), '"<s> ▁" is listed twice in its 2-grams'),
-    "a word twice": (ARPA.replace("<unk>", "▁"), '"▁" is listed twice in its 1-grams'),
-    "few of the pieces": (ARPA, "has only 1 of the tokenizer's"),
+    "blank token": (ARPA.replace("<unk>", "<blank>"), '"<blank>" is not a token of the tokenizer. It must use'),
+    "2-gram word without 1-gram": (ARPA.replace("▁ </s>", "▁ घ"), '"घ" in its 2-grams is not in its 1-grams'),
+    "repeated n-gram": (ARPA.replace("▁ </s>", "<s> ▁"), '"<s> ▁" is listed twice in its 2-grams'),
+    "repeated word": (ARPA.replace("<unk>", "▁"), '"▁" is listed twice in its 1-grams'),
+    "too few pieces": (ARPA, "has only 1 of the tokenizer's"),
 }
 
 
-def refusal(content: bytes, tokenizer: Tokenizer, path: Path) -> str:
+def rejection_message(content: bytes, tokenizer: Tokenizer, path: Path) -> str:
     """Return the error message for a file that is not a language model for the tokenizer."""
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -411,30 +412,30 @@ def refusal(content: bytes, tokenizer: Tokenizer, path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_refused_in_a_sentence(name, tokenizer, tmp_path):
-    content, said = BROKEN[name]
-    assert said in refusal(content.encode(), tokenizer, tmp_path / "lm.arpa")
-    assert said in refusal(gzip.compress(content.encode()), tokenizer, tmp_path / "lm.arpa")
+def test_broken_arpa_file_is_rejected_with_one_sentence(name, tokenizer, tmp_path):
+    content, expected_message = BROKEN[name]
+    assert expected_message in rejection_message(content.encode(), tokenizer, tmp_path / "lm.arpa")
+    assert expected_message in rejection_message(gzip.compress(content.encode()), tokenizer, tmp_path / "lm.arpa")
 
 
 @pytest.mark.parametrize("line", ["\n", "-1\t▁ ▁\t0\n", "a" * 9999])
-def test_a_small_file_that_unpacks_to_a_large_one_is_refused(line, tokenizer, tmp_path):
+def test_gzip_decompression_bomb_is_rejected(line, tokenizer, tmp_path):
     bomb = gzip.compress(
         (ARPA.replace("ngram 2=2", "ngram 2=29999999")[:-7] + line * (20_000_000 // len(line))).encode()
     )
     assert len(bomb) < 200_000
-    assert "line " in refusal(bomb, tokenizer, tmp_path / "bomb.arpa.gz")
+    assert "line " in rejection_message(bomb, tokenizer, tmp_path / "bomb.arpa.gz")
 
 
-def test_what_is_not_a_file_or_is_damaged_is_refused(orders, tokenizer, tmp_path):
+def test_missing_or_damaged_file_is_rejected(orders, tokenizer, tmp_path):
     for path in (tmp_path, tmp_path / "nowhere.arpa", Path("/dev/zero"), Path("a\0b")):
         with pytest.raises(DataError, match="cannot be read"):
             read_language_model(path, tokenizer, CPU)
     write_arpa(tmp_path / "lm.arpa.gz", orders, tokenizer)
     packed = (tmp_path / "lm.arpa.gz").read_bytes()
-    refusal(packed[: len(packed) // 2], tokenizer, tmp_path / "short.gz")
-    refusal(packed[:-8] + b"\0" * 8, tokenizer, tmp_path / "checksum.gz")
-    refusal(np.random.default_rng(0).bytes(100_000), tokenizer, tmp_path / "noise.arpa")
+    rejection_message(packed[: len(packed) // 2], tokenizer, tmp_path / "short.gz")
+    rejection_message(packed[:-8] + b"\0" * 8, tokenizer, tmp_path / "checksum.gz")
+    rejection_message(np.random.default_rng(0).bytes(100_000), tokenizer, tmp_path / "noise.arpa")
 
 
 def _first(ngrams: Ngrams, count: int) -> Ngrams:
@@ -443,7 +444,7 @@ def _first(ngrams: Ngrams, count: int) -> Ngrams:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_whatever_is_done_to_a_file_it_is_a_model_or_a_sentence(data, orders, tokenizer, tmp_path_factory):
+def test_fuzzed_arpa_file_gives_a_model_or_a_one_line_error(data, orders, tokenizer, tmp_path_factory):
     path = tmp_path_factory.mktemp("fuzz") / "lm.arpa"
     write_arpa(path, [_first(ngrams, 40) for ngrams in orders[:2]], tokenizer)
     content = bytearray(path.read_bytes())
@@ -463,7 +464,7 @@ def test_whatever_is_done_to_a_file_it_is_a_model_or_a_sentence(data, orders, to
         assert not model.score(state_after(model, (4, 5))).isnan().any()
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing(orders, tokenizer, tmp_path):
+def test_failed_write_leaves_no_file(orders, tokenizer, tmp_path):
     (tmp_path / "taken").mkdir()
     for path in (tmp_path / "taken", tmp_path / "nowhere" / "lm.arpa"):
         with pytest.raises(ResourceError, match="cannot be written"):
@@ -499,11 +500,11 @@ def train(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_the_script_writes_a_model_and_measures_it(folder, tokenizer):
+def test_script_writes_model_and_reports_perplexity(folder, tokenizer):
     flags = ("--text", "text.txt", "--manifest", "rows.jsonl", "--order", "3", "--output", "lm.arpa")
     done = well(train(folder, *flags, "--held_out", "few.txt"))
     model = read_language_model(folder / "lm.arpa", tokenizer, CPU)
-    # Digits are spelt as in the transcripts of the checkpoint.
+    # Digits are spelt out as in the transcripts of the checkpoint.
     texts = [f"{one} {other}" for one in WORDS for other in WORDS] + ["एक घर", "पांच घर"]
     again = model_of(estimate_ngrams([tokenizer.encode(text) for text in texts], tokenizer.size, 3))
     written = model_of(read_arpa(folder / "lm.arpa", tokenizer))
@@ -520,7 +521,7 @@ def test_the_script_writes_a_model_and_measures_it(folder, tokenizer):
     assert measured.endswith(f"{math.exp(-total / (3 + 2)):.4g} per word")
 
 
-@pytest.mark.parametrize("flags, code, said", [
+@pytest.mark.parametrize("flags, code, expected_message", [
     (("--output", "x.arpa"), 2, "give --text sentences.txt, --manifest"),
     (("--text", "text.txt", "--output", "x.arpa", "--order", "0"), 2, "--order must be between 1 and 16"),
     (("--text", "text.txt", "--output", "text.txt"), 2, "would overwrite an input file"),
@@ -534,16 +535,16 @@ def test_the_script_writes_a_model_and_measures_it(folder, tokenizer):
     (("--text", "text.txt", "--output", "x.arpa", "--held_out", "blank.txt"), 3, "No sentence found in blank.txt"),
     (("--text", "text.txt", "--output", "x.arpa", "--checkpoint", "text.txt"), 4, "text.txt is damaged or not a"),
 ])  # fmt: skip
-def test_the_script_refuses_in_a_sentence(folder, flags, code, said, monkeypatch):
-    """Runs in this process, as the script itself calls the function."""
+def test_script_reports_errors_in_one_sentence(folder, flags, code, expected_message, monkeypatch):
+    """Call the function of the script in this process."""
     monkeypatch.chdir(folder)
     with pytest.raises(KonkaniVaniError) as caught:
         language_model.main(["--checkpoint", "checkpoint_best.pt", *flags])
     assert caught.value.exit_code == code
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert expected_message in str(caught.value) and "\n" not in str(caught.value)
     assert not (folder / "x.arpa").exists() and list(folder.glob("*.partial")) == []
 
 
-def test_the_script_ends_with_the_errors_code(folder):
+def test_script_exits_with_the_code_of_the_error(folder):
     done = train(folder, "--text", "nowhere.txt", "--output", "x.arpa")
     assert done.returncode == 3 and done.stderr.count("\n") == 1

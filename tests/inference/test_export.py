@@ -1,4 +1,4 @@
-"""Exports compared with their model, and with the content of damaged or hostile files."""
+"""Exports equal their model, and damaged or hostile files are rejected."""
 
 import base64
 import dataclasses
@@ -75,7 +75,7 @@ def speech_model() -> SpeechModel:
 
 @dataclass(frozen=True)
 class Run:
-    """Folder with a checkpoint, and the output of its export."""
+    """Folder with a checkpoint and the output of its export."""
 
     directory: Path
     checkpoint: Path
@@ -115,7 +115,7 @@ def spoken(seconds: float, seed: int = 0) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def path(speech_model: SpeechModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a sound bundle."""
+    """Write a valid bundle."""
     path = tmp_path_factory.mktemp("bundle") / "model.safetensors"
     path.write_bytes(bundle_bytes(speech_model))
     return path
@@ -127,7 +127,7 @@ class TestBundle:
         [SHAPE, dataclasses.replace(SHAPE, encoder_type="transformer", feedforward_dim=48, decoder_layers=2)],
         ids=["conformer", "transformer"],
     )
-    def test_what_is_read_is_what_was_written(self, shape, tmp_path):
+    def test_bundle_reads_back_equal(self, shape, tmp_path):
         wanted = dataclasses.replace(speech_model_of_shape(shape), longest_seconds=12.5, digits="spell")
         (tmp_path / "a").write_bytes(bundle_bytes(wanted))
         found = read_bundle(tmp_path / "a", CPU)
@@ -141,11 +141,11 @@ class TestBundle:
         assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
         assert sorted(tmp_path.iterdir()) == [tmp_path / "a", tmp_path / "b"]
 
-    def test_another_models_bundle_is_noticed(self, path, tmp_path):
+    def test_bundle_of_another_model_is_detected(self, path, tmp_path):
         with pytest.raises(NumericsError, match="gives different output"):
             check_bundle(read_bundle(path, CPU), speech_model_of_shape(SHAPE, seed=1), path)
 
-    def test_a_bundle_is_known_by_its_name_or_its_first_bytes(self, path, tmp_path, speech_model):
+    def test_bundle_is_recognised_by_name_or_first_bytes(self, path, tmp_path, speech_model):
         write_checkpoint(tmp_path / "checkpoint.pt", as_checkpoint(speech_model))
         (tmp_path / "renamed").write_bytes(path.read_bytes())
         (tmp_path / "damaged.safetensors").write_text("nothing")
@@ -153,7 +153,7 @@ class TestBundle:
         assert is_bundle(path) and is_bundle(tmp_path / "renamed") and is_bundle(tmp_path / "damaged.safetensors")
         assert not any(is_bundle(tmp_path / name) for name in ("checkpoint.pt", "text", "absent", "."))
 
-    def test_any_flipped_bit_is_noticed(self, path, tmp_path):
+    def test_any_flipped_bit_in_bundle_is_detected(self, path, tmp_path):
         data, flipped = bytearray(path.read_bytes()), tmp_path / "flipped"
         header = 8 + int.from_bytes(data[:8], "little")
         generator = np.random.default_rng(2)
@@ -169,7 +169,7 @@ class TestBundle:
         read_bundle(flipped, CPU)
 
     @pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.5, 0.999])
-    def test_a_file_cut_short_is_noticed(self, path, tmp_path, share):
+    def test_truncated_bundle_is_rejected(self, path, tmp_path, share):
         data = path.read_bytes()
         (tmp_path / "short").write_bytes(data[: int(share * len(data))])
         with pytest.raises(CheckpointError, match="damaged or not a KonkaniVani"):
@@ -187,7 +187,7 @@ class TestBundle:
         ],
         ids=["text", "length 2^60", "length 2^64 - 1", "deep", "empty", "null"],
     )
-    def test_what_is_no_bundle_is_refused(self, content, tmp_path):
+    def test_file_that_is_not_a_bundle_is_rejected(self, content, tmp_path):
         (tmp_path / "other.safetensors").write_bytes(content)
         with pytest.raises(CheckpointError, match="other.safetensors is (damaged or not a|not a) KonkaniVani bundle"):
             read_bundle(tmp_path / "other.safetensors", CPU)
@@ -195,9 +195,9 @@ class TestBundle:
     @pytest.mark.parametrize(
         "offsets",
         [((0, 8), (4, 12)), ((0, 8), (16, 24)), ((8, 0), (8, 16)), ((0, 8), (8, 2**62)), ((0, 8), (-8, 0))],
-        ids=["overlapping", "apart", "backwards", "beyond the end", "negative"],
+        ids=["overlapping", "gap", "descending", "beyond the end", "negative"],
     )
-    def test_tensors_that_lie_where_none_can_are_refused(self, offsets, tmp_path):
+    def test_invalid_tensor_offsets_are_rejected(self, offsets, tmp_path):
         tensors = {
             name: {"dtype": "F32", "shape": [2], "data_offsets": at} for name, at in zip("ab", offsets, strict=True)
         }
@@ -206,7 +206,7 @@ class TestBundle:
         with pytest.raises(CheckpointError, match="damaged or not a KonkaniVani"):
             read_bundle(tmp_path / "bundle", CPU)
 
-    def test_what_is_not_there_or_may_not_be_read_is_said(self, path, tmp_path, monkeypatch):
+    def test_missing_or_unreadable_bundle_is_reported(self, path, tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match="There is no bundle at"):
             read_bundle(tmp_path / "absent", CPU)
 
@@ -218,8 +218,8 @@ class TestBundle:
             read_bundle(path, CPU)
 
 
-def forged(path: Path, description: dict, tensors: dict[str, torch.Tensor]) -> Path:
-    """Write a bundle of this content with a correct checksum."""
+def write_forged_bundle(path: Path, description: dict, tensors: dict[str, torch.Tensor]) -> Path:
+    """Write a bundle with this content and a correct checksum."""
     entry = description | {"sha256": Contents(description, tensors).checksum}
     path.write_bytes(safetensors.torch.save(tensors, {"konkanivani": json.dumps(entry)}))
     return path
@@ -241,63 +241,65 @@ def with_tensor(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Chan
 
 
 CHANGES: dict[str, tuple[Change, str]] = {
-    "wider than any memory": (with_dimension("d_model", 2**40), "dimensions are out of range"),
-    "wider than any number": (
+    "d_model of 2^40": (with_dimension("d_model", 2**40), "dimensions are out of range"),
+    "feedforward_dim of 10^400": (
         with_dimension("feedforward_dim", 10**400),
         "dimensions are out of range|not a KonkaniVani bundle",
     ),
-    "wider than any line": (with_dimension("d_model", 10**400 + 1), "--d_model 1000"),
-    "deeper than any memory": (with_dimension("encoder_layers", 10**9), "dimensions are out of range"),
-    "deeper than its weights": (with_dimension("encoder_layers", 3), "do not match its dimensions"),
-    "wider than its weights": (with_dimension("d_model", 36), "do not match its dimensions"),
-    "heads that do not divide": (with_dimension("attention_heads", 5), "must be a multiple"),
-    "an even kernel": (with_dimension("convolution_kernel", 8), "must be odd"),
-    "a dimension that is text": (with_dimension("d_model", "32"), "wrong type"),
-    "a dimension that is true": (with_dimension("encoder_layers", True), "wrong type"),
-    "a dimension of another name": (with_dimension("mel_bins", 80), "unknown names"),
+    "d_model of 10^400 + 1": (with_dimension("d_model", 10**400 + 1), "--d_model 1000"),
+    "10^9 encoder layers": (with_dimension("encoder_layers", 10**9), "dimensions are out of range"),
+    "more encoder layers than weights": (with_dimension("encoder_layers", 3), "do not match its dimensions"),
+    "larger d_model than weights": (with_dimension("d_model", 36), "do not match its dimensions"),
+    "d_model not divisible by heads": (with_dimension("attention_heads", 5), "must be a multiple"),
+    "even kernel size": (with_dimension("convolution_kernel", 8), "must be odd"),
+    "dimension as text": (with_dimension("d_model", "32"), "wrong type"),
+    "dimension as boolean": (with_dimension("encoder_layers", True), "wrong type"),
+    "unknown dimension name": (with_dimension("mel_bins", 80), "unknown names"),
     "no dimensions": (with_entry("model", None), "not a KonkaniVani bundle"),
-    "another format": (with_entry("format", 4), "has format 4; this version reads formats 1 to 3"),
-    "a format that is a book": (with_entry("format", "x" * 10**5), "has format 'xxx"),
+    "unsupported format": (with_entry("format", 4), "has format 4; this version reads formats 1 to 3"),
+    "very long format": (with_entry("format", "x" * 10**5), "has format 'xxx"),
     "other features": (with_entry("features", FEATURES | {"mel_scale": "slaney"}), "mel_scale 'slaney' for 'htk"),
     "more features": (with_entry("features", FEATURES | {"preemphasis": 0.97}), "preemphasis 0.97 for None"),
     "other bins": (with_entry("features", FEATURES | {"mel_bins": 40}), "do not match its dimensions"),
-    "features that are none": (with_entry("features", 7), "different features than this version's: "),
-    "no longest utterance": (with_entry("longest_seconds", math.nan), "longest_seconds is nan"),
+    "not features": (with_entry("features", 7), "different features than this version's: "),
+    "longest utterance is NaN": (with_entry("longest_seconds", math.nan), "longest_seconds is nan"),
     "other digits": (with_entry("digits", "roman"), "wrong type"),
-    "digits that are flags": (with_entry("digits", "x'\n--epochs 7"), "wrong type"),
-    "a weight that is no number": (
-        with_tensor("ctc_head.bias", lambda t: t * math.nan),
-        "ctc_head.bias of .* are not finite",
-    ),
-    "a weight in half precision": (with_tensor("ctc_head.bias", torch.Tensor.half), "do not match its dimensions"),
-    "a weight of another shape": (with_tensor("ctc_head.bias", lambda t: t[None]), "do not match its dimensions"),
-    "a weight too few": (lambda d, t: t.pop("ctc_head.bias"), "do not match its dimensions"),
-    "a weight too many": (lambda d, t: t.update(more=torch.zeros(1)), "do not match its dimensions"),
+    "flags in digits": (with_entry("digits", "x'\n--epochs 7"), "wrong type"),
+    "NaN weight": (with_tensor("ctc_head.bias", lambda t: t * math.nan), "ctc_head.bias of .* are not finite"),
+    "half-precision weight": (with_tensor("ctc_head.bias", torch.Tensor.half), "do not match its dimensions"),
+    "weight of wrong shape": (with_tensor("ctc_head.bias", lambda t: t[None]), "do not match its dimensions"),
+    "missing weight": (lambda d, t: t.pop("ctc_head.bias"), "do not match its dimensions"),
+    "unexpected weight": (lambda d, t: t.update(more=torch.zeros(1)), "do not match its dimensions"),
     "no tokenizer": (lambda d, t: t.pop("tokenizer"), "not a KonkaniVani bundle"),
-    "a tokenizer of numbers": (with_tensor("tokenizer", torch.Tensor.float), "not binary data"),
-    "a tokenizer of noise": (with_tensor("tokenizer", lambda t: t.flip(0).contiguous()), "not a SentencePiece model"),
-    "an empty tokenizer": (with_tensor("tokenizer", lambda t: t[:0]), "not a KonkaniVani bundle"),
+    "tokenizer of floats": (with_tensor("tokenizer", torch.Tensor.float), "not binary data"),
+    "reversed tokenizer bytes": (
+        with_tensor("tokenizer", lambda t: t.flip(0).contiguous()),
+        "not a SentencePiece model",
+    ),
+    "empty tokenizer": (with_tensor("tokenizer", lambda t: t[:0]), "not a KonkaniVani bundle"),
 }
 
 
 @pytest.mark.parametrize("kind", ["none", *CHANGES])
-def test_a_forged_bundle_is_refused_in_a_sentence(kind, speech_model, tmp_path):
+def test_forged_bundle_is_rejected_with_one_sentence(kind, speech_model, tmp_path):
     (tmp_path / "sound").write_bytes(bundle_bytes(speech_model))
     with safetensors.safe_open(tmp_path / "sound", framework="pt") as file:
         description = json.loads(file.metadata()["konkanivani"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     del description["sha256"]
     if kind == "none":
-        check_bundle(read_bundle(forged(tmp_path / "forged", description, tensors), CPU), speech_model, tmp_path)
+        check_bundle(
+            read_bundle(write_forged_bundle(tmp_path / "forged", description, tensors), CPU), speech_model, tmp_path
+        )
         return
-    change, said = CHANGES[kind]
+    change, message = CHANGES[kind]
     change(description, tensors)
-    with pytest.raises(CheckpointError, match=said) as raised:
-        read_bundle(forged(tmp_path / "forged", description, tensors), CPU)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        read_bundle(write_forged_bundle(tmp_path / "forged", description, tensors), CPU)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
 
 
-def test_weights_that_are_not_finite_are_not_written(tmp_path):
+def test_non_finite_weights_are_not_written(tmp_path):
     broken = speech_model_of_shape(SHAPE)
     with torch.no_grad():
         broken.model.ctc_head.bias[3] = math.inf
@@ -306,7 +308,7 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-HEARING = """
+RECOGNITION_PROGRAM = """
 import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
@@ -323,15 +325,15 @@ print([name for name in trainer if name in sys.modules])
 """
 
 
-def test_a_bundle_is_heard_without_the_trainer(path, tmp_path, torch_alone):
-    done = well(torch_alone.run_program(HEARING, str(ROOT), str(path), cwd=tmp_path))
+def test_bundle_is_recognized_without_importing_the_trainer(path, tmp_path, torch_alone):
+    done = well(torch_alone.run_program(RECOGNITION_PROGRAM, str(ROOT), str(path), cwd=tmp_path))
     _, loaded, control = done.stdout.splitlines()
     assert loaded == "[]" and "konkanivani.training.step" in control
 
 
 class TestFeatures:
     def by_definition(self, waveform: np.ndarray, symmetric_window: bool = False) -> np.ndarray:
-        """Return features (T, F) in float64, computed from FEATURES by the definitions of its terms."""
+        """Return features (T, F) in float64, computed from FEATURES by definition."""
         size, width = FEATURES["fft_samples"], FEATURES["window_samples"]
         window = np.zeros(size)
         before, period = (size - width) // 2, width - symmetric_window
@@ -349,7 +351,7 @@ class TestFeatures:
         features -= features.mean(axis=0)
         return features / (np.sqrt((features**2).mean(axis=0)) + 1e-5)
 
-    def test_are_what_their_description_says(self):
+    def test_features_equal_their_definition(self):
         waveform = spoken(2.5)
         found, _ = LogMel(FeatureConfig())(waveform[None], (len(waveform),))
         wanted = torch.from_numpy(self.by_definition(waveform.double().numpy()))
@@ -358,24 +360,24 @@ class TestFeatures:
         assert float((found[0] - other).abs().max()) > 1e-2
 
     @pytest.mark.parametrize("seconds", [0.3, 0.5, 2.5, 6.01])
-    def test_by_matrices_they_are_the_same(self, seconds):
-        """Bins 50 dB below the loudest are excluded: the single-precision FFT is inaccurate there."""
+    def test_matrix_features_equal_fft_features(self, seconds):
+        """Bins 50 dB below the loudest bin are excluded: the single-precision FFT is inaccurate there."""
         log_mel, waveform = LogMel(FeatureConfig()), spoken(seconds)
         wanted, lengths = log_mel(waveform[None], (len(waveform),))
         found = MatrixLogMel(log_mel)(waveform[None], torch.tensor(lengths))
         power = log_mel.power(waveform[None]).transpose(1, 2)
-        heard = power > 1e-5 * power.amax(dim=2, keepdim=True)
-        assert found.shape == wanted.shape and heard.double().mean() > 0.3
-        assert float((found - wanted)[heard].abs().max()) < 1e-4
+        is_loud = power > 1e-5 * power.amax(dim=2, keepdim=True)
+        assert found.shape == wanted.shape and is_loud.double().mean() > 0.3
+        assert float((found - wanted)[is_loud].abs().max()) < 1e-4
         exact = torch.from_numpy(self.by_definition(waveform.double().numpy()))
         assert float((found[0] - exact).abs().max()) < 2 * float((wanted[0] - exact).abs().max()) + 1e-5
 
-    def test_of_silence_they_are_zero(self):
+    def test_features_of_silence_are_zero(self):
         silence = torch.zeros(1, 8000)
         frames = FRAMING.feature_length(8000)
         assert MatrixLogMel(LogMel(FeatureConfig()))(silence, torch.tensor([frames])).abs().max() == 0
 
-    def test_lengths_in_a_graph_are_those_on_the_host(self):
+    def test_graph_lengths_equal_host_lengths(self):
         samples = list(range(0, 6000))
         frames = [FRAMING.feature_length(s) for s in samples]
         assert FRAMING.feature_length(torch.tensor(samples)).tolist() == frames
@@ -383,7 +385,7 @@ class TestFeatures:
 
 
 @pytest.mark.parametrize("kind", ["char", "unigram", "bpe"])
-def test_token_texts_joined_are_the_tokenizers_text(kind):
+def test_joined_token_texts_equal_decoded_text(kind):
     tokenizer = train_tokenizer(TEXTS, kind, 40)
     texts = token_texts(tokenizer)
     generator = np.random.default_rng(3)
@@ -402,7 +404,7 @@ class TestOnnx:
             return speech_model.model.ctc_head(encoded).log_softmax(dim=-1)[0]
 
     @pytest.mark.parametrize("samples", [1472, 1600, 2111, 2112, 2433, 9999, 16_000, 80_001, 320_003, 960_000])
-    def test_log_probabilities_are_the_models_at_any_length(self, speech_model, onnx_model, samples):
+    def test_onnx_log_probabilities_equal_the_model_at_any_length(self, speech_model, onnx_model, samples):
         waveform = spoken(samples / 16_000, seed=samples)
         found, lengths = onnx_model.log_probabilities(waveform[None], (samples,))
         wanted = self.wanted(speech_model, waveform)
@@ -410,7 +412,7 @@ class TestOnnx:
         assert float((found[0, : len(wanted)] - wanted).abs().max()) < 1e-3
 
     @pytest.mark.parametrize("samples", [0, 1, 399, 1471])
-    def test_too_short_a_waveform_is_nothing_heard_and_disturbs_no_other(self, onnx_model, samples):
+    def test_too_short_waveform_gives_no_text_and_affects_no_other(self, onnx_model, samples):
         waveforms = torch.stack([spoken(1.0), spoken(1.0, seed=1)])
         found, lengths = onnx_model.log_probabilities(waveforms[:1, :samples], (samples,))
         assert lengths == (0,) and found.isfinite().all()
@@ -418,7 +420,7 @@ class TestOnnx:
         alone = onnx_model.recognize(waveforms[1:], (16_000,))
         assert alone != [""] and onnx_model.recognize(waveforms, (samples, 16_000)) == ["", *alone]
 
-    def test_texts_are_the_models_alone_and_in_a_batch_padded_with_noise(self, speech_model, onnx_model):
+    def test_texts_equal_the_model_alone_and_in_a_noise_padded_batch(self, speech_model, onnx_model):
         spoken_ones = [spoken(seconds, seed) for seed, seconds in enumerate((0.4, 3.0, 1.3, 2.2, 0.9, 4.7, 1.8, 2.9))]
         lengths = tuple(map(len, spoken_ones))
         waveforms = 0.3 * torch.randn(len(lengths), max(lengths) + 5000, generator=torch.Generator().manual_seed(4))
@@ -430,7 +432,7 @@ class TestOnnx:
         assert [onnx_model.recognize(waveform[None], (len(waveform),))[0] for waveform in spoken_ones] == wanted
         assert onnx_model.recognize(waveforms, lengths) == wanted
 
-    def test_a_transformers_graph_is_the_model(self):
+    def test_graph_of_transformer_encoder_equals_the_model(self):
         other = speech_model_of_shape(dataclasses.replace(SHAPE, encoder_type="transformer"))
         waveform = spoken(2.0)
         with torch.no_grad():
@@ -439,7 +441,7 @@ class TestOnnx:
         assert lengths.tolist() == [len(wanted)]
         assert float((found[0, : len(wanted)] - wanted).abs().max()) < 1e-3
 
-    def test_the_file_is_self_sufficient_and_tells_nothing_of_this_machine(self, onnx_model, onnx_bytes, speech_model):
+    def test_onnx_file_has_all_metadata_and_no_local_paths(self, onnx_model, onnx_bytes, speech_model):
         about = onnx_model.session.get_modelmeta().custom_metadata_map
         assert json.loads(about["features"]) == FEATURES and (about["sample_rate"], about["blank"]) == ("16000", "0")
         assert (float(about["frame_seconds"]), float(about["longest_seconds"]), about["digits"]) == (0.04, 20, "keep")
@@ -452,12 +454,12 @@ class TestOnnx:
         size = speech_model.tokenizer.size
         assert outputs == {"log_probabilities": ["batch", "frames", size], "encoded_lengths": ["batch"]}
 
-    def test_another_model_is_noticed(self, onnx_model, speech_model, tmp_path):
+    def test_onnx_file_of_another_model_is_detected(self, onnx_model, speech_model, tmp_path):
         check_onnx(onnx_model, speech_model, tmp_path, TOLERANCE)
         with pytest.raises(NumericsError, match="probabilities differ by up to"):
             check_onnx(onnx_model, speech_model_of_shape(SHAPE, seed=1), tmp_path, TOLERANCE)
 
-    def test_eight_bits_are_near_and_smaller(self, onnx_bytes, onnx_model, speech_model, tmp_path):
+    def test_int8_probabilities_are_close_to_float32(self, onnx_bytes, onnx_model, speech_model, tmp_path):
         path = tmp_path / "int8.onnx"
         path.write_bytes(quantize(onnx_bytes))
         found = read_onnx(path)
@@ -473,14 +475,14 @@ class TestOnnx:
         assert "MatMulInteger" in operators or "DynamicQuantizeMatMul" in operators
         assert "ConvInteger" not in operators and "Gemm" not in operators
 
-    def test_a_number_that_is_none_is_no_tolerable_difference(self, onnx_model, tmp_path):
+    def test_nan_output_exceeds_any_tolerance(self, onnx_model, tmp_path):
         broken = speech_model_of_shape(SHAPE)
         with torch.no_grad():
             broken.model.ctc_head.bias[3] = math.nan
         with pytest.raises(NumericsError):
             check_onnx(onnx_model, broken, tmp_path, math.inf)
 
-    def test_what_is_not_installed_is_named_with_its_command(self, monkeypatch):
+    def test_missing_package_is_reported_with_install_command(self, monkeypatch):
         require_onnx()
         real = onnx_graph.importlib.util.find_spec
         monkeypatch.setattr(
@@ -490,7 +492,7 @@ class TestOnnx:
             require_onnx()
 
 
-def test_the_benchmark_of_eight_bits_compares_with_single_precision(onnx_bytes):
+def test_int8_benchmark_compares_with_single_precision(onnx_bytes):
     waveforms = [spoken(1.0), spoken(2.0, seed=1)]
     ours, *others = measure_ways(onnx_bytes, waveforms)
     assert ours.way == "ours" and len(others) == len(WAYS) == len({other.way for other in others})
@@ -500,19 +502,19 @@ def test_the_benchmark_of_eight_bits_compares_with_single_precision(onnx_bytes):
     assert again == quantize(onnx_bytes)
 
 
-def test_the_example_of_the_documentation_hears_what_the_model_hears(speech_model, onnx_bytes, tmp_path):
+def test_documentation_example_transcribes_like_the_model(speech_model, onnx_bytes, tmp_path):
     text = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
     example = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "onnxruntime" in block)
     (tmp_path / "konkani.onnx").write_bytes(onnx_bytes)
     waveform = spoken(2.0)
     soundfile.write(tmp_path / "recording.flac", waveform.numpy(), 16_000, subtype="PCM_24")
     (tmp_path / "example.py").write_text(example + "\nimport sys; assert 'torch' not in sys.modules\n")
-    command, said = [sys.executable, "-I", "example.py"], {"capture_output": True, "text": True}
-    done = well(subprocess.run(command, cwd=tmp_path, timeout=PATIENCE, **said))
+    command, options = [sys.executable, "-I", "example.py"], {"capture_output": True, "text": True}
+    done = well(subprocess.run(command, cwd=tmp_path, timeout=PATIENCE, **options))
     assert done.stdout.strip() == recognize_with(speech_model)(waveform[None], (len(waveform),))[0] != ""
 
 
-def test_a_file_that_fails_leaves_the_old_one_and_nothing_beside_it(tmp_path):
+def test_failed_atomic_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "file"
     with atomic_write(path) as partial:
         partial.write_text("first")
@@ -526,23 +528,23 @@ def test_a_file_that_fails_leaves_the_old_one_and_nothing_beside_it(tmp_path):
 
 
 class TestCommandLine:
-    def test_writes_three_files_that_hear(self, exported, speech_model):
+    def test_export_writes_three_working_files(self, exported, speech_model):
         names = {path.name for path in exported.directory.iterdir()}
         assert names == {exported.checkpoint.name, "m.safetensors", "m.onnx", "m.int8.onnx"}
         check_bundle(read_bundle(exported.directory / "m.safetensors", CPU), speech_model, exported.directory)
         check_onnx(read_onnx(exported.directory / "m.onnx"), speech_model, exported.directory, TOLERANCE)
         check_onnx(read_onnx(exported.directory / "m.int8.onnx"), speech_model, exported.directory, math.inf)
-        told = [line.split(":")[0] for line in exported.lines if line.endswith("MB") and ":" in line]
-        assert told == ["m.safetensors", "m.onnx", "m.int8.onnx"]
+        listed = [line.split(":")[0] for line in exported.lines if line.endswith("MB") and ":" in line]
+        assert listed == ["m.safetensors", "m.onnx", "m.int8.onnx"]
 
-    def test_prints_a_table_in_which_bundle_and_onnx_are_the_checkpoint(self, exported):
+    def test_table_shows_equal_rates_for_checkpoint_bundle_and_onnx(self, exported):
         pattern = r"(checkpoint|bundle|ONNX|ONNX, int8) +([\d.]+%) +([\d.]+%) +(\d of 5) +[\d.]+ MB"
         names, *columns = zip(*(re.fullmatch(pattern, line).groups() for line in exported.lines[-4:]), strict=True)
         assert names == ("checkpoint", "bundle", "ONNX", "ONNX, int8")
         assert all(len(set(column[:3])) == 1 for column in columns) and columns[2][0] == "0 of 5"
 
     @pytest.mark.parametrize(
-        ("arguments", "exit_code", "said"),
+        ("arguments", "exit_code", "message"),
         [
             (("--checkpoint", "{checkpoint}"), 2, "No output is given"),
             (("--checkpoint", "{checkpoint}", "--onnx", "{checkpoint}"), 2, "must be different files"),
@@ -560,9 +562,9 @@ class TestCommandLine:
             (("--checkpoint", "{script}", "--bundle", "x"), 4, "damaged or not a KonkaniVani"),
         ],
     )
-    def test_what_cannot_be_exported_is_said_in_a_sentence(self, exported, arguments, exit_code, said, tmp_path):
+    def test_invalid_arguments_give_exit_code_and_one_sentence(self, exported, arguments, exit_code, message, tmp_path):
         known = {"{checkpoint}": str(exported.checkpoint), "{script}": str(ROOT / EXPORT)}
         done = run_script(EXPORT, *(known.get(word, word) for word in arguments), cwd=tmp_path)
         assert done.returncode == exit_code, done.stderr
-        assert said in done.stderr and "Traceback" not in done.stderr
+        assert message in done.stderr and "Traceback" not in done.stderr
         assert list(tmp_path.iterdir()) == []

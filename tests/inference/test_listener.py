@@ -1,4 +1,4 @@
-"""Recognition while a person speaks: the same finals for any blocks, and fixed words that stay."""
+"""Streaming recognition: finals do not depend on the block size, and fixed words do not change."""
 
 import dataclasses
 import itertools
@@ -46,8 +46,8 @@ def finals(events: list[Event]) -> list[Final]:
     return [event for event in events if isinstance(event, Final)]
 
 
-def of_recognizer(recognizer: Recognizer, samples: np.ndarray, rate: int = 16_000) -> list[tuple]:
-    """Return the words that the recogniser makes of each segment."""
+def recognize_segments(recognizer: Recognizer, samples: np.ndarray, rate: int = 16_000) -> list[tuple]:
+    """Return the words of each segment as recognized offline."""
     waveform = torch.cat(list(resample_blocks([torch.from_numpy(samples)], rate)))
     segmenter = CausalSegmenter(recognizer.segmentation)
     *ticks, last = waveform.split(TICK_SAMPLES)
@@ -57,32 +57,32 @@ def of_recognizer(recognizer: Recognizer, samples: np.ndarray, rate: int = 16_00
     return [each for each in words if each]
 
 
-def at_rate(rate: int) -> np.ndarray:
+def recording_at_rate(rate: int) -> np.ndarray:
     return torchaudio.functional.resample(torch.from_numpy(recording()), 16_000, rate).numpy()
 
 
 @pytest.mark.parametrize("block", [160, 1_601, 48_000, 10**6])
-def test_finals_do_not_depend_on_blocks_and_are_the_recognizers(trained, block):
+def test_finals_equal_the_recognizer_for_any_block_size(trained, block):
     found = finals(listen(trained.recognizer, recording(), block))
-    expected = of_recognizer(trained.recognizer, recording())
+    expected = recognize_segments(trained.recognizer, recording())
     assert [final.words for final in found] == expected
     assert len(found) == len(SENTENCES)
-    said = [" ".join(words) for words in SENTENCES]
-    assert error_rates(said, [final.text for final in found]).cer < 0.2
-    # Negative control: other samples are recognised otherwise.
+    references = [" ".join(words) for words in SENTENCES]
+    assert error_rates(references, [final.text for final in found]).cer < 0.2
+    # Negative control: other samples give other words.
     assert [final.words for final in finals(listen(trained.recognizer, recording()[24_000:], block))] != expected
 
 
-def test_single_samples_are_a_recording(trained):
+def test_blocks_of_one_sample_give_the_same_finals(trained):
     samples = recording()[:20_000]
     found = finals(listen(trained.recognizer, samples, 1))
-    assert found and [final.words for final in found] == of_recognizer(trained.recognizer, samples)
+    assert found and [final.words for final in found] == recognize_segments(trained.recognizer, samples)
 
 
 @pytest.mark.parametrize("rate", [8_000, 11_025, 44_100, 48_000])
-def test_any_sample_rate_gives_the_recognizers_finals(trained, rate):
-    samples = at_rate(rate)
-    expected = of_recognizer(trained.recognizer, samples, rate)
+def test_finals_equal_the_recognizer_at_any_sample_rate(trained, rate):
+    samples = recording_at_rate(rate)
+    expected = recognize_segments(trained.recognizer, samples, rate)
     for block in (777, 3 * rate):
         found = finals(listen(trained.recognizer, samples, block, rate))
         assert [final.text for final in found] == [" ".join(word.text for word in words) for words in expected]
@@ -93,7 +93,7 @@ def test_any_sample_rate_gives_the_recognizers_finals(trained, rate):
     assert [final.text for final in wrong] != [final.text for final in found]
 
 
-def test_integers_and_channels_are_averaged_like_floats(trained):
+def test_int16_stereo_gives_the_same_finals_as_mono_float(trained):
     samples = recording()
     stereo = np.stack([samples, samples], axis=1)
     expected = [final.text for final in finals(listen(trained.recognizer, samples, 4_000))]
@@ -101,7 +101,7 @@ def test_integers_and_channels_are_averaged_like_floats(trained):
     assert [final.text for final in found] == expected
 
 
-def test_fixed_words_stay_until_the_final_and_words_appear_before_it(trained):
+def test_partials_appear_and_fixed_words_stay_until_the_final(trained):
     events = listen(trained.recognizer, recording(), 800)
     before: list[str] = []
     shown = 0
@@ -134,13 +134,13 @@ def test_local_agreement_only_appends_and_never_fixes_the_last_word():
             agreement.update(words)
             assert agreement.fixed[: len(before)] == before
             assert len(agreement.fixed) + len(agreement.tentative) >= 1 and agreement.tentative
-            # Negative control: without the rule the words of this pass would replace them.
+            # Negative control: without local agreement, this pass would replace fixed words.
             changes += words[: len(before)] != before
             before = list(agreement.fixed)
     assert changes > 100
 
 
-def test_two_passes_fix_what_they_agree_on():
+def test_two_agreeing_passes_fix_words():
     agreement = LocalAgreement()
     for words, fixed in (("a b", ""), ("a b", "a"), ("x c d", "a"), ("a b c d", "a"), ("a b c d", "a b c")):
         agreement.update(words.split())
@@ -155,7 +155,7 @@ def test_two_passes_fix_what_they_agree_on():
     assert agreement.finish(["d"], is_cut=False)
 
 
-def test_words_on_which_decodings_of_the_same_audio_differ_need_more_passes():
+def test_words_with_differing_decodings_need_more_passes():
     agreement = LocalAgreement()
     for number in range(1, SURE_PASSES + 1):
         agreement.update(["a", "b", "c"], [["a", "b", "c"], ["a", "x", "c"]])
@@ -168,12 +168,12 @@ def test_words_on_which_decodings_of_the_same_audio_differ_need_more_passes():
         assert agreement.fixed == expected
 
 
-def test_short_speech_is_also_decoded_repeated(trained):
+def test_short_speech_is_decoded_once_and_repeated(trained):
     recognizer = trained.recognizer
     whole = torch.from_numpy(tones(("उदक", "घर", "शाळा", "बाजार", "एक", "दोन", "तीन")))
     short = whole[: round(0.8 * STABLE_SECONDS * 16_000)]
     assert len(recognizer.recognize_prefix(short).views) == 2
-    # The first decoding is that of the speech as it is; the text is that of the mean, which lies between both.
+    # The first view decodes the speech without repetition; the text decodes the mean of both views.
     encoded, lengths = recognizer.speech_model.encode(short[None], (len(short),))
     (tokens,) = greedy_ctc(recognizer.speech_model.model, encoded, lengths)
     assert recognizer.recognize_prefix(short).views[0] == recognizer.speech_model.tokenizer.decode(tokens)
@@ -182,7 +182,7 @@ def test_short_speech_is_also_decoded_repeated(trained):
     assert recognizer.recognize_prefix(longer).views == ()
 
 
-def test_the_text_of_a_pause_is_the_final_text_if_it_lasts(trained, monkeypatch):
+def test_pause_is_decoded_once_and_again_if_speech_resumes(trained, monkeypatch):
     decoded = []
     recognize = Recognizer.recognize
     monkeypatch.setattr(
@@ -193,35 +193,35 @@ def test_the_text_of_a_pause_is_the_final_text_if_it_lasts(trained, monkeypatch)
     for before, event in itertools.pairwise(events):
         if isinstance(event, Final):
             assert isinstance(before, Partial) and before.fixed.split()[-1:] == event.text.split()[-1:]
-    # Speech that goes on after the decoding is decoded again.
+    # Speech that resumes after the decoding is decoded again.
     decoded.clear()
     word = tones(("शाळा", "बाजार"))
     resumed = np.concatenate([word, quiet(0.36), word, quiet(0.75)])
     (final,) = finals(listen(trained.recognizer, resumed, 800))
     assert len(decoded) == 2
-    assert [final.words] == of_recognizer(trained.recognizer, resumed)
+    assert [final.words] == recognize_segments(trained.recognizer, resumed)
 
 
 @pytest.mark.parametrize(
     ("words", "others", "count"),
     [("", "", 0), ("", "a b", 0), ("a b", "a b c", 2), ("a b", "a x b c", 3), ("a b", "b c", 1), ("a", "x y", 1)],
 )
-def test_a_prefix_is_matched_with_the_fewest_edits(words, others, count):
+def test_prefix_is_matched_with_the_fewest_edits(words, others, count):
     assert matched_prefix(words.split(), others.split()) == count
 
 
-def test_speech_without_pause_is_joined_from_its_cuts(trained):
+def test_speech_without_pause_is_joined_from_cut_pieces(trained):
     words = tuple(itertools.chain.from_iterable(SENTENCES)) * 2
     spoken = tones(words)
     recognizer = dataclasses.replace(trained.recognizer, segmentation=build_segmentation(3.0, 0.4))
     found = finals(listen(recognizer, spoken, 1_600))
     assert len(found) > 2
-    assert [final.words for final in found] == of_recognizer(recognizer, spoken)
+    assert [final.words for final in found] == recognize_segments(recognizer, spoken)
     whole = trained.recognizer.transcribe(spoken).text
     assert error_rates([whole], [" ".join(final.text for final in found)]).wer <= 0.2
 
 
-def test_passes_that_the_rest_of_a_block_would_replace_are_skipped(trained, monkeypatch):
+def test_passes_replaced_within_a_block_are_skipped(trained, monkeypatch):
     passes = []
     greedy = Recognizer.recognize_prefix
     monkeypatch.setattr(Recognizer, "recognize_prefix", lambda self, w: passes.append(len(w)) or greedy(self, w))
@@ -235,14 +235,14 @@ def test_passes_that_the_rest_of_a_block_would_replace_are_skipped(trained, monk
     assert not passes and len(never) == len(SENTENCES)
     texts = [[final.text for final in finals(events)] for events in (one_block, every, never)]
     assert texts[0] == texts[1] == texts[2]
-    # Passes at sample counts are those of small blocks.
+    # Passes at fixed sample counts equal those of small blocks.
     assert every == listen(trained.recognizer, recording(), 160)
 
 
 @pytest.mark.parametrize("level", [0.0, 10**-2.0, 10**-3.5])
 def test_silence_has_no_events(trained, level):
     assert listen(trained.recognizer, quiet(20, level), 1_600) == []
-    # Negative control: a word in it.
+    # Negative control: two words in the background.
     spoken = quiet(6, level)
     spoken[64_000:] = 0
     word = tones(("शाळा", "बाजार"))
@@ -250,13 +250,13 @@ def test_silence_has_no_events(trained, level):
     assert len(finals(listen(trained.recognizer, spoken, 1_600))) == 1
 
 
-def test_the_first_word_is_there_from_the_first_sample_and_after_silence(trained):
+def test_first_word_is_recognized_at_the_start_and_after_silence(trained):
     for before in (np.zeros(0, np.float32), np.zeros(160_000, np.float32), quiet(10)):
         events = listen(trained.recognizer, np.concatenate([before, recording()]), 1_600)
         assert finals(events)[0].text.split()[:1] == ["एक"]
 
 
-def test_memory_does_not_grow(trained):
+def test_listener_memory_does_not_grow_with_time(trained):
     listener = Listener(trained.recognizer, 16_000, every=None)
     minute = np.concatenate([np.zeros(160_000, np.float32), quiet(20), recording(), quiet(10)])
     kept = []
@@ -272,7 +272,7 @@ def test_memory_does_not_grow(trained):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30, -1e30, 32_767.0])
-def test_samples_that_are_no_audio_are_refused_and_the_recording_goes_on(trained, value):
+def test_invalid_samples_are_rejected_and_the_recording_continues(trained, value):
     listener = Listener(trained.recognizer, 16_000)
     samples = recording()
     bad = samples[:1_000].copy()
@@ -284,18 +284,18 @@ def test_samples_that_are_no_audio_are_refused_and_the_recording_goes_on(trained
 
 
 @pytest.mark.parametrize("rate", [0, 3_999, 384_001, 400_000])
-def test_rates_beyond_the_limits_are_refused(trained, rate):
+def test_sample_rate_outside_limits_is_rejected(trained, rate):
     with pytest.raises(DataError, match=rf"sample rate {rate} Hz"):
         Listener(trained.recognizer, rate)
 
 
 @pytest.mark.parametrize("samples", [["a"], np.zeros((2, 2, 2)), np.zeros(4, np.uint8), np.zeros(4, bool)])
-def test_arrays_that_are_no_samples_are_refused(trained, samples):
+def test_arrays_that_are_not_samples_are_rejected(trained, samples):
     with pytest.raises(DataError):
         Listener(trained.recognizer, 16_000).accept(samples)
 
 
-def test_nothing_is_a_recording_too(trained):
+def test_empty_recording_gives_no_events(trained):
     listener = Listener(trained.recognizer, 16_000)
     assert listener.accept(np.zeros(0, np.float32)) == []
     assert listener.finish() == [] and listener.finish() == []
@@ -303,7 +303,7 @@ def test_nothing_is_a_recording_too(trained):
         listener.accept(np.zeros(1, np.float32))
 
 
-def test_whisper_is_heard_without_fallback_in_passes_and_with_its_whole_window(tmp_path, monkeypatch):
+def test_whisper_uses_temperature_fallback_only_for_finals(tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
     from konkanivani.inference.whisper_generation import FallbackDecode
     from tests.whisper.parts import write_small_folder
@@ -323,4 +323,4 @@ def test_whisper_is_heard_without_fallback_in_passes_and_with_its_whole_window(t
     events = [*listener.accept(samples[:12_000]), *listener.accept(samples[12_000:]), *listener.finish()]
     pieces = len(falls)
     assert 0 < pieces <= 3
-    assert [final.words for final in finals(events)] == of_recognizer(recognizer, samples)
+    assert [final.words for final in finals(events)] == recognize_segments(recognizer, samples)

@@ -1,4 +1,4 @@
-"""System files in a folder are not part of a corpus and are not transcribed, unless they are named."""
+"""System and hidden files in a folder are neither prepared nor transcribed unless they are named."""
 
 import json
 import shutil
@@ -13,12 +13,12 @@ from tests.cli.test_prepare_data import prepare, read_rejected
 from tests.conftest import well
 from tests.corpora.test_formats import MINIATURES, add_member, audio_bytes, sentence, write_sentence
 
-# As written by a Mac on file systems without attributes.
+# AppleDouble header, as macOS writes it on file systems without extended attributes.
 FORK = b"\0\5\26\7\0\2\0\0Mac OS X        \xff\xfe" + bytes(120)
 
 
-def haunt(folder: Path) -> None:
-    """Add the files that macOS, Windows and Linux leave next to every file, and a second corpus in the trash."""
+def add_system_files(folder: Path) -> None:
+    """Add the files that macOS, Windows and Linux create, and copies of the corpus in system folders."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     for path in files:
         (path.parent / f"._{path.name}").write_bytes(FORK)
@@ -36,16 +36,16 @@ def prepared_rows(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["folder", "openslr", "nemo", "indicvoices", "huggingface parquet"])
-def test_what_systems_leave_in_a_corpus_is_no_part_of_it(name, tmp_path):
+def test_system_files_in_corpus_folder_are_ignored(name, tmp_path):
     build, flags = MINIATURES[name]
     spoken = build(tmp_path / "corpus")
-    haunt(tmp_path / "corpus")
+    add_system_files(tmp_path / "corpus")
     well(prepare(tmp_path, name.split()[0], *flags))
     assert prepared_rows(tmp_path) == sorted(found.text for found in spoken)
     assert all("speaker 1" in row["kind"] or "no word" in row["kind"] for row in read_rejected(tmp_path))
 
 
-def test_what_a_mac_adds_to_a_tar_is_no_part_of_it_and_a_dot_before_the_path_is(tmp_path):
+def test_mac_files_in_tar_are_ignored_and_dot_slash_paths_are_read(tmp_path):
     (tmp_path / "corpus").mkdir()
     for split in ("train", "valid", "test"):
         with tarfile.open(tmp_path / "corpus" / f"{split}-0.tar", "w") as tar:
@@ -60,7 +60,7 @@ def test_what_a_mac_adds_to_a_tar_is_no_part_of_it_and_a_dot_before_the_path_is(
     assert prepared_rows(tmp_path) == sorted(map(sentence, range(9)))
 
 
-def test_hidden_files_are_taken_where_they_are_named(tmp_path):
+def test_hidden_files_are_used_only_if_named(tmp_path):
     for name in ("a.wav", "._a.wav", ".hidden/b.wav", "__MACOSX/c.wav", "d/.e.wav", "d/f.wav"):
         write_sentence(tmp_path / "in" / name, 0)
     named = [tmp_path / "in" / "._a.wav", tmp_path / "in" / ".hidden"]

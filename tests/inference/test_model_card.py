@@ -1,4 +1,4 @@
-"""Folders for the hub: model cards from recorded facts only, and models that transcribe like their checkpoint."""
+"""Hub folders: model cards state recorded facts only, and models transcribe like their checkpoint."""
 
 import dataclasses
 import errno
@@ -69,7 +69,7 @@ def blocks(card: str, language: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Exported:
-    """Checkpoint and the folder that was exported from it."""
+    """Checkpoint and the hub folder exported from it."""
 
     checkpoint: Path
     folder: Path
@@ -87,7 +87,7 @@ class Exported:
 
 @pytest.fixture(scope="module")
 def native(base: Path, corpus: Manifests, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """Export a checkpoint of three steps, with larger weights in the CTC head so that its texts are not empty."""
+    """Export a checkpoint of three steps, with larger weights in the CTC head so that its transcripts are not empty."""
     folder = tmp_path_factory.mktemp("native")
     checkpoint = read_checkpoint(base)
     checkpoint.states["model"]["ctc_head.weight"] *= 20.0
@@ -106,7 +106,7 @@ def native(base: Path, corpus: Manifests, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def whisper(corpus: Manifests, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """Export a fine-tuned Whisper model, whose base folder has a card of its own."""
+    """Export a fine-tuned Whisper model whose base folder has its own card."""
     folder = tmp_path_factory.mktemp("whisper")
     base = write_model(folder / "whisper-base", positions=64)
     (base / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# Whisper\n")
@@ -116,7 +116,7 @@ def whisper(corpus: Manifests, tmp_path_factory: pytest.TempPathFactory) -> Expo
     flags = ("--pretrained", str(base), "--language", "mr", "--learning_rate", "0.02")
     well(run_trainer(*manifests.flags(), *SHORT, *run_folders(folder), *flags))
     path = folder / "checkpoints" / "checkpoint_last.pt"
-    # Three steps change no text of a random model.
+    # Three steps do not change the transcripts of a random model.
     checkpoint = read_checkpoint(path)
     generator = torch.Generator().manual_seed(0)
     for tensor in checkpoint.states["model"].values():
@@ -128,19 +128,19 @@ def whisper(corpus: Manifests, tmp_path_factory: pytest.TempPathFactory) -> Expo
 
 
 class TestNative:
-    def test_the_folder_has_the_bundle_and_the_card_and_can_be_uploaded(self, native):
+    def test_folder_contains_bundle_and_card_and_can_be_uploaded(self, native):
         assert sorted(path.name for path in native.folder.iterdir()) == ["README.md", "model.safetensors"]
         assert [file.name for file in list_files(native.folder)] == ["README.md", "model.safetensors"]
         assert not [path for path in native.folder.parent.iterdir() if "partial" in path.name or "new_" in path.name]
 
-    def test_it_transcribes_as_its_checkpoint(self, native, base):
+    def test_exported_folder_transcribes_like_its_checkpoint(self, native, base):
         wanted = load_recognizer(native.checkpoint, device="cpu").transcribe(native.recording)
         found = load_recognizer(native.folder, device="cpu").transcribe(native.recording)
         assert found == wanted and found.text
         other = load_recognizer(base, device="cpu").transcribe(native.recording)  # negative control
         assert other.text != found.text
 
-    def test_the_metadata_are_the_recorded_facts(self, native):
+    def test_metadata_equal_the_recorded_facts(self, native):
         found = metadata(native.card)
         scores = [json.loads(line) for line in native.scores.read_text().splitlines()]
         (entry,) = found.pop("model-index")
@@ -161,7 +161,7 @@ class TestNative:
         ]
         assert "greedy" in results[0]["name"] and "joint, beam 2" in results[2]["name"]
 
-    def test_the_text_has_rates_with_intervals_hours_and_steps(self, native):
+    def test_card_text_has_error_rates_intervals_hours_and_steps(self, native):
         for score in map(json.loads, native.scores.read_text().splitlines()):
             for name in ("wer", "cer"):
                 low, high = (100 * bound if bound is not None else None for bound in score[f"{name}_interval"])
@@ -172,13 +172,13 @@ class TestNative:
         assert "from the manifest `train.jsonl`. Data sets: `goa/speech`." in native.card
         assert "3 optimizer steps, " in native.card and "initialised at random" in native.card
 
-    def test_the_card_contains_no_path_of_this_machine(self, native, whisper):
+    def test_card_contains_no_local_path(self, native, whisper):
         for exported in (native, whisper):
             assert str(exported.folder.parent) not in exported.card
             assert str(exported.manifests.directory) not in exported.card
             assert "/tmp" not in exported.card
 
-    def test_its_python_lines_and_its_command_transcribe(self, native, tmp_path):
+    def test_python_example_and_command_of_the_card_transcribe(self, native, tmp_path):
         self.check_use(native, tmp_path)
 
     @staticmethod
@@ -198,14 +198,14 @@ class TestNative:
 
 
 class TestWhisper:
-    def test_the_folder_is_in_the_base_models_format_with_both_cards(self, whisper):
+    def test_folder_has_the_base_model_format_and_both_cards(self, whisper):
         base = whisper.folder.parent / "whisper-base"
         names = {path.name for path in base.iterdir()} | {"base_model_card.md"}
         assert {path.name for path in whisper.folder.iterdir()} == names
         assert (whisper.folder / "base_model_card.md").read_bytes() == (base / "README.md").read_bytes()
         assert len(list_files(whisper.folder)) == len(names)
 
-    def test_it_transcribes_as_its_checkpoint(self, whisper):
+    def test_exported_folder_transcribes_like_its_checkpoint(self, whisper):
         wanted = load_recognizer(whisper.checkpoint, device="cpu").transcribe(whisper.recording)
         found = load_recognizer(whisper.folder, device="cpu", language="mr").transcribe(whisper.recording)
         assert found.text == wanted.text
@@ -218,9 +218,9 @@ class TestWhisper:
         assert texts[0] == texts[1] and max(map(len, texts[0])) > 20
         assert texts[2] != texts[0]  # negative control
 
-    def test_the_card_states_the_origin_and_no_more_than_is_known(self, whisper):
+    def test_card_states_origin_and_only_known_facts(self, whisper):
         found = metadata(whisper.card)
-        # The prompt's language mr is not the language of the speech.
+        # The prompt language mr is not the language of the speech.
         assert found == {
             "license": "apache-2.0",
             "library_name": "transformers",
@@ -235,7 +235,7 @@ class TestWhisper:
         assert "The error rates of this model are unknown." in whisper.card
         assert "The publisher and the licence of the data are not recorded." in whisper.card
 
-    def test_its_python_lines_and_its_command_transcribe(self, whisper, tmp_path):
+    def test_python_example_and_command_of_the_card_transcribe(self, whisper, tmp_path):
         TestNative.check_use(whisper, tmp_path, "mr")
 
 
@@ -244,7 +244,7 @@ def stored_config(exported: Exported) -> TrainConfig:
 
 
 @pytest.mark.parametrize("kind", ["native", "whisper"])
-def test_the_training_command_has_the_settings_of_the_checkpoint(kind, request):
+def test_training_command_has_the_settings_of_the_checkpoint(kind, request):
     exported = request.getfixturevalue(kind)
     stored = stored_config(exported)
     _, command = blocks(exported.card, "sh")
@@ -261,7 +261,7 @@ def test_the_training_command_has_the_settings_of_the_checkpoint(kind, request):
     assert "--seed 77" in training_command(other) and "--seed 77" not in training_command(stored)
 
 
-def test_paths_outside_of_the_working_folder_are_shortened():
+def test_paths_outside_the_working_folder_are_shortened():
     cached = f"/home/anna/.cache/huggingface/hub/models--openai--whisper-tiny/snapshots/{'ab' * 20}"
     pretrained = PretrainedConfig(pretrained=cached, language="mr")
     assert "--pretrained openai/whisper-tiny" in training_command(TrainConfig(pretrained=pretrained))
@@ -275,14 +275,14 @@ def test_paths_outside_of_the_working_folder_are_shortened():
 
 
 class TestUnknownFacts:
-    def test_they_are_left_out_or_called_unknown(self):
+    def test_unknown_facts_are_omitted_or_marked_unknown(self):
         card = model_card(FACTS)
         assert set(metadata(card)) == {"library_name", "pipeline_tag", "tags"}
         assert "**No licence is chosen.** The author must choose one" in card
         assert "No training data are recorded." in card and "No test results are recorded." in card
         assert "None" not in card.replace("None: the weights", "") and "nan" not in card
 
-    def test_an_averaged_checkpoint_has_no_hours(self):
+    def test_averaged_checkpoint_states_no_hours(self):
         config = TrainConfig(data=DataConfig(train_manifest="/x/y/train.jsonl"))
         training = TrainingFacts(config, 7, None, None, None, None)
         card = model_card(dataclasses.replace(FACTS, training=training))
@@ -291,7 +291,7 @@ class TestUnknownFacts:
         )
         assert "7 optimizer steps. Command" in card and "CER on the validation set" not in card
 
-    def test_a_score_without_validation_is_not_a_cer(self):
+    def test_score_without_validation_is_not_reported_as_cer(self):
         checkpoint = Checkpoint("", b"", 3, 5, 0, {"progress": {"best_score": -4.0, "epochs_finished": 4}})
         for manifest, score, wanted in (
             (None, -4.0, None),
@@ -305,7 +305,7 @@ class TestUnknownFacts:
             assert found is not None and found.valid_cer == wanted and found.epochs == 4
 
 
-def test_an_imported_model_has_the_origin_and_licence_of_its_file(tmp_path):
+def test_imported_model_card_states_origin_and_licence_of_its_file(tmp_path):
     base = BaseFacts("indic.nemo", "ab" * 32, "", "", "NeMo 1.23")
     card = model_card(dataclasses.replace(FACTS, base=base, language="kok"))
     assert metadata(card)["language"] == "kok"
@@ -332,7 +332,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_text_from_files_cannot_change_the_metadata_or_the_markup(text):
+def test_hostile_text_cannot_change_metadata_or_markup(text):
     corpus = Corpus(text, 3, 2.0)
     config = TrainConfig(
         data=DataConfig(train_manifest=text, valid_manifest=text), pretrained=PretrainedConfig(task="transcribe")
@@ -358,7 +358,7 @@ def test_text_from_files_cannot_change_the_metadata_or_the_markup(text):
     assert len(headings) == 8 and "Owned" not in "".join(headings[1:])
 
 
-def test_code_spans_and_plain_text():
+def test_code_spans_and_plain_text_are_escaped():
     assert code("a`b``c") == "``` a`b``c ```" and code("a|b") == "`a\\|b`" and code("x") == "`x`"
     assert plain("*a* _b_ [c](d) <e>") == "\\*a\\* \\_b\\_ \\[c\\](d) \\<e\\>"
 
@@ -367,7 +367,7 @@ def test_code_spans_and_plain_text():
     ("identifier", "name"),
     [("Apache-2.0", "apache-2.0"), ("GPL-3.0-or-later", "gpl-3.0"), ("MIT", "mit"), ("CDLA-Permissive-2.0", None)],
 )
-def test_licences_have_the_names_of_the_hub(identifier, name):
+def test_licences_are_mapped_to_hub_names(identifier, name):
     assert hub_licence(identifier) == name
     found = metadata(model_card(dataclasses.replace(FACTS, author=AuthorFacts(license=identifier))))
     assert found["license"] == (name or "other") and (found.get("license_name") == identifier.lower()) == (name is None)
@@ -383,13 +383,13 @@ def test_licences_have_the_names_of_the_hub(identifier, name):
         AuthorFacts(datasets=("a/b", "/home/x")),
     ],
 )
-def test_unsuitable_values_of_the_author_are_refused(author):
+def test_invalid_author_facts_are_rejected(author):
     with pytest.raises(UsageError, match="^--(license|speech_language|base_model|datasets) "):
         check_author(author)
     check_author(AuthorFacts("MIT", "kok-Deva", "a/b", ("a/b",)))
 
 
-def test_a_base_in_the_cache_of_the_hub_is_named_with_its_commit(tmp_path):
+def test_base_model_in_hub_cache_is_named_with_its_commit(tmp_path):
     commit = "0123456789" * 4
     place = tmp_path / "models--openai--whisper-nano" / "snapshots" / commit
     place.parent.mkdir(parents=True)
@@ -419,7 +419,7 @@ def test_a_base_in_the_cache_of_the_hub_is_named_with_its_commit(tmp_path):
         ("---\na: b\n---\nlicense: mit\n", ""),
     ],
 )
-def test_the_licence_of_a_base_is_read_from_its_metadata(text, licence, tmp_path):
+def test_base_model_licence_is_read_from_its_metadata(text, licence, tmp_path):
     (tmp_path / "README.md").write_bytes(text.encode())
     assert licence_in_card(tmp_path / "README.md") == licence
     assert licence_in_card(tmp_path / "none") == ""
@@ -445,15 +445,15 @@ BAD_SCORES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD_SCORES)
-def test_scores_of_another_model_or_damaged_ones_are_refused(kind, native, tmp_path):
-    change, said = BAD_SCORES[kind]
+def test_scores_of_another_model_and_damaged_scores_are_rejected(kind, native, tmp_path):
+    change, message = BAD_SCORES[kind]
     score = json.loads(native.scores.read_text().splitlines()[0])
     path = tmp_path / "scores.json"
     path.write_text(json.dumps(score))
     assert len(read_scores(path, str(native.checkpoint), 3)) == 1  # negative control: accepted unchanged
     change(score)
     path.write_text(json.dumps(score))
-    with pytest.raises(DataError, match=said) as raised:
+    with pytest.raises(DataError, match=message) as raised:
         read_scores(path, str(native.checkpoint), 3)
     assert "\n" not in str(raised.value)
 
@@ -461,7 +461,7 @@ def test_scores_of_another_model_or_damaged_ones_are_refused(kind, native, tmp_p
 @pytest.mark.parametrize(
     "data", [b"", b"\n", b"text", b"[1]", b"\xff\xfe", b'{"wer": NaN}', b"[" * 100_000, b"0" * (2**24 + 1)]
 )
-def test_a_file_without_scores_is_refused(data, tmp_path):
+def test_file_without_scores_is_rejected(data, tmp_path):
     path = tmp_path / "scores.json"
     path.write_bytes(data)
     with pytest.raises(DataError, match="--scores .*scores.json .*Give a file with the output of"):
@@ -471,25 +471,25 @@ def test_a_file_without_scores_is_refused(data, tmp_path):
             read_scores(other, "checkpoint.pt", 1)
 
 
-def write_one(text: str) -> Callable[[Path], object]:
+def write_weights(text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / "weights").write_text(text)
 
 
 class TestFolder:
-    def test_an_unchanged_folder_is_replaced_and_nothing_else_is_left(self, tmp_path):
+    def test_unchanged_folder_is_replaced_and_leaves_no_other_files(self, tmp_path):
         out = tmp_path / "model"
         out.mkdir()
-        write_hub_folder(out, FACTS, write_one("first"))
-        write_hub_folder(out, FACTS, write_one("second version"))
+        write_hub_folder(out, FACTS, write_weights("first"))
+        write_hub_folder(out, FACTS, write_weights("second version"))
         assert (out / "weights").read_text() == "second version" and list(tmp_path.iterdir()) == [out]
         assert {path.name for path in out.iterdir()} == {"README.md", "weights"}
 
     @pytest.mark.parametrize(
         "change", ["edited card", "another file", "hidden file", "deleted file", "foreign", "file"]
     )
-    def test_a_changed_or_foreign_folder_is_kept(self, change, tmp_path):
+    def test_changed_or_foreign_folder_is_not_replaced(self, change, tmp_path):
         out = tmp_path / "model"
-        write_hub_folder(out, FACTS, write_one("first"))
+        write_hub_folder(out, FACTS, write_weights("first"))
         if change == "edited card":
             (out / "README.md").write_text((out / "README.md").read_text().replace("unknown", "excellent"))
         elif change == "deleted file":
@@ -505,14 +505,14 @@ class TestFolder:
             out.write_text("mine")
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         with pytest.raises(UsageError, match="is not replaced. Choose a new or empty folder"):
-            write_hub_folder(out, FACTS, write_one("second"))
+            write_hub_folder(out, FACTS, write_weights("second"))
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
     @pytest.mark.parametrize("is_new", [True, False])
-    def test_a_full_disk_leaves_the_old_folder_or_none(self, is_new, tmp_path):
+    def test_full_disk_keeps_the_old_folder_or_leaves_none(self, is_new, tmp_path):
         out = tmp_path / "model"
         if not is_new:
-            write_hub_folder(out, FACTS, write_one("first"))
+            write_hub_folder(out, FACTS, write_weights("first"))
 
         def fail(folder: Path) -> None:
             (folder / "weights").write_text("half")
@@ -523,9 +523,9 @@ class TestFolder:
         assert list(tmp_path.iterdir()) == ([] if is_new else [out])
         assert is_new or (out / "weights").read_text() == "first"
 
-    def test_a_failed_rename_restores_the_old_folder(self, tmp_path, monkeypatch):
+    def test_failed_rename_restores_the_old_folder(self, tmp_path, monkeypatch):
         out = tmp_path / "model"
-        write_hub_folder(out, FACTS, write_one("first"))
+        write_hub_folder(out, FACTS, write_weights("first"))
         rename, calls = os.rename, []
 
         def fail_once(source: Path, target: Path) -> None:
@@ -536,20 +536,20 @@ class TestFolder:
 
         monkeypatch.setattr(os, "rename", fail_once)
         with pytest.raises(ResourceError, match="could not be replaced: Input/output error"):
-            write_hub_folder(out, FACTS, write_one("second"))
+            write_hub_folder(out, FACTS, write_weights("second"))
         assert (out / "weights").read_text() == "first" and list(tmp_path.iterdir()) == [out] and len(calls) == 3
         check_hub_folder(out)
 
-    def test_a_link_to_a_folder_is_followed(self, tmp_path):
-        write_hub_folder(tmp_path / "model", FACTS, write_one("first"))
+    def test_link_to_output_folder_is_followed(self, tmp_path):
+        write_hub_folder(tmp_path / "model", FACTS, write_weights("first"))
         (tmp_path / "link").symlink_to("model")
-        write_hub_folder(tmp_path / "link", FACTS, write_one("second"))
+        write_hub_folder(tmp_path / "link", FACTS, write_weights("second"))
         assert (tmp_path / "link").is_symlink() and (tmp_path / "model" / "weights").read_text() == "second"
 
 
 class TestCommandLine:
     @pytest.mark.parametrize(
-        ("arguments", "exit_code", "said"),
+        ("arguments", "exit_code", "message"),
         [
             (("--bundle", "x.safetensors", "--license", "MIT"), 2, "have no effect without --hub_folder"),
             (("--hub_folder", "x", "--license", "my licence"), 2, "--license my licence is not an SPDX identifier"),
@@ -561,14 +561,16 @@ class TestCommandLine:
             (("--hub_folder", "/proc/x"), 6, "could not be written"),
         ],
     )
-    def test_errors_are_one_sentence_and_write_nothing(self, arguments, exit_code, said, native, tmp_path):
+    def test_errors_are_one_sentence_and_write_nothing(self, arguments, exit_code, message, native, tmp_path):
         known = {"{audio}": str(native.manifests.directory / "audio"), "{checkpoint}": str(native.checkpoint)}
         words = (known.get(word, word) for word in arguments)
         done = run_script(EXPORT, "--checkpoint", str(native.checkpoint), *words, cwd=tmp_path)
-        assert done.returncode == exit_code and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+        assert done.returncode == exit_code and message in done.stderr and len(done.stderr.splitlines()) == 1, (
+            done.stderr
+        )
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_second_export_replaces_the_folder_and_compares_it_on_a_manifest(self, native, tmp_path):
+    def test_second_export_replaces_folder_and_compares_on_manifest(self, native, tmp_path):
         for licence in ("MIT", "Apache-2.0"):
             words = ("--hub_folder", "out", "--license", licence, "--manifest", native.manifests.manifest("test"))
             done = well(run_script(EXPORT, "--checkpoint", str(native.checkpoint), *words, cwd=tmp_path))

@@ -25,17 +25,17 @@ def times(waveform: torch.Tensor) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("offset", [-0.2, 0.005, 0.05])
-def test_an_offset_changes_no_piece(offset, monkeypatch):
+def test_dc_offset_does_not_change_pieces(offset, monkeypatch):
     usual = times(recording())
     assert len(usual) == 3
     assert times(recording() + offset) == usual
     monkeypatch.setattr(segmentation, "step_powers", lambda steps: steps.square().mean(dim=1))
     assert times(recording()) == usual
-    if abs(offset) > 0.01:  # negative control: against the mean square the offset is a sound
+    if abs(offset) > 0.01:  # negative control: the mean square treats the offset as sound
         assert times(recording() + offset) != usual
 
 
-def test_powers_are_those_of_centred_steps():
+def test_step_powers_equal_the_variance_of_each_step():
     steps = recording()[: 100 * 160].view(100, 160)
     assert torch.allclose(step_powers(steps), steps.var(dim=1, correction=0), rtol=1e-4)
     assert step_powers(torch.zeros(0, 160)).shape == (0,)

@@ -1,4 +1,4 @@
-"""Transcription: the recogniser, the script, its formats, and recordings that cannot be transcribed."""
+"""Transcription: the recognizer, the script, output formats, and recordings that cannot be transcribed."""
 
 import dataclasses
 import itertools
@@ -44,9 +44,9 @@ def transcribe(trained: Trained, *arguments: str | Path) -> subprocess.Completed
     return run_here(TRANSCRIBE, *map(str, arguments), "--checkpoint", str(trained.checkpoint), "--device", "cpu")
 
 
-def test_the_tiny_model_has_learnt_its_words(trained):
-    heard = [trained.recognizer.transcribe(audio).text for audio in (tones(WORDS[:3]), tones(WORDS[3:7]))]
-    assert error_rates([" ".join(WORDS[:3]), " ".join(WORDS[3:7])], heard).cer < 0.2
+def test_tiny_model_recognizes_its_training_words(trained):
+    texts = [trained.recognizer.transcribe(audio).text for audio in (tones(WORDS[:3]), tones(WORDS[3:7]))]
+    assert error_rates([" ".join(WORDS[:3]), " ".join(WORDS[3:7])], texts).cer < 0.2
 
 
 def with_pauses(spoken: list[np.ndarray]) -> np.ndarray:
@@ -55,14 +55,14 @@ def with_pauses(spoken: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([part for audio in spoken for part in (pause, audio)])
 
 
-def test_a_long_recording_is_heard_as_its_utterances_are_one_by_one(trained):
+def test_long_recording_is_transcribed_like_single_utterances(trained):
     spoken = utterances()
     alone = [trained.recognizer.transcribe(audio).text for audio in spoken]
     transcript = trained.recognizer.transcribe(with_pauses(spoken))
     assert len(transcript.segments) == len(spoken) and all(alone)
-    heard = [segment.text for segment in transcript.segments]
+    texts = [segment.text for segment in transcript.segments]
     # The pauses affect the feature normalisation, so an uncertain letter may change: 6 of 109 on one processor.
-    assert error_rates(alone, heard).cer < 0.1
+    assert error_rates(alone, texts).cer < 0.1
     ends = np.cumsum([0.75 + len(audio) / 16_000 for audio in spoken])
     for segment, audio, end in zip(transcript.segments, spoken, ends, strict=True):
         assert abs(segment.start - (end - len(audio) / 16_000)) < 0.2 and end - 0.4 < segment.end < end + 0.1
@@ -76,13 +76,13 @@ def test_speech_without_pause_is_joined_from_overlapping_pieces(trained):
     whole = dataclasses.replace(trained.recognizer, segmentation=build_segmentation(60.0, 0.4)).transcribe(recording)
     pieces = dataclasses.replace(trained.recognizer, segmentation=build_segmentation(3.0, 0.4)).transcribe(recording)
     assert len(whole.segments) == 1 and len(pieces.segments) > 3
-    # Negative control: independent pieces of two seconds.
+    # Negative control: independent pieces of two seconds without overlap.
     apart = [trained.recognizer.transcribe(part).text for part in np.array_split(recording, len(recording) // 32_000)]
     joined, broken = (error_rates([whole.text], [text]).wer for text in (pieces.text, " ".join(apart)))
     assert joined <= 0.1 and joined < broken
 
 
-def test_batches_are_heard_as_pieces_alone(trained, monkeypatch):
+def test_batched_pieces_are_transcribed_like_single_pieces(trained, monkeypatch):
     recording = with_pauses(utterances())
     together = trained.recognizer.transcribe(recording)
     monkeypatch.setattr("konkanivani.inference.recognizer.BATCH_SECONDS", 0.0)
@@ -92,7 +92,7 @@ def test_batches_are_heard_as_pieces_alone(trained, monkeypatch):
         assert one.confidence == pytest.approx(other.confidence, abs=1e-4)
 
 
-def test_files_arrays_and_tensors_are_heard_alike(trained, tmp_path):
+def test_files_arrays_and_tensors_give_the_same_transcript(trained, tmp_path):
     audio = tones(WORDS[:4])
     soundfile.write(tmp_path / "a.flac", audio, 16_000)
     soundfile.write(tmp_path / "b.wav", np.stack([audio, audio], axis=1), 16_000, subtype="FLOAT")
@@ -101,43 +101,43 @@ def test_files_arrays_and_tensors_are_heard_alike(trained, tmp_path):
     assert trained.recognizer.transcribe(audio).text
 
 
-def test_a_bundle_hears_what_its_checkpoint_hears(trained, tmp_path):
+def test_bundle_transcribes_like_its_checkpoint(trained, tmp_path):
     (tmp_path / "tones.safetensors").write_bytes(bundle_bytes(trained.recognizer.speech_model))
     bundled = load_recognizer(tmp_path / "tones.safetensors", device="cpu")
     assert bundled.transcribe(tones(WORDS[:4])) == trained.recognizer.transcribe(tones(WORDS[:4]))
 
 
 @pytest.mark.parametrize("decode", ["prefix", "attention", "joint"])
-def test_every_decoding_gives_timed_words(trained, decode):
+def test_every_decoding_method_gives_timed_words(trained, decode):
     recognizer = load_recognizer(trained.checkpoint, decode=decode, beam=2, device="cpu")
     transcript = recognizer.transcribe(tones(WORDS[:4]))
-    assert transcript.text or decode == "attention"  # attention has learnt little in these few steps
+    assert transcript.text or decode == "attention"  # the attention decoder is hardly trained after these few steps
     assert all(0 <= word.start < word.end <= 5 for word in transcript.words)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.09, 0.1, 0.12])
-def test_what_is_too_short_for_a_word_is_no_error(trained, seconds):
+def test_too_short_audio_is_not_an_error(trained, seconds):
     noise = np.random.default_rng(0).standard_normal(round(seconds * 16_000)).astype(np.float32)
     assert len(trained.recognizer.transcribe(0.1 * noise).words) <= 2
 
 
-def test_segments_come_before_the_recording_has_ended(trained):
+def test_segments_are_returned_before_the_recording_ends(trained):
     gap, words = torch.zeros(12_000), torch.from_numpy(tones(WORDS[:2]))
     recording = torch.cat([words, gap]).repeat(80)
     first = next(trained.recognizer.segments(recording))
     assert first.words[0].start < 1
-    recording[-5:] = float("nan")  # it is read later
+    recording[-5:] = float("nan")  # the end is read later
     assert next(trained.recognizer.segments(recording)).text == first.text
 
 
-def test_importing_the_package_does_not_wait_for_torch():
+def test_importing_the_package_does_not_import_torch():
     code = "import sys, konkanivani; assert 'torch' not in sys.modules; sys.modules['torch'] = None; konkanivani."
-    for name, said in (("load_recognizer", "import of torch halted"), ("nothing", "has no attribute 'nothing'")):
+    for name, message in (("load_recognizer", "import of torch halted"), ("nothing", "has no attribute 'nothing'")):
         done = subprocess.run([sys.executable, "-c", code + name], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 1 and said in done.stderr, done.stderr
+        assert done.returncode == 1 and message in done.stderr, done.stderr
 
 
-HEAR = """
+COMPILER_CHECK_PROGRAM = """
 import sys
 import numpy as np
 import torch
@@ -150,13 +150,13 @@ print("torch._dynamo" in sys.modules)
 """
 
 
-def test_hearing_does_not_load_pytorchs_compiler(trained, torch_alone):
-    """It takes 100 MB; the negative control is a layer that fills uninitialized tensors."""
-    ended = torch_alone.run_program(HEAR.format(path=str(trained.checkpoint)))
+def test_transcription_does_not_load_torch_dynamo(trained, torch_alone):
+    """torch._dynamo takes 100 MB; negative control: creating a layer on the meta device loads it."""
+    ended = torch_alone.run_program(COMPILER_CHECK_PROGRAM.format(path=str(trained.checkpoint)))
     assert ended.stdout.split() == ["False", "True"], ended.stdout + ended.stderr
 
 
-def test_a_checkpoint_that_is_none_is_said_in_a_sentence(trained, tmp_path):
+def test_damaged_or_missing_checkpoint_raises_checkpoint_error(trained, tmp_path):
     (tmp_path / "cut.pt").write_bytes(trained.checkpoint.read_bytes()[:5000])
     with pytest.raises(CheckpointError, match="damaged"):
         load_recognizer(tmp_path / "cut.pt")
@@ -175,7 +175,7 @@ def written(segments: list[Segment], text_format: str, timestamps: str = "segmen
 SHORT = [Segment((word("एक", 1.0, 1.25), word("दोन", 1.25, 2.5))), Segment((word("a<b", 3600.0, 3600.2, None),))]
 
 
-def test_the_formats_are_what_players_read():
+def test_output_formats_match_their_specifications():
     assert written(SHORT, "txt") == "एक दोन\na<b\n"
     assert written(SHORT, "txt", "word").splitlines()[1] == "1.250\t2.500\tदोन"
     assert written(SHORT, "srt") == (
@@ -195,7 +195,7 @@ def test_the_formats_are_what_players_read():
 
 
 @pytest.mark.parametrize("timestamps", ["segment", "word"])
-def test_cues_can_be_read(timestamps):
+def test_cues_respect_line_length_and_duration_limits(timestamps):
     generator = np.random.default_rng(0)
     lengths = generator.integers(1, 14, 300)
     times = np.cumsum(generator.choice([0.0, 0.05, 0.3, 1.2], 601, p=[0.1, 0.3, 0.5, 0.1]))
@@ -211,7 +211,7 @@ def test_cues_can_be_read(timestamps):
         assert len(cues) == len(words)
 
 
-def test_a_word_longer_than_a_line_has_a_line_of_its_own():
+def test_word_longer_than_a_line_gets_its_own_line():
     (cue,) = build_cues([Segment((word("क" * 60, 0, 1),))], "segment")
     assert cue.text == "क" * 60
 
@@ -232,7 +232,7 @@ def folder(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_one_bad_file_does_not_stop_the_others(trained, folder, tmp_path):
+def test_unreadable_file_does_not_stop_the_others(trained, folder, tmp_path):
     done = transcribe(trained, folder, "--format", "srt", "--output_dir", tmp_path / "out")
     assert done.returncode == 3 and "Traceback" not in done.stderr
     for name in ("text.wav", "nan.wav", "pipe.wav"):
@@ -242,15 +242,16 @@ def test_one_bad_file_does_not_stop_the_others(trained, folder, tmp_path):
     assert written == {"good.srt", "inside/good.srt", "silence.srt"}
     assert (tmp_path / "out" / "silence.srt").read_text() == ""
     assert (tmp_path / "out" / "good.srt").read_text(encoding="utf-8").startswith("1\n00:00:00,")
-    told = ((1, "good.srt"), (2, "inside/good.srt"), (5, "silence.srt"))  # of six, each when done
-    assert re.findall("(.*) of 6: (.*)", done.stderr) == [(str(n), f"{tmp_path}/out/{name}") for n, name in told]
+    # One progress line per transcribed file, of six.
+    finished = ((1, "good.srt"), (2, "inside/good.srt"), (5, "silence.srt"))
+    assert re.findall("(.*) of 6: (.*)", done.stderr) == [(str(n), f"{tmp_path}/out/{name}") for n, name in finished]
 
 
-def test_what_somebody_has_corrected_is_replaced_only_if_asked(trained, folder, tmp_path):
+def test_existing_output_is_replaced_only_on_request(trained, folder, tmp_path):
     good, silence = tmp_path / "good.srt", tmp_path / "silence.srt"
     flags = (folder / "good.wav", folder / "silence.flac", "--format", "srt", "--output_dir", tmp_path)
     well(transcribe(trained, *flags))
-    said = good.read_bytes()
+    original = good.read_bytes()
     good.write_text("corrected")
     silence.unlink()
     refused = run_script(TRANSCRIBE, *map(str, flags), "--checkpoint", "absent.pt")  # refused before any loading
@@ -259,24 +260,24 @@ def test_what_somebody_has_corrected_is_replaced_only_if_asked(trained, folder, 
     assert f"1 of 2: {good} already exists\n2 of 2: {silence}\n" == kept.stderr and silence.exists()
     assert good.read_text() == "corrected"
     well(transcribe(trained, *flags, "--existing", "replace"))
-    assert good.read_bytes() == said  # negative control
+    assert good.read_bytes() == original  # negative control
 
 
-def test_what_is_printed_is_what_the_recogniser_says(trained, folder):
+def test_printed_transcript_equals_the_recognizer_output(trained, folder):
     expected = trained.recognizer.transcribe(folder / "good.wav")
     done = transcribe(trained, folder / "good.wav")
     assert (done.returncode, done.stdout, done.stderr) == (0, expected.text + "\n", "")
     done = transcribe(trained, folder / "good.wav", folder / "silence.flac", "--format", "json", "--timestamps", "word")
     assert done.returncode == 0
     first, second = map(json.loads, done.stdout.splitlines())
-    for told, w in zip(first["segments"][0]["words"], expected.words, strict=True):
+    for printed, w in zip(first["segments"][0]["words"], expected.words, strict=True):
         timed = {"start": round(w.start, 3), "end": round(w.end, 3), "text": w.text}
-        assert told == timed | {"confidence": pytest.approx(w.confidence, abs=1e-3)}
+        assert printed == timed | {"confidence": pytest.approx(w.confidence, abs=1e-3)}
     assert (second["text"], second["segments"]) == ("", [])
 
 
 @pytest.fixture(scope="module")
-def phone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def phone_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return one recording in five formats, two audio file names without audio, and a truncated file."""
     pytest.importorskip("av", reason="the extra `media` is not installed: pip install av")
     from tests.media_files import KINDS, write_media
@@ -293,13 +294,13 @@ def phone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_what_phones_write_is_found_in_a_folder_and_heard_as_from_wav(trained, phone):
-    done = transcribe(trained, phone, "--format", "json")
-    heard = {Path(row["audio_filepath"]).name: row["text"] for row in map(json.loads, done.stdout.splitlines())}
-    expected = trained.recognizer.transcribe(phone / "spoken.wav").text
+def test_phone_formats_are_transcribed_like_wav(trained, phone_folder):
+    done = transcribe(trained, phone_folder, "--format", "json")
+    texts = {Path(row["audio_filepath"]).name: row["text"] for row in map(json.loads, done.stdout.splitlines())}
+    expected = trained.recognizer.transcribe(phone_folder / "spoken.wav").text
     assert done.returncode == 3 and "Traceback" not in done.stderr and expected
-    assert len(heard) == 11 - 2 and heard.pop("cut.wav") != expected
-    assert set(heard.values()) == {expected}, heard
+    assert len(texts) == 11 - 2 and texts.pop("cut.wav") != expected
+    assert set(texts.values()) == {expected}, texts
     for name in ("broken.m4a", "text.wma"):
         assert len(re.findall(rf"The audio file \S*{name} cannot be read", done.stderr)) == 1, done.stderr
     assert "2 of 11 files could not be transcribed" in done.stderr
@@ -309,11 +310,11 @@ def test_what_phones_write_is_found_in_a_folder_and_heard_as_from_wav(trained, p
         f"cut.wav is truncated: it is {seconds:.1f} s shorter than its header states. Transcribing the available part."
         in line
     )
-    assert trained.recognizer.transcribe(next(phone.glob("*.mp4"))).text == expected
+    assert trained.recognizer.transcribe(next(phone_folder.glob("*.mp4"))).text == expected
 
 
 @pytest.mark.parametrize(
-    ("arguments", "exit_code", "said"),
+    ("arguments", "exit_code", "message"),
     [
         ((), 2, "No input"),
         (("{good}", "--pause", "0"), 2, "--pause"),
@@ -325,14 +326,14 @@ def test_what_phones_write_is_found_in_a_folder_and_heard_as_from_wav(trained, p
         (("{good}", "--output_dir", "{text}"), 6, "could not be written"),
     ],
 )
-def test_what_cannot_be_transcribed_is_said_in_a_sentence(trained, folder, arguments, exit_code, said):
+def test_invalid_arguments_give_exit_code_and_message(trained, folder, arguments, exit_code, message):
     known = {"good": folder / "good.wav", "text": folder / "text.wav"}
     done = transcribe(trained, *(argument.format(**known) for argument in arguments))
-    assert done.returncode == exit_code and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == exit_code and message in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert done.stdout == ""
 
 
-def test_standard_input_is_heard_as_its_file_is(trained, folder, tmp_path):
+def test_standard_input_is_transcribed_like_its_file(trained, folder, tmp_path):
     flags = ("-", "--checkpoint", str(trained.checkpoint), "--device", "cpu")
     expected = trained.recognizer.transcribe(folder / "good.wav").text
     done = run_script(TRANSCRIBE, *flags, "--format", "json", stdin=folder / "good.wav")
@@ -340,9 +341,9 @@ def test_standard_input_is_heard_as_its_file_is(trained, folder, tmp_path):
     assert (done.returncode, record["audio_filepath"], record["text"]) == (0, "-", expected)
     piped, written = (folder / "good.wav").read_bytes(), ("--format", "srt", "--output_dir", str(tmp_path))
     os.mkfifo(pipe := tmp_path / "pipe")
-    hears = warm_parent().start(Job(ROOT / TRANSCRIBE, (*flags, *written), tmp_path / "said", stdin=pipe))
+    process = warm_parent().start(Job(ROOT / TRANSCRIBE, (*flags, *written), tmp_path / "said", stdin=pipe))
     pipe.write_bytes(piped)
-    assert hears.wait(PATIENCE) == 0
+    assert process.wait(PATIENCE) == 0
     assert (tmp_path / "stdin.srt").read_text(encoding="utf-8").startswith("1\n00:00:00,")
     (tmp_path / "none").write_bytes(b"no audio")
     refused = run_script(TRANSCRIBE, *flags, stdin=tmp_path / "none")
@@ -350,7 +351,7 @@ def test_standard_input_is_heard_as_its_file_is(trained, folder, tmp_path):
     assert run_script(TRANSCRIBE, "-", "-").returncode == 2
 
 
-def test_there_is_an_end_to_standard_input(monkeypatch):
+def test_standard_input_beyond_the_limit_is_rejected(monkeypatch):
     monkeypatch.setattr(standard_input, "STDIN_LIMIT", 10 * standard_input.PIECE_BYTES)
     with open("/dev/zero") as endless:
         monkeypatch.setattr(sys, "stdin", endless)
@@ -358,7 +359,7 @@ def test_there_is_an_end_to_standard_input(monkeypatch):
             pass
 
 
-def test_no_name_of_a_file_is_a_command_to_the_terminal(trained, folder, tmp_path):
+def test_control_characters_in_file_names_are_escaped(trained, folder, tmp_path):
     names = ("\x1b[31mred.wav", "two\nlines\x9b.wav", "no\udcfftext.wav")
     for name in names:
         shutil.copy(folder / "silence.flac", tmp_path / name)
@@ -373,7 +374,7 @@ def test_no_name_of_a_file_is_a_command_to_the_terminal(trained, folder, tmp_pat
     assert sorted(written) == sorted(f"{tmp_path}/{name}" for name in names)
 
 
-def test_without_a_checkpoint_it_says_so(folder, tmp_path):
+def test_missing_default_checkpoint_is_reported(folder, tmp_path):
     done = run_script(TRANSCRIBE, str(folder / "good.wav"), cwd=tmp_path)
     assert done.returncode == 4 and "no checkpoint in checkpoints/" in done.stderr and "Traceback" not in done.stderr
 
@@ -389,7 +390,7 @@ def test_folders_are_searched_in_order_and_links_are_not_followed(folder, tmp_pa
         output_paths([names[0], names[0]], tmp_path, "txt")
 
 
-def test_a_recording_is_loaded_as_in_training(trained):
+def test_recording_is_loaded_as_in_training(trained):
     """The recogniser and training load the same input, so that scores transfer."""
     path = sorted(trained.recordings.glob("test_*.flac"))[3]
     waveform = load_audio(AudioSource(str(path)))
@@ -399,7 +400,7 @@ def test_a_recording_is_loaded_as_in_training(trained):
 
 
 @pytest.mark.full
-def test_the_benchmark_of_a_long_file_says_what_it_took(trained):
+def test_long_file_benchmark_reports_time_and_memory(trained):
     manifest = trained.recordings.parent / "test.jsonl"
     given = ("--checkpoint", str(trained.checkpoint), "--manifest", str(manifest), "--minutes", "0.5", "--json")
     done = well(run_script("benchmarks/decoding.py", "long_file", *given))

@@ -1,4 +1,4 @@
-"""Causal voice activity: silence and steady noise are no speech, and no speech is lost."""
+"""Causal voice activity detection: silence and steady noise are not speech, and no speech is lost."""
 
 import itertools
 
@@ -14,7 +14,7 @@ from tests.data.test_pieces import cut, noise, syllables, zeros
 SECONDS = 60
 
 
-def heard(waveform: torch.Tensor, longest: float = 20.0, pause: float = 0.4) -> list[Piece]:
+def detect_speech(waveform: torch.Tensor, longest: float = 20.0, pause: float = 0.4) -> list[Piece]:
     segmenter = CausalSegmenter(build_segmentation(longest, pause))
     *ticks, last = waveform.split(TICK_SAMPLES)
     return [*itertools.chain.from_iterable(map(segmenter.advance, ticks)), *segmenter.advance(last, is_end=True)]
@@ -44,39 +44,39 @@ BACKGROUNDS = {
 
 
 @pytest.mark.parametrize("background", BACKGROUNDS)
-def test_a_background_is_no_speech_and_speech_in_it_is_found(background):
+def test_background_gives_no_speech_and_speech_in_it_is_found(background):
     silence = BACKGROUNDS[background](SECONDS)
-    assert heard(silence) == []
-    # Negative control: syllables in the same background, without any other change.
+    assert detect_speech(silence) == []
+    # Negative control: the same background with syllables.
     spoken = silence.clone()
     spoken[SAMPLE_RATE * 30 : SAMPLE_RATE * 32] += 2 * syllables(2)
-    (piece,) = heard(spoken)
+    (piece,) = detect_speech(spoken)
     assert 29.7 < piece.start <= 30.05
     assert 31.9 <= piece.end < 32.3
 
 
 @pytest.mark.parametrize("before", [zeros(0), zeros(10), noise(10, 1e-3), fan(10) * 0.1])
-def test_speech_from_its_first_sample_is_found(before):
-    (piece,) = heard(torch.cat([before, syllables(2), 0.01 * noise(1)]))
+def test_speech_is_found_from_its_first_sample(before):
+    (piece,) = detect_speech(torch.cat([before, syllables(2), 0.01 * noise(1)]))
     begin = len(before) / SAMPLE_RATE
     assert begin - 0.2 <= piece.start <= begin + 0.05
-    # Negative control: without the syllables there is none.
-    assert heard(torch.cat([before, before, zeros(1)])) == []
+    # Negative control: without the syllables, no speech is found.
+    assert detect_speech(torch.cat([before, before, zeros(1)])) == []
 
 
-def test_the_pieces_are_those_of_the_segmentation_that_reads_ahead():
+def test_causal_pieces_match_the_offline_segmentation():
     parts = [syllables(2, 1), noise(0.8, 1e-3), syllables(3, 2), noise(0.6, 1e-3), syllables(1.5, 3), noise(1, 1e-3)]
     waveform = torch.cat(parts)
     expected = cut(waveform)
-    found = heard(waveform)
+    found = detect_speech(waveform)
     assert len(found) == len(expected) == 3
     for piece, other in zip(found, expected, strict=True):
         assert abs(piece.start - other.start) < 0.1 and abs(piece.end - other.end) < 0.1
 
 
-def test_speech_without_pause_is_cut_and_no_sample_is_lost():
+def test_speech_without_pause_is_cut_without_losing_samples():
     waveform = syllables(25)
-    pieces = heard(waveform, longest=6.0)
+    pieces = detect_speech(waveform, longest=6.0)
     assert len(pieces) > 4
     assert pieces[0].core_start == 0 and pieces[-1].core_end == pytest.approx(25, abs=0.01)
     assert all(a.core_end == b.core_start for a, b in itertools.pairwise(pieces))
@@ -86,18 +86,18 @@ def test_speech_without_pause_is_cut_and_no_sample_is_lost():
         assert torch.equal(piece.waveform[: len(expected)], expected)
 
 
-def test_a_click_and_a_fan_that_is_switched_on_are_no_speech():
+def test_click_and_starting_fan_are_not_speech():
     quiet = noise(10, 3e-4)
     click = quiet.clone()
     click[80_000:80_002] = torch.tensor([0.9, -0.9])
-    assert heard(click) == []
+    assert detect_speech(click) == []
     started = torch.cat([quiet, fan(20)])
-    assert heard(started) == []
-    # Negative control: while it could still be speech, it is taken for it.
-    assert heard(started[: len(quiet) + SAMPLE_RATE]) != []
+    assert detect_speech(started) == []
+    # Negative control: the first second of the fan is still classified as speech.
+    assert detect_speech(started[: len(quiet) + SAMPLE_RATE]) != []
 
 
-def test_memory_does_not_grow_with_the_recording():
+def test_memory_is_bounded_for_long_recordings():
     segmenter = CausalSegmenter(build_segmentation(5.0, 0.4))
     bound = (500 + LOOKBACK + STEADY) * SAMPLE_RATE // 100
     minute = torch.cat([syllables(12), zeros(10), noise(8, 1e-3), syllables(3), fan(27)])
@@ -107,6 +107,6 @@ def test_memory_does_not_grow_with_the_recording():
         sizes.append(segmenter.buffered_samples)
     assert segmenter.seconds == 300
     assert max(sizes) < bound
-    # The largest buffer is that of the first minute, not a later one.
+    # The buffer is largest in the first minute.
     each = len(sizes) // 5
     assert max(sizes[-each:]) <= max(sizes[:each]) + TICK_SAMPLES

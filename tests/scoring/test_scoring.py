@@ -1,4 +1,4 @@
-"""Scoring: edits, confidence intervals, and all mismatches between two text files."""
+"""Scoring: edit counts, confidence intervals, reports, and files that cannot be paired."""
 
 import ctypes
 import itertools
@@ -56,22 +56,25 @@ SENTENCES = st.lists(st.sampled_from(WORDS), max_size=7).map(" ".join)
 
 
 def fewest_edits(reference: list[str], hypothesis: list[str]) -> int:
-    """Return the Levenshtein distance from its recurrence."""
+    """Return the Levenshtein distance by its recurrence."""
     row = list(range(len(hypothesis) + 1))
-    for number, said in enumerate(reference, start=1):
+    for number, reference_item in enumerate(reference, start=1):
         above, row = row, [number]
-        for place, heard in enumerate(hypothesis, start=1):
-            row.append(min(above[place] + 1, row[-1] + 1, above[place - 1] + (said != heard)))
+        for place, hypothesis_item in enumerate(hypothesis, start=1):
+            row.append(min(above[place] + 1, row[-1] + 1, above[place - 1] + (reference_item != hypothesis_item)))
     return row[-1]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(SENTENCES, SENTENCES), min_size=1, max_size=5))
-def test_the_counts_are_fewest_edits_and_add_up(pairs):
+def test_edit_counts_equal_levenshtein_distance_and_jiwer(pairs):
     references, hypotheses = map(list, zip(*pairs, strict=True))
     edits = count_edits(references, hypotheses)
-    for (said, heard), words, characters in zip(pairs, edits.words, edits.characters, strict=True):
-        for counts, one, other in ((words, said.split(), heard.split()), (characters, list(said), list(heard))):
+    for (reference, hypothesis), words, characters in zip(pairs, edits.words, edits.characters, strict=True):
+        for counts, one, other in (
+            (words, reference.split(), hypothesis.split()),
+            (characters, list(reference), list(hypothesis)),
+        ):
             hits, substitutions, deletions, insertions = counts
             assert substitutions + deletions + insertions == fewest_edits(one, other)
             assert hits + substitutions + deletions == len(one)
@@ -83,7 +86,7 @@ def test_the_counts_are_fewest_edits_and_add_up(pairs):
     assert (changed.words[:, 2] < edits.words[:, 2]).any() or (changed.sums[:, 0] > edits.sums[:, 0]).any()
 
 
-def test_the_kinds_of_edit_are_told_apart_over_many_blocks_of_utterances():
+def test_edit_kinds_are_counted_over_many_blocks():
     references, hypotheses = ["एक दोन तीन", "घर", "", "आनी"], ["एक तीन", "घर घर", "एक", "दोन"]
     edits = count_edits(references * 600, hypotheses * 600)
     assert edits.words[-4:].tolist() == [[2, 0, 1, 0], [1, 0, 0, 1], [0, 0, 0, 1], [0, 1, 0, 0]]
@@ -94,13 +97,13 @@ def test_the_kinds_of_edit_are_told_apart_over_many_blocks_of_utterances():
     assert edits.of(np.arange(2)).rates().words.errors == 2
 
 
-def test_nothing_said_has_no_rate_and_all_heard_is_inserted():
+def test_empty_reference_has_no_rate_and_only_insertions():
     rates = error_rates(["", " "], ["एक दोन", ""])
     assert math.isnan(rates.wer) and rates.words.insertions == 2 and rates.characters.insertions == 6
     assert math.isnan(error_rates([], []).wer)
 
 
-def test_words_stand_beside_what_was_heard_for_them():
+def test_reference_words_are_aligned_with_hypothesis_words():
     [edits] = align_words(["हांव आतां घरा वता"], ["हांव घरा वता सांज"])
     assert [(edit.reference, edit.hypothesis, edit.kind) for edit in edits] == [
         ("हांव", "हांव", "hit"),
@@ -133,7 +136,7 @@ def rate_interval(sums: np.ndarray, blocks: np.ndarray) -> tuple[float, float]:
     return interval.low, interval.high
 
 
-def test_intervals_are_the_binomials_where_that_is_known():
+def test_confidence_intervals_equal_binomial_quantiles():
     """With 50 of 200 one-word utterances wrong, a resample's sum is binomial; so with 40 speakers, 10 all wrong."""
     wrong = np.arange(200) % 4 == 0
     sums = np.stack([wrong, np.ones(200)], axis=1).astype(np.int64)
@@ -145,13 +148,15 @@ def test_intervals_are_the_binomials_where_that_is_known():
     expected_by_speaker = [binomial_quantile(40, 0.25, quantile) / 40 for quantile in (0.025, 0.975)]
     assert rate_interval(sums, by_speaker) == pytest.approx(expected_by_speaker, abs=0.0251)
     assert expected_by_speaker[1] - expected_by_speaker[0] > 1.8 * (expected[1] - expected[0])
-    # Negative control: the same errors, resampled by utterance, give a much narrower interval.
+    # Negative control: the same errors resampled by utterance give a much narrower interval.
     low, high = rate_interval(sums, np.arange(200))
     assert (low, high) != pytest.approx(expected_by_speaker, abs=0.0251)
 
 
-def test_two_systems_are_compared_as_the_enumeration_of_all_resamples_says():
-    texts = [ScoredText(str(n), said, "एक") for n, said in enumerate(("एक", "एक दोन", "एक दोन तीन घर", "आनी"))]
+def test_comparison_matches_enumeration_of_all_resamples():
+    texts = [
+        ScoredText(str(n), reference, "एक") for n, reference in enumerate(("एक", "एक दोन", "एक दोन तीन घर", "आनी"))
+    ]
     other = ("दोन", "दोन घर", "एक दोन", None)
     ours, theirs, words = np.array([0, 1, 3]), np.array([1, 2, 2]), np.array([1, 2, 4])
     gains = np.array([(ours - theirs)[list(draw)].sum() for draw in itertools.product(range(3), repeat=3)])
@@ -169,7 +174,7 @@ def test_two_systems_are_compared_as_the_enumeration_of_all_resamples_says():
     assert back.interval.high == pytest.approx(-compared.interval.low)
 
 
-def test_a_resample_is_the_same_each_time_and_holds_as_many_blocks_as_there_are():
+def test_resampling_is_reproducible_and_keeps_the_number_of_blocks():
     amounts, blocks = np.array([[1, 2], [3, 4], [5, 6], [7, 8]]), np.array([0, 0, 1, 2])
     first = resample_sums(amounts, blocks, resamples=500)
     assert np.array_equal(first, resample_sums(amounts, blocks, resamples=500))
@@ -181,7 +186,7 @@ def test_a_resample_is_the_same_each_time_and_holds_as_many_blocks_as_there_are(
     assert resample_sums(np.zeros((0, 2)), np.zeros(0, np.int64)).shape == (2000, 2)
 
 
-def test_speakers_are_drawn_where_there_are_enough_of_them():
+def test_resampling_unit_is_speakers_if_there_are_enough():
     many, few = [f"s{n % 10}" for n in range(30)], ["a", "b", "a", ""]
     assert (choose_unit(many, "auto"), choose_unit(few, "auto")) == ("speakers", "utterances")
     assert (choose_unit(many, "utterances"), choose_unit(few, "speakers")) == ("utterances", "speakers")
@@ -190,7 +195,7 @@ def test_speakers_are_drawn_where_there_are_enough_of_them():
     assert block_numbers(few, "utterances").tolist() == [0, 1, 2, 3]
 
 
-def test_what_never_varies_has_no_interval():
+def test_results_without_variation_have_no_interval():
     right = report_on([ScoredText(str(n), "एक दोन", "एक दोन") for n in range(5)])
     assert math.isnan(right.wer_interval.low) and "WER  0.0 %: 0 errors in 10 words" in score_lines(right)
     one = report_on([ScoredText("a", "एक दोन", "एक")])
@@ -200,17 +205,17 @@ def test_what_never_varies_has_no_interval():
 # Reports
 
 
-def heard_of(texts: list[ScoredText]) -> TextPairs:
+def make_text_pairs(texts: list[ScoredText]) -> TextPairs:
     return TextPairs(tuple(texts), TextFiles("said.txt", "heard.txt"), "none")
 
 
 def report_on(texts: list[ScoredText], worst: int = 10, other: tuple[str | None, ...] | None = None) -> ScoreReport:
     edits = count_edits([text.reference for text in texts], [text.hypothesis for text in texts])
     system = None if other is None else OtherSystem("other.txt", other)
-    return build_report(heard_of(texts), edits, "auto", worst, system)
+    return build_report(make_text_pairs(texts), edits, "auto", worst, system)
 
 
-def test_slices_add_up_and_the_worst_come_first():
+def test_slices_sum_to_the_total_and_worst_utterances_are_first():
     texts = [
         ScoredText(f"u{n}", "एक दोन तीन", " ".join(WORDS[: n % 4]), f"s{n % 3}", seconds=n * 0.9, pattern="ab"[n % 2])
         for n in range(24)
@@ -228,7 +233,7 @@ def test_slices_add_up_and_the_worst_come_first():
     assert "too few (3) to be resampled" in score_lines(report)
 
 
-def test_the_worst_have_most_word_errors_then_most_character_errors():
+def test_worst_utterances_are_sorted_by_word_then_character_errors():
     pairs = {
         "one far": ("शाळा", "उदकबाजार"),
         "two": ("एक घर", "एत घरा"),
@@ -239,24 +244,24 @@ def test_the_worst_have_most_word_errors_then_most_character_errors():
     assert [found.text.id for found in report.worst] == ["two", "one far", "one near"]
 
 
-def test_durations_and_speakers_that_are_not_known_have_no_table():
+def test_unknown_durations_and_speakers_have_no_table():
     report = report_on([ScoredText("a", "एक", "दोन"), ScoredText("b", "एक", "एक")])
     assert (report.seconds, report.speakers, report.durations, report.patterns) == (None, (), (), ())
     assert "speaker" not in score_lines(report)
 
 
-def test_many_speakers_are_ten_in_the_text_and_all_in_json_and_page():
+def test_text_report_lists_ten_speakers_and_json_lists_all():
     texts = [ScoredText(str(n), "एक दोन", "एक", f"s{n:02}") for n in range(30)] + [ScoredText("x", "एक", "दोन")]
     report = report_on(texts)
-    said = score_lines(report)
-    assert "the 10 with the highest WER of 31" in said and "resamples of speakers" in said and "(no label)" in said
-    fields = json.loads(score_json(heard_of(texts), report, None))
+    text = score_lines(report)
+    assert "the 10 with the highest WER of 31" in text and "resamples of speakers" in text and "(no label)" in text
+    fields = json.loads(score_json(make_text_pairs(texts), report, None))
     assert len(fields["speakers"]) == 31 and fields["interval_unit"] == "speakers"
     page = draw_score_page(report)
     assert "16 more" in page and all(f"s{n:02}" in page for n in range(30))
 
 
-def test_columns_of_the_alignment_stand_below_each_other_where_marks_have_no_width():
+def test_alignment_columns_account_for_zero_width_marks():
     text = ScoredText("a", "किंवा म्हूण बाजारांत 東京 वता सांज", "किंवा म्हणून बाजारात वता सांज आनी")
     lines = score_lines(report_on([text])).splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("    reference  किंवा"))
@@ -266,11 +271,11 @@ def test_columns_of_the_alignment_stand_below_each_other_where_marks_have_no_wid
     assert [word.strip() for word in words[0]][-1] == "***" and [word.strip() for word in words[1]][4] == "***"
     signs = {match.start(): match.group() for match in re.finditer(r"\S", lines[start + 2])}
     assert signs == {starts[0][2]: "S", starts[0][3]: "S", starts[0][4]: "D", starts[0][7]: "I"}
-    # Negative control: with columns counted in characters, the words are not aligned.
+    # Negative control: columns counted in characters are not aligned.
     assert list(itertools.accumulate(map(len, words[0]))) != list(itertools.accumulate(map(len, words[1])))
 
 
-def test_widths_are_the_c_librarys():
+def test_display_widths_equal_those_of_the_c_library():
     before = locale.setlocale(locale.LC_CTYPE)
     try:
         locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
@@ -287,7 +292,7 @@ def test_widths_are_the_c_librarys():
     assert display_width("कि\u0902\u200da") == 3
 
 
-def test_a_long_alignment_is_broken_into_stretches_and_cut():
+def test_long_alignment_is_wrapped_and_truncated():
     words = " ".join(f"शब्द{n}" for n in range(300))
     lines = score_lines(report_on([ScoredText("a", words, words + " आनी")])).splitlines()
     assert max(map(display_width, lines)) < 120 and "    … and 101 words more" in lines
@@ -296,7 +301,9 @@ def test_a_long_alignment_is_broken_into_stretches_and_cut():
 # Files
 
 
-def files(folder: Path, references: str | bytes, hypotheses: str | bytes, suffix: str = ".txt") -> tuple[str, str]:
+def write_files(
+    folder: Path, references: str | bytes, hypotheses: str | bytes, suffix: str = ".txt"
+) -> tuple[str, str]:
     paths = []
     for name, text in (("said", references), ("heard", hypotheses)):
         path = folder / f"{name}{suffix}"
@@ -305,30 +312,30 @@ def files(folder: Path, references: str | bytes, hypotheses: str | bytes, suffix
     return paths[0], paths[1]
 
 
-def pairs_of(heard: TextPairs) -> list[tuple[str, str, str]]:
-    return [(text.id, text.reference, text.hypothesis) for text in heard.texts]
+def as_tuples(pairs: TextPairs) -> list[tuple[str, str, str]]:
+    return [(text.id, text.reference, text.hypothesis) for text in pairs.texts]
 
 
-def test_lines_are_paired_in_order_and_ids_by_name(tmp_path):
-    lines = files(tmp_path, b"\xef\xbb\xbfa b\r\n\r\nc\n", "a\n\nc")
-    assert pairs_of(read_pairs(*lines, "lines")) == [("line 1", "a b", "a"), ("line 2", "", ""), ("line 3", "c", "c")]
-    ids = files(tmp_path, "u1\ta b\nu2 c d\n\n", "u2   c\nu1\n")
-    assert pairs_of(read_pairs(*ids, "ids")) == [("u1", "a b", ""), ("u2", "c d", "  c")]
+def test_lines_are_paired_by_position_and_ids_by_name(tmp_path):
+    lines = write_files(tmp_path, b"\xef\xbb\xbfa b\r\n\r\nc\n", "a\n\nc")
+    assert as_tuples(read_pairs(*lines, "lines")) == [("line 1", "a b", "a"), ("line 2", "", ""), ("line 3", "c", "c")]
+    ids = write_files(tmp_path, "u1\ta b\nu2 c d\n\n", "u2   c\nu1\n")
+    assert as_tuples(read_pairs(*ids, "ids")) == [("u1", "a b", ""), ("u2", "c d", "  c")]
 
 
-def test_json_lines_say_which_text_is_which(tmp_path):
+def test_json_lines_fields_identify_reference_and_hypothesis(tmp_path):
     rows = [
         {"audio_filepath": "a.wav", "text": "x", "pred_text": "y", "speaker": 7, "duration": 1.5, "offset": 2},
         {"audio_filepath": "a.wav", "text": "x", "pred_text": "z", "duration": "long"},
     ]
     path = tmp_path / "nemo.json"
     path.write_text("\n".join(map(json.dumps, rows)))
-    heard = read_pairs(None, str(path), "lines")
-    assert pairs_of(heard) == [("a.wav@2", "x", "y"), ("a.wav", "x", "z")]
-    assert [(text.speaker, text.seconds) for text in heard.texts] == [("7", 1.5), ("", None)]
+    pairs = read_pairs(None, str(path), "lines")
+    assert as_tuples(pairs) == [("a.wav@2", "x", "y"), ("a.wav", "x", "z")]
+    assert [(text.speaker, text.seconds) for text in pairs.texts] == [("7", 1.5), ("", None)]
     plain = tmp_path / "heard.txt"
     plain.write_text("p\nq\n")
-    assert pairs_of(read_pairs(str(path), str(plain), "lines")) == [("a.wav@2", "x", "p"), ("a.wav", "x", "q")]
+    assert as_tuples(read_pairs(str(path), str(plain), "lines")) == [("a.wav@2", "x", "p"), ("a.wav", "x", "q")]
 
 
 BAD_FILES = {
@@ -341,21 +348,25 @@ BAD_FILES = {
 }
 BAD_IDS = {
     "missing": ("a 1\nb 2\nc 3\n", "b 2\n", "heard.txt has no transcript of 2 of the 3 utterances of .*: a, c"),
-    "unasked": ("a 1\n", "a 1\n\u202eb 2\n", r"said.txt has no transcript of 1 of the 2 .*⟨U\+202E⟩b"),
-    "twice": ("a 1\n", "a 1\na 2\n", "heard.txt has several transcripts of a"),
+    "unexpected": ("a 1\n", "a 1\n\u202eb 2\n", r"said.txt has no transcript of 1 of the 2 .*⟨U\+202E⟩b"),
+    "repeated": ("a 1\n", "a 1\na 2\n", "heard.txt has several transcripts of a"),
 }
 BAD_JSON = {
-    "no JSON": ('{"id": "a", "text": "x"}', "{", "heard.jsonl, line 1 is not a line of JSON"),
-    "deep": ('{"id": "a", "text": "x"}', "[" * 100_000, "heard.jsonl, line 1 is not a line of JSON"),
-    "no object": ('{"id": "a", "text": "x"}', "[1]", "heard.jsonl, line 1 is not a JSON object"),
+    "not JSON": ('{"id": "a", "text": "x"}', "{", "heard.jsonl, line 1 is not a line of JSON"),
+    "deeply nested": ('{"id": "a", "text": "x"}', "[" * 100_000, "heard.jsonl, line 1 is not a line of JSON"),
+    "not an object": ('{"id": "a", "text": "x"}', "[1]", "heard.jsonl, line 1 is not a JSON object"),
     "no text": ('{"id": "a", "text": "x"}', '{"id": "a", "reference": "x"}', "line 1 has no hypothesis"),
-    "a number": ('{"id": "a", "text": 5}', '{"id": "a", "text": "x"}', "line 1 has no reference"),
-    "half a character": (
+    "number as text": ('{"id": "a", "text": 5}', '{"id": "a", "text": "x"}', "line 1 has no reference"),
+    "unpaired surrogate": (
         '{"id": "a", "text": "x"}',
         '{"id": "a", "text": "\\ud800"}',
         "contains an unpaired surrogate",
     ),
-    "some ids": ('{"id": "a", "text": "x"}\n{"text": "y"}', '{"text": "x"}', "1 row has an id .* row 2, have none"),
+    "id in some rows only": (
+        '{"id": "a", "text": "x"}\n{"text": "y"}',
+        '{"text": "x"}',
+        "1 row has an id .* row 2, have none",
+    ),
 }
 
 
@@ -368,17 +379,17 @@ BAD_JSON = {
     ],
     ids=[*BAD_FILES, *BAD_IDS, *BAD_JSON],
 )
-def test_files_that_cannot_be_scored_are_said_in_a_sentence(tmp_path, text_format, suffix, case):
+def test_unusable_files_raise_data_error_with_reason(tmp_path, text_format, suffix, case):
     with pytest.raises(DataError, match=case[2]):
-        read_pairs(*files(tmp_path, *case[:2], suffix), text_format)
+        read_pairs(*write_files(tmp_path, *case[:2], suffix), text_format)
 
 
-def test_lines_that_begin_with_ids_are_noticed(tmp_path):
-    assert read_pairs(*files(tmp_path, "u1 a\nu2 b\nu3 c\n", "u1 a\nu2 x\nu3\n"), "lines").notes
-    assert not read_pairs(*files(tmp_path, "a b\nb b\nc c\n", "a b\nb b\nc c\n"), "lines").notes
+def test_lines_starting_with_ids_are_noted(tmp_path):
+    assert read_pairs(*write_files(tmp_path, "u1 a\nu2 b\nu3 c\n", "u1 a\nu2 x\nu3\n"), "lines").notes
+    assert not read_pairs(*write_files(tmp_path, "a b\nb b\nc c\n", "a b\nb b\nc c\n"), "lines").notes
 
 
-def test_normalisation_is_the_same_for_both_sides_and_can_be_left_out():
+def test_normalisation_applies_to_both_sides_and_is_optional():
     text = ScoredText("a", "एक, ५ ABC", "एक 5 abc।")
     expected = {"konkanivani": ("एक ५ abc", "एक 5 abc"), "spell": ("एक पांच abc", "एक पांच abc")}
     expected["none"] = ("एक, ५ ABC", "एक 5 abc।")
@@ -388,7 +399,7 @@ def test_normalisation_is_the_same_for_both_sides_and_can_be_left_out():
     assert NORMALIZERS["none"][0]("  a \t b\n") == "a b"
 
 
-def test_what_is_written_scores_the_same_again(tmp_path):
+def test_written_hypotheses_read_back_equal(tmp_path):
     texts = [ScoredText(f"u{n}", "एक दोन तीन", " ".join(WORDS[:n]), "s", n + 0.5, "seen") for n in range(4)]
     edits = count_edits([text.reference for text in texts], [text.hypothesis for text in texts])
     write_hypotheses(tmp_path / "out.jsonl", texts, edits)
@@ -406,7 +417,7 @@ HOSTILE = ("<script>alert(1)</script>", "\u202eउलट", '"><img src=x onerror
 HOSTILE += ("a\x85b\u2028",)
 
 
-def test_a_page_needs_nothing_else_and_nothing_in_it_is_code():
+def test_html_page_is_self_contained_and_escapes_markup():
     texts = [ScoredText(f"{n}{text}", f"{text} एक", f"एक {text}x", text, 1.0, text) for n, text in enumerate(HOSTILE)]
     texts += [ScoredText("", "", "")]
     page = draw_score_page(report_on(texts, other=tuple(HOSTILE) + (None,)))
@@ -430,28 +441,30 @@ def test_a_page_needs_nothing_else_and_nothing_in_it_is_code():
     st.sampled_from([".txt", ".jsonl"]),
     st.sampled_from(["konkanivani", "spell", "none"]),
 )
-def test_any_two_files_give_a_report_or_a_sentence(tmp_path_factory, one, other, text_format, suffix, normalizer):
+def test_any_two_files_give_a_report_or_a_known_error(tmp_path_factory, one, other, text_format, suffix, normalizer):
     folder = tmp_path_factory.mktemp("any")
     if suffix == ".jsonl":
         one, other = (json.dumps({"text": str(text), "speaker": str(text)}) for text in (one, other))
     one, other = (text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text for text in (one, other))
     try:
-        raw = read_pairs(*files(folder, one, other, suffix), text_format)
+        raw = read_pairs(*write_files(folder, one, other, suffix), text_format)
     except KonkaniVaniError:
         return
-    heard = TextPairs(raw.texts, raw.source, normalizer, raw.notes).normalized()
-    report = report_on(list(heard.texts))
-    assert score_lines(report).encode("utf-8") and json.loads(score_json(heard, report, None))
+    pairs = TextPairs(raw.texts, raw.source, normalizer, raw.notes).normalized()
+    report = report_on(list(pairs.texts))
+    assert score_lines(report).encode("utf-8") and json.loads(score_json(pairs, report, None))
     assert PageParts(draw_score_page(report)).opened == []
 
 
 # The script
 
 
-def test_the_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch):
-    said, heard = files(tmp_path, "हांव घरा वता\nएक दोन\n", "हांव घरा येता\nएक दोन तीन\n")
+def test_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch):
+    references, hypotheses = write_files(tmp_path, "हांव घरा वता\nएक दोन\n", "हांव घरा येता\nएक दोन तीन\n")
     page, out = tmp_path / "score.html", tmp_path / "out.jsonl"
-    done = run_script(SCRIPT, "--references", said, "--hypotheses", heard, "--html", str(page), "--output", str(out))
+    done = run_script(
+        SCRIPT, "--references", references, "--hypotheses", hypotheses, "--html", str(page), "--output", str(out)
+    )
     assert done.returncode == 0, done.stderr
     assert "WER  40.0 % (95 %: 33.3 to 50.0): 2 errors in 5 words: 1 substituted, 0 deleted, 1 inserted" in done.stdout
     assert "वता → येता (1)" in done.stdout and page.read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -462,7 +475,7 @@ def test_the_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch
     program = (
         "import runpy, sys\n"
         f"sys.path.insert(0, {str(ROOT / 'training_scripts')!r})\n"
-        f"sys.argv = ['evaluate', '--references', {said!r}, '--hypotheses', {heard!r}]\n"
+        f"sys.argv = ['evaluate', '--references', {references!r}, '--hypotheses', {hypotheses!r}]\n"
         f"try: runpy.run_path({str(ROOT / SCRIPT)!r}, run_name='__main__')\n"
         "except SystemExit as end: assert not end.code\n"
         "assert 'jiwer' in sys.modules and 'torch' not in sys.modules\n"
@@ -471,7 +484,7 @@ def test_the_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("flags", "exit_code", "said"),
+    ("flags", "exit_code", "message"),
     [
         ((), 2, "Give --checkpoint and --manifest"),
         (("--references", "{said}"), 2, "Give --checkpoint and --manifest"),
@@ -484,9 +497,9 @@ def test_the_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch
         (("--references", "{said}", "--hypotheses", "/nowhere/a.txt"), 3, "cannot be read"),
     ],
 )
-def test_flags_that_cannot_work_are_refused(tmp_path, monkeypatch, capsys, flags, exit_code, said):
-    """Call the script's functions in this process, which saves the second of each start."""
-    one, other = files(tmp_path, "a\n", "a\n")
+def test_invalid_flags_give_exit_code_and_message(tmp_path, monkeypatch, capsys, flags, exit_code, message):
+    """Call the function of the script in this process, which saves one second per case."""
+    one, other = write_files(tmp_path, "a\n", "a\n")
     given = evaluate.Flags(
         **{
             name.removeprefix("--"): int(value) if name == "--worst" else value.format(said=one, heard=other)
@@ -494,11 +507,11 @@ def test_flags_that_cannot_work_are_refused(tmp_path, monkeypatch, capsys, flags
         }
     )
     assert run_script_function(lambda: evaluate.score(given)) == exit_code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert Path(one).read_text() == "a\n"
 
 
-def test_the_simulated_coverage_is_far_too_small_of_two_speakers():
+def test_simulated_coverage_is_too_small_for_two_speakers():
     flags = ("--trials", "60", "--utterances", "40", "--speakers", "2", "20", "--spreads", "0")
     done = well(run_script("benchmarks/accuracy.py", "intervals", *flags))
     [of_two, of_twenty] = [list(map(float, re.findall(r"([\d.]+)%", line))) for line in done.stdout.splitlines()[1:]]
