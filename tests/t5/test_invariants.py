@@ -14,7 +14,6 @@ from konkanivani.memory.devices import DeviceCosts, cuda_costs
 from konkanivani.memory.plan import RecomputePolicy
 from konkanivani.memory.weights import Placement
 from konkanivani.models import decoder
-from konkanivani.models.asr import LossCounts
 from konkanivani.models.decoder import FIRST_CAPACITY, DecoderCache
 from konkanivani.models.t5.architecture import T5Architecture
 from konkanivani.models.t5.model import FeedForward, T5Shape
@@ -29,7 +28,18 @@ from konkanivani.training.validation import RecognizedPortion
 from tests.conftest import crossed
 from tests.invariants.failing import ERRORS, failing_backward, failing_forward
 from tests.invariants.parts import PLACES, measured_peak, relative_difference
-from tests.pretrained_parts import FAILING, MODES, are_equal, gradients, largest_difference, recognized, state_of
+from tests.pretrained_parts import (
+    BOUND,
+    FAILING,
+    MODES,
+    are_equal,
+    averaged_gradients,
+    check_gradients_of_splits,
+    gradients,
+    largest_difference,
+    recognized,
+    state_of,
+)
 from tests.t5.parts import (
     CPU,
     SHAPE,
@@ -43,7 +53,6 @@ from tests.t5.parts import (
     write_folder,
 )
 
-BOUND = 1e-9
 TRAINED = [*crossed(MODES, ("1.1",)), ("full", "1.0"), ("LoRA", "1.0")]
 every_mode = pytest.mark.parametrize("mode", MODES)
 every_model = pytest.mark.parametrize(("mode", "variant"), TRAINED)
@@ -54,23 +63,15 @@ ONLY_TENSORS = DeviceCosts("a CPU", is_cuda=False, rounding=1, workspace=0, cont
 @every_model
 def test_any_cut_gives_the_same_gradient(mode, variant):
     parts = t5_parts(mode, variant=variant)
+    trained = {name for name, _ in parts.model.named_parameters() if is_trained(name, mode)}
     for said in (SAID, pairs(5, seed=1)):
-        whole = gradients(parts, global_batch(said, len(said)))
-        assert whole.keys() == {name for name, _ in parts.model.named_parameters() if is_trained(name, mode)}
-        assert all(gradient.norm() > 0 for gradient in whole.values())
-        for size in (1, 2):
-            assert largest_difference(whole, gradients(parts, global_batch(said, size))) < BOUND
+        check_gradients_of_splits(parts, trained, said, global_batch)
 
 
 @every_mode
 def test_negative_control_averaging_the_micro_batches_means_is_another_gradient(mode):
     parts, cut = t5_parts(mode), global_batch(SAID, 1)
-    whole = gradients(parts, cut)
-    parts.model.zero_grad()
-    for batch in cut.micro_batches:
-        step.forward_and_backward(parts, batch, LossCounts(4 * sum(batch.token_lengths), 4))
-    wrong = {name: p.grad for name, p in parts.model.named_parameters() if p.grad is not None}
-    assert largest_difference(whole, wrong) > 1e-3
+    assert largest_difference(gradients(parts, cut), averaged_gradients(parts, cut)) > 1e-3
 
 
 def test_padding_is_invisible():

@@ -27,9 +27,12 @@ from tests.conftest import crossed
 from tests.invariants.failing import ERRORS, failing_backward, failing_forward, once_at
 from tests.invariants.parts import global_batch, relative_difference, speeches
 from tests.pretrained_parts import (
+    BOUND,
     FAILING,
     MODES,
     are_equal,
+    averaged_gradients,
+    check_gradients_of_splits,
     draw_products,
     gradients,
     largest_difference,
@@ -39,7 +42,6 @@ from tests.pretrained_parts import (
 from tests.tracers import Calls
 from tests.whisper.parts import SHAPE, SPOKEN, is_trained, whisper_config, whisper_parts
 
-BOUND = 1e-9
 RECOMPUTED = ["never", "always"]
 RAGGED = speeches(5)
 FOUR = global_batch(SPOKEN, 2)
@@ -50,23 +52,15 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
 def test_any_cut_gives_the_same_gradient(mode, recompute):
     parts = whisper_parts(mode, whisper_config(recompute))
+    trained = {name for name, _ in parts.model.named_parameters() if is_trained(name, mode)}
     for spoken in (SPOKEN, RAGGED):
-        whole = gradients(parts, global_batch(spoken, len(spoken)))
-        assert whole.keys() == {name for name, _ in parts.model.named_parameters() if is_trained(name, mode)}
-        assert all(gradient.norm() > 0 for gradient in whole.values())
-        for size in (1, 2):
-            assert largest_difference(whole, gradients(parts, global_batch(spoken, size))) < BOUND
+        check_gradients_of_splits(parts, trained, spoken, global_batch)
 
 
 @every_mode
 def test_negative_control_averaging_the_micro_batches_means_is_another_gradient(mode):
     parts, cut = whisper_parts(mode), global_batch(SPOKEN, 1)
-    whole = gradients(parts, cut)
-    parts.model.zero_grad()
-    for batch in cut.micro_batches:
-        step.forward_and_backward(parts, batch, LossCounts(4 * sum(batch.token_lengths), 4))
-    wrong = {name: p.grad for name, p in parts.model.named_parameters() if p.grad is not None}
-    assert largest_difference(whole, wrong) > 1e-3
+    assert largest_difference(gradients(parts, cut), averaged_gradients(parts, cut)) > 1e-3
 
 
 @pytest.mark.parametrize(("mode", "first"), crossed(MODES, ("all", 1, 2, 4)))
