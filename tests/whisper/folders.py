@@ -13,8 +13,8 @@ from konkanivani.models.whisper.folder import name_in_file
 from konkanivani.models.whisper.model import Whisper, WhisperShape
 from konkanivani.ops.passes import optimize
 
-WHY = "transformers, which Whisper is held against, is not installed: pip install -e .[test]"
-transformers = pytest.importorskip("transformers", reason=WHY)
+SKIP_REASON = "transformers, which Whisper is held against, is not installed: pip install -e .[test]"
+transformers = pytest.importorskip("transformers", reason=SKIP_REASON)
 
 SECONDS = 1
 FRAMES = 50 * SECONDS
@@ -76,7 +76,7 @@ def reference(kind: Kind, seed: int = 0, width: int = 32, positions: int = 64) -
     return model
 
 
-def ours_of(model: torch.nn.Module, kind: Kind) -> Whisper:
+def to_project_model(model: torch.nn.Module, kind: Kind) -> Whisper:
     """Return the project's version of the network with the same weights, in evaluation mode."""
     config = model.config
     shape = WhisperShape(
@@ -121,7 +121,7 @@ def random_features(kind: Kind, count: int = 2, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, 2 * FRAMES, kind.mel_bins, generator=torch.Generator().manual_seed(seed))
 
 
-def spoken(kind: Kind, *lengths: int, seed: int = 0) -> Batch:
+def random_batch(kind: Kind, *lengths: int, seed: int = 0) -> Batch:
     """Return a batch of utterances with these numbers of tokens, and waveforms of at most a second."""
     generator = torch.Generator().manual_seed(seed)
     return collate(

@@ -23,7 +23,7 @@ FACTORS = {"decoder.positions": 20.0, "decoder.embedding.weight": 8.0}
 FACTORS |= {f"decoder.blocks.0.cross_attention.{part}.weight": 40.0 for part in ("query", "key", "value", "output")}
 
 
-def test_what_ctranslate2_makes_of_an_exported_folder_says_the_same(tmp_path):
+def test_ctranslate2_model_generates_the_same_tokens(tmp_path):
     base = read_whisper_folder(write_model(tmp_path / "base", positions=40))
     weights = {name: one * FACTORS.get(name, 4.0 if one.dim() > 1 else 1.0) for name, one in base.weights().items()}
     write_whisper_folder(base, weights, tmp_path / "exported")

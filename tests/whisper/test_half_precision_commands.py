@@ -65,7 +65,7 @@ def expected_tensors(base: Path, checkpoint: Path, is_halved: bool) -> tuple[Ten
 
 
 @pytest.mark.parametrize(("number_format", "mode"), crossed(FORMATS, MODES))
-def test_commands_export_the_trained_weights_rounded(corpus, number_format, mode, tmp_path):
+def test_exported_weights_equal_rounded_trained_weights(corpus, number_format, mode, tmp_path):
     base = train(tmp_path, corpus, number_format, mode)
     checkpoint, out = tmp_path / "checkpoints" / "checkpoint_last.pt", tmp_path / "out"
     well(run_here(EXPORT, "--checkpoint", str(checkpoint), "--whisper", str(out)))
@@ -88,7 +88,7 @@ def test_commands_export_the_trained_weights_rounded(corpus, number_format, mode
 
 
 @pytest.mark.parametrize("number_format", FORMATS)
-def test_negative_control_the_command_finds_one_flipped_bit(corpus, number_format, tmp_path, monkeypatch):
+def test_negative_control_export_detects_one_flipped_bit(corpus, number_format, tmp_path, monkeypatch):
     train(tmp_path, corpus, number_format, "frozen encoder")
     checkpoint, out = tmp_path / "checkpoints" / "checkpoint_last.pt", tmp_path / "out"
     save_file = safetensors.torch.save_file

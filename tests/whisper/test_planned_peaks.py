@@ -53,7 +53,7 @@ def global_batch_of(*lengths: float, batch_size: int) -> GlobalBatch:
 
 
 @pytest.mark.parametrize(("mode", "policy", "half"), crossed(MODES, POLICIES, (False, True)))
-def test_a_step_takes_what_is_planned_for_its_size(mode, policy, half):
+def test_planned_step_peak_is_within_2_percent_of_measured(mode, policy, half):
     """The share of speech in the window does not matter."""
     measured = measured_peak(parts_of(mode, policy, half), global_batch_of(2.0, 2.0, 1.9, 1.0, 0.5, 2.0, batch_size=3))
     planned = traced(mode, policy, half=half).bytes
@@ -61,7 +61,7 @@ def test_a_step_takes_what_is_planned_for_its_size(mode, policy, half):
 
 
 @every_mode
-def test_side_by_side_the_plan_bounds_what_both_take(mode, two_threads):
+def test_plan_bounds_peak_of_concurrent_micro_batches(mode, two_threads):
     parts = parts_of(mode, "never")
     parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, concurrent_micro_batches=2))
     measured = measured_peak(parts, global_batch_of(*(4 * (2.0,)), batch_size=1))
@@ -70,7 +70,7 @@ def test_side_by_side_the_plan_bounds_what_both_take(mode, two_threads):
 
 
 @every_mode
-def test_negative_control_the_plan_of_another_size_or_way_is_not_within_the_bound(mode):
+def test_negative_control_plans_of_other_sizes_or_modes_do_not_match(mode):
     measured = measured_peak(parts_of(mode, "never"), global_batch_of(*(6 * (2.0,)), batch_size=3))
     fewer = BatchShape(2, 2.0, 20)
     others = [(mode, "never", fewer)] + [(other, "never", LOAD) for other in MODES if other != mode]
@@ -78,7 +78,7 @@ def test_negative_control_the_plan_of_another_size_or_way_is_not_within_the_boun
         assert not 0.999 * measured <= traced(*other).bytes <= 1.02 * measured
 
 
-def test_below_all_that_is_trained_nothing_is_kept():
+def test_no_activations_are_kept_below_trained_layers():
     deep = dataclasses.replace(SHAPE, encoder_layers=2 * SHAPE.encoder_layers)
 
     def activations(mode: str, shape: WhisperShape) -> int:
@@ -104,7 +104,7 @@ VALIDATED += further(("full", True, "an encoder that takes most"))
 VALIDATED += further(*((mode, False, "a cache that takes most") for mode in ("encoder", "one block")))
 
 
-def validated(parts: StepParts, seconds: float) -> int:
+def measure_validation_peak(parts: StepParts, seconds: float) -> int:
     """Return the peak of live bytes while three utterances are recognised up to the maximum length."""
     prompt = (4, 5, 6, 7)
     most = parts.architecture.most_tokens - len(prompt)
@@ -120,9 +120,9 @@ def validated(parts: StepParts, seconds: float) -> int:
 
 
 @pytest.mark.parametrize(("mode", "half", "shape"), VALIDATED)
-def test_validation_takes_no_more_than_is_planned(mode, half, shape):
+def test_planned_validation_peak_matches_measured_peak(mode, half, shape):
     dimensions = SHAPES[shape]
-    measured = validated(parts_of(mode, "never", half, dimensions), dimensions.window_seconds)
+    measured = measure_validation_peak(parts_of(mode, "never", half, dimensions), dimensions.window_seconds)
     tracer = tracer_of(mode, half, dimensions)
     planned = tracer.trace_validation(BatchShape(3, dimensions.window_seconds, 20))
     # The state of the search itself, some numbers per hypothesis, is in host memory.

@@ -5,7 +5,7 @@ from pathlib import Path
 from konkanivani.models.whisper.byte_pairs import read_byte_pairs
 from konkanivani.models.whisper.vocabulary import ModelTokens, Prompt, PromptedVocabulary
 from tests.conftest import WORDS
-from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
+from tests.whisper.byte_vocabularies import added_token_ids, train_vocabulary, write_vocabulary_files
 from tests.whisper.folders import Kind
 
 POSITIONS = 40  # of the decoder; tests/whisper/folders.py has more, and the hypotheses are shorter
@@ -13,8 +13,8 @@ POSITIONS = 40  # of the decoder; tests/whisper/folders.py has more, and the hyp
 
 def write_vocabulary(folder: Path) -> Path:
     """Write the files of a vocabulary of 300 byte strings, three languages and all times."""
-    found = vocabulary_of_text(" ".join(WORDS), 300)
-    return write_files(folder, *found, named_after(found[0], ("en", "hi", "mr")))
+    found = train_vocabulary(" ".join(WORDS), 300)
+    return write_vocabulary_files(folder, *found, added_token_ids(found[0], ("en", "hi", "mr")))
 
 
 def read_vocabulary(folder: Path) -> PromptedVocabulary:
