@@ -1,4 +1,4 @@
-"""Byte-pair vocabularies for tests: small generated ones, and a real one from a file of ranked byte strings."""
+"""Byte-pair vocabularies for tests: small generated ones, and Whisper's from a file of ranked byte strings."""
 
 import base64
 import functools
@@ -58,13 +58,13 @@ def write_vocabulary_files(
 
 
 def added_token_ids(vocabulary: dict[str, int], languages: tuple[str, ...]) -> dict[str, int]:
-    """Return the ids of start, languages, tasks and times, which follow a vocabulary that ends with the end token."""
+    """Return the ids of the start, language, task and time tokens, which follow the end token of `vocabulary`."""
     names = (START, *(f"<|{language}|>" for language in languages), *TASKS, *TIMES)
     return {name: len(vocabulary) + place for place, name in enumerate(names)}
 
 
 def derive_merges(strings: list[bytes]) -> list[tuple[bytes, bytes]]:
-    """Split each string of several bytes into its last merge: two earlier strings, as merging by rank leaves them."""
+    """Return the last merge of each string of several bytes: the two earlier strings that merging by rank ends with."""
     ranks = {string: rank for rank, string in enumerate(strings)}
     found = []
     for string in strings:
@@ -79,12 +79,12 @@ def derive_merges(strings: list[bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def bytes_to_characters(string: bytes) -> str:
-    """Return a byte string in the encoding of vocabulary files."""
+    """Encode a byte string as in vocabulary files, one visible character per byte."""
     return "".join(byte_characters()[byte] for byte in string)
 
 
 def real_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return the ids and merges derived from the ranked byte strings of `RANKS`, with the end token last."""
+    """Return the ids and merges of Whisper's vocabulary, derived from `RANKS`; the end token is last."""
     strings = [base64.b64decode(line.split()[0]) for line in RANKS.read_bytes().splitlines()]
     vocabulary = {bytes_to_characters(string): token for token, string in enumerate(strings)}
     merges = [(bytes_to_characters(left), bytes_to_characters(right)) for left, right in derive_merges(strings)]
@@ -92,7 +92,7 @@ def real_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def small_vocabulary(pairs: list[tuple[int, int]]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return the 256 bytes and one new token per pair of earlier tokens, with the end token last."""
+    """Return ids and merges of the 256 bytes and one new token per pair of earlier tokens; the end token is last."""
     tokens, merges = list(byte_characters()), []
     for left, right in pairs:
         merge = tokens[left % len(tokens)], tokens[right % len(tokens)]
@@ -103,7 +103,7 @@ def small_vocabulary(pairs: list[tuple[int, int]]) -> tuple[dict[str, int], list
 
 
 def train_vocabulary(text: str, size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return the 256 bytes and the most frequent pairs of the text, merged repeatedly, with the end token last."""
+    """Train byte-pair encoding on the text up to `size` tokens, and return ids and merges; the end token is last."""
     words = [[bytes_to_characters(bytes([byte])) for byte in (" " + word).encode()] for word in text.split()]
     tokens, merges = list(byte_characters()), []
     while len(tokens) < size:

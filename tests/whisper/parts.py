@@ -1,4 +1,4 @@
-"""Small Whisper models in each training mode, with the tokens of the other invariants and up to 2 s of audio."""
+"""Small Whisper models in each training mode, with the vocabulary of tests/invariants and a window of 2 s."""
 
 import json
 from pathlib import Path
@@ -40,14 +40,14 @@ class NonZeroLoraWhisper(WhisperArchitecture):
 
 
 def is_trained(name: str, mode: str) -> bool:
-    """Return whether this tensor is trained."""
+    """Return whether this tensor is trained in this mode."""
     return "low_rank" in name or not name.startswith(FROZEN[mode])
 
 
 def whisper_config(
     recompute: str = "never", rate: float = 1e-3, concurrent_micro_batches: int = 1, half: bool = False
 ) -> TrainConfig:
-    """Return the settings of a step, with SpecAugment as in training."""
+    """Return the configuration of a training step, with SpecAugment."""
     return TrainConfig(
         data=DataConfig(concurrent_micro_batches=concurrent_micro_batches),
         loss=LossConfig(ctc_weight=0.0),
@@ -66,7 +66,7 @@ def whisper_parts(
     placement: Placement = ON_CARD,
     device: torch.device = CPU,
 ) -> StepParts:
-    """Return step parts, by default on the CPU."""
+    """Return the parts of a training step, by default on the CPU."""
     torch.set_default_dtype(dtype)
     try:
         architecture = NonZeroLoraWhisper(SHAPE, MODES[mode])
@@ -77,7 +77,7 @@ def whisper_parts(
 
 
 def write_small_folder(path: Path, seconds: int = 2, seed: int = 0) -> Path:
-    """Write the folder of a random model with tokens of the test words, with no library except safetensors."""
+    """Write the folder of a random model and a vocabulary of the test words with safetensors alone."""
     vocabulary, merges = train_vocabulary(" ".join(WORDS), 300)
     added = added_token_ids(vocabulary, ("hi", "mr"))
     write_vocabulary_files(path, vocabulary, merges, added)

@@ -1,4 +1,4 @@
-"""A small random Whisper model in a folder, with all files that a run needs, written without transformers."""
+"""Small random Whisper model in a folder with all files that training needs, written without transformers."""
 
 import json
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def write_model(
     real: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write a model with a window of `seconds`; without languages it is an English-only model.
+    """Write a model with a window of `seconds`; without `languages` it is English-only.
 
     `real`: use Whisper's own vocabulary instead of one from `words`. `dtype`: the number format of the file.
     """

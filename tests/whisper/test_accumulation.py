@@ -1,4 +1,4 @@
-"""Comparison of step splits: the project's are equal, and equal to the Trainer's without a split."""
+"""Benchmark of gradient accumulation: every split gives the project the loss of the Trainer without a split."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 
 
 def test_project_loss_of_any_split_equals_unsplit_trainer_loss():
-    """The other results of the Trainer are not checked: they may be fixed."""
+    """The Trainer's results with a split are not checked, because a later version may correct them."""
     done = run_script(SCRIPT, "accumulation", "--json")
     assert done.returncode == 0 and done.stderr == ""
     found = json.loads(done.stdout)

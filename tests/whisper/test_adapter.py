@@ -1,4 +1,4 @@
-"""LoRA in PEFT's format: its model, the project's model and the merged model give the same output."""
+"""LoRA in PEFT's format: PEFT's, the project's and the merged model give the same output."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,7 @@ from konkanivani.models.whisper.folder import WhisperFolder, name_in_file, read_
 from konkanivani.models.whisper.model import Whisper
 from tests.whisper.folders import KINDS, random_batch, random_features, read_reference
 
-SKIP_REASON = "peft, which adapters are written for, is not installed: pip install -e .[test]"
+SKIP_REASON = "peft, which reads the adapters, is not installed: pip install -e .[test]"
 peft = pytest.importorskip("peft", reason=SKIP_REASON)
 
 Weights = dict[str, torch.Tensor]
@@ -34,7 +34,7 @@ def base(whisper_folders: dict[str, Path]) -> WhisperFolder:
 
 
 def build_lora_model(base: WhisperFolder, tuning: TuningConfig, seed: int | None = None) -> Whisper:
-    """Return the base with LoRA products, at their initial values or all non-zero."""
+    """Return the base with LoRA products: non-zero random ones with a seed, otherwise the initial ones."""
     model = WhisperArchitecture(base.shape, tuning).build()
     found = model.load_state_dict(base.weights(), strict=False)
     assert not found.unexpected_keys and all("low_rank" in name for name in found.missing_keys)
@@ -60,7 +60,7 @@ def transformers_logits(model: torch.nn.Module, dtype: torch.dtype = torch.float
 
 
 def load_with_peft(base: WhisperFolder, out: Path) -> torch.nn.Module:
-    """Return the base as read by transformers in float64, with the written adapter as read by PEFT."""
+    """Load the base with transformers in float64, and the written adapter with PEFT."""
     return peft.PeftModel.from_pretrained(read_reference(base.path).double(), out).eval()
 
 
@@ -78,7 +78,7 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     ],
 )
 @pytest.mark.parametrize("alpha", [0.0, 5.0])
-@pytest.mark.filterwarnings("error::UserWarning")  # PEFT's warning about a missing or unexpected tensor
+@pytest.mark.filterwarnings("error::UserWarning")  # PEFT warns about missing and unexpected tensors
 def test_lora_merged_and_peft_models_have_equal_logits(targets, theirs, alpha, base, tmp_path):
     tuning = replace(TUNING, lora_targets=targets, lora_alpha=alpha)
     model = build_lora_model(base, tuning, seed=1)
@@ -90,9 +90,8 @@ def test_lora_merged_and_peft_models_have_equal_logits(targets, theirs, alpha, b
     assert written["target_modules"] == theirs and written["lora_alpha"] == (alpha or 6)
     ours, peft_model = our_logits(model), transformers_logits(load_with_peft(base, tmp_path / "adapter"))
     assert distance(ours, peft_model) < 1e-12
-    assert (
-        distance(ours, transformers_logits(read_reference(tmp_path / "merged"))) < 1e-5
-    )  # its weights are rounded to fp32
+    # The merged weights are rounded to fp32.
+    assert distance(ours, transformers_logits(read_reference(tmp_path / "merged"))) < 1e-5
     assert distance(ours, transformers_logits(read_reference(base.path))) > 0.01  # negative control: without products
 
 

@@ -1,4 +1,4 @@
-"""Word times from attention: attention weights equal transformers', the path is the cheapest, words are found."""
+"""Word times from attention: weights and path equal transformers', the path is the cheapest, words get their times."""
 
 import itertools
 import json
@@ -21,12 +21,12 @@ from tests.whisper.small_model import write_model
 
 generation = pytest.importorskip(
     "transformers.models.whisper.generation_whisper",
-    reason="transformers, which is compared with, is not installed: pip install -e .[test]",
+    reason="transformers, with which word times are compared, is not installed: pip install -e .[test]",
 )
 
 
 def path_cost(costs: np.ndarray, first: list[int]) -> float:
-    """Return the cost of a path through every column that enters each row at its start or one column before."""
+    """Return the cost of the path through all columns that enters each row at column `first[row]`."""
     rows, columns = costs.shape
     ends = [*first[1:], columns]
     total = 0.0
@@ -47,8 +47,8 @@ def test_alignment_path_equals_transformers(rows, columns, seed):
 
 def test_alignment_path_has_minimal_cost():
     costs = np.random.default_rng(0).standard_normal((4, 9))
-    ways = [(0, *rest) for rest in itertools.combinations(range(1, 9), 3)]
-    assert path_cost(costs, first_frames(costs)) <= min(path_cost(costs, list(way)) for way in ways) + 1e-12
+    paths = [(0, *rest) for rest in itertools.combinations(range(1, 9), 3)]
+    assert path_cost(costs, first_frames(costs)) <= min(path_cost(costs, list(path)) for path in paths) + 1e-12
 
 
 @pytest.mark.parametrize("frames", [2, 3, 9, 40])
@@ -83,7 +83,7 @@ def test_cross_attention_equals_transformers(whisper_folders):
 
 
 class ScriptedAttention(torch.nn.Module):
-    """Replacement of a decoder: each input attends to given frames, and each label has probability 0.5."""
+    """Decoder whose last tokens attend to given frames, and whose labels are all equally likely."""
 
     def __init__(self, frames: list[int], count: int, size: int) -> None:
         super().__init__()
@@ -115,8 +115,8 @@ def test_word_times_follow_attention(tmp_path):
     assert words[1].start == pytest.approx(0.02 * attended[space], abs=0.05)
     assert words[1].end == pytest.approx(0.02 * attended[-1], abs=0.05)
     assert all(word.confidence == pytest.approx(1 / vocabulary.size) for word in words)
-    spoken = [vocabulary.time_token(0.5), *tokens, vocabulary.time_token(1.0)]
-    bounded = attended_words(decoder, torch.zeros(150, 16), spoken, vocabulary, framing)
+    timed_tokens = [vocabulary.time_token(0.5), *tokens, vocabulary.time_token(1.0)]
+    bounded = attended_words(decoder, torch.zeros(150, 16), timed_tokens, vocabulary, framing)
     assert [word.text for word in bounded] == text.split()
     assert all(0.5 <= word.start <= word.end <= 1.0 for word in bounded)
     assert attended_words(decoder, torch.zeros(150, 16), [], vocabulary, framing) == []

@@ -1,4 +1,4 @@
-"""Byte-level byte pairs give the tokens of transformers and of the definition, and damaged files one sentence."""
+"""Byte-pair tokens equal transformers' and the definition's, and damaged files are rejected with one sentence."""
 
 import copy
 import functools
@@ -35,14 +35,14 @@ TEXTS = st.text(
     st.one_of(st.sampled_from(" \n\t'sab1२.कि\u0301\u00a0\u1680🙂"), st.characters(exclude_categories=("Cs",))),
     max_size=40,
 )
-# Pairs from texts: the bytes of a few characters, and merged tokens.
+# Tokens that form pairs in texts: the bytes of a few characters, and merged tokens.
 PLACES = st.sampled_from(sorted({byte_characters().index(c) for c in "Ġab"} | set("किण".encode()) | {*range(256, 290)}))
 LIKELY_PAIRS = st.lists(st.tuples(PLACES, PLACES), max_size=40)
 PAIRS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), max_size=60)
 
 
 def merge_by_definition(word: str, merges: list[tuple[str, str]]) -> list[str]:
-    """Return the tokens of a word by definition: merge the leftmost pair of the lowest rank until none is left."""
+    """Tokenize a word by definition: merge the leftmost pair of the lowest rank until no pair can be merged."""
     tokens = bytes_to_characters(word.encode())
     while True:
         pairs = [*itertools.pairwise(tokens)]
@@ -59,7 +59,7 @@ def test_words_are_merged_by_rank(pairs, words):
     vocabulary, merges = small_vocabulary(pairs)
     ours = BytePairs(vocabulary, merges, {}, "small")
     for word in [*words, "abab", "किकिकण"]:
-        # One word is one piece: a combining sign, which starts another, is not a letter.
+        # Only a word of letters is one piece: a combining sign starts another.
         if word.isalpha():
             assert ours.encode(f" {word}") == [vocabulary[token] for token in merge_by_definition(f" {word}", merges)]
         assert ours.decode(ours.encode(word)) == word
@@ -93,7 +93,7 @@ def transformers_tokenizer(folder: Path):
 @pytest.fixture(scope="module")
 def real(tmp_path_factory) -> Path:
     if not RANKS.exists():
-        pytest.skip(f"{RANKS} is not there: small vocabularies alone are tested.")
+        pytest.skip(f"{RANKS} is missing: only small vocabularies are tested.")
     vocabulary, merges = real_vocabulary()
     return write_vocabulary_files(
         tmp_path_factory.mktemp("real") / "files", vocabulary, merges, added_token_ids(vocabulary, ("hi", "mr"))
@@ -117,7 +117,7 @@ def test_tokens_of_corpus_and_hostile_texts_equal_transformers(kind, request):
     for text in [*WORDS, *HOSTILE, *lines]:
         tokens = ours.encode(text)
         assert ours.decode(tokens) == text
-        if "<|" not in text:  # the peer encodes names as their tokens, this project as text
+        if "<|" not in text:  # transformers encodes names of special tokens as tokens, this project as text
             assert tokens == hf_tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -228,25 +228,25 @@ def error_message(folder: Path) -> str:
     return text
 
 
-@pytest.mark.parametrize("said", DAMAGED)
-def test_damaged_files_are_rejected_with_one_sentence(said, tmp_path):
+@pytest.mark.parametrize("message", DAMAGED)
+def test_damaged_files_are_rejected_with_one_sentence(message, tmp_path):
     folder = write_vocabulary_files(tmp_path / "files", VALID, VALID_MERGES, {})
-    read_byte_pairs(folder)  # only the damage is refused
-    for name, content in DAMAGED[said].items():
+    read_byte_pairs(folder)  # the undamaged files are accepted
+    for name, content in DAMAGED[message].items():
         if content is None:
             (folder / name).unlink()
         else:
             (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-    assert said in error_message(folder)
+    assert message in error_message(folder)
 
 
-@pytest.mark.parametrize("said", DAMAGED_TOKENIZER_JSON)
-def test_damaged_tokenizer_json_is_rejected_with_one_sentence(said, tmp_path):
+@pytest.mark.parametrize("message", DAMAGED_TOKENIZER_JSON)
+def test_damaged_tokenizer_json_is_rejected_with_one_sentence(message, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": MODEL}))
     assert read_byte_pairs(tmp_path).encode("ab")[0] == VALID["ab"]
-    for content in DAMAGED_TOKENIZER_JSON[said]:
+    for content in DAMAGED_TOKENIZER_JSON[message]:
         (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-        assert said.partition(":")[0] in error_message(tmp_path)
+        assert message.partition(":")[0] in error_message(tmp_path)
 
 
 @settings(deadline=None, max_examples=100)

@@ -1,7 +1,7 @@
-"""Good hypotheses are kept, loops and guesses are sampled again, and silence gives an empty text.
+"""Good hypotheses are kept, repetitive and unlikely ones are sampled again, and silence gives an empty text.
 
-Utterances are computed from the decoder weights: if all encoded frames are one vector, attention over them is that
-vector for every query, so one can solve for frames that make any direction the likeliest.
+Utterances are computed from the decoder weights: if all encoded frames are equal, attention returns the same vector
+for every query, so frames can be solved for that lead the decoder into a given direction.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from tests.whisper.vocabularies import POSITIONS, kind_of, read_vocabulary, writ
 processors = pytest.importorskip("transformers.generation.logits_process")
 whisper = pytest.importorskip("transformers.models.whisper.generation_whisper").WhisperGenerationMixin
 LETTERS = 97, 98  # two letters
-FAR = 600.0  # large enough for the other blocks to rotate the direction only slightly
+FAR = 600.0  # so large that the other blocks change the direction only slightly
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> PromptedVocabulary:
 
 @pytest.fixture(scope="module")
 def model(vocabulary: PromptedVocabulary) -> Whisper:
-    """Return a random model with more confident predictions that rarely predicts times."""
+    """Return a random model that is confident and rarely predicts times."""
     found = to_project_model(reference(kind_of(vocabulary)), kind_of(vocabulary))
     with torch.no_grad():
         found.decoder.norm.weight.mul_(1.5)
@@ -68,7 +68,7 @@ def utterances(model: Whisper, vocabulary: PromptedVocabulary) -> dict[str, torc
     directions = {
         "good": end + 0.96 * one,
         "other": end + 0.96 * other,
-        "unsure": end + 0.8 * one,  # good because the rules exclude an early end; not by all probabilities
+        "unsure": end + 0.8 * one,  # likely only because the rules exclude an early end
         "loop": other + 0.9 * one,
         "sure loop": other,
         "guess": flat,
@@ -93,7 +93,7 @@ def decode_frames(decode, model: Whisper, *utterances: torch.Tensor) -> list[lis
 
 
 class DecoderStarts:
-    """Record of the number of utterances at each start of a decoder."""
+    """Record of the number of utterances at each start of the decoder."""
 
     def __init__(self, model: Whisper, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes, begin = [], model.decoder.begin
@@ -129,7 +129,7 @@ def test_only_repetitive_hypotheses_are_sampled_again(model, vocabulary, utteran
 
 
 def test_first_good_sample_is_taken_or_else_the_last(model, vocabulary, utterances, monkeypatch):
-    # The test compares sampled hypotheses, so loops must not be cut (test_trailing_silence.py).
+    # Sampled hypotheses are compared, so final loops must not be cut (test_trailing_silence.py).
     monkeypatch.setattr(generation, "without_final_loop", lambda tokens, vocabulary: tokens)
     decode, loop = build_fallback(vocabulary, temperatures=(0.2, 0.6, 1.0)), utterances["loop"]
     tried = [
@@ -180,7 +180,7 @@ def test_nan_utterance_gives_no_tokens_and_affects_no_other(model, vocabulary, u
 
 
 def test_compression_ratio_equals_transformers(vocabulary):
-    """Theirs compresses ids, the paper's code and this project the text: the function is the same."""
+    """transformers compresses ids, OpenAI's code and this project the text, with the same function."""
     generator = torch.Generator().manual_seed(0)
     for size, tokens in itertools.product(
         (300, 70_000), (torch.randint(200, (n,), generator=generator) for n in (1, 9, 300))
@@ -194,7 +194,7 @@ def test_compression_ratio_equals_transformers(vocabulary):
 
 
 def transformers_greedy(model: torch.nn.Module, encoded: torch.Tensor, vocabulary: PromptedVocabulary):
-    """Return tokens (B, U) with the end, and scores (B, U, V), from transformers with processors for the same rules."""
+    """Return tokens (B, U) with the end, and scores (B, U, V), from transformers' greedy search with the same rules."""
     rules, end = vocabulary.rules, vocabulary.special.end
     start = torch.tensor([[vocabulary.special.start, *rules.prompt]] * len(encoded))
     begin = start.shape[1]
@@ -233,18 +233,18 @@ def test_mean_log_probability_equals_transformers(vocabulary, with_times):
             found = generate(scorer, lambda _step, _rows, likely: likely.argmax(dim=1), limits, end)
         for row in range(3):
             length = len(found[row].tokens)
-            is_ended, said = length < limits[row], tokens[row, : length + 1]
-            assert said.tolist()[:length] == found[row].tokens
-            for temperature in (1.0, 0.4):  # theirs are divided by the temperature
+            is_ended, ids = length < limits[row], tokens[row, : length + 1]
+            assert ids.tolist()[:length] == found[row].tokens
+            for temperature in (1.0, 0.4):  # transformers divides the scores by the temperature
                 of_row = list(scores[row] / temperature)
-                expected = whisper._retrieve_avg_logprobs(of_row[: len(said)], said, temperature).item()
-                # Without an end, theirs is the mean over fewer tokens; the paper's code counts the end, like this
-                # project.
+                expected = whisper._retrieve_avg_logprobs(of_row[: len(ids)], ids, temperature).item()
+                # Without an end, transformers averages over one token less; OpenAI's code and this project count
+                # the end.
                 expected *= 1 if is_ended else length / (length + 1)
                 assert found[row].mean_log_probability == pytest.approx(expected, abs=1e-5)
             compared += is_ended
             plain = search.search(ours, encoded[row : row + 1], (FRAMES,), best=1)[0][0]
-            # Negative control: forbidden tokens change the normalisation.
+            # Negative control: suppressed tokens change the normalisation.
             assert plain.log_probability / (length + 1) < found[row].mean_log_probability - 1e-3
     assert compared > 3
 

@@ -1,4 +1,4 @@
-"""Whisper model folders are read completely or refused in a sentence, and rewritten with only the changes."""
+"""Whisper model folders are read completely or rejected with one sentence, and only changed files are rewritten."""
 
 import json
 import shutil
@@ -120,7 +120,7 @@ def test_rejected_or_failed_write_leaves_no_files(whisper_folders, tmp_path, mon
 
 
 def change_json(name: str, **changes: object) -> Callable[[Path], None]:
-    """Return a change to a JSON file; a value of ... removes the setting."""
+    """Return a function that changes settings of a JSON file in a folder; a value of ... removes the setting."""
 
     def change(folder: Path) -> None:
         found = json.loads((folder / name).read_text()) | changes
@@ -129,8 +129,8 @@ def change_json(name: str, **changes: object) -> Callable[[Path], None]:
     return change
 
 
-def written(name: str, data: str | bytes | None) -> Callable[[Path], None]:
-    """Return a change that writes this content to a file, or removes the file."""
+def write_or_remove(name: str, data: str | bytes | None) -> Callable[[Path], None]:
+    """Return a function that writes this content to a file in a folder, or removes the file."""
 
     def change(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
@@ -140,8 +140,8 @@ def written(name: str, data: str | bytes | None) -> Callable[[Path], None]:
     return change
 
 
-def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    """Return a change to the dictionary of tensors."""
+def change_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    """Return a function that applies `change` to the tensors of a folder."""
 
     def rewrite(folder: Path) -> None:
         found = safetensors.torch.load_file(folder / WEIGHTS)
@@ -156,7 +156,7 @@ def change_weight_bytes(change: Callable[[bytes], bytes]) -> Callable[[Path], No
 
 
 def index_tensor_in(file: object) -> Callable[[Path], None]:
-    """Return a change to an index that places one tensor in `file`."""
+    """Return a function that adds an index in which `file` holds the embedding."""
 
     def change(folder: Path) -> None:
         names = safetensors.torch.load_file(folder / WEIGHTS).keys()
@@ -173,35 +173,38 @@ def rename_to_pickle(folder: Path) -> None:
 
 
 def misplace_tensor(folder: Path) -> None:
-    """Place one tensor of the index in a file that does not contain it."""
+    """Add an index that places the embedding in a file that does not contain it."""
     index_tensor_in("other.safetensors")(folder)
     safetensors.torch.save_file({"something": torch.zeros(1)}, folder / "other.safetensors")
 
 
 CONFIG, GENERATION, PREPROCESSOR = "config.json", "generation_config.json", "preprocessor_config.json"
 BAD_FOLDERS = {
-    "no config": (written(CONFIG, None), r"it has no config\.json"),
-    "no JSON": (written(CONFIG, "{"), r"config\.json is not JSON"),
-    "no UTF-8": (written(CONFIG, b"\xff\xfe{}"), r"config\.json is not JSON"),
-    "nested JSON": (written(CONFIG, "[" * 100_000), r"config\.json is not JSON"),
-    "a list": (written(CONFIG, "[]"), r"config\.json is not a JSON object"),
-    "huge JSON": (written(CONFIG, " " * (2**22 + 1)), "more than 4194304 bytes"),
+    "no config": (write_or_remove(CONFIG, None), r"it has no config\.json"),
+    "not JSON": (write_or_remove(CONFIG, "{"), r"config\.json is not JSON"),
+    "not UTF-8": (write_or_remove(CONFIG, b"\xff\xfe{}"), r"config\.json is not JSON"),
+    "nested JSON": (write_or_remove(CONFIG, "[" * 100_000), r"config\.json is not JSON"),
+    "JSON list": (write_or_remove(CONFIG, "[]"), r"config\.json is not a JSON object"),
+    "huge JSON": (write_or_remove(CONFIG, " " * (2**22 + 1)), "more than 4194304 bytes"),
     "another model": (change_json(CONFIG, model_type="wav2vec2"), "of type 'wav2vec2'"),
     "no model type": (change_json(CONFIG, model_type=...), "of type None"),
-    "negative": (change_json(CONFIG, d_model=-64), "d_model in its config.json is -64"),
-    "2^40": (change_json(CONFIG, d_model=2**40), "d_model in its config.json is 1099511627776"),
+    "negative width": (change_json(CONFIG, d_model=-64), "d_model in its config.json is -64"),
+    "width of 2^40": (change_json(CONFIG, d_model=2**40), "d_model in its config.json is 1099511627776"),
     "2^40 layers": (change_json(CONFIG, encoder_layers=2**40), "encoder_layers in its config.json is 1099511627776"),
     "2^40 tokens": (change_json(CONFIG, vocab_size=2**40), "vocab_size in its config.json is 1099511627776"),
-    "true": (change_json(CONFIG, decoder_layers=True), "decoder_layers in its config.json is True"),
-    "half a width": (change_json(CONFIG, d_model=32.5), "d_model in its config.json is 32.5"),
+    "boolean layers": (change_json(CONFIG, decoder_layers=True), "decoder_layers in its config.json is True"),
+    "fractional width": (change_json(CONFIG, d_model=32.5), "d_model in its config.json is 32.5"),
     "no width": (change_json(CONFIG, d_model=...), "d_model in its config.json is None"),
-    "heads": (
+    "heads do not divide width": (
         change_json(CONFIG, encoder_attention_heads=5, decoder_attention_heads=5),
         "a dimension of 32 into 5 heads",
     ),
-    "other heads": (change_json(CONFIG, decoder_attention_heads=8), "decoder_attention_heads in its config.json is 8"),
-    "other layers": (change_json(CONFIG, encoder_layers=3), r"it has no tensor model\.encoder\.layers\.2\."),
-    "fewer layers": (
+    "different numbers of heads": (
+        change_json(CONFIG, decoder_attention_heads=8),
+        "decoder_attention_heads in its config.json is 8",
+    ),
+    "missing layer": (change_json(CONFIG, encoder_layers=3), r"it has no tensor model\.encoder\.layers\.2\."),
+    "unexpected layer": (
         change_json(CONFIG, encoder_layers=1),
         r"its tensor model\.encoder\.layers\.1\.\S+ is not part of",
     ),
@@ -211,8 +214,8 @@ BAD_FOLDERS = {
         change_json(CONFIG, activation_function="relu"),
         "activation_function in its config.json is 'relu'",
     ),
-    "no preprocessor": (written(PREPROCESSOR, None), r"it has no preprocessor_config\.json"),
-    "128 bands": (
+    "no preprocessor": (write_or_remove(PREPROCESSOR, None), r"it has no preprocessor_config\.json"),
+    "128 mel bins": (
         change_json(PREPROCESSOR, feature_size=128),
         "feature_size in its preprocessor_config.json is 128, .* 80",
     ),
@@ -224,59 +227,67 @@ BAD_FOLDERS = {
         change_json(PREPROCESSOR, sampling_rate=8000),
         "sampling_rate in its preprocessor_config.json is 8000",
     ),
-    "no generation": (written(GENERATION, "nothing"), r"generation_config\.json is not JSON"),
-    "a token too many": (
+    "generation_config is not JSON": (write_or_remove(GENERATION, "nothing"), r"generation_config\.json is not JSON"),
+    "suppressed token out of range": (
         change_json(GENERATION, suppress_tokens=[1_865]),
         "suppress_tokens in .* contains the token 1865",
     ),
-    "a language too many": (
+    "negative language token": (
         change_json(GENERATION, lang_to_id={"<|xx|>": -1}),
         "lang_to_id in .* contains the token -1",
     ),
-    "no head": (change_json(GENERATION, alignment_heads=[[0, 4]]), "alignment_heads in its generation_config.json"),
-    "no pairs": (change_json(GENERATION, alignment_heads=[3]), "alignment_heads in its generation_config.json"),
-    "no weights": (written(WEIGHTS, None), r"it has no model\.safetensors"),
+    "alignment head out of range": (
+        change_json(GENERATION, alignment_heads=[[0, 4]]),
+        "alignment_heads in its generation_config.json",
+    ),
+    "alignment heads are not pairs": (
+        change_json(GENERATION, alignment_heads=[3]),
+        "alignment_heads in its generation_config.json",
+    ),
+    "no weights": (write_or_remove(WEIGHTS, None), r"it has no model\.safetensors"),
     "pickle": (rename_to_pickle, r"its pytorch_model\.bin is pickle, .* convert it .*save_pretrained"),
-    "cut": (change_weight_bytes(lambda data: data[:-100]), r"its model\.safetensors is damaged"),
-    "cut in the header": (change_weight_bytes(lambda data: data[:5_000]), r"its model\.safetensors is damaged"),
+    "truncated weights": (change_weight_bytes(lambda data: data[:-100]), r"its model\.safetensors is damaged"),
+    "truncated header": (change_weight_bytes(lambda data: data[:5_000]), r"its model\.safetensors is damaged"),
     "empty": (change_weight_bytes(lambda data: b""), r"its model\.safetensors is damaged"),
     "header of 2^60": (
         change_weight_bytes(lambda data: (2**60).to_bytes(8, "little") + data[8:]),
         r"its header states 1152921504606846976 bytes",
     ),
-    "lying offsets": (
+    "wrong offsets": (
         change_weight_bytes(lambda data: data.replace(b'"data_offsets":[0,', b'"data_offsets":[4,', 1)),
         r"its model\.safetensors is damaged",
     ),
-    "a tensor less": (tensors(lambda found: found.pop(EMBEDDING)), f"it has no tensor {EMBEDDING}"),
-    "a tensor more": (
-        tensors(lambda found: found.update(more=torch.zeros(1))),
+    "missing tensor": (change_tensors(lambda found: found.pop(EMBEDDING)), f"it has no tensor {EMBEDDING}"),
+    "unexpected tensor": (
+        change_tensors(lambda found: found.update(more=torch.zeros(1))),
         "its tensor more is not part of Whisper",
     ),
-    "another shape": (
-        tensors(lambda found: found.update({"model.decoder.layer_norm.bias": torch.zeros(1, 32)})),
+    "tensor of another shape": (
+        change_tensors(lambda found: found.update({"model.decoder.layer_norm.bias": torch.zeros(1, 32)})),
         r"model\.decoder\.layer_norm\.bias has the shape \(1, 32\)",
     ),
-    "integers": (
-        tensors(lambda found: found.update({"model.decoder.layer_norm.bias": torch.zeros(32, dtype=torch.int32)})),
+    "integer tensor": (
+        change_tensors(
+            lambda found: found.update({"model.decoder.layer_norm.bias": torch.zeros(32, dtype=torch.int32)})
+        ),
         r"model\.decoder\.layer_norm\.bias is of type I32",
     ),
     "NaN": (
-        tensors(lambda found: found[EMBEDDING][7].fill_(torch.nan)),
+        change_tensors(lambda found: found[EMBEDDING][7].fill_(torch.nan)),
         f"its {EMBEDDING} contains values that are not finite",
     ),
-    "another head": (
-        tensors(lambda found: found.update({"proj_out.weight": found[EMBEDDING] + 1})),
+    "output layer differs": (
+        change_tensors(lambda found: found.update({"proj_out.weight": found[EMBEDDING] + 1})),
         r"its proj_out\.weight differs from its model\.decoder\.embed_tokens\.weight, to which",
     ),
-    "above the folder": (
+    "weight file outside folder": (
         index_tensor_in("../x.safetensors"),
         r"lists '\.\./x\.safetensors', which is not a weight file",
     ),
-    "an absolute path": (index_tensor_in("/etc/passwd"), "lists '/etc/passwd', which is not a weight file"),
-    "a number": (index_tensor_in(7), "lists 7, which is not a weight file"),
-    "a file too many": (index_tensor_in("absent.safetensors"), r"it has no absent\.safetensors"),
-    "a tensor elsewhere": (misplace_tensor, "the tensors in its .* differ from its model.safetensors.index.json"),
+    "absolute path": (index_tensor_in("/etc/passwd"), "lists '/etc/passwd', which is not a weight file"),
+    "number as file name": (index_tensor_in(7), "lists 7, which is not a weight file"),
+    "missing shard": (index_tensor_in("absent.safetensors"), r"it has no absent\.safetensors"),
+    "tensor in another file": (misplace_tensor, "the tensors in its .* differ from its model.safetensors.index.json"),
 }
 
 
@@ -293,15 +304,15 @@ def test_bad_folder_is_rejected_with_one_sentence(case, whisper_folders, tmp_pat
 
 
 def test_valid_folder_is_accepted(whisper_folders, tmp_path):
-    """Negative control: only the changes of the table are errors; optional files may be absent."""
+    """Negative control of the table: optional files may be missing, and an equal output layer is accepted."""
     folder = tmp_path / "folder"
     shutil.copytree(whisper_folders["tiny"], folder)
-    tensors(lambda found: found.update({"proj_out.weight": found[EMBEDDING].clone()}))(folder)
-    written(GENERATION, None)(folder)
+    change_tensors(lambda found: found.update({"proj_out.weight": found[EMBEDDING].clone()}))(folder)
+    write_or_remove(GENERATION, None)(folder)
     (folder / "processor_config.json").write_text(
         json.dumps({"feature_extractor": json.loads((folder / PREPROCESSOR).read_text())})
     )
-    written(PREPROCESSOR, None)(folder)
+    write_or_remove(PREPROCESSOR, None)(folder)
     base = read_whisper_folder(folder)
     assert base.build().decoder.embedding.weight.isfinite().all() and base.generation == {}
     weights = base.weights()

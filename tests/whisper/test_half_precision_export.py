@@ -32,7 +32,7 @@ def write_base(folder: Path, formats: tuple[torch.dtype, ...]) -> Path:
 
 
 def change_weights(base: Path) -> tuple[TunedWhisper, dict[str, torch.Tensor]]:
-    """Return the model after a small change of every weight, and its weights by their names in the file."""
+    """Return the model with all weights slightly changed, and these weights by their names in the file."""
     folder = read_pretrained_whisper(base).folder
     generator = torch.Generator().manual_seed(1)
     weights = {name: t + 0.01 * torch.randn(t.shape, generator=generator) for name, t in folder.weights().items()}

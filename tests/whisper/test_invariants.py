@@ -1,6 +1,6 @@
-"""The project's invariants on Whisper: trained whole, partly frozen, or with LoRA; transformers is not needed.
+"""The project's invariants on Whisper, trained fully, partly frozen, or with LoRA. Needs no transformers.
 
-The invariants are described in tests/invariants; the planned peak and exact resume have test files of their own.
+tests/invariants describes them. The planned peak and exact resume have their own test files.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ from tests.whisper.parts import FOUR_UTTERANCES, SHAPE, is_trained, whisper_conf
 RECOMPUTED = ["never", "always"]
 FIVE_UTTERANCES = speeches(5)
 GLOBAL_BATCH = global_batch(FOUR_UTTERANCES, 2)
-BLOCKS_BELOW = {"full": 0, "LoRA": 1, "one block": 2, "encoder": 3}  # number of blocks without trained parameters below
+BLOCKS_BELOW = {"full": 0, "LoRA": 1, "one block": 2, "encoder": 3}  # number of frozen blocks at the bottom
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
@@ -53,8 +53,8 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 def test_gradients_do_not_depend_on_micro_batch_size(mode, recompute):
     parts = whisper_parts(mode, whisper_config(recompute))
     trained = {name for name, _ in parts.model.named_parameters() if is_trained(name, mode)}
-    for spoken in (FOUR_UTTERANCES, FIVE_UTTERANCES):
-        check_gradients_of_splits(parts, trained, spoken, global_batch)
+    for utterances in (FOUR_UTTERANCES, FIVE_UTTERANCES):
+        check_gradients_of_splits(parts, trained, utterances, global_batch)
 
 
 @every_mode
@@ -73,7 +73,7 @@ def test_recomputation_gives_bit_identical_gradients(mode, first):
             found.append(gradients(tried, GLOBAL_BATCH))
         flop.append(counter.get_total_flops())
     assert are_equal(*found)
-    # Below the trained blocks nothing is kept, so nothing is recomputed.
+    # Below the trained blocks no activations are kept, so nothing is recomputed.
     assert (flop[1] > flop[0]) == (policy(1.0).count > BLOCKS_BELOW[mode])
 
 
@@ -101,18 +101,18 @@ def step_without_failure(mode: str) -> tuple[StepReport, dict[str, torch.Tensor]
 
 @pytest.mark.parametrize(("mode", "where", "when"), crossed(MODES, ("forward", "backward"), FAILING))
 def test_step_split_after_out_of_memory_equals_unsplit_step(mode, where, when):
-    parts, (undisturbed, whole), when = whisper_parts(mode), step_without_failure(mode), FAILING[when]
-    first_decoder_block = SHAPE.encoder_layers + 1  # first block of the decoder: the second one has its gradient
+    parts, (expected, expected_state), when = whisper_parts(mode), step_without_failure(mode), FAILING[when]
+    decoder_block = SHAPE.encoder_layers + 1  # the first one; the second one already has its gradients
     failing = (
         failing_forward(parts, when, ERRORS["cpu"])
         if where == "forward"
-        else failing_backward(parts, when, ERRORS["cuda"], first_decoder_block)
+        else failing_backward(parts, when, ERRORS["cuda"], decoder_block)
     )
     report = train_step(failing, global_batch(FOUR_UTTERANCES, 2), 3)
-    assert (undisturbed.splits, report.splits) == (0, 1) and not report.is_skipped
+    assert (expected.splits, report.splits) == (0, 1) and not report.is_skipped
     for name in ("loss", "attention_loss", "gradient_norm"):
-        assert getattr(report, name) == pytest.approx(getattr(undisturbed, name), rel=BOUND, abs=0)
-    assert largest_difference(whole, state_of(parts)) < BOUND
+        assert getattr(report, name) == pytest.approx(getattr(expected, name), rel=BOUND, abs=0)
+    assert largest_difference(expected_state, state_of(parts)) < BOUND
 
 
 @every_mode
@@ -126,18 +126,18 @@ def test_negative_control_gradients_of_failed_attempt_change_the_step(mode, monk
 
 
 def global_batch_of_five() -> GlobalBatch:
-    """Return five fp32 micro-batches of one, an uneven split over two threads, in concurrent order."""
+    """Return five fp32 micro-batches of one utterance, which two threads cannot share evenly, in concurrent order."""
     cut = global_batch([dataclasses.replace(one, waveform=one.waveform.float()) for one in FIVE_UTTERANCES], 1)
     return dataclasses.replace(cut, micro_batches=order_for_concurrency(cut.micro_batches, 2))
 
 
-def trained(mode: str, concurrent_micro_batches: int, recompute: str = "never") -> dict[str, torch.Tensor]:
+def train_two_steps(mode: str, concurrent_micro_batches: int, recompute: str = "never") -> dict[str, torch.Tensor]:
     """Return the weights, optimizer state and losses after two steps."""
     torch.set_num_threads(2)
     parts = whisper_parts(
         mode, whisper_config(recompute, concurrent_micro_batches=concurrent_micro_batches), torch.float32
     )
-    torch.set_num_threads(concurrent_micro_batches)  # one thread per product
+    torch.set_num_threads(concurrent_micro_batches)  # one thread per micro-batch
     reports = [train_step(parts, global_batch_of_five(), number) for number in range(2)]
     assert parts.forward.concurrent_micro_batches == concurrent_micro_batches and all(
         isinstance(report, StepReport) for report in reports
@@ -158,17 +158,17 @@ def delay_first_micro_batch(monkeypatch: pytest.MonkeyPatch, seconds: float) -> 
 
 @pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
 def test_concurrent_micro_batches_equal_sequential_at_any_timing(mode, recompute, monkeypatch, two_threads):
-    expected = trained(mode, 1, recompute)
-    assert are_equal(trained(mode, 2, recompute), expected)
+    expected = train_two_steps(mode, 1, recompute)
+    assert are_equal(train_two_steps(mode, 2, recompute), expected)
     delay_first_micro_batch(monkeypatch, 0.1)
-    assert are_equal(trained(mode, 2, recompute), expected)
+    assert are_equal(train_two_steps(mode, 2, recompute), expected)
 
 
 def test_negative_control_without_ordering_results_depend_on_timing(monkeypatch, two_threads):
-    expected = trained("LoRA", 1)
+    expected = train_two_steps("LoRA", 1)
     monkeypatch.setattr(OrderedAccumulation, "_wait", lambda self, index, gradient=None: None)
     delay_first_micro_batch(monkeypatch, 1.0)
-    assert not are_equal(trained("LoRA", 2), expected)
+    assert not are_equal(train_two_steps("LoRA", 2), expected)
 
 
 @every_mode
@@ -215,12 +215,11 @@ def decode_greedily(parts: StepParts) -> RecognizedPortion:
 @pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
 def test_decoding_and_gradients_do_not_affect_each_other(mode, recompute):
     parts = whisper_parts(mode, whisper_config(recompute))
-    alone, said = gradients(parts, GLOBAL_BATCH), []
+    alone, results = gradients(parts, GLOBAL_BATCH), []
     for _ in range(2):
-        said.append(decode_greedily(parts))
+        results.append(decode_greedily(parts))
         assert are_equal(gradients(parts, GLOBAL_BATCH), alone)
-    assert said[0] == said[1] and max(len(one.hypothesis.split()) for one in said[0].scored) > FIRST_CAPACITY
+    assert results[0] == results[1] and max(len(one.hypothesis.split()) for one in results[0].scored) > FIRST_CAPACITY
     train_step(parts, global_batch(FOUR_UTTERANCES, 2), 0)
-    assert decode_greedily(parts) != said[0] and not are_equal(
-        gradients(parts, GLOBAL_BATCH), alone
-    )  # negative control
+    # Negative control: after a step, both differ.
+    assert decode_greedily(parts) != results[0] and not are_equal(gradients(parts, GLOBAL_BATCH), alone)

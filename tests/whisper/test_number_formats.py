@@ -1,4 +1,4 @@
-"""Hugging Face folders of every number format and file layout: read exactly, written in the same formats and files."""
+"""Hugging Face folders of all number formats and layouts are read exactly and written in the same formats and files."""
 
 import json
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ def test_transformers_reads_exported_half_precision_folder(formats, tmp_path):
 
 
 def write_pickles(base: Base, shards: int) -> None:
-    """Write the same tensors as pickle, as older folders have them with or without safetensors."""
+    """Write the same tensors as pickle files, as in older folders."""
     if shards == 1:
         torch.save(base.tensors, base.path / "pytorch_model.bin")
         return

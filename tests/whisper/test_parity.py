@@ -68,7 +68,8 @@ def test_features_equal_transformers(mel_bins, seconds, loudness):
     lengths = (1, 399, 5_001, window - 161, window - 1, window)
     waves = [loudness * torch.randn(n, generator=generator) * torch.linspace(0, 9, n).sin() for n in lengths]
     expected = torch.stack([transformers_features(wave, mel_bins, seconds) for wave in waves])
-    padded = torch.nn.utils.rnn.pad_sequence(waves, batch_first=True, padding_value=0.3)  # padding does not matter
+    # The padding value must not matter.
+    padded = torch.nn.utils.rnn.pad_sequence(waves, batch_first=True, padding_value=0.3)
     together, frames = front_end(padded, lengths, None)
     assert frames == (100 * seconds,) * 6 and float((together - expected).abs().max()) <= 2e-5
     for wave, row in zip(waves[:3], together, strict=False):
@@ -76,8 +77,8 @@ def test_features_equal_transformers(mel_bins, seconds, loudness):
         assert float((alone[0] - row).abs().max()) <= 1e-6
         silence = row[-(-(len(wave) + 200) // 160) :]
         assert len(silence) == 0 or (silence == silence[0, 0]).all()
-        heard, floor = front_end.log_mel(wave[None], (len(wave),))
-        assert heard.shape[2] <= 3 + len(wave) / 160 and len(silence) == 0 or silence[0, 0] == floor.item()
+        unpadded, floor = front_end.log_mel(wave[None], (len(wave),))
+        assert unpadded.shape[2] <= 3 + len(wave) / 160 and len(silence) == 0 or silence[0, 0] == floor.item()
 
 
 def test_negative_control_other_maximum_or_scaled_bands_are_detected():
@@ -92,7 +93,7 @@ def test_negative_control_other_maximum_or_scaled_bands_are_detected():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_equal_transformers(name, whisper_folders):
-    """The logits are equal bit for bit if both compute their products with the same library."""
+    """The logits are bit-identical if both models use the same library for matrix products."""
     kind, tokens = KINDS[name], random_batch(KINDS[name], *LENGTHS).decoder_tokens
     model, features = read_whisper_folder(whisper_folders[name]).build().eval(), random_features(kind, 3)
     other = read_reference(whisper_folders[name])
@@ -146,7 +147,9 @@ def test_negative_control_changed_network_is_detected(change, monkeypatch):
                     module.eps = 1e-6
         elif change == "tanh":
             monkeypatch.setattr(blocks.F, "gelu", functools.partial(F.gelu, approximate="tanh"))
-        elif change == "bias of keys":  # softmax is invariant to a bias of the keys, but not of the values
+        elif (
+            change == "bias of keys"
+        ):  # a bias of the keys would not change the softmax, so the values' bias is changed
             ours.encoder.blocks[0].self_attention.value.bias.zero_()
         else:
             ours.encoder.positions.copy_(ours.encoder.positions.flip(0))
@@ -160,7 +163,7 @@ def test_sinusoidal_positions_equal_transformers():
 
 
 def greedy_by_transformers(model: torch.nn.Module, features: torch.Tensor, kind: Kind, most: int) -> list[list[int]]:
-    """Return the likeliest token at each step, without Whisper's rules on allowed tokens."""
+    """Return greedy ids without Whisper's rules on allowed tokens."""
     start = torch.full((len(features), 1), kind.special.start)
     settings = transformers.GenerationConfig(
         max_new_tokens=most, do_sample=False, eos_token_id=kind.end, pad_token_id=kind.end, use_cache=True
@@ -174,12 +177,12 @@ def greedy_by_transformers(model: torch.nn.Module, features: torch.Tensor, kind:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_greedy_ids_equal_transformers(name):
-    kind, said = KINDS[name], []
+    kind, all_ids = KINDS[name], []
     for seed in range(5):
         model = reference(kind, seed)
         with torch.no_grad():
             model.model.decoder.embed_tokens.weight[kind.end] *= 2.5  # makes some hypotheses end
-            # The project forbids this token, transformers does not.
+            # The project suppresses this token, transformers does not.
             model.model.decoder.embed_tokens.weight[kind.special.start] *= 0.1
         features = random_features(kind, 3, seed)
         ours = to_project_model(model, kind)
@@ -187,9 +190,9 @@ def test_greedy_ids_equal_transformers(name):
             encoded, lengths = ours.encoder(features, (100,) * 3, keep_activations)
         expected = greedy_by_transformers(model, features, kind, min(ours.decoder.most_tokens, lengths[0]))
         assert BeamDecode(1, 0.0, 0.0, None, 0.0, kind.special)(ours, encoded, lengths) == expected
-        said += map(tuple, expected)
-    assert kind.special.start not in {token for row in said for token in row}
-    assert len(set(said)) > 8 and len(set(map(len, said))) > 2
+        all_ids += map(tuple, expected)
+    assert kind.special.start not in {token for row in all_ids for token in row}
+    assert len(set(all_ids)) > 8 and len(set(map(len, all_ids))) > 2
 
 
 def test_hypotheses_are_limited_by_decoder_positions():

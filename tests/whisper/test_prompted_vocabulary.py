@@ -1,4 +1,4 @@
-"""Labels, prompts and suppressed tokens equal those from transformers' tokenizer, for any ids in the model files."""
+"""Labels, prompts and suppressed tokens equal those of transformers' tokenizer, whatever the ids of special tokens."""
 
 import copy
 import dataclasses
@@ -34,7 +34,7 @@ whisper = pytest.importorskip("transformers.models.whisper.tokenization_whisper"
 configuration = pytest.importorskip("transformers.models.whisper.configuration_whisper")
 
 LANGUAGES = tuple(whisper.LANGUAGES)
-KINDS = {"99": LANGUAGES[:-1], "100": LANGUAGES}  # the second as in large-v3: later ids are one higher
+KINDS = {"99": LANGUAGES[:-1], "100": LANGUAGES}  # 100 as in large-v3: the ids after the languages are one higher
 TEXT = f"{WORDS[0]} {WORDS[4]}, {WORDS[5]}!"
 
 
@@ -46,11 +46,11 @@ def write_small_vocabulary(folder: Path, languages: tuple[str, ...]) -> Path:
 
 @pytest.fixture(scope="module", params=["99", "100", "real", "saved"])
 def folder(request, tmp_path_factory) -> Path:
-    """Return small vocabularies with both numbers of languages, the real one, and one written by transformers."""
+    """Write a small vocabulary of 99 or 100 languages, the real one, or one saved by transformers."""
     place = tmp_path_factory.mktemp(request.param) / "files"
     if request.param == "real":
         if not RANKS.exists():
-            pytest.skip(f"{RANKS} is not there: small vocabularies alone are tested.")
+            pytest.skip(f"{RANKS} is missing: only small vocabularies are tested.")
         found = real_vocabulary()
         return write_vocabulary_files(place, *found, added_token_ids(found[0], KINDS["99"]))
     if request.param == "saved":
@@ -74,9 +74,11 @@ def hf_tokenizer(folder):
 
 
 def prompted_vocabulary(of: Path | BytePairs, language: str | None = "mr", task: str | None = "transcribe", **changes):
-    """Return the vocabulary of a folder, or of its parsed byte pairs, with this prompt."""
+    """Return the vocabulary of a folder, or of byte pairs that were read before, with this prompt."""
     pairs = read_byte_pairs(of) if isinstance(of, Path) else of
-    tokens = ModelTokens(changes.get("size", pairs.size), 448, changes.get("en", False), changes.get("said", {}))
+    tokens = ModelTokens(
+        changes.get("size", pairs.size), 448, changes.get("en", False), changes.get("generation_config", {})
+    )
     return PromptedVocabulary(pairs, Prompt(language, task), tokens)
 
 
@@ -98,12 +100,12 @@ def test_labels_and_prompts_equal_transformers(pairs, hf_tokenizer, language, ta
 
 def test_batch_has_prompt_in_decoder_inputs_and_targets(pairs):
     ours = prompted_vocabulary(pairs)
-    said = pairs.decode([0]) + TEXT
-    speech = Example("u", torch.zeros(10), ours.encode(said), None)
+    transcript = pairs.decode([0]) + TEXT
+    speech = Example("u", torch.zeros(10), ours.encode(transcript), None)
     check_tokens(speech, ours.size, ours.special)
     batch = collate([speech], ours.special)
-    text = pairs.encode(said)
-    assert text[0] == 0  # another vocabulary has its blank at this id
+    text = pairs.encode(transcript)
+    assert text[0] == 0  # the blank of other vocabularies has this id
     assert batch.decoder_tokens[0].tolist() == [ours.special.start, *ours.prefix, *text]
     assert batch.targets[0].tolist() == [*ours.prefix, *text, ours.special.end]
     assert batch.decoder_tokens[0].tolist().count(ours.special.start) == 1
@@ -111,10 +113,15 @@ def test_batch_has_prompt_in_decoder_inputs_and_targets(pairs):
 
 def test_decoding_omits_prompt_and_timestamps(pairs, hf_tokenizer):
     ours = prompted_vocabulary(pairs)
-    said = [ours.special.start, *ours.encode_with_times(f" {TEXT}", 1.0, None), ours.time_token(30.0), ours.special.end]
-    text = said[len(ours.prefix_with_times) + 2 : -2]
-    assert ours.decode(said) == TEXT == hf_tokenizer.decode(text).strip() and text == pairs.encode(f" {TEXT}")
-    assert [ours.seconds_of(token) for token in said[3:4] + said[-2:]] == [1.0, 30.0, None]
+    tokens = [
+        ours.special.start,
+        *ours.encode_with_times(f" {TEXT}", 1.0, None),
+        ours.time_token(30.0),
+        ours.special.end,
+    ]
+    text = tokens[len(ours.prefix_with_times) + 2 : -2]
+    assert ours.decode(tokens) == TEXT == hf_tokenizer.decode(text).strip() and text == pairs.encode(f" {TEXT}")
+    assert [ours.seconds_of(token) for token in tokens[3:4] + tokens[-2:]] == [1.0, 30.0, None]
     assert ours.time_token(99.0) == ours.time_token(30.0) == ours.size - 1
 
 
@@ -123,7 +130,7 @@ def test_stored_vocabulary_is_restored_equal(pairs):
     for other in (vocabulary_of(ours.model), copy.copy(ours)):
         assert (other.model, other.prefix, other.special) == (ours.model, ours.prefix, ours.special)
         assert other.encode(TEXT) == ours.encode(TEXT)
-    assert prompted_vocabulary(pairs, "mr").model != ours.model  # label counts are stored per model
+    assert prompted_vocabulary(pairs, "mr").model != ours.model  # cached label counts have it as key
 
 
 def test_unknown_language_is_rejected_with_available_ones(tmp_path):
@@ -134,8 +141,8 @@ def test_unknown_language_is_rejected_with_available_ones(tmp_path):
         "Marathi": "the model has no token for it. Use one of en, hi, mr.",
         None: "--language with one of en, hi, mr",
     }
-    for language, said in refused.items():
-        with pytest.raises(UsageError, match=said):
+    for language, message in refused.items():
+        with pytest.raises(UsageError, match=message):
             prompted_vocabulary(folder, language)
     with pytest.raises(UsageError, match="--task sing is unknown: use transcribe or translate"):
         prompted_vocabulary(folder, "mr", "sing")
@@ -161,10 +168,8 @@ def test_vocabulary_files_may_omit_only_timestamp_tokens(tmp_path):
         prompted_vocabulary(folder)
     named = {name: token for name, token in added_token_ids(found[0], ("mr",)).items() if "." not in name}
     write_vocabulary_files(folder, *found, named)
-    older, plain = (
-        prompted_vocabulary(folder, size=len(found[0]) + len(named) + 1501),
-        prompted_vocabulary(folder),
-    )  # it does not name the times
+    # The files have no time tokens; the model of the first vocabulary has them.
+    older, plain = (prompted_vocabulary(folder, size=len(found[0]) + len(named) + 1501), prompted_vocabulary(folder))
     assert older.seconds_of(older.size - 1) == 30.0 and older.piece(older.size - 1) == f"<|{older.size - 1}|>"
     assert older.decode([*older.encode(TEXT), older.size - 1]) == TEXT
     with pytest.raises(UsageError, match="no timestamp tokens"):
@@ -182,7 +187,7 @@ def test_invalid_stored_vocabulary_is_rejected_with_one_sentence(kept):
 
 def test_generation_rules_come_from_files_or_vocabulary(folder, pairs):
     settings = {"suppress_tokens": [1, 2], "begin_suppress_tokens": [7], "max_initial_timestamp_index": 3}
-    ours = prompted_vocabulary(pairs, said=settings | {"return_timestamps": False})
+    ours = prompted_vocabulary(pairs, generation_config=settings | {"return_timestamps": False})
     rules = vocabulary_of(ours.saying_times().model).rules
     assert (rules.suppressed, rules.suppressed_first, rules.most_tokens) == ((1, 2), (7,), 445)
     assert rules.times == TimeRules(ours.no_times, ours.first_time, 3) and rules.prompt == ours.prefix_with_times
@@ -198,9 +203,9 @@ def test_generation_rules_come_from_files_or_vocabulary(folder, pairs):
         assert made.suppressed_first == (220, 50257)
     for wrong in ([ours.size], [-2], ["a"], 5, [True]):
         with pytest.raises(DataError, match="suppress_tokens is not a list of the model's tokens"):
-            prompted_vocabulary(pairs, said={"suppress_tokens": wrong})
+            prompted_vocabulary(pairs, generation_config={"suppress_tokens": wrong})
     with pytest.raises(DataError, match="max_initial_timestamp_index"):
-        prompted_vocabulary(pairs, said={"max_initial_timestamp_index": "50"})
+        prompted_vocabulary(pairs, generation_config={"max_initial_timestamp_index": "50"})
 
 
 def test_labels_beyond_decoder_positions_are_rejected_with_reason(pairs):

@@ -1,4 +1,4 @@
-"""Segments equal those from transformers' tokenizer; words get their times from them, within the audio of the piece."""
+"""Segments equal those of transformers' tokenizer, and word times lie within segment and audio."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ from tests.whisper.byte_vocabularies import TIMES
 from tests.whisper.folders import FRAMES, SECONDS, reference, to_project_model, transformers
 from tests.whisper.vocabularies import kind_of, read_vocabulary, write_vocabulary
 
-LAST_TEXT = 255  # the last of the bytes
+LAST_TEXT = 255  # id of the last byte
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +38,18 @@ def vocabulary(folder: Path) -> PromptedVocabulary:
 
 @pytest.fixture(scope="module")
 def hf_tokenizer(folder: Path):
-    """Return transformers' tokenizer with the special tokens of the published files."""
+    """Return transformers' tokenizer with the special tokens of published files."""
     names = json.loads((folder / "added_tokens.json").read_text())
     special = [name for name in names if name not in TIMES]
     return transformers.WhisperTokenizer.from_pretrained(str(folder), additional_special_tokens=special)
 
 
-def segment_tuples(segments: list[TimedSegment], vocabulary: PromptedVocabulary) -> list[tuple[str, float, float]]:
+def tuples(segments: list[TimedSegment], vocabulary: PromptedVocabulary) -> list[tuple[str, float, float]]:
     return [(vocabulary.decode(s.tokens), pytest.approx(s.begin), pytest.approx(s.end)) for s in segments]
 
 
 def transformers_segments(tokens: list[int], hf_tokenizer) -> list[tuple[str, float, float]]:
-    """Return the closed segments: their list omits an open last one."""
+    """Return the segments from transformers, which omits a last segment without end time."""
     return [
         (found["text"].strip(), *found["timestamp"])
         for found in hf_tokenizer.decode(tokens, output_offsets=True)["offsets"]
@@ -72,7 +72,7 @@ def test_segments_equal_transformers(vocabulary, hf_tokenizer, segments, is_open
         tokens += [vocabulary.first_time + begin, *text, vocabulary.first_time + step]
     tokens = tokens[:-1] if is_open else tokens
     found = timed_segments(tokens, vocabulary, 30.0)
-    assert segment_tuples(found[:-1] if is_open else found, vocabulary) == transformers_segments(tokens, hf_tokenizer)
+    assert tuples(found[:-1] if is_open else found, vocabulary) == transformers_segments(tokens, hf_tokenizer)
     assert len(found) == len(segments) and (not is_open or found[-1].end == 30.0)
     assert [token for segment in found for token in segment.tokens] == [t for t in tokens if t < vocabulary.first_time]
 
@@ -80,18 +80,15 @@ def test_segments_equal_transformers(vocabulary, hf_tokenizer, segments, is_open
 def test_negative_control_changed_time_is_detected(vocabulary, hf_tokenizer):
     time = vocabulary.time_token
     tokens = [time(0.5), 65, time(1.0)]
-    assert segment_tuples(timed_segments(tokens, vocabulary, 30.0), vocabulary) == transformers_segments(
+    assert tuples(timed_segments(tokens, vocabulary, 30.0), vocabulary) == transformers_segments(tokens, hf_tokenizer)
+    assert tuples(timed_segments([*tokens[:2], time(1.02)], vocabulary, 30.0), vocabulary) != transformers_segments(
         tokens, hf_tokenizer
     )
-    assert segment_tuples(
-        timed_segments([*tokens[:2], time(1.02)], vocabulary, 30.0), vocabulary
-    ) != transformers_segments(tokens, hf_tokenizer)
 
 
 def test_segments_of_decoded_tokens_equal_transformers(vocabulary, hf_tokenizer):
-    named = range(
-        vocabulary.special.start, vocabulary.no_times
-    )  # the rules treat a language as text, and no trained model predicts one
+    # The rules treat language and task tokens as text; no trained model predicts them.
+    named = range(vocabulary.special.start, vocabulary.no_times)
     rules = dataclasses.replace(vocabulary.rules, suppressed=(*vocabulary.rules.suppressed, *named))
     search = BeamDecode(1, 0.0, 0.0, None, 0.0, vocabulary.special, rules)
     compared = 0
@@ -103,9 +100,7 @@ def test_segments_of_decoded_tokens_equal_transformers(vocabulary, hf_tokenizer)
             found = search(model, encoded, (FRAMES,) * 3)
         for tokens in found:
             segments, expected = timed_segments(tokens, vocabulary, 30.0), transformers_segments(tokens, hf_tokenizer)
-            assert segment_tuples(segments[: len(expected)], vocabulary) == expected and len(segments) - len(
-                expected
-            ) in (0, 1)
+            assert tuples(segments[: len(expected)], vocabulary) == expected and len(segments) - len(expected) in (0, 1)
             compared += len(expected)
     assert compared > 20
 
@@ -125,7 +120,7 @@ def test_segment_times_are_ordered_and_within_the_audio(vocabulary):
 
 
 def recognized_words(vocabulary: PromptedVocabulary, tokens: list[int], seconds: float):
-    """Return the words for a recording of noise if the decoder always returns these tokens."""
+    """Return the words of a recording of noise that is decoded into these tokens."""
     shape = WhisperShape(8, 1, 1, 1, 8, 80, vocabulary.size, 50 * SECONDS, 64)
     architecture = WhisperArchitecture(shape)
     model, front_end = architecture.build().eval(), architecture.build_front_end(AugmentConfig())
@@ -150,5 +145,5 @@ def test_word_times_are_within_segment_and_audio(vocabulary, seconds):
     assert [each.text for each in untimed] == ["a", "b"]
     assert 0 == untimed[0].start <= untimed[0].end == untimed[1].start <= untimed[1].end <= seconds
     late = [time(0.1), *word[" a"], time(0.9), time(0.9), *word[" b"], time(1.0)]  # after the end of the audio
-    # Words after the audio are outside the core of every piece.
+    # Words after the end of the audio are outside the core of every piece.
     assert [each.text for each in recognized_words(vocabulary, late, 0.4)] == ["a"]

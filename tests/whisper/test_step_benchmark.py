@@ -1,4 +1,4 @@
-"""The benchmark against transformers takes the same step on both sides, and refuses unsupported options."""
+"""The benchmark takes the same step in this project and in transformers, and rejects invalid flags."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import run_script, well
 
 pytest.importorskip(
-    "transformers", reason="transformers, beside which it measures, is not installed: pip install -e .[test]"
+    "transformers", reason="transformers, with which the step is compared, is not installed: pip install -e .[test]"
 )
 pytestmark = pytest.mark.full
 

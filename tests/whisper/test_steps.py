@@ -19,7 +19,7 @@ from konkanivani.training.step import StepParts, train_step
 from tests.whisper.folders import KINDS, labels_of, random_batch, reference, to_project_model
 
 KIND = dataclasses.replace(KINDS["tiny"], vocab_size=300, end=280)
-STEPS, WARMUP, PEAK, DECAY, LARGEST_NORM = 20, 4, 3e-4, 0.1, 3.3  # some gradients exceed the norm
+STEPS, WARMUP, PEAK, DECAY, LARGEST_NORM = 20, 4, 3e-4, 0.1, 3.3  # the norms of some gradients are larger
 LABELS = (9, 3, 1, 14)
 SCHEDULE = OptimizerConfig(
     learning_rate=PEAK, warmup_steps=WARMUP, weight_decay=DECAY, max_grad_norm=LARGEST_NORM, schedule="cosine"
@@ -28,7 +28,7 @@ SCHEDULE = OptimizerConfig(
 
 @dataclasses.dataclass
 class ManualAdamW:
-    """transformers' model with AdamW, weight decay on matrices only, and clipping."""
+    """transformers' model with AdamW, weight decay on matrices only, and gradient clipping."""
 
     model: torch.nn.Module
     largest_norm: float = LARGEST_NORM
@@ -42,7 +42,7 @@ class ManualAdamW:
         self.optimizer = torch.optim.AdamW(groups, lr=PEAK, betas=(0.9, 0.98), eps=1e-8)
 
     def loss(self, parts: StepParts, batch: Batch) -> torch.Tensor:
-        """Return the mean loss over the labels of a batch, on the project's features."""
+        """Return the mean loss per label of a batch, with the project's features."""
         features, _ = parts.forward.front_end(batch.waveforms, batch.sample_lengths, None)
         given = {"decoder_input_ids": batch.decoder_tokens, "labels": labels_of(batch.targets)}
         return self.model(features.transpose(1, 2), **given).loss
@@ -74,7 +74,7 @@ def build_both() -> tuple[StepParts, ManualAdamW]:
 
 
 def global_batches() -> Iterator[tuple[Batch, tuple[Batch, ...]]]:
-    """Yield the utterances of each global batch together, and split into one, two or three micro-batches."""
+    """Yield each global batch as one batch, and split into one, two or three micro-batches."""
     for number in range(STEPS):
         batch = random_batch(KIND, *LABELS, seed=number % 4)
         first, second = split_batch(batch)
@@ -93,7 +93,7 @@ def max_relative_difference(parts: StepParts, manual: ManualAdamW) -> float:
 
 
 def test_20_steps_equal_manual_adamw_on_transformers():
-    """The reference uses whole global batches, however they are split here."""
+    """The manual AdamW uses whole global batches, the project splits some of them."""
     parts, manual = build_both()
     losses, norms = [], []
     for number, (batch, micro_batches) in enumerate(global_batches()):
@@ -123,7 +123,7 @@ def test_negative_control_changed_step_is_detected(change):
 
 
 def test_recomputation_without_random_ops_saves_no_generator_state(monkeypatch):
-    """Saving and restoring all generators takes a tenth of a millisecond of the host per block."""
+    """Saving and restoring all generators takes 0.1 ms of the host per block."""
     parts = build_both()[0].recomputing(RecomputePolicy("always"))
     batch, _ = next(global_batches())
     get_state = torch.get_rng_state
@@ -137,7 +137,7 @@ def test_recomputation_without_random_ops_saves_no_generator_state(monkeypatch):
     before = get_state()
     parts.forward(batch)[1][0].backward()
     assert saved == [] and torch.equal(before, get_state())
-    # Negative control: blocks that may draw numbers.
+    # Negative control: blocks that may draw random numbers.
     monkeypatch.setattr(EncoderBlock, "draws_random_numbers", True)
     parts.forward(batch)[1][0].backward()
     assert len(saved) >= len(parts.model.encoder.blocks)

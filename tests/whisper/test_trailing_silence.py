@@ -1,4 +1,4 @@
-"""Silence after speech is removed before the model, and a decoder that repeats itself there is stopped.
+"""Silence after speech is removed before encoding, and endless repetitions of the decoder are cut.
 
 Fine-tuned Whisper models repeat their last sentence over the silence between the last word and the end of a recording
 (sk3llo/whisper_ggml#29, whisper.cpp#1507); the same audio without the silence is decoded correctly.
@@ -36,7 +36,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> PromptedVocabulary:
 
 
 class CountingCache:
-    """Decoder cache that only counts tokens, the only state of the scripted decoder."""
+    """Decoder cache that counts tokens, the only state of `ScriptedDecoder`."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -49,7 +49,7 @@ class CountingCache:
 
 
 class ScriptedDecoder(Decoder):
-    """Decoder that predicts the tokens of a script with certainty, then repeats `loop` endlessly."""
+    """Decoder that predicts the tokens of `script` with certainty, then repeats `loop` endlessly."""
 
     def __init__(self, shape: WhisperShape, prompt: int, script: list[int], loop: list[int]) -> None:
         super().__init__(shape)
@@ -66,7 +66,7 @@ class ScriptedDecoder(Decoder):
         return torch.full_like(tokens, self.script[max(0, place)])
 
     def output(self, decoded: torch.Tensor) -> torch.Tensor:
-        if decoded.is_floating_point():  # the pass that times the words by attention
+        if decoded.is_floating_point():  # the pass that computes word times from attention
             return super().output(decoded)
         return LOGIT_MARGIN * torch.nn.functional.one_hot(decoded, len(self.embedding.weight)).float()
 
@@ -92,7 +92,7 @@ def speech() -> torch.Tensor:
 
 
 def speech_and_silence(silence: str, seconds: int) -> torch.Tensor:
-    """Return speech followed by silence, with digital zeros, 16-bit dither, room noise or a hum of 50 Hz."""
+    """Return speech followed by silence: digital zeros, 16-bit dither, room noise or a 50 Hz hum."""
     recording = torch.cat([speech(), torch.zeros(seconds * SAMPLE_RATE)])
     noise = torch.randn(len(recording), generator=torch.Generator().manual_seed(0))
     hum = torch.sin(2 * torch.pi * 50 * torch.arange(len(recording)) / SAMPLE_RATE)
@@ -105,18 +105,18 @@ def test_trailing_silence_is_not_passed_to_the_model(vocabulary, kind, seconds):
     recognizer = scripted_recognizer(
         vocabulary, text_tokens(vocabulary, " ".join(SPOKEN_WORDS)), [vocabulary.special.end]
     )
-    given = []
+    encoded_lengths = []
     encode = SpeechModel.encode
 
     def recording_encode(self: SpeechModel, waveforms: torch.Tensor, lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
-        given.extend(lengths)
+        encoded_lengths.extend(lengths)
         return encode(self, waveforms, lengths)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpeechModel, "encode", recording_encode)
         found = recognizer.transcribe(speech_and_silence(kind, seconds).numpy())
     assert [word.text for word in found.words] == SPOKEN_WORDS
-    (length,) = given
+    (length,) = encoded_lengths
     end_of_speech = len(speech()) / SAMPLE_RATE - 0.06  # `speak` ends with a pause
     assert end_of_speech <= length / SAMPLE_RATE <= end_of_speech + (MARGIN + 5) / STEPS_A_SECOND
     assert found.words[-1].end <= length / SAMPLE_RATE
@@ -125,8 +125,8 @@ def test_trailing_silence_is_not_passed_to_the_model(vocabulary, kind, seconds):
 @pytest.mark.parametrize("seconds", SILENCES)
 def test_digital_silence_equals_window_padding(vocabulary, seconds):
     front_end = WhisperArchitecture(WhisperShape(8, 1, 1, 1, 8, 80, 60, 1500, 40)).build_front_end(AugmentConfig())
-    said = speech()
-    alone, _ = front_end(said[None], (len(said),), None)
+    waveform = speech()
+    alone, _ = front_end(waveform[None], (len(waveform),), None)
     followed = speech_and_silence("zeros", seconds)
     assert torch.equal(front_end(followed[None], (len(followed),), None)[0], alone)
     followed[-1] = 0.1  # negative control
@@ -138,32 +138,32 @@ LOOPS = {"last word": SPOKEN_WORDS[3:], "last sentence": SPOKEN_WORDS[1:], "whol
 
 @pytest.mark.parametrize(("loop", "seconds"), list(zip(LOOPS, SILENCES, strict=True)))
 def test_endless_repetition_is_cut_and_earlier_words_are_kept(vocabulary, loop, seconds):
-    said = text_tokens(vocabulary, " ".join(SPOKEN_WORDS))
+    script = text_tokens(vocabulary, " ".join(SPOKEN_WORDS))
     repeated = text_tokens(vocabulary, " " + " ".join(LOOPS[loop]))
-    recognizer = scripted_recognizer(vocabulary, said, repeated)
+    recognizer = scripted_recognizer(vocabulary, script, repeated)
     waveform = speech_and_silence("zeros", seconds).numpy()
     found = [word.text for word in recognizer.transcribe(waveform).words]
     # A second copy of a loop over the whole text can remain: its first token includes a space and differs.
     assert found[: len(SPOKEN_WORDS)] == SPOKEN_WORDS and len(found) <= len(SPOKEN_WORDS) + len(LOOPS[loop])
-    # Negative control: the search alone repeats up to the last position of the decoder.
+    # Negative control: without the fallback, the search repeats up to the last position of the decoder.
     inner = dataclasses.replace(recognizer, decode=recognizer.decode.inner)
     assert len(inner.transcribe(waveform).words) > 4 * len(SPOKEN_WORDS)
 
 
 def test_repetition_with_timestamps_is_cut(vocabulary):
     timed = vocabulary.saying_times()
-    said = text_tokens(vocabulary, " ".join(SPOKEN_WORDS))
-    tokens = [timed.time_token(0.0), *said, timed.time_token(1.0)]
+    text = text_tokens(vocabulary, " ".join(SPOKEN_WORDS))
+    tokens = [timed.time_token(0.0), *text, timed.time_token(1.0)]
     for copy in range(1, 6):
         tokens += [timed.time_token(copy), *text_tokens(vocabulary, " " + SPOKEN_WORDS[3]), timed.time_token(copy + 1)]
     found = without_final_loop(tokens, timed)
-    assert found[: len(said) + 2] == tokens[: len(said) + 2]
+    assert found[: len(text) + 2] == tokens[: len(text) + 2]
     assert timed.decode(found).split() in (SPOKEN_WORDS, [*SPOKEN_WORDS, SPOKEN_WORDS[3]])
     assert timed.seconds_of(found[-1]) in (1.0, 2.0)
 
 
 def test_repetition_that_ends_is_kept(vocabulary):
-    """A chant may be genuine; only an endless repetition is certainly a loop."""
+    """A chant may be real speech; only an endless repetition is certainly a loop."""
     chant = text_tokens(vocabulary, " ".join([*SPOKEN_WORDS, *[SPOKEN_WORDS[3]] * 40]))
     recognizer = scripted_recognizer(vocabulary, chant, [vocabulary.special.end])
     found = [word.text for word in recognizer.transcribe(speech().numpy()).words]

@@ -1,4 +1,4 @@
-"""Whisper in the training step of every recogniser, which has no code for Whisper. Needs no transformers."""
+"""Whisper in the training step that all models share. Needs no transformers."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ SPECIAL = SpecialTokens(blank=51, unknown=51, start=51, end=50)
 
 
 class UnconstrainedTokens:
-    """Vocabulary without rules."""
+    """Vocabulary without rules on allowed tokens."""
 
     special, rules = SPECIAL, FREE
 
@@ -72,8 +72,8 @@ def speeches(count: int = 4, dtype: torch.dtype = torch.float64, augmented: bool
     ]
 
 
-def global_batch(batch_size: int, spoken: list[Example] | None = None) -> GlobalBatch:
-    return split_into_micro_batches(spoken or speeches(), same_size(batch_size), SPECIAL)
+def global_batch(batch_size: int, examples: list[Example] | None = None) -> GlobalBatch:
+    return split_into_micro_batches(examples or speeches(), same_size(batch_size), SPECIAL)
 
 
 def gradients(parts: StepParts, cut: GlobalBatch) -> dict[str, torch.Tensor]:
@@ -101,13 +101,15 @@ def test_loss_falls_and_decoding_between_steps_changes_nothing():
     found = []
     for decodes in (False, True):
         parts, decode = parts_of(rate=3e-3), greedy_decode(ARCHITECTURE, UnconstrainedTokens())
-        spoken = speeches(augmented=False)
+        examples = speeches(augmented=False)
         torch.manual_seed(0)
         losses = []
         for number in range(24):
-            losses.append(train_step(parts, global_batch(2, spoken), number).attention_loss)
+            losses.append(train_step(parts, global_batch(2, examples), number).attention_loss)
             if decodes and number % 8 == 5:
-                features, lengths = parts.forward.front_end(spoken[0].waveform[None], (len(spoken[0].waveform),), None)
+                features, lengths = parts.forward.front_end(
+                    examples[0].waveform[None], (len(examples[0].waveform),), None
+                )
                 with torch.no_grad():
                     encoded = parts.model.encoder(features, lengths, keep_activations)
                 assert len(decode(parts.model, *encoded)) == 1
@@ -143,19 +145,19 @@ def test_planned_peak_is_within_2_percent_of_measured(recompute):
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_flop_formulas_equal_counted_flops(recompute):
-    parts, spoken = parts_of(torch.float32, recompute), speeches(3, torch.float32)
+    parts, examples = parts_of(torch.float32, recompute), speeches(3, torch.float32)
     with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
-        train_step(parts, global_batch(3, spoken), 0)
+        train_step(parts, global_batch(3, examples), 0)
     counts = counter.get_flop_counts()["Global"]
     counted = sum(flop for kind, flop in counts.items() if kind in MATRIX_PRODUCTS)
-    layers = ARCHITECTURE.forward_layers(tuple(len(one.waveform) for one in spoken), 20)
+    layers = ARCHITECTURE.forward_layers(tuple(len(one.waveform) for one in examples), 20)
     dense = tuple(layer for layer in layers if layer.is_dense and "convolution" not in layer.name)
-    log_mel = ARCHITECTURE.build_front_end(AugmentConfig()).log_mel  # without the padding
-    heard = sum(log_mel(one.waveform[None], (len(one.waveform),))[0].shape[2] for one in spoken)
-    bands = 2 * heard * SHAPE.mel_bins * 201
+    log_mel = ARCHITECTURE.build_front_end(AugmentConfig()).log_mel  # does not count padding
+    frame_count = sum(log_mel(one.waveform[None], (len(one.waveform),))[0].shape[2] for one in examples)
+    bands = 2 * frame_count * SHAPE.mel_bins * 201
     expected = step_flop(dense, recompute == "always")
     (head,) = (layer.flop for layer in layers if layer.name == "decoder's output")
-    # Without recomputation of blocks, the loss still computes the product of the head twice.
+    # Without recomputation of blocks, the loss still recomputes the product of the head.
     again = head if recompute == "never" else 0
     assert counted == expected + bands + again
     wider = WhisperArchitecture(dataclasses.replace(SHAPE, d_model=40)).forward_layers((16_000,) * 3, 20)

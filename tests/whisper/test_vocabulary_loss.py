@@ -1,4 +1,4 @@
-"""The loss by vocabulary slices equals PyTorch's, with its gradients, in a fraction of the memory."""
+"""The loss by vocabulary slices equals PyTorch's in value and gradients, and takes a fraction of the memory."""
 
 import pytest
 import torch
@@ -116,7 +116,7 @@ def test_tied_embedding_gets_sum_of_both_gradients():
 
 
 def test_gradient_of_repeated_tokens_is_deterministic():
-    """PyTorch's index_put_ on several CPU threads is not deterministic, so a resumed run would differ."""
+    """With PyTorch's index_put_, not deterministic on several CPU threads, a resumed run would differ."""
     torch.manual_seed(0)
     embedding, tokens = SlicedTiedEmbedding(2000, 384), torch.randint(50, (1, 445))
     by_vectors, by_head = torch.randn(1, 445, 384), torch.randn(2000, 384)
@@ -145,7 +145,7 @@ def test_accumulated_gradient_equals_autograd_sum_without_a_copy(slice_columns):
     embedding, peaks = SlicedTiedEmbedding(VOCABULARY, 64), []
     first, *others = (torch.autograd.grad(tied_loss(embedding, number), embedding.weight)[0] for number in range(3))
     expected = first + others[0] + others[1]
-    for hook in (None, lambda gradient: gradient):  # a hook sees each micro-batch's gradient separately
+    for hook in (None, lambda gradient: gradient):  # a hook gets the gradient of each micro-batch
         embedding.weight.grad, live = None, LiveBytes()
         held = embedding.weight.register_hook(hook) if hook else None
         with live:
