@@ -194,12 +194,12 @@ def test_no_cache_exists_during_training(monkeypatch):
     made.clear()
     forward_and_backward = step.forward_and_backward
 
-    def watched(*arguments: object, **named: object) -> tuple[torch.Tensor, ...]:
+    def count_in_pass(*arguments: object, **named: object) -> tuple[torch.Tensor, ...]:
         found = forward_and_backward(*arguments, **named)
         in_pass.append(count_caches())
         return found
 
-    monkeypatch.setattr(step, "forward_and_backward", watched)
+    monkeypatch.setattr(step, "forward_and_backward", count_in_pass)
     train_step(parts, global_batch(FOUR_PAIRS, 2), 0)
     assert (made, in_pass) == ([], [0, 0])
     # Negative control: a cache in the forward pass is found by both counts.

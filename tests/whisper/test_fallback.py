@@ -220,12 +220,12 @@ def test_mean_log_probability_equals_transformers(vocabulary, with_times):
     vocabulary = vocabulary.saying_times() if with_times else vocabulary
     end, compared = vocabulary.special.end, 0
     for seed in range(4):
-        peer = reference(kind_of(vocabulary), seed)
+        theirs = reference(kind_of(vocabulary), seed)
         with torch.no_grad():
-            peer.model.decoder.embed_tokens.weight[end] *= 2.5  # makes some hypotheses end
-        ours = to_project_model(peer, kind_of(vocabulary))
+            theirs.model.decoder.embed_tokens.weight[end] *= 2.5  # makes some hypotheses end
+        ours = to_project_model(theirs, kind_of(vocabulary))
         encoded = torch.randn(3, FRAMES, 32, generator=torch.Generator().manual_seed(seed))
-        tokens, scores = transformers_greedy(peer, encoded, vocabulary)
+        tokens, scores = transformers_greedy(theirs, encoded, vocabulary)
         search = build_fallback(vocabulary).inner
         with torch.no_grad():
             scorer = search.attention(ours, encoded, (FRAMES,) * 3, 1)

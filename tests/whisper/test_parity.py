@@ -81,7 +81,7 @@ def test_features_equal_transformers(mel_bins, seconds, loudness):
         assert unpadded.shape[2] <= 3 + len(wave) / 160 and len(silence) == 0 or silence[0, 0] == floor.item()
 
 
-def test_negative_control_other_maximum_or_scaled_bands_are_detected():
+def test_negative_control_other_clamp_or_scaled_bands_are_detected():
     loud, quiet = torch.randn(16_000), 1e-4 * torch.randn(8_000)
     front_end = WhisperFrontEnd(WhisperShape(8, 1, 1, 1, 8, 80, 10, 50), AugmentConfig())
     expected = transformers_features(quiet, 80, 1)
