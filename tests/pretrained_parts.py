@@ -1,12 +1,15 @@
 """Helpers of the tests of both families of pretrained models, Whisper and T5."""
 
+from collections.abc import Callable
+
 import torch
 
 from konkanivani.config import TuningConfig
-from konkanivani.data.batching import GlobalBatch
+from konkanivani.data.batching import Example, GlobalBatch
 from konkanivani.data.index import Utterance
 from konkanivani.data.text import GenerationRules, SpecialTokens
 from konkanivani.decoding.decode import BeamDecode
+from konkanivani.models.asr import LossCounts
 from konkanivani.training.optimizer_state import OptimizerState
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
 from konkanivani.training.validation import RecognizedPortion, recognize_all
@@ -19,6 +22,7 @@ MODES = {
     "one block": TuningConfig(freeze=1),
     "LoRA": TuningConfig(lora_rank=2, lora_targets=("query", "value", "expand")),
 }
+BOUND = 1e-9  # relative difference of gradients in float64 that counts as equal
 FAILING = {"the first": once_at(0), "the second": once_at(1), "every pair": above(1)}
 
 
@@ -47,6 +51,30 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     """Return the largest relative difference of tensors with the same names."""
     assert one.keys() == other.keys()
     return max(relative_difference(tensor, other[name]) for name, tensor in one.items())
+
+
+def check_gradients_of_splits(
+    parts: StepParts, trained: set[str], examples: list[Example], split: Callable[[list[Example], int], GlobalBatch]
+) -> None:
+    """Check that exactly the `trained` parameters have gradients, equal for micro-batches of one, two and all examples.
+
+    `split` makes a global batch with micro-batches of a given size.
+    """
+    whole = gradients(parts, split(examples, len(examples)))
+    assert whole.keys() == trained
+    assert all(gradient.norm() > 0 for gradient in whole.values())
+    for size in (1, 2):
+        assert largest_difference(whole, gradients(parts, split(examples, size))) < BOUND
+
+
+def averaged_gradients(parts: StepParts, cut: GlobalBatch) -> dict[str, torch.Tensor]:
+    """Return the average of the micro-batches' mean gradients, which weights tokens of short micro-batches more."""
+    parts.model.train()
+    parts.model.zero_grad()
+    count = len(cut.micro_batches)
+    for batch in cut.micro_batches:
+        forward_and_backward(parts, batch, LossCounts(count * sum(batch.token_lengths), count * batch.size))
+    return {name: p.grad.clone() for name, p in parts.model.named_parameters() if p.grad is not None}
 
 
 def state_of(parts: StepParts) -> dict[str, torch.Tensor]:

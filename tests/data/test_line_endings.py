@@ -25,7 +25,7 @@ from konkanivani.models.whisper.byte_pairs import read_byte_pairs
 from tests.conftest import ROOT, WORDS
 from tests.inference.test_export import SHAPE, as_checkpoint, speech_model_of_shape
 from tests.nemo.files import FOLDER as NEMO_FILES
-from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
+from tests.whisper.byte_vocabularies import added_token_ids, train_vocabulary, write_vocabulary_files
 
 MARK = b"\xef\xbb\xbf"
 CAUSE = "its line endings were probably converted by git"
@@ -97,8 +97,8 @@ def test_byte_order_mark_inside_arpa_file_is_rejected(orders, tokenizer: Tokeniz
 
 
 def test_whisper_vocabulary_with_changed_line_endings_reads_equal(change: Change, tmp_path: Path) -> None:
-    vocabulary, merges = vocabulary_of_text(" ".join(WORDS) + " दर्\u200dयाचे", 300)
-    folder = write_files(tmp_path / "tokens", vocabulary, merges, named_after(vocabulary, ("mr",)))
+    vocabulary, merges = train_vocabulary(" ".join(WORDS) + " दर्\u200dयाचे", 300)
+    folder = write_vocabulary_files(tmp_path / "tokens", vocabulary, merges, added_token_ids(vocabulary, ("mr",)))
     before = read_byte_pairs(folder)
     for name in ("vocab.json", "merges.txt", "added_tokens.json"):
         (folder / name).write_bytes(change((folder / name).read_bytes()))
@@ -107,7 +107,7 @@ def test_whisper_vocabulary_with_changed_line_endings_reads_equal(change: Change
 
 
 def test_whisper_tokenizer_json_with_changed_line_endings_reads_equal(change: Change, tmp_path: Path) -> None:
-    vocabulary, merges = vocabulary_of_text(" ".join(WORDS), 300)
+    vocabulary, merges = train_vocabulary(" ".join(WORDS), 300)
     model = {"type": "BPE", "vocab": vocabulary, "merges": [" ".join(merge) for merge in merges]}
     whole = {"model": model, "added_tokens": [], "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole, indent=1, ensure_ascii=False), encoding="utf-8")

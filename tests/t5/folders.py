@@ -1,4 +1,4 @@
-"""Random T5 models of transformers, and folders as it writes them: nothing is downloaded."""
+"""Random T5 models of transformers, and folders as written by `save_pretrained`. Nothing is downloaded."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +10,14 @@ from konkanivani.models.t5.folder import name_in_file
 from konkanivani.models.t5.model import T5, T5Shape, T5Variant
 from konkanivani.ops.passes import optimize
 
-WHY = "transformers, which T5 is held against, is not installed: pip install -e .[test]"
-transformers = pytest.importorskip("transformers", reason=WHY)
-modeling = pytest.importorskip("transformers.models.t5.modeling_t5", reason=WHY)
+SKIP_REASON = "transformers, with which T5 is compared, is not installed: pip install -e .[test]"
+transformers = pytest.importorskip("transformers", reason=SKIP_REASON)
+modeling = pytest.importorskip("transformers.models.t5.modeling_t5", reason=SKIP_REASON)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Small version of a published model's distinctive properties."""
+    """Small model with the properties that distinguish a published model."""
 
     is_gated: bool = True
     is_tied: bool = False
@@ -28,7 +28,7 @@ class Kind:
 
     @property
     def variant(self) -> T5Variant:
-        """Differences to the other kinds."""
+        """Variant of the project's T5 for this kind."""
         return T5Variant(self.is_gated, not self.is_tied, self.is_tied)
 
 
@@ -70,14 +70,14 @@ def reference(kind: Kind, seed: int = 0, width: int = 24) -> torch.nn.Module:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
-            # The scores are not divided by a root: with larger queries, attention would amplify rounding errors.
+            # T5 does not divide the scores by a square root: larger queries would amplify rounding errors.
             deviation = {"shared": 0.3 if kind.is_tied else 1.0, "q": 0.1}.get(key.split(".")[-2], 0.2)
             parameter.copy_(1 + 0.2 * drawn if "layer_norm" in key else deviation * drawn)
     return model
 
 
 class ExactNorm(torch.nn.Module):
-    """transformers' norm with a variance in the precision of its input: it computes float64 inputs in fp32."""
+    """RMS norm with the variance in the precision of its input; transformers computes it in fp32 even for float64."""
 
     def __init__(self, norm: torch.nn.Module) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ class ExactNorm(torch.nn.Module):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon))
 
 
-def in_double(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model in float64, its norms too."""
+def to_float64(model: torch.nn.Module) -> torch.nn.Module:
+    """Convert a transformers model to float64, including its norms."""
     for name, module in list(model.named_modules()):
         if type(module).__name__ in ("T5LayerNorm", "MT5LayerNorm"):
             model.set_submodule(name, ExactNorm(module))
@@ -97,7 +97,7 @@ def in_double(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def shape_of(model: torch.nn.Module, kind: Kind) -> T5Shape:
-    """Return the project's dimensions of a transformers model."""
+    """Return the dimensions of a transformers model as a `T5Shape`."""
     config = model.config
     return T5Shape(
         config.d_model,
@@ -112,8 +112,8 @@ def shape_of(model: torch.nn.Module, kind: Kind) -> T5Shape:
     )
 
 
-def ours_of(model: torch.nn.Module, kind: Kind) -> T5:
-    """Return the project's version of the network with the same weights, in evaluation mode."""
+def to_project_model(model: torch.nn.Module, kind: Kind) -> T5:
+    """Return the project's model with the weights of a transformers model, in evaluation mode."""
     ours, theirs = T5(shape_of(model, kind)).to(model.shared.weight.dtype), model.state_dict()
     named = {name: theirs[name_in_file(name, kind.is_gated)].clone() for name in ours.state_dict()}
     ours.load_state_dict(named)
@@ -121,11 +121,11 @@ def ours_of(model: torch.nn.Module, kind: Kind) -> T5:
     return ours.eval()
 
 
-def write_folder_of(kind: Kind, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a folder with `save_pretrained`, and the tokenizer's file."""
-    from tests.t5.parts import pieces_of
+def write_reference_folder(kind: Kind, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a random model with `save_pretrained`, and the tokenizer file."""
+    from tests.t5.parts import sentencepiece_model
 
     model = reference(kind, seed).to(dtype)
     model.save_pretrained(path, max_shard_size=kind.largest_file)
-    (path / "spiece.model").write_bytes(pieces_of())
+    (path / "spiece.model").write_bytes(sentencepiece_model())
     return path

@@ -1,4 +1,4 @@
-"""Small T5 models, folders and pairs of texts; transformers is not needed."""
+"""Small T5 models, model folders and pairs of texts. Needs no transformers."""
 
 import functools
 import io
@@ -42,7 +42,7 @@ LINES = (
     "a",
 )
 SHAPE = T5Shape(16, 8, 2, 2, 2, 24, 60, position_buckets=8, max_distance=16)
-SIZE = 200  # rows of the embedding: more than there are pieces
+SIZE = 200  # rows of the embedding, more than the tokenizer has pieces
 VARIANTS = {"1.1": T5Variant(), "1.0": T5Variant(is_gated=False, has_head=False, scales_output=True)}
 FROZEN = {
     "full": ("-",),
@@ -53,7 +53,7 @@ FROZEN = {
 SPECIAL = SpecialTokens(None, None, 0, 1)
 
 
-class LearntT5(T5Architecture):
+class NonZeroLoraT5(T5Architecture):
     """Architecture with non-zero LoRA products, as after some steps: otherwise half of their gradients are zero."""
 
     def build(self) -> T5:
@@ -64,12 +64,12 @@ class LearntT5(T5Architecture):
 
 
 def is_trained(name: str, mode: str) -> bool:
-    """Return whether this tensor is trained."""
+    """Return whether this tensor is trained in this mode."""
     return "low_rank" in name or not name.startswith(FROZEN[mode])
 
 
 def t5_config(recompute: str = "never", rate: float = 1e-3, half: bool = False) -> TrainConfig:
-    """Return the settings of a step."""
+    """Return the configuration of a training step."""
     return TrainConfig(
         data=DataConfig(concurrent_micro_batches=1),
         loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0),
@@ -88,12 +88,12 @@ def t5_parts(
     device: torch.device = CPU,
     variant: str = "1.1",
 ) -> StepParts:
-    """Return step parts, by default on the CPU."""
+    """Return the parts of a training step, by default on the CPU."""
     torch.set_default_dtype(dtype)
     try:
         shape = T5Shape(*list(vars(SHAPE).values())[:-1], VARIANTS[variant])
         layout = StateLayout(topology, sharded, placement)
-        return build_step_parts(config or t5_config(), LearntT5(shape, MODES[mode]), device, 100, layout=layout)
+        return build_step_parts(config or t5_config(), NonZeroLoraT5(shape, MODES[mode]), device, 100, layout=layout)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -109,13 +109,13 @@ def pairs(count: int, seed: int = 0) -> list[Example]:
     return [Example(f"p{number}", draw(40), draw(30).tolist(), None) for number in range(count)]
 
 
-def global_batch(spoken: list[Example], batch_size: int) -> GlobalBatch:
+def global_batch(examples: list[Example], batch_size: int) -> GlobalBatch:
     """Return these pairs as one global batch in micro-batches of `batch_size`."""
-    return split_into_micro_batches(spoken, same_size(batch_size), SPECIAL)
+    return split_into_micro_batches(examples, same_size(batch_size), SPECIAL)
 
 
 def all_lines() -> list[str]:
-    """Return 700 lines or more: the test's own, repeated in other orders, and Konkani sentences where they are."""
+    """Return at least 700 lines: `LINES`, their words in other orders, and the Konkani sentences if available."""
     found = list(LINES)
     for path in sorted(KONKANI.glob("*.txt")) if KONKANI.is_dir() else ():
         found += path.read_text(encoding="utf-8").splitlines()
@@ -125,8 +125,8 @@ def all_lines() -> list[str]:
 
 
 @functools.cache
-def pieces_of(size: int = 300) -> bytes:
-    """Return a SentencePiece model as T5 has it: its ids, its normalisation of text."""
+def sentencepiece_model(size: int = 300) -> bytes:
+    """Return a SentencePiece model with the ids and the text normalisation of T5."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([line.strip() for line in LINES[:-2]] * 20),
@@ -148,15 +148,15 @@ LIMITS = TextLimits(64, 64)
 
 
 def vocabulary(limits: TextLimits = LIMITS, is_bytes: bool = False) -> T5Vocabulary:
-    """Return a vocabulary of the test's pieces, or of bytes."""
+    """Return a vocabulary of the pieces of `sentencepiece_model`, or of UTF-8 bytes."""
     if is_bytes:
         return T5Vocabulary(Utf8Bytes(), T5Tokens(384), limits)
     tokens = T5Tokens(SIZE)
-    return T5Vocabulary(Pieces(pieces_of(), tokens), tokens, limits)
+    return T5Vocabulary(Pieces(sentencepiece_model(), tokens), tokens, limits)
 
 
 def write_folder(path: Path, is_bytes: bool = False, width: int = 16, seed: int = 0, variant: str = "1.1") -> Path:
-    """Write the folder of a random model, with no library except safetensors."""
+    """Write the folder of a random model with safetensors alone."""
     path.mkdir(parents=True)
     kind = VARIANTS[variant]
     size = 384 if is_bytes else SIZE
@@ -168,7 +168,7 @@ def write_folder(path: Path, is_bytes: bool = False, width: int = 16, seed: int 
     if is_bytes:
         (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
     else:
-        (path / "spiece.model").write_bytes(pieces_of())
+        (path / "spiece.model").write_bytes(sentencepiece_model())
     torch.manual_seed(seed)
     weights = T5Architecture(shape).build().state_dict()
     named = {name_in_file(name, kind.is_gated): value for name, value in weights.items()}

@@ -1,4 +1,4 @@
-"""Commands with a T5 folder: training from manifests of pairs, resuming, export, and bad input."""
+"""Commands with a T5 folder: training from text-to-text manifests, resuming, export, and bad input."""
 
 import dataclasses
 import gc
@@ -31,51 +31,51 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("t5") / "base")
 
 
-def flags_of(base: Path, folder: Path, *more: object) -> list[str]:
+def run_flags(base: Path, folder: Path, *more: object) -> list[str]:
     """Return the flags of a run of one epoch on 18 pairs."""
     train, valid = folder / "train.jsonl", folder / "valid.jsonl"
     if not train.exists():
         write_pairs(train, 2 * TEXTS)
         write_pairs(valid, [(one + " x", two) for one, two in TEXTS[:3]])
-    said = ["--pretrained", base, "--train_manifest", train, "--valid_manifest", valid, "--device", "cpu"]
-    said += ["--num_workers", 0, "--epochs", 1, "--batch_size", 3, "--gradient_accumulation_steps", 2]
-    said += ["--checkpoint_dir", folder / "checkpoints", "--log_dir", folder / "runs", "--max_target_tokens", 40]
-    return list(map(str, (*said, *more)))
+    flags = ["--pretrained", base, "--train_manifest", train, "--valid_manifest", valid, "--device", "cpu"]
+    flags += ["--num_workers", 0, "--epochs", 1, "--batch_size", 3, "--gradient_accumulation_steps", 2]
+    flags += ["--checkpoint_dir", folder / "checkpoints", "--log_dir", folder / "runs", "--max_target_tokens", 40]
+    return list(map(str, (*flags, *more)))
 
 
 def run(*flags: str) -> dict[str, object]:
     return json.loads(train_and_report(parse_args(list(flags))))
 
 
-def records(folder: Path) -> list[dict[str, object]]:
+def log_records(folder: Path) -> list[dict[str, object]]:
     (log,) = (folder / "runs").rglob("log.jsonl")
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def weights_of(folder: Path, name: str = "checkpoint_last.pt") -> dict[str, torch.Tensor]:
+def checkpoint_weights(folder: Path, name: str = "checkpoint_last.pt") -> dict[str, torch.Tensor]:
     from konkanivani.checkpoints.checkpoint import read_checkpoint
 
     return read_checkpoint(folder / "checkpoints" / name).states["model"]
 
 
 @pytest.mark.parametrize("tuning", [(), ("--lora_rank", 2), *further((("--freeze", "encoder"),))])
-def test_a_run_trains_validates_resumes_and_is_exported(tuning, base, tmp_path, capsys):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    for folder in (whole, cut):
+def test_run_trains_validates_resumes_and_exports(tuning, base, tmp_path, capsys):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    for folder in (whole, resumed):
         folder.mkdir()
-    result = run(*flags_of(base, whole, *tuning, "--epochs", 2, "--test_manifest", whole / "valid.jsonl"))
+    result = run(*run_flags(base, whole, *tuning, "--epochs", 2, "--test_manifest", whole / "valid.jsonl"))
     assert result["steps"] == 6 and result["test_wer"] > 0 and result["test_wer_attention"] > 0
-    interrupted = build_run(resolve_start(parse_args(flags_of(base, cut, *tuning, "--epochs", 2))))
+    interrupted = build_run(resolve_start(parse_args(run_flags(base, resumed, *tuning, "--epochs", 2))))
     with interrupted.logs.logbook:
         train(interrupted, last_step=2)
     del interrupted
     gc.collect()  # releases the locks of the folders
-    run("--resume", "auto", "--checkpoint_dir", str(cut / "checkpoints"))
-    one, other = weights_of(whole), weights_of(cut)
+    run("--resume", "auto", "--checkpoint_dir", str(resumed / "checkpoints"))
+    one, other = checkpoint_weights(whole), checkpoint_weights(resumed)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    said = capsys.readouterr().out
-    assert "tokens" in said and "0 h" not in said and " s)" not in said
-    steps = [record for record in records(whole) if "tokens" in record and record.get("utterances") == 6]
+    printed = capsys.readouterr().out
+    assert "tokens" in printed and "0 h" not in printed and " s)" not in printed
+    steps = [record for record in log_records(whole) if "tokens" in record and record.get("utterances") == 6]
     assert len(steps) == 6 and steps[0]["padding_share"] < 0.7
     checkpoint = str(whole / "checkpoints" / "checkpoint_last.pt")
     export.main(
@@ -92,54 +92,56 @@ def test_a_run_trains_validates_resumes_and_is_exported(tuning, base, tmp_path, 
     assert (tmp_path / "out" / "config.json").read_bytes() == (base / "config.json").read_bytes()
 
 
-def test_a_planned_run_of_bytes_with_workers_is_dry_run(tmp_path, capsys):
+def test_dry_run_of_byt5_with_auto_batch_size_and_worker(tmp_path, capsys):
     base = write_folder(tmp_path / "byt5", is_bytes=True, variant="1.0")
-    said = flags_of(base, tmp_path, "--max_input_tokens", 24)
-    at = said.index("--batch_size")
-    said[at : at + 4] = ["--batch_size", "auto", "--effective_batch_size", "6", "--memory_budget", "900MiB"]
-    asked = parse_args([*said, "--gradient_checkpointing", "auto", "--num_workers", "1", "--dry_run"])
-    found = json.loads(dry_run(asked))
+    flags = run_flags(base, tmp_path, "--max_input_tokens", 24)
+    at = flags.index("--batch_size")
+    flags[at : at + 4] = ["--batch_size", "auto", "--effective_batch_size", "6", "--memory_budget", "900MiB"]
+    config = parse_args([*flags, "--gradient_checkpointing", "auto", "--num_workers", "1", "--dry_run"])
+    found = json.loads(dry_run(config))
     assert found["resumed_difference"] == 0 and found["steps"] == 3
-    told = capsys.readouterr()
-    assert "up to 24 tokens: micro-batch of" in told.out and "longer texts" not in told.out
-    assert "Cut to --max_input_tokens or --max_target_tokens: the texts of 16 rows" in told.out
+    printed = capsys.readouterr()
+    assert "up to 24 tokens: micro-batch of" in printed.out and "longer texts" not in printed.out
+    assert "Cut to --max_input_tokens or --max_target_tokens: the texts of 16 rows" in printed.out
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_fields_have_any_names_and_long_rows_are_skipped_if_asked(base, tmp_path, capsys):
+def test_manifest_fields_are_configurable_and_long_rows_skipped(base, tmp_path, capsys):
     for name in ("train.jsonl", "valid.jsonl"):
         write_pairs(tmp_path / name, TEXTS, ("hypothesis", "reference"))
     fields = ("--input_field", "hypothesis", "--target_field", "reference")
-    run(*flags_of(base, tmp_path, *fields, "--max_input_tokens", 30, "--long_texts", "skip"))
-    said = capsys.readouterr().out
-    assert "tokens are more than --max_input_tokens 30" in said or "x more than --max_input_tokens" in said
+    run(*run_flags(base, tmp_path, *fields, "--max_input_tokens", 30, "--long_texts", "skip"))
+    printed = capsys.readouterr().out
+    assert "tokens are more than --max_input_tokens 30" in printed or "x more than --max_input_tokens" in printed
     reasons = [json.loads(line)["reason"] for line in next(tmp_path.rglob("rejected.jsonl")).read_text().splitlines()]
     assert reasons and all("tokens are more than --max_" in reason for reason in reasons)
 
 
-def test_transformers_loads_an_exported_folder_without_missing_or_unexpected_keys(tmp_path):
-    from tests.t5.folders import KINDS, transformers, write_folder_of
+def test_transformers_loads_exported_folder_without_key_mismatch(tmp_path):
+    from tests.t5.folders import KINDS, transformers, write_reference_folder
 
     for name in ("1.0", "flan"):
         folder = tmp_path / name
         kind = dataclasses.replace(KINDS[name], vocab_size=330)
-        base = write_folder_of(kind, folder / "base", dtype=torch.bfloat16)
-        run(*flags_of(base, folder, "--learning_rate", 0.05, "--max_steps", 1))
+        base = write_reference_folder(kind, folder / "base", dtype=torch.bfloat16)
+        run(*run_flags(base, folder, "--learning_rate", 0.05, "--max_steps", 1))
         checkpoint = str(folder / "checkpoints" / "checkpoint_last.pt")
         export.main(["--checkpoint", checkpoint, "--folder", str(folder / "out")])
-        model, told = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder / "out", output_loading_info=True)
-        assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        trained = weights_of(folder)
+        model, loading_info = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+            folder / "out", output_loading_info=True
+        )
+        assert not any(loading_info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        trained = checkpoint_weights(folder)
         found = model.decoder.block[1].layer[2].DenseReluDense.wo.weight
         assert torch.equal(found, trained["decoder.blocks.1.feedforward.contract.weight"].bfloat16())
         assert read_t5_folder(folder / "out").shape == read_t5_folder(base).shape
 
 
-def test_peft_loads_an_exported_adapter(base, tmp_path):
+def test_peft_loads_exported_adapter(base, tmp_path):
     peft = pytest.importorskip("peft")
     from tests.t5.folders import transformers
 
-    run(*flags_of(base, tmp_path, "--lora_rank", 2, "--learning_rate", 0.1))
+    run(*run_flags(base, tmp_path, "--lora_rank", 2, "--learning_rate", 0.1))
     checkpoint = str(tmp_path / "checkpoints" / "checkpoint_last.pt")
     export.main(["--checkpoint", checkpoint, "--adapter", str(tmp_path / "adapter")])
     export.main(["--checkpoint", checkpoint, "--folder", str(tmp_path / "whole")])
@@ -153,10 +155,10 @@ def test_peft_loads_an_exported_adapter(base, tmp_path):
     assert any(not torch.allclose(one, plain.state_dict()[name], atol=1e-4) for (name, one), _ in pairs)
 
 
-Break = Callable[[Path], object]
+FolderChange = Callable[[Path], object]
 
 
-def edit(name: str, **values: object) -> Break:
+def edit_json(name: str, **values: object) -> FolderChange:
     def change(folder: Path) -> None:
         path = folder / name
         path.write_text(json.dumps(json.loads(path.read_text()) | values))
@@ -164,49 +166,53 @@ def edit(name: str, **values: object) -> Break:
     return change
 
 
-FOLDERS: dict[str, tuple[Break, int, str]] = {
-    "another family": (edit("config.json", model_type="bart"), 4, "of a model of type 'bart'"),
-    "another T5": (edit("config.json", model_type="umt5"), 4, "of a model of type 'umt5'"),
+FOLDERS: dict[str, tuple[FolderChange, int, str]] = {
+    "another model type": (edit_json("config.json", model_type="bart"), 4, "of a model of type 'bart'"),
+    "umT5": (edit_json("config.json", model_type="umt5"), 4, "of a model of type 'umt5'"),
     "pickle": (lambda at: (at / "model.safetensors").rename(at / "pytorch_model.bin"), 4, "is pickle, .* convert it"),
-    "no pieces": (lambda at: (at / "spiece.model").unlink(), 4, "it has no spiece.model. Copy that file"),
-    "no model of pieces": (lambda at: (at / "spiece.model").write_bytes(b"no"), 4, "not a SentencePiece model"),
-    "a smaller vocabulary": (edit("config.json", vocab_size=50), 4, r"has the shape \(200, 16\), but \(50, 16\)"),
-    "a larger vocabulary": (edit("config.json", vocab_size=900), 4, r"has the shape \(200, 16\), but \(900, 16\)"),
-    "an absurd size": (edit("config.json", num_layers=10**6), 4, "must be a number from 1 to 256"),
-    "an activation": (edit("config.json", feed_forward_proj="gated-silu"), 4, "must be relu or gated-gelu"),
-    "an end token": (edit("config.json", eos_token_id=200), 4, "eos_token_id in its config.json is 200"),
+    "no tokenizer": (lambda at: (at / "spiece.model").unlink(), 4, "it has no spiece.model. Copy that file"),
+    "not a SentencePiece model": (lambda at: (at / "spiece.model").write_bytes(b"no"), 4, "not a SentencePiece model"),
+    "smaller vocabulary": (edit_json("config.json", vocab_size=50), 4, r"has the shape \(200, 16\), but \(50, 16\)"),
+    "larger vocabulary": (edit_json("config.json", vocab_size=900), 4, r"has the shape \(200, 16\), but \(900, 16\)"),
+    "too many layers": (edit_json("config.json", num_layers=10**6), 4, "must be a number from 1 to 256"),
+    "unsupported activation": (
+        edit_json("config.json", feed_forward_proj="gated-silu"),
+        4,
+        "must be relu or gated-gelu",
+    ),
+    "end token out of range": (edit_json("config.json", eos_token_id=200), 4, "eos_token_id in its config.json is 200"),
     "no config": (lambda at: (at / "config.json").unlink(), 4, "it has no config.json"),
     "no weights": (lambda at: (at / "model.safetensors").unlink(), 4, "it has no model.safetensors"),
     "no folder": (shutil.rmtree, 2, "There is no folder"),
-    "other layers": (edit("config.json", num_decoder_layers=3), 4, "it has no tensor decoder.block.2"),
+    "missing decoder layer": (edit_json("config.json", num_decoder_layers=3), 4, "it has no tensor decoder.block.2"),
 }
 
 
-def fails(flags: list[str], code: int, message: str) -> None:
-    """Assert that the command fails with one error of this code and text."""
+def check_failure(flags: list[str], code: int, message: str) -> None:
+    """Check that training raises one error with this exit code and message."""
     with pytest.raises(KonkaniVaniError, match=message) as found:
         run(*flags)
     assert found.value.exit_code == code and str(found.value).endswith(".") and "\n\n" not in str(found.value)
 
 
 @pytest.mark.parametrize("case", FOLDERS)
-def test_a_bad_folder_is_refused_in_a_sentence(case, base, tmp_path):
-    broken, code, message = FOLDERS[case]
-    flags = flags_of(tmp_path / "copy", tmp_path)
+def test_bad_folder_is_rejected_with_one_sentence(case, base, tmp_path):
+    damage, code, message = FOLDERS[case]
+    flags = run_flags(tmp_path / "copy", tmp_path)
     shutil.copytree(base, tmp_path / "copy")
-    broken(tmp_path / "copy")
-    fails(flags, code, message)
+    damage(tmp_path / "copy")
+    check_failure(flags, code, message)
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "runs").exists()
 
 
 ROWS = {
     "no target": ({"input": "a"}, "text must be a string with a text, not None"),
     "no input": ({"text": "a"}, "input must be a string with a text, not None"),
-    "an empty input": ({"input": " ", "text": "a"}, "input is empty"),
-    "an empty target": ({"input": "a", "text": ""}, "text is empty"),
-    "a number": ({"input": 3, "text": "a"}, "input must be a string with a text, not 3"),
-    "a control character": ({"input": "a\x00", "text": "a"}, r"input contains the control character U\+0000"),
-    "speech": (
+    "empty input": ({"input": " ", "text": "a"}, "input is empty"),
+    "empty target": ({"input": "a", "text": ""}, "text is empty"),
+    "number as input": ({"input": 3, "text": "a"}, "input must be a string with a text, not 3"),
+    "control character": ({"input": "a\x00", "text": "a"}, r"input contains the control character U\+0000"),
+    "speech row": (
         {"audio_filepath": "a.wav", "duration": 1.0, "text": "a"},
         "input must .* the row is of speech, for another model",
     ),
@@ -214,33 +220,35 @@ ROWS = {
 
 
 @pytest.mark.parametrize("case", ROWS)
-def test_a_bad_row_is_refused_with_its_number(case, base, tmp_path):
+def test_bad_row_is_rejected_with_its_number(case, base, tmp_path):
     row, message = ROWS[case]
-    flags = flags_of(base, tmp_path)
+    flags = run_flags(base, tmp_path)
     with open(tmp_path / "train.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
-    fails(flags, 3, f"(?s)1 of the 19 rows .* row 19.*: {message}")
+    check_failure(flags, 3, f"(?s)1 of the 19 rows .* row 19.*: {message}")
     assert not list(tmp_path.rglob("*.pt"))
 
 
-def test_rows_beyond_both_limits_are_refused_if_they_may_not_be_cut(base, tmp_path):
-    flags = flags_of(base, tmp_path, "--max_input_tokens", 3, "--long_texts", "skip")
-    fails(flags, 3, "None of the 18 utterances .* more than --max_input_tokens 3")
+def test_run_is_rejected_if_all_rows_are_too_long_and_skipped(base, tmp_path):
+    flags = run_flags(base, tmp_path, "--max_input_tokens", 3, "--long_texts", "skip")
+    check_failure(flags, 3, "None of the 18 utterances .* more than --max_input_tokens 3")
 
 
-def test_speech_flags_and_text_flags_are_for_their_own_models(base, tmp_path):
+def test_speech_and_text_flags_are_rejected_for_the_other_model(base, tmp_path):
     for flag, value in (("--language", "mr"), ("--gain", "3"), ("--max_duration", "9"), ("--timestamp_share", "0.5")):
-        fails(flags_of(base, tmp_path, flag, value), 2, f"model is text, and {flag} is for models of speech")
+        check_failure(run_flags(base, tmp_path, flag, value), 2, f"model is text, and {flag} is for models of speech")
     for flag, value in (("--ctc_weight", "0.3"), ("--preset", "minimal"), ("--vocab_size", "100")):
-        fails(flags_of(base, tmp_path, flag, value), 2, f"and {flag} would change it")
-    fails(flags_of(base, tmp_path, "--max_input_tokens", "1"), 2, "must be between 2 and 65535")
-    fails(["--train_manifest", str(tmp_path / "train.jsonl"), "--max_input_tokens", "9"], 2, "without --pretrained")
+        check_failure(run_flags(base, tmp_path, flag, value), 2, f"and {flag} would change it")
+    check_failure(run_flags(base, tmp_path, "--max_input_tokens", "1"), 2, "must be between 2 and 65535")
+    check_failure(
+        ["--train_manifest", str(tmp_path / "train.jsonl"), "--max_input_tokens", "9"], 2, "without --pretrained"
+    )
     native = ["--train_manifest", str(tmp_path / "train.jsonl"), "--checkpoint_dir", str(tmp_path / "checkpoints")]
-    fails([*native, "--log_dir", str(tmp_path / "runs")], 3, "the row is of text, for a T5 model")
+    check_failure([*native, "--log_dir", str(tmp_path / "runs")], 3, "the row is of text, for a T5 model")
 
 
-def test_a_tokenizer_without_the_texts_letters_is_refused(base, tmp_path):
+def test_run_is_rejected_if_tokenizer_lacks_text_characters(base, tmp_path):
     write_pairs(tmp_path / "valid.jsonl", TEXTS)
     write_pairs(tmp_path / "train.jsonl", [("ಕನ್ನಡ", "ಕನ್ನಡ")] * 4)
-    fails(flags_of(base, tmp_path), 3, "unknown to the pretrained model's tokenizer")
+    check_failure(run_flags(base, tmp_path), 3, "unknown to the pretrained model's tokenizer")
     assert not list(tmp_path.rglob("*.pt"))

@@ -1,4 +1,4 @@
-"""Correction: pairs with artificial errors, the limits of a correction, and transcripts that keep their raw text."""
+"""Correction of transcripts: artificial errors, limits on changed words, and the raw text of segments."""
 
 import json
 import random
@@ -16,39 +16,43 @@ from konkanivani.scoring.metrics import count_edits
 from tests.t5.parts import LINES, write_folder
 
 
-def words(*said: tuple[str, float]) -> tuple[Word, ...]:
-    return tuple(Word(text, float(n), n + 1.0, confidence) for n, (text, confidence) in enumerate(said))
+def words(*scored: tuple[str, float]) -> tuple[Word, ...]:
+    return tuple(Word(text, float(n), n + 1.0, confidence) for n, (text, confidence) in enumerate(scored))
 
 
-HEARD = words(("हांव", 0.99), ("गोयांत", 0.4), ("रावता", 0.95), ("न", 0.3))
+RECOGNIZED = words(("हांव", 0.99), ("गोयांत", 0.4), ("रावता", 0.95), ("न", 0.3))
 CASES = {
-    "case and punctuation of sure words": ("Hanv, goa.", words(("hanv", 1.0), ("goa", 1.0)), ["Hanv,", "goa."]),
-    "an unsure word": ("हांव गोंयांत रावता न", HEARD, ["हांव", "गोंयांत", "रावता", "न"]),
-    "a sure word stays": ("हांव गोयांत वता न", HEARD, ["हांव", "गोयांत", "रावता", "न"]),
-    "an unsure word is removed": ("हांव गोयांत रावता", HEARD, ["हांव", "गोयांत", "रावता"]),
-    "a sure word is not removed": ("गोयांत रावता न", HEARD, ["हांव", "गोयांत", "रावता", "न"]),
-    "an unsure word is split": ("हांव गो यांत रावता न", HEARD, ["हांव", "गो", "यांत", "रावता", "न"]),
-    "nothing is invented": ("हांव गोयांत रावता न आनी एक नवें वाक्य", HEARD, ["हांव", "गोयांत", "रावता", "न"]),
-    "no sentence for a word": ("हांव एक दोन तीन चार रावता न", HEARD, ["हांव", "गोयांत", "रावता", "न"]),
-    "an empty correction": ("", HEARD, ["हांव", "गोयांत", "रावता", "न"]),
+    "case and punctuation of confident words": ("Hanv, goa.", words(("hanv", 1.0), ("goa", 1.0)), ["Hanv,", "goa."]),
+    "unsure word is replaced": ("हांव गोंयांत रावता न", RECOGNIZED, ["हांव", "गोंयांत", "रावता", "न"]),
+    "confident word is kept": ("हांव गोयांत वता न", RECOGNIZED, ["हांव", "गोयांत", "रावता", "न"]),
+    "unsure word is removed": ("हांव गोयांत रावता", RECOGNIZED, ["हांव", "गोयांत", "रावता"]),
+    "confident word is not removed": ("गोयांत रावता न", RECOGNIZED, ["हांव", "गोयांत", "रावता", "न"]),
+    "unsure word is split": ("हांव गो यांत रावता न", RECOGNIZED, ["हांव", "गो", "यांत", "रावता", "न"]),
+    "added sentence is dropped": ("हांव गोयांत रावता न आनी एक नवें वाक्य", RECOGNIZED, ["हांव", "गोयांत", "रावता", "न"]),
+    "sentence in place of a word is dropped": (
+        "हांव एक दोन तीन चार रावता न",
+        RECOGNIZED,
+        ["हांव", "गोयांत", "रावता", "न"],
+    ),
+    "empty correction": ("", RECOGNIZED, ["हांव", "गोयांत", "रावता", "न"]),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_correction_stays_within_its_limits(case):
-    text, heard, expected = CASES[case]
-    found = corrected_words(heard, text, 0.9)
+def test_correction_stays_within_limits(case):
+    text, recognized, expected = CASES[case]
+    found = corrected_words(recognized, text, 0.9)
     assert [word.text for word in found] == expected
     assert all(one.end <= other.start + 1e-9 for one, other in zip(found, found[1:], strict=False))
-    assert found[0].start == heard[0].start and all(word.start < word.end for word in found)
+    assert found[0].start == recognized[0].start and all(word.start < word.end for word in found)
 
 
-def test_negative_control_without_a_limit_sure_words_change():
-    changed = corrected_words(HEARD, "हांव गोयांत वता न", 1.1)
+def test_negative_control_without_limit_confident_words_change():
+    changed = corrected_words(RECOGNIZED, "हांव गोयांत वता न", 1.1)
     assert [word.text for word in changed] == ["हांव", "गोयांत", "वता", "न"]
 
 
-def test_errors_are_as_many_as_asked_and_those_of_the_table():
+def test_corruption_matches_error_rate_and_confusion_table():
     text = " ".join(LINES[:5])
     clean = normalize_text(text)
     assert corrupt(text, 0.0, Confusions(), random.Random(0)) == clean
@@ -61,21 +65,21 @@ def test_errors_are_as_many_as_asked_and_those_of_the_table():
     assert "थ" in confused and "थ" not in "".join(wrong)
 
 
-def test_confusions_are_read_from_a_hypotheses_file(tmp_path):
+def test_confusions_are_read_from_hypotheses_file(tmp_path):
     rows = [{"reference": "तूं खंय रावता", "hypothesis": "थूं खंय रावता"}, {"reference": "एक", "hypothesis": "एकक"}]
     path = tmp_path / "a.hypotheses.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     assert {one: dict(found) for one, found in read_confusions(path).characters.items()} == {"त": {"थ": 1}}
 
 
-def test_pairs_are_written_and_lines_are_corrected(tmp_path, monkeypatch):
-    monkeypatch.setattr("konkanivani.data.text.DEFAULT_LIMIT", 12)  # a random model never ends
+def test_corrupted_pairs_are_written_and_lines_corrected(tmp_path, monkeypatch):
+    monkeypatch.setattr("konkanivani.data.text.DEFAULT_LIMIT", 12)  # a random model never predicts the end token
     base, lines = write_folder(tmp_path / "base"), tmp_path / "lines.txt"
     lines.write_text("\n".join(LINES[:5]), encoding="utf-8")
     pairs = tmp_path / "pairs.jsonl"
-    said = correct.main([str(lines), "--corrupt", "0.3", "--output", str(pairs)])
+    message = correct.main([str(lines), "--corrupt", "0.3", "--output", str(pairs)])
     rows = [json.loads(line) for line in pairs.read_text(encoding="utf-8").splitlines()]
-    assert said.startswith(f"{pairs}: 5 pairs") and [row["text"] for row in rows] == list(LINES[:5])
+    assert message.startswith(f"{pairs}: 5 pairs") and [row["text"] for row in rows] == list(LINES[:5])
     assert all(row["input"] == normalize_text(row["input"]) for row in rows)
     assert any(row["input"] != normalize_text(row["text"]) for row in rows)
     texts = correct.main([str(lines), "--model", str(base), "--device", "cpu"]).split("\n")
@@ -83,11 +87,11 @@ def test_pairs_are_written_and_lines_are_corrected(tmp_path, monkeypatch):
     assert len(texts) == 5 and texts == corrector.correct(list(LINES[:5]))
     assert corrector.correct(["", LINES[0]]) == ["", texts[0]]
     alone = [corrector.correct([line])[0] for line in LINES[:5]]
-    assert alone == texts  # a batch changes nothing
+    assert alone == texts  # independent of the batch
 
 
-class Loud(Corrector):
-    """Corrector that writes capitals, and a sentence of its own."""
+class UppercaseCorrector(Corrector):
+    """Corrector that returns uppercase text followed by an invented sentence."""
 
     def __init__(self) -> None: ...
 
@@ -95,33 +99,37 @@ class Loud(Corrector):
         return [text.upper() + " and a new sentence" for text in texts]
 
 
-def test_transcripts_are_corrected_by_segment_and_keep_the_raw_text(monkeypatch):
-    heard = [Segment(words(("hello", 0.99), ("wrld", 0.5)))]
-    monkeypatch.setattr(correction.Recognizer, "segments", lambda *_: iter(heard))
+def test_segments_are_corrected_and_keep_raw_text(monkeypatch):
+    recognized = [Segment(words(("hello", 0.99), ("wrld", 0.5)))]
+    monkeypatch.setattr(correction.Recognizer, "segments", lambda *_: iter(recognized))
     recognizer = correction.Recognizer(None, None, None)
-    found = list(with_corrector(recognizer, Loud(), 0.9).segments("a.wav"))
+    found = list(with_corrector(recognizer, UppercaseCorrector(), 0.9).segments("a.wav"))
     assert [segment.text for segment in found] == ["HELLO WRLD"]
-    (said,) = json.loads(json_text(Transcript(tuple(found)), "segment", "a.wav"))["segments"]
-    assert said["raw_text"] == "hello wrld" and (said["start"], said["end"]) == (0.0, 2.0)
-    (plain,) = json.loads(json_text(Transcript(tuple(heard)), "segment", "a.wav"))["segments"]
+    (corrected,) = json.loads(json_text(Transcript(tuple(found)), "segment", "a.wav"))["segments"]
+    assert corrected["raw_text"] == "hello wrld" and (corrected["start"], corrected["end"]) == (0.0, 2.0)
+    (plain,) = json.loads(json_text(Transcript(tuple(recognized)), "segment", "a.wav"))["segments"]
     assert "raw_text" not in plain
 
 
 BAD = {
-    "nothing": ([], 2, "No input"),
-    "both": (["a.txt", "--model", "m", "--corrupt", "0.1"], 2, "either --model"),
-    "neither": (["a.txt"], 2, "either --model"),
-    "a share": (["a.txt", "--corrupt", "1.5", "--output", "o"], 2, "between 0 and 1"),
+    "no input": ([], 2, "No input"),
+    "model and corrupt": (["a.txt", "--model", "m", "--corrupt", "0.1"], 2, "either --model"),
+    "neither model nor corrupt": (["a.txt"], 2, "either --model"),
+    "error rate above 1": (["a.txt", "--corrupt", "1.5", "--output", "o"], 2, "between 0 and 1"),
     "no output": (["a.txt", "--corrupt", "0.5"], 2, "--output"),
-    "no table": (["a.txt", "--model", "m", "--confusions", "c"], 2, "no effect without --corrupt"),
-    "no file": (["missing.txt", "--corrupt", "0.5", "--output", "o"], 3, "missing.txt cannot be read"),
-    "no hypotheses": (["a.txt", "--corrupt", "0.5", "--output", "o", "--confusions", "a.txt"], 3, "line 1: it has no"),
-    "no model": (["a.txt", "--model", "missing"], 2, "There is no folder missing"),
+    "confusions without corrupt": (["a.txt", "--model", "m", "--confusions", "c"], 2, "no effect without --corrupt"),
+    "missing file": (["missing.txt", "--corrupt", "0.5", "--output", "o"], 3, "missing.txt cannot be read"),
+    "not a hypotheses file": (
+        ["a.txt", "--corrupt", "0.5", "--output", "o", "--confusions", "a.txt"],
+        3,
+        "line 1: it has no",
+    ),
+    "missing model": (["a.txt", "--model", "missing"], 2, "There is no folder missing"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused_and_nothing_is_written(case, tmp_path, monkeypatch):
+def test_bad_input_is_rejected_and_nothing_is_written(case, tmp_path, monkeypatch):
     arguments, code, message = BAD[case]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("one\n")

@@ -1,4 +1,4 @@
-"""T5 models by their names on a hub: the files that are needed, and the cache without a network."""
+"""T5 models given by a hub name: only the needed files are downloaded, and the cache works offline."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ NAME = "google/flan-t5-small"
 
 
 @pytest.mark.parametrize("is_bytes", [False, True])
-def test_the_needed_files_are_downloaded_once_and_serve_without_a_network(is_bytes, hub: Hub, cache: Path, tmp_path):
+def test_needed_files_are_downloaded_once_and_used_offline(is_bytes, hub: Hub, cache: Path, tmp_path):
     base = write_folder(tmp_path / "base", is_bytes)
     files = {path.name: path.read_bytes() for path in base.iterdir()}
     hub.repositories[NAME] = Repository(files | {"pytorch_model.bin": b"pickle", "flax_model.msgpack": b"flax"})
@@ -29,5 +29,5 @@ def test_the_needed_files_are_downloaded_once_and_serve_without_a_network(is_byt
     hub.stop()
     assert locate_model(NAME, None, "whisper") == located
     (located.path / ("tokenizer_config.json" if is_bytes else "spiece.model")).unlink()
-    with pytest.raises(Exception, match="refused"):  # negative control: incomplete
+    with pytest.raises(Exception, match="refused"):  # negative control: incomplete cache
         locate_model(NAME, None, "whisper")

@@ -22,8 +22,17 @@ from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.optimizer_state import BETAS, EPSILON
 from konkanivani.training.step import train_step
 from tests.conftest import further
-from tests.t5.folders import KINDS, Kind, in_double, ours_of, reference, shape_of, transformers, write_folder_of
-from tests.t5.parts import CPU, all_lines, global_batch, pieces_of, t5_config, vocabulary
+from tests.t5.folders import (
+    KINDS,
+    Kind,
+    reference,
+    shape_of,
+    to_float64,
+    to_project_model,
+    transformers,
+    write_reference_folder,
+)
+from tests.t5.parts import CPU, all_lines, global_batch, sentencepiece_model, t5_config, vocabulary
 
 SPECIAL = SpecialTokens(None, None, 0, 1)
 INPUTS, TARGETS = (50, 31, 1), (20, 7, 1)
@@ -40,8 +49,8 @@ def batch_of(kind: Kind, inputs: tuple[int, ...] = INPUTS, targets: tuple[int, .
     )
 
 
-def theirs_of(batch: Batch) -> dict[str, torch.Tensor]:
-    """Return a batch as transformers takes it."""
+def transformers_inputs(batch: Batch) -> dict[str, torch.Tensor]:
+    """Return the arguments of a transformers model for a batch."""
     lengths = torch.tensor(batch.sample_lengths)
     mask = (torch.arange(batch.waveforms.shape[1]) < lengths[:, None]).long()
     labels = batch.targets.masked_fill(batch.targets < 0, -100)
@@ -55,24 +64,24 @@ def gradients_of(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.
 
 
 def our_loss(model: T5, batch: Batch, runner: WrapBlock = keep_activations) -> torch.Tensor:
-    """Return the mean loss per target token, ends included."""
+    """Return the mean loss per target token, including end tokens."""
     objective = T5Architecture(model.shape).objective(LossConfig(label_smoothing=0.0))
     output = model(batch.waveforms, batch.sample_lengths, batch.decoder_tokens, runner)
     sums = model.loss_sums(output, batch, objective, CHUNK_FRAMES)
     return objective.total(sums, LossCounts(sum(batch.token_lengths), batch.size))
 
 
-def in_files(found: dict[str, torch.Tensor], kind: Kind) -> dict[str, torch.Tensor]:
+def with_file_names(found: dict[str, torch.Tensor], kind: Kind) -> dict[str, torch.Tensor]:
     return {name_in_file(name, kind.is_gated): tensor for name, tensor in found.items()}
 
 
-def far_apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+def max_relative_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys() and one
     return max(float((one[name] - other[name]).norm() / one[name].norm()) for name in one)
 
 
-def test_tokens_of_700_lines_are_transformers(tmp_path):
-    (tmp_path / "spiece.model").write_bytes(pieces_of())
+def test_tokens_of_700_lines_equal_transformers(tmp_path):
+    (tmp_path / "spiece.model").write_bytes(sentencepiece_model())
     theirs, lines = transformers.T5Tokenizer.from_pretrained(tmp_path), all_lines()
     ours = vocabulary(TextLimits(2000, 2000))
     assert len(lines) >= 700
@@ -87,59 +96,59 @@ def test_tokens_of_700_lines_are_transformers(tmp_path):
     ]
 
 
-def test_bytes_of_700_lines_are_transformers():
+def test_byte_tokens_of_700_lines_equal_transformers():
     theirs, ours, lines = transformers.ByT5Tokenizer(), vocabulary(TextLimits(2000, 2000), is_bytes=True), all_lines()
     expected = theirs(lines)["input_ids"]
     assert [ours.encode_input(line) for line in lines] == expected
     assert [ours.decode(ids) for ids in expected] == [line.strip() for line in lines]
-    # A model may generate half a character.
+    # A model may generate an incomplete UTF-8 character.
     assert ours.decode(expected[0][:4]) == theirs.decode(expected[0][:4])
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_logits_of_a_folder_are_transformers(name, tmp_path):
+def test_logits_equal_transformers(name, tmp_path):
     kind = KINDS[name]
-    folder = read_t5_folder(write_folder_of(kind, tmp_path))
+    folder = read_t5_folder(write_reference_folder(kind, tmp_path))
     folder.check_weights()
     assert folder.shape.variant == kind.variant and (len(folder.files) > 1) == (name == "flan")
     other = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     model, batch = folder.build().eval(), batch_of(kind)
     with torch.no_grad():
-        expected = other(**theirs_of(batch)).logits
+        expected = other(**transformers_inputs(batch)).logits
         output = model(batch.waveforms, batch.sample_lengths, batch.decoder_tokens)
         found = model.decoder.output(output.decoded)
-    is_label = batch.targets >= 0  # after the end, transformers' decoder sees other tokens, which no label follows
+    is_label = batch.targets >= 0  # after the end, transformers' decoder gets other input tokens, which have no label
     found, expected = found[is_label], expected[is_label]
     assert float((found - expected).abs().max()) <= 1e-6 * float(expected.abs().max()) and expected.abs().max() > 1
 
 
 @pytest.mark.parametrize(("name", "dtype"), list(itertools.product(KINDS, (torch.float64, torch.float32))))
-def test_loss_and_every_gradient_are_transformers(name, dtype):
+def test_loss_and_all_gradients_equal_transformers(name, dtype):
     kind, model = KINDS[name], reference(KINDS[name])
     most = 1e-5
     if dtype == torch.float64:
-        model, most = in_double(model), 1e-13
-    ours, batch = ours_of(model, kind), batch_of(kind)
-    loss = model(**theirs_of(batch)).loss
+        model, most = to_float64(model), 1e-13
+    ours, batch = to_project_model(model, kind), batch_of(kind)
+    loss = model(**transformers_inputs(batch)).loss
     expected = gradients_of(model, loss)
     for policy in ("never", "always"):
         found_loss = our_loss(ours, batch, RecomputePolicy(policy)(1.0))
         assert abs(found_loss.item() - loss.item()) <= most * loss.item()
-        assert far_apart(expected, in_files(gradients_of(ours, found_loss), kind)) <= most
+        assert max_relative_difference(expected, with_file_names(gradients_of(ours, found_loss), kind)) <= most
 
 
 CHANGES = ("exact GELU", "scaled attention", "other buckets", "layer norm", "no key mask")
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_negative_control_another_network_is_seen(change, monkeypatch):
+def test_negative_control_changed_network_is_detected(change, monkeypatch):
     kind = KINDS["1.1"]
-    model, batch = in_double(reference(kind)), batch_of(KINDS["1.1"])
-    ours = ours_of(model, kind)
+    model, batch = to_float64(reference(kind)), batch_of(KINDS["1.1"])
+    ours = to_project_model(model, kind)
     if change == "exact GELU":
         gelu = F.gelu
         monkeypatch.setattr(blocks.F, "gelu", lambda x, approximate: gelu(x))
-        for module in ours.modules():  # the plain module, whose function is replaced
+        for module in ours.modules():  # the plain module, whose activation is replaced
             if isinstance(module, blocks.FeedForward):
                 module.__class__ = blocks.FeedForward
     elif change == "scaled attention":
@@ -155,12 +164,14 @@ def test_negative_control_another_network_is_seen(change, monkeypatch):
         batch = collate([Example("t", row, [3], None) for row in batch.waveforms], SPECIAL)
     with torch.no_grad():
         expected = (
-            model(**theirs_of(batch_of(kind))).loss if change == "no key mask" else model(**theirs_of(batch)).loss
+            model(**transformers_inputs(batch_of(kind))).loss
+            if change == "no key mask"
+            else model(**transformers_inputs(batch)).loss
         )
         assert abs(our_loss(ours, batch) - expected) > 1e-9 * expected
 
 
-def generated(model: torch.nn.Module, batch: Batch, most: int, beam: int) -> list[list[int]]:
+def generate_with_transformers(model: torch.nn.Module, batch: Batch, most: int, beam: int) -> list[list[int]]:
     """Return the ids from generate, up to the end; the score of a hypothesis is the sum over tokens and end."""
     settings = transformers.GenerationConfig(
         max_new_tokens=most,
@@ -171,7 +182,7 @@ def generated(model: torch.nn.Module, batch: Batch, most: int, beam: int) -> lis
         pad_token_id=0,
         decoder_start_token_id=0,
     )
-    given = theirs_of(batch)
+    given = transformers_inputs(batch)
     del given["labels"]
     rows = [row[1:].tolist() for row in model.generate(**given, generation_config=settings)]
     return [row[: row.index(1)] if 1 in row else row for row in rows]
@@ -180,23 +191,23 @@ def generated(model: torch.nn.Module, batch: Batch, most: int, beam: int) -> lis
 @pytest.mark.parametrize(
     ("name", "beam"), [("1.0", 1), ("1.0", 3), ("mt5", 1), ("1.1", 3), *further(("1.1", 1), ("flan", 1), ("flan", 3))]
 )
-def test_generated_ids_of_50_inputs_are_transformers(name, beam):
+def test_generated_ids_of_50_inputs_equal_transformers(name, beam):
     kind, most, found_rows, compared = KINDS[name], 14, [], 0
     for seed in range(5):
-        model = in_double(reference(kind, seed))
+        model = to_float64(reference(kind, seed))
         with torch.no_grad():
-            model.lm_head.weight[1] *= 5 if kind.is_tied else 2  # some hypotheses end
+            model.lm_head.weight[1] *= 5 if kind.is_tied else 2  # makes some hypotheses end
             model.lm_head.weight[0] *= 0.1
-        ours = ours_of(model, kind)
+        ours = to_project_model(model, kind)
         lengths = tuple(1 + (7 * number + seed) % 30 for number in range(10))
         batch = batch_of(kind, lengths, (1,) * 10, seed)
-        expected = generated(model, batch, most, beam)
+        expected = generate_with_transformers(model, batch, most, beam)
         with torch.no_grad():
             encoded = ours.encode(batch.waveforms, batch.sample_lengths)
         rules = GenerationRules(most_tokens=most)
         found = BeamDecode(beam, 0.0, 0.0, None, 0.0, SPECIAL, rules)(ours, *encoded)
         for one, other in zip(expected, found, strict=True):
-            # At the limit, generate takes hypotheses as they are; this project adds the end's log probability.
+            # At the length limit, generate ranks hypotheses without the end; this project adds its log probability.
             if beam == 1 or max(len(one), len(other)) < most:
                 assert one == other
                 compared += 1
@@ -205,15 +216,15 @@ def test_generated_ids_of_50_inputs_are_transformers(name, beam):
     assert len(set(found_rows)) > 8 and len(set(map(len, found_rows))) > 2
 
 
-def test_cached_is_uncached_though_hypotheses_change_places_and_inputs_end():
+def test_cached_decoding_equals_uncached_after_reorder_and_select():
     kind, generator = KINDS["1.1"], torch.Generator().manual_seed(3)
-    ours, places = ours_of(reference(kind).double(), kind), torch.arange(3)
+    ours, places = to_project_model(reference(kind).double(), kind), torch.arange(3)
     batch, tokens = batch_of(kind), torch.zeros(3, 4, 1, dtype=torch.long)
     with torch.no_grad():
         encoded, lengths = ours.encode(batch.waveforms, batch.sample_lengths)
         cache = ours.decoder.begin(encoded, lengths, 4)
         mask = cache.encoded_mask.repeat_interleave(4, dim=0)
-        for length in range(1, 45):  # beyond the cache's first capacity, and the largest distance
+        for length in range(1, 45):  # beyond the cache's first capacity and the maximum distance
             cached = ours.decoder.step(tokens[:, :, -1], cache)
             rows = encoded[places].repeat_interleave(4, dim=0)
             vectors = ours.decoder.embedding(tokens.flatten(0, 1))
@@ -229,33 +240,33 @@ def test_cached_is_uncached_though_hypotheses_change_places_and_inputs_end():
 
 
 @pytest.mark.parametrize("name", ["1.0", "mt5"])
-def test_twenty_adamw_steps_are_those_by_hand(name):
-    kind, model = KINDS[name], in_double(reference(KINDS[name])).train()
+def test_20_training_steps_equal_manual_adamw_on_transformers(name):
+    kind, model = KINDS[name], to_float64(reference(KINDS[name])).train()
     torch.set_default_dtype(torch.float64)
     try:
         parts = build_step_parts(t5_config(rate=3e-3), T5Architecture(shape_of(model, kind)), CPU, 100)
     finally:
         torch.set_default_dtype(torch.float32)
-    parts.model.load_state_dict(ours_of(model, kind).state_dict())
+    parts.model.load_state_dict(to_project_model(model, kind).state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, eps=EPSILON, weight_decay=0.0)
     losses = []
     for step in range(20):
         batch = batch_of(kind)
-        report = train_step(parts, global_batch(alone(batch), 2), step)
+        report = train_step(parts, global_batch(examples_of(batch), 2), step)
         optimizer.param_groups[0]["lr"] = report.learning_rate
         optimizer.zero_grad()
-        loss = model(**theirs_of(batch)).loss
+        loss = model(**transformers_inputs(batch)).loss
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(report.loss)
         assert report.loss == pytest.approx(loss.item(), rel=1e-9)
         assert report.gradient_norm == pytest.approx(norm.item(), rel=1e-9)
-    trained = in_files(dict(parts.model.named_parameters()), kind)
-    assert far_apart(dict(model.named_parameters()), trained) < 1e-9 and losses[-1] < 0.9 * losses[0]
+    trained = with_file_names(dict(parts.model.named_parameters()), kind)
+    assert max_relative_difference(dict(model.named_parameters()), trained) < 1e-9 and losses[-1] < 0.9 * losses[0]
 
 
-def alone(batch: Batch) -> list[Example]:
+def examples_of(batch: Batch) -> list[Example]:
     """Return the pairs of a batch."""
     rows = zip(batch.waveforms, batch.sample_lengths, batch.tokens, batch.token_lengths, strict=True)
     return [

@@ -16,7 +16,7 @@ from konkanivani.training.graphs import CapturedMicroBatch, GraphedGradient, gra
 from konkanivani.training.step import GradientTask, StepParts, forward_and_backward, loss_counts
 from tests.invariants.parts import CPU, KINDS, double_parts, global_batch, speeches, with_dropout
 from tests.pretrained_parts import MODES
-from tests.whisper.parts import SHAPE, LearntWhisper, whisper_config
+from tests.whisper.parts import SHAPE, NonZeroLoraWhisper, whisper_config
 
 GRID = ShapeGrid(tuple(GridShape(samples, rows, 8) for samples in (20_000, 32_000) for rows in (1, 2, 4)))
 # Whisper's training mode, audio context, and whether it runs in half precision.
@@ -45,7 +45,7 @@ def whisper_of(mode: str, context: AudioContext, is_half: bool, recompute: str) 
     dtype = torch.float32 if is_half else torch.float64
     torch.set_default_dtype(dtype)
     try:
-        architecture = LearntWhisper(SHAPE, MODES[mode], audio_context=context)
+        architecture = NonZeroLoraWhisper(SHAPE, MODES[mode], audio_context=context)
         return build_step_parts(whisper_config(recompute, half=is_half), architecture, CPU, 100)
     finally:
         torch.set_default_dtype(torch.float32)

@@ -1,4 +1,4 @@
-"""Byte-pair vocabularies for tests: small generated ones, and a real one from a file of ranked byte strings."""
+"""Byte-pair vocabularies for tests: small generated ones, and Whisper's from a file of ranked byte strings."""
 
 import base64
 import functools
@@ -45,7 +45,9 @@ def byte_characters() -> tuple[str, ...]:
     return tuple(chr(byte if byte in visible else next(invisible)) for byte in range(256))
 
 
-def write_files(folder: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]], added: dict[str, int]) -> Path:
+def write_vocabulary_files(
+    folder: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]], added: dict[str, int]
+) -> Path:
     """Write the three files of a vocabulary to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
@@ -55,14 +57,14 @@ def write_files(folder: Path, vocabulary: dict[str, int], merges: list[tuple[str
     return folder
 
 
-def named_after(vocabulary: dict[str, int], languages: tuple[str, ...]) -> dict[str, int]:
-    """Return the ids of start, languages, tasks and times, which follow a vocabulary that ends with the end token."""
+def added_token_ids(vocabulary: dict[str, int], languages: tuple[str, ...]) -> dict[str, int]:
+    """Return the ids of the start, language, task and time tokens, which follow the end token of `vocabulary`."""
     names = (START, *(f"<|{language}|>" for language in languages), *TASKS, *TIMES)
     return {name: len(vocabulary) + place for place, name in enumerate(names)}
 
 
-def merges_of(strings: list[bytes]) -> list[tuple[bytes, bytes]]:
-    """Split each string of several bytes into its last merge: two earlier strings, as merging by rank leaves them."""
+def derive_merges(strings: list[bytes]) -> list[tuple[bytes, bytes]]:
+    """Return the last merge of each string of several bytes: the two earlier strings that merging by rank ends with."""
     ranks = {string: rank for rank, string in enumerate(strings)}
     found = []
     for string in strings:
@@ -76,21 +78,21 @@ def merges_of(strings: list[bytes]) -> list[tuple[bytes, bytes]]:
     return found
 
 
-def written(string: bytes) -> str:
-    """Return a byte string in the encoding of vocabulary files."""
+def bytes_to_characters(string: bytes) -> str:
+    """Encode a byte string as in vocabulary files, one visible character per byte."""
     return "".join(byte_characters()[byte] for byte in string)
 
 
 def real_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return the ids and merges derived from the ranked byte strings of `RANKS`, with the end token last."""
+    """Return the ids and merges of Whisper's vocabulary, derived from `RANKS`; the end token is last."""
     strings = [base64.b64decode(line.split()[0]) for line in RANKS.read_bytes().splitlines()]
-    vocabulary = {written(string): token for token, string in enumerate(strings)}
-    merges = [(written(left), written(right)) for left, right in merges_of(strings)]
+    vocabulary = {bytes_to_characters(string): token for token, string in enumerate(strings)}
+    merges = [(bytes_to_characters(left), bytes_to_characters(right)) for left, right in derive_merges(strings)]
     return vocabulary | {END: len(vocabulary)}, merges
 
 
 def small_vocabulary(pairs: list[tuple[int, int]]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return the 256 bytes and one new token per pair of earlier tokens, with the end token last."""
+    """Return ids and merges of the 256 bytes and one new token per pair of earlier tokens; the end token is last."""
     tokens, merges = list(byte_characters()), []
     for left, right in pairs:
         merge = tokens[left % len(tokens)], tokens[right % len(tokens)]
@@ -100,9 +102,9 @@ def small_vocabulary(pairs: list[tuple[int, int]]) -> tuple[dict[str, int], list
     return {token: place for place, token in enumerate([*tokens, END])}, merges
 
 
-def vocabulary_of_text(text: str, size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return the 256 bytes and the most frequent pairs of the text, merged repeatedly, with the end token last."""
-    words = [[written(bytes([byte])) for byte in (" " + word).encode()] for word in text.split()]
+def train_vocabulary(text: str, size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Train byte-pair encoding on the text up to `size` tokens, and return ids and merges; the end token is last."""
+    words = [[bytes_to_characters(bytes([byte])) for byte in (" " + word).encode()] for word in text.split()]
     tokens, merges = list(byte_characters()), []
     while len(tokens) < size:
         counts: dict[tuple[str, str], int] = {}

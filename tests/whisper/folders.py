@@ -1,4 +1,4 @@
-"""Random Whisper models in folders as written by transformers, with windows of one second: nothing is downloaded."""
+"""Random Whisper models with a window of one second, in folders written by transformers. Nothing is downloaded."""
 
 import json
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from konkanivani.models.whisper.folder import name_in_file
 from konkanivani.models.whisper.model import Whisper, WhisperShape
 from konkanivani.ops.passes import optimize
 
-WHY = "transformers, which Whisper is held against, is not installed: pip install -e .[test]"
-transformers = pytest.importorskip("transformers", reason=WHY)
+SKIP_REASON = "transformers, with which Whisper is compared, is not installed: pip install -e .[test]"
+transformers = pytest.importorskip("transformers", reason=SKIP_REASON)
 
 SECONDS = 1
 FRAMES = 50 * SECONDS
@@ -22,7 +22,7 @@ FRAMES = 50 * SECONDS
 
 @dataclass(frozen=True)
 class Kind:
-    """Small version of a published model's distinctive properties."""
+    """Small model with the properties that distinguish a published model."""
 
     mel_bins: int = 80
     layers: tuple[int, int] = (2, 2)
@@ -32,7 +32,7 @@ class Kind:
 
     @property
     def special(self) -> SpecialTokens:
-        """Return the special tokens: without a blank, the start token, which cannot be decoded either, replaces it."""
+        """Special tokens. The start token, which is never decoded, replaces the blank, which Whisper does not have."""
         start = self.end + 1
         return SpecialTokens(blank=start, unknown=start, start=start, end=self.end)
 
@@ -76,8 +76,8 @@ def reference(kind: Kind, seed: int = 0, width: int = 32, positions: int = 64) -
     return model
 
 
-def ours_of(model: torch.nn.Module, kind: Kind) -> Whisper:
-    """Return the project's version of the network with the same weights, in evaluation mode."""
+def to_project_model(model: torch.nn.Module, kind: Kind) -> Whisper:
+    """Return the project's model with the weights of a transformers model, in evaluation mode."""
     config = model.config
     shape = WhisperShape(
         config.d_model,
@@ -96,7 +96,7 @@ def ours_of(model: torch.nn.Module, kind: Kind) -> Whisper:
 
 
 def write_folder(kind: Kind, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Write the folder of a random model with the files that programs read; some have only placeholder text."""
+    """Write the folder of a random model with all files of a published one; some hold placeholder text."""
     reference(kind, seed).to(dtype).save_pretrained(path, max_shard_size=kind.largest_file)
     transformers.WhisperFeatureExtractor(feature_size=kind.mel_bins, chunk_length=SECONDS).save_pretrained(path)
     generation = json.loads((path / "generation_config.json").read_text())
@@ -108,11 +108,11 @@ def write_folder(kind: Kind, path: Path, seed: int = 0, dtype: torch.dtype = tor
 
 
 def read_reference(path: Path) -> torch.nn.Module:
-    """Load the folder's model with transformers in evaluation mode and fp32; assert that every key fits."""
-    model, told = transformers.WhisperForConditionalGeneration.from_pretrained(
+    """Load the model with transformers in fp32 and evaluation mode, and check that no key is missing or unexpected."""
+    model, loading_info = transformers.WhisperForConditionalGeneration.from_pretrained(
         path, output_loading_info=True, dtype=torch.float32
     )
-    assert {name: list(found) for name, found in told.items() if found} == {}
+    assert {name: list(found) for name, found in loading_info.items() if found} == {}
     return model.eval()
 
 
@@ -121,8 +121,8 @@ def random_features(kind: Kind, count: int = 2, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, 2 * FRAMES, kind.mel_bins, generator=torch.Generator().manual_seed(seed))
 
 
-def spoken(kind: Kind, *lengths: int, seed: int = 0) -> Batch:
-    """Return a batch of utterances with these numbers of tokens, and waveforms of at most a second."""
+def random_batch(kind: Kind, *lengths: int, seed: int = 0) -> Batch:
+    """Return a batch of random utterances of at most one second with these numbers of tokens."""
     generator = torch.Generator().manual_seed(seed)
     return collate(
         [
@@ -139,5 +139,5 @@ def spoken(kind: Kind, *lengths: int, seed: int = 0) -> Batch:
 
 
 def labels_of(targets: torch.Tensor) -> torch.Tensor:
-    """Return the targets with padding marked as in transformers (-100)."""
+    """Return the targets with -100 at padding, as transformers expects."""
     return targets.masked_fill(targets < 0, -100)

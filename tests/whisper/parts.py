@@ -1,4 +1,4 @@
-"""Small Whisper models in each training mode, with the tokens of the other invariants and up to 2 s of audio."""
+"""Small Whisper models in each training mode, with the vocabulary of tests/invariants and a window of 2 s."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from konkanivani.training.step import StepParts
 from tests.conftest import WORDS
 from tests.invariants.parts import CPU, VOCAB_SIZE, speeches
 from tests.pretrained_parts import MODES, draw_products
-from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
+from tests.whisper.byte_vocabularies import added_token_ids, train_vocabulary, write_vocabulary_files
 
 SHAPE = WhisperShape(16, 2, 2, 2, 32, 80, VOCAB_SIZE, source_positions=100, target_positions=40)
 FROZEN = {
@@ -26,10 +26,10 @@ FROZEN = {
     "one block": ("encoder.positions", "encoder.subsampling.", "encoder.blocks.0."),
     "LoRA": ("",),
 }
-SPOKEN = speeches(4)
+FOUR_UTTERANCES = speeches(4)
 
 
-class LearntWhisper(WhisperArchitecture):
+class NonZeroLoraWhisper(WhisperArchitecture):
     """Architecture with non-zero LoRA products, as after some steps: otherwise half of their gradients are zero."""
 
     def build(self) -> Whisper:
@@ -40,14 +40,14 @@ class LearntWhisper(WhisperArchitecture):
 
 
 def is_trained(name: str, mode: str) -> bool:
-    """Return whether this tensor is trained."""
+    """Return whether this tensor is trained in this mode."""
     return "low_rank" in name or not name.startswith(FROZEN[mode])
 
 
 def whisper_config(
     recompute: str = "never", rate: float = 1e-3, concurrent_micro_batches: int = 1, half: bool = False
 ) -> TrainConfig:
-    """Return the settings of a step, with SpecAugment as in training."""
+    """Return the configuration of a training step, with SpecAugment."""
     return TrainConfig(
         data=DataConfig(concurrent_micro_batches=concurrent_micro_batches),
         loss=LossConfig(ctc_weight=0.0),
@@ -66,10 +66,10 @@ def whisper_parts(
     placement: Placement = ON_CARD,
     device: torch.device = CPU,
 ) -> StepParts:
-    """Return step parts, by default on the CPU."""
+    """Return the parts of a training step, by default on the CPU."""
     torch.set_default_dtype(dtype)
     try:
-        architecture = LearntWhisper(SHAPE, MODES[mode])
+        architecture = NonZeroLoraWhisper(SHAPE, MODES[mode])
         layout = StateLayout(topology, sharded, placement)
         return build_step_parts(config or whisper_config(), architecture, device, 100, layout=layout)
     finally:
@@ -77,10 +77,10 @@ def whisper_parts(
 
 
 def write_small_folder(path: Path, seconds: int = 2, seed: int = 0) -> Path:
-    """Write the folder of a random model with tokens of the test words, with no library except safetensors."""
-    vocabulary, merges = vocabulary_of_text(" ".join(WORDS), 300)
-    added = named_after(vocabulary, ("hi", "mr"))
-    write_files(path, vocabulary, merges, added)
+    """Write the folder of a random model and a vocabulary of the test words with safetensors alone."""
+    vocabulary, merges = train_vocabulary(" ".join(WORDS), 300)
+    added = added_token_ids(vocabulary, ("hi", "mr"))
+    write_vocabulary_files(path, vocabulary, merges, added)
     shape = WhisperShape(16, 2, 2, 2, 32, 80, len(vocabulary) + len(added), 50 * seconds, target_positions=60)
     config = {theirs: getattr(shape, ours) for theirs, (ours, _) in DIMENSIONS.items()}
     config |= {name: config[twin] for name, twin in TWINS.items()}

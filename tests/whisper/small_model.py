@@ -1,4 +1,4 @@
-"""A small random Whisper model in a folder, with all files that a run needs, written without transformers."""
+"""Small random Whisper model in a folder with all files that training needs, written without transformers."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,13 @@ from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.folder import name_in_file
 from konkanivani.models.whisper.model import WhisperShape
 from tests.conftest import WORDS
-from tests.whisper.byte_vocabularies import NO_TIMES, named_after, real_vocabulary, vocabulary_of_text, write_files
+from tests.whisper.byte_vocabularies import (
+    NO_TIMES,
+    added_token_ids,
+    real_vocabulary,
+    train_vocabulary,
+    write_vocabulary_files,
+)
 
 SECONDS, POSITIONS = 3, 448
 
@@ -30,14 +36,14 @@ def write_model(
     real: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write a model with a window of `seconds`; without languages it is an English-only model.
+    """Write a model with a window of `seconds`; without `languages` it is English-only.
 
     `real`: use Whisper's own vocabulary instead of one from `words`. `dtype`: the number format of the file.
     """
-    found = real_vocabulary() if real else vocabulary_of_text(" ".join(words), 300)
+    found = real_vocabulary() if real else train_vocabulary(" ".join(words), 300)
     inner = inner or 2 * width
-    named = named_after(found[0], languages)
-    write_files(folder, *found, named)
+    named = added_token_ids(found[0], languages)
+    write_vocabulary_files(folder, *found, named)
     end, size = len(found[0]) - 1, len(found[0]) + len(named)
     shape = WhisperShape(width, heads, *layers, inner, 80, size, 50 * seconds, positions)
     config = {

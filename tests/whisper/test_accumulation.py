@@ -1,4 +1,4 @@
-"""Comparison of step splits: the project's are equal, and equal to the Trainer's without a split."""
+"""Benchmark of gradient accumulation: every split gives the project the loss of the Trainer without a split."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from tests.whisper.folders import transformers
 
 pytestmark = pytest.mark.full
 SCRIPT = "benchmarks/peers/whisper_step.py"
-WITHOUT = """
+RUN_WITHOUT_PACKAGE = """
 import importlib.util, runpy, sys
 find, missing = importlib.util.find_spec, sys.argv.pop()
 importlib.util.find_spec = lambda name, *given: None if name == missing else find(name, *given)
@@ -20,8 +20,8 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
-def test_ours_is_the_same_however_it_is_cut_and_the_trainers_where_it_is_not():
-    """The other results of the Trainer are not checked: they may be fixed."""
+def test_project_loss_of_any_split_equals_unsplit_trainer_loss():
+    """The Trainer's results with a split are not checked, because a later version may correct them."""
     done = run_script(SCRIPT, "accumulation", "--json")
     assert done.returncode == 0 and done.stderr == ""
     found = json.loads(done.stdout)
@@ -32,7 +32,7 @@ def test_ours_is_the_same_however_it_is_cut_and_the_trainers_where_it_is_not():
     assert found["transformers"] == transformers.__version__
 
 
-def test_the_table_is_of_the_seed_and_a_mean_of_means_is_told_apart():
+def test_table_depends_on_seed_and_shows_error_of_averaged_means():
     from benchmarks.peers.whisper_step import measure_accumulation
 
     one, other = measure_accumulation(1, divided=True), measure_accumulation(2)
@@ -45,8 +45,8 @@ def test_the_table_is_of_the_seed_and_a_mean_of_means_is_told_apart():
 
 
 @pytest.mark.parametrize("missing", ["transformers", "accelerate"])
-def test_without_the_trainers_packages_it_ends_with_a_sentence(missing):
-    command = [sys.executable, "-c", WITHOUT, SCRIPT, "accumulation", missing]
+def test_missing_trainer_package_is_reported_in_one_sentence(missing):
+    command = [sys.executable, "-c", RUN_WITHOUT_PACKAGE, SCRIPT, "accumulation", missing]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert (
@@ -56,6 +56,6 @@ def test_without_the_trainers_packages_it_ends_with_a_sentence(missing):
 
 
 @pytest.mark.parametrize("flags", [("--seed", "one"), ("--minutes", "1")])
-def test_flags_that_cannot_work_end_with_a_sentence(flags):
+def test_invalid_flags_exit_with_code_2(flags):
     done = run_script(SCRIPT, "accumulation", *flags)
     assert done.returncode == 2 and flags[0].strip("-") in done.stderr and "Traceback" not in done.stderr

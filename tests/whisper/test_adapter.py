@@ -1,4 +1,4 @@
-"""LoRA in PEFT's format: its model, the project's model and the merged model give the same output."""
+"""LoRA in PEFT's format: PEFT's, the project's and the merged model give the same output."""
 
 import json
 from dataclasses import replace
@@ -15,14 +15,14 @@ from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.export import write_adapter, write_whisper_folder
 from konkanivani.models.whisper.folder import WhisperFolder, name_in_file, read_whisper_folder
 from konkanivani.models.whisper.model import Whisper
-from tests.whisper.folders import KINDS, random_features, read_reference, spoken
+from tests.whisper.folders import KINDS, random_batch, random_features, read_reference
 
-WHY = "peft, which adapters are written for, is not installed: pip install -e .[test]"
-peft = pytest.importorskip("peft", reason=WHY)
+SKIP_REASON = "peft, which reads the adapters, is not installed: pip install -e .[test]"
+peft = pytest.importorskip("peft", reason=SKIP_REASON)
 
 Weights = dict[str, torch.Tensor]
 ALL = ("query", "key", "value", "output", "expand", "contract")
-THEIRS = ["fc1", "fc2", "k_proj", "out_proj", "q_proj", "v_proj"]
+TRANSFORMERS_NAMES = ["fc1", "fc2", "k_proj", "out_proj", "q_proj", "v_proj"]
 TUNING = TuningConfig(lora_rank=3, lora_alpha=5.0, lora_targets=ALL)
 KIND = KINDS["tiny"]
 LENGTHS = (9, 3)
@@ -33,8 +33,8 @@ def base(whisper_folders: dict[str, Path]) -> WhisperFolder:
     return read_whisper_folder(whisper_folders["tiny"])
 
 
-def tuned(base: WhisperFolder, tuning: TuningConfig, seed: int | None = None) -> Whisper:
-    """Return the base with LoRA products, at their initial values or all non-zero."""
+def build_lora_model(base: WhisperFolder, tuning: TuningConfig, seed: int | None = None) -> Whisper:
+    """Return the base with LoRA products: non-zero random ones with a seed, otherwise the initial ones."""
     model = WhisperArchitecture(base.shape, tuning).build()
     found = model.load_state_dict(base.weights(), strict=False)
     assert not found.unexpected_keys and all("low_rank" in name for name in found.missing_keys)
@@ -47,18 +47,20 @@ def tuned(base: WhisperFolder, tuning: TuningConfig, seed: int | None = None) ->
 
 def our_logits(model: Whisper, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     model = model.to(dtype)
-    output = model(random_features(KIND).to(dtype), (100,) * 2, spoken(KIND, *LENGTHS).decoder_tokens)
+    output = model(random_features(KIND).to(dtype), (100,) * 2, random_batch(KIND, *LENGTHS).decoder_tokens)
     return model.decoder.output(output.decoded).detach()
 
 
 @torch.no_grad()
-def their_logits(model: torch.nn.Module, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def transformers_logits(model: torch.nn.Module, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     features = random_features(KIND).to(dtype).transpose(1, 2)
-    return model.to(dtype)(input_features=features, decoder_input_ids=spoken(KIND, *LENGTHS).decoder_tokens).logits
+    return model.to(dtype)(
+        input_features=features, decoder_input_ids=random_batch(KIND, *LENGTHS).decoder_tokens
+    ).logits
 
 
-def adapted(base: WhisperFolder, out: Path) -> torch.nn.Module:
-    """Return the base as read by transformers in float64, with the written adapter as read by PEFT."""
+def load_with_peft(base: WhisperFolder, out: Path) -> torch.nn.Module:
+    """Load the base with transformers in float64, and the written adapter with PEFT."""
     return peft.PeftModel.from_pretrained(read_reference(base.path).double(), out).eval()
 
 
@@ -69,52 +71,53 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("targets", "theirs"),
     [
-        (ALL, THEIRS),
+        (ALL, TRANSFORMERS_NAMES),
         (("query", "value"), ["q_proj", "v_proj"]),
         (("contract",), ["fc2"]),
         (("key", "output", "expand"), ["fc1", "k_proj", "out_proj"]),
     ],
 )
 @pytest.mark.parametrize("alpha", [0.0, 5.0])
-@pytest.mark.filterwarnings("error::UserWarning")  # PEFT's warning about a missing or unexpected tensor
-def test_with_products_merged_and_by_peft_the_logits_are_the_same(targets, theirs, alpha, base, tmp_path):
+@pytest.mark.filterwarnings("error::UserWarning")  # PEFT warns about missing and unexpected tensors
+def test_lora_merged_and_peft_models_have_equal_logits(targets, theirs, alpha, base, tmp_path):
     tuning = replace(TUNING, lora_targets=targets, lora_alpha=alpha)
-    model = tuned(base, tuning, seed=1)
+    model = build_lora_model(base, tuning, seed=1)
     weights = model.state_dict()
     write_adapter(base, weights, tuning, tmp_path / "adapter")
     _, plain = WhisperArchitecture(base.shape, tuning).plain(weights)
     write_whisper_folder(base, plain, tmp_path / "merged")
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["target_modules"] == theirs and written["lora_alpha"] == (alpha or 6)
-    ours, by_peft = our_logits(model), their_logits(adapted(base, tmp_path / "adapter"))
-    assert distance(ours, by_peft) < 1e-12
-    assert distance(ours, their_logits(read_reference(tmp_path / "merged"))) < 1e-5  # its weights are rounded to fp32
-    assert distance(ours, their_logits(read_reference(base.path))) > 0.01  # negative control: without products
+    ours, peft_model = our_logits(model), transformers_logits(load_with_peft(base, tmp_path / "adapter"))
+    assert distance(ours, peft_model) < 1e-12
+    # The merged weights are rounded to fp32.
+    assert distance(ours, transformers_logits(read_reference(tmp_path / "merged"))) < 1e-5
+    assert distance(ours, transformers_logits(read_reference(base.path))) > 0.01  # negative control: without products
 
 
-def test_peft_merges_into_our_merged_weights(base, tmp_path):
-    model = tuned(base, TUNING, seed=1).double()
+def test_peft_merge_equals_project_merge(base, tmp_path):
+    model = build_lora_model(base, TUNING, seed=1).double()
     weights = model.state_dict()
     write_adapter(base, weights, TUNING, tmp_path / "adapter")
-    theirs = adapted(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    theirs = load_with_peft(base, tmp_path / "adapter").merge_and_unload().state_dict()
     _, plain = WhisperArchitecture(base.shape, TUNING).plain(weights)
     assert len(plain) == 89 and max(distance(t, theirs[name_in_file(name)]) for name, t in plain.items()) < 1e-14
     merged, before = plain["encoder.blocks.0.self_attention.key.weight"], base.weights()
     assert distance(merged, before["encoder.blocks.0.self_attention.key.weight"]) > 0.01
 
 
-def test_negative_control_other_products_and_another_scale_are_other_models(base, tmp_path):
-    model = tuned(base, TUNING, seed=1)
+def test_negative_control_other_products_or_scale_change_logits(base, tmp_path):
+    model = build_lora_model(base, TUNING, seed=1)
     for name, weights, tuning in (
-        ("other", tuned(base, TUNING, seed=2).state_dict(), TUNING),
+        ("other", build_lora_model(base, TUNING, seed=2).state_dict(), TUNING),
         ("scale", model.state_dict(), replace(TUNING, lora_alpha=5.1)),
     ):
         write_adapter(base, weights, tuning, tmp_path / name)
-        assert distance(our_logits(model), their_logits(adapted(base, tmp_path / name))) > 1e-3
+        assert distance(our_logits(model), transformers_logits(load_with_peft(base, tmp_path / name))) > 1e-3
 
 
-def test_products_alone_are_as_good_and_peft_finds_the_base_by_itself(base, tmp_path):
-    model = tuned(base, TUNING, seed=1)
+def test_lora_tensors_suffice_and_peft_finds_the_base_model(base, tmp_path):
+    model = build_lora_model(base, TUNING, seed=1)
     weights = model.state_dict()
     products = {name: tensor for name, tensor in weights.items() if "low_rank" in name}
     write_adapter(base, weights, TUNING, tmp_path / "whole")
@@ -123,23 +126,23 @@ def test_products_alone_are_as_good_and_peft_finds_the_base_by_itself(base, tmp_
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "whole"]
     found = peft.AutoPeftModel.from_pretrained(tmp_path / "alone", dtype=torch.float32)
-    assert distance(our_logits(model), their_logits(found.eval())) < 1e-12
+    assert distance(our_logits(model), transformers_logits(found.eval())) < 1e-12
 
 
-def test_layers_without_products_are_left_as_they_are(base, tmp_path):
-    model = tuned(base, TUNING, seed=1)
+def test_adapter_omits_layers_without_lora_products(base, tmp_path):
+    model = build_lora_model(base, TUNING, seed=1)
     kept = {name: tensor for name, tensor in model.state_dict().items() if "encoder.blocks.1.self" in name}
     write_adapter(base, kept, TUNING, tmp_path / "adapter")
     for name, parameter in model.named_parameters():
         if "low_rank.up" in name and name not in kept:
             parameter.data.zero_()
-    by_peft = adapted(base, tmp_path / "adapter")
-    assert sum(name.endswith("lora_A.default.weight") for name, _ in by_peft.named_parameters()) == 4
-    assert distance(our_logits(model), their_logits(by_peft)) < 1e-12
+    peft_model = load_with_peft(base, tmp_path / "adapter")
+    assert sum(name.endswith("lora_A.default.weight") for name, _ in peft_model.named_parameters()) == 4
+    assert distance(our_logits(model), transformers_logits(peft_model)) < 1e-12
 
 
-def test_before_its_first_step_a_model_with_products_is_its_base_bit_for_bit(base):
-    model, plain = tuned(base, TUNING), base.build().eval()
+def test_untrained_lora_model_equals_base_bit_for_bit(base):
+    model, plain = build_lora_model(base, TUNING), base.build().eval()
     assert sum(name.endswith("low_rank.up") for name in model.state_dict()) == 2 * 6 + 2 * 10
     for dtype in (torch.float32, torch.float64):
         assert torch.equal(our_logits(model, dtype), our_logits(plain, dtype))
@@ -149,8 +152,8 @@ def test_before_its_first_step_a_model_with_products_is_its_base_bit_for_bit(bas
     assert not torch.equal(our_logits(model), our_logits(plain))
 
 
-def test_what_cannot_be_written_leaves_nothing(base, tmp_path, monkeypatch):
-    weights, out = tuned(base, TUNING, seed=1).state_dict(), tmp_path / "out"
+def test_rejected_or_failed_write_leaves_no_files(base, tmp_path, monkeypatch):
+    weights, out = build_lora_model(base, TUNING, seed=1).state_dict(), tmp_path / "out"
     name = "decoder.blocks.1.feedforward.expand.low_rank.up"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mine.txt").write_text("mine")

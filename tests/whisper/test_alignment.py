@@ -1,4 +1,4 @@
-"""Word times from attention: attention weights equal transformers', the path is the cheapest, words are found."""
+"""Word times from attention: weights and path equal transformers', the path is the cheapest, words get their times."""
 
 import itertools
 import json
@@ -21,12 +21,12 @@ from tests.whisper.small_model import write_model
 
 generation = pytest.importorskip(
     "transformers.models.whisper.generation_whisper",
-    reason="transformers, which is compared with, is not installed: pip install -e .[test]",
+    reason="transformers, with which word times are compared, is not installed: pip install -e .[test]",
 )
 
 
-def cost_of(costs: np.ndarray, first: list[int]) -> float:
-    """Return the cost of a path through every column that enters each row at its start or one column before."""
+def path_cost(costs: np.ndarray, first: list[int]) -> float:
+    """Return the cost of the path through all columns that enters each row at column `first[row]`."""
     rows, columns = costs.shape
     ends = [*first[1:], columns]
     total = 0.0
@@ -38,21 +38,21 @@ def cost_of(costs: np.ndarray, first: list[int]) -> float:
 @pytest.mark.parametrize(
     ("rows", "columns", "seed"), [(3, 7, 0), (5, 5, 1), (1, 4, 2), (4, 2, 3), (9, 60, 4), (2, 1, 5)]
 )
-def test_the_path_is_transformers(rows, columns, seed):
+def test_alignment_path_equals_transformers(rows, columns, seed):
     costs = np.random.default_rng(seed).standard_normal((rows, columns))
     texts, times = generation._dynamic_time_warping(costs)
     begins = np.pad(np.diff(texts), (1, 0), constant_values=1).astype(bool)
     assert first_frames(costs) == list(times[begins])
 
 
-def test_no_way_is_cheaper():
+def test_alignment_path_has_minimal_cost():
     costs = np.random.default_rng(0).standard_normal((4, 9))
-    ways = [(0, *rest) for rest in itertools.combinations(range(1, 9), 3)]
-    assert cost_of(costs, first_frames(costs)) <= min(cost_of(costs, list(way)) for way in ways) + 1e-12
+    paths = [(0, *rest) for rest in itertools.combinations(range(1, 9), 3)]
+    assert path_cost(costs, first_frames(costs)) <= min(path_cost(costs, list(path)) for path in paths) + 1e-12
 
 
 @pytest.mark.parametrize("frames", [2, 3, 9, 40])
-def test_weights_are_smoothed_as_transformers_does(frames):
+def test_alignment_weights_equal_transformers(frames):
     seen = torch.rand(3, 2, 5, frames, dtype=torch.float64).softmax(dim=-1)
     chosen = torch.stack([seen[1, 0], seen[2, 1]])
     deviation, mean = torch.std_mean(chosen, dim=-2, keepdim=True, unbiased=False)
@@ -62,7 +62,7 @@ def test_weights_are_smoothed_as_transformers_does(frames):
     assert torch.equal(alignment_weights(seen, ()), alignment_weights(seen, upper))
 
 
-def test_what_heads_look_at_is_transformers(whisper_folders):
+def test_cross_attention_equals_transformers(whisper_folders):
     folder = read_whisper_folder(whisper_folders["tiny"])
     theirs = read_reference(folder.path).double().eval()
     theirs.set_attn_implementation("eager")
@@ -82,8 +82,8 @@ def test_what_heads_look_at_is_transformers(whisper_folders):
     assert torch.allclose(decoded, plain, rtol=0, atol=1e-12)
 
 
-class Looking(torch.nn.Module):
-    """Replacement of a decoder: each input attends to given frames, and each label has probability 0.5."""
+class ScriptedAttention(torch.nn.Module):
+    """Decoder whose last tokens attend to given frames, and whose labels are all equally likely."""
 
     def __init__(self, frames: list[int], count: int, size: int) -> None:
         super().__init__()
@@ -100,30 +100,30 @@ class Looking(torch.nn.Module):
         return decoded.expand(-1, self.size)
 
 
-def test_words_are_where_attention_is(tmp_path):
+def test_word_times_follow_attention(tmp_path):
     pretrained = read_pretrained(write_model(tmp_path / "small"))
     vocabulary = pretrained.vocabulary(PretrainedConfig(language="en"))
     text = "paqi tara"
     tokens = vocabulary.encode(text)[len(vocabulary.prefix) :]
     space = next(place for place, token in enumerate(tokens) if place and vocabulary.begins_word(token))
-    looked = [5 + 8 * place for place in range(len(tokens) + 1)]
-    decoder = Looking(looked, len(tokens), vocabulary.size)
+    attended = [5 + 8 * place for place in range(len(tokens) + 1)]
+    decoder = ScriptedAttention(attended, len(tokens), vocabulary.size)
     framing = pretrained.architecture(None, PretrainedConfig()).framing
     words = attended_words(decoder, torch.zeros(150, 16), tokens, vocabulary, framing)
     assert [word.text for word in words] == text.split()
     assert words[0].start == 0.0 and words[0].end == words[1].start
-    assert words[1].start == pytest.approx(0.02 * looked[space], abs=0.05)
-    assert words[1].end == pytest.approx(0.02 * looked[-1], abs=0.05)
+    assert words[1].start == pytest.approx(0.02 * attended[space], abs=0.05)
+    assert words[1].end == pytest.approx(0.02 * attended[-1], abs=0.05)
     assert all(word.confidence == pytest.approx(1 / vocabulary.size) for word in words)
-    spoken = [vocabulary.time_token(0.5), *tokens, vocabulary.time_token(1.0)]
-    bounded = attended_words(decoder, torch.zeros(150, 16), spoken, vocabulary, framing)
+    timed_tokens = [vocabulary.time_token(0.5), *tokens, vocabulary.time_token(1.0)]
+    bounded = attended_words(decoder, torch.zeros(150, 16), timed_tokens, vocabulary, framing)
     assert [word.text for word in bounded] == text.split()
     assert all(0.5 <= word.start <= word.end <= 1.0 for word in bounded)
     assert attended_words(decoder, torch.zeros(150, 16), [], vocabulary, framing) == []
     assert attention_spans(decoder, torch.zeros(150, 16), tokens, vocabulary)[-1][1] <= 150
 
 
-def test_heads_are_kept_with_the_tokens_and_must_be_pairs(tmp_path):
+def test_alignment_heads_are_stored_and_must_be_pairs(tmp_path):
     folder = write_model(tmp_path / "small")
     settings = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(settings | {"alignment_heads": [[0, 1], [0, 0]]}))
@@ -134,7 +134,7 @@ def test_heads_are_kept_with_the_tokens_and_must_be_pairs(tmp_path):
         _ = tampered.alignment_heads
 
 
-def test_a_folder_is_not_asked_for_times_that_it_may_have_forgotten(tmp_path):
+def test_timestamps_are_enabled_only_for_models_trained_with_them(tmp_path):
     folder = read_pretrained(write_model(tmp_path / "small"))
     found = build_pretrained_model(folder, PretrainedConfig(language="mr"), torch.device("cpu"))
     assert found.tokenizer.has_times and with_word_times(found) is found

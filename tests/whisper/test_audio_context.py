@@ -1,4 +1,4 @@
-"""Whisper on speech without padding: padding is invisible, memory follows the speech, the folder records it."""
+"""Whisper on speech without padding: padding has no effect, memory follows the speech, the folder stores the option."""
 
 import dataclasses
 import json
@@ -38,11 +38,11 @@ from tests.whisper.test_training import (
     MATRIX_PRODUCTS,
     ONLY_TENSORS,
     SHAPE,
-    FreeTokens,
-    configured,
+    UnconstrainedTokens,
     global_batch,
     gradients,
     speeches,
+    step_config,
 )
 
 SPEECH = dataclasses.replace(ARCHITECTURE, audio_context="speech")
@@ -56,16 +56,16 @@ def parts_of(
     torch.set_default_dtype(dtype)
     try:
         torch.manual_seed(0)
-        return build_step_parts(configured(recompute), architecture, CPU, 100)
+        return build_step_parts(step_config(recompute), architecture, CPU, 100)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def outputs(parts: StepParts, spoken: list[Example], size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def outputs(parts: StepParts, utterances: list[Example], size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return the encoded frames and logits of the valid positions of each utterance."""
     found = {}
     with torch.no_grad():
-        for batch in global_batch(size, spoken).micro_batches:
+        for batch in global_batch(size, utterances).micro_batches:
             output, _ = parts.forward(batch)
             logits = parts.model.decoder.output(output.decoded)
             for row, name in enumerate(batch.utterance_ids):
@@ -74,7 +74,7 @@ def outputs(parts: StepParts, spoken: list[Example], size: int) -> dict[str, tup
     return found
 
 
-def apart(one: dict, other: dict) -> float:
+def max_relative_difference(one: dict, other: dict) -> float:
     """Return the largest relative difference between two outputs of the same utterances."""
     assert one.keys() == other.keys()
     pairs = [pair for name in one for pair in zip(one[name], other[name], strict=True)]
@@ -83,23 +83,25 @@ def apart(one: dict, other: dict) -> float:
 
 
 @pytest.mark.parametrize("augmented", [False, True])
-def test_an_utterance_is_the_same_alone_and_in_any_batch(augmented):
-    parts, spoken = parts_of(), speeches(6, augmented=augmented)
-    alone = outputs(parts, spoken, 1)
-    assert [len(alone[one.utterance_id][0]) for one in spoken] == [math.ceil(len(one.waveform) / 320) for one in spoken]
-    assert max(apart(alone, outputs(parts, spoken, size)) for size in (2, 6)) < BOUND
+def test_outputs_do_not_depend_on_batch_size(augmented):
+    parts, utterances = parts_of(), speeches(6, augmented=augmented)
+    alone = outputs(parts, utterances, 1)
+    assert [len(alone[one.utterance_id][0]) for one in utterances] == [
+        math.ceil(len(one.waveform) / 320) for one in utterances
+    ]
+    assert max(max_relative_difference(alone, outputs(parts, utterances, size)) for size in (2, 6)) < BOUND
 
 
 @pytest.mark.parametrize("hidden", ["padding_or_none", "score_mask_for"])
-def test_negative_control_without_a_mask_padding_shows(hidden, monkeypatch):
-    parts, spoken = parts_of(), speeches(6)
-    alone = outputs(parts, spoken, 1)
+def test_negative_control_without_mask_padding_changes_outputs(hidden, monkeypatch):
+    parts, utterances = parts_of(), speeches(6)
+    alone = outputs(parts, utterances, 1)
     monkeypatch.setattr(network, hidden, lambda *_: None)
-    assert apart(alone, outputs(parts, spoken, 6)) > 1e-6
+    assert max_relative_difference(alone, outputs(parts, utterances, 6)) > 1e-6
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_how_a_window_is_cut_never_changes_the_gradient(recompute):
+def test_gradients_do_not_depend_on_micro_batch_size(recompute):
     parts = parts_of(recompute=recompute)
     whole = gradients(parts, global_batch(5, speeches(5)))
     for size in (1, 2):
@@ -110,24 +112,24 @@ def test_how_a_window_is_cut_never_changes_the_gradient(recompute):
     assert max(relative_difference(whole[name], other[name]) for name in whole) > 1e-3
 
 
-def test_greedy_search_says_the_same_alone_and_in_a_batch():
-    parts, decode, said = parts_of(), greedy_decode(SPEECH, FreeTokens()), []
+def test_greedy_search_does_not_depend_on_batch_size():
+    parts, decode, results = parts_of(), greedy_decode(SPEECH, UnconstrainedTokens()), []
     for parameter in parts.model.parameters():
         parameter.data.mul_(8 if parameter.dim() > 1 else 1)
-    spoken = speeches(6, augmented=False)
+    utterances = speeches(6, augmented=False)
     for size in (1, 6):
         found = {}
-        for batch in global_batch(size, spoken).micro_batches:
+        for batch in global_batch(size, utterances).micro_batches:
             features, lengths = parts.forward.front_end(batch.waveforms, batch.sample_lengths, None)
             with torch.no_grad():
                 encoded = parts.model.encoder(features, lengths, keep_activations)
             found |= dict(zip(batch.utterance_ids, decode(parts.model, *encoded), strict=True))
-        said.append(found)
-    assert said[0] == said[1] and len({tuple(tokens) for tokens in said[0].values()}) > 1
+        results.append(found)
+    assert results[0] == results[1] and len({tuple(tokens) for tokens in results[0].values()}) > 1
 
 
 @pytest.mark.parametrize("samples", [5_001, 6_400, 16_000])
-def test_it_is_transformers_layers_over_the_frames_of_the_speech(samples, whisper_folders):
+def test_encoder_equals_transformers_layers_on_speech_frames(samples, whisper_folders):
     folder = read_whisper_folder(whisper_folders["tiny"])
     theirs = read_reference(folder.path).double().model.encoder
     architecture = dataclasses.replace(folder.architecture, audio_context="speech")
@@ -147,7 +149,7 @@ def test_it_is_transformers_layers_over_the_frames_of_the_speech(samples, whispe
     assert relative_difference(theirs.layer_norm(x), encoded) < 1e-12
 
 
-def test_features_of_speech_are_the_first_of_its_window_and_a_window_makes_no_mask(monkeypatch):
+def test_speech_features_start_the_window_and_full_window_has_no_mask(monkeypatch):
     waves, lengths = torch.randn(2, 9_000), (9_000, 8_000)
     whole, _ = ARCHITECTURE.build_front_end(AugmentConfig())(waves, lengths, None)
     speech, frames = SPEECH.build_front_end(AugmentConfig())(waves, lengths, None)
@@ -156,7 +158,7 @@ def test_features_of_speech_are_the_first_of_its_window_and_a_window_makes_no_ma
     window_model, model = ARCHITECTURE.build(), SPEECH.build()
     model.load_state_dict(window_model.state_dict())
     (plain, _), (same, _) = (each.encoder(whole, (100, 100), keep_activations) for each in (window_model, model))
-    assert torch.equal(plain, same)  # a whole window needs no mask
+    assert torch.equal(plain, same)  # a full window needs no mask
     with pytest.raises(TypeError):
         model.encoder(speech, frames, keep_activations)
     with pytest.raises(ValueError, match="57 frames do not match the window of 100"):
@@ -166,53 +168,53 @@ def test_features_of_speech_are_the_first_of_its_window_and_a_window_makes_no_ma
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_a_traced_peak_is_the_measured_one(recompute):
-    config, cut = configured(recompute), global_batch(2, speeches(4, torch.float32, augmented=False))
+def test_planned_peak_is_within_2_percent_of_measured(recompute):
+    config, cut = step_config(recompute), global_batch(2, speeches(4, torch.float32, augmented=False))
     measured = measured_peak(parts_of(SPEECH, torch.float32, recompute), cut)
     planned = build_tracer(config, SPEECH, ONLY_TENSORS).trace_global_batch(cut, RecomputePolicy(recompute)).bytes
     assert 0.999 * measured <= planned <= 1.02 * measured
 
 
-def test_three_seconds_are_planned_for_far_less_than_a_window():
+def test_planned_memory_of_short_speech_is_below_full_window():
     shape = dataclasses.replace(SHAPE, source_positions=1500)
     peaks = []
     for context in ("window", "speech"):
-        tracer = build_tracer(configured(), WhisperArchitecture(shape, audio_context=context), ONLY_TENSORS)
+        tracer = build_tracer(step_config(), WhisperArchitecture(shape, audio_context=context), ONLY_TENSORS)
         peak = tracer.trace(BatchShape(2, 3.0, 20), RecomputePolicy("never"))
         peaks.append(peak.bytes - peak.state)
     assert peaks[1] < 0.25 * peaks[0]
 
 
-def test_products_of_a_step_are_what_the_formulas_say():
-    spoken = speeches(3, torch.float32, augmented=False)
+def test_flop_formulas_equal_counted_flops():
+    utterances = speeches(3, torch.float32, augmented=False)
     with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
-        train_step(parts_of(SPEECH, torch.float32), global_batch(3, spoken), 0)
+        train_step(parts_of(SPEECH, torch.float32), global_batch(3, utterances), 0)
     counts = counter.get_flop_counts()["Global"]
     counted = sum(flop for kind, flop in counts.items() if kind in MATRIX_PRODUCTS)
-    samples = tuple(len(one.waveform) for one in spoken)
+    samples = tuple(len(one.waveform) for one in utterances)
     layers = SPEECH.forward_layers(samples, 20)
     dense = tuple(layer for layer in layers if layer.is_dense and "convolution" not in layer.name)
     log_mel = SPEECH.build_front_end(AugmentConfig()).log_mel
-    heard = sum(log_mel(torch.zeros(1, count), (count,))[0].shape[2] for count in samples)
-    (head,) = (layer.flop for layer in layers if layer.name == "decoder's output")  # computed once more by the loss
-    assert counted == step_flop(dense, False) + head + 2 * heard * SHAPE.mel_bins * 201
+    frame_count = sum(log_mel(torch.zeros(1, count), (count,))[0].shape[2] for count in samples)
+    (head,) = (layer.flop for layer in layers if layer.name == "decoder's output")  # the loss computes it once more
+    assert counted == step_flop(dense, False) + head + 2 * frame_count * SHAPE.mel_bins * 201
     assert step_flop(layers, False) < step_flop(ARCHITECTURE.forward_layers(samples, 20), False)
 
 
-def test_it_is_the_flags_or_the_folders_and_a_run_keeps_it(whisper_folders, tmp_path):
+def test_flag_overrides_folder_and_checkpoint_stores_audio_context(whisper_folders, tmp_path):
     plain, marked = whisper_folders["tiny"], tmp_path / "marked"
     base = read_whisper_folder(plain)
     write_whisper_folder(base, base.weights(), marked, "speech")
     before, after = (json.loads((path / GENERATION).read_text()) for path in (plain, marked))
     assert after == before | {"audio_context": "speech"} and "audio_context" not in before
     read_reference(marked)
-    for folder, asked, expected in (
+    for folder, flag, expected in (
         (plain, None, "window"),
         (plain, "speech", "speech"),
         (marked, None, "speech"),
         (marked, "window", "window"),
     ):
-        config = PretrainedConfig(pretrained=str(folder), audio_context=asked)
+        config = PretrainedConfig(pretrained=str(folder), audio_context=flag)
         pretrained = PretrainedWhisper(read_whisper_folder(folder))
         assert pretrained.settled(config).audio_context == expected
         assert pretrained.architecture(TuningConfig(), config).audio_context == expected
@@ -225,7 +227,7 @@ def test_it_is_the_flags_or_the_folders_and_a_run_keeps_it(whisper_folders, tmp_
     assert contradictions(stored, other) == ["--audio_context is window here and speech in the checkpoint"]
 
 
-def test_without_generation_config_the_mark_is_beside_the_dimensions(whisper_folders, tmp_path):
+def test_audio_context_is_stored_without_generation_config(whisper_folders, tmp_path):
     shutil.copytree(whisper_folders["tiny"], tmp_path / "base")
     (tmp_path / "base" / GENERATION).unlink()
     base = read_whisper_folder(tmp_path / "base")
@@ -234,10 +236,10 @@ def test_without_generation_config_the_mark_is_beside_the_dimensions(whisper_fol
     assert read_whisper_folder(tmp_path / "out").architecture.audio_context == "speech"
 
 
-def test_what_cannot_be_is_refused_and_a_person_is_told(whisper_folders, tmp_path):
+def test_invalid_audio_context_is_rejected_and_export_has_a_note(whisper_folders, tmp_path):
     folder = Path(shutil.copytree(whisper_folders["tiny"], tmp_path / "folder"))
-    said = json.loads((folder / GENERATION).read_text())
-    (folder / GENERATION).write_text(json.dumps(said | {"audio_context": ["speech"]}))
+    settings = json.loads((folder / GENERATION).read_text())
+    (folder / GENERATION).write_text(json.dumps(settings | {"audio_context": ["speech"]}))
     with pytest.raises(CheckpointError, match=r"audio_context in its generation_config\.json is \['speech'\]"):
         read_whisper_folder(folder)
     with pytest.raises(UsageError, match="--audio_context has no effect without --pretrained"):

@@ -1,4 +1,4 @@
-"""A bad --pretrained run ends with one sentence and its exit code, and creates nothing."""
+"""Invalid input of --pretrained runs is rejected with one sentence and an exit code, before files are created."""
 
 import json
 import os
@@ -31,7 +31,7 @@ Change = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Models:
-    """Read-only folders of models, a corpus, and a checkpoint of each kind of run."""
+    """Read-only model folders, a corpus, and one checkpoint per kind of run."""
 
     root: Path
     corpus: Corpus
@@ -43,7 +43,7 @@ class Models:
         return str(self.root / kind / "checkpoints" / "checkpoint_last.pt")
 
     def fill(self, words: tuple[str, ...], out: Path) -> list[str]:
-        """Return the words of a command line with the placeholders in braces replaced."""
+        """Return command-line arguments with the placeholders in braces replaced."""
         places = {name: self.folder(name) for name in ("base", "wide", "other", "english", "no_translate")}
         places |= {kind: self.checkpoint(kind) for kind in (*KINDS, "ours")}
         return [word.format(out=out, **places) for word in words]
@@ -55,7 +55,8 @@ def models(tmp_path_factory) -> Models:
     found = Models(root, write_corpus(root / "corpus", {"train": 6, "valid": 2}, lengths=range(1, 3)))
     others = {"wide": {"width": 32}, "other": {"seed": 1}, "english": {"languages": ()}}
     for name, changes in ({"base": {}, "no_translate": {}} | others).items():
-        write_model(root / name, positions=64, **changes)  # an untrained model decodes the maximum number of tokens
+        # An untrained model decodes until the last position.
+        write_model(root / name, positions=64, **changes)
     added = root / "no_translate" / "added_tokens.json"
     added.write_text(added.read_text().replace("<|translate|>", "<|nothing|>"))
     for kind, flags in KINDS.items():
@@ -65,12 +66,12 @@ def models(tmp_path_factory) -> Models:
     return found
 
 
-def check_refusal(done, code: int, said: str) -> None:
-    """Check that stderr is one sentence with a remedy."""
+def check_rejected(done, code: int, message: str) -> None:
+    """Check the exit code, and that stderr is one sentence that says what to do."""
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line]
-    assert re.search(said, line), line
+    assert re.search(message, line), line
     assert complaint(re.sub(r"^/\S+", "X", line)) is None, line  # it may start with a path
 
 
@@ -79,32 +80,32 @@ def train(models: Models, out: Path, *flags: str):
     return run_trainer(*models.corpus.flags(), *SHORT, *run_folders(out), *flags, cwd=out)
 
 
-def settings(name: str, **changes: object) -> Change:
-    """Return a change to a JSON file."""
+def change_json(name: str, **changes: object) -> Change:
+    """Return a function that changes settings of a JSON file in a folder."""
     return lambda at: (at / name).write_text(json.dumps(json.loads((at / name).read_text()) | changes))
 
 
-def written(name: str, data: str | None) -> Change:
-    """Return a change that writes this content to a file, or removes the file."""
+def write_or_remove(name: str, data: str | None) -> Change:
+    """Return a function that writes this content to a file in a folder, or removes the file."""
     return lambda at: (at / name).unlink() if data is None else (at / name).write_text(data)
 
 
-def damaged(change: Callable[[bytes], bytes]) -> Change:
+def change_weight_bytes(change: Callable[[bytes], bytes]) -> Change:
     return lambda at: (at / WEIGHTS).write_bytes(change((at / WEIGHTS).read_bytes()))
 
 
-def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
-    """Return a change to the dictionary of tensors."""
+def change_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
+    """Return a function that applies `change` to the tensors of a folder."""
 
-    def on_disk(at: Path) -> None:
+    def rewrite(at: Path) -> None:
         found = safetensors.torch.load((at / WEIGHTS).read_bytes())
         change(found)
         safetensors.torch.save_file(found, at / WEIGHTS)
 
-    return on_disk
+    return rewrite
 
 
-def indexed(at: Path) -> None:
+def index_outside_folder(at: Path) -> None:
     names = safetensors.torch.load((at / WEIGHTS).read_bytes())
     (at / WEIGHTS).rename(at / "shard.safetensors")
     (at / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "../x")}))
@@ -113,58 +114,86 @@ def indexed(at: Path) -> None:
 HEADS = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
 FOLDERS: dict[str, tuple[Change, int, str]] = {
     "no folder": (shutil.rmtree, 2, "There is no folder .*Use the folder"),
-    "no config": (written(CONFIG, None), 4, r"has no config\.json"),
-    "no JSON": (written(CONFIG, "{"), 4, r"config\.json is not JSON"),
-    "another model": (settings(CONFIG, model_type="wav2vec2"), 4, "of type 'wav2vec2'"),
-    "negative": (settings(CONFIG, d_model=-4), 4, "d_model in its config.json is -4"),
-    "2^40": (settings(CONFIG, d_model=2**40), 4, "must be a number from 1 to 16384"),
-    "heads": (settings(CONFIG, **HEADS), 4, "divides a dimension of 16 into 3 heads"),
-    "untied": (settings(CONFIG, tie_word_embeddings=False), 4, "tie_word_embeddings in its config.json is False"),
-    "another head": (
-        tensors(lambda t: t.update({"proj_out.weight": t[EMBEDDING] + 1})),
+    "no config": (write_or_remove(CONFIG, None), 4, r"has no config\.json"),
+    "not JSON": (write_or_remove(CONFIG, "{"), 4, r"config\.json is not JSON"),
+    "another model": (change_json(CONFIG, model_type="wav2vec2"), 4, "of type 'wav2vec2'"),
+    "negative width": (change_json(CONFIG, d_model=-4), 4, "d_model in its config.json is -4"),
+    "width of 2^40": (change_json(CONFIG, d_model=2**40), 4, "must be a number from 1 to 16384"),
+    "heads do not divide width": (change_json(CONFIG, **HEADS), 4, "divides a dimension of 16 into 3 heads"),
+    "untied": (change_json(CONFIG, tie_word_embeddings=False), 4, "tie_word_embeddings in its config.json is False"),
+    "output layer differs": (
+        change_tensors(lambda t: t.update({"proj_out.weight": t[EMBEDDING] + 1})),
         4,
         "differs from its model.decoder.embed_tokens.weight, to which",
     ),
     "pickle": (lambda at: (at / WEIGHTS).rename(at / "pytorch_model.bin"), 4, "is pickle, .* convert it"),
-    "cut": (damaged(lambda data: data[:-100]), 4, r"model\.safetensors is damaged"),
-    "header of 2^60": (damaged(lambda data: (2**60).to_bytes(8, "little") + data[8:]), 4, "its header states"),
-    "a tensor less": (tensors(lambda t: t.pop(EMBEDDING)), 4, f"it has no tensor {EMBEDDING}"),
-    "another shape": (tensors(lambda t: t.update({BIAS: torch.zeros(1, 16)})), 4, r"has the shape \(1, 16\)"),
-    "integers": (
-        tensors(lambda t: t.update({BIAS: torch.zeros(16, dtype=torch.int32)})),
+    "truncated weights": (change_weight_bytes(lambda data: data[:-100]), 4, r"model\.safetensors is damaged"),
+    "header of 2^60": (
+        change_weight_bytes(lambda data: (2**60).to_bytes(8, "little") + data[8:]),
+        4,
+        "its header states",
+    ),
+    "missing tensor": (change_tensors(lambda t: t.pop(EMBEDDING)), 4, f"it has no tensor {EMBEDDING}"),
+    "tensor of another shape": (
+        change_tensors(lambda t: t.update({BIAS: torch.zeros(1, 16)})),
+        4,
+        r"has the shape \(1, 16\)",
+    ),
+    "integer tensor": (
+        change_tensors(lambda t: t.update({BIAS: torch.zeros(16, dtype=torch.int32)})),
         4,
         "is of type I32 but must be",
     ),
-    "NaN": (tensors(lambda t: t[EMBEDDING][3].fill_(torch.nan)), 4, "contains values that are not finite"),
-    "above the folder": (indexed, 4, r"lists '\.\./x', which is not a weight file"),
-    "a token more": (settings("added_tokens.json", more=1812), 3, "folder has 1813 tokens, but its model has 1812"),
-    "no names": (written("added_tokens.json", None), 3, r"folder has no token <\|startoftranscript\|>"),
-    "no vocabulary": (written("vocab.json", None), 3, r"folder/vocab\.json could not be read"),
-    "broken vocabulary": (written("vocab.json", "{"), 3, r"folder/vocab\.json is not JSON"),
-    "128 bands": (settings(PREPROCESSOR, feature_size=128), 4, "is 128, but its network needs 80"),
-    "a token that is not": (settings(GENERATION, suppress_tokens=[1812]), 4, "contains the token 1812"),
-    "a time that is none": (settings(GENERATION, max_initial_timestamp_index="x"), 4, "is 'x' but must be a number"),
+    "NaN": (change_tensors(lambda t: t[EMBEDDING][3].fill_(torch.nan)), 4, "contains values that are not finite"),
+    "weight file outside folder": (index_outside_folder, 4, r"lists '\.\./x', which is not a weight file"),
+    "one token too many": (
+        change_json("added_tokens.json", more=1812),
+        3,
+        "folder has 1813 tokens, but its model has 1812",
+    ),
+    "no special tokens": (
+        write_or_remove("added_tokens.json", None),
+        3,
+        r"folder has no token <\|startoftranscript\|>",
+    ),
+    "no vocabulary": (write_or_remove("vocab.json", None), 3, r"folder/vocab\.json could not be read"),
+    "broken vocabulary": (write_or_remove("vocab.json", "{"), 3, r"folder/vocab\.json is not JSON"),
+    "128 mel bins": (change_json(PREPROCESSOR, feature_size=128), 4, "is 128, but its network needs 80"),
+    "suppressed token out of range": (change_json(GENERATION, suppress_tokens=[1812]), 4, "contains the token 1812"),
+    "time index is not a number": (
+        change_json(GENERATION, max_initial_timestamp_index="x"),
+        4,
+        "is 'x' but must be a number",
+    ),
 }
 
 
-# The other cases run without a process: tests/whisper/test_folder.py, test_byte_pairs.py.
-TRIED = ("no folder", "no config", "cut", "NaN", "a token more", "broken vocabulary", "a time that is none")
+# tests/whisper/test_folder.py and test_byte_pairs.py run the other cases without a process.
+QUICK_FOLDERS = (
+    "no folder",
+    "no config",
+    "truncated weights",
+    "NaN",
+    "one token too many",
+    "broken vocabulary",
+    "time index is not a number",
+)
 
 
-@pytest.mark.parametrize("case", of_each_kind(FOLDERS, TRIED))
-def test_a_bad_folder_is_refused_before_anything_is_made(case, models, tmp_path):
-    change, code, said = FOLDERS[case]
+@pytest.mark.parametrize("case", of_each_kind(FOLDERS, QUICK_FOLDERS))
+def test_bad_folder_is_rejected_before_files_are_created(case, models, tmp_path):
+    change, code, message = FOLDERS[case]
     folder, out = tmp_path / "folder", tmp_path / "out"
     shutil.copytree(models.folder(), folder)
     change(folder)
-    check_refusal(train(models, out, "--pretrained", str(folder), *LANGUAGE), code, said)
+    check_rejected(train(models, out, "--pretrained", str(folder), *LANGUAGE), code, message)
     assert list(out.iterdir()) == []
 
 
-def test_a_folder_without_generation_config_trains(models, tmp_path):
-    """Negative control of the table above: optional files may be absent."""
+def test_folder_without_generation_config_trains(models, tmp_path):
+    """Negative control of the table above: generation_config.json is optional."""
     shutil.copytree(models.folder(), tmp_path / "folder")
-    written(GENERATION, None)(tmp_path / "folder")
+    write_or_remove(GENERATION, None)(tmp_path / "folder")
     done = train(models, tmp_path / "out", "--pretrained", str(tmp_path / "folder"), *LANGUAGE)
     assert done.returncode == 0 and (tmp_path / "out/checkpoints/checkpoint_last.pt").exists(), done.stderr
 
@@ -174,14 +203,17 @@ B = (*P, *LANGUAGE)
 FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
     "no folder": (("--pretrained", "no_such_model", *LANGUAGE), "or a name on the hub such as openai/whisper-small"),
     "Konkani": ((*P, "--language", "kok"), "Use the closest language, mr or hi; available: en, hi, mr"),
-    "unknown": ((*P, "--language", "MR"), "has no token for it. Use one of en, hi, mr"),
+    "unknown language": ((*P, "--language", "MR"), "has no token for it. Use one of en, hi, mr"),
     "no language": (P, "give --language with one of en, hi, mr"),
-    "English": (("--pretrained", "{english}", *LANGUAGE), "--language is not supported by an English-only model"),
-    "English task": (
+    "language of English-only model": (
+        ("--pretrained", "{english}", *LANGUAGE),
+        "--language is not supported by an English-only model",
+    ),
+    "task of English-only model": (
         ("--pretrained", "{english}", "--task", "translate"),
         "--task translate is not supported by an English-only model",
     ),
-    "no task": (
+    "missing task": (
         ("--pretrained", "{no_translate}", *LANGUAGE, "--task", "translate"),
         "--task translate: the model has",
     ),
@@ -189,35 +221,46 @@ FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
     "width": ((*B, "--d_model", "64", "--vocab_size", "99"), "--d_model, --vocab_size would change it: omit them"),
     "CTC": ((*B, "--ctc_weight", "0.3"), "--ctc_weight would change it"),
     "inner CTC": ((*B, "--intermediate_ctc_weight", "0.3"), "--intermediate_ctc_weight would change it"),
-    "two beginnings": ((*B, "--init_from", "{full}"), "--init_from would change it"),
-    "bands": ((*B, "--mel_bins", "80"), "--mel_bins would change it"),
-    "joint": ((*B, "--test_decode", "joint"), "needs CTC, but a --pretrained model has no CTC head: use"),
-    "language alone": (LANGUAGE, "--language has no effect without --pretrained"),
-    "task alone": (("--task", "translate"), "--task has no effect without --pretrained"),
+    "init_from and pretrained": ((*B, "--init_from", "{full}"), "--init_from would change it"),
+    "mel bins": ((*B, "--mel_bins", "80"), "--mel_bins would change it"),
+    "joint decoding": ((*B, "--test_decode", "joint"), "needs CTC, but a --pretrained model has no CTC head: use"),
+    "language without pretrained": (LANGUAGE, "--language has no effect without --pretrained"),
+    "task without pretrained": (("--task", "translate"), "--task has no effect without --pretrained"),
     "freeze": ((*B, "--freeze", "99"), "--freeze 99: the encoder has only 2 blocks"),
-    "targets": ((*B, "--lora_rank", "2", "--lora_targets", "gate"), "matches no layer of this model: choose from"),
-    "targets alone": ((*B, "--lora_targets", "query"), "--lora_targets has no effect without --lora_rank"),
+    "unknown LoRA targets": (
+        (*B, "--lora_rank", "2", "--lora_targets", "gate"),
+        "matches no layer of this model: choose from",
+    ),
+    "targets without rank": ((*B, "--lora_targets", "query"), "--lora_targets has no effect without --lora_rank"),
     "init_from": (("--init_from", "{full}"), "is a checkpoint of a run with --pretrained. Export its model"),
 }
 
 
-ALIKE = {"CTC", "inner CTC", "two beginnings", "bands", "unknown", "task alone", "targets alone"}
+SIMILAR_FLAGS = {
+    "CTC",
+    "inner CTC",
+    "init_from and pretrained",
+    "mel bins",
+    "unknown language",
+    "task without pretrained",
+    "targets without rank",
+}
 
 
-@pytest.mark.parametrize("case", of_each_kind(FLAGS, FLAGS.keys() - ALIKE))
-def test_flags_that_cannot_work_are_refused_before_anything_is_made(case, models, tmp_path):
-    flags, said = FLAGS[case]
-    check_refusal(train(models, tmp_path / "out", *models.fill(flags, tmp_path)), 2, said)
+@pytest.mark.parametrize("case", of_each_kind(FLAGS, FLAGS.keys() - SIMILAR_FLAGS))
+def test_invalid_flags_are_rejected_before_files_are_created(case, models, tmp_path):
+    flags, message = FLAGS[case]
+    check_rejected(train(models, tmp_path / "out", *models.fill(flags, tmp_path)), 2, message)
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_task_that_is_none_is_refused(models, tmp_path):
+def test_unknown_task_is_rejected(models, tmp_path):
     done = train(models, tmp_path / "out", *models.fill((*B, "--task", "sing"), tmp_path))
     assert done.returncode == 2 and "sing" in done.stderr and "translate" in done.stderr
 
 
 def resume(models: Models, out: Path, kind: str, *flags: str):
-    """Resume a copy of the run."""
+    """Resume a copy of a run of this kind for one more step."""
     if not out.exists():
         shutil.copytree(models.root / kind, out)
     return train(models, out, "--resume", "auto", "--max_steps", "2", *models.fill(flags, out))
@@ -227,31 +270,34 @@ RESUMED = {
     "another shape": ("full", ("--pretrained", "{wide}"), 4, "started from another model: .*Use the folder"),
     "other frozen weights": ("frozen", ("--pretrained", "{other}"), 4, "has other frozen weights"),
     "another base": ("lora", ("--pretrained", "{other}"), 4, "has other frozen weights"),
-    "another folder": ("frozen", ("--pretrained", "{out}/nowhere"), 2, "There is no folder"),
+    "missing folder": ("frozen", ("--pretrained", "{out}/nowhere"), 2, "There is no folder"),
     "preset": ("full", ("--preset", "minimal"), 2, "--preset would change it"),
 }
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_a_run_goes_on_with_its_own_model_alone(case, models, tmp_path):
-    kind, flags, code, said = RESUMED[case]
-    check_refusal(resume(models, tmp_path / "out", kind, *flags), code, said)
+def test_resume_with_another_model_is_rejected(case, models, tmp_path):
+    kind, flags, code, message = RESUMED[case]
+    check_rejected(resume(models, tmp_path / "out", kind, *flags), code, message)
     kept = tmp_path / "out/checkpoints/checkpoint_last.pt"
     assert kept.read_bytes() == Path(models.checkpoint(kind)).read_bytes()
 
 
-def test_another_language_contradicts_the_checkpoint(models, tmp_path):
+def test_resume_with_another_language_is_rejected(models, tmp_path):
     done = resume(models, tmp_path / "out", "full", "--pretrained", "{base}", "--language", "hi")
     assert done.returncode == 4 and "--language is hi here and mr in the checkpoint" in done.stderr, done.stderr
     assert "export_asr.py" in done.stderr and "--init_from" not in done.stderr
 
 
-def without_folder(out: Path) -> None:
-    """Change the path of the base model in a copied run to a missing folder."""
-    tamper(out / "checkpoints/checkpoint_last.pt", lambda saved: saved.update(config=moved(saved["config"], out)))
+def remove_base_path(out: Path) -> None:
+    """Replace the path of the base model in the checkpoint of a copied run by a missing folder."""
+    tamper(
+        out / "checkpoints/checkpoint_last.pt",
+        lambda saved: saved.update(config=with_missing_base_path(saved["config"], out)),
+    )
 
 
-def moved(config: str, out: Path) -> str:
+def with_missing_base_path(config: str, out: Path) -> str:
     return re.sub(r"--pretrained .*", lambda _: f"--pretrained {str(out / 'gone')!r}", config)
 
 
@@ -262,13 +308,13 @@ def tamper(path: Path, change: Callable[[dict], object]) -> Path:
     return path
 
 
-def test_a_run_whose_folder_is_gone_goes_on_where_its_checkpoint_holds_all(models, tmp_path):
+def test_resume_without_base_folder_needs_a_complete_checkpoint(models, tmp_path):
     for kind in KINDS:
         shutil.copytree(models.root / kind, tmp_path / kind)
-        without_folder(tmp_path / kind)
+        remove_base_path(tmp_path / kind)
     assert resume(models, tmp_path / "full", "full").returncode == 0
     for kind in ("frozen", "lora"):
-        check_refusal(
+        check_rejected(
             resume(models, tmp_path / kind, kind), 4, "does not exist. Put it there, or give its path with --pretrained"
         )
     assert resume(models, tmp_path / "frozen", "frozen", "--pretrained", "{base}").returncode == 0
@@ -278,8 +324,12 @@ HUGE = {"d_model": 2**14, "feedforward_dim": 2**16, "encoder_layers": 256, "deco
 TAMPERED: dict[str, tuple[str, Callable[[dict], object], str]] = {
     "2^40": ("full", lambda state: state.update(d_model=2**40), "invalid dimensions"),
     "huge": ("full", lambda state: state.update(HUGE), "weights do not match its model dimensions"),
-    "heads": ("full", lambda state: state.update(attention_heads=3), "attention heads does not divide"),
-    "wider": ("full", lambda state: state.update(d_model=32), "does not match its settings"),
+    "heads do not divide width": (
+        "full",
+        lambda state: state.update(attention_heads=3),
+        "attention heads does not divide",
+    ),
+    "other width": ("full", lambda state: state.update(d_model=32), "does not match its settings"),
     "other kind": ("full", lambda state: state.update(kind="x"), "has an unknown model type"),
     "no width": ("lora", lambda state: state.pop("d_model"), "invalid dimensions"),
     "no digest": ("full", lambda state: state.pop("frozen"), "does not record the weights that it omits"),
@@ -287,87 +337,99 @@ TAMPERED: dict[str, tuple[str, Callable[[dict], object], str]] = {
 }
 
 
-SHOWN = ("2^40", "huge", "wider", "no width", "no digest")
+QUICK_TAMPERED = ("2^40", "huge", "other width", "no width", "no digest")
 
 
-@pytest.mark.parametrize("case", of_each_kind(TAMPERED, SHOWN))
-def test_a_checkpoint_that_was_tampered_with_is_refused_by_all_that_read_it(case, models, tmp_path):
-    kind, change, said = TAMPERED[case]
+@pytest.mark.parametrize("case", of_each_kind(TAMPERED, QUICK_TAMPERED))
+def test_tampered_checkpoint_is_rejected_by_every_command(case, models, tmp_path):
+    kind, change, message = TAMPERED[case]
     shutil.copytree(models.root / kind, tmp_path / "out")
     path = tamper(tmp_path / "out/checkpoints/checkpoint_last.pt", lambda saved: change(saved["states"]["pretrained"]))
-    check_refusal(resume(models, tmp_path / "out", kind), 4, said)
-    heard, whisper = str(models.corpus.directory / "audio/valid_000.flac"), str(tmp_path / "whisper")
+    check_rejected(resume(models, tmp_path / "out", kind), 4, message)
+    audio, whisper = str(models.corpus.directory / "audio/valid_000.flac"), str(tmp_path / "whisper")
     checkpoint = ("--checkpoint", str(path))
-    check_refusal(run_script("training_scripts/export_asr.py", *checkpoint, "--whisper", whisper), 4, said)
+    check_rejected(run_script("training_scripts/export_asr.py", *checkpoint, "--whisper", whisper), 4, message)
     if case == "2^40":
-        check_refusal(run_script("training_scripts/transcribe.py", heard, *checkpoint, "--device", "cpu"), 4, said)
+        check_rejected(run_script("training_scripts/transcribe.py", audio, *checkpoint, "--device", "cpu"), 4, message)
         manifest = ("--manifest", models.corpus.manifest("valid"), "--device", "cpu")
-        check_refusal(run_script("training_scripts/evaluate_konkanivani_asr.py", *checkpoint, *manifest), 4, said)
+        check_rejected(run_script("training_scripts/evaluate_konkanivani_asr.py", *checkpoint, *manifest), 4, message)
     assert not os.path.exists(whisper)
 
 
 EXPORTS = {
     "not empty": (("{full}", "--whisper", "{out}"), 2, "already exists"),
-    "ours": (("{ours}", "--whisper", "{out}/new"), 2, "was trained without --pretrained"),
-    "ours with a folder": (("{ours}", "--bundle", "{out}/new", *P), 2, "--pretrained is for --pretrained models"),
+    "native checkpoint": (("{ours}", "--whisper", "{out}/new"), 2, "was trained without --pretrained"),
+    "native checkpoint with --pretrained": (
+        ("{ours}", "--bundle", "{out}/new", *P),
+        2,
+        "--pretrained is for --pretrained models",
+    ),
     "bundle": (("{full}", "--bundle", "{out}/new"), 2, "used --pretrained: export it with --whisper"),
     "ONNX": (("{lora}", "--onnx", "{out}/new"), 2, "used --pretrained: export it with --whisper"),
-    "both": (("{full}", "--bundle", "{out}/new", "--whisper", "{out}/more"), 2, "give only one kind"),
-    "in each other": (("{lora}", "--adapter", "{out}/new/in", "--whisper", "{out}/new"), 2, "must be different files"),
-    "in the base": (("{full}", "--whisper", "{base}/new"), 2, "is inside the folder that the run was started from"),
-    "no products": (("{full}", "--adapter", "{out}/new"), 2, "use --whisper"),
+    "bundle and whisper": (("{full}", "--bundle", "{out}/new", "--whisper", "{out}/more"), 2, "give only one kind"),
+    "nested outputs": (("{lora}", "--adapter", "{out}/new/in", "--whisper", "{out}/new"), 2, "must be different files"),
+    "output inside the base": (
+        ("{full}", "--whisper", "{base}/new"),
+        2,
+        "is inside the folder that the run was started from",
+    ),
+    "adapter without LoRA": (("{full}", "--adapter", "{out}/new"), 2, "use --whisper"),
     "another shape": (("{full}", "--whisper", "{out}/new", "--pretrained", "{wide}"), 4, "dimensions or tokens"),
-    "English": (("{full}", "--whisper", "{out}/new", "--pretrained", "{english}"), 4, "dimensions or tokens"),
+    "English-only base": (("{full}", "--whisper", "{out}/new", "--pretrained", "{english}"), 4, "dimensions or tokens"),
     "another base": (
         ("{frozen}", "--whisper", "{out}/new", "--pretrained", "{other}"),
         4,
         "Restore the original folder",
     ),
-    "no base": (("{lora}", "--adapter", "{out}/new", "--pretrained", "{out}/gone"), 4, "does not exist. Put it there"),
+    "missing base": (
+        ("{lora}", "--adapter", "{out}/new", "--pretrained", "{out}/gone"),
+        4,
+        "does not exist. Put it there",
+    ),
 }
 
 
-@pytest.mark.parametrize("case", of_each_kind(EXPORTS, EXPORTS.keys() - {"ONNX", "English", "no base"}))
-def test_an_export_that_cannot_be_writes_nothing(case, models, tmp_path):
-    flags, code, said = EXPORTS[case]
+@pytest.mark.parametrize("case", of_each_kind(EXPORTS, EXPORTS.keys() - {"ONNX", "English-only base", "missing base"}))
+def test_rejected_export_writes_nothing(case, models, tmp_path):
+    flags, code, message = EXPORTS[case]
     (tmp_path / "mine.txt").write_text("mine")
     before = sorted(models.root.rglob("*"))
     done = run_script("training_scripts/export_asr.py", "--checkpoint", *models.fill(flags, tmp_path))
-    check_refusal(done, code, said)
+    check_rejected(done, code, message)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"] and sorted(models.root.rglob("*")) == before
 
 
-def test_a_base_that_is_gone_is_asked_for(models, tmp_path):
+def test_export_without_base_folder_is_rejected_with_advice(models, tmp_path):
     shutil.copytree(models.root / "full", tmp_path / "out")
-    without_folder(tmp_path / "out")
+    remove_base_path(tmp_path / "out")
     path = str(tmp_path / "out/checkpoints/checkpoint_last.pt")
     done = run_script("training_scripts/export_asr.py", "--checkpoint", path, "--whisper", str(tmp_path / "new"))
-    check_refusal(done, 4, "does not exist, .* Give its current path with --pretrained")
+    check_rejected(done, 4, "does not exist, .* Give its current path with --pretrained")
 
 
 PLANS: dict[str, tuple[tuple[str, ...], Change, int, str]] = {
     "width": (("--d_model", "64"), lambda at: None, 2, "--d_model would change it"),
     "freeze": (("--freeze", "99"), lambda at: None, 2, "the encoder has only 2 blocks"),
-    "2^40": ((), settings(CONFIG, d_model=2**40), 4, "must be a number from 1 to 16384"),
-    "no config": ((), written(CONFIG, None), 4, r"has no config\.json"),
+    "2^40": ((), change_json(CONFIG, d_model=2**40), 4, "must be a number from 1 to 16384"),
+    "no config": ((), write_or_remove(CONFIG, None), 4, r"has no config\.json"),
 }
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_a_plan_that_cannot_be_is_refused_before_anything_is_traced(case, models, tmp_path):
-    flags, change, code, said = PLANS[case]
-    shutil.copy(Path(models.folder()) / CONFIG, tmp_path)  # a plan needs no other file
+def test_invalid_plan_is_rejected_before_tracing(case, models, tmp_path):
+    flags, change, code, message = PLANS[case]
+    shutil.copy(Path(models.folder()) / CONFIG, tmp_path)  # planning needs no other file
     change(tmp_path)
-    asked = ("--gpu", "GTX 980", "--pretrained", str(tmp_path), *flags)
-    check_refusal(run_script("training_scripts/plan_memory.py", *asked), code, said)
+    arguments = ("--gpu", "GTX 980", "--pretrained", str(tmp_path), *flags)
+    check_rejected(run_script("training_scripts/plan_memory.py", *arguments), code, message)
 
 
-def test_a_models_folder_in_a_checkpoints_place_is_told_where_it_belongs(models):
+def test_model_folder_given_as_checkpoint_is_rejected_with_advice(models):
     with pytest.raises(CheckpointError, match="use --pretrained .* for a Whisper model"):
         check_is_there(Path(models.folder()))
 
 
-def test_what_the_model_cannot_hear_or_say_is_left_out_with_row_and_reason(models, tmp_path):
+def test_too_long_utterances_are_skipped_with_row_and_reason(models, tmp_path):
     corpus = write_corpus(tmp_path / "corpus", {"train": 8}, lengths=range(1, 3))
     path = Path(corpus.manifest("train"))
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -382,5 +444,5 @@ def test_what_the_model_cannot_hear_or_say_is_left_out_with_row_and_reason(model
     assert done.returncode == 0, done.stderr  # a whole epoch: the model rejects longer input
     listed = [json.loads(line) for line in (tmp_path / "runs/default/rejected.jsonl").read_text().splitlines()]
     assert [found["row"] for found in listed] == [2, 4, 6]
-    for found, said in zip(listed, ("model's window at speed 0.9, 2.7 s",) * 2 + ("the decoder's 63",), strict=True):
-        assert found["reason"].endswith(said), found
+    for found, message in zip(listed, ("model's window at speed 0.9, 2.7 s",) * 2 + ("the decoder's 63",), strict=True):
+        assert found["reason"].endswith(message), found

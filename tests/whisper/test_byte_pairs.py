@@ -1,4 +1,4 @@
-"""Byte-level byte pairs give the tokens of transformers and of the definition, and damaged files one sentence."""
+"""Byte-pair tokens equal transformers' and the definition's, and damaged files are rejected with one sentence."""
 
 import copy
 import functools
@@ -19,13 +19,13 @@ from tests.whisper.byte_vocabularies import (
     NO_TIMES,
     RANKS,
     SENTENCES,
+    added_token_ids,
     byte_characters,
-    named_after,
+    bytes_to_characters,
     real_vocabulary,
     small_vocabulary,
-    vocabulary_of_text,
-    write_files,
-    written,
+    train_vocabulary,
+    write_vocabulary_files,
 )
 
 pytest.importorskip("tokenizers")
@@ -35,15 +35,15 @@ TEXTS = st.text(
     st.one_of(st.sampled_from(" \n\t'sab1२.कि\u0301\u00a0\u1680🙂"), st.characters(exclude_categories=("Cs",))),
     max_size=40,
 )
-# Pairs from texts: the bytes of a few characters, and merged tokens.
+# Tokens that form pairs in texts: the bytes of a few characters, and merged tokens.
 PLACES = st.sampled_from(sorted({byte_characters().index(c) for c in "Ġab"} | set("किण".encode()) | {*range(256, 290)}))
 LIKELY_PAIRS = st.lists(st.tuples(PLACES, PLACES), max_size=40)
 PAIRS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), max_size=60)
 
 
-def merged(word: str, merges: list[tuple[str, str]]) -> list[str]:
-    """Return the tokens of a word by definition: merge the leftmost pair of the lowest rank until none is left."""
-    tokens = written(word.encode())
+def merge_by_definition(word: str, merges: list[tuple[str, str]]) -> list[str]:
+    """Tokenize a word by definition: merge the leftmost pair of the lowest rank until no pair can be merged."""
+    tokens = bytes_to_characters(word.encode())
     while True:
         pairs = [*itertools.pairwise(tokens)]
         ranks = [merges.index(pair) for pair in pairs if pair in merges]
@@ -59,21 +59,21 @@ def test_words_are_merged_by_rank(pairs, words):
     vocabulary, merges = small_vocabulary(pairs)
     ours = BytePairs(vocabulary, merges, {}, "small")
     for word in [*words, "abab", "किकिकण"]:
-        # One word is one piece: a combining sign, which starts another, is not a letter.
+        # Only a word of letters is one piece: a combining sign starts another.
         if word.isalpha():
-            assert ours.encode(f" {word}") == [vocabulary[token] for token in merged(f" {word}", merges)]
+            assert ours.encode(f" {word}") == [vocabulary[token] for token in merge_by_definition(f" {word}", merges)]
         assert ours.decode(ours.encode(word)) == word
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(0, 255), max_size=30))
-def test_any_bytes_are_decoded_as_python_decodes_them(values):
+def test_bytes_are_decoded_as_by_python(values):
     vocabulary, merges = small_vocabulary([])
     tokens = [vocabulary[byte_characters()[value]] for value in values]
     assert BytePairs(vocabulary, merges, {}, "small").decode(tokens) == bytes(values).decode(errors="replace")
 
 
-def test_halves_of_characters_are_told_apart_from_whole_ones():
+def test_partial_characters_decode_to_replacement_characters():
     vocabulary, merges = small_vocabulary([])
     ours = BytePairs(vocabulary, merges, {}, "small")
     assert ours.decode(ours.encode("a\ud83d\ude42b")) == "a🙂b"
@@ -86,59 +86,59 @@ read_byte_pairs_once = functools.cache(read_byte_pairs)
 
 
 @functools.cache
-def peer_of_folder(folder: Path):
+def transformers_tokenizer(folder: Path):
     return transformers.WhisperTokenizer.from_pretrained(str(folder))
 
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory) -> Path:
     if not RANKS.exists():
-        pytest.skip(f"{RANKS} is not there: small vocabularies alone are tested.")
+        pytest.skip(f"{RANKS} is missing: only small vocabularies are tested.")
     vocabulary, merges = real_vocabulary()
-    return write_files(
-        tmp_path_factory.mktemp("real") / "files", vocabulary, merges, named_after(vocabulary, ("hi", "mr"))
+    return write_vocabulary_files(
+        tmp_path_factory.mktemp("real") / "files", vocabulary, merges, added_token_ids(vocabulary, ("hi", "mr"))
     )
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Path:
-    vocabulary, merges = vocabulary_of_text(" ".join(WORDS) + " I'm we're 12 २०", 330)
-    return write_files(
-        tmp_path_factory.mktemp("small") / "files", vocabulary, merges, named_after(vocabulary, ("hi", "mr"))
+    vocabulary, merges = train_vocabulary(" ".join(WORDS) + " I'm we're 12 २०", 330)
+    return write_vocabulary_files(
+        tmp_path_factory.mktemp("small") / "files", vocabulary, merges, added_token_ids(vocabulary, ("hi", "mr"))
     )
 
 
 @pytest.mark.parametrize("kind", ["real", "small"])
-def test_every_line_and_the_hostile_ones_give_the_tokens_of_transformers(kind, request):
+def test_tokens_of_corpus_and_hostile_texts_equal_transformers(kind, request):
     folder = request.getfixturevalue(kind)
-    ours, peer = read_byte_pairs(folder), transformers.WhisperTokenizer.from_pretrained(str(folder))
+    ours, hf_tokenizer = read_byte_pairs(folder), transformers.WhisperTokenizer.from_pretrained(str(folder))
     lines = [line for path in sorted(SENTENCES.glob("*.txt")) for line in path.read_text("utf-8").splitlines()]
-    assert ours.size == len(peer)
+    assert ours.size == len(hf_tokenizer)
     for text in [*WORDS, *HOSTILE, *lines]:
         tokens = ours.encode(text)
         assert ours.decode(tokens) == text
-        if "<|" not in text:  # the peer encodes names as their tokens, this project as text
-            assert tokens == peer(text, add_special_tokens=False)["input_ids"]
+        if "<|" not in text:  # transformers encodes names of special tokens as tokens, this project as text
+            assert tokens == hf_tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @settings(deadline=None, max_examples=200)
 @given(text=TEXTS, tokens=st.lists(st.integers(0, 299), max_size=20))
-def test_random_texts_and_tokens_are_those_of_transformers(small, text, tokens):
-    ours, peer = read_byte_pairs_once(small), peer_of_folder(small)
+def test_random_texts_and_tokens_equal_transformers(small, text, tokens):
+    ours, hf_tokenizer = read_byte_pairs_once(small), transformers_tokenizer(small)
     encoded = ours.encode(text)
-    assert encoded == peer(text, add_special_tokens=False)["input_ids"] and ours.decode(encoded) == text
+    assert encoded == hf_tokenizer(text, add_special_tokens=False)["input_ids"] and ours.decode(encoded) == text
     assert max(tokens, default=0) < min(ours.names.values())
-    assert ours.decode(tokens) == peer.decode(tokens, clean_up_tokenization_spaces=False)
+    assert ours.decode(tokens) == hf_tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
 
 
-def test_a_name_in_a_text_is_text(small):
+def test_special_token_name_in_text_is_encoded_as_text(small):
     ours = read_byte_pairs(small)
     tokens = ours.encode(f"{NO_TIMES}<|mr|>")
     assert max(tokens) < min(ours.names.values()) and ours.decode(tokens) == f"{NO_TIMES}<|mr|>"
     assert ours.decode([*tokens, *ours.names.values(), ours.size + 5]) == f"{NO_TIMES}<|mr|>"
 
 
-def test_the_three_files_the_one_file_and_the_kept_bytes_are_equal(small, tmp_path):
+def test_both_file_formats_and_stored_bytes_are_equivalent(small, tmp_path):
     apart = read_byte_pairs(small)
     transformers.WhisperTokenizer.from_pretrained(str(small)).save_pretrained(tmp_path)
     assert (tmp_path / "tokenizer.json").exists() and not (tmp_path / "merges.txt").exists()
@@ -147,14 +147,14 @@ def test_the_three_files_the_one_file_and_the_kept_bytes_are_equal(small, tmp_pa
         assert all(other.encode(text) == apart.encode(text) for text in (*WORDS, *HOSTILE))
 
 
-def test_words_begin_with_a_space(small):
+def test_words_start_with_a_space(small):
     ours = read_byte_pairs(small)
     tokens = ours.encode(" उदक घर")
     assert ours.begins_word(tokens[0]) and sum(map(ours.begins_word, tokens)) == 2
     assert "".join(map(ours.piece, tokens)).count("Ġ") == 2
 
 
-def test_a_long_piece_takes_no_squared_time(small):
+def test_long_word_does_not_take_quadratic_time(small):
     ours = read_byte_pairs(small)
     text = "क" * 100_000
     assert ours.decode(ours.encode(text)) == text
@@ -193,7 +193,7 @@ DAMAGED = {
     "merges.txt could not be read": {"merges.txt": None},
 }
 MODEL = {"type": "BPE", "vocab": VALID, "merges": ["a b"]}
-DAMAGED_WHOLE = {
+DAMAGED_TOKENIZER_JSON = {
     "does not use byte-pair encoding": [{}, {"model": {"type": "Unigram"}}, {"model": 5}],
     "does not use byte-pair encoding: added tokens": [{"model": MODEL, "added_tokens": {"a": 1}}],
     "no vocabulary of tokens and ids": [{"model": MODEL | {"vocab": ["a"]}}],
@@ -220,7 +220,7 @@ ANY_JSON = st.recursive(
 )
 
 
-def refusal(folder: Path) -> str:
+def error_message(folder: Path) -> str:
     with pytest.raises(DataError) as refused:
         read_byte_pairs(folder)
     text = str(refused.value)
@@ -228,35 +228,35 @@ def refusal(folder: Path) -> str:
     return text
 
 
-@pytest.mark.parametrize("said", DAMAGED)
-def test_damaged_files_get_one_sentence(said, tmp_path):
-    folder = write_files(tmp_path / "files", VALID, VALID_MERGES, {})
-    read_byte_pairs(folder)  # only the damage is refused
-    for name, content in DAMAGED[said].items():
+@pytest.mark.parametrize("message", DAMAGED)
+def test_damaged_files_are_rejected_with_one_sentence(message, tmp_path):
+    folder = write_vocabulary_files(tmp_path / "files", VALID, VALID_MERGES, {})
+    read_byte_pairs(folder)  # the undamaged files are accepted
+    for name, content in DAMAGED[message].items():
         if content is None:
             (folder / name).unlink()
         else:
             (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-    assert said in refusal(folder)
+    assert message in error_message(folder)
 
 
-@pytest.mark.parametrize("said", DAMAGED_WHOLE)
-def test_damaged_whole_files_get_one_sentence(said, tmp_path):
+@pytest.mark.parametrize("message", DAMAGED_TOKENIZER_JSON)
+def test_damaged_tokenizer_json_is_rejected_with_one_sentence(message, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": MODEL}))
     assert read_byte_pairs(tmp_path).encode("ab")[0] == VALID["ab"]
-    for content in DAMAGED_WHOLE[said]:
+    for content in DAMAGED_TOKENIZER_JSON[message]:
         (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-        assert said.partition(":")[0] in refusal(tmp_path)
+        assert message.partition(":")[0] in error_message(tmp_path)
 
 
 @settings(deadline=None, max_examples=100)
 @given(ANY_JSON)
-def test_no_json_gives_a_traceback(content):
+def test_arbitrary_json_raises_data_error(content):
     with pytest.raises(DataError):
         byte_pairs_of(json.dumps(content).encode(), "made up")
 
 
-def test_without_the_library_it_is_asked_for(small, monkeypatch):
+def test_missing_tokenizers_library_is_reported(small, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ResourceError, match=r"not installed\. Install: .* -m pip install tokenizers$"):
         read_byte_pairs(small)

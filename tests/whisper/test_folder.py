@@ -1,4 +1,4 @@
-"""Whisper model folders are read completely or refused in a sentence, and rewritten with only the changes."""
+"""Whisper model folders are read completely or rejected with one sentence, and only changed files are rewritten."""
 
 import json
 import shutil
@@ -19,12 +19,12 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING = "model.decoder.embed_tokens.weight"
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def file_contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_dimensions_are_the_files(name, whisper_folders):
+def test_dimensions_are_read_from_the_folder(name, whisper_folders):
     folder, kind = read_whisper_folder(whisper_folders[name]), KINDS[name]
     shape = folder.shape
     assert (shape.mel_bins, shape.vocab_size, shape.window_seconds) == (kind.mel_bins, kind.vocab_size, 1.0)
@@ -33,7 +33,7 @@ def test_dimensions_are_the_files(name, whisper_folders):
     assert folder.architecture.most_tokens == 63 and folder.architecture.longest_seconds == 1.0
 
 
-def test_names_are_mapped_both_ways(whisper_folders):
+def test_weight_names_are_mapped_in_both_directions(whisper_folders):
     folder = read_whisper_folder(whisper_folders["tiny"])
     names = folder.our_names()
     assert names.keys() == safetensors.torch.load_file(folder.path / WEIGHTS).keys() and len(set(names.values())) == 89
@@ -41,15 +41,15 @@ def test_names_are_mapped_both_ways(whisper_folders):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_unchanged_model_is_written_byte_for_byte(name, whisper_folders, tmp_path):
+def test_unchanged_model_is_written_byte_for_byte(name, whisper_folders, tmp_path):
     base = read_whisper_folder(whisper_folders[name])
     written = write_whisper_folder(base, base.weights(), tmp_path / "out")
-    assert contents(tmp_path / "out") == contents(base.path) and not written.rewritten and not written.in_full
+    assert file_contents(tmp_path / "out") == file_contents(base.path) and not written.rewritten and not written.in_full
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("changed", ["decoder.norm.bias", "everything"])
-def test_a_trained_model_loads_strictly_and_is_the_one_that_was_written(name, changed, whisper_folders, tmp_path):
+def test_transformers_loads_changed_weights_without_key_mismatch(name, changed, whisper_folders, tmp_path):
     base = read_whisper_folder(whisper_folders[name])
     weights = base.weights()
     for key in weights if changed == "everything" else [changed]:
@@ -57,7 +57,7 @@ def test_a_trained_model_loads_strictly_and_is_the_one_that_was_written(name, ch
     written = write_whisper_folder(base, weights, tmp_path / "deep" / "out")
     loaded = read_reference(tmp_path / "deep" / "out").state_dict()
     assert all(torch.equal(loaded[name_in_file(key)], tensor) for key, tensor in weights.items())
-    before, after = contents(base.path), contents(tmp_path / "deep" / "out")
+    before, after = file_contents(base.path), file_contents(tmp_path / "deep" / "out")
     assert before.keys() == after.keys()
     assert {file for file in before if before[file] != after[file]} == set(written.rewritten) <= set(base.files)
     assert changed == "everything" or len(written.rewritten) == 1
@@ -65,7 +65,7 @@ def test_a_trained_model_loads_strictly_and_is_the_one_that_was_written(name, ch
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_stays_where_weights_fit_in_it(dtype, tmp_path):
+def test_half_precision_is_kept_unless_weights_overflow(dtype, tmp_path):
     base = read_whisper_folder(write_folder(KINDS["turbo"], tmp_path / "base", dtype=dtype))
     weights = base.weights()
     weights["decoder.norm.bias"] = weights["decoder.norm.bias"] + 1 / 3
@@ -83,7 +83,7 @@ def test_half_precision_stays_where_weights_fit_in_it(dtype, tmp_path):
         assert total == sum(tensor.nbytes for tensor in weights.values())
 
 
-def test_other_files_of_the_old_weights_are_left_out(whisper_folders, tmp_path):
+def test_other_formats_of_old_weights_are_not_copied(whisper_folders, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(whisper_folders["tiny"], base)
     (base / "pytorch_model.bin").write_bytes(b"old")
@@ -97,7 +97,7 @@ def test_other_files_of_the_old_weights_are_left_out(whisper_folders, tmp_path):
     assert not (tmp_path / "out" / "pytorch_model.bin").exists()
 
 
-def test_what_cannot_be_written_leaves_nothing(whisper_folders, tmp_path, monkeypatch):
+def test_rejected_or_failed_write_leaves_no_files(whisper_folders, tmp_path, monkeypatch):
     base = read_whisper_folder(whisper_folders["tiny"])
     weights = base.weights()
     (tmp_path / "full").mkdir()
@@ -119,8 +119,8 @@ def test_what_cannot_be_written_leaves_nothing(whisper_folders, tmp_path, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full"]
 
 
-def settings(name: str, **changes: object) -> Callable[[Path], None]:
-    """Return a change to a JSON file; a value of ... removes the setting."""
+def change_json(name: str, **changes: object) -> Callable[[Path], None]:
+    """Return a function that changes settings of a JSON file in a folder; a value of ... removes the setting."""
 
     def change(folder: Path) -> None:
         found = json.loads((folder / name).read_text()) | changes
@@ -129,8 +129,8 @@ def settings(name: str, **changes: object) -> Callable[[Path], None]:
     return change
 
 
-def written(name: str, data: str | bytes | None) -> Callable[[Path], None]:
-    """Return a change that writes this content to a file, or removes the file."""
+def write_or_remove(name: str, data: str | bytes | None) -> Callable[[Path], None]:
+    """Return a function that writes this content to a file in a folder, or removes the file."""
 
     def change(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
@@ -140,23 +140,23 @@ def written(name: str, data: str | bytes | None) -> Callable[[Path], None]:
     return change
 
 
-def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    """Return a change to the dictionary of tensors."""
+def change_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    """Return a function that applies `change` to the tensors of a folder."""
 
-    def on_disk(folder: Path) -> None:
+    def rewrite(folder: Path) -> None:
         found = safetensors.torch.load_file(folder / WEIGHTS)
         change(found)
         safetensors.torch.save_file(found, folder / WEIGHTS, {"format": "pt"})
 
-    return on_disk
+    return rewrite
 
 
-def bytes_of_weights(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+def change_weight_bytes(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
 
 
-def indexed(file: object) -> Callable[[Path], None]:
-    """Return a change to an index that places one tensor in `file`."""
+def index_tensor_in(file: object) -> Callable[[Path], None]:
+    """Return a function that adds an index in which `file` holds the embedding."""
 
     def change(folder: Path) -> None:
         names = safetensors.torch.load_file(folder / WEIGHTS).keys()
@@ -168,106 +168,132 @@ def indexed(file: object) -> Callable[[Path], None]:
     return change
 
 
-def pickled(folder: Path) -> None:
+def rename_to_pickle(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
 
 
-def halved(folder: Path) -> None:
-    """Place one tensor of the index in a file that does not contain it."""
-    indexed("other.safetensors")(folder)
+def misplace_tensor(folder: Path) -> None:
+    """Add an index that places the embedding in a file that does not contain it."""
+    index_tensor_in("other.safetensors")(folder)
     safetensors.torch.save_file({"something": torch.zeros(1)}, folder / "other.safetensors")
 
 
 CONFIG, GENERATION, PREPROCESSOR = "config.json", "generation_config.json", "preprocessor_config.json"
-BAD = {
-    "no config": (written(CONFIG, None), r"it has no config\.json"),
-    "no JSON": (written(CONFIG, "{"), r"config\.json is not JSON"),
-    "no UTF-8": (written(CONFIG, b"\xff\xfe{}"), r"config\.json is not JSON"),
-    "nested JSON": (written(CONFIG, "[" * 100_000), r"config\.json is not JSON"),
-    "a list": (written(CONFIG, "[]"), r"config\.json is not a JSON object"),
-    "huge JSON": (written(CONFIG, " " * (2**22 + 1)), "more than 4194304 bytes"),
-    "another model": (settings(CONFIG, model_type="wav2vec2"), "of type 'wav2vec2'"),
-    "no model type": (settings(CONFIG, model_type=...), "of type None"),
-    "negative": (settings(CONFIG, d_model=-64), "d_model in its config.json is -64"),
-    "2^40": (settings(CONFIG, d_model=2**40), "d_model in its config.json is 1099511627776"),
-    "2^40 layers": (settings(CONFIG, encoder_layers=2**40), "encoder_layers in its config.json is 1099511627776"),
-    "2^40 tokens": (settings(CONFIG, vocab_size=2**40), "vocab_size in its config.json is 1099511627776"),
-    "true": (settings(CONFIG, decoder_layers=True), "decoder_layers in its config.json is True"),
-    "half a width": (settings(CONFIG, d_model=32.5), "d_model in its config.json is 32.5"),
-    "no width": (settings(CONFIG, d_model=...), "d_model in its config.json is None"),
-    "heads": (settings(CONFIG, encoder_attention_heads=5, decoder_attention_heads=5), "a dimension of 32 into 5 heads"),
-    "other heads": (settings(CONFIG, decoder_attention_heads=8), "decoder_attention_heads in its config.json is 8"),
-    "other layers": (settings(CONFIG, encoder_layers=3), r"it has no tensor model\.encoder\.layers\.2\."),
-    "fewer layers": (settings(CONFIG, encoder_layers=1), r"its tensor model\.encoder\.layers\.1\.\S+ is not part of"),
-    "another width": (settings(CONFIG, encoder_ffn_dim=64, decoder_ffn_dim=64), r"has the shape \(96,?.* \(64"),
-    "untied": (settings(CONFIG, tie_word_embeddings=False), "tie_word_embeddings in its config.json is False"),
+BAD_FOLDERS = {
+    "no config": (write_or_remove(CONFIG, None), r"it has no config\.json"),
+    "not JSON": (write_or_remove(CONFIG, "{"), r"config\.json is not JSON"),
+    "not UTF-8": (write_or_remove(CONFIG, b"\xff\xfe{}"), r"config\.json is not JSON"),
+    "nested JSON": (write_or_remove(CONFIG, "[" * 100_000), r"config\.json is not JSON"),
+    "JSON list": (write_or_remove(CONFIG, "[]"), r"config\.json is not a JSON object"),
+    "huge JSON": (write_or_remove(CONFIG, " " * (2**22 + 1)), "more than 4194304 bytes"),
+    "another model": (change_json(CONFIG, model_type="wav2vec2"), "of type 'wav2vec2'"),
+    "no model type": (change_json(CONFIG, model_type=...), "of type None"),
+    "negative width": (change_json(CONFIG, d_model=-64), "d_model in its config.json is -64"),
+    "width of 2^40": (change_json(CONFIG, d_model=2**40), "d_model in its config.json is 1099511627776"),
+    "2^40 layers": (change_json(CONFIG, encoder_layers=2**40), "encoder_layers in its config.json is 1099511627776"),
+    "2^40 tokens": (change_json(CONFIG, vocab_size=2**40), "vocab_size in its config.json is 1099511627776"),
+    "boolean layers": (change_json(CONFIG, decoder_layers=True), "decoder_layers in its config.json is True"),
+    "fractional width": (change_json(CONFIG, d_model=32.5), "d_model in its config.json is 32.5"),
+    "no width": (change_json(CONFIG, d_model=...), "d_model in its config.json is None"),
+    "heads do not divide width": (
+        change_json(CONFIG, encoder_attention_heads=5, decoder_attention_heads=5),
+        "a dimension of 32 into 5 heads",
+    ),
+    "different numbers of heads": (
+        change_json(CONFIG, decoder_attention_heads=8),
+        "decoder_attention_heads in its config.json is 8",
+    ),
+    "missing layer": (change_json(CONFIG, encoder_layers=3), r"it has no tensor model\.encoder\.layers\.2\."),
+    "unexpected layer": (
+        change_json(CONFIG, encoder_layers=1),
+        r"its tensor model\.encoder\.layers\.1\.\S+ is not part of",
+    ),
+    "another width": (change_json(CONFIG, encoder_ffn_dim=64, decoder_ffn_dim=64), r"has the shape \(96,?.* \(64"),
+    "untied": (change_json(CONFIG, tie_word_embeddings=False), "tie_word_embeddings in its config.json is False"),
     "another activation": (
-        settings(CONFIG, activation_function="relu"),
+        change_json(CONFIG, activation_function="relu"),
         "activation_function in its config.json is 'relu'",
     ),
-    "no preprocessor": (written(PREPROCESSOR, None), r"it has no preprocessor_config\.json"),
-    "128 bands": (
-        settings(PREPROCESSOR, feature_size=128),
+    "no preprocessor": (write_or_remove(PREPROCESSOR, None), r"it has no preprocessor_config\.json"),
+    "128 mel bins": (
+        change_json(PREPROCESSOR, feature_size=128),
         "feature_size in its preprocessor_config.json is 128, .* 80",
     ),
-    "another window": (settings(PREPROCESSOR, chunk_length=30), "chunk_length in its preprocessor_config.json is 30"),
+    "another window": (
+        change_json(PREPROCESSOR, chunk_length=30),
+        "chunk_length in its preprocessor_config.json is 30",
+    ),
     "another rate": (
-        settings(PREPROCESSOR, sampling_rate=8000),
+        change_json(PREPROCESSOR, sampling_rate=8000),
         "sampling_rate in its preprocessor_config.json is 8000",
     ),
-    "no generation": (written(GENERATION, "nothing"), r"generation_config\.json is not JSON"),
-    "a token too many": (
-        settings(GENERATION, suppress_tokens=[1_865]),
+    "generation_config is not JSON": (write_or_remove(GENERATION, "nothing"), r"generation_config\.json is not JSON"),
+    "suppressed token out of range": (
+        change_json(GENERATION, suppress_tokens=[1_865]),
         "suppress_tokens in .* contains the token 1865",
     ),
-    "a language too many": (settings(GENERATION, lang_to_id={"<|xx|>": -1}), "lang_to_id in .* contains the token -1"),
-    "no head": (settings(GENERATION, alignment_heads=[[0, 4]]), "alignment_heads in its generation_config.json"),
-    "no pairs": (settings(GENERATION, alignment_heads=[3]), "alignment_heads in its generation_config.json"),
-    "no weights": (written(WEIGHTS, None), r"it has no model\.safetensors"),
-    "pickle": (pickled, r"its pytorch_model\.bin is pickle, .* convert it .*save_pretrained"),
-    "cut": (bytes_of_weights(lambda data: data[:-100]), r"its model\.safetensors is damaged"),
-    "cut in the header": (bytes_of_weights(lambda data: data[:5_000]), r"its model\.safetensors is damaged"),
-    "empty": (bytes_of_weights(lambda data: b""), r"its model\.safetensors is damaged"),
+    "negative language token": (
+        change_json(GENERATION, lang_to_id={"<|xx|>": -1}),
+        "lang_to_id in .* contains the token -1",
+    ),
+    "alignment head out of range": (
+        change_json(GENERATION, alignment_heads=[[0, 4]]),
+        "alignment_heads in its generation_config.json",
+    ),
+    "alignment heads are not pairs": (
+        change_json(GENERATION, alignment_heads=[3]),
+        "alignment_heads in its generation_config.json",
+    ),
+    "no weights": (write_or_remove(WEIGHTS, None), r"it has no model\.safetensors"),
+    "pickle": (rename_to_pickle, r"its pytorch_model\.bin is pickle, .* convert it .*save_pretrained"),
+    "truncated weights": (change_weight_bytes(lambda data: data[:-100]), r"its model\.safetensors is damaged"),
+    "truncated header": (change_weight_bytes(lambda data: data[:5_000]), r"its model\.safetensors is damaged"),
+    "empty": (change_weight_bytes(lambda data: b""), r"its model\.safetensors is damaged"),
     "header of 2^60": (
-        bytes_of_weights(lambda data: (2**60).to_bytes(8, "little") + data[8:]),
+        change_weight_bytes(lambda data: (2**60).to_bytes(8, "little") + data[8:]),
         r"its header states 1152921504606846976 bytes",
     ),
-    "lying offsets": (
-        bytes_of_weights(lambda data: data.replace(b'"data_offsets":[0,', b'"data_offsets":[4,', 1)),
+    "wrong offsets": (
+        change_weight_bytes(lambda data: data.replace(b'"data_offsets":[0,', b'"data_offsets":[4,', 1)),
         r"its model\.safetensors is damaged",
     ),
-    "a tensor less": (tensors(lambda found: found.pop(EMBEDDING)), f"it has no tensor {EMBEDDING}"),
-    "a tensor more": (
-        tensors(lambda found: found.update(more=torch.zeros(1))),
+    "missing tensor": (change_tensors(lambda found: found.pop(EMBEDDING)), f"it has no tensor {EMBEDDING}"),
+    "unexpected tensor": (
+        change_tensors(lambda found: found.update(more=torch.zeros(1))),
         "its tensor more is not part of Whisper",
     ),
-    "another shape": (
-        tensors(lambda found: found.update({"model.decoder.layer_norm.bias": torch.zeros(1, 32)})),
+    "tensor of another shape": (
+        change_tensors(lambda found: found.update({"model.decoder.layer_norm.bias": torch.zeros(1, 32)})),
         r"model\.decoder\.layer_norm\.bias has the shape \(1, 32\)",
     ),
-    "integers": (
-        tensors(lambda found: found.update({"model.decoder.layer_norm.bias": torch.zeros(32, dtype=torch.int32)})),
+    "integer tensor": (
+        change_tensors(
+            lambda found: found.update({"model.decoder.layer_norm.bias": torch.zeros(32, dtype=torch.int32)})
+        ),
         r"model\.decoder\.layer_norm\.bias is of type I32",
     ),
     "NaN": (
-        tensors(lambda found: found[EMBEDDING][7].fill_(torch.nan)),
+        change_tensors(lambda found: found[EMBEDDING][7].fill_(torch.nan)),
         f"its {EMBEDDING} contains values that are not finite",
     ),
-    "another head": (
-        tensors(lambda found: found.update({"proj_out.weight": found[EMBEDDING] + 1})),
+    "output layer differs": (
+        change_tensors(lambda found: found.update({"proj_out.weight": found[EMBEDDING] + 1})),
         r"its proj_out\.weight differs from its model\.decoder\.embed_tokens\.weight, to which",
     ),
-    "above the folder": (indexed("../x.safetensors"), r"lists '\.\./x\.safetensors', which is not a weight file"),
-    "an absolute path": (indexed("/etc/passwd"), "lists '/etc/passwd', which is not a weight file"),
-    "a number": (indexed(7), "lists 7, which is not a weight file"),
-    "a file too many": (indexed("absent.safetensors"), r"it has no absent\.safetensors"),
-    "a tensor elsewhere": (halved, "the tensors in its .* differ from its model.safetensors.index.json"),
+    "weight file outside folder": (
+        index_tensor_in("../x.safetensors"),
+        r"lists '\.\./x\.safetensors', which is not a weight file",
+    ),
+    "absolute path": (index_tensor_in("/etc/passwd"), "lists '/etc/passwd', which is not a weight file"),
+    "number as file name": (index_tensor_in(7), "lists 7, which is not a weight file"),
+    "missing shard": (index_tensor_in("absent.safetensors"), r"it has no absent\.safetensors"),
+    "tensor in another file": (misplace_tensor, "the tensors in its .* differ from its model.safetensors.index.json"),
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_a_bad_folder_is_refused_in_a_sentence(case, whisper_folders, tmp_path):
-    change, words = BAD[case]
+@pytest.mark.parametrize("case", BAD_FOLDERS)
+def test_bad_folder_is_rejected_with_one_sentence(case, whisper_folders, tmp_path):
+    change, words = BAD_FOLDERS[case]
     folder = tmp_path / "folder"
     shutil.copytree(whisper_folders["tiny"], folder)
     change(folder)
@@ -277,16 +303,16 @@ def test_a_bad_folder_is_refused_in_a_sentence(case, whisper_folders, tmp_path):
     assert str(found.value).endswith(".") and len(str(found.value)) < 420 + len(str(folder))
 
 
-def test_a_good_folder_is_not_refused(whisper_folders, tmp_path):
-    """Negative control: only the changes of the table are errors; optional files may be absent."""
+def test_valid_folder_is_accepted(whisper_folders, tmp_path):
+    """Negative control of the table: optional files may be missing, and an equal output layer is accepted."""
     folder = tmp_path / "folder"
     shutil.copytree(whisper_folders["tiny"], folder)
-    tensors(lambda found: found.update({"proj_out.weight": found[EMBEDDING].clone()}))(folder)
-    written(GENERATION, None)(folder)
+    change_tensors(lambda found: found.update({"proj_out.weight": found[EMBEDDING].clone()}))(folder)
+    write_or_remove(GENERATION, None)(folder)
     (folder / "processor_config.json").write_text(
         json.dumps({"feature_extractor": json.loads((folder / PREPROCESSOR).read_text())})
     )
-    written(PREPROCESSOR, None)(folder)
+    write_or_remove(PREPROCESSOR, None)(folder)
     base = read_whisper_folder(folder)
     assert base.build().decoder.embedding.weight.isfinite().all() and base.generation == {}
     weights = base.weights()
@@ -304,13 +330,13 @@ def test_a_good_folder_is_not_refused(whisper_folders, tmp_path):
         (__file__, "is a file"),
     ],
 )
-def test_what_is_no_folder_is_a_wrong_flag(name, words, monkeypatch, tmp_path):
+def test_path_that_is_not_a_folder_raises_usage_error(name, words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=words):
         read_whisper_folder(Path(name))
 
 
-def test_a_file_that_may_not_be_read_is_a_matter_of_permissions(whisper_folders, tmp_path, monkeypatch):
+def test_unreadable_file_raises_resource_error(whisper_folders, tmp_path, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -319,7 +345,7 @@ def test_a_file_that_may_not_be_read_is_a_matter_of_permissions(whisper_folders,
         read_whisper_folder(whisper_folders["tiny"])
 
 
-def test_random_bytes_in_the_header_never_end_in_a_traceback(whisper_folders, tmp_path):
+def test_random_bytes_in_header_raise_only_project_errors(whisper_folders, tmp_path):
     folder, generator = tmp_path / "folder", torch.Generator().manual_seed(0)
     shutil.copytree(whisper_folders["tiny"], folder)
     data, refused = bytearray((folder / WEIGHTS).read_bytes()), 0

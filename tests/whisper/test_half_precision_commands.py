@@ -1,4 +1,4 @@
-"""Half-precision Whisper folders from the command line: trained, exported, and equal to the trained weights rounded."""
+"""Commands on half-precision Whisper folders: the exported weights are the trained ones, rounded."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ MODES = {
     "LoRA": ("--lora_rank", "2", "--lora_targets", "query", "value", "expand"),
     "LoRA, frozen in fp16": ("--lora_rank", "2", "--frozen_dtype", "half"),
 }
-# Weight matrices that `--frozen_dtype half` keeps in fp16. A value of bf16 below 2^-14 loses bits there.
+# Weight matrices that `--frozen_dtype half` keeps in fp16, in which a bf16 value below 2^-14 loses bits.
 HALVED = re.compile(r"model\.(encoder|decoder)\.layers\..*(_proj|fc1|fc2)\.weight")
 LORA_SCALE = 2.0  # the default alpha is twice the rank
 SHORT = "--device cpu --batch_size 2 --gradient_accumulation_steps 1 --max_steps 3 --epochs 1 --num_workers 0".split()
@@ -36,7 +36,7 @@ def corpus(tmp_path_factory) -> Corpus:
 
 
 def train(root: Path, corpus: Corpus, number_format: str, mode: str) -> Path:
-    """Train three steps with a rate large enough to change the bits of bf16; return the base folder."""
+    """Train three steps with a learning rate that changes bf16 weights, and return the base folder."""
     base = write_model(root / "base", positions=64, dtype=FORMATS[number_format])
     flags = ("--pretrained", str(base), "--language", "mr", "--learning_rate", "0.02", "--warmup_steps", "1")
     well(run_trainer(*corpus.flags(), *SHORT, *run_folders(root), *flags, *MODES[mode]))
@@ -44,7 +44,7 @@ def train(root: Path, corpus: Corpus, number_format: str, mode: str) -> Path:
 
 
 def expected_tensors(base: Path, checkpoint: Path, is_halved: bool) -> tuple[Tensors, set[str]]:
-    """Return the trained weights in fp32 by their names in the file, and the names of the trained ones."""
+    """Return the fp32 weights after training, by their names in the file, and the names of the trained ones."""
     original = safetensors.torch.load_file(base / WEIGHTS)
     if is_halved:
         original = {name: tensor.half() if HALVED.fullmatch(name) else tensor for name, tensor in original.items()}
@@ -65,7 +65,7 @@ def expected_tensors(base: Path, checkpoint: Path, is_halved: bool) -> tuple[Ten
 
 
 @pytest.mark.parametrize(("number_format", "mode"), crossed(FORMATS, MODES))
-def test_commands_export_the_trained_weights_rounded(corpus, number_format, mode, tmp_path):
+def test_exported_weights_equal_rounded_trained_weights(corpus, number_format, mode, tmp_path):
     base = train(tmp_path, corpus, number_format, mode)
     checkpoint, out = tmp_path / "checkpoints" / "checkpoint_last.pt", tmp_path / "out"
     well(run_here(EXPORT, "--checkpoint", str(checkpoint), "--whisper", str(out)))
@@ -80,7 +80,7 @@ def test_commands_export_the_trained_weights_rounded(corpus, number_format, mode
         assert torch.equal(after[name].view(torch.int16), tensor.to(after[name].dtype).view(torch.int16)), name
         if not torch.equal(after[name], before[name]):
             changed.add(name)
-    # Without changed bits the comparison above would also accept an export of the base.
+    # If no bits had changed, the comparison above would also accept an export of the base.
     assert len(changed & trained) > 0.8 * len(trained)
     untrained = changed - trained
     assert all(is_halved and number_format == "bf16" and HALVED.fullmatch(name) for name in untrained)
@@ -88,7 +88,7 @@ def test_commands_export_the_trained_weights_rounded(corpus, number_format, mode
 
 
 @pytest.mark.parametrize("number_format", FORMATS)
-def test_negative_control_the_command_finds_one_flipped_bit(corpus, number_format, tmp_path, monkeypatch):
+def test_negative_control_export_detects_one_flipped_bit(corpus, number_format, tmp_path, monkeypatch):
     train(tmp_path, corpus, number_format, "frozen encoder")
     checkpoint, out = tmp_path / "checkpoints" / "checkpoint_last.pt", tmp_path / "out"
     save_file = safetensors.torch.save_file

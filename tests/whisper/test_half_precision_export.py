@@ -31,8 +31,8 @@ def write_base(folder: Path, formats: tuple[torch.dtype, ...]) -> Path:
     return folder
 
 
-def trained(base: Path) -> tuple[TunedWhisper, dict[str, torch.Tensor]]:
-    """Return the model after a small change of every weight, and its weights by their names in the file."""
+def change_weights(base: Path) -> tuple[TunedWhisper, dict[str, torch.Tensor]]:
+    """Return the model with all weights slightly changed, and these weights by their names in the file."""
     folder = read_pretrained_whisper(base).folder
     generator = torch.Generator().manual_seed(1)
     weights = {name: t + 0.01 * torch.randn(t.shape, generator=generator) for name, t in folder.weights().items()}
@@ -43,7 +43,7 @@ def trained(base: Path) -> tuple[TunedWhisper, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_exported_weights_are_rounded_to_the_format(kind, tmp_path):
     base = write_base(tmp_path / "base", FORMATS[kind])
-    tuned, expected = trained(base)
+    tuned, expected = change_weights(base)
     export_whisper(tuned, read_pretrained_whisper(base), tmp_path / "out")
     before = safetensors.torch.load_file(base / WEIGHTS)
     after = safetensors.torch.load_file(tmp_path / "out" / WEIGHTS)
@@ -53,9 +53,9 @@ def test_exported_weights_are_rounded_to_the_format(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_negative_control_one_flipped_bit_is_found_and_nothing_is_left(kind, tmp_path, monkeypatch):
+def test_negative_control_flipped_bit_is_detected_and_nothing_written(kind, tmp_path, monkeypatch):
     base = write_base(tmp_path / "base", FORMATS[kind])
-    tuned, _ = trained(base)
+    tuned, _ = change_weights(base)
     save_file = safetensors.torch.save_file
 
     def save_with_flipped_bit(tensors, path, metadata=None):
@@ -81,7 +81,7 @@ def test_sharded_weights_are_rounded_to_the_format_of_each_tensor(tmp_path):
         safetensors.torch.save_file({name: tensors[name] for name in held}, base / shard)
     index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
     (base / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
-    tuned, expected = trained(base)
+    tuned, expected = change_weights(base)
     export_whisper(tuned, read_pretrained_whisper(base), tmp_path / "out")
     for shard, held in shards.items():
         after = safetensors.torch.load_file(tmp_path / "out" / shard)
@@ -91,9 +91,9 @@ def test_sharded_weights_are_rounded_to_the_format_of_each_tensor(tmp_path):
             assert torch.equal(after[name], expected[name].to(tensors[name].dtype)), name
 
 
-def test_a_weight_above_the_fp16_range_is_exported_in_fp32(tmp_path):
+def test_weight_above_fp16_range_is_exported_in_fp32(tmp_path):
     base = write_base(tmp_path / "base", FORMATS["fp16"])
-    tuned, expected = trained(base)
+    tuned, expected = change_weights(base)
     large = {name: tensor.clone() for name, tensor in tuned.weights.items()}
     large["decoder.norm.bias"][0] = 70_000.0
     written = export_whisper(

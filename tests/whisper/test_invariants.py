@@ -1,6 +1,6 @@
-"""The project's invariants on Whisper: trained whole, partly frozen, or with LoRA; transformers is not needed.
+"""The project's invariants on Whisper, trained fully, partly frozen, or with LoRA. Needs no transformers.
 
-The invariants are described in tests/invariants; the planned peak and exact resume have test files of their own.
+tests/invariants describes them. The planned peak and exact resume have their own test files.
 """
 
 import dataclasses
@@ -27,9 +27,12 @@ from tests.conftest import crossed
 from tests.invariants.failing import ERRORS, failing_backward, failing_forward, once_at
 from tests.invariants.parts import global_batch, relative_difference, speeches
 from tests.pretrained_parts import (
+    BOUND,
     FAILING,
     MODES,
     are_equal,
+    averaged_gradients,
+    check_gradients_of_splits,
     draw_products,
     gradients,
     largest_difference,
@@ -37,55 +40,46 @@ from tests.pretrained_parts import (
     state_of,
 )
 from tests.tracers import Calls
-from tests.whisper.parts import SHAPE, SPOKEN, is_trained, whisper_config, whisper_parts
+from tests.whisper.parts import FOUR_UTTERANCES, SHAPE, is_trained, whisper_config, whisper_parts
 
-BOUND = 1e-9
 RECOMPUTED = ["never", "always"]
-RAGGED = speeches(5)
-FOUR = global_batch(SPOKEN, 2)
-BLOCKS_BELOW = {"full": 0, "LoRA": 1, "one block": 2, "encoder": 3}  # number of blocks without trained parameters below
+FIVE_UTTERANCES = speeches(5)
+GLOBAL_BATCH = global_batch(FOUR_UTTERANCES, 2)
+BLOCKS_BELOW = {"full": 0, "LoRA": 1, "one block": 2, "encoder": 3}  # number of frozen blocks at the bottom
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 @pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
-def test_any_cut_gives_the_same_gradient(mode, recompute):
+def test_gradients_do_not_depend_on_micro_batch_size(mode, recompute):
     parts = whisper_parts(mode, whisper_config(recompute))
-    for spoken in (SPOKEN, RAGGED):
-        whole = gradients(parts, global_batch(spoken, len(spoken)))
-        assert whole.keys() == {name for name, _ in parts.model.named_parameters() if is_trained(name, mode)}
-        assert all(gradient.norm() > 0 for gradient in whole.values())
-        for size in (1, 2):
-            assert largest_difference(whole, gradients(parts, global_batch(spoken, size))) < BOUND
+    trained = {name for name, _ in parts.model.named_parameters() if is_trained(name, mode)}
+    for utterances in (FOUR_UTTERANCES, FIVE_UTTERANCES):
+        check_gradients_of_splits(parts, trained, utterances, global_batch)
 
 
 @every_mode
-def test_negative_control_averaging_the_micro_batches_means_is_another_gradient(mode):
-    parts, cut = whisper_parts(mode), global_batch(SPOKEN, 1)
-    whole = gradients(parts, cut)
-    parts.model.zero_grad()
-    for batch in cut.micro_batches:
-        step.forward_and_backward(parts, batch, LossCounts(4 * sum(batch.token_lengths), 4))
-    wrong = {name: p.grad for name, p in parts.model.named_parameters() if p.grad is not None}
-    assert largest_difference(whole, wrong) > 1e-3
+def test_negative_control_average_of_micro_batch_means_differs(mode):
+    parts, cut = whisper_parts(mode), global_batch(FOUR_UTTERANCES, 1)
+    assert largest_difference(gradients(parts, cut), averaged_gradients(parts, cut)) > 1e-3
 
 
 @pytest.mark.parametrize(("mode", "first"), crossed(MODES, ("all", 1, 2, 4)))
-def test_recomputed_blocks_give_the_same_gradient_bit_for_bit(mode, first):
+def test_recomputation_gives_bit_identical_gradients(mode, first):
     parts, flop = whisper_parts(mode), []
     policy = RecomputePolicy("always") if first == "all" else RecomputePolicy.first(first)
     found = []
     for tried in (parts, parts.recomputing(policy)):
         with FlopCounterMode(display=False) as counter:
-            found.append(gradients(tried, FOUR))
+            found.append(gradients(tried, GLOBAL_BATCH))
         flop.append(counter.get_total_flops())
     assert are_equal(*found)
-    # Below the trained blocks nothing is kept, so nothing is recomputed.
+    # Below the trained blocks no activations are kept, so nothing is recomputed.
     assert (flop[1] > flop[0]) == (policy(1.0).count > BLOCKS_BELOW[mode])
 
 
 @every_mode
-def test_what_attention_gave_is_kept_where_a_block_is_recomputed(mode, monkeypatch):
-    cut = global_batch([dataclasses.replace(one, waveform=one.waveform.float()) for one in SPOKEN], 2)
+def test_recomputed_blocks_keep_their_attention_output(mode, monkeypatch):
+    cut = global_batch([dataclasses.replace(one, waveform=one.waveform.float()) for one in FOUR_UTTERANCES], 2)
     attention, sum_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, torch.ops.aten.add.Tensor
 
     def calls(policy: str) -> tuple[int, int]:
@@ -100,48 +94,50 @@ def test_what_attention_gave_is_kept_where_a_block_is_recomputed(mode, monkeypat
 
 
 @functools.cache
-def undisturbed_step(mode: str) -> tuple[StepReport, dict[str, torch.Tensor]]:
+def step_without_failure(mode: str) -> tuple[StepReport, dict[str, torch.Tensor]]:
     parts = whisper_parts(mode)
-    return train_step(parts, global_batch(SPOKEN, 2), 3), state_of(parts)
+    return train_step(parts, global_batch(FOUR_UTTERANCES, 2), 3), state_of(parts)
 
 
 @pytest.mark.parametrize(("mode", "where", "when"), crossed(MODES, ("forward", "backward"), FAILING))
-def test_a_step_split_for_want_of_memory_is_the_same_step(mode, where, when):
-    parts, (undisturbed, whole), when = whisper_parts(mode), undisturbed_step(mode), FAILING[when]
-    half_way = SHAPE.encoder_layers + 1  # first block of the decoder: the second one has its gradient
+def test_step_split_after_out_of_memory_equals_unsplit_step(mode, where, when):
+    parts, (expected, expected_state), when = whisper_parts(mode), step_without_failure(mode), FAILING[when]
+    decoder_block = SHAPE.encoder_layers + 1  # the first one; the second one already has its gradients
     failing = (
         failing_forward(parts, when, ERRORS["cpu"])
         if where == "forward"
-        else failing_backward(parts, when, ERRORS["cuda"], half_way)
+        else failing_backward(parts, when, ERRORS["cuda"], decoder_block)
     )
-    report = train_step(failing, global_batch(SPOKEN, 2), 3)
-    assert (undisturbed.splits, report.splits) == (0, 1) and not report.is_skipped
+    report = train_step(failing, global_batch(FOUR_UTTERANCES, 2), 3)
+    assert (expected.splits, report.splits) == (0, 1) and not report.is_skipped
     for name in ("loss", "attention_loss", "gradient_norm"):
-        assert getattr(report, name) == pytest.approx(getattr(undisturbed, name), rel=BOUND, abs=0)
-    assert largest_difference(whole, state_of(parts)) < BOUND
+        assert getattr(report, name) == pytest.approx(getattr(expected, name), rel=BOUND, abs=0)
+    assert largest_difference(expected_state, state_of(parts)) < BOUND
 
 
 @every_mode
-def test_negative_control_what_the_failed_attempt_added_up_is_another_step(mode, monkeypatch):
+def test_negative_control_gradients_of_failed_attempt_change_the_step(mode, monkeypatch):
     parts = whisper_parts(mode)
     monkeypatch.setattr(parts.optimizer, "zero_grad", lambda: None)
-    assert train_step(failing_forward(parts, once_at(1), ERRORS["cpu"]), global_batch(SPOKEN, 2), 3).splits == 1
-    assert largest_difference(undisturbed_step(mode)[1], state_of(parts)) > 1e-3
+    assert (
+        train_step(failing_forward(parts, once_at(1), ERRORS["cpu"]), global_batch(FOUR_UTTERANCES, 2), 3).splits == 1
+    )
+    assert largest_difference(step_without_failure(mode)[1], state_of(parts)) > 1e-3
 
 
 def global_batch_of_five() -> GlobalBatch:
-    """Return five fp32 micro-batches of one, an uneven split over two threads, in concurrent order."""
-    cut = global_batch([dataclasses.replace(one, waveform=one.waveform.float()) for one in RAGGED], 1)
+    """Return five fp32 micro-batches of one utterance, which two threads cannot share evenly, in concurrent order."""
+    cut = global_batch([dataclasses.replace(one, waveform=one.waveform.float()) for one in FIVE_UTTERANCES], 1)
     return dataclasses.replace(cut, micro_batches=order_for_concurrency(cut.micro_batches, 2))
 
 
-def trained(mode: str, concurrent_micro_batches: int, recompute: str = "never") -> dict[str, torch.Tensor]:
+def train_two_steps(mode: str, concurrent_micro_batches: int, recompute: str = "never") -> dict[str, torch.Tensor]:
     """Return the weights, optimizer state and losses after two steps."""
     torch.set_num_threads(2)
     parts = whisper_parts(
         mode, whisper_config(recompute, concurrent_micro_batches=concurrent_micro_batches), torch.float32
     )
-    torch.set_num_threads(concurrent_micro_batches)  # one thread per product
+    torch.set_num_threads(concurrent_micro_batches)  # one thread per micro-batch
     reports = [train_step(parts, global_batch_of_five(), number) for number in range(2)]
     assert parts.forward.concurrent_micro_batches == concurrent_micro_batches and all(
         isinstance(report, StepReport) for report in reports
@@ -149,34 +145,34 @@ def trained(mode: str, concurrent_micro_batches: int, recompute: str = "never") 
     return state_of(parts) | {"losses": torch.tensor([[report.loss, report.gradient_norm] for report in reports])}
 
 
-def held_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+def delay_first_micro_batch(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Delay the start of the first micro-batch."""
     (late, *_), forward_and_backward = global_batch_of_five().micro_batches, step.forward_and_backward
 
-    def held(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
+    def delayed(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
         time.sleep(seconds if batch.utterance_ids == late.utterance_ids else 0.0)
         return forward_and_backward(parts, batch, counts)
 
-    monkeypatch.setattr(step, "forward_and_backward", held)
+    monkeypatch.setattr(step, "forward_and_backward", delayed)
 
 
 @pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
-def test_side_by_side_is_one_after_another_whoever_is_late(mode, recompute, monkeypatch, two_threads):
-    expected = trained(mode, 1, recompute)
-    assert are_equal(trained(mode, 2, recompute), expected)
-    held_up(monkeypatch, 0.1)
-    assert are_equal(trained(mode, 2, recompute), expected)
+def test_concurrent_micro_batches_equal_sequential_at_any_timing(mode, recompute, monkeypatch, two_threads):
+    expected = train_two_steps(mode, 1, recompute)
+    assert are_equal(train_two_steps(mode, 2, recompute), expected)
+    delay_first_micro_batch(monkeypatch, 0.1)
+    assert are_equal(train_two_steps(mode, 2, recompute), expected)
 
 
-def test_negative_control_without_turns_it_matters_who_is_late(monkeypatch, two_threads):
-    expected = trained("LoRA", 1)
+def test_negative_control_without_ordering_results_depend_on_timing(monkeypatch, two_threads):
+    expected = train_two_steps("LoRA", 1)
     monkeypatch.setattr(OrderedAccumulation, "_wait", lambda self, index, gradient=None: None)
-    held_up(monkeypatch, 1.0)
-    assert not are_equal(trained("LoRA", 2), expected)
+    delay_first_micro_batch(monkeypatch, 1.0)
+    assert not are_equal(train_two_steps("LoRA", 2), expected)
 
 
 @every_mode
-def test_after_forty_steps_what_is_frozen_has_its_digest_and_nothing_else_has(mode):
+def test_only_trained_weights_change_in_40_steps(mode):
     parts = whisper_parts(mode, dtype=torch.float32)
     cut = global_batch([dataclasses.replace(one, waveform=one.waveform.float()) for one in speeches(2)], 2)
     before = {name: digest_of({name: one}) for name, one in parts.model.state_dict().items()}
@@ -186,9 +182,9 @@ def test_after_forty_steps_what_is_frozen_has_its_digest_and_nothing_else_has(mo
     assert kept == {name for name in before if not is_trained(name, mode)} and kept < before.keys()
 
 
-def test_low_rank_products_begin_as_nothing_and_merged_they_are_the_same_model():
+def test_new_lora_equals_base_and_merging_keeps_the_logits():
     (batch,) = global_batch(
-        [dataclasses.replace(one, waveform=one.waveform.float()) for one in SPOKEN], 4
+        [dataclasses.replace(one, waveform=one.waveform.float()) for one in FOUR_UTTERANCES], 4
     ).micro_batches
 
     def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -210,19 +206,20 @@ def test_low_rank_products_begin_as_nothing_and_merged_they_are_the_same_model()
     assert relative_difference(logits(tuned), logits(base)) > 1e-3  # negative control
 
 
-def validated(parts: StepParts) -> RecognizedPortion:
+def decode_greedily(parts: StepParts) -> RecognizedPortion:
     """Return each utterance's likeliest tokens from cached decoding, up to the maximum length."""
     rules = GenerationRules(prompt=(4, 5), suppressed=(OUR_TOKENS.end,), most_tokens=SHAPE.target_positions - 3)
-    return recognized(parts, global_batch(SPOKEN, 3), OUR_TOKENS, rules)
+    return recognized(parts, global_batch(FOUR_UTTERANCES, 3), OUR_TOKENS, rules)
 
 
 @pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
-def test_generation_between_two_gradients_changes_neither(mode, recompute):
+def test_decoding_and_gradients_do_not_affect_each_other(mode, recompute):
     parts = whisper_parts(mode, whisper_config(recompute))
-    alone, said = gradients(parts, FOUR), []
+    alone, results = gradients(parts, GLOBAL_BATCH), []
     for _ in range(2):
-        said.append(validated(parts))
-        assert are_equal(gradients(parts, FOUR), alone)
-    assert said[0] == said[1] and max(len(one.hypothesis.split()) for one in said[0].scored) > FIRST_CAPACITY
-    train_step(parts, global_batch(SPOKEN, 2), 0)
-    assert validated(parts) != said[0] and not are_equal(gradients(parts, FOUR), alone)  # negative control
+        results.append(decode_greedily(parts))
+        assert are_equal(gradients(parts, GLOBAL_BATCH), alone)
+    assert results[0] == results[1] and max(len(one.hypothesis.split()) for one in results[0].scored) > FIRST_CAPACITY
+    train_step(parts, global_batch(FOUR_UTTERANCES, 2), 0)
+    # Negative control: after a step, both differ.
+    assert decode_greedily(parts) != results[0] and not are_equal(gradients(parts, GLOBAL_BATCH), alone)

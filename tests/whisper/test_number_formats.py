@@ -1,4 +1,4 @@
-"""Hugging Face folders of every number format and file layout: read exactly, written in the same formats and files."""
+"""Hugging Face folders of all number formats and layouts are read exactly and written in the same formats and files."""
 
 import json
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ def written_files(out: Path, base: Base) -> dict[str, Tensors]:
 
 
 @pytest.mark.parametrize(("formats", "shards"), crossed(FORMATS, SHARDS))
-def test_a_folder_is_read_exactly_and_written_in_its_own_formats_and_files(formats, shards, tmp_path):
+def test_folder_is_read_exactly_and_written_in_its_formats_and_files(formats, shards, tmp_path):
     base = write_base(tmp_path / "base", FORMATS[formats], SHARDS[shards])
     folder = read_whisper_folder(base.path)
     weights, names = folder.weights(), folder.our_names()
@@ -88,7 +88,7 @@ def test_a_folder_is_read_exactly_and_written_in_its_own_formats_and_files(forma
 
 
 @pytest.mark.parametrize("formats", ["fp16", "bf16, fp16 and fp32"])
-def test_transformers_reads_an_exported_folder_of_half_precision(formats, tmp_path):
+def test_transformers_reads_exported_half_precision_folder(formats, tmp_path):
     transformers = pytest.importorskip("transformers")
     base = write_base(tmp_path / "base", FORMATS[formats], 2)
     folder = read_whisper_folder(base.path)
@@ -102,7 +102,7 @@ def test_transformers_reads_an_exported_folder_of_half_precision(formats, tmp_pa
 
 
 def write_pickles(base: Base, shards: int) -> None:
-    """Write the same tensors as pickle, as older folders have them with or without safetensors."""
+    """Write the same tensors as pickle files, as in older folders."""
     if shards == 1:
         torch.save(base.tensors, base.path / "pytorch_model.bin")
         return
@@ -115,7 +115,7 @@ def write_pickles(base: Base, shards: int) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_pickle_is_refused_with_the_command_that_converts_it(shards, tmp_path):
+def test_pickle_is_rejected_with_conversion_command(shards, tmp_path):
     base = write_base(tmp_path / "base", FORMATS["fp16"], 1)
     write_pickles(base, shards)
     (base.path / WEIGHTS).unlink()
@@ -135,7 +135,7 @@ def test_pickle_next_to_safetensors_is_neither_read_nor_copied(shards, tmp_path)
     assert not [path for path in (tmp_path / "out").iterdir() if path.name in pickles]
 
 
-def test_an_index_that_names_pickle_is_refused(tmp_path):
+def test_index_that_names_pickle_is_rejected(tmp_path):
     base = write_base(tmp_path / "base", FORMATS["fp16"], 2)
     (base.path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(base.tensors, "pytorch_model.bin")}))
     with pytest.raises(CheckpointError, match=r"lists 'pytorch_model\.bin', which is not a weight file"):
@@ -143,7 +143,7 @@ def test_an_index_that_names_pickle_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.int8], ids=str)
-def test_other_number_formats_are_refused_by_name(dtype, tmp_path):
+def test_unsupported_number_format_is_rejected_with_tensor_name(dtype, tmp_path):
     base = write_base(tmp_path / "base", FORMATS["fp32"], 1)
     tensors = base.tensors
     name = "model.decoder.layers.0.fc1.weight"

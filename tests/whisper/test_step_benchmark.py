@@ -1,4 +1,4 @@
-"""The benchmark against transformers takes the same step on both sides, and refuses unsupported options."""
+"""The benchmark takes the same step in this project and in transformers, and rejects invalid flags."""
 
 import json
 
@@ -7,12 +7,12 @@ import pytest
 from tests.conftest import run_script, well
 
 pytest.importorskip(
-    "transformers", reason="transformers, beside which it measures, is not installed: pip install -e .[test]"
+    "transformers", reason="transformers, with which the step is compared, is not installed: pip install -e .[test]"
 )
 pytestmark = pytest.mark.full
 
 
-def test_both_sides_take_the_same_step(tmp_path):
+def test_both_implementations_take_the_same_step(tmp_path):
     flags = "--size digits --rounds 1 --accum 1 --shortest 1 --longest 1 --at_once 1 --json"
     done = well(run_script("benchmarks/peers/whisper_step.py", "compare", *flags.split(), cwd=tmp_path))
     ours, theirs = json.loads(done.stdout.splitlines()[-1])["results"]
@@ -27,6 +27,6 @@ def test_both_sides_take_the_same_step(tmp_path):
 
 
 @pytest.mark.parametrize("flags", ["--rounds 0", "--longest 31", "--shortest 9 --longest 8", "--size huge"])
-def test_flags_that_cannot_work_end_with_two(flags, tmp_path):
+def test_invalid_flags_exit_with_code_2(flags, tmp_path):
     done = run_script("benchmarks/peers/whisper_step.py", "compare", *flags.split(), cwd=tmp_path)
     assert done.returncode == 2 and flags.split()[0] in done.stderr and "Traceback" not in done.stderr

@@ -16,10 +16,10 @@ from konkanivani.models.whisper.folder import name_in_file
 from konkanivani.models.whisper.model import EncoderBlock
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
-from tests.whisper.folders import KINDS, labels_of, ours_of, reference, spoken
+from tests.whisper.folders import KINDS, labels_of, random_batch, reference, to_project_model
 
 KIND = dataclasses.replace(KINDS["tiny"], vocab_size=300, end=280)
-STEPS, WARMUP, PEAK, DECAY, LARGEST_NORM = 20, 4, 3e-4, 0.1, 3.3  # some gradients exceed the norm
+STEPS, WARMUP, PEAK, DECAY, LARGEST_NORM = 20, 4, 3e-4, 0.1, 3.3  # the norms of some gradients are larger
 LABELS = (9, 3, 1, 14)
 SCHEDULE = OptimizerConfig(
     learning_rate=PEAK, warmup_steps=WARMUP, weight_decay=DECAY, max_grad_norm=LARGEST_NORM, schedule="cosine"
@@ -27,8 +27,8 @@ SCHEDULE = OptimizerConfig(
 
 
 @dataclasses.dataclass
-class ByHand:
-    """transformers' model with AdamW, weight decay on matrices only, and clipping."""
+class ManualAdamW:
+    """transformers' model with AdamW, weight decay on matrices only, and gradient clipping."""
 
     model: torch.nn.Module
     largest_norm: float = LARGEST_NORM
@@ -42,7 +42,7 @@ class ByHand:
         self.optimizer = torch.optim.AdamW(groups, lr=PEAK, betas=(0.9, 0.98), eps=1e-8)
 
     def loss(self, parts: StepParts, batch: Batch) -> torch.Tensor:
-        """Return the mean loss over the labels of a batch, on the project's features."""
+        """Return the mean loss per label of a batch, with the project's features."""
         features, _ = parts.forward.front_end(batch.waveforms, batch.sample_lengths, None)
         given = {"decoder_input_ids": batch.decoder_tokens, "labels": labels_of(batch.targets)}
         return self.model(features.transpose(1, 2), **given).loss
@@ -63,20 +63,20 @@ class ByHand:
         return norm.item()
 
 
-def both() -> tuple[StepParts, ByHand]:
+def build_both() -> tuple[StepParts, ManualAdamW]:
     """Return the same random model in the project and in transformers."""
     model = reference(KIND)
     config = TrainConfig(loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0), optimizer=SCHEDULE)
-    ours = ours_of(model, KIND)
+    ours = to_project_model(model, KIND)
     parts = build_step_parts(config, WhisperArchitecture(ours.shape), torch.device("cpu"), STEPS)
     parts.model.load_state_dict(ours.state_dict())
-    return parts, ByHand(model)
+    return parts, ManualAdamW(model)
 
 
 def global_batches() -> Iterator[tuple[Batch, tuple[Batch, ...]]]:
-    """Yield the utterances of each global batch together, and split into one, two or three micro-batches."""
+    """Yield each global batch as one batch, and split into one, two or three micro-batches."""
     for number in range(STEPS):
-        batch = spoken(KIND, *LABELS, seed=number % 4)
+        batch = random_batch(KIND, *LABELS, seed=number % 4)
         first, second = split_batch(batch)
         yield batch, ((batch,), (first, second), (*split_batch(first), second))[number % 3]
 
@@ -85,46 +85,46 @@ def global_batch_of(micro_batches: tuple[Batch, ...]) -> GlobalBatch:
     return GlobalBatch(micro_batches, sum(LABELS), len(LABELS), 0.0, 0.0)
 
 
-def far_apart(parts: StepParts, by_hand: ByHand) -> float:
+def max_relative_difference(parts: StepParts, manual: ManualAdamW) -> float:
     """Return the largest relative difference between weights of the same name."""
-    theirs = by_hand.model.state_dict()
+    theirs = manual.model.state_dict()
     pairs = [(theirs[name_in_file(name)], weight) for name, weight in parts.model.state_dict().items()]
     return max(float((one - other).norm() / one.norm()) for one, other in pairs)
 
 
-def test_twenty_steps_are_those_of_the_same_adamw_on_transformers_model():
-    """The reference uses whole global batches, however they are split here."""
-    parts, by_hand = both()
+def test_20_steps_equal_manual_adamw_on_transformers():
+    """The manual AdamW uses whole global batches, the project splits some of them."""
+    parts, manual = build_both()
     losses, norms = [], []
     for number, (batch, micro_batches) in enumerate(global_batches()):
         report = train_step(parts, global_batch_of(micro_batches), number)
-        loss = by_hand.loss(parts, batch)
-        norm = by_hand.step(loss, number)
+        loss = manual.loss(parts, batch)
+        norm = manual.step(loss, number)
         assert report.loss == pytest.approx(loss.item(), rel=1e-5), number
         assert report.gradient_norm == pytest.approx(norm, rel=1e-4), number
         losses.append(report.loss)
         norms.append(norm)
-    assert far_apart(parts, by_hand) < 1e-5
+    assert max_relative_difference(parts, manual) < 1e-5
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4]) and min(norms) < LARGEST_NORM < max(norms)
 
 
 @pytest.mark.parametrize("change", ["mean of means", "decay of all", "no decay", "no clipping"])
-def test_negative_control_another_step_is_seen(change):
-    parts, by_hand = both()
-    matrices, others = by_hand.optimizer.param_groups
+def test_negative_control_changed_step_is_detected(change):
+    parts, manual = build_both()
+    matrices, others = manual.optimizer.param_groups
     matrices["weight_decay"] = 0.0 if change == "no decay" else DECAY
     others["weight_decay"] = DECAY if change == "decay of all" else 0.0
-    by_hand.largest_norm = math.inf if change == "no clipping" else LARGEST_NORM
+    manual.largest_norm = math.inf if change == "no clipping" else LARGEST_NORM
     for number, (batch, micro_batches) in itertools.islice(enumerate(global_batches()), 10):
         train_step(parts, global_batch_of(micro_batches), number)
         taken = micro_batches if change == "mean of means" else (batch,)
-        by_hand.step(sum(by_hand.loss(parts, one) for one in taken) / len(taken), number)
-    assert far_apart(parts, by_hand) > 1e-4
+        manual.step(sum(manual.loss(parts, one) for one in taken) / len(taken), number)
+    assert max_relative_difference(parts, manual) > 1e-4
 
 
-def test_recomputed_blocks_draw_nothing_and_save_no_generator(monkeypatch):
-    """Saving and restoring all generators takes a tenth of a millisecond of the host per block."""
-    parts = both()[0].recomputing(RecomputePolicy("always"))
+def test_recomputation_without_random_ops_saves_no_generator_state(monkeypatch):
+    """Saving and restoring all generators takes 0.1 ms of the host per block."""
+    parts = build_both()[0].recomputing(RecomputePolicy("always"))
     batch, _ = next(global_batches())
     get_state = torch.get_rng_state
     saved = []
@@ -137,7 +137,7 @@ def test_recomputed_blocks_draw_nothing_and_save_no_generator(monkeypatch):
     before = get_state()
     parts.forward(batch)[1][0].backward()
     assert saved == [] and torch.equal(before, get_state())
-    # Negative control: blocks that may draw numbers.
+    # Negative control: blocks that may draw random numbers.
     monkeypatch.setattr(EncoderBlock, "draws_random_numbers", True)
     parts.forward(batch)[1][0].backward()
     assert len(saved) >= len(parts.model.encoder.blocks)

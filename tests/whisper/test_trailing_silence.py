@@ -1,4 +1,4 @@
-"""Silence after speech is removed before the model, and a decoder that repeats itself there is stopped.
+"""Silence after speech is removed before encoding, and endless repetitions of the decoder are cut.
 
 Fine-tuned Whisper models repeat their last sentence over the silence between the last word and the end of a recording
 (sk3llo/whisper_ggml#29, whisper.cpp#1507); the same audio without the silence is decoded correctly.
@@ -24,8 +24,10 @@ from tests.whisper.vocabularies import read_vocabulary, write_vocabulary
 
 POSITIONS = 200
 SILENCES = (1, 5, 25)  # seconds
-SAID = list(WORDS[:4])
-SURE = 30.0  # margin of the scripted token's logit: sampling at temperatures up to 1 never selects another token
+SPOKEN_WORDS = list(WORDS[:4])
+LOGIT_MARGIN = (
+    30.0  # margin of the scripted token's logit: sampling at temperatures up to 1 never selects another token
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +35,8 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> PromptedVocabulary:
     return read_vocabulary(write_vocabulary(tmp_path_factory.mktemp("vocabulary")))
 
 
-class Position:
-    """Decoder cache that only counts tokens, the only state of the scripted decoder."""
+class CountingCache:
+    """Decoder cache that counts tokens, the only state of `ScriptedDecoder`."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -47,16 +49,16 @@ class Position:
 
 
 class ScriptedDecoder(Decoder):
-    """Decoder that predicts the tokens of a script with certainty, then repeats `loop` endlessly."""
+    """Decoder that predicts the tokens of `script` with certainty, then repeats `loop` endlessly."""
 
     def __init__(self, shape: WhisperShape, prompt: int, script: list[int], loop: list[int]) -> None:
         super().__init__(shape)
         self.prompt, self.script, self.loop = prompt, script, loop
 
-    def begin(self, encoded: torch.Tensor, encoded_lengths: Lengths, beam: int) -> Position:
-        return Position()
+    def begin(self, encoded: torch.Tensor, encoded_lengths: Lengths, beam: int) -> CountingCache:
+        return CountingCache()
 
-    def step(self, tokens: torch.Tensor, cache: Position) -> torch.Tensor:
+    def step(self, tokens: torch.Tensor, cache: CountingCache) -> torch.Tensor:
         place = cache.length - self.prompt
         cache.length += 1
         if place >= len(self.script):
@@ -64,16 +66,16 @@ class ScriptedDecoder(Decoder):
         return torch.full_like(tokens, self.script[max(0, place)])
 
     def output(self, decoded: torch.Tensor) -> torch.Tensor:
-        if decoded.is_floating_point():  # the pass that times the words by attention
+        if decoded.is_floating_point():  # the pass that computes word times from attention
             return super().output(decoded)
-        return SURE * torch.nn.functional.one_hot(decoded, len(self.embedding.weight)).float()
+        return LOGIT_MARGIN * torch.nn.functional.one_hot(decoded, len(self.embedding.weight)).float()
 
 
 def text_tokens(vocabulary: PromptedVocabulary, text: str) -> list[int]:
     return vocabulary.encode(text)[len(vocabulary.prefix) :]
 
 
-def scripted(vocabulary: PromptedVocabulary, script: list[int], loop: list[int]) -> Recognizer:
+def scripted_recognizer(vocabulary: PromptedVocabulary, script: list[int], loop: list[int]) -> Recognizer:
     """Return a recognizer as built by `load_recognizer`, with a random encoder and a scripted decoder."""
     tokens = dataclasses.replace(vocabulary._tokens, positions=POSITIONS)
     vocabulary = PromptedVocabulary(vocabulary._pairs, vocabulary._prompt, tokens, vocabulary._says_times)
@@ -86,11 +88,11 @@ def scripted(vocabulary: PromptedVocabulary, script: list[int], loop: list[int])
 
 
 def speech() -> torch.Tensor:
-    return torch.from_numpy(speak(SAID))
+    return torch.from_numpy(speak(SPOKEN_WORDS))
 
 
-def followed_by(silence: str, seconds: int) -> torch.Tensor:
-    """Return speech followed by silence, with digital zeros, 16-bit dither, room noise or a hum of 50 Hz."""
+def speech_and_silence(silence: str, seconds: int) -> torch.Tensor:
+    """Return speech followed by silence: digital zeros, 16-bit dither, room noise or a 50 Hz hum."""
     recording = torch.cat([speech(), torch.zeros(seconds * SAMPLE_RATE)])
     noise = torch.randn(len(recording), generator=torch.Generator().manual_seed(0))
     hum = torch.sin(2 * torch.pi * 50 * torch.arange(len(recording)) / SAMPLE_RATE)
@@ -99,71 +101,73 @@ def followed_by(silence: str, seconds: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("seconds", SILENCES)
 @pytest.mark.parametrize("kind", ["zeros", "dither", "room", "hum"])
-def test_silence_after_speech_is_not_given_to_the_model(vocabulary, kind, seconds):
-    recognizer = scripted(vocabulary, text_tokens(vocabulary, " ".join(SAID)), [vocabulary.special.end])
-    given = []
+def test_trailing_silence_is_not_passed_to_the_model(vocabulary, kind, seconds):
+    recognizer = scripted_recognizer(
+        vocabulary, text_tokens(vocabulary, " ".join(SPOKEN_WORDS)), [vocabulary.special.end]
+    )
+    encoded_lengths = []
     encode = SpeechModel.encode
 
     def recording_encode(self: SpeechModel, waveforms: torch.Tensor, lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
-        given.extend(lengths)
+        encoded_lengths.extend(lengths)
         return encode(self, waveforms, lengths)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpeechModel, "encode", recording_encode)
-        found = recognizer.transcribe(followed_by(kind, seconds).numpy())
-    assert [word.text for word in found.words] == SAID
-    (length,) = given
+        found = recognizer.transcribe(speech_and_silence(kind, seconds).numpy())
+    assert [word.text for word in found.words] == SPOKEN_WORDS
+    (length,) = encoded_lengths
     end_of_speech = len(speech()) / SAMPLE_RATE - 0.06  # `speak` ends with a pause
     assert end_of_speech <= length / SAMPLE_RATE <= end_of_speech + (MARGIN + 5) / STEPS_A_SECOND
     assert found.words[-1].end <= length / SAMPLE_RATE
 
 
 @pytest.mark.parametrize("seconds", SILENCES)
-def test_digital_silence_is_the_windows_padding(vocabulary, seconds):
+def test_digital_silence_equals_window_padding(vocabulary, seconds):
     front_end = WhisperArchitecture(WhisperShape(8, 1, 1, 1, 8, 80, 60, 1500, 40)).build_front_end(AugmentConfig())
-    said = speech()
-    alone, _ = front_end(said[None], (len(said),), None)
-    followed = followed_by("zeros", seconds)
+    waveform = speech()
+    alone, _ = front_end(waveform[None], (len(waveform),), None)
+    followed = speech_and_silence("zeros", seconds)
     assert torch.equal(front_end(followed[None], (len(followed),), None)[0], alone)
     followed[-1] = 0.1  # negative control
     assert not torch.equal(front_end(followed[None], (len(followed),), None)[0], alone)
 
 
-LOOPS = {"last word": SAID[3:], "last sentence": SAID[1:], "whole text": SAID}
+LOOPS = {"last word": SPOKEN_WORDS[3:], "last sentence": SPOKEN_WORDS[1:], "whole text": SPOKEN_WORDS}
 
 
 @pytest.mark.parametrize(("loop", "seconds"), list(zip(LOOPS, SILENCES, strict=True)))
-def test_an_endless_repetition_is_cut_and_the_words_before_it_stay(vocabulary, loop, seconds):
-    said = text_tokens(vocabulary, " ".join(SAID))
+def test_endless_repetition_is_cut_and_earlier_words_are_kept(vocabulary, loop, seconds):
+    script = text_tokens(vocabulary, " ".join(SPOKEN_WORDS))
     repeated = text_tokens(vocabulary, " " + " ".join(LOOPS[loop]))
-    recognizer = scripted(vocabulary, said, repeated)
-    waveform = followed_by("zeros", seconds).numpy()
+    recognizer = scripted_recognizer(vocabulary, script, repeated)
+    waveform = speech_and_silence("zeros", seconds).numpy()
     found = [word.text for word in recognizer.transcribe(waveform).words]
     # A second copy of a loop over the whole text can remain: its first token includes a space and differs.
-    assert found[: len(SAID)] == SAID and len(found) <= len(SAID) + len(LOOPS[loop])
-    # Negative control: the search alone repeats up to the last position of the decoder.
+    assert found[: len(SPOKEN_WORDS)] == SPOKEN_WORDS and len(found) <= len(SPOKEN_WORDS) + len(LOOPS[loop])
+    # Negative control: without the fallback, the search repeats up to the last position of the decoder.
     inner = dataclasses.replace(recognizer, decode=recognizer.decode.inner)
-    assert len(inner.transcribe(waveform).words) > 4 * len(SAID)
+    assert len(inner.transcribe(waveform).words) > 4 * len(SPOKEN_WORDS)
 
 
-def test_with_times_a_repetition_is_cut_too(vocabulary):
+def test_repetition_with_timestamps_is_cut(vocabulary):
     timed = vocabulary.saying_times()
-    said = text_tokens(vocabulary, " ".join(SAID))
-    tokens = [timed.time_token(0.0), *said, timed.time_token(1.0)]
+    text = text_tokens(vocabulary, " ".join(SPOKEN_WORDS))
+    tokens = [timed.time_token(0.0), *text, timed.time_token(1.0)]
     for copy in range(1, 6):
-        tokens += [timed.time_token(copy), *text_tokens(vocabulary, " " + SAID[3]), timed.time_token(copy + 1)]
+        tokens += [timed.time_token(copy), *text_tokens(vocabulary, " " + SPOKEN_WORDS[3]), timed.time_token(copy + 1)]
     found = without_final_loop(tokens, timed)
-    assert found[: len(said) + 2] == tokens[: len(said) + 2]
-    assert timed.decode(found).split() in (SAID, [*SAID, SAID[3]])
+    assert found[: len(text) + 2] == tokens[: len(text) + 2]
+    assert timed.decode(found).split() in (SPOKEN_WORDS, [*SPOKEN_WORDS, SPOKEN_WORDS[3]])
     assert timed.seconds_of(found[-1]) in (1.0, 2.0)
 
 
-def test_a_repetition_that_ends_by_itself_stays(vocabulary):
-    """A chant may be genuine; only an endless repetition is certainly a loop."""
-    chant = text_tokens(vocabulary, " ".join([*SAID, *[SAID[3]] * 40]))
-    recognizer = scripted(vocabulary, chant, [vocabulary.special.end])
+def test_repetition_that_ends_is_kept(vocabulary):
+    """A chant may be real speech; only an endless repetition is certainly a loop."""
+    chant = text_tokens(vocabulary, " ".join([*SPOKEN_WORDS, *[SPOKEN_WORDS[3]] * 40]))
+    recognizer = scripted_recognizer(vocabulary, chant, [vocabulary.special.end])
     found = [word.text for word in recognizer.transcribe(speech().numpy()).words]
-    assert found == [*SAID, *[SAID[3]] * 40]
+    assert found == [*SPOKEN_WORDS, *[SPOKEN_WORDS[3]] * 40]
 
 
 @pytest.mark.parametrize(
@@ -180,5 +184,5 @@ def test_a_repetition_that_ends_by_itself_stays(vocabulary):
         ([1, 1, 2] * 4, [1, 1, 2]),
     ],
 )
-def test_the_first_copy_of_a_final_loop_is_kept(vocabulary, tokens, expected):
+def test_first_copy_of_final_loop_is_kept(vocabulary, tokens, expected):
     assert without_final_loop(tokens, vocabulary) == expected

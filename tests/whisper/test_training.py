@@ -1,4 +1,4 @@
-"""Whisper in the training step of every recogniser, which has no code for Whisper. Needs no transformers."""
+"""Whisper in the training step that all models share. Needs no transformers."""
 
 import dataclasses
 
@@ -31,8 +31,8 @@ ARCHITECTURE = WhisperArchitecture(SHAPE)
 SPECIAL = SpecialTokens(blank=51, unknown=51, start=51, end=50)
 
 
-class FreeTokens:
-    """Vocabulary without rules."""
+class UnconstrainedTokens:
+    """Vocabulary without rules on allowed tokens."""
 
     special, rules = SPECIAL, FREE
 
@@ -40,7 +40,7 @@ class FreeTokens:
 MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 
 
-def configured(recompute: str = "never", rate: float = 1e-3) -> TrainConfig:
+def step_config(recompute: str = "never", rate: float = 1e-3) -> TrainConfig:
     return TrainConfig(
         data=DataConfig(concurrent_micro_batches=1),
         loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0),
@@ -52,7 +52,7 @@ def configured(recompute: str = "never", rate: float = 1e-3) -> TrainConfig:
 def parts_of(dtype: torch.dtype = torch.float64, recompute: str = "never", rate: float = 1e-3) -> StepParts:
     torch.set_default_dtype(dtype)
     try:
-        return build_step_parts(configured(recompute, rate), ARCHITECTURE, CPU, 100)
+        return build_step_parts(step_config(recompute, rate), ARCHITECTURE, CPU, 100)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -72,8 +72,8 @@ def speeches(count: int = 4, dtype: torch.dtype = torch.float64, augmented: bool
     ]
 
 
-def global_batch(batch_size: int, spoken: list[Example] | None = None) -> GlobalBatch:
-    return split_into_micro_batches(spoken or speeches(), same_size(batch_size), SPECIAL)
+def global_batch(batch_size: int, examples: list[Example] | None = None) -> GlobalBatch:
+    return split_into_micro_batches(examples or speeches(), same_size(batch_size), SPECIAL)
 
 
 def gradients(parts: StepParts, cut: GlobalBatch) -> dict[str, torch.Tensor]:
@@ -85,7 +85,7 @@ def gradients(parts: StepParts, cut: GlobalBatch) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_how_a_window_is_cut_never_changes_the_gradient(recompute):
+def test_gradients_do_not_depend_on_micro_batch_size(recompute):
     parts = parts_of(recompute=recompute)
     whole = gradients(parts, global_batch(4))
     assert len(whole) == len(trained_parameters(parts.model)) and "encoder.positions" not in whole
@@ -97,17 +97,19 @@ def test_how_a_window_is_cut_never_changes_the_gradient(recompute):
     assert relative_difference(whole["decoder.norm.bias"], gradients(parts, alone)["decoder.norm.bias"]) > 1e-3
 
 
-def test_losses_fall_and_decoding_between_steps_changes_nothing():
+def test_loss_falls_and_decoding_between_steps_changes_nothing():
     found = []
     for decodes in (False, True):
-        parts, decode = parts_of(rate=3e-3), greedy_decode(ARCHITECTURE, FreeTokens())
-        spoken = speeches(augmented=False)
+        parts, decode = parts_of(rate=3e-3), greedy_decode(ARCHITECTURE, UnconstrainedTokens())
+        examples = speeches(augmented=False)
         torch.manual_seed(0)
         losses = []
         for number in range(24):
-            losses.append(train_step(parts, global_batch(2, spoken), number).attention_loss)
+            losses.append(train_step(parts, global_batch(2, examples), number).attention_loss)
             if decodes and number % 8 == 5:
-                features, lengths = parts.forward.front_end(spoken[0].waveform[None], (len(spoken[0].waveform),), None)
+                features, lengths = parts.forward.front_end(
+                    examples[0].waveform[None], (len(examples[0].waveform),), None
+                )
                 with torch.no_grad():
                     encoded = parts.model.encoder(features, lengths, keep_activations)
                 assert len(decode(parts.model, *encoded)) == 1
@@ -117,7 +119,7 @@ def test_losses_fall_and_decoding_between_steps_changes_nothing():
 
 
 @pytest.mark.parametrize("trained", ["decoder", "encoder.blocks.1", "decoder.blocks.1.cross_attention"])
-def test_what_is_frozen_has_no_gradient_and_the_rest_has_the_same(trained):
+def test_freezing_does_not_change_other_gradients(trained):
     parts = parts_of()
     whole = gradients(parts, global_batch(2))
     for name, parameter in parts.model.named_parameters():
@@ -131,8 +133,8 @@ def test_what_is_frozen_has_no_gradient_and_the_rest_has_the_same(trained):
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_a_traced_peak_is_the_measured_one(recompute):
-    config = configured(recompute)
+def test_planned_peak_is_within_2_percent_of_measured(recompute):
+    config = step_config(recompute)
     parts = build_step_parts(config, ARCHITECTURE, CPU, 100)
     cut = global_batch(2, speeches(4, torch.float32, augmented=False))
     policy = RecomputePolicy(recompute)
@@ -142,27 +144,27 @@ def test_a_traced_peak_is_the_measured_one(recompute):
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_products_of_a_step_are_what_the_formulas_say(recompute):
-    parts, spoken = parts_of(torch.float32, recompute), speeches(3, torch.float32)
+def test_flop_formulas_equal_counted_flops(recompute):
+    parts, examples = parts_of(torch.float32, recompute), speeches(3, torch.float32)
     with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
-        train_step(parts, global_batch(3, spoken), 0)
+        train_step(parts, global_batch(3, examples), 0)
     counts = counter.get_flop_counts()["Global"]
     counted = sum(flop for kind, flop in counts.items() if kind in MATRIX_PRODUCTS)
-    layers = ARCHITECTURE.forward_layers(tuple(len(one.waveform) for one in spoken), 20)
+    layers = ARCHITECTURE.forward_layers(tuple(len(one.waveform) for one in examples), 20)
     dense = tuple(layer for layer in layers if layer.is_dense and "convolution" not in layer.name)
-    log_mel = ARCHITECTURE.build_front_end(AugmentConfig()).log_mel  # without the padding
-    heard = sum(log_mel(one.waveform[None], (len(one.waveform),))[0].shape[2] for one in spoken)
-    bands = 2 * heard * SHAPE.mel_bins * 201
+    log_mel = ARCHITECTURE.build_front_end(AugmentConfig()).log_mel  # does not count padding
+    frame_count = sum(log_mel(one.waveform[None], (len(one.waveform),))[0].shape[2] for one in examples)
+    bands = 2 * frame_count * SHAPE.mel_bins * 201
     expected = step_flop(dense, recompute == "always")
     (head,) = (layer.flop for layer in layers if layer.name == "decoder's output")
-    # Without recomputation of blocks, the loss still computes the product of the head twice.
+    # Without recomputation of blocks, the loss still recomputes the product of the head.
     again = head if recompute == "never" else 0
     assert counted == expected + bands + again
     wider = WhisperArchitecture(dataclasses.replace(SHAPE, d_model=40)).forward_layers((16_000,) * 3, 20)
     assert step_flop(wider, False) > 1.2 * step_flop(layers, False)  # negative control
 
 
-def test_convolutions_are_what_pytorch_counts():
+def test_convolution_flops_equal_pytorch_count():
     layers = {layer.name: layer for layer in ARCHITECTURE.forward_layers((16_000,) * 2, 5)}
     subsampling = ARCHITECTURE.build().encoder.subsampling
     features = torch.randn(2, 80, 100)
@@ -172,14 +174,14 @@ def test_convolutions_are_what_pytorch_counts():
         assert counter.get_total_flops() == layers[f"{name} convolution"].flop
 
 
-def test_a_window_is_as_many_frames_whatever_is_said_in_it():
+def test_window_has_fixed_number_of_frames():
     framing = WhisperArchitecture(dataclasses.replace(SHAPE, source_positions=1500)).framing
     assert (framing.feature_length(1), framing.encoded_length(480_000)) == (3000, 1500)
     assert framing.encoded_length(torch.tensor([1, 2])).tolist() == [1500, 1500]
     assert framing.encoder_hop == 320 and framing.encoder_frame_seconds(50) == 1.0
 
 
-def test_what_is_no_window_longer_than_one_or_of_too_many_tokens_is_refused():
+def test_wrong_frame_count_long_audio_and_many_tokens_are_rejected():
     model, front_end = ARCHITECTURE.build(), ARCHITECTURE.build_front_end(AugmentConfig())
     with pytest.raises(ValueError, match="98 frames do not match the window of 100"):
         model.encoder(torch.randn(1, 98, 80), (98,), keep_activations)
@@ -191,7 +193,7 @@ def test_what_is_no_window_longer_than_one_or_of_too_many_tokens_is_refused():
         model(torch.zeros(1, 100, 80), (100,), tokens)
 
 
-def test_a_network_without_values_has_the_same_shapes_and_takes_no_memory():
+def test_model_on_meta_device_has_the_same_shapes():
     large = WhisperArchitecture(WhisperShape(1280, 20, 32, 32, 5120, 128, 51_866)).build_without_values()
     assert all(parameter.is_meta for parameter in large.parameters())
     assert sum(parameter.numel() for parameter in trained_parameters(large)) == 1_541_570_560
@@ -200,7 +202,7 @@ def test_a_network_without_values_has_the_same_shapes_and_takes_no_memory():
     }
 
 
-def test_shapes_alone_do_not_wait_for_torchs_compiler(torch_alone):
+def test_build_without_values_does_not_import_torch_dynamo(torch_alone):
     program = """
 import sys
 from konkanivani.models.whisper.architecture import WhisperArchitecture
@@ -211,7 +213,7 @@ print("torch._dynamo" in sys.modules)
     assert torch_alone.run_program(program).stdout == "False\n"
 
 
-def test_what_is_masked_is_as_silent_as_the_padding():
+def test_masked_features_equal_padding_value():
     front_end = WhisperFrontEnd(SHAPE, AugmentConfig(time_mask_share=0.3))
     waves = torch.nn.utils.rnn.pad_sequence([torch.randn(15_000), 0.01 * torch.randn(8_000)], batch_first=True)
     plain, _ = front_end(waves, (15_000, 8_000), None)

@@ -1,4 +1,4 @@
-"""The loss by vocabulary slices equals PyTorch's, with its gradients, in a fraction of the memory."""
+"""The loss by vocabulary slices equals PyTorch's in value and gradients, and takes a fraction of the memory."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ VOCABULARY = 300
 
 
 @pytest.fixture(params=[16, 100, 2**21], ids=["19 slices", "3 slices", "1 slice"])
-def columns(request, monkeypatch) -> int:
+def slice_columns(request, monkeypatch) -> int:
     monkeypatch.setattr(vocabulary_loss, "MIN_COLUMNS", request.param)
     monkeypatch.setattr(vocabulary_loss, "SLICE_NUMBERS", 1)
     return request.param
 
 
-def given(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def loss_inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return decoder states (2, 7, 8), a head, and targets.
 
     The second row ends in padding; the first and the last token of the vocabulary occur.
@@ -31,7 +31,9 @@ def given(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tenso
     return decoded, weight, targets
 
 
-def plain(decoded: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
+def reference_loss(
+    decoded: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, smoothing: float
+) -> torch.Tensor:
     logits = F.linear(decoded, weight).flatten(0, 1)
     return F.cross_entropy(
         logits.float() if logits.dtype == torch.bfloat16 else logits,
@@ -42,45 +44,50 @@ def plain(decoded: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, sm
     )
 
 
-def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).detach().norm() / other.detach().norm())
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_loss_and_gradients_are_pytorchs(smoothing, columns):
-    decoded, weight, targets = given()
-    found, expected = (loss(decoded, weight, targets, smoothing) for loss in (vocabulary_loss_sum, plain))
+def test_sliced_loss_and_gradients_equal_pytorch(smoothing, slice_columns):
+    decoded, weight, targets = loss_inputs()
+    found, expected = (loss(decoded, weight, targets, smoothing) for loss in (vocabulary_loss_sum, reference_loss))
     gradients = zip(*(torch.autograd.grad(loss / 7, (decoded, weight)) for loss in (found, expected)), strict=True)
-    assert apart(found, expected) < 1e-14 and all(apart(ours, theirs) < 1e-13 for ours, theirs in gradients)
+    assert relative_difference(found, expected) < 1e-14 and all(
+        relative_difference(ours, theirs) < 1e-13 for ours, theirs in gradients
+    )
     with torch.no_grad():
         assert torch.equal(vocabulary_loss_sum(decoded, weight, targets, smoothing), found)
         weight[VOCABULARY - 1] += 0.01  # negative control
-        assert apart(vocabulary_loss_sum(decoded, weight, targets, smoothing), expected) > 1e-5
+        assert relative_difference(vocabulary_loss_sum(decoded, weight, targets, smoothing), expected) > 1e-5
 
 
-def test_a_frozen_head_has_no_gradient_and_the_rest_has_the_same(columns):
-    decoded, weight, targets = given()
+def test_freezing_the_head_does_not_change_other_gradients(slice_columns):
+    decoded, weight, targets = loss_inputs()
     expected, _ = torch.autograd.grad(vocabulary_loss_sum(decoded, weight, targets, 0.0), (decoded, weight))
     vocabulary_loss_sum(decoded, weight.detach(), targets, 0.0).backward()
     assert torch.equal(decoded.grad, expected)
 
 
-def test_in_half_precision_products_are_rounded_and_the_loss_is_not(columns):
-    decoded, weight, targets = given(torch.float32)
+def test_bf16_rounds_products_but_not_the_loss(slice_columns):
+    decoded, weight, targets = loss_inputs(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = (loss(decoded, weight, targets, 0.0) for loss in (vocabulary_loss_sum, plain))
-    exact = plain(decoded, weight, targets, 0.0)
-    assert found.dtype == torch.float32 and apart(found, expected) < 1e-5 < apart(found, exact) < 0.01
+        found, expected = (loss(decoded, weight, targets, 0.0) for loss in (vocabulary_loss_sum, reference_loss))
+    exact = reference_loss(decoded, weight, targets, 0.0)
+    assert (
+        found.dtype == torch.float32
+        and relative_difference(found, expected) < 1e-5 < relative_difference(found, exact) < 0.01
+    )
     for name, ours, theirs in zip(
         ("decoded", "weight"), *(torch.autograd.grad(loss, (decoded, weight)) for loss in (found, exact)), strict=True
     ):
-        assert ours.dtype == torch.float32 and 1e-4 < apart(ours, theirs) < 0.02, name
+        assert ours.dtype == torch.float32 and 1e-4 < relative_difference(ours, theirs) < 0.02, name
 
 
-def test_logits_are_never_there_all_at_once():
+def test_full_logits_are_never_in_memory():
     decoded, weight = torch.randn(1, 400, 16, requires_grad=True), torch.randn(51_865, 16, requires_grad=True)
     targets, peaks = torch.randint(51_865, (1, 400)), []
-    for loss in (vocabulary_loss_sum, plain):
+    for loss in (vocabulary_loss_sum, reference_loss):
         live = LiveBytes()
         with live:
             loss(decoded, weight, targets, 0.0).backward()
@@ -90,7 +97,7 @@ def test_logits_are_never_there_all_at_once():
     assert peaks[0] < 0.4 * logits and peaks[1] > 1.9 * logits
 
 
-def test_an_embedding_that_is_the_head_too_has_the_sum_of_both_gradients():
+def test_tied_embedding_gets_sum_of_both_gradients():
     generator = torch.Generator().manual_seed(0)
     embedding = SlicedTiedEmbedding(VOCABULARY, 8).double()
     tokens = torch.tensor([[5, 5, 299, 0]])  # one token occurs twice
@@ -102,14 +109,14 @@ def test_an_embedding_that_is_the_head_too_has_the_sum_of_both_gradients():
     expected = head_factors.clone()
     for token, factor in zip(tokens[0], factors[0], strict=True):
         expected[token] += factor
-    assert apart(found, expected) < 1e-15
+    assert relative_difference(found, expected) < 1e-15
     vectors, _ = embedding.with_head(tokens)
     (alone,) = torch.autograd.grad((vectors * factors).sum(), embedding.weight)
-    assert apart(alone, expected - head_factors) < 1e-14
+    assert relative_difference(alone, expected - head_factors) < 1e-14
 
 
-def test_a_token_that_is_said_often_has_the_same_gradient_each_time():
-    """PyTorch's index_put_ on several CPU threads is not deterministic, so a resumed run would differ."""
+def test_gradient_of_repeated_tokens_is_deterministic():
+    """With PyTorch's index_put_, not deterministic on several CPU threads, a resumed run would differ."""
     torch.manual_seed(0)
     embedding, tokens = SlicedTiedEmbedding(2000, 384), torch.randint(50, (1, 445))
     by_vectors, by_head = torch.randn(1, 445, 384), torch.randn(2000, 384)
@@ -121,7 +128,7 @@ def test_a_token_that_is_said_often_has_the_same_gradient_each_time():
         first = embedding.weight.grad if first is None else first
         assert torch.equal(first, embedding.weight.grad)
     expected = by_head.double().index_add(0, tokens[0], by_vectors[0].double())
-    assert apart(first.double(), expected) < 1e-6
+    assert relative_difference(first.double(), expected) < 1e-6
 
 
 def tied_loss(embedding: SlicedTiedEmbedding, number: int) -> torch.Tensor:
@@ -133,12 +140,12 @@ def tied_loss(embedding: SlicedTiedEmbedding, number: int) -> torch.Tensor:
     return vocabulary_loss_sum(decoded, head.weight, targets, 0.1, head.gradient_buffer)
 
 
-def test_the_gradients_of_several_micro_batches_are_autograds_sum_bit_for_bit_without_a_second_gradient(columns):
+def test_accumulated_gradient_equals_autograd_sum_without_a_copy(slice_columns):
     torch.manual_seed(0)
     embedding, peaks = SlicedTiedEmbedding(VOCABULARY, 64), []
     first, *others = (torch.autograd.grad(tied_loss(embedding, number), embedding.weight)[0] for number in range(3))
     expected = first + others[0] + others[1]
-    for hook in (None, lambda gradient: gradient):  # a hook sees each micro-batch's gradient separately
+    for hook in (None, lambda gradient: gradient):  # a hook gets the gradient of each micro-batch
         embedding.weight.grad, live = None, LiveBytes()
         held = embedding.weight.register_hook(hook) if hook else None
         with live:

@@ -1,24 +1,24 @@
-"""A small vocabulary with Whisper's named tokens, and the kind of model with that vocabulary size."""
+"""Small vocabulary with Whisper's special tokens, and a model kind of the same vocabulary size."""
 
 from pathlib import Path
 
 from konkanivani.models.whisper.byte_pairs import read_byte_pairs
 from konkanivani.models.whisper.vocabulary import ModelTokens, Prompt, PromptedVocabulary
 from tests.conftest import WORDS
-from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
+from tests.whisper.byte_vocabularies import added_token_ids, train_vocabulary, write_vocabulary_files
 from tests.whisper.folders import Kind
 
-POSITIONS = 40  # of the decoder; tests/whisper/folders.py has more, and the hypotheses are shorter
+POSITIONS = 40  # of the decoder; the models of tests/whisper/folders.py have more, but hypotheses are shorter
 
 
 def write_vocabulary(folder: Path) -> Path:
-    """Write the files of a vocabulary of 300 byte strings, three languages and all times."""
-    found = vocabulary_of_text(" ".join(WORDS), 300)
-    return write_files(folder, *found, named_after(found[0], ("en", "hi", "mr")))
+    """Write the files of a vocabulary of 300 byte strings, three languages and all time tokens."""
+    found = train_vocabulary(" ".join(WORDS), 300)
+    return write_vocabulary_files(folder, *found, added_token_ids(found[0], ("en", "hi", "mr")))
 
 
 def read_vocabulary(folder: Path) -> PromptedVocabulary:
-    """Read the vocabulary with a prompt to transcribe Marathi."""
+    """Read the vocabulary with the prompt for transcribing Marathi."""
     pairs = read_byte_pairs(folder)
     return PromptedVocabulary(pairs, Prompt("mr", "transcribe"), ModelTokens(pairs.size, POSITIONS, False, {}))
 
