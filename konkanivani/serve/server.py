@@ -29,6 +29,8 @@ RENDER = "render"
 TOKEN_BYTES = 16
 CLOSE_SECONDS = 1.0  # for the browser's answer to the end of a connection
 ACCEPT_SECONDS = 0.2
+# A page sends its next file when it has the last result, a moment before the server has ended the session.
+SESSION_SECONDS = 1.0
 WAITING_CONNECTIONS = 512  # in the kernel, until they are accepted or refused
 OUT_OF_SOCKETS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -178,7 +180,7 @@ class PageServer:
             _say_and_close(connection, str(error), CloseCode.POLICY_VIOLATION)
 
     def _listen(self, connection: ServerConnection) -> None:
-        if not self._sessions.acquire(blocking=False):
+        if not self._sessions.acquire(timeout=SESSION_SECONDS):
             sentence = f"All {self._limits.sessions} sessions are in use. Close one, or try again later."
             _say_and_close(connection, sentence, CloseCode.TRY_AGAIN_LATER)
             return

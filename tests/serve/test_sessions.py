@@ -20,7 +20,7 @@ from konkanivani.errors import DataError
 from konkanivani.inference.listener import Final, Listener
 from konkanivani.inference.recognizer import Recognizer, load_recognizer
 from konkanivani.serve.server import PageServer
-from konkanivani.serve.session import Limits
+from konkanivani.serve.session import Limits, Session
 from tests.conftest import WORDS, speak
 from tests.serve.parts import (
     RATE,
@@ -229,6 +229,23 @@ def test_fifth_session_is_rejected_until_another_ends():
             assert fifth.close_code == 1013
         sessions[0].close()
         wait_for_capacity(server)
+
+
+def test_next_recording_waits_for_the_end_of_the_last_session(monkeypatch):
+    run = Session.run
+
+    def run_and_end_late(session: Session) -> None:
+        run(session)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(Session, "run", run_and_end_late)
+    with running_server(limits=Limits(sessions=1)) as server:
+        assert_serves(server)
+        assert_serves(server)
+        # Negative control: without waiting, the page's next file is rejected.
+        monkeypatch.setattr("konkanivani.serve.server.SESSION_SECONDS", 0.0)
+        with start_recording(server) as connection:
+            assert "All 1 sessions are in use" in error_message(receive_messages(connection))
 
 
 def test_closed_connection_frees_its_session_within_two_seconds():
