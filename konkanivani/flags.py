@@ -174,7 +174,7 @@ SESSION_FLAGS = ("resume", "fresh", "new_corpus", "replan", "dry_run")
 LEGACY_DEFAULTS = TrainConfig(
     data=DataConfig(first_epoch="shuffled"),
     augment=AugmentConfig(augmentation="none"),
-    features=FeatureConfig(dynamic_range=0.0, dc_removal="none", normalization="utterance"),
+    features=FeatureConfig(smallest_power=1e-10, dynamic_range=0.0, dc_removal="none", normalization="utterance"),
 )
 # Flags that define a model trained from scratch; the folder of a pretrained model defines them already.
 NATIVE_ONLY_FLAGS = frozenset(
