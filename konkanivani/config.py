@@ -193,7 +193,7 @@ class AugmentConfig:
     gain: float = 0.0
     """Random gain of up to N dB up or down (0: off)."""
     augmentation: Literal["auto", "none", "light", "strong"] = "auto"
-    """Simulate other recordings: silence, noise, rooms, telephones (auto: none)."""
+    """Simulate other recordings: silence, noise, rooms, telephones (auto: light from scratch)."""
     frequency_masks: int = 2
     """SpecAugment: number of frequency masks."""
     frequency_mask_bins: int = 15
