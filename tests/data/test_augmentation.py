@@ -1,9 +1,11 @@
 """Augmentation that simulates other recordings: determinism, independence of the kinds, lengths, sources of speech."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from konkanivani.config import AugmentConfig, TrainConfig
+from konkanivani.config import AugmentConfig, PretrainedConfig, TrainConfig
 from konkanivani.data import augmentation, dataset
 from konkanivani.data.audio.waveform import speech_span
 from konkanivani.data.augmentation import PROBABILITIES, RecordingAugmentation
@@ -118,10 +120,14 @@ def test_babble_is_speech_of_the_training_set(monkeypatch):
     assert torch.equal(missing, speech())
 
 
-def test_auto_is_none():
-    assert resolve(TrainConfig(), CorpusSize(1.0, 1000)).augment.augmentation == "none"
-    asked = TrainConfig(augment=AugmentConfig(augmentation="light"))
-    assert resolve(asked, CorpusSize(1.0, 1000)).augment.augmentation == "light"
+def test_auto_is_light_from_scratch_and_none_for_initial_weights():
+    amount = CorpusSize(1.0, 1000)
+    tuned = TrainConfig(pretrained=PretrainedConfig(pretrained="whisper-tiny"))
+    assert resolve(TrainConfig(), amount).augment.augmentation == "light"
+    assert resolve(tuned, amount).augment.augmentation == "none"
+    given = AugmentConfig(augmentation="strong")
+    assert resolve(TrainConfig(augment=given), amount).augment.augmentation == "strong"
+    assert resolve(dataclasses.replace(tuned, augment=given), amount).augment.augmentation == "strong"
 
 
 def test_an_older_checkpoint_has_no_augmentation():

@@ -38,6 +38,7 @@ FLAGS = (
     *("--scaled_input", "--entry_norm", "False", "--biases", "False", "--log_floor_mode", "added"),
     *("--smallest_power", "5.96e-8", "--preemphasis", "0.97", "--window", "symmetric", "--frame_padding", "zeros"),
     *("--mel_scale", "slaney", "--std_ddof", "sample"),
+    *("--dynamic_range", "0", "--dc_removal", "none", "--normalization", "utterance"),
 )
 PARTS = dataclasses.replace(OTHER_PARTS, d_model=32, subsampling_channels=8)
 SHAPES = {  # by 4, as in AI4Bharat's Conformers, and by 8, as in FastConformers
