@@ -450,7 +450,8 @@ class TestOnnx:
 
     def test_the_file_is_self_sufficient_and_tells_nothing_of_this_machine(self, onnx_model, onnx_bytes, speech_model):
         about = onnx_model.session.get_modelmeta().custom_metadata_map
-        assert json.loads(about["features"]) == FEATURES and (about["sample_rate"], about["blank"]) == ("16000", "0")
+        assert json.loads(about["features"]) == described(speech_model.architecture.features)
+        assert (about["sample_rate"], about["blank"]) == ("16000", "0")
         assert (float(about["frame_seconds"]), float(about["longest_seconds"]), about["digits"]) == (0.04, 20, "keep")
         assert Tokenizer(base64.b64decode(about["sentencepiece_model"])).size == len(onnx_model.token_texts)
         for word in (str(ROOT), "onnx_graph.py", "konkanivani", "/home", "site-packages"):
