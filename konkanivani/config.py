@@ -86,7 +86,7 @@ class FeatureConfig:
     """Length of the centred Hann window, in samples (400: 25 ms)."""
     hop_samples: Imported[int] = 160
     """Hop between feature frames, in samples (160: 10 ms)."""
-    smallest_power: Imported[float] = 1e-10
+    smallest_power: Imported[float] = 1e-16
     """Lower bound of the mel power before the logarithm, or a constant added to it (see --log_floor_mode)."""
     log_floor_mode: Imported[Literal["floor", "added"]] = "floor"
     """How --smallest_power keeps the logarithm finite: floor (clamp) or added."""
@@ -100,11 +100,11 @@ class FeatureConfig:
     """Mel scale: htk, or slaney with area normalisation."""
     std_ddof: Imported[Literal["population", "sample"]] = "population"
     """Divisor of the standard deviation in feature normalisation: n (population) or n - 1 (sample)."""
-    dynamic_range: Imported[float] = 0.0
+    dynamic_range: Imported[float] = 80.0
     """Floor of the log-mel features, in dB below the utterance's maximum (0: none)."""
-    dc_removal: Imported[Literal["none", "frame"]] = "none"
+    dc_removal: Imported[Literal["none", "frame"]] = "frame"
     """Remove the DC offset of each feature frame."""
-    normalization: Imported[Literal["utterance", "speech", "peak"]] = "utterance"
+    normalization: Imported[Literal["utterance", "speech", "peak"]] = "speech"
     """Feature normalisation: mean and variance of all frames of the utterance, of its speech frames, or constants
     relative to its maximum."""
 
@@ -193,7 +193,7 @@ class AugmentConfig:
     gain: float = 0.0
     """Random gain of up to N dB up or down (0: off)."""
     augmentation: Literal["auto", "none", "light", "strong"] = "auto"
-    """Simulate other recordings: silence, noise, rooms, telephones (auto: none)."""
+    """Simulate other recordings: silence, noise, rooms, telephones (auto: light from scratch)."""
     frequency_masks: int = 2
     """SpecAugment: number of frequency masks."""
     frequency_mask_bins: int = 15

@@ -108,7 +108,8 @@ def resolve(config: TrainConfig, amount: CorpusSize = UNLIMITED) -> TrainConfig:
         "tokenizer_type": AUTO if is_tuned else "char" if amount.is_little else "unigram",
         "ctc_weight": 1.0 if not config.model.decoder_layers else 0.7 if amount.is_little else 0.3,
         "speed_perturbation": (1.0,) if amount.is_little else (0.9, 1.0, 1.1),
-        "augmentation": "none",
+        # A model with initial weights keeps what it was trained for: adapt it with --augmentation light.
+        "augmentation": "light" if from_nothing else "none",
         "first_epoch": "shortest_first" if amount.is_little and from_nothing else "shuffled",
         "epochs": round(min(most, max(fewest, TARGET_HOURS / max(amount.hours, 1e-9)))),
     }
@@ -174,7 +175,7 @@ SESSION_FLAGS = ("resume", "fresh", "new_corpus", "replan", "dry_run")
 LEGACY_DEFAULTS = TrainConfig(
     data=DataConfig(first_epoch="shuffled"),
     augment=AugmentConfig(augmentation="none"),
-    features=FeatureConfig(dynamic_range=0.0, dc_removal="none", normalization="utterance"),
+    features=FeatureConfig(smallest_power=1e-10, dynamic_range=0.0, dc_removal="none", normalization="utterance"),
 )
 # Flags that define a model trained from scratch; the folder of a pretrained model defines them already.
 NATIVE_ONLY_FLAGS = frozenset(

@@ -28,7 +28,18 @@ def train_tones(directory: Path) -> None:
         *(*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--tokenizer_type", "char", "--ctc_weight", "0.9"),
         *("--max_steps", "150", "--batch_size", "8", "--gradient_accumulation_steps", "1", "--num_workers", "0"),
         *("--learning_rate", "0.005", "--warmup_steps", "20", "--epochs", "50", "--speed_perturbation", "1.0"),
-        *("--frequency_masks", "0", "--time_masks", "0", "--dropout", "0", "--save_minutes", "0"),
+        *(
+            "--frequency_masks",
+            "0",
+            "--time_masks",
+            "0",
+            "--dropout",
+            "0",
+            "--save_minutes",
+            "0",
+            "--augmentation",
+            "none",
+        ),
     )
     assert warm_parent().start(Job(ROOT / TRAINER, flags, directory / "said", threads=1)).wait(PATIENCE) == 0
 

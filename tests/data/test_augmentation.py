@@ -1,9 +1,11 @@
 """Recording augmentation: determinism, independence of the kinds, lengths, and sources of babble."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from konkanivani.config import AugmentConfig, TrainConfig
+from konkanivani.config import AugmentConfig, PretrainedConfig, TrainConfig
 from konkanivani.data import augmentation, dataset
 from konkanivani.data.audio.waveform import speech_span
 from konkanivani.data.augmentation import PROBABILITIES, RecordingAugmentation
@@ -118,10 +120,14 @@ def test_babble_adds_the_speech_of_another_utterance(monkeypatch):
     assert torch.equal(missing, speech())
 
 
-def test_augmentation_auto_resolves_to_none():
-    assert resolve(TrainConfig(), CorpusSize(1.0, 1000)).augment.augmentation == "none"
-    asked = TrainConfig(augment=AugmentConfig(augmentation="light"))
-    assert resolve(asked, CorpusSize(1.0, 1000)).augment.augmentation == "light"
+def test_augmentation_auto_is_light_from_scratch_and_none_with_initial_weights():
+    amount = CorpusSize(1.0, 1000)
+    tuned = TrainConfig(pretrained=PretrainedConfig(pretrained="whisper-tiny"))
+    assert resolve(TrainConfig(), amount).augment.augmentation == "light"
+    assert resolve(tuned, amount).augment.augmentation == "none"
+    given = AugmentConfig(augmentation="strong")
+    assert resolve(TrainConfig(augment=given), amount).augment.augmentation == "strong"
+    assert resolve(dataclasses.replace(tuned, augment=given), amount).augment.augmentation == "strong"
 
 
 def test_config_without_augmentation_flag_resolves_to_none():

@@ -25,7 +25,7 @@ from konkanivani.config import AugmentConfig, FeatureConfig, ModelConfig, TrainC
 from konkanivani.data.text import Tokenizer, train_tokenizer
 from konkanivani.errors import CheckpointError, NumericsError, ResourceError
 from konkanivani.files import atomic_write
-from konkanivani.flags import config_to_text
+from konkanivani.flags import LEGACY_DEFAULTS, config_to_text
 from konkanivani.inference import bundle, onnx_graph
 from konkanivani.inference.bundle import Contents, bundle_bytes, is_bundle, read_bundle
 from konkanivani.inference.export import OnnxModel, quantize, read_onnx, token_texts
@@ -39,7 +39,9 @@ from konkanivani.ops.passes import optimize
 from tests.conftest import ROOT, WORDS, Corpus, run_script, speak, well
 from tests.patience import PATIENCE
 
-FRAMING, FEATURES = Framing(FeatureConfig()), described(FeatureConfig())
+FRAMING = Framing(FeatureConfig())
+OLDER = LEGACY_DEFAULTS.features  # the features that bundles of the first format describe
+FEATURES = described(OLDER)
 CPU = torch.device("cpu")
 EXPORT = "training_scripts/export_asr.py"
 SHAPE = ModelConfig(
@@ -48,11 +50,11 @@ SHAPE = ModelConfig(
 TEXTS = [f"{first} {second}" for first in WORDS for second in WORDS]
 
 
-def speech_model_of_shape(shape: ModelConfig, seed: int = 0) -> SpeechModel:
+def speech_model_of_shape(shape: ModelConfig, seed: int = 0, features: FeatureConfig | None = None) -> SpeechModel:
     """Return an untrained model whose best path has many tokens."""
     tokenizer = train_tokenizer(TEXTS, "char", 100)
     torch.manual_seed(seed)
-    architecture = HybridArchitecture(shape, FeatureConfig(), tokenizer.size)
+    architecture = HybridArchitecture(shape, features or FeatureConfig(), tokenizer.size)
     model = architecture.build().eval()
     optimize(model)
     with torch.no_grad():
@@ -71,6 +73,12 @@ def as_checkpoint(speech_model: SpeechModel) -> Checkpoint:
 @pytest.fixture(scope="module")
 def speech_model() -> SpeechModel:
     return speech_model_of_shape(SHAPE)
+
+
+@pytest.fixture(scope="module")
+def older_speech_model() -> SpeechModel:
+    """Return a model whose bundle has the first format."""
+    return speech_model_of_shape(SHAPE, features=OLDER)
 
 
 @dataclass(frozen=True)
@@ -281,7 +289,8 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("kind", ["none", *CHANGES])
-def test_forged_bundle_is_rejected_with_one_sentence(kind, speech_model, tmp_path):
+def test_forged_bundle_is_rejected_with_one_sentence(kind, older_speech_model, tmp_path):
+    speech_model = older_speech_model
     (tmp_path / "sound").write_bytes(bundle_bytes(speech_model))
     with safetensors.safe_open(tmp_path / "sound", framework="pt") as file:
         description = json.loads(file.metadata()["konkanivani"])
@@ -353,7 +362,7 @@ class TestFeatures:
 
     def test_features_equal_their_definition(self):
         waveform = spoken(2.5)
-        found, _ = LogMel(FeatureConfig())(waveform[None], (len(waveform),))
+        found, _ = LogMel(OLDER)(waveform[None], (len(waveform),))
         wanted = torch.from_numpy(self.by_definition(waveform.double().numpy()))
         assert float((found[0] - wanted).abs().max()) < 1e-3
         other = torch.from_numpy(self.by_definition(waveform.double().numpy(), symmetric_window=True))
@@ -361,8 +370,8 @@ class TestFeatures:
 
     @pytest.mark.parametrize("seconds", [0.3, 0.5, 2.5, 6.01])
     def test_matrix_features_equal_fft_features(self, seconds):
-        """Bins 50 dB below the loudest bin are excluded: the single-precision FFT is inaccurate there."""
-        log_mel, waveform = LogMel(FeatureConfig()), spoken(seconds)
+        """Bins 50 dB below the loudest are excluded: the single-precision FFT is inaccurate there."""
+        log_mel, waveform = LogMel(OLDER), spoken(seconds)
         wanted, lengths = log_mel(waveform[None], (len(waveform),))
         found = MatrixLogMel(log_mel)(waveform[None], torch.tensor(lengths))
         power = log_mel.power(waveform[None]).transpose(1, 2)
@@ -443,7 +452,8 @@ class TestOnnx:
 
     def test_onnx_file_has_all_metadata_and_no_local_paths(self, onnx_model, onnx_bytes, speech_model):
         about = onnx_model.session.get_modelmeta().custom_metadata_map
-        assert json.loads(about["features"]) == FEATURES and (about["sample_rate"], about["blank"]) == ("16000", "0")
+        assert json.loads(about["features"]) == described(speech_model.architecture.features)
+        assert (about["sample_rate"], about["blank"]) == ("16000", "0")
         assert (float(about["frame_seconds"]), float(about["longest_seconds"]), about["digits"]) == (0.04, 20, "keep")
         assert Tokenizer(base64.b64decode(about["sentencepiece_model"])).size == len(onnx_model.token_texts)
         for word in (str(ROOT), "onnx_graph.py", "konkanivani", "/home", "site-packages"):

@@ -45,6 +45,9 @@ OTHER_FEATURES = FeatureConfig(
     frame_padding="reflected",
     mel_scale="slaney",
     std_ddof="sample",
+    dynamic_range=0.0,
+    dc_removal="none",
+    normalization="utterance",
 )
 PLACES = {
     "card": ON_CARD,

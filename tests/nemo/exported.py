@@ -30,7 +30,8 @@ NOBODY = 2**64 - 1  # -1 as a varint: the id of an absent token
 SHAPE = (
     "--decoder_layers 0 --attention_positions relative --convolution_norm none --subsampling striding --scaled_input "
     "--entry_norm False --preemphasis 0.97 --window symmetric --frame_padding zeros --mel_scale slaney "
-    f"--log_floor_mode added --smallest_power {2.0**-24} --std_ddof sample"
+    f"--log_floor_mode added --smallest_power {2.0**-24} --std_ddof sample "
+    "--dynamic_range 0 --dc_removal none --normalization utterance"
 )
 """Training flags of an exportable model, in addition to its dimensions."""
 

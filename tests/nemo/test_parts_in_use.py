@@ -12,6 +12,7 @@ import torch
 from konkanivani.checkpoints.checkpoint import read_checkpoint
 from konkanivani.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.data.filtering import training_limits
+from konkanivani.flags import LEGACY_DEFAULTS
 from konkanivani.inference.bundle import bundle_bytes, read_bundle
 from konkanivani.inference.export import build_onnx, read_onnx
 from konkanivani.inference.recognizer import load_recognizer
@@ -38,6 +39,7 @@ FLAGS = (
     *("--scaled_input", "--entry_norm", "False", "--biases", "False", "--log_floor_mode", "added"),
     *("--smallest_power", "5.96e-8", "--preemphasis", "0.97", "--window", "symmetric", "--frame_padding", "zeros"),
     *("--mel_scale", "slaney", "--std_ddof", "sample"),
+    *("--dynamic_range", "0", "--dc_removal", "none", "--normalization", "utterance"),
 )
 PARTS = dataclasses.replace(OTHER_PARTS, d_model=32, subsampling_channels=8)
 SHAPES = {  # by 4, as in AI4Bharat's Conformers, and by 8, as in FastConformers
@@ -99,11 +101,11 @@ def test_bundles_hold_the_settings_and_are_built_from_them(kind, tmp_path):
 
 
 def test_what_has_always_been_is_written_as_it_always_was():
-    data = bundle_bytes(speech_model_of_shape(SHAPE))
+    data = bundle_bytes(speech_model_of_shape(SHAPE, features=LEGACY_DEFAULTS.features))
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     entry = json.loads(header["__metadata__"]["konkanivani"])
     assert entry["format"] == 1 and "attention_positions" not in entry["model"]
-    assert list(described(FeatureConfig())) == [
+    assert list(described(LEGACY_DEFAULTS.features)) == [
         *("sample_rate", "window", "mel_scale", "edges", "normalisation"),
         *("mel_bins", "fft_samples", "window_samples", "hop_samples", "smallest_power"),
     ]

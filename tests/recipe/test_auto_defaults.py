@@ -12,6 +12,7 @@ from konkanivani.config import (
     DataConfig,
     LossConfig,
     OptimizerConfig,
+    PretrainedConfig,
     RunConfig,
     TextConfig,
     TrainConfig,
@@ -47,7 +48,7 @@ def test_the_amount_of_speech_decides_what_nobody_has_said(hours, tokens, ctc_we
     said = decisions(TrainConfig(), config)
     first = "shuffled" if hours >= 10 else "shortest_first"
     words = f"--gradient_accumulation_steps {accumulation} --first_epoch {first} "
-    words += f"--tokenizer_type {tokens} --speed_perturbation {speeds} --augmentation none --ctc_weight {ctc_weight} "
+    words += f"--tokenizer_type {tokens} --speed_perturbation {speeds} --augmentation light --ctc_weight {ctc_weight} "
     words += f"--learning_rate 0.001 --epochs {epochs}"
     assert said == words
     assert parse_flags(words.split()) == dataclasses.replace(config, model=PRESETS["original"])
@@ -56,6 +57,9 @@ def test_the_amount_of_speech_decides_what_nobody_has_said(hours, tokens, ctc_we
 def test_what_has_learnt_already_hears_its_first_epoch_as_any_other_and_so_does_a_run_of_before():
     assert resolve(TrainConfig(), LITTLE).data.first_epoch == "shortest_first"
     assert resolve(TrainConfig(run=RunConfig(init_from="a.pt")), LITTLE).data.first_epoch == "shuffled"
+    assert resolve(TrainConfig(), LITTLE).augment.augmentation == "light"
+    for settings in (TrainConfig(run=RunConfig(init_from="a.pt")), TrainConfig(pretrained=PretrainedConfig("folder"))):
+        assert resolve(settings, LITTLE).augment.augmentation == "none"
     older = config_to_text(TrainConfig()).replace("--first_epoch 'auto'\n", "")
     assert resolve(config_from_text(older), LITTLE).data.first_epoch == "shuffled"
 
