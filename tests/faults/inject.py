@@ -169,9 +169,9 @@ def log_state_hashes(path: str) -> None:
         return digest.hexdigest()
 
     def around(original: Callable) -> Callable:
-        def train_step(parts, window, number, *interruption):
+        def train_step(parts, global_batch, number, *interruption):
             begin = state_hash(parts)
-            report = original(parts, window, number, *interruption)
+            report = original(parts, global_batch, number, *interruption)
             with open(path, "a", encoding="utf-8") as file:
                 row = {"step": number, "skipped": report.is_skipped, "hashes": [begin, state_hash(parts)]}
                 file.write(json.dumps(row) + "\n")
@@ -186,12 +186,12 @@ def corrupt_state(what: str, value: str, number: int) -> None:
     """Set one weight or moment to `value` after the `number`-th global batch, as an overflowing update would."""
 
     def around(original: Callable) -> Callable:
-        windows = []
+        steps = []
 
         def train_step(parts, *rest):
             report = original(parts, *rest)
-            windows.append(None)
-            if len(windows) == number:
+            steps.append(None)
+            if len(steps) == number:
                 parameter = next(parts.model.parameters())
                 tensor = parameter.data if what == "weight" else parts.optimizer.state[parameter][what]
                 tensor.view(-1)[0] = float(value)

@@ -56,18 +56,20 @@ def non_finite_batch_findings(bench: ResumeBench, case: NonFiniteBatch, director
     rates, undisturbed = ([step["learning_rate"] for step in log] for log in logs)
     said = f"is skipped: its {'loss' if case.what != 'gradient' else 'gradient'}"
     checks = {
-        "no window with the utterance was skipped": len(named) >= 2,
+        "no global batch with the utterance was skipped": len(named) >= 2,
         "something else was skipped": case.precision == "fp16" or named == skips,
-        "a skipped window changed a weight, a moment or the rate": all(len({*row["hashes"]}) == 1 for row in skipped),
-        "the hash would not see a change": all(len({*row["hashes"]}) == 2 for row in made),
-        "a skipped window was not written down once": steps_of(skipped) == steps_of(skips),
+        "a skipped global batch changed a weight, a moment or the rate": all(
+            len({*row["hashes"]}) == 1 for row in skipped
+        ),
+        "the hash does not detect a change": all(len({*row["hashes"]}) == 2 for row in made),
+        "a skipped global batch was not logged once": steps_of(skipped) == steps_of(skips),
         "the steps are not each there once": steps_of(steps) == list(range(1, len(steps) + 1)),
         "the learning rate is not that of the step": rates == undisturbed[: len(steps)],
         "the skipped are not counted": last_checkpoint(directory).states["progress"]["skipped_steps"] == len(skips),
         "the counters are wrong": len(steps) == min(STEPS, len(rows) - len(skips)),
         "the console does not name it": said in ended.output and POISONED in ended.output,
-        "a skipped window's ids are not a window": all(len(skip["utterances"]) in (2, 4) for skip in skips),
-        "something that is not finite was published": are_checkpoints_finite(directory),
+        "the ids of a skip are not those of a global batch": all(len(skip["utterances"]) in (2, 4) for skip in skips),
+        "a non-finite checkpoint was saved": are_checkpoints_finite(directory),
     }
     return [finding for finding, is_right in checks.items() if not is_right]
 
@@ -125,13 +127,13 @@ def permanent_failure_findings(bench: ResumeBench, case: PermanentFailure, direc
         ended = run_with_faults((*flags, *again), directory / f"output_{start}.txt", [*faults, fault])
         if ended.code != 5:
             return [*found, f"start {start + 1} ended with {ended.code}: {ended.output[-600:]}"]
-        found += [] if are_checkpoints_finite(directory) else ["something that is not finite was published"]
+        found += [] if are_checkpoints_finite(directory) else ["a non-finite checkpoint was saved"]
     good = named_checkpoint(ended)
     if good is None:
         return [*found, f"no checkpoint is named: {ended.output[-600:]}"]
     done = run_with_faults((*flags, "--resume", good), directory / "output_good.txt", faults)
     if done.code != 0 or not are_checkpoints_finite(directory):
-        found.append(f"{good} cannot be gone on from: {done.output[-600:]}")
+        found.append(f"{good} cannot be resumed: {done.output[-600:]}")
     return found
 
 

@@ -119,17 +119,17 @@ def resume_cases() -> list[ResumeCase]:
         add(name, Settings("shards"), STOPS[name])
         add(name, Settings("shards", "bf16"), STOPS[name])
         add(name, Settings("surrounded"), STOPS[name])
-    for window in (2, 3, 5, 8):
+    for number in (2, 3, 5, 8):
         for precision in ("fp32", "bf16"):
-            stops = (("kill", "after the save of a global batch", window),)
-            add(f"after global batch {window}, out of memory before", Settings(precision=precision, splits=True), stops)
-    for window in (3, 7, 12, 13):
-        stops = (("kill", "after the save of a global batch", window),)
-        add(f"after global batch {window}, fp16 steps skipped before", Settings(precision="fp16"), stops)
+            stops = (("kill", "after the save of a global batch", number),)
+            add(f"after global batch {number}, out of memory before", Settings(precision=precision, splits=True), stops)
+    for number in (3, 7, 12, 13):
+        stops = (("kill", "after the save of a global batch", number),)
+        add(f"after global batch {number}, fp16 steps skipped before", Settings(precision="fp16"), stops)
     add("twice in one epoch, fp16 steps skipped", Settings(precision="fp16"), STOPS["twice in one epoch"])
-    for window in (4, 6):
-        stops = (("kill", "after the save of a global batch", window),)
-        add(f"after global batch {window}, poisoned audio skipped", Settings("poisoned"), stops)
+    for number in (4, 6):
+        stops = (("kill", "after the save of a global batch", number),)
+        add(f"after global batch {number}, poisoned audio skipped", Settings("poisoned"), stops)
     for more in (
         ("--gradient_checkpointing", "always"),
         ("--intermediate_ctc_weight", "0.3"),
@@ -213,7 +213,7 @@ class ResumeBench:
             ended = run_with_faults(flags, directory / f"output_{number}.txt", faults)
             wrong += _exit_code_errors(ended, stops)
             if number and "Resuming from" not in ended.output and case.stops != STOPS["before the first save"]:
-                wrong.append(f"process {number + 1} began anew")
+                wrong.append(f"process {number + 1} started again from step 0")
         return wrong
 
     def differences(self, case: ResumeCase, directory: Path) -> list[str]:
@@ -227,7 +227,7 @@ class ResumeBench:
             (*self.flags(Settings(), directory, 0), "--resume", "auto"), directory / "resumed.txt"
         )
         if resumed.code:
-            return [f"it could not be gone on from: {resumed.output[-600:]}"]
+            return [f"it could not be resumed: {resumed.output[-600:]}"]
         return run_differences(self.undisturbed(Settings()), directory)
 
     def new_interpreter_differences(self, killed_at: int, workers: tuple[int, int], directory: Path) -> list[str]:
@@ -241,7 +241,7 @@ class ResumeBench:
         ended = wait_for_run(start_cold(script_command(TRAINER, *flags), output, threads=1), output)
         wrong = _exit_code_errors(ended, ())
         if "Resuming from" not in ended.output:
-            wrong.append("it began anew")
+            wrong.append("it started again from step 0")
         return wrong + run_differences(undisturbed, directory)
 
     def resplit_differences(self, case: ResumeCase, directory: Path) -> list[str]:

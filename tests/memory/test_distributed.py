@@ -1,4 +1,4 @@
-"""Agreement, OOM history and plans of several ranks, without processes (tests/faults and tests/invariants have them)."""
+"""Agreement, OOM history and plans of several ranks, without processes; tests/faults and tests/invariants have them."""
 
 import os
 import signal
