@@ -1,4 +1,4 @@
-"""A header with a size above that of its file, or of any valid header, gives one error message."""
+"""A header that claims more bytes than its file, or than any valid header, gives one error message."""
 
 import io
 import json

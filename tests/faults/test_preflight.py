@@ -90,7 +90,7 @@ def test_each_unusable_path_is_reported_on_its_own_line(tmp_path):
     ]
     assert len(lines) == len(told)
     assert all(part in line for line, parts in zip(lines, told, strict=True) for part in parts), lines
-    assert sorted(os.listdir(tmp_path)) == ["file", "folder", "pipe"]  # the refused start created no files
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder", "pipe"]  # the rejected start created no files
 
 
 def test_start_rejected_for_its_paths_creates_no_folder(corpus, tmp_path):

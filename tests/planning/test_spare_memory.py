@@ -38,7 +38,7 @@ def planned(
         model=model, data=DataConfig(batch_size="auto", effective_batch_size=UTTERANCES), memory=memory
     )
     costs = cuda_costs(card.name, card.capability)
-    # Both would ask the driver about the GPU.
+    # Both functions would query the driver of the GPU.
     monkeypatch.setattr(planning, "device_costs", lambda _: costs)
     monkeypatch.setattr(planning, "memory_conditions", lambda *_: 0)
     architecture = architecture_of(config, 200)
@@ -71,7 +71,7 @@ def test_passes_are_omitted_only_if_the_same_micro_batches_fit(monkeypatch):
     assert roomy.has_spare_memory and micro_batches(roomy) == [UTTERANCES]
     tight = planned(monkeypatch, SMALL, "H100", budget=roomy.peak - MIB)
     assert not tight.has_spare_memory and micro_batches(tight) == [UTTERANCES] and tight.peak < roomy.peak - MIB
-    # A captured step launches no kernels one by one; several ranks keep to what they did.
+    # A captured step launches no kernels one by one; several ranks keep all passes.
     assert not saving.has_spare_memory
     assert not planned(monkeypatch, SMALL, "H100", ranks=Ranks(2)).has_spare_memory
 

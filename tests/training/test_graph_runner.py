@@ -122,7 +122,7 @@ def test_signal_between_captures_stops_before_the_step():
 
     assert train_step(parts, spoken_batch(0, 2), 0, is_interrupted) is None
     assert len(gradient.captured_shapes) == 2 and max_difference(weights_of(parts), before) == 0
-    # The same process can go on.
+    # The same process can continue training.
     assert max_difference(trained(parts), trained(eager())) < BOUND
 
 

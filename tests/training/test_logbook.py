@@ -361,7 +361,7 @@ def test_full_disk_has_only_whole_records_and_is_used_again_when_free(small_disk
         for step in range(2, 200):
             logbook.log(make_step(step))
         assert 1 <= len(reported_warnings) <= 2 and all("No space left" in text for text in reported_warnings)
-        in_full = [line["step"] for line in lines_of(small_disk)]  # raises an error at a torn line
+        in_full = [line["step"] for line in lines_of(small_disk)]  # raises an error for a truncated line
         assert in_full == list(range(1, len(in_full) + 1)) and len(in_full) < 199
         assert len([*small_disk.glob("events.*")]) == 1, "failed attempts left empty files"
         ballast.unlink()
@@ -369,7 +369,7 @@ def test_full_disk_has_only_whole_records_and_is_used_again_when_free(small_disk
         logbook.log(make_step(200))
         logbook.flush()
     assert lines_of(small_disk)[-1]["step"] == 200
-    curve = steps_of(events_of(small_disk), "2 loss/all")  # a torn event would end the curve here
+    curve = steps_of(events_of(small_disk), "2 loss/all")  # a truncated event would end the curve here
     assert curve[0] == 1 and curve[-1] == 200 and len(curve) == len(set(curve))
 
 

@@ -437,7 +437,7 @@ def test_memory_conditions_depend_on_the_optimizer():
 
 @pytest.mark.parametrize(("kind", "place"), crossed(KINDS, ("card", "host")))
 def test_tracing_one_parameter_of_each_layout_gives_the_peak_of_all(kind, place, monkeypatch):
-    """Also of an update that allocates memory, unlike those of the project."""
+    """This also holds for an update that allocates memory, unlike the updates of the project."""
     config = config_of(kind)
     architecture = architecture_of(config, VOCAB_SIZE)
     build, updates = type(build_optimizer(architecture.build(), config.optimizer)), []
@@ -461,4 +461,4 @@ def test_tracing_one_parameter_of_each_layout_gives_the_peak_of_all(kind, place,
     count = len(updates)
     monkeypatch.setattr(tracer_module, "_one_of_each", lambda parameters: parameters)
     assert traced() == short and 2 * count < len(updates) - count
-    assert short != plain  # negative control: a peak within the update is seen
+    assert short != plain  # negative control: a peak within the update is detected
