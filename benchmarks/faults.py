@@ -31,7 +31,12 @@ from benchmarks.measuring.parts import Effort, FaultTable, PartsFlags, run_parts
 from konkanivani.checkpoints.checkpointer import LAST
 from konkanivani.command_line import read_flags
 from tests.conftest import write_corpus
-from tests.faults.corrupt_checkpoints import flips, refuses_where_all_are_bad, truncations, try_damages
+from tests.faults.corrupt_checkpoints import (
+    bit_flips,
+    count_resume_outcomes,
+    is_rejected_if_all_are_damaged,
+    truncations,
+)
 from tests.faults.disk_full import (
     FULL_DISKS,
     FullDisk,
@@ -43,35 +48,35 @@ from tests.faults.disk_full import (
 from tests.faults.fuzz import Kind, fuzz
 from tests.faults.killing import (
     SAVE_STEPS,
-    Death,
+    KillResult,
+    differences_from_undisturbed,
     kill_at_points,
     kill_at_random,
-    run_to_be_killed_at_points,
-    run_to_be_killed_at_random,
-    what_differs,
+    run_for_kills_at_points,
+    run_for_random_kills,
 )
 from tests.faults.losing_workers import LOST_WORKERS, lost_worker_findings, pipe_findings, shared_memory_findings
 from tests.faults.non_finite import (
     BAD_LABELS,
-    BROKEN_RUNS,
-    ODD_BATCHES,
+    NON_FINITE_BATCHES,
+    PERMANENT_FAILURES,
     bad_label_findings,
-    broken_run_findings,
-    odd_batch_findings,
+    non_finite_batch_findings,
+    permanent_failure_findings,
 )
-from tests.faults.resuming import ResumeBench, ResumeCase, control_cases, recut_cases, resume_cases
+from tests.faults.resuming import ResumeBench, ResumeCase, control_cases, resplit_cases, resume_cases
 from tests.faults.signalling import (
-    Ending,
+    SignalResult,
     Target,
-    end_by_closing_its_terminal,
-    end_by_signal,
-    end_by_two,
-    end_while_workers_hang,
-    run_of_preset,
-    run_to_be_signalled,
+    preset_run,
+    run_for_signals,
+    stop_by_closing_terminal,
+    stop_by_second_signal,
+    stop_by_signal,
+    stop_while_workers_hang,
 )
 from tests.faults.small_run import train_small_run
-from tests.faults.untrusted_input import HOSTILE, configured, read_sound, use_everywhere
+from tests.faults.untrusted_input import HOSTILE, load_in_all_ways, read_valid_checkpoint, with_settings
 from tests.faults.watching import Verdict, watch
 
 Findings = Callable[[Path], list[str]]
@@ -107,18 +112,18 @@ def measure_kills(effort: Effort) -> FaultTable:
     """Return a table with a row per point of a save, and rows for the random times."""
     draw = random.Random(effort.seed)
     corpus = write_corpus(effort.folder / "corpus", {"train": 26, "valid": 5, "test": 5})
-    first = run_to_be_killed_at_points(corpus, effort.folder / "points")
-    second = run_to_be_killed_at_random(corpus, effort.folder / "random")
+    first = run_for_kills_at_points(corpus, effort.folder / "points")
+    second = run_for_random_kills(corpus, effort.folder / "random")
     at_points = kill_at_points(first, effort.count(AT_POINTS, short=21))
     at_random = [kill_at_random(second, draw) for _ in range(effort.count(AT_RANDOM, short=6))]
-    at_random += [kill_at_random(second, draw, starts_anew=True) for _ in range(effort.count(ANEW, short=1))]
+    at_random += [kill_at_random(second, draw, is_new_interpreter=True) for _ in range(effort.count(ANEW, short=1))]
     # The undisturbed runs end at the same step as the killed ones.
     differences = [
-        *what_differs(first, run_to_be_killed_at_points(corpus, effort.folder / "undisturbed_points")),
-        *what_differs(second, run_to_be_killed_at_random(corpus, effort.folder / "undisturbed_random")),
+        *differences_from_undisturbed(first, run_for_kills_at_points(corpus, effort.folder / "undisturbed_points")),
+        *differences_from_undisturbed(second, run_for_random_kills(corpus, effort.folder / "undisturbed_random")),
     ]
     deaths = at_points + at_random
-    failures = [f"{death.where}: {complaint}" for death in deaths for complaint in death.complaints]
+    failures = [f"{death.where}: {complaint}" for death in deaths for complaint in death.errors]
     return FaultTable(
         title=f"Killed in the act: {len(deaths)} SIGKILLs",
         columns=("killed", "times", "runs lost", "files that cannot be read", "steps lost at most", "save interval"),
@@ -132,17 +137,17 @@ def measure_kills(effort: Effort) -> FaultTable:
     )
 
 
-def _kill_rows(prefix: str, deaths: list[Death], interval: int) -> list[tuple[str, ...]]:
+def _kill_rows(prefix: str, deaths: list[KillResult], interval: int) -> list[tuple[str, ...]]:
     by_place = defaultdict(list)
     for death in deaths:
-        by_place[death.where].append(death.aftermath)
+        by_place[death.where].append(death.end_state)
     return [
         (
             prefix + place,
             str(len(found)),
             # Lost: no checkpoint although more than one save interval was logged.
             str(sum(each.saved == 0 and each.logged > interval for each in found)),
-            str(sum(len(each.unsound) for each in found)),
+            str(sum(len(each.invalid_files) for each in found)),
             str(max(each.steps_lost for each in found)),
             f"{interval} step{'s' if interval > 1 else ''}",
         )
@@ -161,39 +166,39 @@ def measure_signals(effort: Effort) -> FaultTable:
     draw = random.Random(effort.seed)
     counts = {"train": 24, "valid": 4}
     corpus = write_corpus(effort.folder / "long", counts, lengths=SIX_SECONDS)
-    minimal, original = (run_of_preset(corpus, effort.folder / name, name) for name in ("minimal", "original"))
+    minimal, original = (preset_run(corpus, effort.folder / name, name) for name in ("minimal", "original"))
     small_corpus = write_corpus(effort.folder / "short", {"train": 26, "valid": 5})
-    small = run_to_be_signalled(small_corpus, effort.folder / "small")
+    small = run_for_signals(small_corpus, effort.folder / "small")
     endings = {}
     for number, target in itertools.product(SIGNALS, get_args(Target)):
         tries = range(effort.count(20, short=2))
         endings[f"minimal, {number.name} to {target}"] = [
-            end_by_signal(minimal, number, target, 2 * (attempt % 2), DELAY * draw.random()) for attempt in tries
+            stop_by_signal(minimal, number, target, 2 * (attempt % 2), DELAY * draw.random()) for attempt in tries
         ]
     endings["minimal, its terminal closes"] = [
-        end_by_closing_its_terminal(minimal, 2 * (attempt % 2)) for attempt in range(effort.count(20, short=2))
+        stop_by_closing_terminal(minimal, 2 * (attempt % 2)) for attempt in range(effort.count(20, short=2))
     ]
     tries = range(effort.count(6, short=1))
     endings["original, SIGTERM to the process"] = [
-        end_by_signal(original, signal.SIGTERM, "the process", 2, DELAY * draw.random()) for _ in tries
+        stop_by_signal(original, signal.SIGTERM, "the process", 2, DELAY * draw.random()) for _ in tries
     ]
     endings["minimal, SIGTERM while the workers hang"] = [
-        end_while_workers_hang(minimal, signal.SIGTERM) for _ in range(effort.count(5, short=1))
+        stop_while_workers_hang(minimal, signal.SIGTERM) for _ in range(effort.count(5, short=1))
     ]
     endings["minimal, a second signal to its group (seconds from it on)"] = [
-        end_by_two(minimal, number, 2, draw.random())
+        stop_by_second_signal(minimal, number, 2, draw.random())
         for number, _ in zip(itertools.cycle(SIGNALS), range(effort.count(20, short=2)), strict=False)
     ]
     endings["small model, SIGINT to its group"] = [
-        end_by_signal(small, signal.SIGINT, "its group", 2, 0.5 * draw.random()) for _ in range(effort.count(20, 2))
+        stop_by_signal(small, signal.SIGINT, "its group", 2, 0.5 * draw.random()) for _ in range(effort.count(20, 2))
     ]
-    failures = [f"{name}: {said}" for name, found in endings.items() for each in found for said in each.complaints]
+    failures = [f"{name}: {said}" for name, found in endings.items() for each in found for said in each.errors]
     failures += [
         f"{name}: {_percentile(found):.1f} s at the 95th percentile"
         for name, found in endings.items()
         if name.startswith(("minimal, SIG", "minimal, its")) and _percentile(found) > MAX_SECONDS
     ]
-    differences = what_differs(small, run_to_be_signalled(small_corpus, effort.folder / "undisturbed"))
+    differences = differences_from_undisturbed(small, run_for_signals(small_corpus, effort.folder / "undisturbed"))
     return FaultTable(
         title=f"Asked to stop: {sum(map(len, endings.values()))} lives ended by signals",
         columns=("model, signal", "times", "p50 s", "p95 s", "most s", "steps lost or exit codes wrong"),
@@ -208,13 +213,13 @@ def measure_signals(effort: Effort) -> FaultTable:
     )
 
 
-def _signal_row(name: str, found: Sequence[Ending]) -> tuple[str, ...]:
+def _signal_row(name: str, found: Sequence[SignalResult]) -> tuple[str, ...]:
     seconds = [each.seconds for each in found]
     shown = statistics.median(seconds), _percentile(found), max(seconds)
-    return (name, str(len(found)), *(f"{number:.2f}" for number in shown), str(sum(bool(e.complaints) for e in found)))
+    return (name, str(len(found)), *(f"{number:.2f}" for number in shown), str(sum(bool(e.errors) for e in found)))
 
 
-def _percentile(found: Sequence[Ending]) -> float:
+def _percentile(found: Sequence[SignalResult]) -> float:
     """Return the 95th percentile of the seconds, the nearest rank without interpolation."""
     seconds = sorted(each.seconds for each in found)
     return seconds[int(0.95 * (len(seconds) - 1) + 0.5)]
@@ -234,11 +239,11 @@ def _resumes_trials(bench: ResumeBench) -> Iterator[Trial]:
         yield Trial(f"bit for bit: {_resume_kind(case)}", case.name, partial(bench.differences, case))
     # The number of workers also changes between the two processes.
     for step, workers in ((5, (2, 0)), (9, (0, 4)), (13, (1, 2))):
-        findings = partial(bench.whole_process_differences, step, workers)
+        findings = partial(bench.new_interpreter_differences, step, workers)
         yield Trial("bit for bit: whole processes against a fork", f"killed after step {step}", findings)
-    for case in recut_cases():
+    for case in resplit_cases():
         what = "weights to 1e-9" if case.settings.precision == "fp64" else "order and counters"
-        findings = partial(bench.recut_differences, case)
+        findings = partial(bench.resplit_differences, case)
         yield Trial(f"another cut, {what}: {case.settings.precision}", case.name, findings)
     for case in control_cases():
         yield Trial("negative control: differs", case.name, _must_differ(partial(bench.differences, case)))
@@ -271,18 +276,18 @@ def measure_files(effort: Effort) -> FaultTable:
     whole = (checkpoints / LAST).read_bytes()
     kinds = {
         "cut to 0 bytes, 1 byte, 50 %, 99.99 %, all but a byte": truncations(whole),
-        "one bit flipped": flips(whole, effort.count(FLIPS, 50), effort.seed),
+        "one bit flipped": bit_flips(whole, effort.count(FLIPS, 50), effort.seed),
     }
     rows, failures = [], []
     for number, (name, damages) in enumerate(kinds.items()):
-        found = try_damages(checkpoints, damages, effort.folder / f"work{number}")
+        found = count_resume_outcomes(checkpoints, damages, effort.folder / f"work{number}")
         wrong = [outcome for outcome in found if outcome not in ("detected", "harmless")]
         rows.append((name, str(found.total()), str(found["detected"]), str(found["harmless"]), str(len(wrong))))
         failures += wrong
     # Every checkpoint of a run: empty, only the signature of a ZIP archive, the first half.
     contents = (b"", b"PK", whole[: len(whole) // 2])
     refused = [
-        refuses_where_all_are_bad(checkpoints, content, effort.folder / f"bad{number}")
+        is_rejected_if_all_are_damaged(checkpoints, content, effort.folder / f"bad{number}")
         for number, content in enumerate(contents)
     ]
     rows.append(("every checkpoint damaged", str(len(refused)), str(sum(refused)), "0", str(refused.count(False))))
@@ -329,14 +334,14 @@ def measure_numbers(effort: Effort) -> FaultTable:
 
 
 def _numbers_trials(bench: ResumeBench) -> Iterator[Trial]:
-    for batch in ODD_BATCHES:
+    for batch in NON_FINITE_BATCHES:
         kind = f"one batch is not finite, {batch.precision}: skipped, nothing changed by hash, named"
-        yield Trial(kind, f"{batch.what} {batch.value}", partial(odd_batch_findings, bench, batch))
-    for broken in BROKEN_RUNS:
+        yield Trial(kind, f"{batch.what} {batch.value}", partial(non_finite_batch_findings, bench, batch))
+    for broken in PERMANENT_FAILURES:
         is_for_ever = broken.fault[0] == "not_finite"
         kind = "nothing is finite any more" if is_for_ever else "the state is not finite"
         kind += ": ends with 5, published is what can be gone on from"
-        yield Trial(kind, broken.name, partial(broken_run_findings, bench, broken))
+        yield Trial(kind, broken.name, partial(permanent_failure_findings, bench, broken))
     for token in BAD_LABELS:
         for workers in (0, 2):
             findings = partial(bad_label_findings, bench, token, workers)
@@ -352,7 +357,7 @@ def _loaders_trials(bench: ResumeBench) -> Iterator[Trial]:
     once = "a worker is killed once: restarted at the same window, the run exact"
     always = "a worker is killed each time or stops: ends with 6 in time, named; resumed, the run is exact"
     for case in LOST_WORKERS:
-        yield Trial(once if case.comes_back else always, case.name, partial(lost_worker_findings, bench, case))
+        yield Trial(once if case.is_lost_once else always, case.name, partial(lost_worker_findings, bench, case))
     yield Trial("an audio file turns into a pipe: its row is refused (3), at once", "", partial(pipe_findings, bench))
     for kilobytes in (64, 400):
         findings = partial(shared_memory_findings, bench, kilobytes=kilobytes)
@@ -362,8 +367,10 @@ def _loaders_trials(bench: ResumeBench) -> Iterator[Trial]:
 def measure_untrusted_input(effort: Effort) -> FaultTable:
     """Return a table with a row per checkpoint; all are tried at any effort."""
     path = effort.folder / "sound.pt"
-    configured("--log_dir 'runs'")(read_sound(train_small_run(effort.folder / "run") / "checkpoints" / LAST), path)
-    sound = read_sound(path)
+    with_settings("--log_dir 'runs'")(
+        read_valid_checkpoint(train_small_run(effort.folder / "run") / "checkpoints" / LAST), path
+    )
+    sound = read_valid_checkpoint(path)
     rows, failures = [], []
     for number, (name, write) in enumerate(HOSTILE.items()):
         folder = effort.folder / str(number)
@@ -385,7 +392,7 @@ def measure_untrusted_input(effort: Effort) -> FaultTable:
 
 def _use(folder: Path) -> None:
     os.chdir(folder)  # only in the child process: `watch` forks
-    use_everywhere(folder / LAST)
+    load_in_all_ways(folder / LAST)
 
 
 def _reason(verdict: Verdict, folder: Path) -> str:

@@ -44,7 +44,7 @@ from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.gradient import accumulate, finish_gradient
 from konkanivani.training.step import GradientTask, StepParts, forward_and_backward, loss_counts, train_step, update
 from tests.conftest import write_corpus
-from tests.faults.under_torchrun import SAVE_STEPS, RankRun, kill_ranks, train_undisturbed, what_differs
+from tests.faults.under_torchrun import SAVE_STEPS, RankRun, kill_ranks, rank_run_differences, train_undisturbed
 from tests.invariants.parts import relative_difference
 from tests.invariants.ranks import Case, Trained, environments_of, train_case, train_in_ranks
 from tests.patience import PATIENCE
@@ -118,7 +118,7 @@ def measure_kills(effort: Effort) -> FaultTable:
         for number in range(effort.count(RUNS, short=1)):
             run = RankRun(corpus, effort.folder / f"killed_{sharded}_{number}", sharded)
             where = kill_ranks(run, effort.count(KILLS_A_RUN, short=1), draw)
-            found = what_differs(run, undisturbed)
+            found = rank_run_differences(run, undisturbed)
             rows.append((name, str(len(where)), "; ".join(where), str(len(found))))
             failures += [f"{name}: {difference}" for difference in found]
     return FaultTable(

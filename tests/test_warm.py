@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import run_script
-from tests.faults.long_run import members
+from tests.faults.long_run import processes_in_group
 from tests.patience import PATIENCE
 from tests.warm import ROOT, Job, warm_parent
 
@@ -61,7 +61,7 @@ def test_what_still_runs_ends_with_the_parent(tmp_path):
     command = [sys.executable, "-c", program, str(tmp_path / "script.py"), str(output)]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     deadline = time.monotonic() + PATIENCE
-    while members(int(ended.stdout)):
+    while processes_in_group(int(ended.stdout)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

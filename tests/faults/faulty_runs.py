@@ -13,21 +13,21 @@ from tests.warm import ROOT, Fork, Job, warm_parent
 
 
 @dataclass(frozen=True)
-class Ended:
+class FinishedRun:
     """Finished run: exit code (negative for a signal) and output, both streams in one."""
 
     code: int
     output: str
 
 
-def start_faulty(flags: Sequence[str], output: Path, faults: Sequence[Fault] = ()) -> Fork:
+def start_with_faults(flags: Sequence[str], output: Path, faults: Sequence[Fault] = ()) -> Fork:
     """Start a run with one thread, whose output goes to the file `output`."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.unlink(missing_ok=True)
     return warm_parent().start(Job(ROOT / TRAINER, flags, output, threads=1, before=partial(inject, faults)))
 
 
-def end_of(run: Fork | subprocess.Popen, output: Path, seconds: float = PATIENCE) -> Ended:
+def wait_for_run(run: Fork | subprocess.Popen, output: Path, seconds: float = PATIENCE) -> FinishedRun:
     """Wait for a run and return its end; kill it and raise TimeoutError after `seconds`."""
     try:
         code = run.wait(seconds)
@@ -35,8 +35,10 @@ def end_of(run: Fork | subprocess.Popen, output: Path, seconds: float = PATIENCE
         run.kill()
         run.wait()
         raise TimeoutError(f"The run still goes on:\n{output.read_text(encoding='utf-8')}") from None
-    return Ended(code, output.read_text(encoding="utf-8", errors="replace"))
+    return FinishedRun(code, output.read_text(encoding="utf-8", errors="replace"))
 
 
-def run_faulty(flags: Sequence[str], output: Path, faults: Sequence[Fault] = (), seconds: float = PATIENCE) -> Ended:
-    return end_of(start_faulty(flags, output, faults), output, seconds)
+def run_with_faults(
+    flags: Sequence[str], output: Path, faults: Sequence[Fault] = (), seconds: float = PATIENCE
+) -> FinishedRun:
+    return wait_for_run(start_with_faults(flags, output, faults), output, seconds)

@@ -33,12 +33,12 @@ from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.errors import DataError
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.rules import settings_of
-from tests.faults.untrusted_input import Sound, configured, read_sound
+from tests.faults.untrusted_input import ValidCheckpoint, read_valid_checkpoint, with_settings
 from tests.faults.watching import MAX_SECONDS, Verdict, watch
 from tests.starts import begin_run, parse_flags
 
 Kind = Literal["audio", "media", "manifests", "checkpoints", "flags"]
-EDGES = (0, 1, -1, 127, 128, 255, 256, 32767, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1)
+EDGE_VALUES = (0, 1, -1, 127, 128, 255, 256, 32767, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1)
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Tally:
     slowest: float = 0.0
     largest: float = 0.0
 
-    def take(self, verdict: Verdict, example: object) -> None:
+    def add(self, verdict: Verdict, example: object) -> None:
         """Count an example; raise AssertionError if it is at fault, so that hypothesis shrinks it."""
         self.slowest, self.largest = max(self.slowest, verdict.seconds), max(self.largest, verdict.growth_mib)
         if verdict.fault is not None:
@@ -79,7 +79,7 @@ def fuzz(kind: Kind, count: int, seed_: int, folder: Path, run: Path) -> Tally:
         inside = folder / "example"
         inside.mkdir(exist_ok=True)
         try:
-            tally.take(watch(lambda: fuzzer.handle(example, inside), inside, fuzzer.seconds), example)
+            tally.add(watch(lambda: fuzzer.handle(example, inside), inside, fuzzer.seconds), example)
         finally:
             shutil.rmtree(inside, ignore_errors=True)
 
@@ -98,7 +98,7 @@ class Fuzzer:
 
 
 Change = tuple[str, int, int]
-NUMBERS = st.one_of(st.sampled_from(EDGES), st.integers(-(2**63), 2**64 - 1))
+NUMBERS = st.one_of(st.sampled_from(EDGE_VALUES), st.integers(-(2**63), 2**64 - 1))
 
 
 def changes_within(reach: int) -> st.SearchStrategy[list[Change]]:
@@ -107,7 +107,7 @@ def changes_within(reach: int) -> st.SearchStrategy[list[Change]]:
     return st.lists(st.tuples(kinds, st.integers(0, reach), NUMBERS), min_size=1, max_size=6)
 
 
-def changed(content: bytes, changes: list[Change]) -> bytes:
+def apply_changes(content: bytes, changes: list[Change]) -> bytes:
     """Apply the changes in order; `61` is a 32-bit big-endian number."""
     widths = {"byte": "<B", "16": "<H", "32": "<L", "61": ">L", "64": "<Q"}
     for kind, place, value in changes:
@@ -151,13 +151,13 @@ def _audio_files() -> list[bytes]:
     return found
 
 
-def _audio(folder: Path, run: Path) -> Fuzzer:
+def _audio_fuzzer(folder: Path, run: Path) -> Fuzzer:
     files = _audio_files()
     examples = st.tuples(st.integers(0, len(files) - 1), changes_within(512), st.booleans())
 
     def handle(example: tuple[int, list[Change], bool], inside: Path) -> None:
         number, changes, is_in_shard = example
-        content = changed(files[number], changes)
+        content = apply_changes(files[number], changes)
         path = inside / "audio.bin"
         if is_in_shard:
             with tarfile.open(path, "w") as shard:
@@ -180,9 +180,9 @@ def _audio(folder: Path, run: Path) -> Fuzzer:
     return Fuzzer(examples, handle)
 
 
-STRANGE = ["", "एक", "../x.wav", "/dev/zero", "good.wav", "\0", "\x1b[2J", "\ud800", "a" * 5000, ".", "/", "pipe"]
-TEXTS = st.one_of(st.text(max_size=20), st.sampled_from(STRANGE))
-NUMERALS = (st.integers(), st.sampled_from(EDGES), st.floats(), st.just(10**400), st.just(1e308))
+UNUSUAL_TEXTS = ["", "एक", "../x.wav", "/dev/zero", "good.wav", "\0", "\x1b[2J", "\ud800", "a" * 5000, ".", "/", "pipe"]
+TEXTS = st.one_of(st.text(max_size=20), st.sampled_from(UNUSUAL_TEXTS))
+NUMERALS = (st.integers(), st.sampled_from(EDGE_VALUES), st.floats(), st.just(10**400), st.just(1e308))
 SCALARS = st.one_of(st.none(), st.booleans(), TEXTS, *NUMERALS)
 VALUES = st.recursive(
     SCALARS,
@@ -193,7 +193,7 @@ FIELDS = ("audio_filepath", "duration", "text", "speaker", "pattern", "offset", 
 GOOD = {"audio_filepath": "good.wav", "duration": 0.5, "text": "एक"}
 
 
-def _manifests(folder: Path, run: Path) -> Fuzzer:
+def _manifest_fuzzer(folder: Path, run: Path) -> Fuzzer:
     tone = io.BytesIO()
     soundfile.write(tone, 0.1 * np.ones(8000), 16_000, format="WAV")
     replaced = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4)
@@ -210,7 +210,7 @@ def _manifests(folder: Path, run: Path) -> Fuzzer:
         if nest:
             name, depth = nest
             line = line[:-1] + b', "' + name.encode() + b'": ' + b"[" * depth + b"]" * depth + b"}"
-        return changed(line, changes[0]) if changes else line
+        return apply_changes(line, changes[0]) if changes else line
 
     def handle(example: tuple, inside: Path) -> None:
         (inside / "good.wav").write_bytes(tone.getvalue())
@@ -233,11 +233,11 @@ def _manifests(folder: Path, run: Path) -> Fuzzer:
     return Fuzzer(examples, handle)
 
 
-def _checkpoints(folder: Path, run: Path) -> Fuzzer:
-    sound = read_sound(run / "checkpoints" / LAST)
+def _checkpoint_fuzzer(folder: Path, run: Path) -> Fuzzer:
+    sound = read_valid_checkpoint(run / "checkpoints" / LAST)
     here = folder / "sound.pt"
-    configured("--log_dir 'runs'")(sound, here)
-    whole, sound = here.read_bytes(), read_sound(here)
+    with_settings("--log_dir 'runs'")(sound, here)
+    whole, sound = here.read_bytes(), read_valid_checkpoint(here)
     config = torch.load(here, weights_only=True)["config"]  # noqa: TID251
     names = [s.name for s in settings_of(TrainConfig())]
     lines = st.tuples(st.sampled_from(names), st.one_of(SCALARS.map(repr), st.text(max_size=20)))
@@ -251,9 +251,9 @@ def _checkpoints(folder: Path, run: Path) -> Fuzzer:
 
     def content_of(what: str, changes: list) -> bytes:
         if what == "file":
-            return changed(whole, changes)
+            return apply_changes(whole, changes)
         if what == "end":
-            return changed(whole[::-1], changes)[::-1]
+            return apply_changes(whole[::-1], changes)[::-1]
         if what == "settings":
             text = config + "".join(f"--{name} {value}\n" for name, value in changes)
             size = struct.pack("<L", len(text.encode("utf-8", errors="replace")))
@@ -262,7 +262,7 @@ def _checkpoints(folder: Path, run: Path) -> Fuzzer:
             return _zipped(
                 sound, {"data.pkl": sound.pickled.replace(old, size + text.encode("utf-8", errors="replace"))}
             )
-        return _zipped(sound, {what: changed(sound.records[what], changes)})
+        return _zipped(sound, {what: apply_changes(sound.records[what], changes)})
 
     def handle(example: tuple[str, list], inside: Path) -> None:
         path = inside / LAST
@@ -274,7 +274,7 @@ def _checkpoints(folder: Path, run: Path) -> Fuzzer:
     return Fuzzer(examples, handle)
 
 
-def _zipped(sound: Sound, other: dict[str, bytes]) -> bytes:
+def _zipped(sound: ValidCheckpoint, other: dict[str, bytes]) -> bytes:
     """Return the zip of the checkpoint with other records and correct CRCs, so that they are read."""
     written = io.BytesIO()
     with zipfile.ZipFile(written, "w") as archive:
@@ -287,7 +287,7 @@ WORDS = ["", "=", "0", "-1", "1", "2", "1e400", "nan", "inf", "-inf", "None", "T
 WORDS += ["एक"]
 
 
-def _flags(folder: Path, run: Path) -> Fuzzer:
+def _flag_fuzzer(folder: Path, run: Path) -> Fuzzer:
     choices = []
     for group in settings_of(TrainConfig()):
         hint = get_type_hints(type(getattr(TrainConfig(), group.group)))[group.name]
@@ -295,7 +295,7 @@ def _flags(folder: Path, run: Path) -> Fuzzer:
     values = st.one_of(
         st.sampled_from(WORDS),
         st.integers().map(str),
-        st.sampled_from([str(edge) for edge in (*EDGES, 10**30)] + ["9" * 5000]),
+        st.sampled_from([str(edge) for edge in (*EDGE_VALUES, 10**30)] + ["9" * 5000]),
         st.floats().map(str),
         st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=10),
         st.sampled_from(["4GiB", "-4GiB", "99999999999TiB", "1%", "101%", "nan%", "5:25", "25:5", "nan:nan", ":"]),
@@ -327,11 +327,15 @@ def _literals(hint: object) -> tuple:
     return tuple(value for part in get_args(hint) for value in _literals(part))
 
 
-def _media(folder: Path, run: Path) -> Fuzzer:
+def _media_fuzzer(folder: Path, run: Path) -> Fuzzer:
     from tests.faults.fuzzed_media import build_fuzzer
 
     return build_fuzzer(folder)
 
 
-FUZZERS: dict[Kind, Callable[[Path, Path], Fuzzer]] = {"audio": _audio, "media": _media, "manifests": _manifests}
-FUZZERS |= {"checkpoints": _checkpoints, "flags": _flags}
+FUZZERS: dict[Kind, Callable[[Path, Path], Fuzzer]] = {
+    "audio": _audio_fuzzer,
+    "media": _media_fuzzer,
+    "manifests": _manifest_fuzzer,
+}
+FUZZERS |= {"checkpoints": _checkpoint_fuzzer, "flags": _flag_fuzzer}

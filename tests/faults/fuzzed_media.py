@@ -9,7 +9,7 @@ from konkanivani.data.audio.files import AudioSource, read_header
 from konkanivani.data.audio.media import READERS
 from konkanivani.data.audio.waveform import load_audio, stream_audio
 from konkanivani.errors import DataError
-from tests.faults.fuzz import Change, Fuzzer, changed, changes_within
+from tests.faults.fuzz import Change, Fuzzer, apply_changes, changes_within
 from tests.faults.watching import CONTAINER_SECONDS
 from tests.media_files import ENCODED, KINDS, rising_tone, write_media
 
@@ -32,7 +32,7 @@ def build_fuzzer(folder: Path) -> Fuzzer:
         number, other, count, changes = example
         suffix, content = files[number]
         path = inside / f"audio{suffix}"
-        path.write_bytes(changed(files[other][1][:count] + content[count:], changes))
+        path.write_bytes(apply_changes(files[other][1][:count] + content[count:], changes))
         errors = []
         for use in (read_header, load_audio, lambda source: [None for _ in stream_audio(source)]):
             try:

@@ -1,7 +1,7 @@
-"""Faults that are injected into a run before it starts. The product has no hooks for them.
+"""Faults that are injected into a run before it starts. The package has no hooks for them.
 
-Every function takes strings and numbers, since they come from another process, and changes the functions that the loop,
-the step or the loader calls.
+Every function takes strings and numbers only, since they come from another process, and replaces functions that the
+loop, the step or the loader calls.
 """
 
 import ctypes
@@ -75,35 +75,35 @@ after = functools.partial(before, is_after=True)
 """Call `act` after the call with this number has returned."""
 
 
-def die(number: int = signal.SIGKILL) -> None:
+def signal_self(number: int = signal.SIGKILL) -> None:
     """End this process with the signal."""
     os.kill(os.getpid(), number)
 
 
-KILLED_AT = {
+KILL_PLACES = {
     # Not every global batch has a save; this is the point of a save.
-    "after the save of a window": (after, loop.PeriodicSaver, "save_if_due"),
-    "before the save of a window": (after, loop, "log_step"),
+    "after the save of a global batch": (after, loop.PeriodicSaver, "save_if_due"),
+    "before the save of a global batch": (after, loop, "log_step"),
     "in a step": (after, step, "forward_and_backward"),
     "in the update": (before, step, "set_learning_rate"),
     "before a validation": (before, loop, "finish_epoch"),
     "after a validation": (after, loop, "finish_epoch"),
     "before a checkpoint is renamed": (after, checkpointer, "write_checkpoint"),
     "between two names of a checkpoint": (after, checkpointer, "_link"),
-    "behind the log's copy": (after, replaced, "_copy_aside"),
-    "behind the newer checkpoints' move": (before, checkpointer.Checkpointer, "restore_best"),
+    "after the copy of the log": (after, replaced, "_copy_aside"),
+    "after the move of newer checkpoints": (before, checkpointer.Checkpointer, "restore_best"),
 }
 
 
 def kill(place: str, number: int) -> None:
     """Kill the process with -9 at the `number`-th visit of a place."""
-    when, owner, name = KILLED_AT[place]
-    when(owner, name, number, die)
+    when, owner, name = KILL_PLACES[place]
+    when(owner, name, number, signal_self)
 
 
 def terminate(number: int) -> None:
     """Send SIGTERM to this process in the `number`-th micro-batch."""
-    before(step, "forward_and_backward", number, lambda: die(signal.SIGTERM))
+    before(step, "forward_and_backward", number, lambda: signal_self(signal.SIGTERM))
 
 
 def out_of_memory(above: int, seconds: float) -> None:
@@ -147,7 +147,7 @@ def half_precision(scale: float) -> None:
     torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=scale)
 
 
-def other_draws(number: int) -> None:
+def other_dropout_seed(number: int) -> None:
     """Draw the dropout of one optimizer step from another seed, which a comparison must detect."""
     wrap(gradient, "seed_step", lambda original: lambda seed, at, rank: original(seed + (at == number), at, rank))
 
@@ -158,7 +158,7 @@ def double_precision() -> None:
     wrap(speech, "load_audio", lambda original: lambda source: original(source).double())
 
 
-def hashed_steps(path: str) -> None:
+def log_state_hashes(path: str) -> None:
     """Write for each global batch whether it was skipped, and hashes of the state before and after the step."""
 
     def state_hash(parts) -> str:
@@ -169,9 +169,9 @@ def hashed_steps(path: str) -> None:
         return digest.hexdigest()
 
     def around(original: Callable) -> Callable:
-        def train_step(parts, window, number, *interruption):
+        def train_step(parts, global_batch, number, *interruption):
             begin = state_hash(parts)
-            report = original(parts, window, number, *interruption)
+            report = original(parts, global_batch, number, *interruption)
             with open(path, "a", encoding="utf-8") as file:
                 row = {"step": number, "skipped": report.is_skipped, "hashes": [begin, state_hash(parts)]}
                 file.write(json.dumps(row) + "\n")
@@ -182,16 +182,16 @@ def hashed_steps(path: str) -> None:
     wrap(loop, "train_step", around)
 
 
-def spoilt_state(what: str, value: str, number: int) -> None:
+def corrupt_state(what: str, value: str, number: int) -> None:
     """Set one weight or moment to `value` after the `number`-th global batch, as an overflowing update would."""
 
     def around(original: Callable) -> Callable:
-        windows = []
+        steps = []
 
         def train_step(parts, *rest):
             report = original(parts, *rest)
-            windows.append(None)
-            if len(windows) == number:
+            steps.append(None)
+            if len(steps) == number:
                 parameter = next(parts.model.parameters())
                 tensor = parameter.data if what == "weight" else parts.optimizer.state[parameter][what]
                 tensor.view(-1)[0] = float(value)
@@ -202,7 +202,7 @@ def spoilt_state(what: str, value: str, number: int) -> None:
     wrap(loop, "train_step", around)
 
 
-def label(utterance: str, token: int) -> None:
+def change_label(utterance: str, token: int) -> None:
     """Change the first token of the utterance."""
 
     def around(original: Callable) -> Callable:
@@ -268,12 +268,12 @@ def disk_error_at_save(name: str, number: int, save: int) -> None:
 
 def read_only(folder: str, first: int, last: int) -> None:
     """Make the folder read-only from the end of the `first`-th global batch to the end of the `last`-th."""
-    _give_up_privileges()
+    _drop_capabilities()
     after(loop, "train_step", first, lambda: os.chmod(folder, 0o555))
     after(loop, "train_step", last, lambda: os.chmod(folder, 0o755))
 
 
-def _give_up_privileges() -> None:
+def _drop_capabilities() -> None:
     """Drop all effective capabilities (capset(2)) and keep the others, so that a folder's mode applies to root too."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     kept = (ctypes.c_uint32 * 6)()
@@ -293,12 +293,12 @@ def small_shared_memory(kilobytes: int) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", "/dev/shm"], check=True)
 
 
-def pipes_pass_for_files() -> None:
+def accept_pipes_as_files() -> None:
     """Make the check for a regular file succeed, so that a pipe is noticed only when it is opened."""
     audio_source.stat = SimpleNamespace(S_ISREG=lambda _mode: True)
 
 
-def worker(signal_number: int, utterance: str, mark: str) -> None:
+def signal_worker(signal_number: int, utterance: str, mark: str) -> None:
     """Send a signal to the worker that reads the utterance.
 
     With a `mark`, a file, only the first read without the file is hit, and creates it: the fault does not recur.
@@ -308,7 +308,7 @@ def worker(signal_number: int, utterance: str, mark: str) -> None:
         def read(spoken, manifest):
             if spoken.id == utterance and not (mark and os.path.exists(mark)):
                 (mark and Path(mark).touch())
-                die(signal_number)
+                signal_self(signal_number)
                 time.sleep(600)
             return original(spoken, manifest)
 
@@ -317,11 +317,11 @@ def worker(signal_number: int, utterance: str, mark: str) -> None:
     wrap(speech, "_read", around)
 
 
-def forget(module: str, name: str) -> None:
+def replace_by_no_op(module: str, name: str) -> None:
     """Replace a function of the module by one that does nothing."""
     setattr(importlib.import_module(module), name, lambda *_: None)
 
 
-def unowned_logs() -> None:
+def open_logs_without_lock() -> None:
     """Open a log folder by name, without a lock."""
     startup.take_log_folder = lambda run, _: LogFolder(run, None)

@@ -27,24 +27,24 @@ THREADS = 1
 LOG_TAIL = 1 << 16  # bytes at the end of a log that are searched for its last step
 
 
-class Trap(Protocol):
-    """Fault that is prepared for a process."""
+class InjectedFault(Protocol):
+    """Fault that is injected into a process."""
 
-    def lay(self, checkpoints: Path) -> None:
-        """Prepare the fault in the training process, before the script runs."""
+    def install(self, checkpoints: Path) -> None:
+        """Inject the fault in the training process, before the script runs."""
 
 
 @dataclass(frozen=True)
-class Aftermath:
+class EndState:
     """State after a process ended.
 
-    Holds the last logged step, the step of the newest sound checkpoint (0: none), the names of invalid checkpoint
+    Holds the last logged step, the step of the newest valid checkpoint (0: none), the names of invalid checkpoint
     files, and whether a checkpoint was being written.
     """
 
     logged: int
     saved: int
-    unsound: tuple[str, ...]
+    invalid_files: tuple[str, ...]
     was_saving: bool
 
     @property
@@ -53,7 +53,7 @@ class Aftermath:
 
 
 @dataclass(frozen=True)
-class Life:
+class TrainingProcess:
     """Training process that leads its own process group."""
 
     process: Fork | subprocess.Popen
@@ -68,7 +68,7 @@ class Life:
     def kill(self) -> None:
         self.process.kill()
 
-    def end(self, seconds: float = PATIENCE) -> int | None:
+    def wait(self, seconds: float = PATIENCE) -> int | None:
         """Return the exit code (negative for a signal), or kill the process and return None after `seconds` seconds."""
         try:
             return self.process.wait(seconds)
@@ -76,10 +76,10 @@ class Life:
             self.kill()
             return None
 
-    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+    def wait_until(self, is_reached: Callable[[], bool], what: str) -> None:
         """Wait for a condition; raise AssertionError if the process ends first or the condition takes too long."""
         deadline = time.monotonic() + PATIENCE
-        while not is_so():
+        while not is_reached():
             assert self.is_alive(), f"it ended by itself, and {what} never came"
             assert time.monotonic() < deadline, f"{what} never came"
             time.sleep(0.01)
@@ -100,17 +100,17 @@ class LongRun:
         """Return the command line that starts or resumes the run."""
         return [*self.flags, *run_folders(self.directory), "--resume", "auto", *more]
 
-    def begin(self, *more: str, trap: Trap | None = None) -> Life:
-        """Start a process forked from the one that has imported torch, with the trap if given."""
+    def start(self, *more: str, fault: InjectedFault | None = None) -> TrainingProcess:
+        """Start a fork of the process that has imported torch, with a fault if given."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        before = partial(trap.lay, self.checkpoints) if trap else None
+        before = partial(fault.install, self.checkpoints) if fault else None
         job = Job(SCRIPT, self.arguments(*more), self.output, threads=THREADS, before=before)
-        return Life(warm_parent().start(job))
+        return TrainingProcess(warm_parent().start(job))
 
-    def begin_script(self, script: Path, *more: str) -> Life:
-        """Start a process as a user does, in a new interpreter.
+    def start_script(self, script: Path, *more: str) -> TrainingProcess:
+        """Start a process in a new interpreter, like a user.
 
-        The shell script finds a python3 that names the interpreter of this environment, so that it sets up none.
+        The shell script finds a python3 that prints the interpreter of this environment, so that it installs nothing.
         """
         python = self.directory / "bin" / "python3"
         python.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ class LongRun:
         python.chmod(0o755)
         interpreter = [sys.executable] if script.suffix == ".py" else []
         command = [*interpreter, str(script), *self.arguments(*more)]
-        return Life(start_cold(command, self.output, THREADS, PATH=f"{python.parent}:{os.environ['PATH']}"))
+        return TrainingProcess(start_cold(command, self.output, THREADS, PATH=f"{python.parent}:{os.environ['PATH']}"))
 
     @property
     def output(self) -> Path:
@@ -140,9 +140,9 @@ class LongRun:
             found = re.findall(rb'"kind": "step", "step": (\d+),.*\n', file.read())
         return int(found[-1]) if found else 0
 
-    def aftermath(self) -> Aftermath:
-        """Return the present state. Reads the files that a resumed run reads, and changes nothing if all are sound."""
-        unsound, sound = [], set()  # of several names of one file, the first is read
+    def end_state(self) -> EndState:
+        """Return the current state. Read the files that a resumed run reads; change nothing if all are valid."""
+        invalid_files, sound = [], set()  # of several names of one file, the first is read
         for path in sorted(self.checkpoints.glob("checkpoint_*")):
             if path.name.endswith(".partial") or path.stat().st_ino in sound:
                 continue
@@ -150,13 +150,13 @@ class LongRun:
                 read_checkpoint(path)
                 sound.add(path.stat().st_ino)
             except CheckpointError:
-                unsound.append(path.name)
+                invalid_files.append(path.name)
         found = Checkpointer(self.checkpoints, keep=2).read_newest_sound()
         partial = self.checkpoints / (LAST + ".partial")
-        return Aftermath(self.logged_step(), found[1].step if found else 0, tuple(unsound), partial.exists())
+        return EndState(self.logged_step(), found[1].step if found else 0, tuple(invalid_files), partial.exists())
 
 
-def members(group: int) -> list[int]:
+def processes_in_group(group: int) -> list[int]:
     """Return the living processes of a group, without zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):

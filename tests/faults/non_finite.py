@@ -8,12 +8,12 @@ import torch
 
 from konkanivani.checkpoints.checkpoint import read_checkpoint
 from tests.conftest import read_log
-from tests.faults.faulty_runs import Ended, Fault, run_faulty
+from tests.faults.faulty_runs import Fault, FinishedRun, run_with_faults
 from tests.faults.resuming import POISONED, STEPS, Precision, ResumeBench, Settings, last_checkpoint
 
 
 @dataclass(frozen=True)
-class OddBatch:
+class NonFiniteBatch:
     """Utterance that makes a loss or gradient non-finite; "audio": through its loudness."""
 
     precision: Precision
@@ -30,22 +30,22 @@ class OddBatch:
         return [*self.settings.faults(), *own]
 
 
-ODD_BATCHES = [
+NON_FINITE_BATCHES = [
     *(
-        OddBatch(precision, what, value)
+        NonFiniteBatch(precision, what, value)
         for precision in ("fp32", "bf16", "fp16")
         for what, value in (("loss", "nan"), ("loss", "inf"), ("gradient", "nan"), ("gradient", "-inf"))
     ),
-    *(OddBatch(precision, "audio") for precision in ("fp32", "bf16", "fp16")),
+    *(NonFiniteBatch(precision, "audio") for precision in ("fp32", "bf16", "fp16")),
 ]
 
 
-def odd_batch_findings(bench: ResumeBench, case: OddBatch, directory: Path) -> list[str]:
-    """Return the errors: an odd batch must be skipped, reported and change nothing, and the run must finish."""
+def non_finite_batch_findings(bench: ResumeBench, case: NonFiniteBatch, directory: Path) -> list[str]:
+    """Return the errors: a non-finite batch must be skipped, reported and change nothing, and the run must finish."""
     hashes = directory / "hashes.jsonl"
     flags = bench.flags(case.settings, directory, workers=0)
-    faults = [*case.faults(), ("hashed_steps", str(hashes))]
-    ended = run_faulty(flags, directory / "output.txt", faults)
+    faults = [*case.faults(), ("log_state_hashes", str(hashes))]
+    ended = run_with_faults(flags, directory / "output.txt", faults)
     if ended.code != 0:
         return [f"it ended with {ended.code}: {ended.output[-600:]}"]
     rows = [json.loads(line) for line in hashes.read_text(encoding="utf-8").splitlines()]
@@ -56,18 +56,20 @@ def odd_batch_findings(bench: ResumeBench, case: OddBatch, directory: Path) -> l
     rates, undisturbed = ([step["learning_rate"] for step in log] for log in logs)
     said = f"is skipped: its {'loss' if case.what != 'gradient' else 'gradient'}"
     checks = {
-        "no window with the utterance was skipped": len(named) >= 2,
+        "no global batch with the utterance was skipped": len(named) >= 2,
         "something else was skipped": case.precision == "fp16" or named == skips,
-        "a skipped window changed a weight, a moment or the rate": all(len({*row["hashes"]}) == 1 for row in skipped),
-        "the hash would not see a change": all(len({*row["hashes"]}) == 2 for row in made),
-        "a skipped window was not written down once": steps_of(skipped) == steps_of(skips),
+        "a skipped global batch changed a weight, a moment or the rate": all(
+            len({*row["hashes"]}) == 1 for row in skipped
+        ),
+        "the hash does not detect a change": all(len({*row["hashes"]}) == 2 for row in made),
+        "a skipped global batch was not logged once": steps_of(skipped) == steps_of(skips),
         "the steps are not each there once": steps_of(steps) == list(range(1, len(steps) + 1)),
         "the learning rate is not that of the step": rates == undisturbed[: len(steps)],
         "the skipped are not counted": last_checkpoint(directory).states["progress"]["skipped_steps"] == len(skips),
         "the counters are wrong": len(steps) == min(STEPS, len(rows) - len(skips)),
         "the console does not name it": said in ended.output and POISONED in ended.output,
-        "a skipped window's ids are not a window": all(len(skip["utterances"]) in (2, 4) for skip in skips),
-        "something that is not finite was published": are_finite(directory),
+        "the ids of a skip are not those of a global batch": all(len(skip["utterances"]) in (2, 4) for skip in skips),
+        "a non-finite checkpoint was saved": are_checkpoints_finite(directory),
     }
     return [finding for finding, is_right in checks.items() if not is_right]
 
@@ -76,7 +78,7 @@ def steps_of(records: list[dict]) -> list[int]:
     return [record["step"] for record in records]
 
 
-def are_finite(directory: Path) -> bool:
+def are_checkpoints_finite(directory: Path) -> bool:
     """Return whether every tensor of every checkpoint of the run is finite."""
     return all(
         not isinstance(tensor, torch.Tensor) or bool(tensor.isfinite().all())
@@ -87,7 +89,7 @@ def are_finite(directory: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class BrokenRun:
+class PermanentFailure:
     """Run that fails permanently after some steps; it must exit with 5 and leave a checkpoint to resume from."""
 
     name: str
@@ -97,45 +99,45 @@ class BrokenRun:
 
 
 # Global batches of two micro-batches; a save every second step.
-BROKEN_RUNS = [
+PERMANENT_FAILURES = [
     *(
-        BrokenRun(
+        PermanentFailure(
             f"all {what}s {value}, {precision}", Settings(precision=precision), ("not_finite", what, value, "", 22)
         )
         for precision in ("fp32", "bf16", "fp16")
         for what, value in (("loss", "nan"), ("gradient", "inf"))
     ),
     *(
-        BrokenRun(f"{what} {value}", Settings(), ("spoilt_state", what, value, 9))
+        PermanentFailure(f"{what} {value}", Settings(), ("corrupt_state", what, value, 9))
         for what in ("weight", "exp_avg", "exp_avg_sq")
         for value in ("nan", "inf")
     ),
 ]
 
 
-def broken_run_findings(bench: ResumeBench, case: BrokenRun, directory: Path) -> list[str]:
-    """Return the errors: the run must exit with 5 and name a good checkpoint, also after a restart."""
+def permanent_failure_findings(bench: ResumeBench, case: PermanentFailure, directory: Path) -> list[str]:
+    """Return the errors: the run must exit with 5 and name a finite checkpoint, also after a restart."""
     flags = (*bench.flags(case.settings, directory, workers=0), "--epochs", "9")
     faults = case.settings.faults()
     found = []
     for start in range(2):  # the second pass restarts the run, as a supervising loop would
         again = ("--resume", "auto") if start else ()
-        # The first process starts with good micro-batches; the restarted one fails from its first global batch on.
+        # The first process starts with finite micro-batches; the restarted one fails from its first global batch on.
         fault = (*case.fault[:-1], 0) if start and case.fault[0] == "not_finite" else case.fault
-        ended = run_faulty((*flags, *again), directory / f"output_{start}.txt", [*faults, fault])
+        ended = run_with_faults((*flags, *again), directory / f"output_{start}.txt", [*faults, fault])
         if ended.code != 5:
             return [*found, f"start {start + 1} ended with {ended.code}: {ended.output[-600:]}"]
-        found += [] if are_finite(directory) else ["something that is not finite was published"]
+        found += [] if are_checkpoints_finite(directory) else ["a non-finite checkpoint was saved"]
     good = named_checkpoint(ended)
     if good is None:
         return [*found, f"no checkpoint is named: {ended.output[-600:]}"]
-    done = run_faulty((*flags, "--resume", good), directory / "output_good.txt", faults)
-    if done.code != 0 or not are_finite(directory):
-        found.append(f"{good} cannot be gone on from: {done.output[-600:]}")
+    done = run_with_faults((*flags, "--resume", good), directory / "output_good.txt", faults)
+    if done.code != 0 or not are_checkpoints_finite(directory):
+        found.append(f"{good} cannot be resumed: {done.output[-600:]}")
     return found
 
 
-def named_checkpoint(ended: Ended) -> str | None:
+def named_checkpoint(ended: FinishedRun) -> str | None:
     """Return the checkpoint that the last message of a run names."""
     words = ended.output.partition("Resume from it with --resume ")[2].split()
     return words[0] if words else None
@@ -147,7 +149,7 @@ BAD_LABELS = (0, -1, 30, 2**40)  # blank, padding of targets, vocabulary size, a
 def bad_label_findings(bench: ResumeBench, token: int, workers: int, directory: Path) -> list[str]:
     """Return the errors: an invalid token must be reported by utterance, with the previous steps saved."""
     flags = bench.flags(Settings(), directory, workers)
-    ended = run_faulty(flags, directory / "output.txt", [("label", POISONED, token)])
+    ended = run_with_faults(flags, directory / "output.txt", [("change_label", POISONED, token)])
     said = f"The transcript of {POISONED} has the token {token}"
     checks = {
         f"it ended with {ended.code}: {ended.output[-600:]}": ended.code == 3,

@@ -28,7 +28,7 @@ from tests.conftest import (
     write_shards,
     write_surroundings,
 )
-from tests.faults.faulty_runs import Ended, Fault, end_of, run_faulty
+from tests.faults.faulty_runs import Fault, FinishedRun, run_with_faults, wait_for_run
 from tests.patience import PATIENCE
 from tests.warm import Fork
 
@@ -39,15 +39,15 @@ ONE_BY_FOUR = ("--batch_size", "1", "--gradient_accumulation_steps", "4")
 HALF_SCALE = 2.0**24  # seven global batches are skipped until the scale fits, and one a little later
 POISONED = "audio/train_014.flac"  # name in the manifest; the squares of its samples overflow to infinity
 # Measurements of time and memory; every other value in the log is determined by the training.
-MEASURED = (
+MEASUREMENTS = (
     *("audio_seconds_per_second", "seconds", "waiting_seconds", "model_flops_utilisation", "gpu_utilisation"),
     *("memory", "cache_clearing_seconds", "rank_peaks_mib"),
 )
 
 Source = Literal["files", "shards", "surrounded", "poisoned"]
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
-# Values independent of the split into micro-batches, unlike padding and dropout.
-UNCUT = ("step", "epoch", "learning_rate", "tokens", "utterances", "skipped_steps")
+# Values that do not depend on the split into micro-batches, unlike padding and dropout.
+SPLIT_INDEPENDENT = ("step", "epoch", "learning_rate", "tokens", "utterances", "skipped_steps")
 COUNTERS = ("step", "epoch", "window", "epochs_finished", "skipped_steps", "audio_seconds")
 
 
@@ -84,10 +84,10 @@ class ResumeCase:
         assert len(self.workers) == len(self.stops) + 1, self.name
 
 
-KILLED_AFTER_SAVE = (("kill", "after the save of a window", 4),)
+KILLED_AFTER_SAVE = (("kill", "after the save of a global batch", 4),)
 STOPS: dict[str, tuple[Fault, ...]] = {
     "mid-epoch, after a save": KILLED_AFTER_SAVE,
-    "mid-epoch, between two saves": (("kill", "before the save of a window", 5),),
+    "mid-epoch, between two saves": (("kill", "before the save of a global batch", 5),),
     "between two micro-batches": (("kill", "in a step", 11),),
     "in an update": (("kill", "in the update", 10),),
     "SIGTERM in a step": (("terminate", 10),),
@@ -97,7 +97,7 @@ STOPS: dict[str, tuple[Fault, ...]] = {
     "in a save, before the rename": (("kill", "before a checkpoint is renamed", 3),),
     "in a save, between two names": (("kill", "between two names of a checkpoint", 2),),
     "before the first save": (("kill", "in a step", 2),),
-    "twice in one epoch": (("kill", "after the save of a window", 8), ("kill", "in a step", 5)),
+    "twice in one epoch": (("kill", "after the save of a global batch", 8), ("kill", "in a step", 5)),
     "in each epoch": (("kill", "in a step", 9), ("kill", "in a step", 9), ("kill", "in a step", 15)),
 }
 WORKERS = ((0, 2), (2, 0), (1, 4), (4, 1), (2, 2), (0, 0), (1, 2), (4, 0), (0, 1))
@@ -119,17 +119,17 @@ def resume_cases() -> list[ResumeCase]:
         add(name, Settings("shards"), STOPS[name])
         add(name, Settings("shards", "bf16"), STOPS[name])
         add(name, Settings("surrounded"), STOPS[name])
-    for window in (2, 3, 5, 8):
+    for number in (2, 3, 5, 8):
         for precision in ("fp32", "bf16"):
-            stops = (("kill", "after the save of a window", window),)
-            add(f"after window {window}, out of memory before", Settings(precision=precision, splits=True), stops)
-    for window in (3, 7, 12, 13):
-        stops = (("kill", "after the save of a window", window),)
-        add(f"after window {window}, fp16 steps skipped before", Settings(precision="fp16"), stops)
+            stops = (("kill", "after the save of a global batch", number),)
+            add(f"after global batch {number}, out of memory before", Settings(precision=precision, splits=True), stops)
+    for number in (3, 7, 12, 13):
+        stops = (("kill", "after the save of a global batch", number),)
+        add(f"after global batch {number}, fp16 steps skipped before", Settings(precision="fp16"), stops)
     add("twice in one epoch, fp16 steps skipped", Settings(precision="fp16"), STOPS["twice in one epoch"])
-    for window in (4, 6):
-        stops = (("kill", "after the save of a window", window),)
-        add(f"after window {window}, poisoned audio skipped", Settings("poisoned"), stops)
+    for number in (4, 6):
+        stops = (("kill", "after the save of a global batch", number),)
+        add(f"after global batch {number}, poisoned audio skipped", Settings("poisoned"), stops)
     for more in (
         ("--gradient_checkpointing", "always"),
         ("--intermediate_ctc_weight", "0.3"),
@@ -139,7 +139,7 @@ def resume_cases() -> list[ResumeCase]:
     return cases
 
 
-def recut_cases() -> list[ResumeCase]:
+def resplit_cases() -> list[ResumeCase]:
     """Return cases that resume with another micro-batch size.
 
     The fp32 sums differ, so the weights are compared in fp64 without dropout.
@@ -158,7 +158,7 @@ def control_cases() -> list[ResumeCase]:
     stopped = KILLED_AFTER_SAVE
     return [
         ResumeCase("another --seed", Settings(), stopped, (0, 0), resumed_flags=("--seed", "4321")),
-        ResumeCase("one step's seed", Settings(), stopped, (0, 0), resumed_faults=(("other_draws", 9),)),
+        ResumeCase("one step's seed", Settings(), stopped, (0, 0), resumed_faults=(("other_dropout_seed", 9),)),
     ]
 
 
@@ -179,7 +179,7 @@ class ResumeBench:
 
     @functools.cached_property
     def poisoned(self) -> Corpus:
-        """Return the corpus with one utterance that is a sound file but whose power overflows fp32."""
+        """Return the corpus with one utterance whose file is valid but whose power overflows fp32."""
         return poisoned_corpus(self.folder / "poisoned")
 
     @functools.cached_property
@@ -196,13 +196,13 @@ class ResumeBench:
         if settings not in self._undisturbed:
             directory = self.folder / f"undisturbed_{len(self._undisturbed)}"
             flags = self.flags(settings, directory, workers=0)
-            ended = run_faulty(flags, directory / "output.txt", settings.faults())
+            ended = run_with_faults(flags, directory / "output.txt", settings.faults())
             assert ended.code == 0, ended.output
-            assert _has_happened(settings, directory), f"nothing was skipped or split: {settings}"
+            assert _has_expected_skips(settings, directory), f"nothing was skipped or split: {settings}"
             self._undisturbed[settings] = directory
         return self._undisturbed[settings]
 
-    def disturbed(self, case: ResumeCase, directory: Path) -> list[str]:
+    def exit_code_errors(self, case: ResumeCase, directory: Path) -> list[str]:
         """Run the case and return sentences on unexpected exit codes."""
         wrong = []
         for number, workers in enumerate(case.workers):
@@ -210,25 +210,27 @@ class ResumeBench:
             flags = self.flags(case.settings, directory, workers) + (("--resume", "auto") if number else ())
             flags += case.resumed_flags if is_last else ()
             faults = [*case.settings.faults(), *stops, *(case.resumed_faults if is_last else ())]
-            ended = run_faulty(flags, directory / f"output_{number}.txt", faults)
-            wrong += _wrong_end(ended, stops)
+            ended = run_with_faults(flags, directory / f"output_{number}.txt", faults)
+            wrong += _exit_code_errors(ended, stops)
             if number and "Resuming from" not in ended.output and case.stops != STOPS["before the first save"]:
-                wrong.append(f"process {number + 1} began anew")
+                wrong.append(f"process {number + 1} started again from step 0")
         return wrong
 
     def differences(self, case: ResumeCase, directory: Path) -> list[str]:
         """Run the case in `directory` and return all differences from the undisturbed run of its settings."""
         undisturbed = self.undisturbed(case.settings)
-        return self.disturbed(case, directory) + run_differences(undisturbed, directory)
+        return self.exit_code_errors(case, directory) + run_differences(undisturbed, directory)
 
-    def gone_on_from(self, directory: Path) -> list[str]:
+    def resume_errors(self, directory: Path) -> list[str]:
         """Resume the run with default settings in `directory` and return the errors."""
-        resumed = run_faulty((*self.flags(Settings(), directory, 0), "--resume", "auto"), directory / "resumed.txt")
+        resumed = run_with_faults(
+            (*self.flags(Settings(), directory, 0), "--resume", "auto"), directory / "resumed.txt"
+        )
         if resumed.code:
-            return [f"it could not be gone on from: {resumed.output[-600:]}"]
+            return [f"it could not be resumed: {resumed.output[-600:]}"]
         return run_differences(self.undisturbed(Settings()), directory)
 
-    def whole_process_differences(self, killed_at: int, workers: tuple[int, int], directory: Path) -> list[str]:
+    def new_interpreter_differences(self, killed_at: int, workers: tuple[int, int], directory: Path) -> list[str]:
         """Return the differences with two new interpreters, the first killed from outside at a logged step."""
         undisturbed = self.undisturbed(Settings())
         output = directory / "output.txt"
@@ -236,18 +238,18 @@ class ResumeBench:
         killed = start_cold(script_command(TRAINER, *self.flags(Settings(), directory, workers[0])), output, threads=1)
         assert signal_after(directory, killed_at, killed, signal.SIGKILL) == -signal.SIGKILL
         flags = (*self.flags(Settings(), directory, workers[1]), "--resume", "auto")
-        ended = end_of(start_cold(script_command(TRAINER, *flags), output, threads=1), output)
-        wrong = _wrong_end(ended, ())
+        ended = wait_for_run(start_cold(script_command(TRAINER, *flags), output, threads=1), output)
+        wrong = _exit_code_errors(ended, ())
         if "Resuming from" not in ended.output:
-            wrong.append("it began anew")
+            wrong.append("it started again from step 0")
         return wrong + run_differences(undisturbed, directory)
 
-    def recut_differences(self, case: ResumeCase, directory: Path) -> list[str]:
+    def resplit_differences(self, case: ResumeCase, directory: Path) -> list[str]:
         """Return the differences with another micro-batch size: exact order and counters, weights to 1e-9 in fp64."""
         undisturbed = self.undisturbed(case.settings)
-        found = self.disturbed(case, directory)
+        found = self.exit_code_errors(case, directory)
         logs = [read_log(run) for run in (undisturbed, directory)]
-        for name in UNCUT:
+        for name in SPLIT_INDEPENDENT:
             if [record[name] for record in logs[0]] != [record[name] for record in logs[1]]:
                 found.append(f"{name} differs in the log")
         one, other = (last_checkpoint(run) for run in (undisturbed, directory))
@@ -255,10 +257,10 @@ class ResumeBench:
         found += [f"progress/{name}" for name in COUNTERS if progress[0][name] != progress[1][name]]
         if one.plan_digest != other.plan_digest:
             found.append("the plan of the epochs differs")
-        return found + (_far_apart(one, other) if case.settings.precision == "fp64" else [])
+        return found + (_distant_tensors(one, other) if case.settings.precision == "fp64" else [])
 
 
-def _far_apart(one: Checkpoint, other: Checkpoint) -> list[str]:
+def _distant_tensors(one: Checkpoint, other: Checkpoint) -> list[str]:
     """Return the weights and moments that differ by more than 1e-9 of their norm."""
     pairs = [
         (f"{part}/{name}", tensor, other.states[part][name])
@@ -268,7 +270,7 @@ def _far_apart(one: Checkpoint, other: Checkpoint) -> list[str]:
     return [f"{name} is another" for name, mine, theirs in pairs if (mine - theirs).norm() > 1e-9 * mine.norm()]
 
 
-def _has_happened(settings: Settings, directory: Path) -> bool:
+def _has_expected_skips(settings: Settings, directory: Path) -> bool:
     """Return whether the log shows exactly the skips and splits that the settings cause."""
     skips, splits = len(read_log(directory, "skip")), sum(record["splits"] for record in read_log(directory))
     is_skipped = settings.precision == "fp16" or settings.source == "poisoned"
@@ -286,7 +288,7 @@ def signal_after(directory: Path, step: int, process: Fork | subprocess.Popen, n
     return process.wait(PATIENCE)
 
 
-def _wrong_end(ended: Ended, stops: Sequence[Fault]) -> list[str]:
+def _exit_code_errors(ended: FinishedRun, stops: Sequence[Fault]) -> list[str]:
     expected = 0 if not stops else 143 if stops[0][0] == "terminate" else -9
     return [] if ended.code == expected else [f"a process ended with {ended.code}: {ended.output[-600:]}"]
 
@@ -296,7 +298,10 @@ def run_differences(one: Path, other: Path) -> list[str]:
     found = []
     for kind in ("step", "skip", "validation"):
         logs = [
-            [{name: value for name, value in record.items() if name not in MEASURED} for record in read_log(run, kind)]
+            [
+                {name: value for name, value in record.items() if name not in MEASUREMENTS}
+                for record in read_log(run, kind)
+            ]
             for run in (one, other)
         ]
         places = [[record["step"] for record in log] for log in logs]
@@ -322,11 +327,11 @@ def checkpoint_differences(one: Checkpoint, other: Checkpoint) -> list[str]:
     for part in one.states.keys() & other.states.keys():
         mine, theirs = one.states[part], other.states[part]
         names = mine.keys() | theirs.keys()
-        found += [f"{part}/{name}" for name in sorted(names) if not _is_same(mine.get(name), theirs.get(name))]
+        found += [f"{part}/{name}" for name in sorted(names) if not _is_identical(mine.get(name), theirs.get(name))]
     return found
 
 
-def _is_same(one: object, other: object) -> bool:
+def _is_identical(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         is_alike = one.dtype == other.dtype and one.shape == other.shape
         return is_alike and one.numpy().tobytes() == other.numpy().tobytes()

@@ -13,17 +13,17 @@ from konkanivani.command_line import run_script
 from tests.patience import PATIENCE
 
 PERIOD = 0.0005  # seconds
-ENOUGH = 1000  # signals
+SIGNALS = 1000  # signals
 
 
-def products_in_the_rain() -> str:
+def run_products_under_signals() -> str:
     """Return the number of products, of varying shapes, computed until enough signals were handled."""
     torch.manual_seed(0)
     handled: list[int] = []
     signal.signal(signal.SIGALRM, lambda number, _frame: handled.append(number))
     signal.setitimer(signal.ITIMER_REAL, PERIOD, PERIOD)
     began, made = time.monotonic(), 0
-    while len(handled) < ENOUGH and time.monotonic() < began + PATIENCE:
+    while len(handled) < SIGNALS and time.monotonic() < began + PATIENCE:
         rows, inputs, outputs = torch.randint(64, 500, (3,)).tolist()
         left, right = torch.randn(rows, inputs), torch.randn(outputs, inputs)
         torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
@@ -34,6 +34,6 @@ def products_in_the_rain() -> str:
 
 if __name__ == "__main__":
     if "--bare" in sys.argv:
-        print(products_in_the_rain())
+        print(run_products_under_signals())
     else:
-        sys.exit(run_script(products_in_the_rain))
+        sys.exit(run_script(run_products_under_signals))

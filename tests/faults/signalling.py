@@ -21,8 +21,8 @@ import torch
 from konkanivani.data import dataset as speech
 from konkanivani.data.audio.files import AudioSource
 from tests.conftest import ROOT, TINY_MODEL, Corpus
-from tests.faults.killing import small_run
-from tests.faults.long_run import SCRIPT, THREADS, Life, LongRun, Trap, is_dying, members
+from tests.faults.killing import small_endless_run
+from tests.faults.long_run import SCRIPT, THREADS, InjectedFault, LongRun, TrainingProcess, is_dying, processes_in_group
 from tests.patience import PATIENCE
 
 SHELL_SCRIPT = ROOT / "run_training_memory_optimized.sh"
@@ -30,27 +30,29 @@ Target = Literal["the process", "its group", "the shell script"]
 
 
 @dataclass(frozen=True)
-class Ending:
+class SignalResult:
     """Process ended by a signal: seconds from the signal to its end, and sentences on errors."""
 
     seconds: float
-    complaints: tuple[str, ...]
+    errors: tuple[str, ...]
 
 
-def run_to_be_signalled(corpus: Corpus, directory: Path, *more: str) -> LongRun:
-    """Return a run that saves by time only, so that a save at a signal is due to it; it validates every epoch."""
+def run_for_signals(corpus: Corpus, directory: Path, *more: str) -> LongRun:
+    """Return a run that saves by time only, so that a save is caused by the signal; it validates every epoch."""
     # The shell script has other defaults, which would show in the checkpoints.
-    by_any_script = "--concurrent_micro_batches", "1", "--run_name", "default"
-    return small_run(corpus, directory, "--valid_manifest", corpus.manifest("valid"), *by_any_script, *more)
+    independent_of_script = "--concurrent_micro_batches", "1", "--run_name", "default"
+    return small_endless_run(
+        corpus, directory, "--valid_manifest", corpus.manifest("valid"), *independent_of_script, *more
+    )
 
 
-def run_to_be_rehearsed(corpus: Corpus, directory: Path) -> LongRun:
-    """Return a run that rehearses its costliest batches before the first epoch."""
+def run_for_rehearsal(corpus: Corpus, directory: Path) -> LongRun:
+    """Return a run that rehearses its most expensive batches before the first epoch."""
     planned = ("--batch_size", "auto", "--memory_budget", "3GiB", "--epochs", "1000")
     return LongRun(directory, (*TINY_MODEL, "--train_manifest", corpus.manifest("train"), *planned))
 
 
-def run_of_preset(corpus: Corpus, directory: Path, preset: str) -> LongRun:
+def preset_run(corpus: Corpus, directory: Path, preset: str) -> LongRun:
     """Return a run of a preset with the first command's micro-batches: 2 of 4 utterances, concurrently."""
     cut = ("--batch_size", "4", "--gradient_accumulation_steps", "2", "--concurrent_micro_batches", "2")
     flags = ("--preset", preset, "--device", "cpu", *cut)
@@ -58,42 +60,44 @@ def run_of_preset(corpus: Corpus, directory: Path, preset: str) -> LongRun:
     return LongRun(directory, (*flags, *manifests, "--epochs", "1000", "--keep_checkpoints", "2"))
 
 
-def end_by_signal(run: LongRun, number: signal.Signals, target: Target, workers: int, delay: float) -> Ending:
-    """Start a process and signal it `delay` seconds after its first step; nothing may be lost or remain."""
-    life = begin(run, target, workers)
+def stop_by_signal(run: LongRun, number: signal.Signals, target: Target, workers: int, delay: float) -> SignalResult:
+    """Start a process and signal it `delay` seconds after its first step; no step may be lost, no process remain."""
+    trainer = start_until_first_step(run, target, workers)
     time.sleep(delay)
     sent = time.monotonic()
-    send(life, number, target)
-    return _told_to_stop(run, life, number, sent)
+    send_signal(trainer, number, target)
+    return _check_stopped(run, trainer, number, sent)
 
 
-def _told_to_stop(run: LongRun, life: Life, number: signal.Signals, sent: float, before: int | None = None) -> Ending:
+def _check_stopped(
+    run: LongRun, trainer: TrainingProcess, number: signal.Signals, sent: float, before: int | None = None
+) -> SignalResult:
     """Wait for a signalled process: all its steps must be saved or, with `before`, the steps up to it."""
-    code = life.end()
+    code = trainer.wait()
     seconds = time.monotonic() - sent
-    found, complaints = run.aftermath(), []
+    found, errors = run.end_state(), []
     if code != 128 + number:
-        complaints.append(f"the exit code was {code}")
+        errors.append(f"the exit code was {code}")
     if found.steps_lost if before is None else not before <= found.saved <= found.logged:
-        complaints.append(f"step {found.logged} was logged and step {found.saved} was saved")
-    return Ending(seconds, (*complaints, *_complaints(run, life)))
+        errors.append(f"step {found.logged} was logged and step {found.saved} was saved")
+    return SignalResult(seconds, (*errors, *_file_and_process_errors(run, trainer)))
 
 
-def end_by_two(run: LongRun, number: signal.Signals, workers: int, delay: float) -> Ending:
+def stop_by_second_signal(run: LongRun, number: signal.Signals, workers: int, delay: float) -> SignalResult:
     """Start a process and send a second signal `delay` seconds after the first; time is measured from the second."""
-    before = run.aftermath().saved
-    life = begin(run, "its group", workers)
-    send(life, number, "its group")
+    before = run.end_state().saved
+    trainer = start_until_first_step(run, "its group", workers)
+    send_signal(trainer, number, "its group")
     time.sleep(delay)
     sent = time.monotonic()
-    send(life, number, "its group")
-    return _told_to_stop(run, life, number, sent, before)  # a save may have been due before the first signal
+    send_signal(trainer, number, "its group")
+    return _check_stopped(run, trainer, number, sent, before)  # a save may have been due before the first signal
 
 
-class IgnoredHangUps:
+class IgnoredSighup:
     """Ignored SIGHUP, as nohup leaves it to the program that it starts."""
 
-    def lay(self, _checkpoints: Path) -> None:
+    def install(self, _checkpoints: Path) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
@@ -103,7 +107,7 @@ class HangingAudio:
 
     recordings: int
 
-    def lay(self, _checkpoints: Path) -> None:
+    def install(self, _checkpoints: Path) -> None:
         """Wrap the function that reads audio for the loader."""
         load = speech.load_audio
 
@@ -121,14 +125,14 @@ class HangingCall:
     """Call that hangs in native code of the main thread after `calls` calls, so that no Python signal handler runs.
 
     The call has returned its result before: the gradient of the micro-batch, or the recognized batch. If
-    `is_rehearsed`, only calls within a rehearsal count: the trace of a plan makes some before.
+    `is_rehearsed`, only calls within a rehearsal count: the tracer of a plan makes some before it.
     """
 
     function: Literal["konkanivani.training.step.forward_and_backward", "konkanivani.training.validation.recognize"]
     calls: int
     is_rehearsed: bool = False
 
-    def lay(self, checkpoints: Path) -> None:
+    def install(self, checkpoints: Path) -> None:
         """Replace the function."""
         module, _, name = self.function.rpartition(".")
         module = importlib.import_module(module)
@@ -146,57 +150,57 @@ class HangingCall:
         setattr(module, name, hang_after_some)
 
 
-def end_while_a_call_hangs(run: LongRun, number: signal.Signals, trap: HangingCall) -> Ending:
-    """Start a process whose main thread is in native code when the signal arrives, and stays there."""
+def stop_during_hanging_call(run: LongRun, number: signal.Signals, fault: HangingCall) -> SignalResult:
+    """Signal a process whose main thread hangs in native code."""
     before = run.logged_step()
-    life = run.begin("--num_workers", "0", trap=trap)
-    life.wait_until(lambda: run.logged_step() > before and not _has_moved(life), "the call that hangs")
+    trainer = run.start("--num_workers", "0", fault=fault)
+    trainer.wait_until(lambda: run.logged_step() > before and not _has_used_cpu(trainer), "the call that hangs")
     sent = time.monotonic()
-    send(life, number, "the process")
-    return _told_to_stop(run, life, number, sent)
+    send_signal(trainer, number, "the process")
+    return _check_stopped(run, trainer, number, sent)
 
 
-def end_while_a_rehearsal_hangs(run: LongRun, signals: int) -> list[str]:
+def stop_during_hanging_rehearsal(run: LongRun, signals: int) -> list[str]:
     """Send signals to a process whose rehearsal hangs; return the remaining files of its checkpoint folder."""
-    trap = HangingCall("konkanivani.training.step.forward_and_backward", 0, is_rehearsed=True)
-    life = run.begin("--num_workers", "0", trap=trap)
+    fault = HangingCall("konkanivani.training.step.forward_and_backward", 0, is_rehearsed=True)
+    trainer = run.start("--num_workers", "0", fault=fault)
     begun = run.checkpoints / "rehearsal.partial"
-    life.wait_until(lambda: begun.exists() and not _has_moved(life), "the call that hangs")
+    trainer.wait_until(lambda: begun.exists() and not _has_used_cpu(trainer), "the call that hangs")
     for _ in range(signals):
-        send(life, signal.SIGTERM, "the process")
+        send_signal(trainer, signal.SIGTERM, "the process")
         time.sleep(0.2)
-    assert life.end() == 128 + signal.SIGTERM
+    assert trainer.wait() == 128 + signal.SIGTERM
     return sorted(path.name for path in run.checkpoints.iterdir())
 
 
-def _has_moved(life: Life) -> bool:
+def _has_used_cpu(trainer: TrainingProcess) -> bool:
     """Return whether the process used the CPU in the last 0.5 s."""
-    before = _ticks(life)
+    before = _cpu_ticks(trainer)
     time.sleep(0.5)
-    return _ticks(life) != before
+    return _cpu_ticks(trainer) != before
 
 
-def _ticks(life: Life) -> list[str]:
-    return Path(f"/proc/{life.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+def _cpu_ticks(trainer: TrainingProcess) -> list[str]:
+    return Path(f"/proc/{trainer.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
 
 
-def end_while_workers_hang(run: LongRun, number: signal.Signals) -> Ending:
+def stop_while_workers_hang(run: LongRun, number: signal.Signals) -> SignalResult:
     """Start a process and signal it while it waits for hanging workers, with a timeout longer than the test's."""
     patient = "--loader_timeout", str(2 * PATIENCE)
-    life = begin(run, "the process", 2, *patient, trap=HangingAudio(recordings=12))
+    trainer = start_until_first_step(run, "the process", 2, *patient, fault=HangingAudio(recordings=12))
     logged = -1
     while logged != (logged := run.logged_step()):  # train on the prefetched data
         time.sleep(1.0)
     sent = time.monotonic()
-    send(life, number, "the process")
-    return _told_to_stop(run, life, number, sent)
+    send_signal(trainer, number, "the process")
+    return _check_stopped(run, trainer, number, sent)
 
 
-def end_by_closing_its_terminal(run: LongRun, workers: int) -> Ending:
+def stop_by_closing_terminal(run: LongRun, workers: int) -> SignalResult:
     """Start a process and close its terminal after its first step; the shell repeats the signal of the kernel."""
     run.directory.mkdir(parents=True, exist_ok=True)
     before, (terminal, its_end) = run.logged_step(), pty.openpty()
-    life = Life(
+    trainer = TrainingProcess(
         subprocess.Popen(
             [sys.executable, str(SCRIPT), *run.arguments("--num_workers", str(workers))],
             **dict.fromkeys(("stdin", "stdout", "stderr"), its_end),
@@ -206,14 +210,14 @@ def end_by_closing_its_terminal(run: LongRun, workers: int) -> Ending:
         )
     )
     os.close(its_end)
-    life.wait_until(lambda: _is_read(terminal, run.output) and run.logged_step() > before, "the first step")
+    trainer.wait_until(lambda: _drain_terminal(terminal, run.output) and run.logged_step() > before, "the first step")
     sent = time.monotonic()
     os.close(terminal)
-    send(life, signal.SIGHUP, "its group")
-    return _told_to_stop(run, life, signal.SIGHUP, sent)
+    send_signal(trainer, signal.SIGHUP, "its group")
+    return _check_stopped(run, trainer, signal.SIGHUP, sent)
 
 
-def _is_read(terminal: int, output: Path) -> bool:
+def _drain_terminal(terminal: int, output: Path) -> bool:
     """Copy the terminal output to the file, so that the terminal buffer does not fill up; always return true."""
     with open(output, "ab") as file:
         while select.select([terminal], [], [], 0)[0]:
@@ -221,29 +225,33 @@ def _is_read(terminal: int, output: Path) -> bool:
     return True
 
 
-def begin(run: LongRun, target: Target, workers: int, *more: str, trap: Trap | None = None) -> Life:
+def start_until_first_step(
+    run: LongRun, target: Target, workers: int, *more: str, fault: InjectedFault | None = None
+) -> TrainingProcess:
     before, loader = run.logged_step(), ("--num_workers", str(workers), *more)
-    life = run.begin_script(SHELL_SCRIPT, *loader) if target == "the shell script" else run.begin(*loader, trap=trap)
-    life.wait_until(lambda: run.logged_step() > before, "the first step")
-    return life
+    trainer = (
+        run.start_script(SHELL_SCRIPT, *loader) if target == "the shell script" else run.start(*loader, fault=fault)
+    )
+    trainer.wait_until(lambda: run.logged_step() > before, "the first step")
+    return trainer
 
 
-def send(life: Life, number: signal.Signals, target: Target) -> None:
+def send_signal(trainer: TrainingProcess, number: signal.Signals, target: Target) -> None:
     """Send the signal to the started process, or to its whole group, as a terminal does."""
-    with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+    with contextlib.suppress(ProcessLookupError):  # it may have exited already
         if target == "its group":
-            os.killpg(life.pid, number)
+            os.killpg(trainer.pid, number)
         else:
-            os.kill(life.pid, number)
+            os.kill(trainer.pid, number)
 
 
-def left_after(life: Life) -> list[int]:
-    """Return the processes that remain 2 s after the end: PyTorch workers on their own need 5 s to notice.
+def remaining_processes(trainer: TrainingProcess) -> list[int]:
+    """Return the processes that remain 2 s after the end: orphaned PyTorch workers would need 5 s to notice.
 
     A killed process may need longer to end on a busy machine.
     """
     began = time.monotonic()
-    while left := members(life.pid):
+    while left := processes_in_group(trainer.pid):
         waited = time.monotonic() - began
         if waited > PATIENCE or (waited > 2.0 and not all(map(is_dying, left))):
             break
@@ -251,8 +259,8 @@ def left_after(life: Life) -> list[int]:
     return left
 
 
-def _complaints(run: LongRun, life: Life) -> list[str]:
-    found = [f"{name} cannot be read" for name in run.aftermath().unsound]
-    if left := left_after(life):
+def _file_and_process_errors(run: LongRun, trainer: TrainingProcess) -> list[str]:
+    found = [f"{name} cannot be read" for name in run.end_state().invalid_files]
+    if left := remaining_processes(trainer):
         found.append(f"{len(left)} processes were left behind")
     return found + run.tracebacks()

@@ -14,7 +14,7 @@ class _Time(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
-def block(seconds: float) -> None:
+def block_in_native_code(seconds: float) -> None:
     """Wait in native code, as in a write that the kernel cannot interrupt: no Python signal handler runs."""
     library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)  # all zeros: an unlocked mutex
     until = time.time() + seconds
@@ -33,20 +33,20 @@ class SlowDisk:
     fast: int = 1
     _saves: int = 0
 
-    def lay(self, checkpoints: Path) -> None:
+    def install(self, checkpoints: Path) -> None:
         """Replace fsync in the module that writes checkpoints."""
 
         def fsync(descriptor: int) -> None:
             self._saves += 1
             if self._saves > self.fast:
                 (checkpoints / "writing").write_text(str(self._saves - self.fast))
-                block(self.seconds)
+                block_in_native_code(self.seconds)
             os.fsync(descriptor)
 
         checkpoint.os = SimpleNamespace(**vars(os) | {"fsync": fsync})
 
 
-def slow_writes(checkpoints: Path) -> int:
+def count_slow_writes(checkpoints: Path) -> int:
     """Return the number of slow writes up to now, the present one included."""
     try:
         return int((checkpoints / "writing").read_text() or 0)

@@ -29,7 +29,7 @@ CASES = {case.name: case for case in FULL_DISKS}
 
 
 @pytest.fixture
-def mounts(tmp_path):
+def requires_mount(tmp_path):
     """Skip the test if no disk can be mounted."""
     try:
         with small_disk(tmp_path / "try", 2**16):
@@ -38,20 +38,20 @@ def mounts(tmp_path):
         pytest.skip(str(error))
 
 
-def test_one_save_that_fails_keeps_the_old_checkpoint_and_is_made_up_for(bench: ResumeBench, tmp_path):
+def test_failed_save_keeps_the_old_checkpoint_and_the_next_save_succeeds(bench: ResumeBench, tmp_path):
     assert full_disk_findings(bench, CASES["no file beyond 50.00% of a checkpoint"], tmp_path / "run") == []
 
 
-def a_checkpoint(step: int) -> Checkpoint:
+def make_checkpoint(step: int) -> Checkpoint:
     states = {"model": {"weight": torch.full((1000,), float(step))}, "progress": {"step": step}}
     return Checkpoint("", b"tokens", 3, step, 0, states)
 
 
 @pytest.mark.parametrize("name, number", [*OPERATIONS, ("replace", 3), ("replace", 4)])
-def test_each_operation_of_a_save_may_be_refused(name, number, tmp_path, monkeypatch):
+def test_failed_file_operation_in_a_save_leaves_only_whole_checkpoints(name, number, tmp_path, monkeypatch):
     """The save has the epoch and the best checkpoint, so four names are written."""
     keeper = Checkpointer(tmp_path, keep=2)
-    keeper.save(a_checkpoint(2))
+    keeper.save(make_checkpoint(2))
     before, calls = (tmp_path / LAST).read_bytes(), []
     place = checkpoint if name == "open" else os
     original = open if name == "open" else getattr(os, name)
@@ -65,27 +65,27 @@ def test_each_operation_of_a_save_may_be_refused(name, number, tmp_path, monkeyp
     with monkeypatch.context() as full:
         full.setattr(place, name, refused, raising=False)
         with pytest.raises(ResourceError, match="No space left on device"):
-            keeper.save(a_checkpoint(4), epoch=1, is_best=True)
+            keeper.save(make_checkpoint(4), epoch=1, is_best=True)
     assert len(calls) == number and (tmp_path / LAST).read_bytes() == before
     assert all(read_checkpoint(path).step in (2, 4) for path in tmp_path.iterdir()), "something half written is left"
-    keeper.save(a_checkpoint(6))
+    keeper.save(make_checkpoint(6))
     steps = [read_checkpoint(tmp_path / file).step for file in (LAST, PREVIOUS)]
     assert steps == [6, 2]
 
 
-def test_three_in_a_row_end_with_6(bench, tmp_path):
+def test_three_failed_saves_in_a_row_exit_with_6(bench, tmp_path):
     assert three_failures_findings(bench, 0.5, tmp_path / "run") == []
 
 
-def test_a_full_disk_of_logs_costs_records_only(bench, mounts, tmp_path):
+def test_full_log_disk_loses_only_log_records(bench, requires_mount, tmp_path):
     assert full_log_findings(bench, tmp_path / "run") == []
 
 
-def test_a_second_trainer_is_refused_and_the_first_one_is_exact(bench, tmp_path):
+def test_second_trainer_in_a_folder_is_rejected_and_the_first_unchanged(bench, tmp_path):
     assert two_trainers_findings(bench, tmp_path / "run") == []
 
 
-PRINTS_TO_A_FULL_DISK = """
+PROGRAM_WITH_LOST_OUTPUT = """
 import sys
 from konkanivani.command_line import ignore_lost_output, run_script
 from konkanivani.errors import DataError
@@ -103,14 +103,14 @@ sys.exit(run_script(action))
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
-def test_output_into_a_full_disk_ends_nothing_and_the_exit_code_stays(tmp_path):
+def test_output_to_a_full_disk_changes_neither_run_nor_exit_code(tmp_path):
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-c", PRINTS_TO_A_FULL_DISK, str(tmp_path / "done")]
+        command = [sys.executable, "-c", PROGRAM_WITH_LOST_OUTPUT, str(tmp_path / "done")]
         done = subprocess.run(command, stdout=full, stderr=full, cwd=ROOT, timeout=PATIENCE)
     assert done.returncode == 3 and (tmp_path / "done").exists()
 
 
-def test_a_list_of_rejections_that_cannot_be_written_is_told_and_ends_nothing(tmp_path, capsys):
+def test_unwritable_rejection_list_is_reported_without_stopping(tmp_path, capsys):
     class Manifest(list):
         path, broken = "train.jsonl", ()
 

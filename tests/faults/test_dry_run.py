@@ -1,4 +1,4 @@
-"""A dry run prints the messages of the run, executes its real path, and leaves the disk unchanged to the last byte."""
+"""A dry run prints the messages of the run, executes its code path, and leaves every byte of the disk unchanged."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.recipe.dry_run import dry_run
 from konkanivani.training.loop import train
 from tests.conftest import ROOT, TRAINER, Corpus, read_log, run_folders, run_trainer, well, write_corpus
-from tests.faults.beginnings import print_at_once
+from tests.faults.process_start import flush_each_line
 from tests.faults.small_run import SMALL_MODEL
 from tests.patience import PATIENCE
 from tests.starts import begin_run
@@ -44,7 +44,7 @@ STAGES = ["flags", "paths", "disk", "data", "plan", "model", "rehearsal", "two s
 
 
 @pytest.fixture(scope="module")
-def few(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "tones", {"train": 10, "valid": 2, "test": 2})
 
 
@@ -71,11 +71,11 @@ def stages_of(output: str) -> list[str]:
     return re.findall(r"^(\w[\w ]*): .* \(\d+\.\d s\)$", output, re.MULTILINE)
 
 
-def test_the_script_tells_every_stage_and_leaves_nothing(few, tmp_path):
+def test_dry_run_reports_every_stage_and_leaves_no_files(small_corpus, tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "mine.txt").write_text("mine")
     before = files_of(tmp_path)
-    given = flags(few, tmp_path / "here" / "deep" / "er", "--dry_run", "--num_workers", "2", "--epochs", "20")
+    given = flags(small_corpus, tmp_path / "here" / "deep" / "er", "--dry_run", "--num_workers", "2", "--epochs", "20")
     done = well(run_trainer(*given, cwd=tmp_path))
     assert stages_of(done.stdout) == [*STAGES, "removed"]
     assert "10 training utterances" in done.stdout and "3 steps of 4 utterances per epoch" in done.stdout
@@ -94,8 +94,8 @@ def test_the_script_tells_every_stage_and_leaves_nothing(few, tmp_path):
     ],
     ids=["planned", "half precision"],
 )
-def test_it_takes_the_path_of_other_runs_too(more, few, tmp_path):
-    given = flags(few, tmp_path, "--dry_run", *more)
+def test_dry_run_supports_planned_and_half_precision_runs(more, small_corpus, tmp_path):
+    given = flags(small_corpus, tmp_path, "--dry_run", *more)
     if "auto" in more:
         at = given.index("--gradient_accumulation_steps")
         del given[at : at + 2]
@@ -108,15 +108,15 @@ def test_it_takes_the_path_of_other_runs_too(more, few, tmp_path):
 
 
 @pytest.mark.parametrize("batch", ["5", "10"])  # an epoch ends with every second global batch, or with every one
-def test_saves_that_fall_due_on_the_way_change_nothing(batch, few, tmp_path):
-    given = [*SMALL_MODEL, *few.flags(), *run_folders(tmp_path), "--num_workers", "0", "--batch_size", batch]
+def test_periodic_saves_do_not_change_a_dry_run(batch, small_corpus, tmp_path):
+    given = [*SMALL_MODEL, *small_corpus.flags(), *run_folders(tmp_path), "--num_workers", "0", "--batch_size", batch]
     given += ["--gradient_accumulation_steps", "1", "--save_steps", "1", "--epochs", "1", "--dry_run"]
     summary = json.loads(well(run_trainer(*given)).stdout.splitlines()[-1])
     assert summary["resumed_difference"] == 0 and summary["steps"] == 10 // int(batch)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_dry_resume_goes_on_from_the_checkpoint_and_touches_nothing_of_its_run(copy, capsys):
+def test_dry_resume_continues_the_checkpoint_without_changing_its_run(copy, capsys):
     before = files_of(copy)
     for resumed in (["--resume", "auto", *run_folders(copy)], ["--resume", str(copy / "checkpoints" / LAST)]):
         given = [*resumed, *run_folders(copy), "--epochs", "4", "--dry_run"]
@@ -126,7 +126,7 @@ def test_a_dry_resume_goes_on_from_the_checkpoint_and_touches_nothing_of_its_run
         assert files_of(copy) == before
 
 
-def test_a_dry_resume_passes_over_damaged_checkpoints_and_leaves_them_their_names(copy, capsys):
+def test_dry_resume_skips_damaged_checkpoints_without_renaming_them(copy, capsys):
     folder = copy / "checkpoints"
     for path in {*folder.glob("checkpoint_*")} - {folder / LAST}:
         path.unlink()
@@ -145,7 +145,7 @@ def test_a_dry_resume_passes_over_damaged_checkpoints_and_leaves_them_their_name
     assert (folder / LAST).exists()
 
 
-REFUSED = [
+REJECTED = [
     (("--learning_rate", "nan"), UsageError, "finite"),
     (("--valid_manifest", "none.jsonl"), DataError, "none.jsonl"),
     (("--min_duration", "19"), DataError, "None of the 10"),
@@ -154,9 +154,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("more, kind, said", REFUSED, ids=[more[0] for more, _, _ in REFUSED])
-def test_it_refuses_what_the_run_would_and_leaves_nothing(more, kind, said, few, tmp_path):
-    given = flags(few, tmp_path, *more)
+@pytest.mark.parametrize("more, kind, said", REJECTED, ids=[more[0] for more, _, _ in REJECTED])
+def test_dry_run_raises_the_error_of_the_run_and_leaves_no_files(more, kind, said, small_corpus, tmp_path):
+    given = flags(small_corpus, tmp_path, *more)
     with pytest.raises(kind, match=said) as refused:
         dry_run(parse_args([*given, "--dry_run"]))
     assert os.listdir(tmp_path) == []
@@ -165,14 +165,14 @@ def test_it_refuses_what_the_run_would_and_leaves_nothing(more, kind, said, few,
     assert str(refused.value) == str(real.value)
 
 
-def test_a_used_folder_is_refused_as_the_run_would(few, copy):
+def test_dry_run_rejects_a_used_folder(small_corpus, copy):
     before = files_of(copy)
     with pytest.raises(UsageError, match="contains checkpoints of a run"):
-        dry_run(parse_args(flags(few, copy, "--dry_run")))
+        dry_run(parse_args(flags(small_corpus, copy, "--dry_run")))
     assert files_of(copy) == before
 
 
-def test_a_folder_in_which_another_process_trains_is_refused(few, tmp_path):
+def test_dry_run_rejects_a_folder_locked_by_another_process(small_corpus, tmp_path):
     child = os.fork()
     if child == 0:
         lock = RunLock(tmp_path / "checkpoints")
@@ -187,7 +187,7 @@ def test_a_folder_in_which_another_process_trains_is_refused(few, tmp_path):
             time.sleep(0.01)
         before = files_of(tmp_path)
         with pytest.raises(ResourceError, match=f"Process {child} is already training"):
-            dry_run(parse_args(flags(few, tmp_path, "--dry_run")))
+            dry_run(parse_args(flags(small_corpus, tmp_path, "--dry_run")))
         assert files_of(tmp_path) == before
     finally:
         os.kill(child, signal.SIGKILL)
@@ -200,11 +200,13 @@ def test_a_folder_in_which_another_process_trains_is_refused(few, tmp_path):
 @pytest.mark.parametrize(
     "number, stage", [(signal.SIGINT, "data"), (signal.SIGTERM, "rehearsal"), (signal.SIGINT, "saved")]
 )
-def test_a_signal_at_any_stage_ends_it_with_its_code_and_removes_everything(number, stage, few, tmp_path, monkeypatch):
-    tell = dry.StageClock.done
+def test_signal_at_any_stage_exits_with_its_code_and_removes_all_files(
+    number, stage, small_corpus, tmp_path, monkeypatch
+):
+    report_stage = dry.StageClock.done
 
     def interrupted(clock: dry.StageClock, name: str, sentence: str) -> None:
-        tell(clock, name, sentence)
+        report_stage(clock, name, sentence)
         if name == stage:
             assert os.listdir(tmp_path)
             os.kill(os.getpid(), number)
@@ -213,17 +215,17 @@ def test_a_signal_at_any_stage_ends_it_with_its_code_and_removes_everything(numb
     monkeypatch.setattr(dry.StageClock, "done", interrupted)
     handlers = [signal.getsignal(each) for each in stopping_signals()]
     with pytest.raises(Interrupted) as stopped:
-        dry_run(parse_args(flags(few, tmp_path, "--dry_run")))
+        dry_run(parse_args(flags(small_corpus, tmp_path, "--dry_run")))
     assert stopped.value.exit_code == 128 + number and "removed" in str(stopped.value)
     assert os.listdir(tmp_path) == []
     assert [signal.getsignal(each) for each in stopping_signals()] == handlers
 
 
-def test_ctrl_c_ends_the_script_with_130_and_its_workers_with_it(few, tmp_path, tmp_path_factory):
-    given = flags(few, tmp_path, "--dry_run", "--num_workers", "2", "--batch_size", "1", "--d_model", "256")
+def test_ctrl_c_exits_with_130_and_ends_the_workers(small_corpus, tmp_path, tmp_path_factory):
+    given = flags(small_corpus, tmp_path, "--dry_run", "--num_workers", "2", "--batch_size", "1", "--d_model", "256")
     said = tmp_path_factory.mktemp("said") / "output.txt"
     said.touch()
-    child = warm_parent().start(Job(ROOT / TRAINER, given, said, threads=1, before=print_at_once))
+    child = warm_parent().start(Job(ROOT / TRAINER, given, said, threads=1, before=flush_each_line))
     while child.poll() is None and b"model: " not in said.read_bytes():
         time.sleep(0.01)
     os.killpg(child.pid, signal.SIGINT)  # as a terminal does
@@ -238,56 +240,58 @@ def test_ctrl_c_ends_the_script_with_130_and_its_workers_with_it(few, tmp_path, 
 # Comparison of states
 
 
-def state(**changed: object) -> Checkpoint:
+def make_checkpoint(**changed: object) -> Checkpoint:
     weights = {"a": torch.arange(6.0), "b": torch.tensor(0.0), "c": torch.tensor([float("nan")])} | changed
     return Checkpoint("", b"", 5, 1, 7, {"model": weights, "progress": {"step": 1, "best_score": float("inf")}})
 
 
-def test_two_states_are_equal_only_to_the_last_bit():
-    assert differences(state(), state()) == []
-    check_equal(state(), state(), "Equal")
+def test_checkpoints_are_compared_bit_for_bit():
+    assert differences(make_checkpoint(), make_checkpoint()) == []
+    check_equal(make_checkpoint(), make_checkpoint(), "Equal")
     flipped = torch.arange(6.0)
     flipped.view(torch.int32)[3] ^= 1
     for changed in ({"a": flipped}, {"b": torch.tensor(-0.0)}, {"a": torch.arange(6.0).double()}, {"d": torch.ones(1)}):
         (name,) = changed
-        assert differences(state(), state(**changed)) == [f"model/{name}"]
+        assert differences(make_checkpoint(), make_checkpoint(**changed)) == [f"model/{name}"]
         with pytest.raises(CheckpointError, match=f"1 value differs, first model/{name}"):
-            check_equal(state(), state(**changed), "Unequal")
-    other = dataclasses.replace(state(), states=state().states | {"progress": {"step": 2, "best_score": float("inf")}})
-    assert differences(state(), other) == ["progress/step"]
-    apart = relative_difference(state(c=torch.ones(1)), state(a=flipped, c=torch.ones(1)))
+            check_equal(make_checkpoint(), make_checkpoint(**changed), "Unequal")
+    other = dataclasses.replace(
+        make_checkpoint(), states=make_checkpoint().states | {"progress": {"step": 2, "best_score": float("inf")}}
+    )
+    assert differences(make_checkpoint(), other) == ["progress/step"]
+    apart = relative_difference(make_checkpoint(c=torch.ones(1)), make_checkpoint(a=flipped, c=torch.ones(1)))
     assert 0 < apart < 1e-6
 
 
-def test_negative_control_a_resume_that_forgets_something_is_found(few, tmp_path, monkeypatch):
+def test_negative_control_an_incomplete_resume_is_detected(small_corpus, tmp_path, monkeypatch):
     """Without the optimizer's moments the weights are equal, but not the next step."""
     from konkanivani.training.optimizer_state import OptimizerState
 
-    monkeypatch.setattr(OptimizerState, "load_state_dict", lambda self, state: None)
+    monkeypatch.setattr(OptimizerState, "load_state_dict", lambda self, make_checkpoint: None)
     with pytest.raises(CheckpointError, match="The resumed state differs from the state saved: .*optimizer/"):
-        dry_run(parse_args(flags(few, tmp_path, "--dry_run")))
+        dry_run(parse_args(flags(small_corpus, tmp_path, "--dry_run")))
     monkeypatch.setattr(compare, "differences", lambda one, other: [])
-    summary = json.loads(dry_run(parse_args(flags(few, tmp_path, "--dry_run"))))
+    summary = json.loads(dry_run(parse_args(flags(small_corpus, tmp_path, "--dry_run"))))
     assert summary["resumed_difference"] > 0
     assert os.listdir(tmp_path) == []
 
 
-def test_negative_control_a_save_that_loses_a_bit_is_found(few, tmp_path, monkeypatch):
+def test_negative_control_a_save_with_a_flipped_bit_is_detected(small_corpus, tmp_path, monkeypatch):
     read = dry.read_checkpoint
 
-    def read_wrongly(path: Path) -> Checkpoint:
+    def read_with_flipped_bit(path: Path) -> Checkpoint:
         checkpoint = read(path)
         tensor = next(iter(checkpoint.states["model"].values()))
         tensor.view(-1).view(torch.int32)[0] ^= 1
         return checkpoint
 
-    monkeypatch.setattr(dry, "read_checkpoint", read_wrongly)
+    monkeypatch.setattr(dry, "read_checkpoint", read_with_flipped_bit)
     with pytest.raises(CheckpointError, match="The checkpoint read back differs from the state saved: 1 value"):
-        dry_run(parse_args(flags(few, tmp_path, "--dry_run")))
+        dry_run(parse_args(flags(small_corpus, tmp_path, "--dry_run")))
     assert os.listdir(tmp_path) == []
 
 
-def test_a_scratch_folder_takes_its_parents_along_and_leaves_what_was_there(tmp_path):
+def test_scratch_folder_removes_only_the_folders_that_it_created(tmp_path):
     with scratch_folder(tmp_path / "a" / "b") as scratch:
         (scratch / "file").touch()
         assert scratch.parent == tmp_path / "a" / "b"
@@ -300,10 +304,10 @@ def test_a_scratch_folder_takes_its_parents_along_and_leaves_what_was_there(tmp_
     assert sorted(os.listdir(tmp_path)) == ["a", "c"] and os.listdir(tmp_path / "c") == ["of_another"]
 
 
-def test_the_run_after_a_dry_run_is_the_run_without_one_bit_for_bit(few, tmp_path):
+def test_run_after_a_dry_run_equals_a_run_without_it_bit_for_bit(small_corpus, tmp_path):
     logs = []
     for name in ("with", "without"):
-        given = flags(few, tmp_path / name, "--max_steps", "3")
+        given = flags(small_corpus, tmp_path / name, "--max_steps", "3")
         if name == "with":
             dry_run(parse_args([*given, "--dry_run"]))
         train(build_run(begin_run(given)))

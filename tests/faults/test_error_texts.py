@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-OURS = {"UsageError", "DataError", "CheckpointError", "NumericsError", "ResourceError", "OtherVersionError"}
+PROJECT_ERRORS = {"UsageError", "DataError", "CheckpointError", "NumericsError", "ResourceError", "OtherVersionError"}
 # Functions that turn a system error into an error of the project: argument positions of the failed action and advice.
 EXPLAINED = {"explained": (1, 2), "_guarded": (0, 1)}
 # Verbs that start a sentence or a clause; usage errors may state a requirement.
@@ -18,7 +18,7 @@ IMPERATIVES = (
     "reinstall reload remove rename repair resample restore resume run save set split start stop take train try unset "
     "update use wait write"
 ).split()
-WHAT_TO_DO = re.compile(
+REMEDY = re.compile(
     rf"(^|[.:;,)X]\s+|\bor |\band |\bthen )({'|'.join(IMPERATIVES)})\b|\bmust\b|\blie(s)? between\b", re.IGNORECASE
 )
 # Placeholders that contain the advice: another error of the project, or a sentence built elsewhere.
@@ -38,21 +38,21 @@ ADVICE |= {"'; '.join(broken)", "'; '.join(problems)", "retry", "str(error)", "W
 ADVICE |= {"str(error).replace(str(folder), str(source))"}
 
 
-def spoken(node: ast.expr) -> str:
+def message_text(node: ast.expr) -> str:
     """Return the text of a message, with formatted values in braces."""
     match node:
         case ast.Constant(value=str(text)):
             return text
         case ast.JoinedStr():
-            return "".join(spoken(part) for part in node.values)
+            return "".join(message_text(part) for part in node.values)
         case ast.FormattedValue():
             return f"{{{ast.unparse(node.value)}}}"
         case ast.BinOp(op=ast.Add()):
-            return spoken(node.left) + spoken(node.right)
+            return message_text(node.left) + message_text(node.right)
     return f"{{{ast.unparse(node)}}}"
 
 
-def assigned(node: ast.expr, tree: ast.Module) -> ast.expr:
+def assigned_value(node: ast.expr, tree: ast.Module) -> ast.expr:
     """Return the value of a name from its last assignment before the node, or the node itself."""
     found = node
     for line in sorted((line for line in ast.walk(tree) if isinstance(line, ast.Assign)), key=lambda a: a.lineno):
@@ -63,20 +63,20 @@ def assigned(node: ast.expr, tree: ast.Module) -> ast.expr:
     return found
 
 
-def messages(source: str) -> list[str]:
+def error_messages(source: str) -> list[str]:
     """Return the message of every error of the project in the source, raised directly or from a system error."""
     tree, found = ast.parse(source), []
     for call in ast.walk(tree):
         name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
-        if name in OURS:
-            found.append(spoken(call.args[0]))
+        if name in PROJECT_ERRORS:
+            found.append(message_text(call.args[0]))
         elif name in EXPLAINED:
-            what, advice = (spoken(assigned(call.args[place], tree)) for place in EXPLAINED[name])
+            what, advice = (message_text(assigned_value(call.args[place], tree)) for place in EXPLAINED[name])
             found.append(f"{what}: {{reason}}. {advice}")
     return found
 
 
-def complaint(message: str) -> str | None:
+def message_defect(message: str) -> str | None:
     """Return the defect of a message that its text shows, or None."""
     filled = re.findall(r"\{([^{}]*)\}", message)
     if message.endswith("}") and filled and filled[-1] in ADVICE:
@@ -88,7 +88,7 @@ def complaint(message: str) -> str | None:
         return "it does not begin as a sentence"
     if any(advice in filled for advice in ADVICE):
         return None
-    return None if WHAT_TO_DO.search(plain) else "it does not say what to do"
+    return None if REMEDY.search(plain) else "it does not say what to do"
 
 
 def sources() -> list[Path]:
@@ -96,10 +96,10 @@ def sources() -> list[Path]:
     return [path for folder in folders for path in sorted(folder.rglob("*.py"))]
 
 
-def test_every_error_is_a_sentence_that_says_what_to_do():
-    found = [(path, message) for path in sources() for message in messages(path.read_text(encoding="utf-8"))]
+def test_every_error_is_a_sentence_with_a_remedy():
+    found = [(path, message) for path in sources() for message in error_messages(path.read_text(encoding="utf-8"))]
     assert len(found) > 150
-    bad = [f"{path.relative_to(ROOT)}: {said}: {text}" for path, text in found if (said := complaint(text))]
+    bad = [f"{path.relative_to(ROOT)}: {said}: {text}" for path, text in found if (said := message_defect(text))]
     assert not bad, "\n".join(bad)
 
 
@@ -114,6 +114,6 @@ def test_every_error_is_a_sentence_that_says_what_to_do():
         'advice = "It is broken."\nwith explained(DataError, f"{path} cannot be read", advice):\n    pass',
     ],
 )
-def test_negative_control_a_message_that_falls_short_is_found(raised):
-    (message,) = messages(raised)
-    assert complaint(message)
+def test_negative_control_an_incomplete_message_is_detected(raised):
+    (message,) = error_messages(raised)
+    assert message_defect(message)

@@ -1,4 +1,4 @@
-"""Killed anywhere and resumed, a run is the same; benchmarks/faults.py --parts resumes --full has all cases."""
+"""A run killed anywhere and resumed equals the undisturbed run; benchmarks/faults.py --parts resumes has all cases."""
 
 import dataclasses
 
@@ -12,32 +12,32 @@ from tests.faults.resuming import (
     checkpoint_differences,
     control_cases,
     last_checkpoint,
-    recut_cases,
+    resplit_cases,
     resume_cases,
 )
 
 CASES = {case.name + case.settings.precision: case for case in resume_cases()}
-SAMPLE = "after window 12, fp16 steps skipped beforefp16"
+SAMPLE = "after global batch 12, fp16 steps skipped beforefp16"
 
 
 @pytest.mark.parametrize("name", [SAMPLE, *further("twice in one epochbf16")])
-def test_it_is_the_same_bit_for_bit(bench: ResumeBench, name, tmp_path):
+def test_resumed_run_equals_the_undisturbed_run_bit_for_bit(bench: ResumeBench, name, tmp_path):
     assert bench.differences(CASES[name], tmp_path / "run") == []
 
 
-def test_in_another_cut_of_the_window_it_is_the_same_order_and_in_float64_the_same_weights(bench, tmp_path):
-    case = next(case for case in recut_cases() if case.settings.precision == "fp64")
-    assert bench.recut_differences(case, tmp_path / "run") == []
+def test_resume_with_other_micro_batches_keeps_order_and_float64_weights(bench, tmp_path):
+    case = next(case for case in resplit_cases() if case.settings.precision == "fp64")
+    assert bench.resplit_differences(case, tmp_path / "run") == []
 
 
-def test_negative_control_one_steps_seed_is_seen(bench, tmp_path):
+def test_negative_control_another_seed_of_one_step_is_detected(bench, tmp_path):
     case = next(case for case in control_cases() if case.name == "one step's seed")
     found = bench.differences(case, tmp_path / "run")
     assert any(difference.startswith("log.jsonl step 10: loss") for difference in found)
     assert any(difference.startswith("model/") for difference in found)
 
 
-def test_there_are_48_cases_of_every_kind_that_is_promised():
+def test_48_resume_cases_cover_all_precisions_sources_and_worker_counts():
     cases = resume_cases()
     assert len(cases) >= 48 and len({(case.name, case.settings) for case in cases}) == len(cases)
     assert {workers for case in cases for workers in case.workers} == {0, 1, 2, 4}
@@ -45,7 +45,7 @@ def test_there_are_48_cases_of_every_kind_that_is_promised():
     assert {case.settings.source for case in cases} == {"files", "shards", "surrounded", "poisoned"}
 
 
-def test_a_difference_of_one_bit_or_kind_is_seen(bench):
+def test_comparison_detects_one_changed_bit_and_a_missing_state(bench):
     one = last_checkpoint(bench.undisturbed(Settings(precision="fp16")))
     other = last_checkpoint(bench.undisturbed(Settings(precision="fp16")))
     # Global batches of three epochs, some skipped.

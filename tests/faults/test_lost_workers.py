@@ -12,22 +12,22 @@ CASES = (LostWorker("killed once", signal.SIGKILL, True), LostWorker("crashes ea
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_worker_that_dies_is_made_up_for_once(bench: ResumeBench, case, tmp_path):
+def test_dead_worker_is_replaced_once(bench: ResumeBench, case, tmp_path):
     assert lost_worker_findings(bench, case, tmp_path / "run") == []
 
 
-def test_a_worker_that_stops_ends_the_run_in_time(bench, tmp_path):
+def test_stopped_worker_ends_the_run_within_the_timeout(bench, tmp_path):
     assert lost_worker_findings(bench, LostWorker("stopped", signal.SIGSTOP, False, 1), tmp_path / "run") == []
 
 
-def test_a_run_with_too_little_shared_memory_is_the_same_run(bench, tmp_path):
+def test_run_with_too_little_shared_memory_equals_undisturbed_run(bench, tmp_path):
     try:
         with small_disk(tmp_path / "try", 2**16):
             pass
     except PermissionError as error:
         pytest.skip(str(error))
     assert shared_memory_findings(bench, tmp_path / "run", 64) == []
-    # Negative control: with enough of it, the run does not mention it.
+    # Negative control: with enough shared memory, the run does not mention it.
     assert shared_memory_findings(bench, tmp_path / "enough", 2**16) == [
         "it does not say that shared memory is too small"
     ]

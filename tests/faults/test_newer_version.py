@@ -1,4 +1,4 @@
-"""A checkpoint of a newer version is refused with a sentence by every command, and is not moved."""
+"""A checkpoint of a newer version is rejected with one sentence by every command, and is not moved."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ def resume(folder: Path, *flags: str) -> None:
     build_run(begin_run(["--resume", *flags, *ON_A_CPU, "--log_dir", str(folder / "runs")]))
 
 
-def begin_from(folder: Path) -> None:
+def init_from(folder: Path) -> None:
     fresh, manifest = str(folder / "fresh"), ("--train_manifest", str(folder / "train.jsonl"))
     begin_run(["--init_from", str(folder / LAST), "--checkpoint_dir", fresh, "--log_dir", fresh, *ON_A_CPU, *manifest])
 
@@ -41,17 +41,17 @@ USES: dict[str, Callable[[Path], object]] = {
     "resume auto": lambda folder: resume(
         folder, "auto", "--checkpoint_dir", str(folder), "--train_manifest", str(folder / "train.jsonl")
     ),
-    "begin from": begin_from,
+    "init from": init_from,
     "recognise": lambda folder: load_recognizer(folder / LAST, device="cpu"),
     "average": lambda folder: average_checkpoints([NamedCheckpoint(LAST, read_checkpoint(folder / LAST))]),
 }
 
 
 @pytest.fixture
-def newer(small_run: Path, tmp_path: Path, monkeypatch) -> Callable[[Callable[[dict], None]], Path]:
+def write_newer(small_run: Path, tmp_path: Path, monkeypatch) -> Callable[[Callable[[dict], None]], Path]:
     """Return a function that writes the checkpoint of a run to a folder as a newer version would."""
 
-    def made(change: Callable[[dict], None]) -> Path:
+    def write(change: Callable[[dict], None]) -> Path:
         monkeypatch.chdir(small_run)
         folder = tmp_path / "newer"
         folder.mkdir()
@@ -61,20 +61,20 @@ def newer(small_run: Path, tmp_path: Path, monkeypatch) -> Callable[[Callable[[d
         torch.save(record, folder / LAST)
         return folder
 
-    return made
+    return write
 
 
 # Commands that need only the weights ignore a newer state.
-REFUSED = [
+REJECTED = [
     *((change, "resume") for change in CHANGES),
-    *((change, use) for change in ("format", "flag", "choice") for use in ("resume auto", "begin from", "recognise")),
+    *((change, use) for change in ("format", "flag", "choice") for use in ("resume auto", "init from", "recognise")),
     *(("weight", "recognise"), ("format", "average")),
 ]
 
 
-@pytest.mark.parametrize("change, use", REFUSED)
-def test_it_is_refused_and_left_alone(change, use, newer):
-    folder = newer(CHANGES[change][0])
+@pytest.mark.parametrize("change, use", REJECTED)
+def test_newer_checkpoint_is_rejected_and_not_renamed(change, use, write_newer):
+    folder = write_newer(CHANGES[change][0])
     before = (folder / LAST).read_bytes()
     with pytest.raises(CheckpointError) as refused:
         USES[use](folder)
@@ -83,6 +83,6 @@ def test_it_is_refused_and_left_alone(change, use, newer):
     assert (folder / LAST).read_bytes() == before and not list(folder.glob("*.damaged"))
 
 
-@pytest.mark.parametrize("use", ["resume", "begin from", "recognise", "average"])
-def test_negative_control_the_same_checkpoint_unchanged_is_taken(use, newer):
-    USES[use](newer(lambda record: None))
+@pytest.mark.parametrize("use", ["resume", "init from", "recognise", "average"])
+def test_negative_control_the_unchanged_checkpoint_is_accepted(use, write_newer):
+    USES[use](write_newer(lambda record: None))

@@ -39,7 +39,7 @@ from tests.starts import begin_run
 QUICK = ("--num_workers", "0", "--batch_size", "4", "--gradient_accumulation_steps", "1")
 
 
-def refusal(kind: type[KonkaniVaniError], *flags: str) -> str:
+def start_error(kind: type[KonkaniVaniError], *flags: str) -> str:
     with pytest.raises(kind) as caught:
         build_run(begin_run([*TINY_MODEL, *QUICK, *flags]))
     assert caught.value.exit_code == kind.exit_code
@@ -49,25 +49,25 @@ def refusal(kind: type[KonkaniVaniError], *flags: str) -> str:
 # Flags
 
 
-def test_every_flag_that_cannot_work_is_told_at_once():
+def test_all_invalid_flags_are_reported_together():
     wrong = ("--epochs", "0", "--dropout", "2", "--max_rejected", "many", "--memory_budget", "4", "--noise_snr", "x")
     idle = ("--effective_batch_size", "7", "--rir_prob", "0.5")
-    said = refusal(UsageError, *wrong, *idle)
+    said = start_error(UsageError, *wrong, *idle)
     for flag in (*wrong[::2], *idle[::2]):
         assert flag in said, said
     assert len(said.splitlines()) == 6
 
 
-def test_a_device_that_is_not_there_is_told_before_any_path(tmp_path):
+def test_missing_device_is_reported_before_any_path(tmp_path):
     flags = ("--device", "cuda", "--train_manifest", "none.jsonl")
-    assert "--device cpu" in refusal(UsageError, *flags, *run_folders(tmp_path))
+    assert "--device cpu" in start_error(UsageError, *flags, *run_folders(tmp_path))
     assert os.listdir(tmp_path) == []
 
 
 # Paths
 
 
-def test_every_path_that_cannot_be_used_is_told_on_a_line_of_its_own(tmp_path):
+def test_each_unusable_path_is_reported_on_its_own_line(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
@@ -77,7 +77,7 @@ def test_every_path_that_cannot_be_used_is_told_on_a_line_of_its_own(tmp_path):
         *("--rir_manifest", str(tmp_path / "rir.jsonl"), "--init_from", str(tmp_path / "nothing.pt")),
         *("--checkpoint_dir", str(tmp_path / "file"), "--log_dir", str(tmp_path / "file" / "runs")),
     )
-    lines = refusal(CheckpointError, *flags).splitlines()
+    lines = start_error(CheckpointError, *flags).splitlines()
     told = [
         ("nothing.pt", "Give the path of a checkpoint"),
         ("--train_manifest", "No such file", "Give the path of a JSONL manifest"),
@@ -90,20 +90,20 @@ def test_every_path_that_cannot_be_used_is_told_on_a_line_of_its_own(tmp_path):
     ]
     assert len(lines) == len(told)
     assert all(part in line for line, parts in zip(lines, told, strict=True) for part in parts), lines
-    assert sorted(os.listdir(tmp_path)) == ["file", "folder", "pipe"]  # the refused start created no files
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder", "pipe"]  # the rejected start created no files
 
 
-def test_a_start_that_is_refused_for_its_paths_makes_no_folder(corpus, tmp_path):
-    message = refusal(UsageError, *run_folders(tmp_path), "--valid_manifest", str(tmp_path / "none.jsonl"))
+def test_start_rejected_for_its_paths_creates_no_folder(corpus, tmp_path):
+    message = start_error(UsageError, *run_folders(tmp_path), "--valid_manifest", str(tmp_path / "none.jsonl"))
     assert [line.split()[0] for line in message.splitlines()] == ["--train_manifest", "--valid_manifest"]
     assert os.listdir(tmp_path) == []
 
 
-def test_a_resume_looks_at_what_is_given_before_it_reads_the_checkpoint_and_then_at_what_that_brings(tmp_path):
+def test_resume_checks_given_paths_first_and_then_those_of_the_checkpoint(tmp_path):
     corpus = write_corpus(tmp_path / "corpus", {"train": 6, "valid": 2})
     train(build_run(begin_run([*TINY_MODEL, *QUICK, *corpus.flags(), *run_folders(tmp_path), "--max_steps", "1"])))
     last = str(tmp_path / "checkpoints" / "checkpoint_last.pt")
-    lines = refusal(CheckpointError, "--resume", last + "x", "--test_manifest", "none.jsonl").splitlines()
+    lines = start_error(CheckpointError, "--resume", last + "x", "--test_manifest", "none.jsonl").splitlines()
     assert len(lines) == 2 and last + "x" in lines[0] and "--test_manifest none.jsonl" in lines[1]
     shutil.rmtree(tmp_path / "corpus")
     for resumed in (("--resume", last), ("--resume", "auto", *run_folders(tmp_path))):
@@ -112,27 +112,27 @@ def test_a_resume_looks_at_what_is_given_before_it_reads_the_checkpoint_and_then
         assert [line.split()[0] for line in str(caught.value).splitlines()] == ["--train_manifest", "--valid_manifest"]
 
 
-def test_a_folder_that_may_not_be_written_is_told_by_root_too(corpus, tmp_path, monkeypatch):
+def test_unwritable_folders_are_reported_with_their_flags(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    lines = refusal(ResourceError, *corpus.flags(), *run_folders(tmp_path)).splitlines()
+    lines = start_error(ResourceError, *corpus.flags(), *run_folders(tmp_path)).splitlines()
     assert [line.split(". ")[-1] for line in lines] == ["Choose another --checkpoint_dir.", "Choose another --log_dir."]
     assert all(f"{tmp_path} is not writable" in line for line in lines)
 
 
-def test_a_folder_of_the_checkout_that_may_not_be_written_is_named_in_full(corpus, tmp_path, monkeypatch):
+def test_unwritable_relative_folder_is_reported_with_its_full_path(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    lines = refusal(ResourceError, *corpus.flags()).splitlines()
+    lines = start_error(ResourceError, *corpus.flags()).splitlines()
     assert len(lines) == 2 and all(f"{tmp_path} is not writable." in line for line in lines)
 
 
-def test_a_lock_that_another_has_made_is_named(tmp_path):
+def test_unwritable_lock_file_is_reported(tmp_path):
     (tmp_path / ".lock").mkdir()  # even root cannot write to it
     with pytest.raises(ResourceError, match=r"\.lock\)\. Choose another --checkpoint_dir, or get write permission"):
         RunLock(tmp_path)
 
 
-def test_so_many_problems_are_told_and_the_others_counted():
+def test_error_collector_reports_a_limited_number_and_counts_the_rest():
     problems = ErrorCollector()
     problems.raise_all()
     for number in range(MAX_REPORTED + 5):
@@ -161,36 +161,36 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("shape", [ModelConfig(32, 2, 1, 2), ModelConfig(64, 3, 2, 2, encoder_type="transformer")])
-def test_the_size_of_a_checkpoint_is_bounded_closely_before_there_is_one(shape, tmp_path):
+def test_estimated_checkpoint_size_is_a_close_upper_bound(shape, tmp_path):
     size = saved_size(shape, tmp_path)
     assert size <= checkpoint_bytes(architecture_of(TrainConfig(model=shape), 1000)) < size + 1.5 * 2**20
 
 
-def test_the_size_of_the_minimal_preset_is_known_to_three_in_a_hundred(tmp_path):
+def test_estimated_size_of_the_minimal_preset_is_within_3_percent(tmp_path):
     size = saved_size(PRESETS["minimal"], tmp_path)
     assert size <= checkpoint_bytes(architecture_of(TrainConfig(model=PRESETS["minimal"]), 1000)) < 1.03 * size
 
 
-def test_the_disk_must_hold_every_checkpoint_that_there_will_be_at_once(tmp_path, monkeypatch):
+def test_disk_check_counts_all_checkpoints_that_are_kept_at_once(tmp_path, monkeypatch):
     folders = {"checkpoint_dir": str(tmp_path / "checkpoints"), "log_dir": str(tmp_path / "runs")}
     run = RunConfig(**folders, keep_checkpoints=5, epochs=20)
     config = TrainConfig(run=run, model=PRESETS["minimal"])
     assert max_checkpoints(run) == 5 + 4 and max_checkpoints(RunConfig(epochs=1)) == 1 + 4
-    (room,) = check_disk(config, architecture_of(config, 1000))
-    assert room.needed == 9 * checkpoint_bytes(architecture_of(config, 1000)) + 20 * 2**20
+    (space,) = check_disk(config, architecture_of(config, 1000))
+    assert space.needed == 9 * checkpoint_bytes(architecture_of(config, 1000)) + 20 * 2**20
     undecided = dataclasses.replace(config, run=dataclasses.replace(run, epochs="auto"))
-    (undecided_room,) = check_disk(undecided, architecture_of(config, 1000))
-    assert undecided_room.needed == room.needed + 40 * 2**20  # the upper bound is required
-    monkeypatch.setattr(preflight, "free_disk", lambda folder: room.needed)
+    (undecided_space,) = check_disk(undecided, architecture_of(config, 1000))
+    assert undecided_space.needed == space.needed + 40 * 2**20  # the upper bound is required
+    monkeypatch.setattr(preflight, "free_disk", lambda folder: space.needed)
     check_disk(config, architecture_of(config, 1000))
-    monkeypatch.setattr(preflight, "free_disk", lambda folder: room.needed - 1)
+    monkeypatch.setattr(preflight, "free_disk", lambda folder: space.needed - 1)
     with pytest.raises(ResourceError) as caught:
         check_disk(config, architecture_of(config, 1000))
     said = str(caught.value)
-    assert f"({room.needed} and {room.needed - 1} bytes)" in said and "--keep_checkpoints" in said
+    assert f"({space.needed} and {space.needed - 1} bytes)" in said and "--keep_checkpoints" in said
 
 
-def test_each_file_system_must_hold_what_is_written_to_it(tmp_path, monkeypatch):
+def test_disk_space_is_checked_for_each_file_system(tmp_path, monkeypatch):
     run = RunConfig(checkpoint_dir=str(tmp_path / "checkpoints"), log_dir=str(tmp_path / "runs"), epochs=20)
     config = TrainConfig(run=run, model=PRESETS["minimal"])
     (together,) = check_disk(config, architecture_of(config, 1000))
@@ -200,12 +200,12 @@ def test_each_file_system_must_hold_what_is_written_to_it(tmp_path, monkeypatch)
         check_disk(config, architecture_of(config, 1000))
     monkeypatch.setattr(preflight, "free_disk", lambda folder: 2**40)
     apart = check_disk(config, architecture_of(config, 1000))
-    assert [room.needed for room in apart] == [together.needed - 20 * 2**20, 20 * 2**20]
+    assert [space.needed for space in apart] == [together.needed - 20 * 2**20, 20 * 2**20]
     same = dataclasses.replace(config, run=dataclasses.replace(run, log_dir=run.checkpoint_dir))
     assert check_disk(same, architecture_of(same, 1000))[0].needed == together.needed
 
 
-def test_a_dry_resume_needs_room_for_its_own_files_however_much_the_run_holds(tmp_path):
+def test_dry_resume_needs_disk_space_only_for_its_own_files(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     run = RunConfig(checkpoint_dir=str(folder), log_dir=str(tmp_path / "runs"), resume="auto", epochs=20)
@@ -218,7 +218,7 @@ def test_a_dry_resume_needs_room_for_its_own_files_however_much_the_run_holds(tm
     assert check_disk(dry, architecture)[0].needed == 6 * checkpoint_bytes(architecture) + 20 * 2**20
 
 
-def test_a_resumed_run_needs_no_room_for_what_it_will_replace(tmp_path):
+def test_resumed_run_needs_no_disk_space_for_files_it_will_replace(tmp_path):
     folder = tmp_path / "checkpoints"
     run = RunConfig(checkpoint_dir=str(folder), log_dir=str(tmp_path / "runs"), resume="auto")
     config = TrainConfig(run=run, model=PRESETS["minimal"])
@@ -235,32 +235,32 @@ def test_a_resumed_run_needs_no_room_for_what_it_will_replace(tmp_path):
     assert before.needed - back.needed == 300  # newer checkpoints are kept in a separate folder
 
 
-def test_a_disk_that_is_too_full_ends_with_6_before_any_data_is_read(corpus, tmp_path, monkeypatch):
+def test_full_disk_is_reported_before_any_data_is_read(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "free_disk", lambda folder: 1000)
-    monkeypatch.setattr(run_data, "read_manifest", _never)
-    assert "Not enough disk space" in refusal(ResourceError, *corpus.flags(), *run_folders(tmp_path))
+    monkeypatch.setattr(run_data, "read_manifest", _fail_if_called)
+    assert "Not enough disk space" in start_error(ResourceError, *corpus.flags(), *run_folders(tmp_path))
     assert os.listdir(tmp_path) == []
 
 
-def _never(*_: object) -> None:
+def _fail_if_called(*_: object) -> None:
     raise AssertionError("this comes too early")
 
 
 # Data
 
 
-def spoil_rows(corpus: Corpus, split: str, **fields: object) -> str:
+def corrupt_rows(corpus: Corpus, split: str, **fields: object) -> str:
     path = Path(corpus.manifest(split))
     rows = [json.loads(line) | fields for line in path.read_text(encoding="utf-8").splitlines()]
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
     return str(path)
 
 
-def test_what_is_wrong_with_all_manifests_is_told_at_once_before_a_tokenizer_is_trained(tmp_path, monkeypatch):
+def test_errors_of_all_manifests_are_reported_before_tokenizer_training(tmp_path, monkeypatch):
     corpus = write_corpus(tmp_path / "corpus", {"train": 6, "valid": 2, "test": 2})
-    monkeypatch.setattr(run_tokenizer, "train_tokenizer", _never)
-    train_rows = spoil_rows(corpus, "train", audio_filepath="nowhere.flac")
-    valid = spoil_rows(corpus, "valid", duration=-1)
+    monkeypatch.setattr(run_tokenizer, "train_tokenizer", _fail_if_called)
+    train_rows = corrupt_rows(corpus, "train", audio_filepath="nowhere.flac")
+    valid = corrupt_rows(corpus, "valid", duration=-1)
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "noise.jsonl").write_text(
         '{"audio_filepath": "a.wav", "duration": 1}\n{"audio_filepath": "b.wav", "duration": 1}\n'
@@ -269,24 +269,24 @@ def test_what_is_wrong_with_all_manifests_is_told_at_once_before_a_tokenizer_is_
         *(*corpus.flags(), "--test_manifest", str(tmp_path / "empty.jsonl"), *run_folders(tmp_path)),
         *("--noise_manifest", str(tmp_path / "noise.jsonl"), "--rir_manifest", str(tmp_path / "empty.jsonl")),
     )
-    said = refusal(DataError, *flags)
+    said = start_error(DataError, *flags)
     assert f"6 of the 6 rows of {train_rows} are broken" in said and "nowhere.flac" in said
     assert f"2 of the 2 rows of {valid} are broken" in said and "duration must be" in said
     assert said.count(f"The manifest {tmp_path / 'empty.jsonl'} is empty") == 2
     assert "noise.jsonl, row 1:" in said and "noise.jsonl, row 2:" in said
 
 
-def test_what_no_limit_lets_through_is_told_of_all_manifests_at_once_the_test_part_included(tmp_path):
+def test_manifests_without_usable_utterances_are_reported_together(tmp_path):
     corpus = write_corpus(tmp_path / "corpus", {"train": 6, "valid": 2, "test": 2})
-    spoil_rows(corpus, "valid", duration=31.0)
-    spoil_rows(corpus, "test", duration=32.0)
+    corrupt_rows(corpus, "valid", duration=31.0)
+    corrupt_rows(corpus, "test", duration=32.0)
     flags = (*corpus.flags(), "--test_manifest", corpus.manifest("test"), *run_folders(tmp_path))
-    lines = refusal(DataError, *flags).splitlines()
+    lines = start_error(DataError, *flags).splitlines()
     assert len(lines) == 2 and "valid.jsonl" in lines[0] and "test.jsonl" in lines[1]
     assert all("--max_validation_duration" in line for line in lines)
 
 
-def test_negative_control_the_same_manifests_unspoilt_start(tmp_path):
+def test_negative_control_intact_manifests_start_a_run(tmp_path):
     corpus = write_corpus(tmp_path / "corpus", {"train": 6, "valid": 2, "test": 2})
     told = []
     flags = [*TINY_MODEL, *QUICK, *corpus.flags(), "--test_manifest", corpus.manifest("test"), *run_folders(tmp_path)]
@@ -299,7 +299,7 @@ def test_negative_control_the_same_manifests_unspoilt_start(tmp_path):
 # Order
 
 
-def test_every_stage_is_refused_before_the_next_one_costs_anything(corpus, tmp_path, monkeypatch):
+def test_each_stage_fails_before_the_next_one_starts(corpus, tmp_path, monkeypatch):
     """One stage is broken at a time, with all later ones set to fail: the reported error is its own."""
     wrong = [
         ("flags", ("--epochs", "0"), UsageError),
@@ -318,24 +318,24 @@ def test_every_stage_is_refused_before_the_next_one_costs_anything(corpus, tmp_p
     for stage, flags, kind in wrong:
         with monkeypatch.context() as patch:
             for name in behind[stage]:
-                patch.setattr(name, _never)
+                patch.setattr(name, _fail_if_called)
             if stage == "disk":
                 patch.setattr(preflight, "free_disk", lambda folder: 0)
             started = time.process_time()
-            refusal(kind, *corpus.flags(), *run_folders(tmp_path / stage), *flags)
+            start_error(kind, *corpus.flags(), *run_folders(tmp_path / stage), *flags)
             assert time.process_time() - started < 60  # within the first minute
 
 
-def test_the_test_part_of_a_resumed_run_is_looked_at_before_it_trains(corpus, tmp_path):
+def test_test_manifest_of_a_resumed_run_is_checked_before_training(corpus, tmp_path):
     flags = (*TINY_MODEL, *QUICK, *corpus.flags(), *run_folders(tmp_path))
     train(build_run(begin_run([*flags, "--max_steps", "1"])))
-    said = refusal(DataError, *flags, "--resume", "auto", "--test_manifest", str(tmp_path / "gone.jsonl"))
+    said = start_error(DataError, *flags, "--resume", "auto", "--test_manifest", str(tmp_path / "gone.jsonl"))
     assert "--test_manifest" in said
     assert read_checkpoint(tmp_path / "checkpoints" / "checkpoint_last.pt").step == 1
     assert "rejected_before.jsonl" not in os.listdir(tmp_path / "runs" / "default")
 
 
-def test_a_refused_start_leaves_nothing_but_what_is_to_be_looked_at(corpus, tmp_path):
+def test_rejected_start_leaves_only_the_list_of_rejected_rows(corpus, tmp_path):
     flags = (*TINY_MODEL, *QUICK, *corpus.flags(), *run_folders(tmp_path / "new" / "one"), "--max_steps", "1")
     too_small = (*flags, "--memory_budget", "1MiB")
     for beginning in ((), ("--resume", "auto"), ("--run_name", "other")):

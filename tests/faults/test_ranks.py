@@ -21,11 +21,11 @@ from konkanivani.recipe.preflight import check_ranks, take_card
 from tests.conftest import TINY_MODEL, TRAINER, Corpus, further, read_log, run_folders, run_trainer, well, write_corpus
 from tests.faults.under_torchrun import (
     RankRun,
-    hold_two_seconds,
     kill_ranks,
+    limit_memory_of_rank_1,
+    rank_run_differences,
     run_ranks,
     train_undisturbed,
-    what_differs,
 )
 from tests.invariants.ranks import environments_of
 from tests.patience import PATIENCE
@@ -35,16 +35,16 @@ TWO = Topology(rank=0, world_size=2, local_rank=0, local_world_size=2)
 
 
 @pytest.mark.parametrize("is_cold", [False, *further(True)], ids=["forks", "by its command line"])
-def test_a_killed_rank_costs_nothing_where_torchrun_may_start_again(is_cold, corpus, tmp_path):
+def test_run_with_a_killed_and_restarted_rank_equals_undisturbed_run(is_cold, corpus, tmp_path):
     killed = RankRun(corpus, tmp_path / "killed", steps=8, is_cold=is_cold)
     assert len(kill_ranks(killed, 1, random.Random(2))) == 1  # during training
     said = (tmp_path / "killed" / "output.txt").read_text(encoding="utf-8")
     assert said.count("not responding") == 1
-    assert what_differs(killed, train_undisturbed(RankRun(corpus, tmp_path / "undisturbed", steps=8))) == []
+    assert rank_run_differences(killed, train_undisturbed(RankRun(corpus, tmp_path / "undisturbed", steps=8))) == []
 
 
-def test_ranks_that_share_and_then_one_process_make_the_run_of_one(tmp_path):
-    broken = corpus_with_a_broken_recording(tmp_path / "corpus")
+def test_sharded_ranks_then_one_process_equal_a_single_process_run(tmp_path):
+    broken = corpus_with_broken_recording(tmp_path / "corpus")
     steady = ("--schedule", "inverse_sqrt", "--warmup_steps", "1", "--batch_size", "2", "--dropout", "0")
     flags = (*TINY_MODEL, *broken.flags(), *steady, "--gradient_accumulation_steps", "2", "--max_rejected", "10%")
     flags += ("--test_manifest", broken.manifest("test"), "--test_decode", "greedy", "--num_workers", "1")
@@ -61,7 +61,7 @@ def test_ranks_that_share_and_then_one_process_make_the_run_of_one(tmp_path):
     assert rejected[0] == rejected[1] and rejected[0].count("\n") == 1
 
 
-def corpus_with_a_broken_recording(directory: Path) -> Corpus:
+def corpus_with_broken_recording(directory: Path) -> Corpus:
     """Write a corpus of three steps with a training recording that is broken after its first half."""
     corpus = write_corpus(directory, {"train": 12, "valid": 3, "test": 3})
     path = directory / "audio" / "train_005.flac"
@@ -71,10 +71,10 @@ def corpus_with_a_broken_recording(directory: Path) -> Corpus:
     return corpus
 
 
-def test_dealt_weights_begin_again_in_smaller_pieces_after_an_out_of_memory(corpus, tmp_path):
+def test_sharded_run_restarts_with_smaller_micro_batches_after_oom(corpus, tmp_path):
     run = RankRun(corpus, tmp_path, sharded=True, steps=1)
     flags = (*run.flags(), "--batch_size", "4")
-    said = run_ranks(tmp_path / "output.txt", 2, *flags, restarts=2, before=hold_two_seconds)
+    said = run_ranks(tmp_path / "output.txt", 2, *flags, restarts=2, before=limit_memory_of_rank_1)
     sizes = re.findall(r"Out of memory at (.*) \(the test's memory is full\) with weights sharded over the ranks", said)
     assert len(sizes) > 1 and len(sizes) == len(set(sizes)), sizes  # each size is reported once
     assert [record["step"] for record in read_log(tmp_path)] == [1]
@@ -83,7 +83,7 @@ def test_dealt_weights_begin_again_in_smaller_pieces_after_an_out_of_memory(corp
 
 
 @dataclass(frozen=True)
-class Place:
+class RankSetup:
     """Sources, folder and flags of a rank on another machine."""
 
     sources: Path
@@ -103,7 +103,7 @@ class Place:
             return subprocess.Popen(command, cwd=self.folder, env=environment | own, stderr=file)
 
 
-ELSEWHERE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # one rank per machine
+ONE_RANK_PER_MACHINE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # one rank per machine
 TRAIN = (
     "import sys; from konkanivani.command_line import end_script, run_script; "
     "from konkanivani.flags import parse_args; from konkanivani.recipe.train import train_and_report; "
@@ -111,24 +111,24 @@ TRAIN = (
 )
 
 
-def what_ranks_say(places: Sequence[Place]) -> str:
-    """Return stderr of ranks in these places, which must all be refused."""
+def output_of_rejected_ranks(setups: Sequence[RankSetup]) -> str:
+    """Return stderr of these ranks, which must all be rejected."""
     with tempfile.TemporaryDirectory() as folder:
-        errors = [Path(folder, str(rank)) for rank in range(len(places))]
-        each = zip(places, environments_of(len(places)), errors, strict=True)
-        ranks = [place.start(environment | ELSEWHERE, file) for place, environment, file in each]
+        errors = [Path(folder, str(rank)) for rank in range(len(setups))]
+        each = zip(setups, environments_of(len(setups)), errors, strict=True)
+        ranks = [place.start(environment | ONE_RANK_PER_MACHINE, file) for place, environment, file in each]
         codes = [rank.wait(PATIENCE) for rank in ranks]
         said = "".join(file.read_text(encoding="utf-8") for file in errors)
     assert codes == [2] * len(ranks), said
     return said
 
 
-def places_of(what: str, corpus: Corpus, folder: Path) -> list[Place]:
-    """Return two places with different flags, code or data."""
+def make_rank_setups(what: str, corpus: Corpus, folder: Path) -> list[RankSetup]:
+    """Return two ranks with different flags, code or data."""
     there, sources = folder / "there", ROOT
     shutil.copytree(corpus.directory, there)
     flags = (*TINY_MODEL, "--train_manifest", "train.jsonl", "--valid_manifest", "valid.jsonl", *run_folders(folder))
-    here = Place(ROOT, corpus.directory, flags)
+    here = RankSetup(ROOT, corpus.directory, flags)
     if what == "flags":
         flags += ("--learning_rate", "0.002")
     elif what == "code":
@@ -139,35 +139,35 @@ def places_of(what: str, corpus: Corpus, folder: Path) -> list[Place]:
     else:
         rows = (there / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
         (there / "train.jsonl").write_text("".join(rows[1:]), encoding="utf-8")
-    return [here, Place(sources, there, flags)]
+    return [here, RankSetup(sources, there, flags)]
 
 
 @pytest.mark.parametrize("what", ["flags", "code", "data"])
-def test_ranks_that_differ_are_all_refused_with_one_message(what, corpus, tmp_path):
-    said = what_ranks_say(places_of(what, corpus, tmp_path))
+def test_differing_ranks_are_all_rejected_with_one_message(what, corpus, tmp_path):
+    said = output_of_rejected_ranks(make_rank_setups(what, corpus, tmp_path))
     assert said.count(f"rank 1 has different {what} than rank 0") == 1
     assert said.count("The ranks disagree") == 1 and "Traceback" not in said
     assert not list(tmp_path.glob("checkpoints/*.pt"))
 
 
-def asked(batch: int = 2, **run: object) -> TrainConfig:
+def make_config(batch: int = 2, **run: object) -> TrainConfig:
     data = DataConfig(batch_size=batch, gradient_accumulation_steps=1)
     return TrainConfig(run=RunConfig(**run), data=data)
 
 
-def test_what_ranks_cannot_do_is_refused():
-    check_ranks(asked(), TWO)
+def test_settings_invalid_for_several_ranks_are_rejected():
+    check_ranks(make_config(), TWO)
     with pytest.raises(UsageError, match="the effective batch is 1 utterance, fewer than the 2 ranks"):
-        check_ranks(asked(batch=1), TWO)
+        check_ranks(make_config(batch=1), TWO)
     restarting = Topology(world_size=2, local_world_size=2, max_restarts=3)
-    check_ranks(asked(resume="auto"), restarting)
+    check_ranks(make_config(resume="auto"), restarting)
     for run in ({"fresh": True}, {"resume": "some.pt"}):
-        check_ranks(asked(**run), TWO)
+        check_ranks(make_config(**run), TWO)
         with pytest.raises(UsageError, match="would be applied again at each restart"):
-            check_ranks(asked(**run), restarting)
+            check_ranks(make_config(**run), restarting)
 
 
-def test_fewer_cards_than_ranks_are_refused(monkeypatch):
+def test_fewer_gpus_than_ranks_are_rejected(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UsageError, match="2 ranks on this machine but only 1 GPU"):
         take_card(TWO)
@@ -175,12 +175,12 @@ def test_fewer_cards_than_ranks_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("environment", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}])
-def test_an_environment_that_is_no_place_is_refused(environment):
+def test_invalid_rank_environment_is_rejected(environment):
     with pytest.raises(UsageError, match="do not describe a valid rank"):
         read_topology(environment)
 
 
-def test_without_an_environment_it_is_a_world_of_one():
+def test_topology_defaults_to_one_process_without_rank_environment():
     assert read_topology({"HOME": "/root"}) == ALONE and ALONE.is_single_process
     assert not read_topology({"RANK": "0", "WORLD_SIZE": "1"}).is_single_process
     there = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}

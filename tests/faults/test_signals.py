@@ -1,4 +1,4 @@
-"""A signal saves at the next micro-batch boundary, a second one ends at once; no worker remains."""
+"""A signal saves at the next micro-batch boundary, a second one exits at once; no worker remains."""
 
 import os
 import random
@@ -15,22 +15,22 @@ from konkanivani.training import validation as evaluation
 from konkanivani.training.interruption import PATIENCE
 from konkanivani.training.loop import train
 from tests.conftest import ROOT, TINY_MODEL, read_log, run_folders
-from tests.faults.killing import what_differs
-from tests.faults.long_run import LongRun, members
+from tests.faults.killing import differences_from_undisturbed
+from tests.faults.long_run import LongRun, processes_in_group
 from tests.faults.signalling import (
     HangingCall,
-    IgnoredHangUps,
-    begin,
-    end_by_closing_its_terminal,
-    end_by_signal,
-    end_by_two,
-    end_while_a_call_hangs,
-    end_while_a_rehearsal_hangs,
-    end_while_workers_hang,
-    left_after,
-    run_to_be_rehearsed,
-    run_to_be_signalled,
-    send,
+    IgnoredSighup,
+    remaining_processes,
+    run_for_rehearsal,
+    run_for_signals,
+    send_signal,
+    start_until_first_step,
+    stop_by_closing_terminal,
+    stop_by_second_signal,
+    stop_by_signal,
+    stop_during_hanging_call,
+    stop_during_hanging_rehearsal,
+    stop_while_workers_hang,
 )
 from tests.starts import begin_run
 from tests.warm import warm_parent
@@ -38,8 +38,8 @@ from tests.warm import warm_parent
 
 @pytest.fixture(scope="module")
 def run(corpus, tmp_path_factory) -> LongRun:
-    """Return one run that all these signals end in turn."""
-    return run_to_be_signalled(corpus, tmp_path_factory.mktemp("signals") / "signalled")
+    """Return one run that is ended by each of these signals in turn."""
+    return run_for_signals(corpus, tmp_path_factory.mktemp("signals") / "signalled")
 
 
 @pytest.mark.parametrize(
@@ -47,74 +47,74 @@ def run(corpus, tmp_path_factory) -> LongRun:
     [(signal.SIGTERM, "the process", 0), (signal.SIGINT, "its group", 2), (signal.SIGTERM, "the shell script", 2)],
     ids=["SIGTERM to the process", "SIGINT to the group", "SIGTERM to the shell script"],
 )
-def test_a_signal_saves_every_step_and_leaves_nobody_behind(run, number, target, workers):
-    assert end_by_signal(run, number, target, workers, delay=0.1 * random.Random(workers).random()).complaints == ()
+def test_signal_saves_every_step_and_leaves_no_process(run, number, target, workers):
+    assert stop_by_signal(run, number, target, workers, delay=0.1 * random.Random(workers).random()).errors == ()
 
 
-def test_a_terminal_that_closes_costs_no_step(run):
-    assert end_by_closing_its_terminal(run, workers=2).complaints == ()
+def test_closed_terminal_loses_no_step(run):
+    assert stop_by_closing_terminal(run, workers=2).errors == ()
 
 
-def test_with_nohup_a_run_outlives_its_terminal(run):
-    life = begin(run, "the process", 2, trap=IgnoredHangUps())
-    send(life, signal.SIGHUP, "its group")
+def test_run_under_nohup_survives_sighup(run):
+    trainer = start_until_first_step(run, "the process", 2, fault=IgnoredSighup())
+    send_signal(trainer, signal.SIGHUP, "its group")
     logged = run.logged_step()
-    life.wait_until(lambda: run.logged_step() > logged + 1, "a step after the signal")
-    send(life, signal.SIGTERM, "its group")
-    assert life.end() == 128 + signal.SIGTERM and left_after(life) == []
+    trainer.wait_until(lambda: run.logged_step() > logged + 1, "a step after the signal")
+    send_signal(trainer, signal.SIGTERM, "its group")
+    assert trainer.wait() == 128 + signal.SIGTERM and remaining_processes(trainer) == []
 
 
-def test_a_signal_breaks_off_the_wait_for_workers_that_hang_and_kills_them(run):
-    ending = end_while_workers_hang(run, signal.SIGTERM)
-    assert ending.complaints == ()
+def test_signal_interrupts_waiting_for_hanging_workers_and_kills_them(run):
+    ending = stop_while_workers_hang(run, signal.SIGTERM)
+    assert ending.errors == ()
 
 
 @pytest.mark.parametrize(
-    "trap",
+    "fault",
     [
         HangingCall("konkanivani.training.step.forward_and_backward", 2),
         HangingCall("konkanivani.training.validation.recognize", 1),
     ],
     ids=["in a micro-batch", "in validation"],
 )
-def test_what_takes_too_long_is_given_up_and_the_steps_before_are_saved(run, trap):
-    ending = end_while_a_call_hangs(run, signal.SIGTERM, trap)
-    assert ending.complaints == () and PATIENCE <= ending.seconds < 120
+def test_hanging_call_is_abandoned_and_earlier_steps_are_saved(run, fault):
+    ending = stop_during_hanging_call(run, signal.SIGTERM, fault)
+    assert ending.errors == () and PATIENCE <= ending.seconds < 120
     assert not list(run.checkpoints.glob("*.partial"))
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_a_rehearsal_that_takes_too_long_leaves_nothing(corpus, tmp_path, signals):
-    assert end_while_a_rehearsal_hangs(run_to_be_rehearsed(corpus, tmp_path), signals) == [".lock"]
+def test_hanging_rehearsal_leaves_no_files(corpus, tmp_path, signals):
+    assert stop_during_hanging_rehearsal(run_for_rehearsal(corpus, tmp_path), signals) == [".lock"]
 
 
-def test_what_a_killed_process_left_unfinished_is_removed_by_the_next(tmp_path):
+def test_unfinished_files_of_a_killed_process_are_removed(tmp_path):
     for name in ("rehearsal.partial", "checkpoint_last.pt.partial", "checkpoint_last.pt"):
         (tmp_path / name).write_bytes(b"half")
     Checkpointer(tmp_path, keep=2).discard_unfinished()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_last.pt"]
 
 
-def test_a_second_signal_ends_at_once_and_is_still_safe(run):
-    ending = end_by_two(run, signal.SIGINT, workers=2, delay=0.0)
-    assert ending.complaints == ()
+def test_second_signal_leaves_valid_checkpoints_and_no_process(run):
+    ending = stop_by_second_signal(run, signal.SIGINT, workers=2, delay=0.0)
+    assert ending.errors == ()
 
 
-def test_workers_do_not_outlive_a_killed_trainer_even_where_they_hang(run):
-    life = begin(run, "the process", workers=2)
-    workers = [pid for pid in members(life.pid) if pid != life.pid]
+def test_workers_exit_after_the_trainer_is_killed_even_if_they_hang(run):
+    trainer = start_until_first_step(run, "the process", workers=2)
+    workers = [pid for pid in processes_in_group(trainer.pid) if pid != trainer.pid]
     assert len(workers) == 2
     os.kill(workers[0], signal.SIGSTOP)
-    life.kill()
-    life.end()
-    assert left_after(life) == []
+    trainer.kill()
+    trainer.wait()
+    assert remaining_processes(trainer) == []
 
 
-def test_a_run_that_was_signalled_again_and_again_is_the_run_that_nobody_disturbed(run, corpus, tmp_path):
-    assert what_differs(run, run_to_be_signalled(corpus, tmp_path / "undisturbed")) == []
+def test_repeatedly_signalled_run_equals_undisturbed_run(run, corpus, tmp_path):
+    assert differences_from_undisturbed(run, run_for_signals(corpus, tmp_path / "undisturbed")) == []
 
 
-def test_a_signal_breaks_off_validation_which_is_done_anew_when_the_run_goes_on(corpus, tmp_path, monkeypatch):
+def test_signal_interrupts_validation_which_is_repeated_on_resume(corpus, tmp_path, monkeypatch):
     flags = ("--batch_size", "13", "--gradient_accumulation_steps", "1", "--epochs", "1", "--num_workers", "0")
     batches = ("--validation_batch_seconds", "0.1")  # one utterance each
     flags = (*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), *flags, *batches)
@@ -150,14 +150,14 @@ interruption.end_training()
 """
 
 
-def test_once_training_is_over_a_signal_ends_at_once_and_one_that_came_before_is_not_forgotten():
+def test_signal_after_training_exits_at_once_and_an_earlier_one_is_handled():
     after = warm_parent().run_program(AFTER_TRAINING, "after")
     assert (after.returncode, after.stdout) == (128 + signal.SIGTERM, "") and "--resume auto" in after.stderr
     before = warm_parent().run_program(AFTER_TRAINING, "before")
     assert before.stdout == "lives\n" and "Interrupted: Stopped by a signal" in before.stderr
 
 
-def test_what_is_forked_while_signals_are_held_back_is_deaf_to_them_and_the_trainer_is_not():
+def test_only_the_forked_child_keeps_deferred_signals_blocked():
     asked = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     with defer_signals():
         child = os.fork()
@@ -167,12 +167,12 @@ def test_what_is_forked_while_signals_are_held_back_is_deaf_to_them_and_the_trai
     assert not asked & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_a_signal_within_a_product_overwrites_nothing():
+def test_signal_during_a_onednn_product_does_not_corrupt_memory():
     broken = (-signal.SIGABRT, -signal.SIGSEGV)
-    for life, codes in (("run_script", (0,)), ("--bare", broken)):
-        if life == "--bare" and not is_onednn_clobbering_its_stack():
+    for mode, codes in (("run_script", (0,)), ("--bare", broken)):
+        if mode == "--bare" and not is_onednn_clobbering_its_stack():
             pytest.skip("the negative control needs a oneDNN before 3.11.2 with AVX2 or more")
-        process = warm_parent().run(ROOT / "tests" / "faults" / "signal_storm.py", life)
+        process = warm_parent().run(ROOT / "tests" / "faults" / "signal_storm.py", mode)
         assert process.returncode in codes, process.stdout + process.stderr
 
 

@@ -12,7 +12,7 @@ import pytest
 from konkanivani.checkpoints.checkpoint import read_checkpoint
 from konkanivani.checkpoints.checkpointer import LAST
 from tests.conftest import ROOT, TRAINER, further, run_folders, script_command
-from tests.faults.beginnings import close_streams, without_torch
+from tests.faults.process_start import close_streams, forbid_torch_import
 from tests.faults.small_run import SMALL_MODEL
 from tests.patience import PATIENCE
 from tests.warm import DEV_NULL, Job, WarmParent, warm_parent
@@ -22,7 +22,7 @@ ALL = "<&- >&- 2>&-"
 SCRIPTS = sorted(path for path in (ROOT / "training_scripts").glob("[a-z]*.py") if path.name != "bootstrap.py")
 
 
-def run_closed(closed: str, *command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run_with_closed_streams(closed: str, *command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run the command with these streams closed by a shell."""
     shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -30,74 +30,78 @@ def run_closed(closed: str, *command: str, cwd: Path = ROOT) -> subprocess.Compl
 
 
 @pytest.fixture(scope="module")
-def light() -> Iterator[WarmParent]:
-    """Yield a process that has imported the flag parsing modules of the scripts, and no heavy ones."""
+def light_parent() -> Iterator[WarmParent]:
+    """Yield a process that has imported only the flag parsing modules of the scripts."""
     parent = WarmParent(("numpy", "tyro", "tyro._backends._tyro_backend"))
     yield parent
     parent.close()
 
 
-def begin(
-    light: WarmParent, script: Path, *arguments: str, closed: tuple[int, ...] = (), error: BaseException | None = None
+def run_without_torch(
+    light_parent: WarmParent,
+    script: Path,
+    *arguments: str,
+    closed: tuple[int, ...] = (),
+    error: BaseException | None = None,
 ) -> tuple[int, str, str]:
     """Return the exit code, stdout and stderr of a fork that cannot import torch."""
-    done = light.run(script, *arguments, before=partial(without_torch, closed, error))
+    done = light_parent.run(script, *arguments, before=partial(forbid_torch_import, closed, error))
     return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_help_and_bad_usage_end_at_once_without_torch(script, light):
-    code, shown, errors = begin(light, script, "--help")
+def test_help_and_usage_errors_do_not_import_torch(script, light_parent):
+    code, shown, errors = run_without_torch(light_parent, script, "--help")
     assert (code, errors) == (0, "") and shown.startswith("usage:")
     assert f"training_scripts/{script.name}" in shown  # the exact command
     if script.name in ("inspect_data.py", "plan_memory.py"):  # has its own flags and refers to the trainer's
         assert "train_konkanivani_asr.py --help" in shown and "--json" in shown and "--learning_rate" not in shown
     for code in EXIT_CODES if script.name == "train_konkanivani_asr.py" else ():
         assert code in " ".join(shown.split()), code
-    code, shown, errors = begin(light, script, "--no_such_flag")
+    code, shown, errors = run_without_torch(light_parent, script, "--no_such_flag")
     assert (code, shown) == (2, "") and "--no_such_flag" in errors and "Traceback" not in errors
 
 
-def test_negative_control_a_script_that_imports_torch_ends_in_a_traceback(light, tmp_path):
+def test_negative_control_a_script_that_imports_torch_ends_in_a_traceback(light_parent, tmp_path):
     (tmp_path / "heavy.py").write_text("import torch\n")
-    code, _, errors = begin(light, tmp_path / "heavy.py", "--help")
+    code, _, errors = run_without_torch(light_parent, tmp_path / "heavy.py", "--help")
     assert code == 1 and "PyTorch is imported" in errors
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_ctrl_c_amid_imports_and_flags_is_one_line(script, light):
-    assert begin(light, script, error=KeyboardInterrupt()) == (130, "", "Interrupted.\n")
+def test_ctrl_c_during_imports_prints_one_line(script, light_parent):
+    assert run_without_torch(light_parent, script, error=KeyboardInterrupt()) == (130, "", "Interrupted.\n")
 
 
-def test_another_error_amid_imports_still_has_its_traceback(light):
-    code, shown, errors = begin(light, SCRIPTS[-1], error=ZeroDivisionError())
+def test_other_error_during_imports_prints_a_traceback(light_parent):
+    code, shown, errors = run_without_torch(light_parent, SCRIPTS[-1], error=ZeroDivisionError())
     assert (code, shown) == (1, "") and errors.startswith("Traceback")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_help_and_usage_errors_with_closed_streams(script, light):
-    assert begin(light, script, "--help", closed=(0, 1, 2)) == (0, "", "")
-    assert begin(light, script, "--no_such_flag", closed=(0, 1, 2))[0] == 2
+def test_help_and_usage_errors_with_closed_streams(script, light_parent):
+    assert run_without_torch(light_parent, script, "--help", closed=(0, 1, 2)) == (0, "", "")
+    assert run_without_torch(light_parent, script, "--no_such_flag", closed=(0, 1, 2))[0] == 2
 
 
 @pytest.mark.parametrize("script", ["bootstrap.py", "transcribe.py"])
-def test_help_and_usage_errors_of_a_cold_start_with_some_streams_closed(script):
+def test_help_and_usage_errors_of_a_new_interpreter_with_closed_streams(script):
     path = f"training_scripts/{script}"
     for closed in (">&-", ALL):
-        process = run_closed(closed, *script_command(path, "--help"))
+        process = run_with_closed_streams(closed, *script_command(path, "--help"))
         assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
-    process = run_closed("2>&-", *script_command(path, "--help"))
+    process = run_with_closed_streams("2>&-", *script_command(path, "--help"))
     assert process.returncode == 0 and "usage: " in process.stdout
-    assert run_closed(ALL, *script_command(path, "--no_such_flag")).returncode == 2
+    assert run_with_closed_streams(ALL, *script_command(path, "--no_such_flag")).returncode == 2
 
 
 @pytest.mark.parametrize("script", [SCRIPTS[-1], *further(*SCRIPTS[:-1])], ids=lambda path: path.name)
-def test_a_script_is_a_module_too(script):
-    process = run_closed("", sys.executable, "-m", f"training_scripts.{script.stem}", "--help")
+def test_script_runs_as_a_module(script):
+    process = run_with_closed_streams("", sys.executable, "-m", f"training_scripts.{script.stem}", "--help")
     assert (process.returncode, process.stderr) == (0, "") and "usage: " in process.stdout
 
 
-def test_help_that_nobody_reads_to_its_end_is_quiet():
+def test_help_into_a_closed_pipe_prints_no_error():
     reader, writer = os.pipe()
     os.close(reader)
     command = script_command("training_scripts/inspect_data.py", "--help")
@@ -110,20 +114,20 @@ OPEN_A_FILE = """
 import os, sys
 sys.path.insert(0, "training_scripts")
 import bootstrap
-if sys.argv[2] == "mended":
+if sys.argv[2] == "repaired":
     bootstrap.mend_streams()
 with open(sys.argv[1], "wb") as file:
     os.write(1, b"printed by native code")
 """
 
 
-@pytest.mark.parametrize("how, held", [("mended", b""), ("as it was", b"printed by native code")])
-def test_what_is_printed_does_not_go_into_the_next_file(tmp_path, how, held):
-    run_closed(">&-", sys.executable, "-c", OPEN_A_FILE, str(tmp_path / "checkpoint"), how)
+@pytest.mark.parametrize("how, held", [("repaired", b""), ("unchanged", b"printed by native code")])
+def test_output_to_closed_stdout_does_not_go_into_the_next_file(tmp_path, how, held):
+    run_with_closed_streams(">&-", sys.executable, "-c", OPEN_A_FILE, str(tmp_path / "checkpoint"), how)
     assert (tmp_path / "checkpoint").read_bytes() == held
 
 
-def test_a_run_without_streams_is_trained_and_saved(corpus, tmp_path):
+def test_run_with_closed_streams_trains_and_saves(corpus, tmp_path):
     flags = (*SMALL_MODEL, *corpus.flags(), "--max_steps", "2", "--save_steps", "1", "--num_workers", "0")
     closed = partial(close_streams, 0, 1, 2)
     job = Job(ROOT / TRAINER, (*flags, *run_folders(tmp_path)), DEV_NULL, threads=1, before=closed)
@@ -134,10 +138,10 @@ def test_a_run_without_streams_is_trained_and_saved(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["run_training_memory_optimized.sh", "run_tests.sh"])
-def test_the_shell_scripts_open_what_is_closed_for_all_that_they_start(tmp_path, script):
+def test_shell_scripts_open_closed_streams_for_their_child_processes(tmp_path, script):
     look = f'for n in 0 1 2; do if [ /proc/$$/fd/$n -ef /dev/null ]; then touch "{tmp_path}/null$n"; fi; done'
     (tmp_path / "python3").write_text(f'#!/bin/sh\n[ "$1" = -c ] || echo "{tmp_path}/python3"\n{look}\n')
     (tmp_path / "python3").chmod(0o755)
-    process = run_closed(ALL, "env", f"PATH={tmp_path}:{os.environ['PATH']}", str(ROOT / script), "--help")
+    process = run_with_closed_streams(ALL, "env", f"PATH={tmp_path}:{os.environ['PATH']}", str(ROOT / script), "--help")
     assert process.returncode == 0
     assert [path.name for path in sorted(tmp_path.glob("null*"))] == ["null0", "null1", "null2"]

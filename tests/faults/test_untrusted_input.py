@@ -1,4 +1,4 @@
-"""Untrusted input runs no code, opens no file outside its folder, and is refused without large memory."""
+"""Untrusted input runs no code, opens no file outside its folder, and is rejected without using much memory."""
 
 import contextlib
 import json
@@ -25,56 +25,74 @@ from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError
 from konkanivani.recipe.build import build_run
 from tests.conftest import ROOT, further, of_each_kind, run_trainer, well
-from tests.faults.untrusted_input import HOSTILE, configured, exploding, read_sound, use_everywhere
+from tests.faults.untrusted_input import (
+    HOSTILE,
+    is_code_executed,
+    load_in_all_ways,
+    read_valid_checkpoint,
+    with_settings,
+)
 from tests.faults.watching import watch
 from tests.starts import begin_run
 
 
 @pytest.fixture(scope="module")
-def sound(small_run: Path, tmp_path_factory: pytest.TempPathFactory):
+def valid_checkpoint(small_run: Path, tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp("sound") / LAST
-    configured("--log_dir 'runs'")(read_sound(small_run / "checkpoints" / LAST), path)
-    return read_sound(path)
+    with_settings("--log_dir 'runs'")(read_valid_checkpoint(small_run / "checkpoints" / LAST), path)
+    return read_valid_checkpoint(path)
 
 
 # Variants of other cases, run only with --full.
 ALIKE = ("calls eval", "calls exec", "calls open", "calls by protocol 4", "calls through a new object")
-ALIKE += ("a stride of 2^60", "a size below zero", "a storage of 2^60", "half a character", "a compressed pickle")
-ALIKE += ("a state that is a list", "a vocabulary of 2^40", "a model 2^60 wide", "a million layers", "logs above")
-ALIKE += ("persistent ids in each other", "a storage beyond its record", "a pickle without an end", "no tokenizer")
-ALIKE += ("a vocabulary below zero", "a tokenizer of noise", "settings in settings", "a list in itself")
+ALIKE += (
+    "a stride of 2^60",
+    "a size below zero",
+    "a storage of 2^60",
+    "an invalid UTF-8 string",
+    "a compressed pickle",
+)
+ALIKE += (
+    "a state that is a list",
+    "a vocabulary of 2^40",
+    "a model 2^60 wide",
+    "a million layers",
+    "a log folder above",
+)
+ALIKE += ("nested persistent ids", "a storage beyond its record", "a pickle without an end", "no tokenizer")
+ALIKE += ("a vocabulary below zero", "a tokenizer of noise", "deeply nested settings", "a list in itself")
 
 
 @pytest.mark.parametrize("name", of_each_kind(HOSTILE, HOSTILE.keys() - ALIKE))
-def test_a_hostile_checkpoint_ends_with_its_error_and_nothing_else(name, sound, tmp_path, monkeypatch):
+def test_hostile_checkpoint_raises_checkpoint_error_only(name, valid_checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    HOSTILE[name](sound, tmp_path / LAST)
-    verdict = watch(lambda: use_everywhere(tmp_path / LAST), tmp_path)
+    HOSTILE[name](valid_checkpoint, tmp_path / LAST)
+    verdict = watch(lambda: load_in_all_ways(tmp_path / LAST), tmp_path)
     assert verdict.fault is None, verdict.fault
     assert verdict.outcome == "CheckpointError", verdict
     assert "\n" not in verdict.message.strip() and len(verdict.message) < 1000
     assert not (tmp_path / "exploded").exists()
 
 
-def test_there_are_enough_of_them():
+def test_there_are_at_least_15_hostile_checkpoints():
     assert len(HOSTILE) >= 15 and HOSTILE.keys() > set(ALIKE)
 
 
-def test_a_sound_checkpoint_is_taken_wherever_it_lies(sound, tmp_path, monkeypatch):
-    """Negative control: a sound checkpoint is accepted."""
+def test_valid_checkpoint_is_accepted_in_any_folder(valid_checkpoint, tmp_path, monkeypatch):
+    """Negative control: a valid checkpoint is accepted."""
     monkeypatch.chdir(tmp_path)
-    shutil.copy(sound.path, tmp_path / LAST)
-    verdict = watch(lambda: use_everywhere(tmp_path / LAST), tmp_path)
+    shutil.copy(valid_checkpoint.path, tmp_path / LAST)
+    verdict = watch(lambda: load_in_all_ways(tmp_path / LAST), tmp_path)
     assert verdict.outcome == "taken", verdict.message
 
 
-@pytest.mark.parametrize("name", ["calls os.system", "a record twice", *further(*ALIKE[:3])])
-def test_negative_control_believed_they_explode(name, sound, tmp_path):
-    HOSTILE[name](sound, tmp_path / LAST)
-    assert exploding(tmp_path / LAST)
+@pytest.mark.parametrize("name", ["calls os.system", "a duplicate record", *further(*ALIKE[:3])])
+def test_negative_control_unsafe_loading_executes_code(name, valid_checkpoint, tmp_path):
+    HOSTILE[name](valid_checkpoint, tmp_path / LAST)
+    assert is_code_executed(tmp_path / LAST)
 
 
-def test_negative_control_what_reaches_out_hangs_or_grows_is_seen(tmp_path):
+def test_negative_control_writes_programs_hangs_and_growth_are_detected(tmp_path):
     assert "wrote" in watch(lambda: open(tmp_path.parent / "elsewhere", "w"), tmp_path).fault
     assert "os.system" in watch(lambda: os.system("true"), tmp_path).fault  # noqa: S605
     assert "subprocess" in watch(lambda: subprocess.run(["true"]), tmp_path).fault
@@ -85,7 +103,7 @@ def test_negative_control_what_reaches_out_hangs_or_grows_is_seen(tmp_path):
     assert watch(lambda: (tmp_path / "inside").write_text("x"), tmp_path).fault is None
 
 
-def tone(path: Path) -> Path:
+def write_tone(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     soundfile.write(path, 0.1 * np.ones(16_000), 16_000)
     return path
@@ -94,36 +112,36 @@ def tone(path: Path) -> Path:
 @pytest.fixture
 def downloaded(tmp_path: Path) -> Path:
     """Return a folder with a recording, next to a private one that must not be read."""
-    tone(tmp_path / "private" / "diary.wav")
-    tone(tmp_path / "downloaded" / "good.wav")
+    write_tone(tmp_path / "private" / "diary.wav")
+    write_tone(tmp_path / "downloaded" / "good.wav")
     return tmp_path / "downloaded"
 
 
-def linked(name: str, to: str, inside: str = "") -> Callable[[Path], str]:
+def with_link(name: str, to: str, inside: str = "") -> Callable[[Path], str]:
     """Return a change that creates a link in the folder and returns a name that resolves through it."""
     return lambda folder: (folder / name).symlink_to(folder.parent / to) or name + inside
 
 
 OUTSIDE: dict[str, Callable[[Path], str]] = {
     "above": lambda folder: "../private/diary.wav",
-    "down and above": lambda folder: "audio/../../private/diary.wav",
-    "a neighbour of the same beginning": lambda folder: f"{folder}_2/diary.wav",
-    "a link": linked("link.wav", "private/diary.wav"),
-    "a linked folder": linked("audio", "private", "/diary.wav"),
+    "below and above": lambda folder: "audio/../../private/diary.wav",
+    "a folder with the same prefix": lambda folder: f"{folder}_2/diary.wav",
+    "a link": with_link("link.wav", "private/diary.wav"),
+    "a linked folder": with_link("audio", "private", "/diary.wav"),
     "zeros": lambda folder: "/dev/zero",
-    "a link to zeros": linked("zeros.wav", "/dev/zero"),
+    "a link to zeros": with_link("zeros.wav", "/dev/zero"),
     "a terminal": lambda folder: "/dev/tty",
     "a pipe": lambda folder: os.mkfifo(folder / "pipe.wav") or "pipe.wav",
     "a URL": lambda folder: "https://example.org/a.wav",
     "a file URL": lambda folder: "file:///etc/passwd",
     "a command": lambda folder: "touch exploded |",
-    "a home": lambda folder: "~/.ssh/id_rsa",
-    "a variable": lambda folder: "$HOME/.ssh/id_rsa",
+    "a home folder": lambda folder: "~/.ssh/id_rsa",
+    "an environment variable": lambda folder: "$HOME/.ssh/id_rsa",
 }
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_audio_outside_of_the_manifests_folder_is_never_opened(name, downloaded):
+def test_audio_outside_the_manifest_folder_is_never_opened(name, downloaded):
     audio = OUTSIDE[name](downloaded)
     rows = [{"audio_filepath": path, "duration": 1.0, "text": "एक"} for path in ("good.wav", audio)]
     manifest = downloaded / "train.jsonl"
@@ -147,7 +165,7 @@ def test_audio_outside_of_the_manifests_folder_is_never_opened(name, downloaded)
 
 
 @pytest.mark.parametrize("audio", ["/etc/passwd", "/proc/self/mem"])
-def test_an_absolute_path_to_a_file_without_audio_is_refused_as_audio(audio, downloaded):
+def test_absolute_path_to_a_file_without_audio_is_rejected(audio, downloaded):
     """Absolute paths are accepted, so the file is opened; its content reaches neither a result nor a message."""
     manifest = downloaded / "train.jsonl"
     manifest.write_text(json.dumps({"audio_filepath": audio, "duration": 1.0, "text": "एक"}) + "\n")
@@ -162,7 +180,7 @@ def test_an_absolute_path_to_a_file_without_audio_is_refused_as_audio(audio, dow
     assert "root:" not in verdict.message
 
 
-def test_the_named_root_allows_it(downloaded):
+def test_audio_roots_allow_files_outside_the_manifest_folder(downloaded):
     """Negative control: if the user names the folder, the same rows are read and the targets opened."""
     audio = [OUTSIDE[name](downloaded) for name in ("above", "a link", "a linked folder")]
     audio.append(str(downloaded.parent / "private" / "diary.wav"))
@@ -181,7 +199,7 @@ def test_the_named_root_allows_it(downloaded):
     assert str(downloaded.parent / "private" / "diary.wav") in verdict.opened
 
 
-def test_roots_hold_what_is_in_them_and_nothing_else(tmp_path):
+def test_audio_roots_contain_only_paths_below_them(tmp_path):
     (tmp_path / "corpus").mkdir()
     (tmp_path / "other").symlink_to(tmp_path / "corpus")
     roots = audio_roots(str(tmp_path / "other"), [str(tmp_path / "more")])
@@ -197,7 +215,7 @@ def test_roots_hold_what_is_in_them_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["/dev/zero", "pipe"])
-def test_a_manifest_that_is_no_file_is_refused_and_not_waited_for(place, tmp_path):
+def test_manifest_that_is_a_device_or_pipe_is_rejected_unopened(place, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     path = tmp_path / place
     for read in (read_manifest, read_recordings):
@@ -206,7 +224,7 @@ def test_a_manifest_that_is_no_file_is_refused_and_not_waited_for(place, tmp_pat
         assert "it is not a file" in verdict.message and str(path) not in verdict.opened
 
 
-def test_an_index_that_came_with_a_manifest_is_never_believed(downloaded, monkeypatch):
+def test_index_copied_with_a_manifest_is_not_used(downloaded, monkeypatch):
     monkeypatch.setattr("konkanivani.data.index.SMALL_BYTES", 0)
     manifest = downloaded / "train.jsonl"
     manifest.write_text(json.dumps({"audio_filepath": "good.wav", "duration": 1.0, "text": "एक"}) + "\n")
@@ -224,7 +242,7 @@ def _add(tar: tarfile.TarFile, name: str, kind: bytes = tarfile.REGTYPE, size: i
     tar.addfile(member, open("/dev/zero", "rb") if size else None)
 
 
-def hostile_shard(path: Path) -> None:
+def write_hostile_shard(path: Path) -> None:
     with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as tar:
         for name in ("../../above.wav", "/etc/absolute.wav", "a/../../b.wav"):
             _add(tar, name, size=64)
@@ -238,9 +256,9 @@ def hostile_shard(path: Path) -> None:
         tar.offset += 512
 
 
-def test_a_tars_members_are_never_unpacked_and_its_names_are_never_paths(downloaded):
+def test_tar_members_are_never_unpacked_or_opened_by_name(downloaded):
     shard = downloaded / "audio_0.tar"
-    hostile_shard(shard)
+    write_hostile_shard(shard)
     before = sorted(downloaded.parent.rglob("*"))
     members = []
     verdict = watch(lambda: members.extend(read_members(shard)), downloaded)
@@ -256,7 +274,7 @@ def test_a_tars_members_are_never_unpacked_and_its_names_are_never_paths(downloa
     assert all(member.byte_offset + member.byte_count <= shard.stat().st_size for member in found)
 
 
-def test_a_member_that_claims_2_to_the_60_bytes_is_a_broken_row(downloaded):
+def test_tar_member_of_2_to_the_60_bytes_is_unusable_audio(downloaded):
     rows = [
         {"audio_filepath": "good.wav", "duration": 1.0, "text": "एक", "byte_offset": offset, "byte_count": count}
         for offset, count in ((0, 2**60), (2**60, 64), (2**62, 2**62), (0, 2**63 - 1))
@@ -287,7 +305,7 @@ FORBIDDEN = (
 )
 
 
-def test_code_that_runs_what_it_reads_is_no_style_of_ours(tmp_path):
+def test_lint_rules_forbid_executing_input(tmp_path):
     for number, lines in enumerate([*FORBIDDEN, ("import json", "json.loads('1')")]):
         (tmp_path / f"written_{number}.py").write_text("\n\n".join(filter(None, lines)) + "\n")
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(ROOT / "pyproject.toml")]
@@ -298,7 +316,7 @@ def test_code_that_runs_what_it_reads_is_no_style_of_ours(tmp_path):
     assert f"written_{len(FORBIDDEN)}.py" not in said  # negative control
 
 
-def test_what_is_let_through_loads_weights_only_but_in_the_controls():
+def test_only_the_checkpoint_reader_disables_a_security_rule():
     """In user-facing code, only the checkpoint reader disables a ruff rule."""
     found = []
     for path in [*ROOT.glob("konkanivani/**/*.py"), *ROOT.glob("*_scripts/*.py")]:
@@ -310,7 +328,7 @@ def test_what_is_let_through_loads_weights_only_but_in_the_controls():
     assert all(f'"{rule}"' in pyproject for rule in ("S102", "S301", "S307", "S506", "S602", "S604", "S605", "TID251"))
 
 
-def test_every_text_that_starts_tensorboard_starts_it_for_this_machine_alone():
+def test_tensorboard_commands_bind_to_localhost_only():
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     commands = []
     for name in files:
@@ -326,9 +344,7 @@ SECRETS = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "KONKANIVANI_CA
 CANARY = "canary-7b1f5c"
 
 
-def test_no_secret_of_the_environment_is_in_anything_that_a_run_says_or_writes(
-    small_run, tmp_path, monkeypatch, capsys
-):
+def test_environment_secrets_are_never_printed_or_written(small_run, tmp_path, monkeypatch, capsys):
     for name in SECRETS:
         monkeypatch.setenv(name, f"{CANARY}-{name}")
     shutil.copytree(small_run, tmp_path, dirs_exist_ok=True)

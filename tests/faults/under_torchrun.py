@@ -41,9 +41,9 @@ def run_ranks(
     The last attempt must succeed.
     """
     for restart in range(restarts + 1):
-        told = {"TORCHELASTIC_RESTART_COUNT": str(restart), "TORCHELASTIC_MAX_RESTARTS": str(restarts)}
+        variables = {"TORCHELASTIC_RESTART_COUNT": str(restart), "TORCHELASTIC_MAX_RESTARTS": str(restarts)}
         jobs = [
-            Job(ROOT / TRAINER, arguments, output, environment=environment | told, threads=1, before=before)
+            Job(ROOT / TRAINER, arguments, output, environment=environment | variables, threads=1, before=before)
             for environment in environments_of(world_size)
         ]
         ranks = [warm_parent().start(job) for job in jobs]
@@ -55,7 +55,7 @@ def run_ranks(
     return said
 
 
-def hold_two_seconds() -> None:
+def limit_memory_of_rank_1() -> None:
     """Limit rank 1 to 2.5 s of audio in memory, enough for any one utterance; other ranks are unlimited."""
     computed = FrontEnd.forward
 
@@ -68,9 +68,9 @@ def hold_two_seconds() -> None:
         FrontEnd.forward = forward
 
 
-def end_all(agent: Agent) -> None:
+def kill_all(agent: Agent) -> None:
     """Kill torchrun and its ranks, if any are alive."""
-    ranks = ranks_of(agent)
+    ranks = rank_pids(agent)
     if agent.poll() is None:
         agent.kill()
         agent.wait()
@@ -78,7 +78,7 @@ def end_all(agent: Agent) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def ranks_of(agent: Agent) -> dict[int, int]:
+def rank_pids(agent: Agent) -> dict[int, int]:
     """Return the process ids of torchrun's living ranks, by local rank."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -113,7 +113,7 @@ class RankRun:
         model = (*TINY_MODEL, "--encoder_layers", "1")
         return (*model, *self.corpus.flags(), *run_folders(self.directory), *batch, *steady, *saves, *shard)
 
-    def logged(self) -> int:
+    def last_logged_step(self) -> int:
         try:
             return read_log(self.directory)[-1]["step"]
         except (OSError, IndexError):
@@ -140,46 +140,46 @@ def kill_ranks(run: RankRun, kills: int, draw: random.Random) -> list[str]:
     process, where = run.start(restarts=kills), []
     try:
         for number in range(kills):
-            before = run.logged()
+            before = run.last_logged_step()
             until = time.monotonic() + PATIENCE
-            while len(ranks := ranks_of(process)) < 2 and process.poll() is None:
+            while len(ranks := rank_pids(process)) < 2 and process.poll() is None:
                 assert time.monotonic() < until, "the ranks were not started again"
                 time.sleep(0.02)
             starting = draw.random() < 0.25
             if starting:
                 time.sleep(4.0 * draw.random())
             else:
-                _wait_for_a_step(run, process, before if number else 0)
+                _wait_for_step(run, process, before if number else 0)
                 time.sleep(0.3 * draw.random())
             if process.poll() is not None:
                 break
             rank = draw.choice(sorted(ranks))
             os.kill(ranks[rank], signal.SIGKILL)
             where.append(f"rank {rank} {'while starting' if starting else 'while training'}")
-            _wait_for_the_end_of(set(ranks.values()), process)
+            _wait_for_exit(set(ranks.values()), process)
         code = process.wait(PATIENCE)
         assert code == 0, (run.directory / "output.txt").read_text()[-3000:]
     finally:
-        end_all(process)
+        kill_all(process)
     return where
 
 
-def _wait_for_a_step(run: RankRun, process: Agent, before: int) -> None:
+def _wait_for_step(run: RankRun, process: Agent, before: int) -> None:
     until, seen = time.monotonic() + PATIENCE, set()
-    while process.poll() is None and not (seen and run.logged() not in seen | {before}):
+    while process.poll() is None and not (seen and run.last_logged_step() not in seen | {before}):
         assert time.monotonic() < until, "no step was made"
-        seen.add(run.logged())
+        seen.add(run.last_logged_step())
         time.sleep(0.02)
 
 
-def _wait_for_the_end_of(pids: set[int], process: Agent) -> None:
+def _wait_for_exit(pids: set[int], process: Agent) -> None:
     until = time.monotonic() + PATIENCE
-    while process.poll() is None and pids & set(ranks_of(process).values()):
+    while process.poll() is None and pids & set(rank_pids(process).values()):
         assert time.monotonic() < until, "the other rank did not end"
         time.sleep(0.05)
 
 
-def what_differs(run: RankRun, undisturbed: RankRun) -> list[str]:
+def rank_run_differences(run: RankRun, undisturbed: RankRun) -> list[str]:
     """Return every difference between weights, optimizers, counters and logged losses, as sentences."""
     found = run_differences(undisturbed.directory, run.directory)
     if [record["step"] for record in read_log(run.directory)] != list(range(1, run.steps + 1)):
@@ -192,8 +192,8 @@ def train_as_rank(arguments: list[str]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_NAME, f"LOCAL_RANK={os.environ['LOCAL_RANK']}".encode())
     sys.argv, sys.path[0] = [str(ROOT / TRAINER), *arguments], str(ROOT / "training_scripts")
     # The agent expects a return value, so `os._exit` must not end the process.
-    told = SimpleNamespace(**vars(os) | {"_exit": sys.exit})
-    with patch("konkanivani.command_line.os", told):
+    variables = SimpleNamespace(**vars(os) | {"_exit": sys.exit})
+    with patch("konkanivani.command_line.os", variables):
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as end:

@@ -22,11 +22,28 @@ MAX_SECONDS = 5.0  # CPU seconds, or seconds of waiting for anything but the CPU
 CONTAINER_SECONDS = 30.0  # audio and video: starts another process, perhaps on a busy machine
 BUSY_FACTOR = 120  # factor on the wall-clock limit for a busy machine
 MAX_GROWTH_MIB = 200.0
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Audit events for other programs, other machines, and files changed without being opened.
-RUNNING = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn", "ctypes.dlopen")
-REACHING = ("socket.connect", "socket.bind", "socket.getaddrinfo", "urllib.Request")
-CHANGING = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
+PROGRAM_EVENTS = (
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "subprocess.Popen",
+    "pty.spawn",
+    "ctypes.dlopen",
+)
+NETWORK_EVENTS = ("socket.connect", "socket.bind", "socket.getaddrinfo", "urllib.Request")
+FILE_CHANGE_EVENTS = (
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.mkdir",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+    "os.chmod",
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +89,7 @@ def watch(handle: Callable[[], object], folder: Path, seconds: float = MAX_SECON
                 signal.signal(alarm, signal.SIG_DFL)  # the default action ends the process even if C code hangs
             signal.setitimer(signal.ITIMER_PROF, seconds)
             signal.setitimer(signal.ITIMER_REAL, BUSY_FACTOR * seconds)
-            verdict = _handled(handle, os.path.realpath(folder))
+            verdict = _run_handler(handle, os.path.realpath(folder))
             _write_all(writing, json.dumps(asdict(verdict)).encode())
         finally:
             os._exit(0)
@@ -90,21 +107,21 @@ def watch(handle: Callable[[], object], folder: Path, seconds: float = MAX_SECON
     return Verdict(**fields | lists | {"most_seconds": seconds})
 
 
-def _handled(handle: Callable[[], object], folder: str) -> Verdict:
+def _run_handler(handle: Callable[[], object], folder: str) -> Verdict:
     opened, touched = [], []
-    is_heard = True
+    is_recording = True
 
-    def hear(event: str, arguments: tuple) -> None:
-        if not is_heard:
+    def audit_hook(event: str, arguments: tuple) -> None:
+        if not is_recording:
             return
         if event == "open" and isinstance(arguments[0], (str, bytes)):
             path = os.path.abspath(os.fsdecode(arguments[0]))
             opened.append(path)
-            if arguments[2] & WRITING and not _is_allowed(path, folder):
+            if arguments[2] & WRITE_FLAGS and not _is_allowed(path, folder):
                 touched.append(f"wrote {path}")
-        elif event in CHANGING and not _is_allowed(os.path.abspath(os.fsdecode(arguments[0])), folder):
+        elif event in FILE_CHANGE_EVENTS and not _is_allowed(os.path.abspath(os.fsdecode(arguments[0])), folder):
             touched.append(f"{event} {os.fsdecode(arguments[0])}")
-        elif (event in RUNNING or event in REACHING) and not _is_reader(event, arguments):
+        elif (event in PROGRAM_EVENTS or event in NETWORK_EVENTS) and not _is_reader(event, arguments):
             touched.append(event)
 
     silence = os.open(os.devnull, os.O_RDWR)
@@ -114,8 +131,8 @@ def _handled(handle: Callable[[], object], folder: str) -> Verdict:
     torch.set_num_threads(1)  # the other threads stayed in the parent
     gc.freeze()  # otherwise a collection would visit, and copy, every object of the parent
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak memory
-    before, started, starved = _mib("VmRSS"), time.monotonic(), _starved()
-    sys.addaudithook(hear)
+    before, started, starved = _memory_mib("VmRSS"), time.monotonic(), _runnable_wait_seconds()
+    sys.addaudithook(audit_hook)
     outcome, message = "taken", ""
     try:
         handle()
@@ -125,8 +142,8 @@ def _handled(handle: Callable[[], object], folder: str) -> Verdict:
         outcome, message = ("UsageError", "") if error.code == 2 else ("fault", f"it ended with {error.code}")
     except BaseException:  # any other exception is a finding
         outcome, message = "fault", traceback.format_exc()[-1500:]
-    is_heard = False
-    seconds, growth = time.monotonic() - started - (_starved() - starved), _mib("VmHWM") - before
+    is_recording = False
+    seconds, growth = time.monotonic() - started - (_runnable_wait_seconds() - starved), _memory_mib("VmHWM") - before
     return Verdict(outcome, message, seconds, growth, tuple(opened), tuple(touched))
 
 
@@ -139,12 +156,12 @@ def _is_allowed(path: str, folder: str) -> bool:
     return path.startswith((folder + "/", "/dev/null")) or path == folder
 
 
-def _starved() -> float:
+def _runnable_wait_seconds() -> float:
     """Return the seconds for which this process was runnable while others ran."""
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
-def _mib(name: str) -> float:
+def _memory_mib(name: str) -> float:
     return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1)) / 1024
 
 

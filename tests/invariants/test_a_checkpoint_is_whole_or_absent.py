@@ -17,7 +17,7 @@ from konkanivani.checkpoints import checkpointer
 from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from konkanivani.checkpoints.checkpointer import Checkpointer
 from konkanivani.errors import CheckpointError
-from tests.faults.fuse import POINTS, Fuse
+from tests.faults.save_killer import POINTS, SaveKiller
 from tests.patience import PATIENCE
 
 
@@ -56,7 +56,7 @@ def check_sound(folder: Path, step: int, name: str = "checkpoint_last.pt") -> No
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.label)
 def test_killed_at_any_instant_of_a_save(tmp_path, point):
-    assert save_thrice(tmp_path, Fuse(point, 0).lay) == -signal.SIGKILL
+    assert save_thrice(tmp_path, SaveKiller(point, 0).install) == -signal.SIGKILL
     if point.has_epoch:
         check_sound(tmp_path, 3, "checkpoint_epoch_3.pt")
     else:

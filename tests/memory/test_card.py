@@ -1,4 +1,4 @@
-"""Other processes on the GPU, from a simulated driver, down to one that reports nothing."""
+"""Report of other processes on the GPU, with simulated drivers, including one that reports nothing."""
 
 import os
 from dataclasses import dataclass, field
@@ -66,10 +66,10 @@ class Driver:
         return self._answer("nvmlDeviceGetMemoryInfo", SimpleNamespace(total=4 * GIB, free=4 * GIB - self.used))
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle):  # noqa: N802
-        return self._answer("nvmlDeviceGetComputeRunningProcesses", _listed(self.compute))
+        return self._answer("nvmlDeviceGetComputeRunningProcesses", _process_list(self.compute))
 
     def nvmlDeviceGetGraphicsRunningProcesses(self, handle):  # noqa: N802
-        return self._answer("nvmlDeviceGetGraphicsRunningProcesses", _listed(self.graphics))
+        return self._answer("nvmlDeviceGetGraphicsRunningProcesses", _process_list(self.graphics))
 
     # nvmlDeviceGetMPSComputeRunningProcesses: an old driver lacks it.
 
@@ -79,7 +79,7 @@ class Driver:
         return self._answer("nvmlSystemGetProcessName", self.names[pid])
 
 
-def _listed(processes: tuple[tuple[int, int | None], ...]) -> list[SimpleNamespace]:
+def _process_list(processes: tuple[tuple[int, int | None], ...]) -> list[SimpleNamespace]:
     return [SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, held in processes]
 
 
@@ -87,7 +87,7 @@ def read(driver: object) -> Card | None:
     return read_card(UUID, ADDRESS, driver)
 
 
-def test_says_what_is_free_and_who_holds_the_rest_the_largest_first():
+def test_report_has_free_memory_and_other_processes_largest_first():
     driver = Driver(
         compute=((75955, GIB + GIB // 2),),
         graphics=((812, GIB // 4),),
@@ -104,29 +104,29 @@ def test_says_what_is_free_and_who_holds_the_rest_the_largest_first():
     assert driver.running == 0, "NVML was left open"
 
 
-def test_a_card_of_ones_own_is_one_sentence():
+def test_gpu_without_other_processes_is_reported_in_one_sentence():
     assert read(Driver(used=GIB // 8)).sentences() == "NVIDIA GeForce GTX 980: 3.88 of 4.00 GiB free."
 
 
-def test_this_process_is_left_out_and_what_it_holds_is_not_unseen():
+def test_own_process_is_not_listed_and_its_memory_is_accounted_for():
     card = read(Driver(compute=((os.getpid(), GIB),), used=GIB))
     assert (card.processes, card.own, card.unseen) == ((), GIB, 0)
 
 
-def test_a_process_on_two_lists_counts_once():
+def test_process_on_two_lists_is_counted_once():
     card = read(Driver(compute=((7, GIB), (8, None)), graphics=((7, GIB), (8, 5), (9, None)), used=2 * GIB))
     assert {process.pid: process.bytes for process in card.processes} == {7: GIB, 8: 5, 9: None}
     assert len(card.processes) == 3
 
 
-def test_what_the_driver_does_not_tell_is_left_unsaid():
-    """As in Windows' WSL and for other users' processes."""
+def test_process_memory_unknown_to_the_driver_is_reported_as_unknown():
+    """NVML does so under WSL and for processes of other users."""
     card = read(Driver(compute=((7, None),), used=2 * GIB))
     assert card.processes == (CardProcess(7, "", None),)
     assert card.sentences().endswith("free. Process 7 uses an unknown amount of it.")
 
 
-def test_what_is_held_outside_a_container_is_said_to_be_unseen():
+def test_memory_of_processes_outside_a_container_is_reported():
     assert (
         read(Driver(used=2 * GIB))
         .sentences()
@@ -136,7 +136,7 @@ def test_what_is_held_outside_a_container_is_said_to_be_unseen():
 
 @pytest.mark.parametrize("broken", ["nvmlDeviceGetComputeRunningProcesses", "nvmlSystemGetProcessName"])
 @pytest.mark.parametrize("error", [DriverError, PermissionError, AttributeError, UnicodeDecodeError])
-def test_one_list_or_name_that_cannot_be_read_costs_only_itself(broken, error):
+def test_unreadable_process_list_or_name_affects_nothing_else(broken, error):
     class Raised(error):
         def __init__(self, *_): ...
 
@@ -149,58 +149,58 @@ def test_one_list_or_name_that_cannot_be_read_costs_only_itself(broken, error):
     "broken", ["nvmlInit", "nvmlDeviceGetName", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetHandleByPciBusId"]
 )
 @pytest.mark.parametrize("error", [DriverError, PermissionError, AttributeError])
-def test_a_driver_that_fails_is_none_and_no_error(broken, error):
+def test_failing_driver_gives_none_and_no_error(broken, error):
     driver = Driver(broken=(broken,), error=error, prefix="" if "Pci" in broken else "GPU-")
     assert read(driver) is None and driver.running == 0
 
 
-def test_a_shutdown_that_fails_costs_nothing():
+def test_failing_nvml_shutdown_is_ignored():
     assert read(Driver(broken=("nvmlShutdown",))).total == 4 * GIB
 
 
-@pytest.mark.parametrize("prefix", ["GPU-", "MIG-", "another card's"])
-def test_the_card_is_found_by_its_uuid_or_else_by_its_address(prefix):
+@pytest.mark.parametrize("prefix", ["GPU-", "MIG-", "another GPU's"])
+def test_gpu_is_found_by_uuid_or_else_by_pci_address(prefix):
     assert read(Driver(prefix=prefix)).name == "NVIDIA GeForce GTX 980"
-    assert (read_card(UUID, "00000000:02:00.0", Driver(prefix=prefix)) is None) == (prefix == "another card's")
+    assert (read_card(UUID, "00000000:02:00.0", Driver(prefix=prefix)) is None) == (prefix == "another GPU's")
 
 
-def test_the_real_package_without_a_driver_is_none():
+def test_real_pynvml_without_a_driver_gives_none():
     assert read_card(UUID, ADDRESS) is None
 
 
 @pytest.fixture
-def card_of_torch(monkeypatch):
+def torch_gpu(monkeypatch):
     """Simulate the GPU properties that PyTorch reports."""
     known = SimpleNamespace(name="GTX", total_memory=4 * GIB, uuid=UUID, pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: known)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB, 4 * GIB))
 
 
-@pytest.mark.parametrize("prefix", ["GPU-", "another card's"])
-def test_a_run_says_it_at_its_start_on_a_card(card_of_torch, capsys, prefix):
+@pytest.mark.parametrize("prefix", ["GPU-", "another GPU's"])
+def test_gpu_report_is_printed_by_announce_card(torch_gpu, capsys, prefix):
     card = gpu.announce_card(torch.device("cuda"), Driver(compute=((7, GIB),), used=GIB, prefix=prefix))
     assert card.free == 3 * GIB
     assert capsys.readouterr().out == card.sentences() + "\n" and "Process 7" in card.sentences()
 
 
-def test_without_nvml_the_free_bytes_are_pytorchs(card_of_torch, capsys):
+def test_free_memory_comes_from_pytorch_without_nvml(torch_gpu, capsys):
     card = gpu.announce_card(torch.device("cuda"), Driver(broken=("nvmlInit",)))
     assert (card.free, card.processes) == (3 * GIB, ())
     assert capsys.readouterr().out == "GTX: 3.00 of 4.00 GiB free.\n"
 
 
-def test_a_cpu_has_no_card(capsys):
+def test_cpu_device_has_no_gpu_report(capsys):
     assert gpu.announce_card(torch.device("cpu")) is None and capsys.readouterr().out == ""
 
 
-def test_every_run_begins_with_it(corpus: Corpus, tmp_path, monkeypatch):
+def test_every_run_calls_announce_card_at_startup(corpus: Corpus, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(recipe, "announce_card", asked.append)
     recipe.build_run(begin_run([*corpus.flags(), *TINY_MODEL, *run_folders(tmp_path)]))
     assert asked == [torch.device("cpu")]
 
 
-def test_the_context_is_what_this_process_holds_beside_its_tensors(card_of_torch, monkeypatch):
+def test_context_is_the_memory_of_this_process_without_its_tensors(torch_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB // 4)
     here = torch.device("cpu")  # device of the product; the GPU is simulated

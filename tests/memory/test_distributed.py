@@ -1,4 +1,4 @@
-"""Agreement, history and plans of several ranks, without processes (faults and invariants have those)."""
+"""Agreement, OOM history and plans of several ranks, without processes; tests/faults and tests/invariants have them."""
 
 import os
 import signal
@@ -53,12 +53,12 @@ GIB = 2**30
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_world_of_one_answers_at_once():
+def test_collectives_of_a_single_process_return_its_own_value():
     assert gather(ALONE, "own") == ["own"] and broadcast_from_rank0(ALONE, lambda: 3) == 3
     check_same(ALONE, {"flags": "any"})
 
 
-def test_ranks_are_dealt_every_window_whole_and_the_cursor_is_that_of_one():
+def test_every_global_batch_is_split_completely_between_the_ranks():
     planner = EpochPlanner(np.random.default_rng(0).uniform(1, 9, 26), global_batch_size=4, seed=7)
     loader = LoaderConfig(workers=0, timeout=1.0, pin_memory=False)
 
@@ -72,19 +72,19 @@ def test_ranks_are_dealt_every_window_whole_and_the_cursor_is_that_of_one():
         assert sorted(key for share in shares for key in share) == whole
 
 
-def test_the_largest_share_is_near_the_mean():
+def test_partition_balances_the_cost_of_the_ranks():
     costs = np.random.default_rng(1).uniform(1, 20, 32)
     loads = [costs[hand].sum() for hand in partition(costs, 4)]
     assert max(loads) < 1.05 * costs.sum() / 4
 
 
-class Work:
+class SimulatedWork:
     """Work that runs out of memory for micro-batches of more than `fits` utterances, and records its calls."""
 
     def __init__(self, fits: int) -> None:
         self.fits, self.sizes, self.undone = fits, [], 0
 
-    def try_it(self, attempt: OomAttempt[str]) -> OomAttempt[str]:
+    def run_attempt(self, attempt: OomAttempt[str]) -> OomAttempt[str]:
         with attempt:
             self.sizes.append(attempt.plan.largest_size)
             if attempt.plan.largest_size > self.fits:
@@ -95,61 +95,61 @@ class Work:
     def undo(self) -> None:
         self.undone += 1
 
-    def among(self, others: list[Outcome]) -> tuple[str | None, int, list[int], int]:
+    def run_with_other_rank(self, others: list[Outcome]) -> tuple[str | None, int, list[int], int]:
         """Return the result and retries of this rank with another one, the tried sizes, and the undone attempts."""
-        attempts = OomRetry(cut_of(4), OomHistory(0), self.undo, agreeing(others))
+        attempts = OomRetry(plan_of(4), OomHistory(0), self.undo, agreement_with(others))
         for attempt in attempts:
-            self.try_it(attempt)
+            self.run_attempt(attempt)
         return attempts.result, attempts.retries, self.sizes, self.undone
 
 
-def agreeing(others: list[Outcome]):
+def agreement_with(others: list[Outcome]):
     """Return an agreement function with one other rank, which reports these outcomes in order."""
     said = iter(others)
     return lambda mine: max(mine, next(said))
 
 
-def cut_of(utterances: int) -> MicroBatchPlan:
+def plan_of(utterances: int) -> MicroBatchPlan:
     return MicroBatchPlan(global_batch(speeches(utterances), utterances).micro_batches, recomputes_all=False)
 
 
-def test_a_rank_that_is_done_keeps_its_gradient_while_another_splits():
-    assert Work(fits=8).among([Outcome.SPLIT, Outcome.DONE]) == ("gradient", 1, [4], 0)
+def test_finished_rank_keeps_its_gradient_while_another_rank_splits():
+    assert SimulatedWork(fits=8).run_with_other_rank([Outcome.SPLIT, Outcome.DONE]) == ("gradient", 1, [4], 0)
 
 
-def test_a_rank_that_splits_does_so_until_it_fits_and_both_count_it():
-    assert Work(fits=1).among([Outcome.DONE] * 3) == ("gradient", 2, [4, 2, 1], 2)
+def test_rank_splits_until_its_batch_fits_and_counts_the_retries():
+    assert SimulatedWork(fits=1).run_with_other_rank([Outcome.DONE] * 3) == ("gradient", 2, [4, 2, 1], 2)
 
 
 @pytest.mark.parametrize("fits", [8, 1])
-def test_where_one_rank_is_stopped_all_take_back_what_they_have(fits):
-    assert Work(fits).among([Outcome.STOPPED]) == (None, 0, [4], 1)
+def test_all_ranks_undo_their_work_if_one_rank_is_stopped(fits):
+    assert SimulatedWork(fits).run_with_other_rank([Outcome.STOPPED]) == (None, 0, [4], 1)
 
 
-def test_what_did_not_fit_on_one_rank_is_cut_on_all():
+def test_size_that_did_not_fit_on_one_rank_is_split_on_all_ranks():
     splits = OomHistory(5)
     splits.learn({1: 3})
     splits.learn({1: 2, 7: 4})
     assert splits.sizes() == {1: 2, 7: 4}
-    assert splits.fit_to_memory(cut_of(4)).largest_size == 1
+    assert splits.fit_to_memory(plan_of(4)).largest_size == 1
 
 
-def test_sizes_that_did_not_fit_outlive_the_ranks(tmp_path):
+def test_sizes_that_did_not_fit_are_saved_for_restarted_ranks(tmp_path):
     splits = OomHistory(5)
     with pytest.raises(RestartAfterOom, match="weights sharded"):
-        Work(fits=1).try_it(OomAttempt(cut_of(4))).result_or_raise(splits)
+        SimulatedWork(fits=1).run_attempt(OomAttempt(plan_of(4))).result_or_raise(splits)
     write_sizes(tmp_path / "checkpoints", 1, splits)
     (tmp_path / "checkpoints" / "did_not_fit_2.json").write_text("{")
     assert read_sizes(tmp_path / "checkpoints", 5) == splits.sizes() != {}
     assert read_sizes(tmp_path / "checkpoints", 6) == {}  # another device
     forget_sizes(tmp_path / "checkpoints")
     assert read_sizes(tmp_path / "checkpoints", 5) == {}
-    alone = MicroBatchPlan(cut_of(1).micro_batches, recomputes_all=True, chunk_frames=1)
+    alone = MicroBatchPlan(plan_of(1).micro_batches, recomputes_all=True, chunk_frames=1)
     with pytest.raises(ResourceError, match="does not fit"):
-        Work(fits=0).try_it(OomAttempt(alone)).result_or_raise(splits)
+        SimulatedWork(fits=0).run_attempt(OomAttempt(alone)).result_or_raise(splits)
 
 
-def test_only_what_is_about_contact_is_a_lost_rank():
+def test_only_connection_errors_become_rank_lost():
     with pytest.raises(RankLost, match="Connection closed by peer"), raise_rank_lost():
         raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
     with pytest.raises(RuntimeError, match="a mistake") as caught, raise_rank_lost():
@@ -157,12 +157,12 @@ def test_only_what_is_about_contact_is_a_lost_rank():
     assert not isinstance(caught.value, RankLost)
 
 
-def test_a_bucket_is_no_larger_than_it_need_be():
+def test_bucket_is_as_large_as_the_gradients_and_at_most_25_mib():
     assert new_bucket([torch.zeros(3), torch.zeros(2, 2)]).numel() == 7
     assert new_bucket([torch.empty(2**24, device="meta")]).nbytes == 25 * 2**20
 
 
-def test_a_second_signal_does_not_end_a_rank_that_saves(monkeypatch):
+def test_second_signal_does_not_exit_a_rank_of_several(monkeypatch):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(os, "write", lambda *_: 0)
@@ -175,7 +175,7 @@ def test_a_second_signal_does_not_end_a_rank_that_saves(monkeypatch):
 
 
 @pytest.mark.parametrize(("rank", "code"), [({"RANK": "1"}, 0), ({}, -signal.SIGABRT)])
-def test_a_rank_ends_before_what_python_frees_at_an_exit_can_abort(rank, code):
+def test_rank_exits_without_running_atexit_handlers(rank, code):
     """Negative control: without the rank variable, the same process aborts."""
     script = (
         "import atexit, os; from konkanivani.command_line import end_script; "
@@ -186,7 +186,7 @@ def test_a_rank_ends_before_what_python_frees_at_an_exit_can_abort(rank, code):
     assert (ended.returncode, ended.stdout) == (code, "told")
 
 
-def test_only_a_machines_first_rank_tells_what_is_wrong_with_the_command_line(monkeypatch, capsys):
+def test_only_local_rank_0_reports_command_line_errors(monkeypatch, capsys):
     def fail() -> None:
         with command_line.print_on_local_rank0():
             print("told")
@@ -203,7 +203,7 @@ def test_only_a_machines_first_rank_tells_what_is_wrong_with_the_command_line(mo
     assert caught.value.exit_code == 2 and capsys.readouterr().out == ""
 
 
-def test_a_logbook_without_a_folder_writes_nothing(tmp_path, monkeypatch):
+def test_logbook_without_a_folder_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Logbook(None) as logbook:
         logbook.log_settings("--flag 1")
@@ -211,7 +211,7 @@ def test_a_logbook_without_a_folder_writes_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_plan_of_a_rank_that_shares_the_state_has_less_of_it():
+def test_planned_state_of_a_sharded_rank_is_smaller():
     costs = cuda_costs("T4", (7, 5))
     whole, bucket, shared = (
         costs_per_rank(costs, ARCHITECTURE, ranks) for ranks in (Ranks(), Ranks(8), Ranks(8, sharded=True))
@@ -223,7 +223,7 @@ def test_the_plan_of_a_rank_that_shares_the_state_has_less_of_it():
     assert 0 < tiny.among_ranks < 2**20
 
 
-def test_auto_shares_the_state_only_where_it_does_not_fit():
+def test_shard_auto_shards_the_state_only_if_it_does_not_fit():
     costs = cuda_costs("T4", (7, 5))
     config = TrainConfig(model=SHAPE)
     assert not choose_ranks(config, costs, 4 * GIB, world_size=8).sharded
@@ -233,7 +233,7 @@ def test_auto_shares_the_state_only_where_it_does_not_fit():
     assert choose_ranks(always, costs, 4 * GIB, world_size=2).sharded
 
 
-def test_traffic_is_that_of_a_ring():
+def test_traffic_equals_that_of_a_ring_all_reduce():
     gradients = 392 * 2**20 * 4 // STATE_BYTES
     assert traffic_bytes(ARCHITECTURE, Ranks(1)) == 0
     assert traffic_bytes(ARCHITECTURE, Ranks(2)) == pytest.approx(gradients, rel=0.01)

@@ -1,4 +1,4 @@
-"""Peaks per phase on the CPU and with a simulated CUDA allocator, the cost of clearing, and the final table."""
+"""Peaks per phase on a CPU and with a simulated CUDA allocator, the cost of clearing the cache, and the final table."""
 
 import json
 import os
@@ -24,7 +24,7 @@ LARGE = 200 * MIB
 
 
 @pytest.fixture
-def resettable():
+def requires_peak_reset():
     """Skip the test if the system cannot reset its peak."""
     block = bytearray(LARGE)
     before = system_peak_mib()
@@ -34,7 +34,7 @@ def resettable():
         pytest.skip("this system does not begin VmHWM anew")
 
 
-def phases_of_two_blocks() -> MemoryMonitor:
+def monitor_after_two_phases() -> MemoryMonitor:
     """Return a monitor after a phase with a large temporary block, and one without."""
     monitor = MemoryMonitor(torch.device("cpu"), 0)
     monitor.end_phase("start")
@@ -45,22 +45,22 @@ def phases_of_two_blocks() -> MemoryMonitor:
     return monitor
 
 
-def test_on_a_cpu_each_phase_has_a_peak_of_its_own(resettable):
-    monitor = phases_of_two_blocks()
+def test_each_phase_on_a_cpu_has_its_own_peak(requires_peak_reset):
+    monitor = monitor_after_two_phases()
     peaks = {phase.phase: phase.peak_mib for phase in monitor.report()}
     assert peaks["forward"] > peaks["update"] + 0.9 * LARGE / MIB
     assert monitor.overall_peak_mib() == max(peaks.values())
 
 
-def test_where_the_peak_cannot_begin_anew_it_only_grows(monkeypatch):
-    """The negative control, and the result on an old kernel."""
+def test_peak_only_grows_if_it_cannot_be_reset(monkeypatch):
+    """This is the negative control, and the behaviour on an old kernel."""
     monkeypatch.setattr(monitor_module, "reset_peak_resident", lambda: None)
-    monitor = phases_of_two_blocks()
+    monitor = monitor_after_two_phases()
     peaks = {phase.phase: phase.peak_mib for phase in monitor.report()}
     assert peaks["update"] >= peaks["forward"] and monitor.overall_peak_mib() == peaks["update"]
 
 
-def test_a_system_that_forbids_the_reset_costs_nothing(monkeypatch):
+def test_forbidden_peak_reset_is_ignored(monkeypatch):
     def forbidden(*_):
         raise PermissionError
 
@@ -68,8 +68,8 @@ def test_a_system_that_forbids_the_reset_costs_nothing(monkeypatch):
     reset_peak_resident()
 
 
-def test_what_is_reported_begins_anew_and_what_is_of_the_run_stays():
-    monitor = phases_of_two_blocks()
+def test_report_clears_step_values_and_keeps_run_values():
+    monitor = monitor_after_two_phases()
     first = monitor.report()
     assert monitor.report() == ()
     monitor.end_phase("forward")
@@ -114,20 +114,20 @@ def allocator(monkeypatch) -> Allocator:
     return played
 
 
-def forward_with(monitor: MemoryMonitor, allocator: Allocator, allocated: int, peak: int, reserved: int, retries: int):
+def end_forward(monitor: MemoryMonitor, allocator: Allocator, allocated: int, peak: int, reserved: int, retries: int):
     allocator.allocated, allocator.peak, allocator.reserved, allocator.retries = allocated, peak, reserved, retries
     monitor.end_phase("forward")
 
 
-def test_on_a_card_a_phase_has_its_retries_and_its_fragmentation(allocator):
+def test_phase_on_cuda_has_allocator_retries_and_fragmentation(allocator):
     monitor = MemoryMonitor(torch.device("cuda"), 0)
-    forward_with(monitor, allocator, allocated=10, peak=30, reserved=80, retries=2)
-    forward_with(monitor, allocator, allocated=15, peak=90, reserved=100, retries=2)
-    forward_with(monitor, allocator, allocated=20, peak=40, reserved=60, retries=5)
+    end_forward(monitor, allocator, allocated=10, peak=30, reserved=80, retries=2)
+    end_forward(monitor, allocator, allocated=15, peak=90, reserved=100, retries=2)
+    end_forward(monitor, allocator, allocated=20, peak=40, reserved=60, retries=5)
     (step,) = monitor.report()
     assert (step.peak_mib, step.allocated_mib, step.reserved_mib, step.resident_mib) == (90, 15, 100, None)
     assert (step.allocator_retries, step.fragmentation_mib) == (5, 85)
-    forward_with(monitor, allocator, allocated=10, peak=50, reserved=60, retries=6)
+    end_forward(monitor, allocator, allocated=10, peak=50, reserved=60, retries=6)
     (next_step,) = monitor.report()
     assert (next_step.peak_mib, next_step.allocator_retries, next_step.fragmentation_mib) == (50, 1, 50)
     (of_run,) = monitor.report_run()
@@ -136,7 +136,7 @@ def test_on_a_card_a_phase_has_its_retries_and_its_fragmentation(allocator):
     assert allocator_retries(monitor.report_run()) == 6
 
 
-def test_what_is_planned_stands_beside_what_is_measured(allocator):
+def test_planned_peak_is_reported_with_the_measured_peak(allocator):
     monitor = MemoryMonitor(torch.device("cuda"), 0)
     monitor.expect({"forward": 95.5, "backward": 70.0})
     monitor.end_phase("forward")
@@ -147,7 +147,7 @@ def test_what_is_planned_stands_beside_what_is_measured(allocator):
     assert [phase.planned_mib for phase in monitor.report()] == [None]
 
 
-def test_clearing_the_cache_is_counted_and_timed_without_what_was_waited_for_anyway(allocator):
+def test_cache_clearing_is_counted_and_timed_without_synchronization(allocator):
     monitor = MemoryMonitor(torch.device("cuda"), empty_cache_interval=3)
     for _ in range(2):
         monitor.maybe_empty_cache()
@@ -162,7 +162,7 @@ def test_clearing_the_cache_is_counted_and_timed_without_what_was_waited_for_any
 
 
 @pytest.mark.parametrize(("device", "interval"), [("cpu", 1), ("cuda", 0)])
-def test_nothing_is_cleared_or_waited_for_on_a_cpu_or_without_an_interval(allocator, device, interval):
+def test_cache_is_not_cleared_on_a_cpu_or_without_an_interval(allocator, device, interval):
     monitor = MemoryMonitor(torch.device(device), interval)
     for _ in range(3):
         monitor.maybe_empty_cache()
@@ -170,7 +170,7 @@ def test_nothing_is_cleared_or_waited_for_on_a_cpu_or_without_an_interval(alloca
     assert monitor.report_clearing() == (None if device == "cpu" else CacheClearing())
 
 
-def run_with(monitor: MemoryMonitor, splits: int = 0) -> SimpleNamespace:
+def make_run(monitor: MemoryMonitor, splits: int = 0) -> SimpleNamespace:
     """Return the parts of a run that the table and the summary use."""
     progress = SimpleNamespace(audio_seconds_per_second=lambda: 1.0, waiting_share=lambda: 0.0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1, bias=False).requires_grad_(False))
@@ -181,14 +181,14 @@ def run_with(monitor: MemoryMonitor, splits: int = 0) -> SimpleNamespace:
     return SimpleNamespace(state=state, step=step, data=data, logs=logs, monitor=monitor, topology=ALONE)
 
 
-def test_the_table_at_the_end_on_a_card(allocator):
+def test_final_memory_table_on_cuda(allocator):
     monitor = MemoryMonitor(torch.device("cuda"), empty_cache_interval=1)
     monitor.expect({"forward": 1200.0})
-    forward_with(monitor, allocator, allocated=1000, peak=1100, reserved=1500, retries=3)
+    end_forward(monitor, allocator, allocated=1000, peak=1100, reserved=1500, retries=3)
     monitor.end_phase("update")
     monitor.report()
     monitor.maybe_empty_cache()
-    lines = memory_table(run_with(monitor, splits=4)).splitlines()
+    lines = memory_table(make_run(monitor, splits=4)).splitlines()
     assert lines[1].split() == ["phase", "planned", "peak", "fragmentation", "allocator", "retries", "seconds", "share"]
     assert lines[2].split()[:5] == ["forward", "1200", "1100", "500", "3"]
     assert lines[3].split()[:5] == ["update", "-", "1100", "500", "0"]
@@ -198,21 +198,21 @@ def test_the_table_at_the_end_on_a_card(allocator):
     )
 
 
-def test_the_summary_has_the_splits_and_the_retries(allocator):
+def test_summary_has_splits_and_allocator_retries(allocator):
     monitor = MemoryMonitor(torch.device("cuda"), 0)
-    forward_with(monitor, allocator, allocated=10, peak=30, reserved=80, retries=2)
-    summary = json.loads(summary_line(run_with(monitor, splits=4), Results({}, {}, None), "checkpoint", "runs"))
+    end_forward(monitor, allocator, allocated=10, peak=30, reserved=80, retries=2)
+    summary = json.loads(summary_line(make_run(monitor, splits=4), Results({}, {}, None), "checkpoint", "runs"))
     assert (summary["memory_splits"], summary["allocator_retries"], summary["peak_memory_mib"]) == (4, 2, 30)
     assert (summary["parameters"], summary["trained_parameters"]) == (10, 8)
 
 
-def test_the_table_at_the_end_on_a_cpu_has_no_empty_columns():
-    lines = memory_table(run_with(phases_of_two_blocks())).splitlines()
+def test_final_memory_table_on_a_cpu_has_no_empty_columns():
+    lines = memory_table(make_run(monitor_after_two_phases())).splitlines()
     assert lines[1].split() == ["phase", "peak", "seconds", "share"] and len(lines) == 6
-    assert allocator_retries(phases_of_two_blocks().report_run()) is None
+    assert allocator_retries(monitor_after_two_phases().report_run()) is None
 
 
-def test_splits_are_counted_over_the_run_and_an_older_checkpoint_has_none():
+def test_splits_are_summed_over_the_run_and_old_checkpoints_have_none():
     state = TrainState()
     for splits in (0, 2, 1):
         state.advance(state.cursor, 1.0, is_skipped=splits == 1, splits=splits)
@@ -229,7 +229,7 @@ def test_splits_are_counted_over_the_run_and_an_older_checkpoint_has_none():
 STEP_PHASES = ("data", "forward", "backward", "update")
 
 
-def test_a_run_logs_every_phase_and_ends_with_the_table(corpus: Corpus, tmp_path):
+def test_run_logs_every_phase_and_prints_the_final_table(corpus: Corpus, tmp_path):
     done = run_trainer(*corpus.flags(), *TINY_MODEL, *run_folders(tmp_path), "--max_steps", "4", "--save_steps", "2")
     assert done.returncode == 0, done.stderr
     steps = read_log(tmp_path)
@@ -246,7 +246,7 @@ def test_a_run_logs_every_phase_and_ends_with_the_table(corpus: Corpus, tmp_path
     assert set(peaks) <= set(logged) and summary["peak_memory_mib"] >= round(max(logged.values()), 4)
 
 
-def test_on_a_cpu_the_heaps_free_pages_go_back_every_so_many_micro_batches(monkeypatch):
+def test_heap_on_a_cpu_is_trimmed_at_the_interval_of_micro_batches(monkeypatch):
     trims = []
     monkeypatch.setattr("konkanivani.memory.monitor.trim_heap", lambda: trims.append(1))
     for interval, count in ((3, 2), (0, 0)):
@@ -285,7 +285,7 @@ for measure in (trimmed, holes, lambda: set_mmap_threshold() or holes()):
 """
 
 
-def test_a_trimmed_heap_is_smaller_and_a_run_that_keeps_to_its_plan_leaves_no_holes():
+def test_trim_shrinks_the_heap_and_mmap_threshold_avoids_fragmentation():
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-c", HEAPS]
     done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, check=True)
@@ -293,7 +293,7 @@ def test_a_trimmed_heap_is_smaller_and_a_run_that_keeps_to_its_plan_leaves_no_ho
     assert trimmed > 100 and holes < 20 <= holes_by_default
 
 
-def test_a_phase_has_the_seconds_between_its_moments_and_those_before(monkeypatch):
+def test_seconds_of_a_phase_are_summed_over_its_occurrences(monkeypatch):
     clock = iter([10.0, 11.0, 11.5, 14.5])
     monkeypatch.setattr("konkanivani.memory.monitor.time.perf_counter", lambda: next(clock))
     monitor = MemoryMonitor(torch.device("cpu"), 0)

@@ -1,4 +1,4 @@
-"""Out-of-memory recovery in addition to its invariant: halved batches, remembered sizes, and a whole run."""
+"""Out-of-memory recovery: halved batches, recorded sizes, and a complete run."""
 
 import dataclasses
 from pathlib import Path
@@ -30,14 +30,14 @@ def batch_of(seconds: list[float]) -> Batch:
     return global_batch(spoken, len(seconds)).micro_batches[0]
 
 
-def cut_of(seconds: list[float]) -> MicroBatchPlan:
+def plan_of(seconds: list[float]) -> MicroBatchPlan:
     """Return the batch unsplit, with nothing recomputed."""
     return MicroBatchPlan((batch_of(seconds),), recomputes_all=False)
 
 
 @pytest.mark.parametrize("augmented", [False, True])
 @pytest.mark.parametrize("size", [2, 5, 8])
-def test_halves_are_what_collating_them_gives(size, augmented):
+def test_halves_of_a_batch_equal_collated_batches(size, augmented):
     spoken = speeches(size, augmented=augmented)
     whole = global_batch(spoken, size).micro_batches[0]
     collated = global_batch(spoken, (size + 1) // 2).micro_batches
@@ -48,12 +48,12 @@ def test_halves_are_what_collating_them_gives(size, augmented):
         assert half.waveforms.untyped_storage().data_ptr() == whole.waveforms.untyped_storage().data_ptr()
 
 
-def test_one_utterance_has_no_halves():
+def test_single_utterance_cannot_be_split():
     with pytest.raises(ValueError):
         split_batch(batch_of([1.0]))
 
 
-def test_a_cut_goes_from_halves_to_single_utterances_to_recomputing_to_small_chunks_to_nothing():
+def test_plan_shrinks_to_single_utterances_recomputation_small_chunks():
     cuts, cut = [], MicroBatchPlan((batch_of([1, 2, 3]), batch_of([4])), recomputes_all=False)
     while cut is not None:
         cuts.append(cut)
@@ -64,54 +64,54 @@ def test_a_cut_goes_from_halves_to_single_utterances_to_recomputing_to_small_chu
     assert [cut.chunk_frames for cut in cuts] == [CHUNK_FRAMES] * 4 + [SMALL_CHUNK_FRAMES]
 
 
-def test_chunks_that_are_smaller_already_stay_as_they_are():
+def test_chunks_that_are_already_smaller_are_kept():
     assert MicroBatchPlan((batch_of([1]),), recomputes_all=True, chunk_frames=7).smaller() is None
     assert MicroBatchPlan((batch_of([1]),), recomputes_all=True, chunk_frames=7).in_small_chunks().chunk_frames == 7
 
 
-def test_what_is_as_long_and_as_many_as_what_did_not_fit_does_not_fit():
+def test_batch_at_least_as_large_as_a_failed_one_is_too_large():
     splits = OomHistory(conditions=0)
-    assert splits.remember(cut_of([5.2, 5.9, 6.7, 6.9]))
+    assert splits.remember(plan_of([5.2, 5.9, 6.7, 6.9]))
     assert splits.is_too_large(batch_of([6.1] * 4)) and splits.is_too_large(batch_of([9.0] * 5))
     assert not splits.is_too_large(batch_of([5.9] * 4)) and not splits.is_too_large(batch_of([9.0] * 3))
-    assert not splits.remember(cut_of([7.5] * 4)) and splits.remember(cut_of([6.5] * 2))
+    assert not splits.remember(plan_of([7.5] * 4)) and splits.remember(plan_of([6.5] * 2))
     cut = splits.fit_to_memory(MicroBatchPlan((batch_of([5.0] * 4), batch_of([6.5] * 4)), recomputes_all=False))
     assert [batch.size for batch in cut.micro_batches] == [4, 1, 1, 1, 1] and not cut.recomputes_all
-    splits.remember(cut_of([20.0]))
+    splits.remember(plan_of([20.0]))
     assert splits.fit_to_memory(
         MicroBatchPlan((batch_of([3.0]), batch_of([21.0])), recomputes_all=False)
     ).recomputes_all
 
 
-def test_what_did_not_fit_recomputed_is_run_in_small_chunks_from_then_on():
+def test_utterance_that_failed_with_recomputation_uses_small_chunks():
     splits = OomHistory(conditions=0)
-    assert splits.remember(cut_of([20.0])) and not splits.remember(cut_of([20.0]))
-    assert splits.fit_to_memory(cut_of([20.0])).chunk_frames == CHUNK_FRAMES
+    assert splits.remember(plan_of([20.0])) and not splits.remember(plan_of([20.0]))
+    assert splits.fit_to_memory(plan_of([20.0])).chunk_frames == CHUNK_FRAMES
     # A failure of several utterances implies nothing about one alone.
-    assert splits.remember(dataclasses.replace(cut_of([8.0] * 3), recomputes_all=True))
-    assert not splits.fit_to_memory(cut_of([8.0])).recomputes_all
+    assert splits.remember(dataclasses.replace(plan_of([8.0] * 3), recomputes_all=True))
+    assert not splits.fit_to_memory(plan_of([8.0])).recomputes_all
 
-    recomputed = dataclasses.replace(cut_of([20.0]), recomputes_all=True)
+    recomputed = dataclasses.replace(plan_of([20.0]), recomputes_all=True)
     assert splits.remember(recomputed) and not splits.remember(recomputed)
-    fitting = splits.fit_to_memory(cut_of([3.0, 20.5]))
+    fitting = splits.fit_to_memory(plan_of([3.0, 20.5]))
     assert fitting.recomputes_all and fitting.chunk_frames == SMALL_CHUNK_FRAMES
-    assert splits.fit_to_memory(cut_of([19.5])).chunk_frames == CHUNK_FRAMES
+    assert splits.fit_to_memory(plan_of([19.5])).chunk_frames == CHUNK_FRAMES
     loaded = OomHistory(conditions=0)
     loaded.load_state_dict(splits.state_dict())
     assert loaded.state_dict() == splits.state_dict() and all(type(n) is int for n in splits.state_dict().values())
     assert loaded.needs_small_chunks(batch_of([20.0])) and not loaded.needs_small_chunks(batch_of([19.5]))
 
 
-def test_sizes_of_a_checkpoint_from_before_there_were_chunks_mean_what_they_meant():
+def test_oom_sizes_of_a_checkpoint_without_chunks_keep_their_meaning():
     splits = OomHistory(conditions=7)
     splits.load_state_dict({"conditions": 7, "6": 4, "20": 1})
     assert splits.is_too_large(batch_of([6.5] * 4)) and splits.is_too_large(batch_of([20.0]))
     assert not splits.needs_small_chunks(batch_of([30.0]))
 
 
-def test_remembered_sizes_survive_a_checkpoint_and_not_another_device():
+def test_oom_sizes_are_restored_only_under_the_same_conditions():
     splits, same, other = (OomHistory(conditions) for conditions in (7, 7, 8))
-    splits.remember(cut_of([6.5] * 4))
+    splits.remember(plan_of([6.5] * 4))
     for loaded in (same, other):
         loaded.load_state_dict(splits.state_dict())
     assert same.is_too_large(batch_of([6.5] * 4)) and same.state_dict() == splits.state_dict()
@@ -122,29 +122,29 @@ def test_remembered_sizes_survive_a_checkpoint_and_not_another_device():
 
 
 @pytest.mark.parametrize("error", [*ERRORS.values(), RuntimeError("std::bad_alloc")], ids=repr)
-def test_what_says_that_memory_ran_out(error):
+def test_out_of_memory_errors_are_recognized(error):
     assert is_out_of_memory(error)
 
 
 @pytest.mark.parametrize("said", ["CUDA error: an illegal memory access was encountered", "stack expects each tensor"])
-def test_what_does_not(said):
+def test_other_errors_are_not_taken_for_out_of_memory(said):
     assert not is_out_of_memory(RuntimeError(said))
 
 
-def built(corpus: Corpus, directory: Path, *more: str) -> Run:
+def build_tiny_run(corpus: Corpus, directory: Path, *more: str) -> Run:
     cut = ("--batch_size", "4", "--gradient_accumulation_steps", "1", "--concurrent_micro_batches", "1")
     flags = (*TINY_MODEL, *corpus.flags(), *cut, *run_folders(directory), "--num_workers", "0", *more)
     return build_run(begin_run(list(flags)))
 
 
-def failing(run: Run, when: When) -> Run:
+def with_failing_forward(run: Run, when: When) -> Run:
     return dataclasses.replace(run, step=failing_forward(run.step, when, ERRORS["cuda"]))
 
 
-def test_a_run_with_splits_has_the_cursor_the_counts_and_the_steps_of_one_without(tmp_path, capsys):
+def test_run_with_splits_has_the_cursor_counts_and_steps_of_one_without(tmp_path, capsys):
     corpus = write_corpus(tmp_path / "corpus", {"train": 10, "valid": 3})  # three steps per epoch, the last one ragged
-    train(built(corpus, tmp_path / "whole", "--max_steps", "4"))
-    train(failing(built(corpus, tmp_path / "split", "--max_steps", "4"), above(2)))
+    train(build_tiny_run(corpus, tmp_path / "whole", "--max_steps", "4"))
+    train(with_failing_forward(build_tiny_run(corpus, tmp_path / "split", "--max_steps", "4"), above(2)))
     whole, split = read_log(tmp_path / "whole"), read_log(tmp_path / "split")
     for name in ("step", "epoch", "tokens", "utterances", "learning_rate", "padding_share"):
         assert [record[name] for record in whole] == [record[name] for record in split], name
@@ -159,13 +159,15 @@ def test_a_run_with_splits_has_the_cursor_the_counts_and_the_steps_of_one_withou
     # One line per retried step, and for the validation, which has its own memory of sizes.
     assert sum(record["splits"] for record in split) <= len(told) <= len(states[1]["splits"]) + 3
 
-    resumed = failing(built(corpus, tmp_path / "split", "--resume", "auto", "--max_steps", "6"), above(2))
+    resumed = with_failing_forward(
+        build_tiny_run(corpus, tmp_path / "split", "--resume", "auto", "--max_steps", "6"), above(2)
+    )
     assert resumed.step.oom_history.state_dict() == states[1]["splits"]
     train(resumed)
     assert [record["splits"] for record in read_log(tmp_path / "split")][4:] == [0, 0]
 
 
-def test_an_old_checkpoint_without_splits_can_be_gone_on_from(copy):
+def test_old_checkpoint_without_splits_can_be_resumed(copy):
     path = copy / "checkpoints" / LAST
     checkpoint = read_checkpoint(path)
     states = {name: state for name, state in checkpoint.states.items() if name != "splits"}
@@ -176,9 +178,9 @@ def test_an_old_checkpoint_without_splits_can_be_gone_on_from(copy):
 
 
 def test_steps_before_an_utterance_that_does_not_fit_are_saved(corpus, tmp_path):
-    run = built(corpus, tmp_path, "--max_steps", "9", "--save_steps", "0", "--save_minutes", "0")
+    run = build_tiny_run(corpus, tmp_path, "--max_steps", "9", "--save_steps", "0", "--save_minutes", "0")
     calls = []
     with pytest.raises(ResourceError, match="Out of memory with a micro-batch of one"):
-        train(failing(run, lambda _number, size: calls.append(size) or run.state.step >= 2))
+        train(with_failing_forward(run, lambda _number, size: calls.append(size) or run.state.step >= 2))
     assert read_checkpoint(tmp_path / "checkpoints" / LAST).states["progress"]["window"] == 2
     assert calls[2:] == [4, 2, 1, 1, 1]

@@ -14,8 +14,8 @@ import torch
 from konkanivani.checkpoints.checkpoint import read_checkpoint
 from konkanivani.models.nemo.weights import import_nemo
 from tests.conftest import run_script, well
-from tests.faults.test_error_texts import complaint
-from tests.faults.untrusted_input import Calls
+from tests.faults.test_error_texts import message_defect
+from tests.faults.untrusted_input import CallOnUnpickle
 from tests.faults.watching import watch
 from tests.nemo.files import CONFIG, FOLDER, WEIGHTS, NemoParts, changed, pieces, read_parts, write_members
 
@@ -137,7 +137,7 @@ FILES: dict[str, tuple[Write, str]] = {
     "a large number": (configured(lambda text: text + b"\nx: " + b"9" * 10_000), "not plain YAML"),
     "no YAML": (configured(lambda text: b"{"), "not plain YAML"),
     "no mapping": (configured(lambda text: b"- 1"), "has no configuration"),
-    "code": (weighted(lambda _: saved({"x": Calls(exec, "open('exploded', 'w')")})), "its pickle needs"),
+    "code": (weighted(lambda _: saved({"x": CallOnUnpickle(exec, "open('exploded', 'w')")})), "its pickle needs"),
     "code without a zip": (
         weighted(lambda _: saved({"x": torch.zeros(3)}, _use_new_zipfile_serialization=False)),
         "does not end like a torch.save archive",
@@ -211,7 +211,7 @@ def test_a_bad_file_ends_with_its_sentence(name, tmp_path, monkeypatch):
     assert verdict.fault is None, verdict.fault
     assert verdict.outcome == "CheckpointError", verdict
     assert re.search(said, verdict.message), verdict.message
-    assert complaint(re.sub(r"/\S+", "X", verdict.message)) is None and "\n" not in verdict.message
+    assert message_defect(re.sub(r"/\S+", "X", verdict.message)) is None and "\n" not in verdict.message
     assert list(tmp_path.iterdir()) == [path]
     assert verdict.growth_mib < MOST_MIB
 

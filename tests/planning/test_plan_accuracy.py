@@ -26,7 +26,7 @@ CUDA_CELL = CudaCell(replace(CASE, device="cuda"), PLANNED, 300 * MIB, reserved=
 
 
 @pytest.mark.full
-def test_a_cell_is_planned_and_measured():
+def test_cell_is_planned_and_measured():
     flags = ("--seconds", "2", "--recompute", "never", "--precisions", "fp32", "--json")
     done = well(run_script("benchmarks/plan_accuracy.py", *flags))
     found = json.loads(done.stdout.splitlines()[-1])
@@ -40,7 +40,7 @@ def test_a_cell_is_planned_and_measured():
     assert set(cell["outside"]) <= {"live"} and found["outside"] == len(cell["outside"])
 
 
-def test_the_whole_grid():
+def test_full_grid_has_all_cases():
     cases = full_grid("cpu")
     assert len(set(cases)) == len(cases) == 3 * 3 * 2 * 2 + 2
     limits = {(case.preset, case.recompute): case.limit for case in cases if case.limit}
@@ -52,7 +52,7 @@ def test_the_whole_grid():
     assert {case.utterances for case in cases} == {1, 4}
 
 
-def test_a_window_is_what_its_case_says():
+def test_global_batch_follows_its_case():
     one = build_global_batch(CASE)
     assert [batch.sample_lengths for batch in one.micro_batches] == [(320_000,)] * 8
     assert (one.utterances, one.tokens, one.audio_seconds) == (8, 8 * 80, 160.0)
@@ -75,7 +75,7 @@ def test_a_window_is_what_its_case_says():
         ({"waiting": 413 * MIB, "case": replace(CASE, micro_batches=2)}, ()),
     ],
 )
-def test_the_bars_of_a_cpu(changed, faults):
+def test_cpu_cell_reports_values_outside_the_bounds(changed, faults):
     assert replace(CPU_CELL, **changed).faults() == faults
 
 
@@ -89,19 +89,19 @@ def test_the_bars_of_a_cpu(changed, faults):
         (513 * MIB, 330 * MIB, ("limit",)),
     ],
 )
-def test_the_bars_of_cuda(allocated, planned, faults):
+def test_cuda_cell_reports_values_outside_the_bounds(allocated, planned, faults):
     cell = replace(CUDA_CELL, allocated=allocated, planned=replace(PLANNED, tensors=planned))
     assert cell.faults() == faults
 
 
 @pytest.mark.parametrize("cell", [CPU_CELL, CUDA_CELL], ids=["cpu", "cuda"])
-def test_the_table_has_a_value_in_every_column(cell):
+def test_table_has_a_value_in_every_column(cell):
     head, rule, row = table([cell]).splitlines()
     assert head.count("|") == rule.count("|") == row.count("|")
     assert "| minimal | 20 | 8 × 1 | never | fp32 |" in row
 
 
-def test_the_precision_of_a_case_is_the_steps():
+def test_case_sets_precision_and_recomputation_of_the_step():
     (half, full) = grid(("minimal",), (5.0,), ("always",), ("half", "fp32"), "cpu")
     assert half.config().memory.mixed_precision and not full.config().memory.mixed_precision
     assert half.config().memory.gradient_checkpointing == "always"

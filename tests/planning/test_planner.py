@@ -1,4 +1,4 @@
-"""The answers of the planner: each fits, more does not; and the plan from the command line."""
+"""Plans are the largest that fit the budget; and the command that plans memory."""
 
 import dataclasses
 import json
@@ -31,20 +31,20 @@ def traces(model: ModelConfig, costs: DeviceCosts = ONLY_TENSORS, half: bool = F
 
 
 def planner_of(model: ModelConfig, budget: str) -> Planner:
-    return planner_on(traces(model), parse_budget(budget))
+    return planner_from_traces(traces(model), parse_budget(budget))
 
 
-def planner_on(traced: Traces, budget: int) -> Planner:
+def planner_from_traces(traced: Traces, budget: int) -> Planner:
     return Planner(traced, budget, tokens_per_second=10.0)
 
 
-def test_recomputing_needs_less_and_more_audio_needs_more():
+def test_recomputation_lowers_the_peak_and_more_audio_raises_it():
     traced, load = traces(PRESETS["minimal"]), BatchShape(2, 5.0, 50)
     kept = traced.peak(load, NEVER).bytes
     assert traced.peak(load, ALWAYS).bytes < 0.85 * kept < kept < traced.peak(BatchShape(4, 5.0, 50), NEVER).bytes
 
 
-def test_each_block_more_that_is_recomputed_takes_less():
+def test_each_recomputed_block_lowers_the_peak():
     tracer, load = traces(PRESETS["minimal"]).tracer, BatchShape(2, 8.0, 80)
     peaks = [tracer.trace(load, RecomputePolicy.first(count)).bytes for count in range(4)]
     assert peaks == sorted(set(peaks), reverse=True)
@@ -52,7 +52,7 @@ def test_each_block_more_that_is_recomputed_takes_less():
 
 
 @pytest.mark.parametrize("policy, seconds", crossed([NEVER, ALWAYS], [2.0, 8.0]))
-def test_the_largest_batch_fits_and_one_utterance_more_does_not(seconds, policy):
+def test_largest_batch_fits_and_one_more_utterance_does_not(seconds, policy):
     planner = planner_of(SMALL, "48MiB")
     plan = planner.largest_batch(seconds, round(10 * seconds), policy, most=512)
     assert plan.utterances > 1
@@ -61,7 +61,7 @@ def test_the_largest_batch_fits_and_one_utterance_more_does_not(seconds, policy)
     assert fits == plan.peak <= planner.budget < more
 
 
-def test_the_longest_utterance_fits_and_a_twentieth_more_does_not():
+def test_longest_utterance_fits_and_a_6_percent_longer_one_does_not():
     planner = planner_of(SMALL, "24MiB")
     longest = planner.longest_utterance(lambda seconds: round(10 * seconds), NEVER)
     assert longest > 5
@@ -69,37 +69,37 @@ def test_the_longest_utterance_fits_and_a_twentieth_more_does_not():
     assert planner.peak(BatchShape(1, 1.06 * longest, round(10.6 * longest)), NEVER) > planner.budget
 
 
-def test_auto_recomputes_as_few_blocks_as_the_budget_asks_for():
+def test_auto_recomputes_the_fewest_blocks_that_fit_the_budget():
     traced, load = traces(PRESETS["minimal"]), BatchShape(1, 20.0, 200)
     peaks = [traced.peak(load, RecomputePolicy.first(count)).bytes for count in range(traced.blocks + 1)]
     for count in (0, 1, 3):
-        planner = planner_on(traced, peaks[count])
+        planner = planner_from_traces(traced, peaks[count])
         plan = plan_bucket(planner, 20.0, 200, "auto", most=1)
         assert (plan.utterances, plan.recomputed_blocks, plan.peak) == (1, count, peaks[count])
-    assert plan_bucket(planner_on(traced, peaks[1]), 20.0, 200, "never", most=1).utterances == 0
-    assert plan_bucket(planner_on(traced, peaks[-1] - 1), 20.0, 200, "auto", most=1).utterances == 0
+    assert plan_bucket(planner_from_traces(traced, peaks[1]), 20.0, 200, "never", most=1).utterances == 0
+    assert plan_bucket(planner_from_traces(traced, peaks[-1] - 1), 20.0, 200, "auto", most=1).utterances == 0
 
 
-def test_no_more_go_at_once_than_are_asked_for():
+def test_largest_batch_is_limited_by_the_requested_maximum():
     assert planner_of(SMALL, "1GiB").largest_batch(2.0, 20, NEVER, most=3).utterances == 3
 
 
-def test_a_budget_below_the_models_state_is_refused_with_a_preset_that_fits():
+def test_budget_below_the_model_state_is_rejected_with_a_fitting_preset():
     config = TrainConfig(model=PRESETS["optimized"])
     with pytest.raises(ResourceError, match="1.. MiB, and .* more than the budget of 60 MiB.*--preset minimal"):
         check_state(config, architecture_of(config, 40), ONLY_TENSORS, parse_budget("60MiB"))
 
 
-def test_a_card_rounds_and_takes_workspaces_and_a_context():
+def test_plan_on_cuda_includes_rounding_workspace_and_context():
     costs = cuda_costs("T4", (7, 5), context=300 * MIB)
     load = BatchShape(2, 5.0, 50)
     here, there = traces(SMALL).peak(load, NEVER).bytes, traces(SMALL, costs).peak(load, NEVER).bytes
     assert here < there < 1.1 * here
-    assert planner_on(traces(SMALL, costs), 2**32).peak(load, NEVER) - there == costs.workspace + costs.context
+    assert planner_from_traces(traces(SMALL, costs), 2**32).peak(load, NEVER) - there == costs.workspace + costs.context
     assert cuda_costs("H100", (9, 0)).workspace > costs.workspace > 8 * MIB
 
 
-def test_half_precision_on_a_card_takes_less_than_full_and_more_than_on_a_cpu():
+def test_half_precision_peak_on_cuda_is_below_fp32_and_above_the_cpu():
     """Layer norms are in fp32 there; the backward pass of attention accumulates in fp32."""
     costs, load = cuda_costs("T4", (7, 5)), BatchShape(2, 10.0, 100)
     model = PRESETS["minimal"]
@@ -110,7 +110,7 @@ def test_half_precision_on_a_card_takes_less_than_full_and_more_than_on_a_cpu():
     assert costs.attention_workspace(2, 100, 64, is_half=False) == cpu_costs().attention_workspace(2, 9, 9, True) == 0
 
 
-def test_validation_takes_less_than_training_and_shrinks_to_fit():
+def test_validation_batch_shrinks_to_fit_the_budget():
     planner = planner_of(PRESETS["minimal"], "1GiB")
     seconds, peak = planner.validation_seconds(10.0, 100, asked=60.0)
     assert seconds == 60.0 and peak < planner.peak(BatchShape(6, 10.0, 100), ALWAYS)
@@ -120,7 +120,7 @@ def test_validation_takes_less_than_training_and_shrinks_to_fit():
 
 
 @pytest.mark.parametrize("text", ["4", "4 gigs", "0GiB", "-1GiB", "99999GiB", "", "1e3MiB", "4Gi", 400 * "9" + "G"])
-def test_an_absurd_budget_is_refused(text):
+def test_invalid_budget_is_rejected(text):
     with pytest.raises(UsageError, match="--memory_budget"):
         parse_budget(text)
 
@@ -133,11 +133,11 @@ def test_budgets_have_binary_and_decimal_units():
     "text, size",
     [("4G", 2**32), ("4g", 2**32), ("4 gib", 2**32), ("4GIB", 2**32), ("700m", 700 * MIB), ("4gb", 4 * 10**9)],
 )
-def test_a_budget_is_taken_in_any_case_and_a_bare_letter_is_binary(text, size):
+def test_budget_units_ignore_case_and_single_letters_are_binary(text, size):
     assert parse_budget(text) == size
 
 
-def test_cards_are_known_by_the_names_that_people_write():
+def test_gpu_names_match_without_vendor_case_and_hyphens():
     assert find_gpu("gtx 980") == find_gpu("NVIDIA GeForce GTX 980") == find_gpu("GTX-980")
     assert find_gpu("Tesla T4").memory < 15 * 2**30
     with pytest.raises(UsageError, match="--gpu Voodoo 2 is not a known GPU.*T4.*--memory_budget"):
@@ -165,11 +165,11 @@ def test_cards_are_known_by_the_names_that_people_write():
         ("GTX TITAN X", "TITAN X"),
     ],
 )
-def test_a_card_is_found_by_what_shops_and_drivers_call_it(written, name):
+def test_gpu_is_found_by_names_of_shops_and_drivers(written, name):
     assert find_gpu(written).name == name
 
 
-def test_each_known_card_is_found_by_its_own_name():
+def test_each_known_gpu_is_found_by_its_name():
     assert [find_gpu(gpu.name) for gpu in KNOWN_GPUS] == list(KNOWN_GPUS)
 
 
@@ -183,12 +183,12 @@ def test_each_known_card_is_found_by_its_own_name():
         ("GeForce GTX TITAN", "does not support a GPU this old"),
     ],
 )
-def test_a_card_that_is_not_known_is_refused_with_a_way_on(written, said):
+def test_unknown_gpu_is_rejected_with_advice(written, said):
     with pytest.raises(UsageError, match=said):
         find_gpu(written)
 
 
-def test_the_plan_from_the_command_line_and_the_trainer_takes_its_flags(corpus, tmp_path):
+def test_plan_command_prints_flags_that_the_trainer_accepts(corpus, tmp_path):
     flags = ("--memory_budget", "314MiB", *TINY_MODEL, "--encoder_layers", "3")
     done = well(run_script("training_scripts/plan_memory.py", *flags, "--json"))
     report = json.loads(done.stdout)
@@ -217,12 +217,12 @@ def test_the_plan_from_the_command_line_and_the_trainer_takes_its_flags(corpus, 
         (("--gpu", "T4", "--device", "cpu"), "contradicts"),
     ],
 )
-def test_what_the_plan_cannot_answer_is_one_sentence(flags, sentence):
+def test_plan_command_errors_are_one_sentence(flags, sentence):
     done = run_script("training_scripts/plan_memory.py", *flags)
     assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_it_says_at_once_what_it_does_before_torch_is_imported(tmp_path, monkeypatch):
+def test_plan_command_reports_progress_before_importing_torch(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     done = run_script("training_scripts/plan_memory.py", "--memory_budget", "4g", "--json")
@@ -231,7 +231,7 @@ def test_it_says_at_once_what_it_does_before_torch_is_imported(tmp_path, monkeyp
     assert done.stdout == ""
 
 
-def test_a_card_by_name_is_its_own_budget():
+def test_gpu_name_sets_the_budget():
     model = (*TINY_MODEL[:-2], "--d_model", "512", "--encoder_layers", "1", "--subsampling_channels", "256")
     done = run_script("training_scripts/plan_memory.py", *model, "--gpu", "GTX 750", "--mixed_precision", "--json")
     report = json.loads(done.stdout)
@@ -255,11 +255,11 @@ def printed() -> list[str]:
     return well(warm_parent().run_program(program)).stdout.splitlines()
 
 
-def test_the_answers_come_from_a_process_whose_threads_are_at_work_as_well(printed):
+def test_plan_is_computed_in_a_process_with_running_threads(printed):
     assert printed[0] == "['never', 'always']"
 
 
-def test_the_table_holds_a_dash_where_the_state_does_not_fit_and_grows_to_the_right(printed):
+def test_table_has_a_dash_if_the_state_does_not_fit_and_grows_with_budget(printed):
     cells = printed[-1].split()
     assert cells[0] == "small" and cells[1:7] == ["-", "/", "-", "-", "/", "-"]
     numbers = [float(cell) for cell in cells[7:] if cell != "/"]

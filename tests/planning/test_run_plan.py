@@ -42,7 +42,7 @@ PLAN = MemoryPlan(
 )
 
 
-def built(corpus: Corpus, directory: Path, *more: str) -> Run:
+def build_tiny_run(corpus: Corpus, directory: Path, *more: str) -> Run:
     flags = (*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--num_workers", "0", *more)
     return build_run(begin_run(list(flags)))
 
@@ -52,7 +52,7 @@ def limits_of(run: Run) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "window"),
+    ("flags", "effective_batch"),
     [
         (["--batch_size", "auto"], 8),
         (["--batch-size=auto", "--effective-batch-size=12"], 12),
@@ -61,11 +61,11 @@ def limits_of(run: Run) -> list[tuple[int, int]]:
         (["--batch_size", "2", "--effective_batch_size", "6"], 6),
     ],
 )
-def test_the_effective_batch_is_what_was_asked_for(flags, window):
-    assert parse_flags(flags).global_batch_size == window
+def test_effective_batch_size_follows_the_flags(flags, effective_batch):
+    assert parse_flags(flags).global_batch_size == effective_batch
 
 
-def test_a_resumed_run_keeps_its_effective_batch_however_it_is_cut():
+def test_resumed_run_keeps_its_effective_batch_with_other_micro_batches():
     stored = parse_flags(["--batch_size", "3"])
     assert parse_flags(["--batch_size", "auto"], stored).global_batch_size == 9
     planned = parse_flags(["--batch_size", "auto", "--effective_batch_size", "6"])
@@ -84,12 +84,12 @@ def test_a_resumed_run_keeps_its_effective_batch_however_it_is_cut():
         (["--memory_budget", "1KiB"], "is out of range"),
     ],
 )
-def test_flags_that_contradict_each_other_are_refused(flags, said):
+def test_contradictory_or_invalid_batch_flags_are_rejected(flags, said):
     with pytest.raises(UsageError, match=said):
         parse_flags(flags)
 
 
-def test_buckets_end_at_the_longest_utterance_and_hold_all():
+def test_buckets_end_at_the_longest_utterance():
     seconds = np.random.default_rng(0).uniform(0.5, 17.0, size=500)
     edges = bucket_edges(seconds)
     assert edges == sorted(set(edges)) and 4 <= len(edges) <= run_plan.MAX_BUCKETS
@@ -97,7 +97,7 @@ def test_buckets_end_at_the_longest_utterance_and_hold_all():
     assert bucket_edges(np.array([3.0])) == [3.0]
 
 
-def test_a_plan_survives_its_checkpoint_and_a_broken_one_is_refused():
+def test_plan_round_trips_through_a_checkpoint_and_invalid_is_rejected():
     assert read_plan(PLAN.state_dict()) == PLAN
     assert [PLAN.recompute_policy()(seconds).count for seconds in (1.0, 5.0)] == [0, 3]
     for broken in ({"buckets": []}, {"buckets": [[1.0, 2]]}, {"peaks": ["x"] * 4}, {"budget": None}):
@@ -107,16 +107,16 @@ def test_a_plan_survives_its_checkpoint_and_a_broken_one_is_refused():
         read_plan(dataclasses.replace(PLAN, buckets=PLAN.buckets[::-1]).state_dict())
 
 
-def test_a_smaller_budget_cuts_smaller_and_then_recomputes(corpus, tmp_path):
+def test_smaller_budget_gives_smaller_micro_batches_and_recomputation(corpus, tmp_path):
     deep = ("--encoder_layers", "4")
     auto = ("--batch_size", "auto", "--gradient_checkpointing", "auto", "--max_steps", "1", *deep)
-    roomy = built(corpus, tmp_path / "roomy", *auto, "--memory_budget", "330MiB")
+    roomy = build_tiny_run(corpus, tmp_path / "roomy", *auto, "--memory_budget", "330MiB")
     config = parse_flags([*TINY_MODEL, *deep])
     one = build_tracer(config, architecture_of(config, 30), cpu_costs())
     longest = roomy.plan.buckets[-1]
     needed = one.trace(run_plan.BatchShape(1, longest.seconds, longest.tokens), run_plan.RecomputePolicy.first(1))
     tight_budget = f"{(needed.bytes + one.costs.workspace) // 1024 + 1}KiB"
-    tight = built(corpus, tmp_path / "tight", *auto, "--memory_budget", tight_budget)
+    tight = build_tiny_run(corpus, tmp_path / "tight", *auto, "--memory_budget", tight_budget)
     assert limits_of(roomy)[-1][0] > 1 and limits_of(tight)[-1] == (1, 1)
     for run in (roomy, tight):
         assert run.plan.peak <= run.plan.budget
@@ -129,8 +129,8 @@ def test_a_smaller_budget_cuts_smaller_and_then_recomputes(corpus, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=0.05)  # dropout uses other masks for other micro-batches
 
 
-def test_a_resumed_run_reuses_its_plan_and_replan_makes_a_new_one(corpus, tmp_path, monkeypatch, capsys):
-    train(built(corpus, tmp_path, "--batch_size", "auto", "--memory_budget", "480MiB", "--max_steps", "2"))
+def test_resumed_run_reuses_its_plan_unless_replan_is_given(corpus, tmp_path, monkeypatch, capsys):
+    train(build_tiny_run(corpus, tmp_path, "--batch_size", "auto", "--memory_budget", "480MiB", "--max_steps", "2"))
     stored = read_plan(read_checkpoint(tmp_path / "checkpoints" / LAST).states["plan"])
     shutil.copytree(tmp_path, tmp_path.with_name("copy"))
     resumed = (*run_folders(tmp_path), "--max_steps", "3", "--resume", "auto")
@@ -166,7 +166,7 @@ def test_a_resumed_run_reuses_its_plan_and_replan_makes_a_new_one(corpus, tmp_pa
         ("keep_checkpoints", "9", False),
     ],
 )
-def test_a_plan_holds_while_all_that_it_depends_on_does(flag, value, matters):
+def test_plan_conditions_change_only_with_settings_that_matter(flag, value, matters):
     def conditions(*more: str) -> int:
         given = parse_flags(["--batch_size", "auto", "--memory_budget", "480MiB", *more])
         return run_plan.plan_conditions(given, architecture_of(given, 30), torch.device("cpu"), ONE_RANK)
@@ -182,7 +182,7 @@ def weights_after(corpus: Corpus, directory: Path, *more: str) -> dict[str, torc
     return read_checkpoint(directory / "checkpoints" / LAST).states
 
 
-def test_a_run_with_a_rehearsal_is_the_run_without_one_bit_for_bit(corpus, tmp_path):
+def test_run_with_a_rehearsal_equals_a_run_without_one_bit_for_bit(corpus, tmp_path):
     with_one = weights_after(corpus, tmp_path / "with")
     without = weights_after(corpus, tmp_path / "without", "--rehearsal", "never")
     for part in ("model", "optimizer"):
@@ -197,7 +197,7 @@ def test_a_run_with_a_rehearsal_is_the_run_without_one_bit_for_bit(corpus, tmp_p
 
 
 def test_negative_control_a_rehearsal_that_is_not_undone_changes_the_weights(corpus, tmp_path, monkeypatch):
-    run = built(corpus, tmp_path, "--batch_size", "auto", "--memory_budget", "480MiB")
+    run = build_tiny_run(corpus, tmp_path, "--batch_size", "auto", "--memory_budget", "480MiB")
     before = {name: tensor.clone() for name, tensor in run.step.model.state_dict().items()}
     tried = rehearsal.rehearse(run)
     assert all(torch.equal(before[name], tensor) for name, tensor in run.step.model.state_dict().items())
@@ -207,29 +207,29 @@ def test_negative_control_a_rehearsal_that_is_not_undone_changes_the_weights(cor
     assert not all(torch.equal(before[name], tensor) for name, tensor in run.step.model.state_dict().items())
 
 
-def test_utterances_that_do_not_fit_are_named_with_what_helps(corpus, tmp_path):
+def test_utterances_that_do_not_fit_are_reported_with_advice(corpus, tmp_path):
     with pytest.raises(ResourceError) as caught:
-        built(corpus, tmp_path, "--memory_budget", "302MiB")
+        build_tiny_run(corpus, tmp_path, "--memory_budget", "302MiB")
     said = str(caught.value)
     assert "training utterances do not fit the budget of 302MiB even in a micro-batch of one: audio/train_" in said
     assert "--gradient_checkpointing auto" in said and "--mixed_precision" in said
 
 
-def test_a_budget_below_the_state_is_refused_from_the_command_line(corpus, tmp_path):
+def test_trainer_rejects_a_budget_below_the_model_state(corpus, tmp_path):
     flags = (*corpus.flags(), *run_folders(tmp_path), "--preset", "optimized", "--device", "cpu")
     done = run_trainer(*flags, "--memory_budget", "380MiB", "--tokenizer_type", "char")
     assert done.returncode == 6 and "--preset minimal" in done.stderr
     assert "MiB, and a CPU needs another" in done.stderr and "380 MiB" in done.stderr
 
 
-def test_the_watch_tells_once_that_a_budget_is_exceeded(capsys):
+def test_budget_watch_warns_once_about_an_exceeded_budget(capsys):
     watch = BudgetWatch(budget=100.0, resident_before=500.0)
     assert not watch.look(599.0) and watch.look(601.0) and watch.look(700.0)
     assert capsys.readouterr().out.count("more than the budget of 100 MiB") == 1
     assert not BudgetWatch(float("inf"), 1.0).look(1e9)
 
 
-def test_there_is_memory_and_a_run_without_a_wish_has_no_plan():
+def test_available_memory_is_positive_and_default_run_is_not_planned():
     assert 2**28 < available_bytes(torch.device("cpu")) < 2**44
     assert not TrainConfig().is_planned and not is_rehearsed(TrainConfig())
     assert is_rehearsed(parse_flags(["--gradient_checkpointing", "auto"]))

@@ -17,12 +17,16 @@ from konkanivani.planning.traces import build_tracer
 from tests.conftest import further
 
 MODEL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=8)
-FEW = BatchShape(3, 4.0, 20)
-LOADS = (BatchShape(1, 20.0, 90), NEVER), (FEW, ALWAYS), (BatchShape(1, 61.0, 240), NEVER)  # the last one is in chunks
+SMALL_BATCH = BatchShape(3, 4.0, 20)
+TRACED_BATCHES = (
+    (BatchShape(1, 20.0, 90), NEVER),
+    (SMALL_BATCH, ALWAYS),
+    (BatchShape(1, 61.0, 240), NEVER),
+)  # the last one is in chunks
 
 
-class Fakes(FakeTensorMode):
-    """PyTorch's fake tensors with the shapes of CTC kernels, which are unknown to it without the length tensors."""
+class FakeTensorsWithCtc(FakeTensorMode):
+    """PyTorch's fake tensors with the shapes of CTC kernels, which PyTorch cannot infer without the length tensors."""
 
     def dispatch(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._ctc_loss.default:
@@ -33,40 +37,40 @@ class Fakes(FakeTensorMode):
         return super().dispatch(func, types, args, kwargs)
 
 
-def traced(mode: type, half: bool, is_card: bool, monkeypatch: pytest.MonkeyPatch) -> list[Peak | int]:
+def trace_peaks(mode: type, half: bool, is_card: bool, monkeypatch: pytest.MonkeyPatch) -> list[Peak | int]:
     """Return the peaks of every batch shape, validation last, on tensors of this mode."""
     monkeypatch.setattr(tracer, "Shapes", mode)
     config = TrainConfig(model=MODEL, memory=MemoryConfig(mixed_precision=half))
     built = build_tracer(config, architecture_of(config, 40), cuda_costs("T4", (7, 5)) if is_card else cpu_costs())
-    return [*(built.trace(*load) for load in LOADS), built.trace_validation(FEW)]
+    return [*(built.trace(*load) for load in TRACED_BATCHES), built.trace_validation(SMALL_BATCH)]
 
 
 @functools.cache
-def untouched(half: bool, is_card: bool) -> list[Peak | int]:
-    """Return the peaks on the project's tensors, also the reference of the negative controls."""
+def reference_peaks(half: bool, is_card: bool) -> list[Peak | int]:
+    """Return the peaks on the project's shape tensors, the reference of the negative controls."""
     with pytest.MonkeyPatch.context() as patch:
-        return traced(Shapes, half, is_card, patch)
+        return trace_peaks(Shapes, half, is_card, patch)
 
 
 @pytest.mark.parametrize("half, is_card", [(False, False), (True, True), *further((True, False), (False, True))])
-def test_peaks_are_those_of_fake_tensors(half, is_card, monkeypatch):
-    assert untouched(half, is_card) == traced(Fakes, half, is_card, monkeypatch)
+def test_peaks_equal_those_of_fake_tensors(half, is_card, monkeypatch):
+    assert reference_peaks(half, is_card) == trace_peaks(FakeTensorsWithCtc, half, is_card, monkeypatch)
 
 
-def test_negative_control_a_view_that_is_taken_for_new_memory_is_seen(monkeypatch):
-    expected = untouched(half=False, is_card=False)
+def test_negative_control_a_view_counted_as_new_memory_is_detected(monkeypatch):
+    expected = reference_peaks(half=False, is_card=False)
     kind_of = tensors._kind_of
     monkeypatch.setattr(tensors, "_kind_of", lambda one: {"views": "makes new"}.get(kind_of(one), kind_of(one)))
-    assert traced(Shapes, False, False, monkeypatch) != expected
+    assert trace_peaks(Shapes, False, False, monkeypatch) != expected
 
 
-def test_negative_control_a_layout_that_a_kernel_decides_on_is_seen(monkeypatch):
-    expected = untouched(half=True, is_card=False)
+def test_negative_control_ignoring_layouts_of_kernels_is_detected(monkeypatch):
+    expected = reference_peaks(half=True, is_card=False)
     monkeypatch.setattr(tensors, "OF_THE_KERNEL", frozenset())
-    assert traced(Shapes, True, False, monkeypatch) != expected
+    assert trace_peaks(Shapes, True, False, monkeypatch) != expected
 
 
-def test_ctc_is_as_large_as_it_is():
+def test_traced_ctc_shapes_equal_the_real_ones():
     given = torch.randn(30, 3, 11).log_softmax(-1), torch.randint(1, 11, (3, 7)), (30, 21, 9), (7, 5, 3), 0, False
     losses, alphas = torch.ops.aten._ctc_loss(*given)
     gradient = tensors.CTC_BACKWARD(torch.ones(3), *given[:4], losses, alphas, 0)
@@ -78,7 +82,7 @@ def test_ctc_is_as_large_as_it_is():
     assert found == [(one.shape, one.dtype) for one in (losses, alphas, gradient)]
 
 
-def test_what_is_made_has_a_layout_a_cpu_and_no_data():
+def test_shape_tensors_have_a_layout_and_a_cpu_device_but_no_data():
     real = torch.randn(3, 4)
     with (mode := Shapes()):
         x = mode.from_tensor(real)

@@ -38,7 +38,7 @@ def planned(
         model=model, data=DataConfig(batch_size="auto", effective_batch_size=UTTERANCES), memory=memory
     )
     costs = cuda_costs(card.name, card.capability)
-    # Both would ask the driver about the GPU.
+    # Both functions would query the driver of the GPU.
     monkeypatch.setattr(planning, "device_costs", lambda _: costs)
     monkeypatch.setattr(planning, "memory_conditions", lambda *_: 0)
     architecture = architecture_of(config, 200)
@@ -52,26 +52,26 @@ def micro_batches(plan: MemoryPlan) -> list[int]:
 
 
 @pytest.mark.parametrize("gpu", ["T4", "H100"])
-def test_a_large_gpu_runs_one_micro_batch_without_the_passes_that_save_memory(gpu, monkeypatch):
+def test_large_gpu_runs_one_micro_batch_without_memory_saving_passes(gpu, monkeypatch):
     plan = planned(monkeypatch, PRESETS["minimal"], gpu)
     assert micro_batches(plan) == [UTTERANCES] and {bucket.recomputed_blocks for bucket in plan.buckets} == {0}
     assert plan.has_spare_memory and "without the passes that save memory" in plan_sentences(plan, 10)
     assert plan.peak <= plan.budget and read_plan(plan.state_dict()) == plan
 
 
-def test_a_small_gpu_runs_smaller_micro_batches_with_all_passes(monkeypatch):
+def test_small_gpu_runs_smaller_micro_batches_with_all_passes(monkeypatch):
     plan = planned(monkeypatch, PRESETS["minimal"], "GTX 980")
     assert len(micro_batches(plan)) > 1
     assert not plan.has_spare_memory and "without the passes" not in plan_sentences(plan, 10)
 
 
-def test_the_passes_are_left_out_only_if_the_same_micro_batches_fit(monkeypatch):
+def test_passes_are_omitted_only_if_the_same_micro_batches_fit(monkeypatch):
     saving = planned(monkeypatch, SMALL, "H100", cuda_graphs="on")
     roomy = planned(monkeypatch, SMALL, "H100")
     assert roomy.has_spare_memory and micro_batches(roomy) == [UTTERANCES]
     tight = planned(monkeypatch, SMALL, "H100", budget=roomy.peak - MIB)
     assert not tight.has_spare_memory and micro_batches(tight) == [UTTERANCES] and tight.peak < roomy.peak - MIB
-    # A captured step launches no kernels one by one; several ranks keep to what they did.
+    # A captured step launches no kernels one by one; several ranks keep all passes.
     assert not saving.has_spare_memory
     assert not planned(monkeypatch, SMALL, "H100", ranks=Ranks(2)).has_spare_memory
 
@@ -82,7 +82,7 @@ def test_plans_of_older_checkpoints_have_all_passes(monkeypatch):
     assert not read_plan(state).has_spare_memory
 
 
-def test_the_passes_that_are_left_out_fuse_nothing():
+def test_omitted_passes_leave_feed_forward_layers_unfused():
     config = TrainConfig(model=SMALL)
     architecture = architecture_of(config, 200)
     kinds = []

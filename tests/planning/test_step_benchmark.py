@@ -19,40 +19,45 @@ SMALL = ("--preset", "minimal", "--batch", "2", "--accum", "2", "--steps", "1")
 
 
 def run_benchmark(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the benchmark on one thread: two threads on a shared core wait for each other all the time."""
+    """Run the benchmark on one thread: two threads on a shared core wait for each other."""
     return run_script("benchmarks/step.py", *arguments, cwd=cwd, threads=1)
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict:
     done = well(run_benchmark(tmp_path_factory.mktemp("elsewhere"), *SMALL, "--json"))
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.full
-def test_the_line_holds_what_was_measured(kept):
-    assert kept["peer"] == "konkanivani"
-    assert (kept["batch"], kept["accum"], kept["dropout"], kept["gradient_checkpointing"]) == (2, 2, 0.1, "never")
-    assert kept["torch"] == torch.__version__
-    assert kept["audio_s"] == 20.4
-    assert kept["audio_s_per_s"] == pytest.approx(kept["audio_s"] / kept["step_s"], rel=0.01)
-    assert kept["loss"] > 0
-    assert kept["skipped_steps"] == 0
-    weights_and_moments = 3 * 4 * kept["params"] / 2**20  # fp32: the weights, and Adam's two moments
-    assert kept["peak_mib"] > weights_and_moments
-    assert kept["rss_mib"] > kept["rss_growth_mib"] > weights_and_moments
+def test_json_line_has_the_measured_values(measured):
+    assert measured["peer"] == "konkanivani"
+    assert (measured["batch"], measured["accum"], measured["dropout"], measured["gradient_checkpointing"]) == (
+        2,
+        2,
+        0.1,
+        "never",
+    )
+    assert measured["torch"] == torch.__version__
+    assert measured["audio_s"] == 20.4
+    assert measured["audio_s_per_s"] == pytest.approx(measured["audio_s"] / measured["step_s"], rel=0.01)
+    assert measured["loss"] > 0
+    assert measured["skipped_steps"] == 0
+    weights_and_moments = 3 * 4 * measured["params"] / 2**20  # fp32: the weights, and Adam's two moments
+    assert measured["peak_mib"] > weights_and_moments
+    assert measured["rss_mib"] > measured["rss_growth_mib"] > weights_and_moments
 
 
 @pytest.mark.full
-def test_recomputing_lowers_the_peak_and_not_the_loss(kept, tmp_path):
+def test_recomputation_lowers_the_peak_and_keeps_the_loss(measured, tmp_path):
     done = run_benchmark(tmp_path, *SMALL, "--gradient_checkpointing", "always", "--json")
     recomputed = json.loads(done.stdout.splitlines()[-1])
-    assert recomputed["peak_mib"] < kept["peak_mib"]
-    assert recomputed["loss"] == kept["loss"]
+    assert recomputed["peak_mib"] < measured["peak_mib"]
+    assert recomputed["loss"] == measured["loss"]
 
 
 @pytest.mark.full
-def test_of_long_utterances_each_length_is_measured_for_itself():
+def test_each_utterance_length_is_measured_separately():
     flags = "duration --preset minimal --tokens_per_second 2 --seconds 4 62 --json"
     done = well(run_script("benchmarks/memory_growth.py", *flags.split()))
     found = json.loads(done.stdout.splitlines()[-1])
@@ -65,24 +70,26 @@ def test_of_long_utterances_each_length_is_measured_for_itself():
     assert long["peak_above_state_mib"] + state < long["rss_growth_mib"] < 1024
 
 
-CANNOT_WORK = {
+INVALID_FLAGS = {
     "step.py": ("--batch 3 --accum 2", "--dropout 1", "--acum 2"),
     "memory_growth.py duration": ("--seconds 0", "--seconds 1e9", "--tokens_per_second 0"),
     "plan_accuracy.py": ("--seconds 0.5", "--seconds 1e9", "--presets", "--precisions fp8"),
     "memory_growth.py steps": ("--steps 1", "--shortest 0", "--longest 0.7", "--batch_size 0", "--distinct 0"),
 }
-SAID = {"--batch": "divide --batch", "--acum": "--accum"}  # expected text, if it is not the flag
+EXPECTED_TEXT = {"--batch": "divide --batch", "--acum": "--accum"}  # expected text, if it is not the flag
 
 
-@pytest.mark.parametrize("script, given", [(script, given) for script in CANNOT_WORK for given in CANNOT_WORK[script]])
-def test_flags_that_cannot_work_end_with_two(script, given):
+@pytest.mark.parametrize(
+    "script, given", [(script, given) for script in INVALID_FLAGS for given in INVALID_FLAGS[script]]
+)
+def test_invalid_benchmark_flags_exit_with_2(script, given):
     flag = given.split()[0]
     path, *words = f"benchmarks/{script} {given}".split()
     done = run_script(path, *words)
-    assert done.returncode == 2 and SAID.get(flag, flag) in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and EXPECTED_TEXT.get(flag, flag) in done.stderr and "Traceback" not in done.stderr
 
 
-def test_the_window_holds_the_whole_batch():
+def test_global_batch_contains_the_whole_batch():
     speech = build_speech(8)
     global_batch = build_global_batch(speech, 4)
     assert [len(batch.tokens) for batch in global_batch.micro_batches] == [2, 2, 2, 2]
@@ -100,7 +107,7 @@ def test_the_window_holds_the_whole_batch():
             row += 1
 
 
-def function_of(source: str, name: str) -> ModuleType:
+def extract_function(source: str, name: str) -> ModuleType:
     """Return a module with one function of a source text, without running the rest."""
     tree = ast.parse(source)
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
@@ -110,17 +117,17 @@ def function_of(source: str, name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.skipif(not PEERS.is_file(), reason=f"the script that measured the others is not here: {PEERS}")
+@pytest.mark.skipif(not PEERS.is_file(), reason=f"the peer benchmark is not available: {PEERS}")
 @pytest.mark.parametrize("utterances", [1, 2, 8, 32])
-def test_the_batch_is_the_one_on_which_the_others_were_measured(utterances):
-    theirs = function_of(PEERS.read_text(encoding="utf-8"), "make_batch").make_batch(utterances)
+def test_batch_equals_that_of_the_peer_benchmark(utterances):
+    theirs = extract_function(PEERS.read_text(encoding="utf-8"), "make_batch").make_batch(utterances)
     ours = build_speech(utterances)
     for mine, other in zip((ours.features, ours.frames, ours.tokens, ours.token_lengths), theirs[:4], strict=True):
         assert torch.equal(mine, other)
     assert ours.seconds == theirs[4]
 
 
-def test_live_bytes_of_a_case_counted_by_hand():
+def test_live_bytes_equal_a_manual_count():
     live = LiveBytes()
     given = torch.zeros(100)  # 400 bytes
     live.count([given, given[:10]])
@@ -142,7 +149,7 @@ def test_live_bytes_of_a_case_counted_by_hand():
     assert (live.live, live.peak) == (400, 8400)
 
 
-def test_live_bytes_sees_what_autograd_keeps():
+def test_live_bytes_include_tensors_saved_by_autograd():
     live = LiveBytes()
     weight = torch.ones(1000, requires_grad=True)
     live.count([weight])

@@ -22,21 +22,21 @@ from tests.conftest import TINY_MODEL, Corpus, run_folders, write_corpus
 from tests.starts import begin_run
 
 BLOCKS = 4
-LOAD = BatchShape(2, 5.25, 50)
+BATCH = BatchShape(2, 5.25, 50)
 SMALL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=8)
 
 
 class CountingTracer:
     """Replacement for a tracer that counts its calls and returns a different peak per batch shape."""
 
-    asked = 0
+    calls = 0
 
     def trace(self, load: BatchShape, recompute) -> Peak:
-        self.asked += 1
+        self.calls += 1
         return Peak(1, load.utterances, recompute(load.seconds).count, 10**12 + 1)
 
     def trace_validation(self, load: BatchShape) -> int:
-        self.asked += 1
+        self.calls += 1
         return load.tokens
 
 
@@ -44,32 +44,32 @@ def traces_of(tracer: CountingTracer) -> Traces:
     return Traces(lambda: tracer, BLOCKS, cpu_costs(), encoder_hop=640)
 
 
-def filled(tracer: CountingTracer) -> Traces:
-    """Return three traces, one requested twice, as "always" and as all blocks."""
+def make_traces(tracer: CountingTracer) -> Traces:
+    """Return three traces; one is requested twice, as "always" and as all blocks."""
     traces = traces_of(tracer)
     for policy in (NEVER, ALWAYS, run_plan.RecomputePolicy.first(BLOCKS)):
-        traces.peak(LOAD, policy)
-    traces.validation_peak(LOAD)
+        traces.peak(BATCH, policy)
+    traces.validation_peak(BATCH)
     return traces
 
 
-def test_each_load_is_traced_once_by_all_processes_together(tmp_path):
+def test_each_batch_shape_is_traced_once_by_all_processes_together(tmp_path):
     first, second = CountingTracer(), CountingTracer()
-    known = filled(first)
-    assert first.asked == 3
+    known = make_traces(first)
+    assert first.calls == 3
     known.write(tmp_path / "folder" / "traces.json")
     again = traces_of(second)
     again.read(tmp_path / "folder" / "traces.json")
-    assert again.peak(LOAD, NEVER) == known.peak(LOAD, NEVER)
-    assert again.peak(LOAD, ALWAYS) == known.peak(LOAD, ALWAYS) != known.peak(LOAD, NEVER)
-    assert again.validation_peak(LOAD) == 50 and second.asked == 0
-    again.peak(dataclasses.replace(LOAD, seconds=5.26), NEVER)
-    assert second.asked == 1
+    assert again.peak(BATCH, NEVER) == known.peak(BATCH, NEVER)
+    assert again.peak(BATCH, ALWAYS) == known.peak(BATCH, ALWAYS) != known.peak(BATCH, NEVER)
+    assert again.validation_peak(BATCH) == 50 and second.calls == 0
+    again.peak(dataclasses.replace(BATCH, seconds=5.26), NEVER)
+    assert second.calls == 1
 
 
-def test_no_damaged_byte_is_believed(tmp_path):
+def test_trace_cache_with_any_damaged_byte_is_ignored(tmp_path):
     path = tmp_path / "traces.json"
-    filled(CountingTracer()).write(path)
+    make_traces(CountingTracer()).write(path)
     sound = path.read_bytes()
     damaged = [sound[:length] for length in range(0, len(sound), 7)]
     damaged += [sound[:at] + bytes([sound[at] ^ 1 << at % 8]) + sound[at + 1 :] for at in range(9, len(sound))]
@@ -79,14 +79,14 @@ def test_no_damaged_byte_is_believed(tmp_path):
         tracer = CountingTracer()
         traces = traces_of(tracer)
         traces.read(path)
-        assert traces.peak(LOAD, NEVER) == Peak(1, 2, 0, 10**12 + 1) and tracer.asked == 1, content
+        assert traces.peak(BATCH, NEVER) == Peak(1, 2, 0, 10**12 + 1) and tracer.calls == 1, content
 
 
 @pytest.mark.parametrize("place", ["a file/traces.json", "a folder"])
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, place):
+def test_unwritable_trace_cache_is_not_an_error(tmp_path, place):
     (tmp_path / "a file").touch()
     (tmp_path / "a folder").mkdir()
-    traces = filled(CountingTracer())
+    traces = make_traces(CountingTracer())
     traces.write(tmp_path / place)
     traces.read(tmp_path / place)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a file", "a folder"]
@@ -103,7 +103,7 @@ def planned(corpus: Corpus, directory: Path, *more: str, budget: str = "480MiB")
     return build_run(begin_run([*flags, "--batch_size", "auto", "--memory_budget", budget])).plan
 
 
-def test_a_second_fresh_run_plans_without_a_trace(corpus, tmp_path, monkeypatch):
+def test_second_run_plans_from_cached_traces(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first = planned(corpus, tmp_path / "first")
     assert len(os.listdir(tmp_path / "cache" / "konkanivani")) == 1
@@ -124,7 +124,7 @@ def test_a_second_fresh_run_plans_without_a_trace(corpus, tmp_path, monkeypatch)
         planned(corpus, tmp_path / "fifth")
 
 
-def test_a_second_question_to_the_planner_is_answered_without_a_trace(tmp_path, monkeypatch):
+def test_repeated_plan_request_is_answered_from_cached_traces(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = resolve(TrainConfig(model=SMALL))
     request = PlanRequest(config, cpu_costs(), 312 * MIB, "always")
@@ -139,7 +139,7 @@ def test_a_second_question_to_the_planner_is_answered_without_a_trace(tmp_path, 
         answer(dataclasses.replace(request, budget=311 * MIB))
 
 
-def test_without_a_home_nothing_is_kept(corpus, tmp_path, monkeypatch):
+def test_without_a_home_folder_no_trace_is_cached(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "not absolute")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     monkeypatch.chdir(tmp_path)
@@ -147,6 +147,6 @@ def test_without_a_home_nothing_is_kept(corpus, tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
-def test_what_a_card_takes_for_itself_is_no_part_of_a_trace():
+def test_traces_do_not_depend_on_the_cuda_context():
     devices = cpu_costs(), cuda_costs("T4", (7, 5), 2**28), cuda_costs("T4", (7, 5), 2**29)
     assert len({traces_module.traces_path(TrainConfig(), 100, costs) for costs in devices}) == 2

@@ -1,4 +1,4 @@
-"""A run that is resumed with added or removed utterances reports their number, and plans its epoch and its length."""
+"""A run resumed with added or removed utterances reports their number, and plans its epoch and length again."""
 
 import dataclasses
 import json
@@ -22,30 +22,30 @@ from tests.starts import begin_run
 PEAK, WARMUP, EPOCHS = 1e-3, 3, 4
 MODEL = (*TINY_MODEL, "--encoder_layers", "1", "--decoder_layers", "0", "--ctc_weight", "1", "--num_workers", "0")
 SCHEDULE = ("--epochs", str(EPOCHS), "--learning_rate", str(PEAK), "--warmup_steps", str(WARMUP))
-CUT = ("--batch_size", "5", "--gradient_accumulation_steps", "1", "--first_epoch", "shuffled")
+BATCHING = ("--batch_size", "5", "--gradient_accumulation_steps", "1", "--first_epoch", "shuffled")
 CHANGED = "The training corpus has changed since the checkpoint: "
 ORDER = "The training data or its order has changed since the checkpoint: "
 
 
 @pytest.fixture(scope="module")
-def spoken(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Return a corpus of 30 utterances from four words, so that the tokenizer of any part has all letters."""
+def spoken_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Return a corpus of 30 utterances of four words, so that the tokenizer of any subset has all letters."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("tests.conftest.WORDS", ("एक", "दोन", "तीन", "चार"))
-        return write_corpus(tmp_path_factory.mktemp("spoken") / "tones", {"train": 30}, lengths=range(1, 4))
+        return write_corpus(tmp_path_factory.mktemp("spoken_corpus") / "tones", {"train": 30}, lengths=range(1, 4))
 
 
-def write_rows(spoken: Corpus, numbers: Sequence[int], **changed: str) -> str:
+def write_rows(spoken_corpus: Corpus, numbers: Sequence[int], **changed: str) -> str:
     """Replace the manifest of a run by these rows of the corpus; return its path."""
-    lines = Path(spoken.manifest("train")).read_text(encoding="utf-8").splitlines()
+    lines = Path(spoken_corpus.manifest("train")).read_text(encoding="utf-8").splitlines()
     rows = [json.loads(lines[number]) | changed for number in numbers]
-    path = spoken.directory / "some.jsonl"
+    path = spoken_corpus.directory / "some.jsonl"
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
 def build(folder: Path, manifest: str, *more: str) -> Run:
-    flags = (*MODEL, *SCHEDULE, *CUT, "--train_manifest", manifest, *run_folders(folder), "--resume", "auto")
+    flags = (*MODEL, *SCHEDULE, *BATCHING, "--train_manifest", manifest, *run_folders(folder), "--resume", "auto")
     return build_run(begin_run([*flags, *more]))
 
 
@@ -72,12 +72,12 @@ CHANGES = {
 
 @pytest.mark.parametrize("numbers, words", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("step, epoch", [(6, "epoch 2 is restarted with a new plan"), (8, "epoch 3 has a new plan")])
-def test_the_numbers_of_added_and_removed_utterances_are_reported(
-    step, epoch, numbers, words, spoken, tmp_path, capsys
+def test_numbers_of_added_and_removed_utterances_are_reported(
+    step, epoch, numbers, words, spoken_corpus, tmp_path, capsys
 ):
-    """The first corpus has 20 utterances: stop in the middle of an epoch (4 steps), and between two."""
-    train_until(build(tmp_path, write_rows(spoken, range(20))), step)
-    run = build(tmp_path, write_rows(spoken, numbers))
+    """The first corpus has 20 utterances: stop in the middle of an epoch of 4 steps, and between two epochs."""
+    train_until(build(tmp_path, write_rows(spoken_corpus, range(20))), step)
+    run = build(tmp_path, write_rows(spoken_corpus, numbers))
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The training ")]
     assert said == [f"{CHANGED}{words}; {epoch}."]
     assert (run.state.epoch, run.state.consumed) == (step // 4, 0)
@@ -90,24 +90,24 @@ def test_the_numbers_of_added_and_removed_utterances_are_reported(
         (range(20), {"text": "एक"}, [], 16),
         (range(19, -1, -1), {}, [f"{ORDER}epoch 2 is restarted."], 18),
     ],
-    ids=["the same", "corrected texts", "another order"],
+    ids=["unchanged", "corrected texts", "another order"],
 )
-def test_negative_control_the_same_utterances_are_no_other_corpus(
-    numbers, changed, words, steps, spoken, tmp_path, capsys
+def test_negative_control_the_same_utterances_are_not_a_changed_corpus(
+    numbers, changed, words, steps, spoken_corpus, tmp_path, capsys
 ):
-    """An epoch that is restarted after 2 of its steps adds them to the length of the run."""
-    train_until(build(tmp_path, write_rows(spoken, range(20))), 6)
-    run = build(tmp_path, write_rows(spoken, numbers, **changed))
+    """An epoch that is restarted after 2 of its steps makes the run 2 steps longer."""
+    train_until(build(tmp_path, write_rows(spoken_corpus, range(20))), 6)
+    run = build(tmp_path, write_rows(spoken_corpus, numbers, **changed))
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if line.startswith("The training ")] == words
     assert (run.step.total_steps, any(line.startswith("Learning rate:") for line in said)) == (steps, steps != 16)
 
 
 @pytest.mark.parametrize("way", ["keep", "stretch"])
-def test_the_length_is_the_steps_made_and_the_steps_to_come(way, spoken, tmp_path, capsys):
+def test_run_length_is_the_finished_plus_the_remaining_steps(way, spoken_corpus, tmp_path, capsys):
     """Two epochs of 4 steps are finished and two of 6 remain; an epoch has each utterance once."""
-    train_until(build(tmp_path, write_rows(spoken, range(20))), 8)
-    manifest = write_rows(spoken, range(30))
+    train_until(build(tmp_path, write_rows(spoken_corpus, range(20))), 8)
+    manifest = write_rows(spoken_corpus, range(30))
     for stop in (9, 13, 100):  # interrupted twice
         train_until(build(tmp_path, manifest, "--continue_schedule", way), stop)
     log = read_log(tmp_path)
@@ -137,25 +137,25 @@ def rewrite(folder: Path, change: Callable[[dict], dict]) -> None:
 
 
 @pytest.mark.parametrize("step, steps", [(3, 16), (8, 16)])
-def test_the_old_length_is_known_of_a_checkpoint_without_a_schedule(step, steps, spoken, tmp_path, capsys):
-    train_until(build(tmp_path, write_rows(spoken, range(20))), step)
+def test_old_length_is_derived_for_a_checkpoint_without_a_schedule(step, steps, spoken_corpus, tmp_path, capsys):
+    train_until(build(tmp_path, write_rows(spoken_corpus, range(20))), step)
     rewrite(tmp_path, lambda states: {name: state for name, state in states.items() if name != "schedule"})
-    run = build(tmp_path, write_rows(spoken, range(30)))
+    run = build(tmp_path, write_rows(spoken_corpus, range(30)))
     assert f"schedule planned for {steps} steps, now {run.step.total_steps} (" in capsys.readouterr().out
     assert run.step.total_steps == {3: 3 + 24, 8: 8 + 12}[step]
 
 
-def test_a_checkpoint_that_does_not_name_its_corpus_says_only_that_the_order_has_changed(spoken, tmp_path, capsys):
-    train_until(build(tmp_path, write_rows(spoken, range(20))), 6)
+def test_checkpoint_without_its_corpus_reports_only_a_changed_order(spoken_corpus, tmp_path, capsys):
+    train_until(build(tmp_path, write_rows(spoken_corpus, range(20))), 6)
     rewrite(tmp_path, lambda states: {name: state for name, state in states.items() if name != "corpus"})
-    build(tmp_path, write_rows(spoken, range(30)))
+    build(tmp_path, write_rows(spoken_corpus, range(30)))
     said = capsys.readouterr().out
     assert f"{ORDER}epoch 2 is restarted." in said and CHANGED not in said
 
 
-def test_on_purpose_another_corpus_is_counted_too(spoken, tmp_path, capsys):
-    train_until(build(tmp_path, write_rows(spoken, range(15))), 5)
-    build(tmp_path, write_rows(spoken, range(14, 30)), "--new_corpus")
+def test_changes_are_also_counted_with_new_corpus(spoken_corpus, tmp_path, capsys):
+    train_until(build(tmp_path, write_rows(spoken_corpus, range(15))), 5)
+    build(tmp_path, write_rows(spoken_corpus, range(14, 30)), "--new_corpus")
     said = capsys.readouterr().out
     assert "Resuming with a different corpus" in said and f"{CHANGED}15 utterances added, 14 removed; epoch 2" in said
 
@@ -165,7 +165,7 @@ def fingerprint(marks: Sequence[int], sketched: int, more: int = 0) -> Fingerpri
     return Fingerprint("train.jsonl", len(marks) + more, 1.0, tuple(sorted(marks)[:sketched]))
 
 
-def test_larger_corpora_are_counted_exactly_within_the_sketch_and_to_a_few_percent_beyond():
+def test_changes_are_exact_within_the_sketch_and_estimated_beyond():
     marks = random.Random(1).sample(range(2**56), 3 * SKETCHED)
     small, grown = fingerprint(marks[:60_000], SKETCHED), fingerprint(marks[100:61_000], SKETCHED)
     assert small.change_to(grown) == CorpusChange(1000, 100, is_exact=True)
@@ -178,7 +178,7 @@ def test_larger_corpora_are_counted_exactly_within_the_sketch_and_to_a_few_perce
     assert large.change_to(fingerprint(marks[:150_000], SKETCHED)) is None
 
 
-def test_a_sketch_of_an_older_version_is_compared_as_far_as_it_reaches():
+def test_smaller_sketch_of_an_older_version_is_compared():
     marks = random.Random(2).sample(range(2**56), 4000)
     old, same = fingerprint(marks[:3000], OLD_SKETCHED), fingerprint(marks[:3000], SKETCHED)
     assert old.change_to(same) is None and old.is_unchanged(same) and old.shared(same) == 1
@@ -187,7 +187,7 @@ def test_a_sketch_of_an_older_version_is_compared_as_far_as_it_reaches():
     assert exact.change_to(fingerprint(marks[6:260], SKETCHED)) == CorpusChange(4, 6, is_exact=True)
 
 
-def test_repeated_rows_count_as_the_rows_that_they_are():
+def test_repeated_rows_are_counted_separately():
     one = fingerprint(range(10), SKETCHED, more=2)
     assert one.change_to(fingerprint(range(10), SKETCHED)) == CorpusChange(0, 2, is_exact=True)
     assert one.change_to(fingerprint(range(12), SKETCHED)) == CorpusChange(2, 2, is_exact=True)

@@ -27,7 +27,7 @@ from tests.starts import begin_run
 PEAK, WARMUP = 2e-3, 4
 FIRST, LONGER, LONGEST = 12, 30, 36  # steps; 4 are an epoch of the 26 utterances
 MODEL = (*TINY_MODEL, "--encoder_layers", "1", "--decoder_layers", "0", "--ctc_weight", "1", "--num_workers", "0")
-CUT = ("--batch_size", "8", "--gradient_accumulation_steps", "1", "--epochs", "100", "--first_epoch", "shuffled")
+BATCHING = ("--batch_size", "8", "--gradient_accumulation_steps", "1", "--epochs", "100", "--first_epoch", "shuffled")
 RATES = ("--learning_rate", str(PEAK), "--warmup_steps", str(WARMUP))
 
 
@@ -40,7 +40,7 @@ def cosine(step: int, steps: int) -> float:
 
 
 def inverse_sqrt(step: int, _steps: int) -> float:
-    """Return the rate of a step of an inverse square root schedule, which has no end."""
+    """Return the rate of a step of an inverse square root schedule, which does not depend on the number of steps."""
     return PEAK * (step + 1) / WARMUP if step < WARMUP else PEAK * math.sqrt(WARMUP / (step + 1))
 
 
@@ -69,7 +69,7 @@ WAYS = {"keep": kept, "stretch": stretched, "warm": warmed}
 
 def build(corpus: Corpus, folder: Path, *more: str) -> Run:
     """Return a run in the folder, resumed if the folder has a checkpoint."""
-    flags = (*MODEL, *CUT, *RATES, "--train_manifest", corpus.manifest("train"), *run_folders(folder))
+    flags = (*MODEL, *BATCHING, *RATES, "--train_manifest", corpus.manifest("train"), *run_folders(folder))
     return build_run(begin_run([*flags, "--resume", "auto", *more]))
 
 
@@ -92,7 +92,7 @@ def first(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.fixture
-def clone(first: dict[str, Path], tmp_path: Path) -> Callable[[str, str], Path]:
+def clone_run(first: dict[str, Path], tmp_path: Path) -> Callable[[str, str], Path]:
     """Return a function that copies one of these runs."""
 
     def copy(schedule: str, name: str) -> Path:
@@ -102,8 +102,8 @@ def clone(first: dict[str, Path], tmp_path: Path) -> Callable[[str, str], Path]:
 
 
 @pytest.mark.parametrize("rate", [cosine, inverse_sqrt])
-def test_without_a_flag_the_first_schedule_is_kept_and_then_its_final_rate(rate, corpus, clone, capsys):
-    folder = clone(rate.__name__, "run")
+def test_by_default_the_first_schedule_and_then_its_final_rate_are_kept(rate, corpus, clone_run, capsys):
+    folder = clone_run(rate.__name__, "run")
     train_until(build(corpus, folder, "--max_steps", str(LONGER)), 20)
     expected = [rate(step, FIRST) for step in range(FIRST)] + kept(rate, 20)
     assert logged_rates(folder) == pytest.approx(expected, rel=1e-9)
@@ -118,9 +118,9 @@ def test_without_a_flag_the_first_schedule_is_kept_and_then_its_final_rate(rate,
 
 
 @pytest.mark.parametrize(("way", "rate"), crossed(["stretch", "warm"], [cosine, inverse_sqrt]))
-def test_stopped_again_and_again_a_longer_run_has_the_rates_of_one_that_is_not(way, rate, corpus, clone, capsys):
+def test_repeatedly_stopped_longer_run_has_the_rates_of_an_unstopped_one(way, rate, corpus, clone_run, capsys):
     """Stop before, within and after the ramp, with and without repeating the flags."""
-    folder, asked = clone(rate.__name__, "run"), ("--max_steps", str(LONGER), "--continue_schedule", way)
+    folder, asked = clone_run(rate.__name__, "run"), ("--max_steps", str(LONGER), "--continue_schedule", way)
     for stop, flags in ((FIRST, asked), (FIRST + 2, asked), (FIRST + 3, asked), (18, ()), (LONGER, asked)):
         train_until(build(corpus, folder, *flags), stop)
     expected = [rate(step, FIRST) for step in range(FIRST)] + WAYS[way](rate, LONGER)
@@ -131,10 +131,10 @@ def test_stopped_again_and_again_a_longer_run_has_the_rates_of_one_that_is_not(w
     assert said[0].endswith(f"(--continue_schedule {way}).")
 
 
-def test_a_longer_run_that_is_stopped_is_the_undisturbed_one_bit_for_bit(corpus, clone):
+def test_stopped_longer_run_equals_the_undisturbed_one_bit_for_bit(corpus, clone_run):
     flags, folders = ("--max_steps", str(LONGER), "--continue_schedule", "warm"), []
     for name, stops in (("whole", (17,)), ("pieces", (13, 15, 17))):
-        folders.append(clone("cosine", name))
+        folders.append(clone_run("cosine", name))
         for stop in stops:
             train_until(build(corpus, folders[-1], *flags), stop)
     one, other = (read_checkpoint(folder / "checkpoints" / LAST) for folder in folders)
@@ -145,9 +145,9 @@ def test_a_longer_run_that_is_stopped_is_the_undisturbed_one_bit_for_bit(corpus,
     ]
 
 
-def test_extended_twice_each_way_holds_from_its_own_step_on(corpus, clone):
+def test_each_of_two_extensions_applies_from_its_own_step(corpus, clone_run):
     """Extend with warm at step 12, then with keep at step 30."""
-    folder = clone("cosine", "run")
+    folder = clone_run("cosine", "run")
     train(build(corpus, folder, "--max_steps", str(LONGER), "--continue_schedule", "warm"))
     for stop in (32, LONGEST):
         train_until(build(corpus, folder, "--max_steps", str(LONGEST), "--continue_schedule", "keep"), stop)
@@ -156,7 +156,7 @@ def test_extended_twice_each_way_holds_from_its_own_step_on(corpus, clone):
     assert logged_rates(folder) == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_run_cut_short_keeps_its_schedule_and_a_changed_mind_stretches_it(corpus, tmp_path):
+def test_shortened_run_keeps_its_schedule_until_stretch_is_given(corpus, tmp_path):
     train_until(build(corpus, tmp_path, "--max_steps", str(LONGER)), 6)
     train(build(corpus, tmp_path, "--max_steps", "8"))
     train_until(build(corpus, tmp_path, "--max_steps", "20"), 10)
@@ -177,8 +177,8 @@ def test_a_run_cut_short_keeps_its_schedule_and_a_changed_mind_stretches_it(corp
         ),
     ],
 )
-def test_flags_that_change_the_rate_are_reported_with_both_rates(flags, after, reason, corpus, clone, capsys):
-    run = build(corpus, clone("cosine", "run"), "--max_steps", "13", *flags)
+def test_flags_that_change_the_rate_are_reported_with_both_rates(flags, after, reason, corpus, clone_run, capsys):
+    run = build(corpus, clone_run("cosine", "run"), "--max_steps", "13", *flags)
     assert run.step.rates.rate(run.step.schedule, FIRST) == pytest.approx(after)
     told = f"Learning rate: {PEAK / 100:.2e} at step 12, {after:.2e} next: {reason}; "
     assert told + "schedule planned for 12 steps, now 13 (--continue_schedule keep).\n" in capsys.readouterr().out
@@ -194,7 +194,7 @@ def test_more_epochs_are_reported_like_more_steps(corpus, tmp_path, capsys):
     assert "Learning rate:" not in capsys.readouterr().out  # negative control: no steps are left
 
 
-def test_rates_of_layers_that_are_frozen_at_first_are_reported(corpus, base, tmp_path, capsys):
+def test_rates_of_initially_frozen_layers_are_reported(corpus, base, tmp_path, capsys):
     """Their warm-up of 3 steps becomes 10 steps when the run is extended from 10 to 40 steps."""
     begun = ("--train_manifest", corpus.manifest("train"), *run_folders(tmp_path), "--num_workers", "0")
     begun += ("--batch_size", "8", "--gradient_accumulation_steps", "1", "--learning_rate", "0.001")
@@ -205,14 +205,14 @@ def test_rates_of_layers_that_are_frozen_at_first_are_reported(corpus, base, tmp
     run = build_run(begin_run([*flags, *longer, "stretch"]))
     tuning, schedule = run.config.tuning, run.step.schedule
     assert run.step.rates.delayed_warmup_factor(schedule, tuning, 4) == pytest.approx(3 / 10)
-    before, after = run_rate(3, 10), 0.001 * 5 / 10
+    before, after = expected_rate(3, 10), 0.001 * 5 / 10
     lower = f"(layers below the head: {before * 2 / 3:.2e}, then {after * 0.3:.2e})"
     assert f"{before:.2e} at step 4, {after:.2e} next {lower}" in capsys.readouterr().out
     run = build_run(begin_run([*flags, *longer, "warm"]))
     assert run.step.rates.delayed_warmup_factor(schedule, tuning, 4) == 1  # as planned: no jump
 
 
-def run_rate(step: int, steps: int) -> float:
+def expected_rate(step: int, steps: int) -> float:
     """Return the rate of a step after a warm-up of a third of the run."""
     warmup = steps // 3
     return 0.001 * (0.01 + 0.99 * (1 + math.cos(math.pi * (step - warmup) / (steps - 1 - warmup))) / 2)
@@ -231,8 +231,8 @@ def without_schedule(states: dict) -> dict:
     return {name: state for name, state in states.items() if name != "schedule"}
 
 
-def test_a_checkpoint_of_a_version_without_this_keeps_the_schedule_of_its_own_length(corpus, clone, capsys):
-    folder = clone("cosine", "run")
+def test_older_checkpoint_keeps_the_schedule_of_its_own_length(corpus, clone_run, capsys):
+    folder = clone_run("cosine", "run")
     rewrite(folder, without_schedule)
     train_until(build(corpus, folder, "--max_steps", str(LONGER)), 14)
     expected = [cosine(step, FIRST) for step in range(FIRST)] + kept(cosine, 14)
@@ -241,14 +241,14 @@ def test_a_checkpoint_of_a_version_without_this_keeps_the_schedule_of_its_own_le
 
 
 @pytest.mark.parametrize("name, value", [("planned_steps", -1), ("ramp_rate", "x"), ("run_steps", 3.5)])
-def test_a_schedule_that_is_none_is_refused_by_name(name, value, corpus, clone):
-    folder = clone("cosine", "run")
+def test_invalid_schedule_state_is_rejected_with_its_field(name, value, corpus, clone_run):
+    folder = clone_run("cosine", "run")
     rewrite(folder, lambda states: states | {"schedule": states["schedule"] | {name: value}})
     with pytest.raises(CheckpointError, match=name):
         build(corpus, folder, "--max_steps", str(LONGER))
 
 
-def test_a_batch_that_could_not_be_read_does_not_change_the_length(corpus, tmp_path, capsys):
+def test_unreadable_batch_does_not_change_the_run_length(corpus, tmp_path, capsys):
     """Such a batch makes no step; the rates stay as planned in all three modes."""
     train_until(build(corpus, tmp_path, "--epochs", "5"), 6)
     rewrite(tmp_path, lambda states: states | {"progress": states["progress"] | {"step": 5}}, steps_less=1)
@@ -261,7 +261,7 @@ def test_a_batch_that_could_not_be_read_does_not_change_the_length(corpus, tmp_p
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_warm_change_never_jumps_whenever_and_however_often_it_comes(seed):
+def test_learning_rate_never_jumps_with_repeated_warm_changes(seed):
     draw, config = random.Random(seed), OptimizerConfig(learning_rate=PEAK, warmup_steps=20, continue_schedule="warm")
     config = dataclasses.replace(config, schedule=draw.choice(["cosine", "inverse_sqrt"]))
     schedule, step, rates = RateSchedule.of_length(draw.randint(100, 300)), 0, []
@@ -278,7 +278,7 @@ def test_a_warm_change_never_jumps_whenever_and_however_often_it_comes(seed):
     assert steepest <= PEAK / 20 * 1.001
 
 
-def test_negative_control_a_stretched_schedule_jumps():
+def test_negative_control_learning_rate_jumps_with_stretch():
     config = OptimizerConfig(learning_rate=PEAK, warmup_steps=WARMUP, continue_schedule="stretch")
     old = RateSchedule.of_length(100)
     new = change_length(old, config, config, 200, 100)

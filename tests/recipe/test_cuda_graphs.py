@@ -1,4 +1,4 @@
-"""A run with --cuda_graphs, whose micro-batches the recorder captures: line, resume, plan, and the CPU without it."""
+"""A run with --cuda_graphs, captured by the operator recorder: message, resume, plan, and a CPU without graphs."""
 
 from pathlib import Path
 
@@ -20,26 +20,26 @@ from tests.starts import begin_run, parse_flags
 ON = ("--cuda_graphs", "on")
 
 
-def built(corpus: Corpus, folder: Path, *more: str) -> Run:
+def build_tiny_run(corpus: Corpus, folder: Path, *more: str) -> Run:
     flags = (*TINY_MODEL, *corpus.flags(), *run_folders(folder), "--num_workers", "0", "--batch_size", "2")
     return build_run(begin_run([*flags, "--dropout", "0.1", *more]))
 
 
 def weights_after(corpus: Corpus, folder: Path, *more: str) -> dict[str, torch.Tensor]:
-    run = built(corpus, folder, *more)
+    run = build_tiny_run(corpus, folder, *more)
     train(run)
     return {name: weight.detach() for name, weight in run.step.model.named_parameters()}
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capture by the recorder, as if this CPU were a GPU."""
+def recorder_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture with the operator recorder, as if this CPU were a GPU."""
     monkeypatch.setattr("konkanivani.training.build_step.new_graph_backend", lambda device: RecorderBackend())
 
 
-@pytest.mark.usefixtures("recorded")
-def test_a_run_captures_its_shapes_says_so_and_resumes_exactly(corpus, tmp_path, capsys):
-    run = built(corpus, tmp_path / "whole", *ON, "--max_steps", "4")
+@pytest.mark.usefixtures("recorder_backend")
+def test_run_captures_its_shapes_reports_them_and_resumes_exactly(corpus, tmp_path, capsys):
+    run = build_tiny_run(corpus, tmp_path / "whole", *ON, "--max_steps", "4")
     gradient = run.step.compute_gradient
     assert isinstance(gradient, GraphedGradient) and 1 < len(gradient.grid.shapes) <= 32
     assert f"CUDA graphs (not yet run on a GPU by the project): {len(gradient.grid.shapes)} shapes" in (
@@ -48,7 +48,7 @@ def test_a_run_captures_its_shapes_says_so_and_resumes_exactly(corpus, tmp_path,
     train(run)
     assert len(gradient.captured_shapes) == len(gradient.grid.shapes)
     whole = {name: weight.detach() for name, weight in run.step.model.named_parameters()}
-    train(built(corpus, tmp_path / "stopped", *ON, "--max_steps", "4"), last_step=2)
+    train(build_tiny_run(corpus, tmp_path / "stopped", *ON, "--max_steps", "4"), last_step=2)
     resumed = weights_after(corpus, tmp_path / "stopped", *ON, "--max_steps", "4", "--resume", "auto")
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(resumed[name], whole[name]) for name in resumed)
@@ -57,8 +57,8 @@ def test_a_run_captures_its_shapes_says_so_and_resumes_exactly(corpus, tmp_path,
     assert not any(torch.equal(other[name], whole[name]) for name in other if "norm" not in name)
 
 
-@pytest.mark.usefixtures("recorded")
-def test_a_rehearsal_changes_nothing(corpus, tmp_path):
+@pytest.mark.usefixtures("recorder_backend")
+def test_rehearsal_changes_no_weight(corpus, tmp_path):
     found = [
         weights_after(corpus, tmp_path / rehearsal, *ON, "--max_steps", "2", "--rehearsal", rehearsal)
         for rehearsal in ("never", "always")
@@ -66,7 +66,7 @@ def test_a_rehearsal_changes_nothing(corpus, tmp_path):
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_on_a_cpu_nothing_is_captured_and_nothing_changes(corpus, tmp_path, capsys):
+def test_run_on_a_cpu_captures_nothing_and_is_unchanged(corpus, tmp_path, capsys):
     plain = weights_after(corpus, tmp_path / "plain", "--max_steps", "2")
     assert "CUDA graphs" not in capsys.readouterr().out
     asked = weights_after(corpus, tmp_path / "asked", *ON, "--max_steps", "2")
@@ -74,7 +74,7 @@ def test_on_a_cpu_nothing_is_captured_and_nothing_changes(corpus, tmp_path, caps
     assert all(torch.equal(plain[name], asked[name]) for name in plain)
 
 
-def test_the_plan_counts_the_graphs():
+def test_plan_counts_the_memory_of_graphs():
     peak = Peak(state=1000, forward=1200, backward=1500, update=1000)
     assert peak.grown(2.0) == Peak(state=1000, forward=1400, backward=2000, update=1000)
     assert held_by_graphs(peak) == 500 + 500

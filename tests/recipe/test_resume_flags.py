@@ -1,4 +1,4 @@
-"""Flags that a resumed run may change or takes from its checkpoint, and the choices for a used folder."""
+"""Flags that a resumed run may change or takes from its checkpoint, and flags for a used folder."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def base_flags(corpus: Corpus, directory: Path) -> tuple[str, ...]:
     return (*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--num_workers", "0", "--max_steps", str(STEPS))
 
 
-def test_every_setting_survives_the_text_that_a_checkpoint_carries():
+def test_every_setting_round_trips_through_checkpoint_text():
     config = TrainConfig()
     for setting in settings_of(config):
         changed = {bool: True, int: 7, float: 0.25, str: setting.value, tuple: ("a", "b"), type(None): None}
@@ -44,12 +44,12 @@ def test_every_setting_survives_the_text_that_a_checkpoint_carries():
         *((f"--epochs {text}", "invalid value for --epochs") for text in ("__import__('os')", "'x'")),
     ],
 )
-def test_a_checkpoints_settings_that_this_version_does_not_know_are_named(line, said):
+def test_unknown_or_invalid_checkpoint_settings_are_rejected_by_name(line, said):
     with pytest.raises(CheckpointError, match=re.escape(said)):
         config_from_text(line + "\n")
 
 
-def test_a_flag_that_was_renamed_is_understood_on_command_lines_and_in_checkpoints():
+def test_old_flag_names_are_accepted_in_commands_and_checkpoints():
     noise = ["--noise_manifest", "n", "--rir_manifest", "r"]
     stored = parse_flags(noise)
     values = {"concurrent_micro_batches": 2, "frame_padding": "zeros", "std_ddof": "sample", "log_floor_mode": "added"}
@@ -67,7 +67,7 @@ def test_a_flag_that_was_renamed_is_understood_on_command_lines_and_in_checkpoin
         assert config_from_text(text.replace(f"--{new} ", f"--{old} ")) == config
 
 
-def test_flags_that_are_not_given_take_the_checkpoints_value_before_preset_and_default():
+def test_checkpoint_values_take_precedence_over_preset_and_default():
     given = ("--preset", "minimal", "--learning_rate", "0.5", "--train_manifest", "a", "--init_from", "x")
     stored = parse_flags(list(given))
     assert stored.model == PRESETS["minimal"]
@@ -81,10 +81,17 @@ def test_flags_that_are_not_given_take_the_checkpoints_value_before_preset_and_d
 
 
 ALLOWED = ("learning_rate", "dropout", "num_workers", "epochs", "mixed_precision", "max_duration", "seed", "ctc_weight")
-REFUSED = ("d_model", "encoder_layers", "attention_heads", "convolution_kernel", "feedforward_dim", "encoder_type")
+CONTRADICTING = (
+    "d_model",
+    "encoder_layers",
+    "attention_heads",
+    "convolution_kernel",
+    "feedforward_dim",
+    "encoder_type",
+)
 
 
-def test_a_switch_of_the_checkpoint_stays_on_and_may_be_given_again():
+def test_boolean_flag_of_a_checkpoint_stays_on():
     stored = parse_flags(["--mixed_precision"])
     assert stored.memory.mixed_precision
     for given in ([], ["--mixed_precision"]):
@@ -92,13 +99,13 @@ def test_a_switch_of_the_checkpoint_stays_on_and_may_be_given_again():
     assert not parse_flags([], parse_flags([])).memory.mixed_precision
 
 
-def test_contradictions_are_shape_tokens_and_window_and_nothing_else():
+def test_only_shape_tokens_and_global_batch_size_can_contradict():
     stored, found = TrainConfig(), set()
     for setting in settings_of(stored):
         asked = with_values(stored, {setting.name: "another"})
         if setting.name not in ("batch_size", "gradient_accumulation_steps") and contradictions(stored, asked):
             found.add(setting.name)
-    assert found.issuperset((*REFUSED, "tokenizer_type", "vocab_size", "digits"))
+    assert found.issuperset((*CONTRADICTING, "tokenizer_type", "vocab_size", "digits"))
     assert not found.intersection(ALLOWED)
     data = dataclasses.replace(stored.data, batch_size=1, gradient_accumulation_steps=8)
     assert contradictions(stored, dataclasses.replace(stored, data=data)) == []
@@ -106,7 +113,7 @@ def test_contradictions_are_shape_tokens_and_window_and_nothing_else():
     assert "is 16 here and 8 in the checkpoint" in contradictions(stored, dataclasses.replace(stored, data=data))[0]
 
 
-def test_a_contradiction_ends_with_4_and_lists_each_difference_with_the_way_out(corpus, copy):
+def test_contradiction_exits_with_4_and_lists_each_difference(corpus, copy):
     different = ("--d_model", "64", "--vocab_size", "40", "--batch_size", "3", "--learning_rate", "0.1")
     done = run_trainer(*base_flags(corpus, copy), "--resume", "auto", *different)
     assert done.returncode == 4 and "Traceback" not in done.stderr, done.stderr
@@ -116,7 +123,7 @@ def test_a_contradiction_ends_with_4_and_lists_each_difference_with_the_way_out(
     assert read_checkpoint(copy / "checkpoints" / LAST).step == STEPS
 
 
-def test_resume_with_a_path_alone_takes_all_else_from_the_checkpoint_and_goes_on(corpus, copy, tmp_path):
+def test_resume_from_a_path_takes_all_settings_from_the_checkpoint(corpus, copy, tmp_path):
     path = copy / "checkpoints" / LAST
     only = well(run_trainer("--resume", str(path), "--max_steps", "4", *run_folders(copy), cwd=tmp_path))
     assert f"Resuming from {path}: step {STEPS}." in only.stdout
@@ -132,7 +139,7 @@ def test_learning_rate_dropout_and_workers_may_change_on_resume(corpus, copy):
     assert (config.optimizer.learning_rate, config.model.dropout, config.data.num_workers) == (0.1, 0.3, 1)
 
 
-def test_a_finished_run_resumed_trains_nothing_more_and_reports(corpus, copy):
+def test_resumed_finished_run_trains_no_step_and_reports(corpus, copy):
     before = read_checkpoint(copy / "checkpoints" / LAST)
     done = well(run_trainer(*base_flags(corpus, copy), "--resume", "auto"))
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == STEPS
@@ -143,7 +150,7 @@ def test_a_finished_run_resumed_trains_nothing_more_and_reports(corpus, copy):
     assert len(read_log(copy)) == STEPS
 
 
-def test_more_epochs_can_be_asked_for_on_resume(corpus, copy):
+def test_more_epochs_can_be_requested_on_resume(corpus, copy):
     more = ("--resume", "auto", "--max_steps", "None", "--epochs", "1")
     run = build_run(begin_run([*base_flags(corpus, copy), *more]))
     train(run)
@@ -153,14 +160,14 @@ def test_more_epochs_can_be_asked_for_on_resume(corpus, copy):
     assert (run.state.step, run.state.epochs_finished) == (8, 2)
 
 
-def test_a_used_folder_asks_for_resume_or_fresh_with_2(corpus, copy):
+def test_used_folder_without_resume_or_fresh_exits_with_2(corpus, copy):
     done = run_trainer(*base_flags(corpus, copy))
     assert done.returncode == 2, done.stderr
     assert "--resume auto" in done.stderr and "--fresh" in done.stderr
     assert read_checkpoint(copy / "checkpoints" / LAST).step == STEPS
 
 
-def test_fresh_moves_the_old_checkpoints_aside_where_they_stay_readable(corpus, copy):
+def test_fresh_moves_old_checkpoints_and_keeps_them_readable(corpus, copy):
     done = well(run_trainer(*base_flags(corpus, copy), "--fresh", "--max_steps", "1"))
     folder = copy / "checkpoints"
     assert f"The old checkpoints were moved to {folder / 'replaced_1'}" in done.stdout
@@ -168,20 +175,20 @@ def test_fresh_moves_the_old_checkpoints_aside_where_they_stay_readable(corpus, 
     assert read_checkpoint(folder / LAST).step == 1
 
 
-def test_fresh_with_a_mistake_beside_it_moves_nothing(corpus, copy):
+def test_fresh_with_an_invalid_path_moves_nothing(corpus, copy):
     flags = [*base_flags(corpus, copy), "--fresh", "--train_manifest", str(copy / "mistyped.jsonl")]
     with pytest.raises(DataError, match="mistyped"):
         build_run(begin_run(flags))
     assert read_checkpoint(copy / "checkpoints" / LAST).step == STEPS
 
 
-def test_resume_auto_in_an_empty_folder_begins_and_says_so(corpus, tmp_path, capsys):
+def test_resume_auto_in_an_empty_folder_starts_and_reports_it(corpus, tmp_path, capsys):
     start = begin_run([*base_flags(corpus, tmp_path), "--resume", "auto"])
     assert start.resumed is None
     assert "No checkpoint in" in capsys.readouterr().out
 
 
-def test_resume_auto_goes_past_a_damaged_last_one(corpus, copy, capsys):
+def test_resume_auto_skips_a_damaged_last_checkpoint(corpus, copy, capsys):
     folder = copy / "checkpoints"
     shutil.copy(folder / LAST, folder / "checkpoint_previous.pt")
     (folder / LAST).write_bytes((folder / LAST).read_bytes()[:-100])
@@ -191,13 +198,13 @@ def test_resume_auto_goes_past_a_damaged_last_one(corpus, copy, capsys):
     assert f"{LAST}.damaged" in said and "Resuming from" in said and "checkpoint_previous.pt" in said
 
 
-def test_other_data_begins_the_epoch_again_and_says_so(corpus, copy, capsys):
+def test_changed_training_data_restarts_the_epoch_and_reports_it(corpus, copy, capsys):
     flags = [*base_flags(corpus, copy), "--resume", "auto", "--train_subset", "50"]
     assert build_run(begin_run(flags)).state.cursor.consumed == 0
     assert "epoch 1 is restarted" in capsys.readouterr().out
 
 
-def test_a_checkpoint_saved_without_loss_scaling_goes_on_with_it():
+def test_checkpoint_saved_without_loss_scaling_resumes_with_it():
     scaler = torch.amp.GradScaler("cpu", enabled=True)
     load_states(Checkpoint("", b"", 5, 0, 0, {"scaler": {}}), {"scaler": scaler})
     scaler.scale(torch.ones(()))
@@ -209,7 +216,7 @@ def test_a_checkpoint_saved_without_loss_scaling_goes_on_with_it():
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer", "progress"])
-def test_a_checkpoint_with_a_part_missing_is_refused(part, corpus, copy):
+def test_checkpoint_with_a_missing_state_is_rejected(part, corpus, copy):
     path = copy / "checkpoints" / LAST
     checkpoint = read_checkpoint(path)
     states = {name: state for name, state in checkpoint.states.items() if name != part}

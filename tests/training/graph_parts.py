@@ -1,4 +1,4 @@
-"""Small steps whose micro-batches are captured by the recorder of operators, and the same steps without capturing."""
+"""Small steps whose micro-batches are captured by the operator recorder, and the same steps without capture."""
 
 import dataclasses
 
@@ -62,14 +62,14 @@ def task_of(parts: StepParts, cut: GlobalBatch, step: int = 0) -> GradientTask:
 
 
 def graphed(parts: StepParts, grid: ShapeGrid = GRID) -> tuple[StepParts, GraphedGradient, RecorderBackend]:
-    """Return the parts with a gradient by the recorder."""
+    """Return the parts with a gradient captured by the operator recorder."""
     backend = RecorderBackend()
     gradient = GraphedGradient(backend, grid)
     return dataclasses.replace(parts, compute_gradient=gradient), gradient, backend
 
 
 class InGraphCtc(Capture):
-    """Captures nothing, and computes CTC where it stands, as the eager step does."""
+    """Capture that records nothing, and computes CTC in order, like the eager step."""
 
     def __init__(self, parts: StepParts, batch: Batch) -> None:
         super().__init__(RecorderBackend())

@@ -1,4 +1,4 @@
-"""Weights in bf16 without masters: unbiased rounding, the optimizers, exact resume, places, plans, refused settings."""
+"""Weights in bf16 without masters: unbiased rounding, optimizers, exact resume, placement, plans, rejected settings."""
 
 import dataclasses
 import math
@@ -73,7 +73,7 @@ def test_rounding_is_unbiased_over_elements_and_over_updates(number):
     assert deviations(number, one_element[:1].expand(399)) > 4
 
 
-def test_numbers_of_bf16_stay():
+def test_rounding_keeps_bf16_numbers():
     for number in (0.0, -0.0, 1.5, -(2.0**-100)):
         assert (rounded(number, step=1) == number).all()
 
@@ -137,7 +137,7 @@ def test_small_updates_add_up(kind, monkeypatch):
 
 
 @every_kind
-def test_an_update_allocates_nothing(kind):
+def test_update_allocates_no_memory(kind):
     module = layer(torch.bfloat16)
     optimizer = build_optimizer(module, OptimizerConfig(optimizer=kind))
     for parameter in module.parameters():
@@ -170,7 +170,7 @@ def trained(parts: StepParts, steps: range) -> list[float]:
 
 
 @every_kind
-def test_training_follows_that_in_fp32(kind):
+def test_training_loss_follows_fp32(kind):
     parts = parts_of(kind)
     stored = [parameter for parameter in parts.model.parameters() if in_bf16(parameter)]
     assert sum(p.numel() for p in stored) > 0.9 * sum(p.numel() for p in parts.model.parameters())
@@ -183,7 +183,7 @@ def test_training_follows_that_in_fp32(kind):
 
 
 @pytest.mark.parametrize("mode", ["encoder", "LoRA"])
-def test_frozen_weights_stay_and_low_rank_products_are_in_fp32(mode):
+def test_frozen_weights_are_unchanged_and_lora_weights_are_fp32(mode):
     parts = parts_of("adamw", mode=mode)
     before = {name: p.detach().clone() for name, p in parts.model.named_parameters()}
     trained(parts, range(2))
@@ -193,7 +193,7 @@ def test_frozen_weights_stay_and_low_rank_products_are_in_fp32(mode):
 
 
 @every_kind
-def test_resumed_from_a_file_it_continues_bit_for_bit(kind, tmp_path):
+def test_run_resumed_from_a_file_continues_bit_for_bit(kind, tmp_path):
     undisturbed, first = parts_of(kind), parts_of(kind)
     trained(undisturbed, range(4))
     trained(first, range(2))
@@ -217,7 +217,7 @@ def test_resumed_from_a_file_it_continues_bit_for_bit(kind, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["host", "ahead", "some on the host"])
-def test_where_bf16_weights_are_stored_changes_no_number(place):
+def test_placement_of_bf16_weights_changes_no_result(place):
     on_card, elsewhere = parts_of("adamw"), parts_of("adamw", placement=PLACES[place])
     assert trained(on_card, range(2)) == trained(elsewhere, range(2))
     assert are_equal(state_of(on_card), state_of(elsewhere))
@@ -225,7 +225,7 @@ def test_where_bf16_weights_are_stored_changes_no_number(place):
 
 
 @every_kind
-def test_the_plan_counts_two_bytes_per_number(kind):
+def test_plan_counts_two_bytes_per_bf16_number(kind):
     architecture = T5Architecture(dataclasses.replace(SHAPE, d_model=128, feedforward_dim=512, encoder_layers=3))
     config = config_of(kind)
     said = [dataclasses.replace(one, waveform=torch.arange(2, 66), tokens=[9] * 50) for one in pairs(4)]
@@ -244,7 +244,7 @@ def test_the_plan_counts_two_bytes_per_number(kind):
     assert memory_conditions(config, architecture, CPU) != memory_conditions(in_full, architecture, CPU)
 
 
-REFUSED = {
+REJECTED = {
     "without mixed precision": ([], "needs products in bf16"),
     "fp16": (["--mixed_precision", "--amp_dtype", "fp16", "--device", "cuda"], "needs products in bf16"),
     "adamw8bit": (["--optimizer", "adamw8bit"], "does not support --optimizer adamw8bit"),
@@ -255,21 +255,21 @@ REFUSED = {
 HALF = ["--mixed_precision", "--amp_dtype", "bf16"]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_settings_that_contradict_it_are_refused(case):
-    words, sentence = REFUSED[case]
+@pytest.mark.parametrize("case", REJECTED)
+def test_settings_that_contradict_bf16_weights_are_rejected(case):
+    words, sentence = REJECTED[case]
     given = words if "needs products" in sentence else [*HALF, *words]
     with pytest.raises(UsageError, match=sentence):
         parse_flags(["--weight_dtype", "bf16", *given])
     assert parse_flags(["--weight_dtype", "bf16", *HALF]).memory.weight_dtype == "bf16"  # negative control
 
 
-def test_it_is_not_sharded_by_default():
+def test_bf16_weights_are_not_sharded_by_default():
     config = TrainConfig(memory=MemoryConfig(mixed_precision=True, amp_dtype="bf16", weight_dtype="bf16"))
     assert not needs_sharding(config, architecture_of(config, 40), ONLY_TENSORS, budget=1)
 
 
-def test_the_models_own_layers_train_in_bf16():
+def test_large_linear_weights_are_bf16_and_all_others_fp32():
     """Convolutions, norms and the plain embedding stay in fp32."""
     config = TrainConfig(memory=MemoryConfig(mixed_precision=True, amp_dtype="bf16", weight_dtype="bf16"))
     model = build_step_parts(config, architecture_of(config, 40), CPU, 10).model

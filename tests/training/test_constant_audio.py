@@ -1,6 +1,6 @@
-"""Rows of constant audio, digital silence or full-scale DC, give finite numbers and leave the other rows as they are.
+"""Rows of constant audio, digital silence or full-scale DC, give finite numbers and do not change the other rows.
 
-Such rows occur in real corpora and gave infinite losses in mixed precision elsewhere (icefall#1886, icefall#2069): the
+Such rows occur in real corpora and gave infinite losses in mixed precision in icefall (#1886, #2069): the
 variance of their features is zero or only rounding noise.
 """
 
@@ -93,7 +93,7 @@ def with_constant_rows(normal: list[Example]) -> list[Example]:
     return [one for pair in zip(rows, normal, strict=True) for one in pair]
 
 
-def together(speech: list[Example]) -> GlobalBatch:
+def in_one_micro_batch(speech: list[Example]) -> GlobalBatch:
     return split_into_micro_batches(speech, same_size(len(speech)), OUR_TOKENS)
 
 
@@ -112,11 +112,11 @@ def outputs(parts: StepParts, global_batch: GlobalBatch) -> dict[str, list[torch
 
 
 @pytest.mark.parametrize(("kind", "precision"), crossed(MODELS, [None, *AUTOCAST]))
-def test_constant_rows_are_finite_and_leave_the_other_rows_as_they_are(kind, precision, monkeypatch):
+def test_constant_rows_are_finite_and_do_not_change_the_other_rows(kind, precision, monkeypatch):
     parts = parts_of(kind, precision, monkeypatch)
     normal = spoken(parts)
-    alone = outputs(parts, together(normal))
-    beside = outputs(parts, together(with_constant_rows(normal)))
+    alone = outputs(parts, in_one_micro_batch(normal))
+    beside = outputs(parts, in_one_micro_batch(with_constant_rows(normal)))
     assert beside.keys() == alone.keys() | LEVELS.keys()
     for name, found in beside.items():
         assert all(tensor.isfinite().all() for tensor in found), name
@@ -127,7 +127,7 @@ def test_constant_rows_are_finite_and_leave_the_other_rows_as_they_are(kind, pre
             assert relative_difference(one.double(), other.double()) < ROUNDED[precision], name
 
 
-def steps(parts: StepParts, global_batch: GlobalBatch, count: int = 8) -> list[StepReport]:
+def train_steps(parts: StepParts, global_batch: GlobalBatch, count: int = 8) -> list[StepReport]:
     parts.model.train()
     return [train_step(parts, global_batch, number) for number in range(count)]
 
@@ -135,7 +135,7 @@ def steps(parts: StepParts, global_batch: GlobalBatch, count: int = 8) -> list[S
 @pytest.mark.parametrize(("kind", "precision"), crossed(MODELS, AUTOCAST))
 def test_steps_over_constant_rows_have_finite_losses_and_gradients(kind, precision, monkeypatch):
     parts = parts_of(kind, precision, monkeypatch)
-    reports = steps(parts, together(with_constant_rows(spoken(parts))))
+    reports = train_steps(parts, in_one_micro_batch(with_constant_rows(spoken(parts))))
     # A skipped step is how the loss scaler finds a scale at which no gradient overflows; its loss is finite.
     assert all(math.isfinite(report.loss) for report in reports)
     applied = [report for report in reports if not report.is_skipped]
@@ -144,20 +144,20 @@ def test_steps_over_constant_rows_have_finite_losses_and_gradients(kind, precisi
     assert all(weight.isfinite().all() for weight in parts.model.parameters())
     # Doubling the rows halves the scale at most once; a row of extreme values would halve it more often.
     without = parts_of(kind, precision, monkeypatch)
-    assert reports[-1].scale >= 0.5 * steps(without, together(spoken(without)))[-1].scale
+    assert reports[-1].scale >= 0.5 * train_steps(without, in_one_micro_batch(spoken(without)))[-1].scale
 
 
-def test_a_batch_of_constant_rows_alone_has_finite_gradients(monkeypatch):
+def test_batch_of_only_constant_rows_has_finite_gradients(monkeypatch):
     for kind in MODELS:
         parts = parts_of(kind, "bf16", monkeypatch)
         rows = [one for one in with_constant_rows(spoken(parts)) if one.utterance_id in LEVELS]
-        global_batch = together(rows)
+        global_batch = in_one_micro_batch(rows)
         task = GradientTask(parts, global_batch, 0, forward_and_backward)
         assert parts.compute_gradient(task).is_finite, kind
 
 
-def test_negative_control_without_a_floor_under_the_power_silence_is_not_finite(monkeypatch):
+def test_negative_control_without_a_power_floor_silence_is_not_finite(monkeypatch):
     monkeypatch.setattr(front_end, "log_power", lambda power, config, out=None: torch.log(power))
     parts = parts_of("conformer", "bf16", monkeypatch)
     rows = [one for one in with_constant_rows(spoken(parts)) if one.utterance_id == "zeros"]
-    assert not outputs(parts, together(rows))["zeros"][0].isfinite().all()
+    assert not outputs(parts, in_one_micro_batch(rows))["zeros"][0].isfinite().all()

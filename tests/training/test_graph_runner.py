@@ -33,17 +33,17 @@ def weights_of(parts: StepParts) -> dict[str, torch.Tensor]:
 
 
 def eager() -> StepParts:
-    """Return parts with the same dropout, whose micro-batches are never captured."""
+    """Return parts with the same dropout whose micro-batches are never captured."""
     return graphed(parts_of("conformer"), NO_SHAPE)[0]
 
 
-def farthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+def max_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys() and len(one) > 10
     return max(relative_difference(tensor, other[name]) for name, tensor in one.items())
 
 
-class Memory:
-    """Makes a function run out of memory at its n-th call."""
+class OutOfMemoryInjector:
+    """Replacement of a function that runs out of memory at its n-th call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, at: int) -> None:
         self.calls = 0
@@ -58,9 +58,9 @@ class Memory:
         monkeypatch.setattr(owner, name, failing)
 
 
-def test_weights_after_some_steps_are_those_without_graphs():
+def test_weights_after_some_steps_equal_those_without_graphs():
     parts, gradient, _ = graphed(parts_of("conformer"))
-    assert farthest(trained(parts), trained(eager())) < BOUND
+    assert max_difference(trained(parts), trained(eager())) < BOUND
     assert len(gradient.captured_shapes) == len(GRID.shapes)
 
 
@@ -76,27 +76,27 @@ def test_weights_after_some_steps_are_those_without_graphs():
 )
 def test_out_of_memory_drops_the_graphs_and_repeats_the_step(owner, name, at, monkeypatch, capsys):
     parts, gradient, _ = graphed(parts_of("conformer"))
-    memory = Memory(monkeypatch, owner, name, at)
+    injector = OutOfMemoryInjector(monkeypatch, owner, name, at)
     found = trained(parts)
-    assert memory.calls == at, "nothing is captured or replayed afterwards"
+    assert injector.calls == at, "nothing is captured or replayed afterwards"
     assert not gradient.is_active and gradient.captured_shapes == ()
     assert "CUDA graphs: dropped, training continues without them, with the same result. Out of memory" in (
         capsys.readouterr().out
     )
-    assert farthest(found, trained(eager())) < BOUND
+    assert max_difference(found, trained(eager())) < BOUND
     # No limit is recorded: the micro-batches fit without graphs.
     assert parts.oom_history.sizes() == {}
 
 
-def test_negative_control_a_half_added_gradient_shows(monkeypatch):
+def test_negative_control_a_partly_added_gradient_is_detected(monkeypatch):
     parts, _, _ = graphed(parts_of("conformer"))
-    Memory(monkeypatch, BetweenGraphs, "compute", 3)
+    OutOfMemoryInjector(monkeypatch, BetweenGraphs, "compute", 3)
     monkeypatch.setattr("konkanivani.training.graphs.drop_gradient", lambda parts: None)
     monkeypatch.setattr(type(parts.optimizer), "zero_grad", lambda self: None)
-    assert farthest(trained(parts, range(1)), trained(eager(), range(1))) > 1e-6
+    assert max_difference(trained(parts, range(1)), trained(eager(), range(1))) > 1e-6
 
 
-def test_an_error_in_a_capture_leaves_no_recording_open(monkeypatch):
+def test_error_in_a_capture_leaves_no_recording_open(monkeypatch):
     parts, gradient, _ = graphed(parts_of("conformer"))
 
     def interrupted(module, inputs):
@@ -111,7 +111,7 @@ def test_an_error_in_a_capture_leaves_no_recording_open(monkeypatch):
     assert len(recorder.operations) == 2 and gradient.captured_shapes == ()
 
 
-def test_a_signal_between_captures_stops_before_the_step():
+def test_signal_between_captures_stops_before_the_step():
     parts, gradient, _ = graphed(parts_of("conformer"))
     before = weights_of(parts)
     asked = []
@@ -121,12 +121,12 @@ def test_a_signal_between_captures_stops_before_the_step():
         return len(asked) > 2
 
     assert train_step(parts, spoken_batch(0, 2), 0, is_interrupted) is None
-    assert len(gradient.captured_shapes) == 2 and farthest(weights_of(parts), before) == 0
-    # The same process can go on.
-    assert farthest(trained(parts), trained(eager())) < BOUND
+    assert len(gradient.captured_shapes) == 2 and max_difference(weights_of(parts), before) == 0
+    # The same process can continue training.
+    assert max_difference(trained(parts), trained(eager())) < BOUND
 
 
-def test_a_stage_with_other_trained_parameters_is_captured_anew():
+def test_stage_with_other_trained_parameters_is_captured_again():
     def staged() -> StepParts:
         parts = parts_of("conformer")
         architecture = dataclasses.replace(parts.architecture, tuning=TuningConfig(freeze_steps=2))
@@ -142,8 +142,8 @@ def test_a_stage_with_other_trained_parameters_is_captured_anew():
     counts.append(len(backend.signatures()))
     assert counts[0] < counts[1]
     plain = graphed(staged(), NO_SHAPE)[0]
-    assert farthest(during, trained(plain, range(2))) < BOUND
-    assert farthest(after, trained(plain, range(2, 4))) < BOUND
+    assert max_difference(during, trained(plain, range(2))) < BOUND
+    assert max_difference(after, trained(plain, range(2, 4))) < BOUND
     assert all(not torch.equal(after[name], initial[name]) for name in after)
 
 
@@ -156,10 +156,10 @@ def test_another_batch_size_is_replayed_or_runs_eagerly(size):
     assert gradient.captured_shapes == captured
     plain = eager()
     trained(plain, range(1), size=2)
-    assert farthest(found, trained(plain, range(1, 3), size=size)) < BOUND
+    assert max_difference(found, trained(plain, range(1, 3), size=size)) < BOUND
 
 
-def test_a_resumed_run_continues_with_the_same_weights():
+def test_resumed_run_continues_with_the_same_weights():
     parts, _, _ = graphed(parts_of("conformer"))
     whole = trained(parts, range(4))
     parts, _, _ = graphed(parts_of("conformer"))
@@ -168,10 +168,10 @@ def test_a_resumed_run_continues_with_the_same_weights():
     resumed.model.load_state_dict(parts.model.state_dict())
     saved = copy.deepcopy(OptimizerState(parts.model, parts.optimizer).state_dict())
     OptimizerState(resumed.model, resumed.optimizer).load_state_dict(saved)
-    assert farthest(trained(resumed, range(2, 4)), whole) == 0
+    assert max_difference(trained(resumed, range(2, 4)), whole) == 0
 
 
-def test_gradients_stay_where_they_are():
+def test_gradient_addresses_do_not_change():
     parts, _, _ = graphed(parts_of("whisper"))
     trained(parts, range(1))
     before = gradient_addresses(parts)
@@ -183,7 +183,7 @@ def test_gradients_stay_where_they_are():
     assert not any(gradient_addresses(plain))
 
 
-def test_scale_and_overflow_in_a_captured_step():
+def test_loss_scale_grows_in_captured_steps():
     def scaled() -> StepParts:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         return dataclasses.replace(parts_of("conformer"), scaler=scaler)
@@ -194,7 +194,7 @@ def test_scale_and_overflow_in_a_captured_step():
         reports = [train_step(one, spoken_batch(step, 2), step) for one in (parts, plain)]
         assert reports[0].scale == reports[1].scale and not reports[0].is_skipped
     assert reports[0].scale > 2.0**10
-    assert farthest(weights_of(parts), weights_of(plain)) < BOUND
+    assert max_difference(weights_of(parts), weights_of(plain)) < BOUND
 
 
 @pytest.mark.parametrize(("share", "captures"), [(0.1, True), (0.9, False)])
@@ -213,4 +213,4 @@ def test_auto_captures_if_the_device_waits(share, captures, monkeypatch, capsys)
     assert ("not used" in capsys.readouterr().out) != captures
     plain = eager()
     trained(plain, range(4))
-    assert farthest(found, trained(plain, range(4, 6))) < BOUND
+    assert max_difference(found, trained(plain, range(4, 6))) < BOUND

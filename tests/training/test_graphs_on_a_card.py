@@ -16,7 +16,7 @@ BOUND = 1e-7
 KINDS = ("conformer", "other parts", "whisper")
 
 
-def on_card(kind: str, recompute: str) -> StepParts:
+def on_gpu(kind: str, recompute: str) -> StepParts:
     """Return the parts of `parts_of` on the GPU."""
     parts = parts_of(kind, recompute)
     device = torch.device("cuda")
@@ -32,7 +32,7 @@ def on_card(kind: str, recompute: str) -> StepParts:
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_by_graphs_equal_steps_on_the_grid(kind, recompute):
     device = torch.device("cuda")
-    graphs, eager = on_card(kind, recompute), on_card(kind, recompute)
+    graphs, eager = on_gpu(kind, recompute), on_gpu(kind, recompute)
     gradient = GraphedGradient(CudaGraphBackend(device), GRID)
     graphs = dataclasses.replace(graphs, compute_gradient=gradient)
     plain = GraphedGradient(CudaGraphBackend(device), GRID)
@@ -48,8 +48,8 @@ def test_steps_by_graphs_equal_steps_on_the_grid(kind, recompute):
     assert max(relative_difference(one, other) for one, other in pairs) < BOUND
 
 
-def test_new_lengths_take_no_more_memory():
-    parts = on_card("conformer", "never")
+def test_new_lengths_reserve_no_more_memory():
+    parts = on_gpu("conformer", "never")
     parts = dataclasses.replace(parts, compute_gradient=GraphedGradient(CudaGraphBackend(torch.device("cuda")), GRID))
     for step in range(5):
         train_step(parts, spoken_batch(step, 2), step)

@@ -1,4 +1,4 @@
-"""A step synchronises with its device once: it reads the norm and the losses to decide about the update."""
+"""A step synchronizes with its device once, to read the norm and the losses that decide about the update."""
 
 import dataclasses
 import functools
@@ -18,12 +18,21 @@ from konkanivani.training.step import StepParts, train_step
 VOCABULARY = 1000
 BOTH_LOSSES = LossConfig()
 SHAPE = ModelConfig(d_model=48, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=16)
-# Operations that the host must wait for on any device: a number, or a shape that depends on numbers.
-WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim", "item")
+# Operations that synchronize on any device: they return a number, or a shape that depends on data.
+WAITING_OPERATIONS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "is_nonzero",
+    "_unique2",
+    "unique_dim",
+    "item",
+)
 
 
-class Reads(TorchDispatchMode):
-    """Record of the operations that make the host wait."""
+class HostReads(TorchDispatchMode):
+    """Dispatch mode that records the operations that make the host wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +45,7 @@ class Reads(TorchDispatchMode):
         by_mask = name in ("index", "index_put", "index_put_") and any(
             index is not None and index.dtype == torch.bool for index in args[1]
         )
-        if name in WAITING or by_mask:
+        if name in WAITING_OPERATIONS or by_mask:
             self.found.append(name)
         return operation(*args, **(kwargs or {}))
 
@@ -57,35 +66,35 @@ def step_on(device: str, memory: MemoryConfig, loss: LossConfig = BOTH_LOSSES) -
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_the_host_reads_four_numbers_once_a_step_whatever_the_micro_batches(recompute, scaled):
+def test_host_reads_four_numbers_once_per_step(recompute, scaled):
     parts, reads = step_on("cpu", MemoryConfig(gradient_checkpointing=recompute))
     parts = dataclasses.replace(parts, scaler=torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled))
     global_batch = build_global_batch(build_speech(4), 2)  # two utterances of different lengths: masks, padding
-    with Reads() as mode:
+    with HostReads() as mode:
         assert not train_step(parts, global_batch, 0).is_skipped
     # Fused AdamW reads its step counts on a CPU, which needs no synchronisation.
-    assert reads == [4] and set(mode.found) <= {"_local_scalar_dense"} and len(mode.found) == updated(parts)
+    assert reads == [4] and set(mode.found) <= {"_local_scalar_dense"} and len(mode.found) == reads_of_update(parts)
 
 
-def updated(parts: StepParts) -> int:
+def reads_of_update(parts: StepParts) -> int:
     """Return the number of reads by the optimizer alone."""
-    with Reads() as mode:
+    with HostReads() as mode:
         parts.optimizer.step()
     return len(mode.found)
 
 
-def test_negative_control_a_read_in_the_loss_is_seen():
+def test_negative_control_a_read_in_the_loss_is_detected():
     parts, _ = step_on("cpu", MemoryConfig())
     output = torch.ones(3, requires_grad=True)
-    with Reads() as mode:
+    with HostReads() as mode:
         float(output.sum().detach())
         output[output > 0].sum()
     assert mode.found == ["_local_scalar_dense", "index"] and parts is not None
 
 
 @pytest.mark.card
-def test_on_a_card_nothing_else_waits():
-    """Excludes CTC, for which PyTorch copies the lengths to the GPU and waits."""
+def test_step_on_cuda_synchronizes_only_once():
+    """Without CTC, for which PyTorch copies the lengths to the GPU and waits."""
     parts, reads = step_on("cuda", MemoryConfig(mixed_precision=True), LossConfig(ctc_weight=0.0))
     global_batch = build_global_batch(build_speech(4), 2)
     for step in range(8):  # selects kernels and adapts the loss scale

@@ -1,4 +1,4 @@
-"""A run that does not learn reports it, with advice, after a third of its steps; one that learns does not."""
+"""A run that does not learn reports this, with advice, after a third of its steps; a run that learns does not."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from konkanivani.training.run import TrainState
 HEALTHY = EpochLearning(3000, 4000, 10_000, loss=0.5, first_loss=3.0, clipped_share=0.2, cer=0.3, blank_share=0.7)
 
 
-def test_a_run_that_learns_says_nothing():
+def test_learning_run_gives_no_warning():
     assert failures(HEALTHY) == []
     assert failures(dataclasses.replace(HEALTHY, cer=math.nan, blank_share=math.nan)) == []
     early = EpochLearning(300, 400, 1000, loss=0.5, first_loss=3.0, clipped_share=1.0)
@@ -28,14 +28,14 @@ def test_a_run_that_learns_says_nothing():
         ({"clipped_share": 0.97}, "97 % of the epoch's gradients were clipped after 4,000 of 10,000 steps"),
     ],
 )
-def test_each_sign_is_one_line_with_what_helps(sign, words):
+def test_each_sign_of_failure_is_one_line_with_advice(sign, words):
     (line,) = failures(dataclasses.replace(HEALTHY, **sign))
     assert words in line and "--" in line and "\n" not in line
     of_whisper = str(failures(dataclasses.replace(HEALTHY, cer=1.0, blank_share=None)))
     assert "--language" in of_whisper and "--ctc" not in of_whisper and "--preset" not in of_whisper
 
 
-def test_advice_on_texts_names_neither_ctc_nor_audio():
+def test_advice_for_text_models_mentions_neither_ctc_nor_audio():
     short = dataclasses.replace(HEALTHY, first_step=200, last_step=350, total_steps=900, cer=1.0, loss=2.95)
     of_texts = str(failures(dataclasses.replace(short, blank_share=None), TOKENS))
     assert "smaller effective batch;" in of_texts and "--learning_rate" in of_texts
@@ -46,13 +46,13 @@ def test_advice_on_texts_names_neither_ctc_nor_audio():
 
 
 @pytest.mark.parametrize(("first", "last", "is_time"), [(0, 3333, False), (3000, 3334, True), (3334, 6000, False)])
-def test_it_looks_when_a_third_and_two_thirds_have_passed(first, last, is_time):
+def test_learning_is_checked_after_one_and_two_thirds_of_the_steps(first, last, is_time):
     epoch = dataclasses.replace(HEALTHY, first_step=first, last_step=last, cer=1.0)
     assert bool(failures(epoch)) is epoch.is_time_to_look is is_time
     assert dataclasses.replace(epoch, first_step=6000, last_step=7000).is_time_to_look
 
 
-def test_the_state_adds_up_an_epoch_and_begins_anew_with_the_next():
+def test_epoch_statistics_are_summed_and_reset_at_the_next_epoch():
     state = TrainState(step=5, epoch=1)
     for loss, is_clipped in ((4.0, True), (2.0, False)):
         state.step += 1
@@ -69,13 +69,13 @@ def test_the_state_adds_up_an_epoch_and_begins_anew_with_the_next():
     assert state.first_loss == 3.0
 
 
-def test_an_epoch_that_begins_again_counts_from_nothing():
+def test_restarted_epoch_resets_its_statistics():
     state = TrainState(step=5, epoch=1, consumed=2, epoch_steps=2, epoch_clipped=1, epoch_loss=6.0, first_loss=3.0)
     state.begin_epoch()
     assert state == TrainState(step=5, epoch=1, first_loss=3.0)
 
 
-def test_a_checkpoint_of_before_counts_from_nothing():
+def test_statistics_of_an_older_checkpoint_start_at_zero():
     old = {name: value for name, value in TrainState(step=9).state_dict().items() if "epoch_" not in name}
     del old["first_loss"]
     state = TrainState()

@@ -1,4 +1,4 @@
-"""The logbook: exact numbers, each step once, and no end of training on disk errors."""
+"""The logbook: exact numbers, each step once, and disk errors that do not stop training."""
 
 import io
 import json
@@ -45,8 +45,8 @@ from tests.warm import warm_parent
 LOSSES = {"2 loss/all", "2 loss/attention", "2 loss/ctc"}
 
 
-def a_step(step: int, loss: float | None = 0.1) -> StepRecord:
-    """Return a step whose numbers have no short decimal form."""
+def make_step(step: int, loss: float | None = 0.1) -> StepRecord:
+    """Return a step whose numbers have no short decimal representation."""
     return StepRecord(
         step=step,
         epoch=1,
@@ -70,13 +70,13 @@ def a_step(step: int, loss: float | None = 0.1) -> StepRecord:
     )
 
 
-def a_validation(step: int) -> ValidationRecord:
+def make_validation(step: int) -> ValidationRecord:
     pairs = tuple(HypothesisPair(f"हांव गोंयांत रावतां {n}", f"हांव गोंयात <unk> | {n}", f"u{n}") for n in range(8))
     memory = PhaseMemory("validation", None, None, None, 99.25)
     return ValidationRecord(step, 3, 1.2341, 1.5, 0.9, 0.345, 0.121, 40, 2.5, pairs, memory)
 
 
-def a_spectrogram(step: int) -> SpectrogramRecord:
+def make_spectrogram(step: int) -> SpectrogramRecord:
     seconds = 2
     posteriors = torch.rand(seconds * 25, 40).softmax(-1)
     return SpectrogramRecord(step, "u1", torch.randn(seconds * 16000), torch.randn(seconds * 100, 80), posteriors)
@@ -99,7 +99,7 @@ def events_of(directory: Path) -> EventAccumulator:
     return accumulator
 
 
-def single(events: list, step: int) -> float:
+def single_value(events: list, step: int) -> float:
     (event,) = events
     assert event.step == step
     return event.value
@@ -120,30 +120,30 @@ def shown_tensors(directory: Path, tag: str) -> list:
 
 
 @pytest.fixture
-def warnings_heard() -> list[str]:
+def reported_warnings() -> list[str]:
     return []
 
 
 # Round trip
 
 
-def test_every_number_of_a_step_and_a_validation_comes_back_from_jsonl_exactly(tmp_path):
-    log_all(tmp_path, a_step(1), a_validation(1))
+def test_step_and_validation_round_trip_through_jsonl_exactly(tmp_path):
+    log_all(tmp_path, make_step(1), make_validation(1))
     step, validation = lines_of(tmp_path)
     # Normalise through JSON, which has lists only; the floats are still compared bit for bit.
-    assert step == {"kind": "step"} | json.loads(json.dumps(asdict(a_step(1))))
-    assert validation == {"kind": "validation"} | json.loads(json.dumps(asdict(a_validation(1))))
+    assert step == {"kind": "step"} | json.loads(json.dumps(asdict(make_step(1))))
+    assert validation == {"kind": "validation"} | json.loads(json.dumps(asdict(make_validation(1))))
     assert step["attention_loss"].hex() == math.pi.hex()
 
 
-def test_every_tagged_number_comes_back_from_tensorboard(tmp_path):
-    validation = replace(a_validation(7), initial_wer=0.5, initial_cer=0.25)
-    log_all(tmp_path, a_step(7), validation)
+def test_every_tagged_number_is_read_back_from_tensorboard(tmp_path):
+    validation = replace(make_validation(7), initial_wer=0.5, initial_cer=0.25)
+    log_all(tmp_path, make_step(7), validation)
     drawn = {}
     for curve in CURVES:
-        expected = [*tagged_numbers(a_step(7), curve), *tagged_numbers(validation, curve)]
+        expected = [*tagged_numbers(make_step(7), curve), *tagged_numbers(validation, curve)]
         events = events_of(tmp_path / curve)
-        drawn[curve] = {tag: single(events.Scalars(tag), 7) for tag in events.Tags()["scalars"]}
+        drawn[curve] = {tag: single_value(events.Scalars(tag), 7) for tag in events.Tags()["scalars"]}
         assert drawn[curve] == {tag: pytest.approx(number, rel=1e-6) for tag, number in expected}
     assert drawn[VALIDATION].keys() == {"1 error rates/CER", "1 error rates/WER"} | LOSSES
     assert drawn[PLANNED] == {"4 memory/forward_mib": 5.5} and drawn[RESERVED] == {"4 memory/forward_mib": 2.5}
@@ -155,11 +155,11 @@ def test_every_tagged_number_comes_back_from_tensorboard(tmp_path):
     assert "8 allocator/retries_backward" not in training  # None is not logged
 
 
-def test_the_first_charts_are_error_rates_then_losses_and_a_cpu_has_none_that_stays_empty(tmp_path):
+def test_charts_begin_with_error_rates_and_none_is_empty_on_a_cpu(tmp_path):
     """TensorBoard sorts its groups and opens the first two."""
     phases = [PhaseMemory(phase, None, None, 7.5, 8.5) for phase in ("data", "forward", "backward", "update", "log")]
-    on_a_cpu = replace(a_step(1), cache_clearings=None, cache_clearing_seconds=None, memory=tuple(phases))
-    log_all(tmp_path, on_a_cpu, a_validation(1))
+    on_a_cpu = replace(make_step(1), cache_clearings=None, cache_clearing_seconds=None, memory=tuple(phases))
+    log_all(tmp_path, on_a_cpu, make_validation(1))
     events = events_of(tmp_path), events_of(tmp_path / VALIDATION)
     tags = sorted({tag for some in events for tag in some.Tags()["scalars"]})
     groups = list(dict.fromkeys(tag.split("/")[0] for tag in tags))
@@ -170,24 +170,24 @@ def test_the_first_charts_are_error_rates_then_losses_and_a_cpu_has_none_that_st
     assert "custom_scalars__config__" not in events[0].Tags()["tensors"]
 
 
-def test_a_number_that_is_not_finite_is_null_in_jsonl_and_itself_in_tensorboard(tmp_path, warnings_heard):
-    with Logbook(tmp_path, warn=warnings_heard.append) as logbook:
+def test_non_finite_number_is_null_in_jsonl_and_kept_in_tensorboard(tmp_path, reported_warnings):
+    with Logbook(tmp_path, warn=reported_warnings.append) as logbook:
         for step, loss in enumerate((math.nan, math.inf, -math.inf, 1e300, None), 1):
-            logbook.log(a_step(step, loss))
+            logbook.log(make_step(step, loss))
     assert [line["loss"] for line in lines_of(tmp_path)] == [None, None, None, 1e300, None]
     assert "NaN" not in (tmp_path / "log.jsonl").read_text() and "Infinity" not in (tmp_path / "log.jsonl").read_text()
     values = [event.value for event in events_of(tmp_path).Scalars("2 loss/all")]
     assert math.isnan(values[0]) and values[1:] == [math.inf, -math.inf, math.inf]
-    assert warnings_heard == []
+    assert reported_warnings == []
 
 
 def test_each_record_is_on_disk_when_log_returns(tmp_path):
     """A process killed right after log() keeps every record, so nothing may wait for close()."""
     program = (
         "import os\n"
-        "from tests.training.test_logbook import a_step, Logbook\n"
+        "from tests.training.test_logbook import make_step, Logbook\n"
         f"book = Logbook({str(tmp_path)!r})\n"
-        "[book.log(a_step(step)) for step in range(1, 6)]\n"
+        "[book.log(make_step(step)) for step in range(1, 6)]\n"
         "os.kill(os.getpid(), 9)\n"
     )
     assert warm_parent().run_program(program).returncode == -9
@@ -198,40 +198,40 @@ def test_each_record_is_on_disk_when_log_returns(tmp_path):
 # Resume
 
 
-def test_lines_past_the_resumed_step_and_torn_lines_are_cut(tmp_path):
+def test_lines_after_the_resumed_step_and_torn_lines_are_removed(tmp_path):
     with Logbook(tmp_path) as logbook:
         for step in range(1, 7):
-            logbook.log(a_step(step))
+            logbook.log(make_step(step))
             if step % 2 == 0:
-                logbook.log(a_validation(step))
+                logbook.log(make_validation(step))
     log = tmp_path / "log.jsonl"
     kept = log.read_bytes().splitlines(keepends=True)[:6]
-    assert json.loads(kept[-1]) == json.loads(json.dumps({"kind": "validation"} | asdict(a_validation(4))))
+    assert json.loads(kept[-1]) == json.loads(json.dumps({"kind": "validation"} | asdict(make_validation(4))))
     log.write_bytes(b"\0\0\n[1]\nnull\n{}\n\xff\n" + log.read_bytes() + b'{"kind": "step", "step": 3, "lo')
     Logbook(tmp_path, resumed=Resumed(step=4, epochs_finished=3)).close()
     assert log.read_bytes() == b"".join(kept)
     assert [path.name for path in tmp_path.glob("*.partial")] == []
 
 
-def test_a_validation_that_no_checkpoint_knows_of_is_made_and_logged_anew(tmp_path):
+def test_validation_missing_in_the_checkpoint_is_logged_again(tmp_path):
     """The process was killed after it logged the validation of its third epoch and before it saved."""
-    log_all(tmp_path, a_step(6), replace(a_validation(6), epoch=2), a_validation(6))
-    log_all(tmp_path, a_validation(6), resumed=Resumed(step=6, epochs_finished=2))
+    log_all(tmp_path, make_step(6), replace(make_validation(6), epoch=2), make_validation(6))
+    log_all(tmp_path, make_validation(6), resumed=Resumed(step=6, epochs_finished=2))
     assert [(line["kind"], line["epoch"]) for line in lines_of(tmp_path)][1:] == [("validation", 2), ("validation", 3)]
 
 
-def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
+def test_complete_last_line_without_newline_is_kept(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"kind": "step", "step": 1}')
-    log_all(tmp_path, a_step(2), resumed=Resumed(step=1))
+    log_all(tmp_path, make_step(2), resumed=Resumed(step=1))
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
 
 
-def test_resumed_step_zero_begins_a_fresh_log(tmp_path):
+def test_resuming_at_step_0_starts_an_empty_log(tmp_path):
     for _ in range(2):
         with Logbook(tmp_path) as logbook:
             logbook.log_settings("--seed 1")
-            logbook.log(a_validation(0))  # of untrained weights
-            logbook.log(a_step(1))
+            logbook.log(make_validation(0))  # of untrained weights
+            logbook.log(make_step(1))
     assert [(line["kind"], line["step"]) for line in lines_of(tmp_path)] == [("validation", 0), ("step", 1)]
     events = events_of(tmp_path)
     assert steps_of(events, "2 loss/all") == [1] and steps_of(
@@ -241,13 +241,13 @@ def test_resumed_step_zero_begins_a_fresh_log(tmp_path):
 
 
 def test_each_step_is_in_the_curves_once_after_kills_and_resumes(tmp_path):
-    """Three processes within the same second, the second one resumed from an older checkpoint."""
+    """Three processes start within one second, the second one from an older checkpoint."""
     for resumed, last in ((0, 9), (6, 12), (4, 10)):
         logbook = Logbook(tmp_path, resumed=Resumed(step=resumed, epochs_finished=3))  # never closed: killed
         for step in range(resumed + 1, last + 1):
-            logbook.log(a_step(step, loss=step + resumed / 100))
+            logbook.log(make_step(step, loss=step + resumed / 100))
             if step % 3 == 0:
-                logbook.log(a_validation(step))
+                logbook.log(make_validation(step))
     events = events_of(tmp_path)
     assert steps_of(events, "2 loss/all") == list(range(1, 11))
     assert steps_of(events_of(tmp_path / VALIDATION), "1 error rates/WER") == [3, 6, 9]
@@ -261,76 +261,78 @@ def test_each_step_is_in_the_curves_once_after_kills_and_resumes(tmp_path):
 # Failing sinks
 
 
-def all_kinds(logbook: Logbook, step: int) -> None:
-    logbook.log(a_step(step))
-    logbook.log(a_validation(step))
-    logbook.log(a_spectrogram(step))
+def log_all_kinds(logbook: Logbook, step: int) -> None:
+    logbook.log(make_step(step))
+    logbook.log(make_validation(step))
+    logbook.log(make_spectrogram(step))
     logbook.log_settings("--epochs 3")
     logbook.flush()
 
 
-def test_a_folder_that_is_a_file_costs_one_warning_a_sink(tmp_path, warnings_heard):
+def test_log_folder_that_is_a_file_gives_one_warning_per_sink(tmp_path, reported_warnings):
     folder = tmp_path / "run"
     folder.write_text("in the way")
-    with Logbook(folder, warn=warnings_heard.append) as logbook:
+    with Logbook(folder, warn=reported_warnings.append) as logbook:
         for step in range(1, 6):
-            all_kinds(logbook, step)
-        assert len([text for text in warnings_heard if "log.jsonl" in text]) <= 2  # creating the file, then reading it
-        assert len([text for text in warnings_heard if "TensorBoard" in text]) <= 2
-        before = len(warnings_heard)
-        all_kinds(logbook, 6)
-        assert len(warnings_heard) == before
+            log_all_kinds(logbook, step)
+        assert (
+            len([text for text in reported_warnings if "log.jsonl" in text]) <= 2
+        )  # creating the file, then reading it
+        assert len([text for text in reported_warnings if "TensorBoard" in text]) <= 2
+        before = len(reported_warnings)
+        log_all_kinds(logbook, 6)
+        assert len(reported_warnings) == before
         folder.unlink()  # the path is usable again
-        all_kinds(logbook, 7)
+        log_all_kinds(logbook, 7)
     assert [line["step"] for line in lines_of(folder)] == [7, 7]
     assert steps_of(events_of(folder), "2 loss/all") == [7]
-    assert any("12 records were lost" in text for text in warnings_heard)
+    assert any("12 records were lost" in text for text in reported_warnings)
 
 
-def test_a_folder_removed_in_training_is_made_again(tmp_path, warnings_heard):
+def test_log_folder_removed_during_training_is_created_again(tmp_path, reported_warnings):
     folder = tmp_path / "run"
-    with Logbook(folder, warn=warnings_heard.append) as logbook:
-        logbook.log(a_step(1))
+    with Logbook(folder, warn=reported_warnings.append) as logbook:
+        logbook.log(make_step(1))
         shutil.rmtree(folder)
-        logbook.log(a_step(2))
-        logbook.log(a_step(3))
+        logbook.log(make_step(2))
+        logbook.log(make_step(3))
     assert [line["step"] for line in lines_of(folder)] == [2, 3]
     assert steps_of(events_of(folder), "2 loss/all")[-1] == 3
     # TensorBoard's writer notices only when it writes, so it may lose that record.
-    assert len(warnings_heard) == 2 and "TensorBoard" in warnings_heard[0] and "1 records" in warnings_heard[1]
+    assert len(reported_warnings) == 2 and "TensorBoard" in reported_warnings[0] and "1 records" in reported_warnings[1]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
-def test_a_disk_full_for_the_jsonl_leaves_tensorboard_alone(tmp_path, warnings_heard):
-    with Logbook(tmp_path, warn=warnings_heard.append) as logbook:
+def test_full_disk_for_jsonl_does_not_affect_tensorboard(tmp_path, reported_warnings):
+    with Logbook(tmp_path, warn=reported_warnings.append) as logbook:
         (tmp_path / "log.jsonl").symlink_to("/dev/full")
         for step in range(1, 6):
-            logbook.log(a_step(step))
-        assert len(warnings_heard) == 1 and "No space left" in warnings_heard[0]
-    assert "5 records were lost" in warnings_heard[-1] and len(warnings_heard) == 2
+            logbook.log(make_step(step))
+        assert len(reported_warnings) == 1 and "No space left" in reported_warnings[0]
+    assert "5 records were lost" in reported_warnings[-1] and len(reported_warnings) == 2
     assert steps_of(events_of(tmp_path), "2 loss/all") == [1, 2, 3, 4, 5]
 
 
-def test_a_bug_in_tensorboard_leaves_the_jsonl_alone(tmp_path, monkeypatch, warnings_heard):
+def test_error_in_tensorboard_does_not_affect_jsonl(tmp_path, monkeypatch, reported_warnings):
     from tensorboard.summary.writer import record_writer
 
-    with Logbook(tmp_path, warn=warnings_heard.append) as logbook:
+    with Logbook(tmp_path, warn=reported_warnings.append) as logbook:
         with monkeypatch.context() as broken:
             broken.setattr(record_writer.RecordWriter, "write", lambda *_: 1 / 0)
             for step in (1, 2, 3):
-                logbook.log(a_step(step))
-        logbook.log(a_step(4))
-        assert len(warnings_heard) == 1 and "ZeroDivisionError" in warnings_heard[0]
+                logbook.log(make_step(step))
+        logbook.log(make_step(4))
+        assert len(reported_warnings) == 1 and "ZeroDivisionError" in reported_warnings[0]
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3, 4]
     assert steps_of(events_of(tmp_path), "2 loss/all") == [4]
 
 
-def test_a_closed_terminal_and_a_failing_warning_stop_nothing(tmp_path, monkeypatch):
+def test_closed_terminal_and_failing_warning_are_ignored(tmp_path, monkeypatch):
     def broken(*_):
         raise BrokenPipeError
 
     monkeypatch.setattr(logbook_module.tqdm, "write", broken)
-    log_all(tmp_path, a_validation(1), warn=broken)
+    log_all(tmp_path, make_validation(1), warn=broken)
     assert len(lines_of(tmp_path)) == 1
 
 
@@ -351,41 +353,41 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_leaves_only_whole_records_and_is_used_again_when_free(small_disk, warnings_heard):
+def test_full_disk_has_only_whole_records_and_is_used_again_when_free(small_disk, reported_warnings):
     ballast = small_disk / "ballast"
-    with Logbook(small_disk, warn=warnings_heard.append) as logbook:
-        logbook.log(a_step(1))
+    with Logbook(small_disk, warn=reported_warnings.append) as logbook:
+        logbook.log(make_step(1))
         ballast.write_bytes(b"x" * 40_000)
         for step in range(2, 200):
-            logbook.log(a_step(step))
-        assert 1 <= len(warnings_heard) <= 2 and all("No space left" in text for text in warnings_heard)
-        in_full = [line["step"] for line in lines_of(small_disk)]  # raises an error at a torn line
+            logbook.log(make_step(step))
+        assert 1 <= len(reported_warnings) <= 2 and all("No space left" in text for text in reported_warnings)
+        in_full = [line["step"] for line in lines_of(small_disk)]  # raises an error for a truncated line
         assert in_full == list(range(1, len(in_full) + 1)) and len(in_full) < 199
         assert len([*small_disk.glob("events.*")]) == 1, "failed attempts left empty files"
         ballast.unlink()
         time.sleep(1.1)  # TensorBoard orders files by the second of their creation
-        logbook.log(a_step(200))
+        logbook.log(make_step(200))
         logbook.flush()
     assert lines_of(small_disk)[-1]["step"] == 200
-    curve = steps_of(events_of(small_disk), "2 loss/all")  # a torn event would end the curve here
+    curve = steps_of(events_of(small_disk), "2 loss/all")  # a truncated event would end the curve here
     assert curve[0] == 1 and curve[-1] == 200 and len(curve) == len(set(curve))
 
 
-def test_a_read_only_disk_stops_nothing_and_a_late_cut_is_made_up_for(small_disk, warnings_heard):
-    log_all(small_disk, *map(a_step, (1, 2, 3)))
+def test_read_only_disk_delays_the_removal_of_resumed_lines(small_disk, reported_warnings):
+    log_all(small_disk, *map(make_step, (1, 2, 3)))
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with Logbook(small_disk, resumed=Resumed(step=2), warn=warnings_heard.append) as logbook:
-        logbook.log(a_step(3, loss=7.0))
+    with Logbook(small_disk, resumed=Resumed(step=2), warn=reported_warnings.append) as logbook:
+        logbook.log(make_step(3, loss=7.0))
         logbook.flush()
-        assert len(warnings_heard) == 2 and all("Read-only" in text for text in warnings_heard)
+        assert len(reported_warnings) == 2 and all("Read-only" in text for text in reported_warnings)
         subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-        logbook.log(a_step(4))
+        logbook.log(make_step(4))
     # Step 3 of the first process must not return, although step 3 of the second was lost.
     assert [line["step"] for line in lines_of(small_disk)] == [1, 2, 4]
     assert steps_of(events_of(small_disk), "2 loss/all") == [1, 2, 4]
 
 
-def test_an_interruption_in_the_middle_of_a_write_takes_the_half_back(tmp_path, monkeypatch):
+def test_interrupted_write_is_rolled_back(tmp_path, monkeypatch):
     class Interrupting(io.FileIO):
         def write(self, data):
             super().write(data[:10])
@@ -399,27 +401,27 @@ def test_an_interruption_in_the_middle_of_a_write_takes_the_half_back(tmp_path, 
     assert path.read_bytes() == b"whole\n"
 
 
-def test_no_open_file_is_left_between_records_and_no_thread_at_the_end(tmp_path):
+def test_no_file_stays_open_between_records_and_no_thread_remains(tmp_path):
     threads = threading.active_count()
     with Logbook(tmp_path) as logbook:
-        all_kinds(logbook, 1)
+        log_all_kinds(logbook, 1)
         if os.path.isdir("/proc/self/fd"):
             targets = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
             assert not [target for target in targets if target.startswith(str(tmp_path))]
     assert threading.active_count() == threads
 
 
-def test_a_full_disk_shows_no_traceback_but_other_threads_errors_do(tmp_path, warnings_heard, capsys):
+def test_failed_write_prints_no_traceback_but_other_threads_do(tmp_path, reported_warnings, capsys):
     def fail():
         raise ZeroDivisionError("of another thread")
 
     previous = threading.excepthook
     try:
-        with Logbook(tmp_path, warn=warnings_heard.append) as logbook:
-            logbook.log(a_step(1))
+        with Logbook(tmp_path, warn=reported_warnings.append) as logbook:
+            logbook.log(make_step(1))
             shutil.rmtree(tmp_path / PLANNED)
-            logbook.log(a_step(2))
-            assert "Traceback" not in capsys.readouterr().err and len(warnings_heard) == 1
+            logbook.log(make_step(2))
+            assert "Traceback" not in capsys.readouterr().err and len(reported_warnings) == 1
             thread = threading.Thread(target=fail)
             thread.start()
             thread.join()
@@ -428,7 +430,7 @@ def test_a_full_disk_shows_no_traceback_but_other_threads_errors_do(tmp_path, wa
         threading.excepthook = previous
 
 
-def test_what_is_no_record_is_refused(tmp_path):
+def test_object_that_is_not_a_record_is_rejected(tmp_path):
     with Logbook(tmp_path) as logbook, pytest.raises(TypeError):
         logbook.log({"loss": 1.0})
 
@@ -436,8 +438,8 @@ def test_what_is_no_record_is_refused(tmp_path):
 # Presentation
 
 
-def test_a_validation_is_a_line_and_five_pairs_on_the_console(tmp_path, capsys):
-    log_all(tmp_path, replace(a_validation(480), epoch=3), a_step(481))
+def test_validation_prints_one_line_and_five_hypothesis_pairs(tmp_path, capsys):
+    log_all(tmp_path, replace(make_validation(480), epoch=3), make_step(481))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "epoch 3 · step 480 · valid loss 1.234 · WER 34.5 % · CER 12.1 %"
     assert len(lines) == 11 and lines[1].split(maxsplit=1) == ["reference", "हांव गोंयांत रावतां 0"]
@@ -449,13 +451,13 @@ def test_warnings_go_to_standard_error(tmp_path, capsys):
     assert "Training continues" in capsys.readouterr().err
 
 
-def test_hypotheses_are_a_table_that_nothing_in_them_breaks(tmp_path):
+def test_hypotheses_table_escapes_markup(tmp_path):
     table = hypotheses_table((HypothesisPair("a|b\nc d", "<unk> *x* d", "u_1"),)).splitlines()
     assert table[2] == (
         "| u&#95;1 | <strong>a&#124;b</strong> <strong>c</strong> d "
         "| <strong>&#60;unk&#62;</strong> <strong>&#42;x&#42;</strong> d |"
     )
-    log_all(tmp_path, a_validation(5))
+    log_all(tmp_path, make_validation(5))
     (event,) = events_of(tmp_path / VALIDATION).Tensors("hypotheses/text_summary")
     text = event.tensor_proto.string_val[0].decode()
     assert text.startswith("Epoch 3, WER 34.5 %, CER 12.1 %. Words that differ are bold.\n\n| utterance |")
@@ -463,14 +465,14 @@ def test_hypotheses_are_a_table_that_nothing_in_them_breaks(tmp_path):
 
 
 @pytest.mark.parametrize("reference, hypothesis", [("a b", ""), ("", "a b"), ("", ""), ("a", "a"), ("a", "b c a d")])
-def test_any_pair_of_texts_is_a_row(reference, hypothesis):
+def test_any_pair_of_texts_is_one_table_row(reference, hypothesis):
     (row,) = hypotheses_table((HypothesisPair(reference, hypothesis, "u"),)).splitlines()[2:]
     shown = [" ".join(re.sub("</?strong>", "", cell).split()) for cell in row.split("|")[1:-1]]
     assert shown == ["u", reference, hypothesis]
     assert ("<strong>" in row) == (reference != hypothesis)
 
 
-def test_the_picture_shows_a_certain_token_bright_where_it_is_and_dark_elsewhere():
+def test_picture_shows_a_certain_token_bright_only_at_its_frames():
     posteriors = torch.zeros(50, 30)
     posteriors[:, 4] = 1.0  # blank: most of the probability
     posteriors[20:30, 4], posteriors[20:30, 17] = 0.0, 1.0
@@ -485,7 +487,7 @@ def test_the_picture_shows_a_certain_token_bright_where_it_is_and_dark_elsewhere
     assert (blank[360:540] == 0).all() and (blank[:360] == 255).all()
 
 
-def test_the_picture_has_low_frequencies_at_the_bottom_and_time_from_the_left():
+def test_picture_has_low_frequencies_at_the_bottom_and_starts_left():
     features = torch.zeros(100, 80)
     features[:50, 0] = 10.0
     picture = draw_utterance(features, torch.rand(25, 5), seconds=1.0).int().sum(-1)
@@ -493,7 +495,7 @@ def test_the_picture_has_low_frequencies_at_the_bottom_and_time_from_the_left():
     assert (picture[0] == 0).all()
 
 
-def test_rows_are_ordered_by_the_time_of_their_peak():
+def test_token_rows_are_ordered_by_the_time_of_their_peak():
     posteriors = torch.full((40, 60), 0.001)
     for place, token in enumerate((50, 3, 41, 8)):
         posteriors[place * 10, token] = 0.9
@@ -502,7 +504,7 @@ def test_rows_are_ordered_by_the_time_of_their_peak():
     assert rows == [50, 3, 41, 8]
 
 
-def test_colours_run_from_black_to_white_and_grow_brighter_evenly():
+def test_colour_map_brightens_monotonically_from_black_to_white():
     colours = colour(torch.linspace(0, 1, 101)).float()
     brightness = colours @ torch.tensor([0.30, 0.59, 0.11])
     assert colours[0].tolist() == [0, 0, 0] and colours[-1].tolist() == [255, 255, 255]
@@ -510,14 +512,14 @@ def test_colours_run_from_black_to_white_and_grow_brighter_evenly():
 
 
 @pytest.mark.parametrize("frames", [1, 7, 2000])
-def test_any_length_and_any_number_can_be_drawn(frames):
+def test_any_length_and_nan_values_can_be_drawn(frames):
     features = torch.full((frames * 4, 80), math.nan)
     posteriors = torch.full((frames, 3), math.nan)
     assert draw_utterance(features, posteriors, seconds=frames / 25).shape[1:] == (max(900, frames), 3)
 
 
-def test_a_spectrogram_record_is_one_picture_and_one_sound(tmp_path, capsys):
-    log_all(tmp_path, a_spectrogram(3))
+def test_spectrogram_record_is_one_image_and_one_audio_clip(tmp_path, capsys):
+    log_all(tmp_path, make_spectrogram(3))
     events = events_of(tmp_path / VALIDATION)
     (picture,), (sound,) = events.Images("7 picture/u1"), events.Audio("audio/u1")
     assert (picture.width, picture.step) == (900, 3)

@@ -1,4 +1,4 @@
-"""Optimizers with smaller state: arithmetic against plain references, refused settings, and the invariants."""
+"""Optimizers with smaller state: comparison with reference implementations, rejected settings, and the invariants."""
 
 import dataclasses
 import math
@@ -41,7 +41,7 @@ from tests.invariants.parts import (
 )
 from tests.starts import parse_flags
 from tests.tracers import ONLY_TENSORS, VOCAB_SIZE, tracer_of
-from tests.training.test_host_reads import Reads
+from tests.training.test_host_reads import HostReads
 
 SMALLER = ["adamw8bit", "adafactor"]
 WIDE = dataclasses.replace(MODEL, d_model=32)  # some matrices have 4096 elements
@@ -60,7 +60,7 @@ def parts_of(kind: str, model: ModelConfig = WIDE, placement: Placement = ON_CAR
     return build_step_parts(config, architecture, CPU, 100, layout=layout)
 
 
-def in_double(kind: str) -> StepParts:
+def float64_parts(kind: str) -> StepParts:
     return double_parts(WIDE, optimizer=OptimizerConfig(optimizer=kind))
 
 
@@ -99,7 +99,7 @@ def updated(build, steps: int = 5) -> torch.nn.Sequential:
     return net
 
 
-def ours(kind: str):
+def project_optimizer(kind: str):
     config = OptimizerConfig(learning_rate=RATE, weight_decay=DECAY, optimizer=kind)
     return lambda net: build_optimizer(net, config)
 
@@ -111,7 +111,7 @@ def distance(one: torch.nn.Module, other: torch.nn.Module) -> float:
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
-def test_the_shares_are_the_papers(is_signed):
+def test_quantization_levels_are_those_of_the_paper(is_signed):
     shares = np.array(dynamic_shares(is_signed))
     assert len(shares) == len(set(shares)) == 256 and {0.0, 1.0} <= set(shares) and (np.diff(shares) > 0).all()
     assert (shares < 0).sum() == (127 if is_signed else 0)
@@ -120,12 +120,12 @@ def test_the_shares_are_the_papers(is_signed):
         assert between.sum() == 2 ** (power if is_signed else power + 1)
 
 
-def there_and_back(numbers: torch.Tensor, is_signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_and_dequantize(numbers: torch.Tensor, is_signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return numbers (blocks, 256) after quantization to 8 bits and back, and their codes."""
-    book, room, again = Codebook(is_signed, numbers), torch.empty(numbers.shape), torch.empty_like(numbers)
+    book, workspace, again = Codebook(is_signed, numbers), torch.empty(numbers.shape), torch.empty_like(numbers)
     codes, largest = torch.empty(numbers.shape, dtype=torch.uint8), torch.empty(len(numbers))
-    book.quantize(numbers, codes, largest, room)
-    book.dequantize(codes, largest, room, again)
+    book.quantize(numbers, codes, largest, workspace)
+    book.dequantize(codes, largest, workspace, again)
     return again, codes
 
 
@@ -136,9 +136,9 @@ def numbers_of(is_signed: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
-def test_each_number_becomes_the_nearest_share_of_its_blocks_largest(is_signed):
+def test_number_is_quantized_to_the_nearest_level_of_its_block(is_signed):
     numbers, shares = numbers_of(is_signed), np.array(dynamic_shares(is_signed))
-    again, codes = there_and_back(numbers, is_signed)
+    again, codes = quantize_and_dequantize(numbers, is_signed)
     exact = numbers.double().numpy()
     largest = np.abs(exact).max(1, keepdims=True)
     nearest = np.abs((exact / largest)[..., None] - shares).argmin(-1)
@@ -150,20 +150,20 @@ def test_each_number_becomes_the_nearest_share_of_its_blocks_largest(is_signed):
     bound = (shares[place] - shares[place - 1]) * (0.5 if is_signed else np.where(place == 1, 1, 0.5))
     error = np.abs(again.double().numpy() - exact) / largest
     assert (error <= bound + np.abs(exact / largest) / 1024 + 1e-7).all()
-    others, _ = there_and_back(numbers, not is_signed)  # negative control
+    others, _ = quantize_and_dequantize(numbers, not is_signed)  # negative control
     assert (np.abs(others.double().numpy() - exact) / largest > 1.5 * bound + 1e-3).any()
 
 
-def test_zeros_stay_zeros_and_what_is_above_never_becomes_zero():
+def test_quantization_keeps_zeros_and_positive_numbers_above_zero():
     numbers = torch.zeros(3, BLOCK)
     numbers[1, ::2], numbers[2, 0], numbers[2, 1] = 1.0, 1.0, 1e-30
-    again, _ = there_and_back(numbers, is_signed=False)
+    again, _ = quantize_and_dequantize(numbers, is_signed=False)
     assert torch.equal(again == 0, numbers == 0)
-    signed, _ = there_and_back(numbers, is_signed=True)
+    signed, _ = quantize_and_dequantize(numbers, is_signed=True)
     assert torch.equal(signed[:2] == 0, numbers[:2] == 0) and signed[2, 1] == 0  # negative control
 
 
-def adamw8bit_by_hand(net: torch.nn.Sequential):
+def reference_adamw8bit(net: torch.nn.Sequential):
     """Return a step function with rounded moments and the AdamW formula in float64."""
     moments = {parameter: [torch.zeros_like(parameter) for _ in range(2)] for parameter in net.parameters()}
     steps = []
@@ -172,7 +172,7 @@ def adamw8bit_by_hand(net: torch.nn.Sequential):
         if moment.numel() < 4096:
             return moment.float()
         blocks = torch.nn.functional.pad(moment.flatten(), (0, -moment.numel() % BLOCK)).view(-1, BLOCK)
-        return there_and_back(blocks.float(), is_signed)[0].flatten()[: moment.numel()].view(moment.shape)
+        return quantize_and_dequantize(blocks.float(), is_signed)[0].flatten()[: moment.numel()].view(moment.shape)
 
     @torch.no_grad()
     def step() -> None:
@@ -190,9 +190,9 @@ def adamw8bit_by_hand(net: torch.nn.Sequential):
     return type("ByHand", (), {"step": staticmethod(step)})
 
 
-def test_an_update_with_moments_of_8_bits_is_adamw_on_rounded_moments():
-    net = updated(ours("adamw8bit"))
-    by_hand, whole = updated(adamw8bit_by_hand), updated(ours("adamw"))
+def test_8_bit_update_equals_adamw_on_rounded_moments():
+    net = updated(project_optimizer("adamw8bit"))
+    by_hand, whole = updated(reference_adamw8bit), updated(project_optimizer("adamw"))
     assert distance(by_hand, net) < 1e-5
     small = [name for name, parameter in whole.named_parameters() if parameter.numel() < adamw8bit.SMALLEST]
     assert len(small) == 5
@@ -200,18 +200,18 @@ def test_an_update_with_moments_of_8_bits_is_adamw_on_rounded_moments():
     assert 1e-4 < distance(whole, net) < 1e-1  # negative control: the moments are rounded
 
 
-def test_the_first_update_is_adamws(monkeypatch):
+def test_first_8_bit_update_equals_adamw(monkeypatch):
     """The moments are rounded only after the update."""
-    assert distance(updated(ours("adamw"), 1), updated(ours("adamw8bit"), 1)) == 0
+    assert distance(updated(project_optimizer("adamw"), 1), updated(project_optimizer("adamw8bit"), 1)) == 0
 
 
-def test_slices_of_8_bits_change_nothing(monkeypatch):
-    whole = updated(ours("adamw8bit"))
+def test_slice_size_does_not_change_8_bit_updates(monkeypatch):
+    whole = updated(project_optimizer("adamw8bit"))
     monkeypatch.setattr(adamw8bit, "MAX_BLOCKS", 5)
-    assert distance(whole, updated(ours("adamw8bit"))) == 0
+    assert distance(whole, updated(project_optimizer("adamw8bit"))) == 0
 
 
-def adafactor_by_hand(net: torch.nn.Sequential):
+def reference_adafactor(net: torch.nn.Sequential):
     """Return a step function of the paper's algorithm in float64, with each tensor as a matrix of rows."""
     means, steps = {parameter: (0.0, 0.0) for parameter in net.parameters()}, []
 
@@ -251,23 +251,23 @@ def adafactor_of_torch(net: torch.nn.Sequential):
     return torch.optim.Adafactor(groups_of(net), lr=RATE, eps=(1e-8, 1.0))
 
 
-@pytest.mark.parametrize("build", [adafactor_by_hand, adafactor_of_transformers, adafactor_of_torch])
-def test_adafactor_is_the_papers(build):
-    mine, theirs = updated(ours("adafactor")), updated(build)
+@pytest.mark.parametrize("build", [reference_adafactor, adafactor_of_transformers, adafactor_of_torch])
+def test_adafactor_equals_reference_implementations(build):
+    mine, theirs = updated(project_optimizer("adafactor")), updated(build)
     # The others factor a kernel by its last two axes; torch scales the step of a norm by a factor above 1.
-    same = {adafactor_by_hand: 3, adafactor_of_transformers: 2, adafactor_of_torch: 1}[build]
+    same = {reference_adafactor: 3, adafactor_of_transformers: 2, adafactor_of_torch: 1}[build]
     mine, theirs = mine[:same], theirs[:same]
     assert distance(theirs, mine) < 1e-6
-    assert distance(theirs, updated(ours("adamw"))[: len(theirs)]) > 1e-2  # negative control
+    assert distance(theirs, updated(project_optimizer("adamw"))[: len(theirs)]) > 1e-2  # negative control
 
 
-def test_slices_of_adafactor_change_nothing(monkeypatch):
-    whole = updated(ours("adafactor"))
+def test_slice_size_does_not_change_adafactor_updates(monkeypatch):
+    whole = updated(project_optimizer("adafactor"))
     monkeypatch.setattr(adafactor, "MAX_ELEMENTS", 300)
-    assert 0 < distance(whole, updated(ours("adafactor"))) < 1e-6
+    assert 0 < distance(whole, updated(project_optimizer("adafactor"))) < 1e-6
 
 
-def test_an_update_of_adafactor_is_clipped():
+def test_adafactor_update_is_clipped():
     """After gradients grow a hundredfold, the size of each update stays at the learning rate."""
     net = torch.nn.Linear(20, 30, bias=False)
     optimizer = build_optimizer(net, OptimizerConfig(learning_rate=RATE, weight_decay=0.0, optimizer="adafactor"))
@@ -277,7 +277,7 @@ def test_an_update_of_adafactor_is_clipped():
         assert float((net.weight.detach() - before).square().mean().sqrt()) == pytest.approx(RATE, rel=1e-3)
 
 
-def grown_by_an_update(optimizer: Optimizer, net: torch.nn.Module) -> int:
+def bytes_allocated_by_update(optimizer: Optimizer, net: torch.nn.Module) -> int:
     """Return the additional bytes at the peak of an update."""
     live = LiveBytes()
     live.count([*net.parameters(), *(parameter.grad for parameter in net.parameters()), *optimizer.tensors])
@@ -288,19 +288,19 @@ def grown_by_an_update(optimizer: Optimizer, net: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_update_allocates_nothing_not_even_the_first(kind):
+def test_update_allocates_no_memory(kind):
     net = network()
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
-    optimizer = ours(kind)(net)
-    assert [grown_by_an_update(optimizer, net) for _ in range(2)] == [0, 0]
+    optimizer = project_optimizer(kind)(net)
+    assert [bytes_allocated_by_update(optimizer, net) for _ in range(2)] == [0, 0]
     monitored = transformers.Adafactor(net.parameters(), lr=RATE, relative_step=False)  # negative control
     monitored.tensors = []
-    assert grown_by_an_update(monitored, net) > 4 * 67 * 91
+    assert bytes_allocated_by_update(monitored, net) > 4 * 67 * 91
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_planned_state_is_the_real_one_to_the_byte(kind):
+def test_planned_state_bytes_equal_the_real_ones(kind):
     config = config_of(kind, ModelConfig())
     architecture = architecture_of(config, VOCAB_SIZE)
     parts = build_step_parts(config, architecture, CPU, 100)
@@ -314,7 +314,7 @@ def test_the_planned_state_is_the_real_one_to_the_byte(kind):
 
 
 @pytest.mark.parametrize("kind, policy", crossed(SMALLER, ["never", "always"]))
-def test_a_planned_peak_bounds_the_measured_one(kind, policy):
+def test_planned_peak_bounds_the_measured_one(kind, policy):
     model = ModelConfig(d_model=128, encoder_layers=1, decoder_layers=1)
     config, recompute = config_of(kind, model), RecomputePolicy(policy)
     measured = measured_peak(parts_of(kind, model).recomputing(recompute), global_batch_of(0))
@@ -325,7 +325,7 @@ def test_a_planned_peak_bounds_the_measured_one(kind, policy):
 
 
 @pytest.mark.parametrize("kind", SMALLER)
-def test_a_checkpoint_takes_what_was_said(kind, tmp_path):
+def test_estimated_checkpoint_size_bounds_the_real_one(kind, tmp_path):
     parts = parts_of(kind, ModelConfig(encoder_layers=2, decoder_layers=1))
     config = config_of(kind, parts.architecture.model)
     states = {"model": parts.model.state_dict(), "optimizer": OptimizerState(parts.model, parts.optimizer).state_dict()}
@@ -336,12 +336,12 @@ def test_a_checkpoint_takes_what_was_said(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", SMALLER)
-def test_an_update_does_not_wait_for_the_device(kind):
+def test_update_does_not_synchronize_with_the_device(kind):
     net = network()
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with Reads() as mode:
-        ours(kind)(net).step()
+    with HostReads() as mode:
+        project_optimizer(kind)(net).step()
     assert set(mode.found) <= ({"_local_scalar_dense"} if kind == "adamw8bit" else set())  # fused, on a CPU
 
 
@@ -353,7 +353,7 @@ def trained(kind: str, steps: range, parts: StepParts | None = None) -> StepPart
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_resumed_from_a_file_it_goes_on_bit_for_bit(kind, tmp_path):
+def test_run_resumed_from_a_file_continues_bit_for_bit(kind, tmp_path):
     undisturbed = trained(kind, range(3))
     first, path = trained(kind, range(2)), tmp_path / "checkpoint.pt"
     states = {"model": first.model.state_dict(), "optimizer": OptimizerState(first.model, first.optimizer).state_dict()}
@@ -370,12 +370,12 @@ def test_resumed_from_a_file_it_goes_on_bit_for_bit(kind, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "failing"), [("adamw8bit", failing_forward), ("adafactor", failing_backward)])
-def test_a_step_that_runs_out_of_memory_and_is_split_is_the_same_step(kind, failing):
-    whole, parts = in_double(kind), failing(in_double(kind), once_at(1), ERRORS["cuda"])
+def test_step_split_after_out_of_memory_equals_the_unsplit_step(kind, failing):
+    whole, parts = float64_parts(kind), failing(float64_parts(kind), once_at(1), ERRORS["cuda"])
     for step in range(2):
         reports = [train_step(each, global_batch(speeches(4, seed=step), 2), step) for each in (whole, parts)]
         assert reports[0].splits == 0 and reports[1].splits == (step == 0)
-    other = in_double(kind)
+    other = float64_parts(kind)
     train_step(other, global_batch(speeches(4, seed=0), 2), 0)
 
     def furthest(one: StepParts) -> float:
@@ -387,7 +387,7 @@ def test_a_step_that_runs_out_of_memory_and_is_split_is_the_same_step(kind, fail
 
 
 @pytest.mark.parametrize("kind", SMALLER)
-def test_a_step_that_is_not_finite_changes_nothing(kind):
+def test_non_finite_step_changes_nothing(kind):
     parts = trained(kind, range(2))
     before, spoken = state_of(parts), speeches(3, seed=1)
     spoken = [dataclasses.replace(speech, waveform=math.inf * speech.waveform.float()) for speech in spoken]
@@ -398,7 +398,7 @@ def test_a_step_that_is_not_finite_changes_nothing(kind):
 
 
 @pytest.mark.parametrize("kind", SMALLER)
-def test_scaled_gradients_give_the_update_of_unscaled_ones(kind):
+def test_scaled_gradients_give_the_unscaled_update(kind):
     plain, scaled = parts_of(kind), parts_of(kind)
     scaled = dataclasses.replace(scaled, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
     for parts in (plain, scaled):
@@ -407,11 +407,11 @@ def test_scaled_gradients_give_the_update_of_unscaled_ones(kind):
 
 
 @pytest.mark.parametrize("kind", SMALLER)
-def test_weights_on_the_host_are_updated_alike(kind):
+def test_weights_on_the_host_get_the_same_update(kind):
     assert not differing(trained(kind, range(2)), trained(kind, range(2), parts_of(kind, placement=Placement(99))))
 
 
-def test_a_run_cannot_go_on_with_another_optimizer_and_older_checkpoints_are_adamws():
+def test_resume_rejects_another_optimizer_and_old_checkpoints_have_adamw():
     stored = parse_flags(["--optimizer", "adafactor"])
     assert parse_flags(["--resume", "auto"], stored).optimizer.optimizer == "adafactor"
     other = parse_flags(["--resume", "auto", "--optimizer", "adamw"], stored)
@@ -420,7 +420,7 @@ def test_a_run_cannot_go_on_with_another_optimizer_and_older_checkpoints_are_ada
     assert config_from_text(older).optimizer.optimizer == "adamw"
 
 
-def test_sharded_over_ranks_is_adamw_alone():
+def test_sharding_supports_only_adamw():
     with pytest.raises(UsageError, match="--shard always supports only AdamW"):
         parse_flags(["--optimizer", "adamw8bit", "--shard", "always"])
     assert parse_flags(["--shard", "always"]).memory.shard == "always"
@@ -430,14 +430,14 @@ def test_sharded_over_ranks_is_adamw_alone():
         assert is_sharded == (kind == "adamw")
 
 
-def test_a_plan_and_what_did_not_fit_are_of_one_optimizer():
+def test_memory_conditions_depend_on_the_optimizer():
     conditions = [memory_conditions(config_of(kind), architecture_of(config_of(kind), 9), CPU) for kind in KINDS]
     assert len(set(conditions)) == len(KINDS)
 
 
 @pytest.mark.parametrize(("kind", "place"), crossed(KINDS, ("card", "host")))
-def test_a_trace_updates_one_parameter_of_each_layout_for_the_peak_of_all(kind, place, monkeypatch):
-    """Also of an update that allocates memory, unlike those of the project."""
+def test_tracing_one_parameter_of_each_layout_gives_the_peak_of_all(kind, place, monkeypatch):
+    """This also holds for an update that allocates memory, unlike the updates of the project."""
     config = config_of(kind)
     architecture = architecture_of(config, VOCAB_SIZE)
     build, updates = type(build_optimizer(architecture.build(), config.optimizer)), []
@@ -461,4 +461,4 @@ def test_a_trace_updates_one_parameter_of_each_layout_for_the_peak_of_all(kind, 
     count = len(updates)
     monkeypatch.setattr(tracer_module, "_one_of_each", lambda parameters: parameters)
     assert traced() == short and 2 * count < len(updates) - count
-    assert short != plain  # negative control: a peak within the update is seen
+    assert short != plain  # negative control: a peak within the update is detected

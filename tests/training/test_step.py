@@ -31,7 +31,7 @@ def all_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_an_update_is_that_of_torchs_own_class(decay):
+def test_update_equals_torch_adamw(decay):
     def updated(build: Callable[[torch.nn.Linear], Optimizer | torch.optim.AdamW]) -> list[torch.Tensor]:
         torch.manual_seed(0)
         layer = torch.nn.Linear(5, 3)
@@ -52,7 +52,7 @@ def test_an_update_is_that_of_torchs_own_class(decay):
     assert not all_equal(ours, other)
 
 
-def test_a_parameter_without_a_gradient_is_left_as_it_is():
+def test_parameter_without_a_gradient_is_unchanged():
     layer = torch.nn.Linear(5, 3)
     optimizer, before = build_optimizer(layer, OptimizerConfig()), layer.bias.detach().clone()
     layer.weight.grad = torch.ones_like(layer.weight)
@@ -61,7 +61,7 @@ def test_a_parameter_without_a_gradient_is_left_as_it_is():
     assert optimizer.state[layer.weight]["step"] == 1
 
 
-def test_the_update_allocates_no_state():
+def test_update_allocates_no_state():
     parts = double_parts()
     before = {name: t.data_ptr() for name, t in OptimizerState(parts.model, parts.optimizer).state_dict().items()}
     train_step(parts, global_batch(speeches(2), 1), step=0)
@@ -84,13 +84,13 @@ print("torch._dynamo" in sys.modules, "triton" in sys.modules)
 @pytest.mark.parametrize(
     ("before", "loaded"), [("", "False False"), ("import torch\ntorch.optim.AdamW([torch.ones(1)])", "True")]
 )
-def test_a_step_does_not_load_pytorchs_compiler(before, loaded, torch_alone):
+def test_step_does_not_import_the_pytorch_compiler(before, loaded, torch_alone):
     """It takes 100 MB; the negative control imports torch's own optimizer class."""
     ended = torch_alone.run_program(TRAIN.format(before=before))
     assert ended.stdout.strip().startswith(loaded), ended.stdout + ended.stderr
 
 
-def test_weight_decay_is_on_matrices_only():
+def test_weight_decay_applies_to_matrices_only():
     optimizer = build_optimizer(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)), OptimizerConfig())
     decayed, free = optimizer.param_groups
     assert [p.dim() for p in decayed["params"]] == [2] and decayed["weight_decay"] == 0.01
@@ -104,7 +104,7 @@ def test_steps_reduce_the_loss():
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_a_step_that_is_not_finite_changes_nothing_but_its_counter():
+def test_non_finite_step_changes_only_its_counter():
     parts = double_parts()
     train_step(parts, global_batch(speeches(2), 1), step=0)
     spoken = speeches(3, seed=1)
@@ -120,7 +120,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_its_counter():
     assert not train_step(parts, global_batch(spoken, 1), step=1).is_skipped
 
 
-def test_an_interrupted_step_changes_nothing():
+def test_interrupted_step_changes_nothing():
     parts = double_parts()
     before, looks = weights_of(parts), itertools.count(1)
     assert train_step(parts, global_batch(speeches(4), 2), 0, lambda: next(looks) == 2) is None
@@ -128,7 +128,7 @@ def test_an_interrupted_step_changes_nothing():
     assert all(p.grad is None for p in parts.model.parameters())
 
 
-def test_the_garbage_collector_leaves_out_what_was_there_before_training_and_only_while_it_lasts():
+def test_garbage_collector_ignores_earlier_objects_only_during_training():
     before = []
 
     def is_walked(thing: list) -> bool:
@@ -146,7 +146,7 @@ def test_the_garbage_collector_leaves_out_what_was_there_before_training_and_onl
     assert not is_walked(before)
 
 
-def test_25_skips_in_a_row_or_no_scale_end_the_run():
+def test_25_skips_in_a_row_or_a_vanishing_loss_scale_end_the_run():
     run = type("Run", (), {})()
     keeper = type("Keeper", (), {"newest_before": lambda _self, _step: "somewhere"})()
     run.storage = type("Storage", (), {"checkpointer": keeper})()
@@ -161,7 +161,7 @@ def test_25_skips_in_a_row_or_no_scale_end_the_run():
         check_numerics(run, report)
 
 
-def test_scaled_gradients_give_the_update_of_unscaled_ones_and_an_overflow_halves_the_scale():
+def test_scaled_gradients_give_the_same_update_and_overflow_halves_scale():
     plain = double_parts()
     scaled = dataclasses.replace(double_parts(), scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
     cut = global_batch(speeches(4), 2)
@@ -195,18 +195,18 @@ def test_learning_rate_warms_up_to_the_peak_and_falls(schedule):
         assert rates[-1] == pytest.approx(2e-5)
 
 
-def test_a_cache_cannot_exist_in_training():
+def test_training_forward_has_no_cache_argument():
     assert not any("cache" in name for name in inspect.signature(KonkaniVaniASR.forward).parameters)
 
 
 def with_intermediate(parts: StepParts, weight: float) -> StepParts:
-    """Return step parts with a share of the CTC loss on the middle block."""
+    """Return step parts with this weight of the CTC loss on the middle block."""
     objective = dataclasses.replace(parts.forward.objective, intermediate_ctc=weight)
     return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, objective=objective))
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.3, 0.9])
-def test_intermediate_ctc_is_what_the_paper_says(weight):
+def test_intermediate_ctc_equals_the_formula_of_the_paper(weight):
     """(1 - w) CTC of the last block + w CTC of the middle one, both with the encoder's norm and the one head."""
     parts = with_intermediate(double_parts(), weight)
     (batch,) = global_batch(speeches(3), 3).micro_batches
@@ -222,7 +222,7 @@ def test_intermediate_ctc_is_what_the_paper_says(weight):
     assert len(model.encoder.blocks) == 2 and sums[0].item() == pytest.approx(expected.item(), rel=1e-9)
 
 
-def test_intermediate_ctc_is_no_part_of_validation():
+def test_intermediate_ctc_is_not_used_in_validation():
     (batch,) = global_batch(speeches(3, augmented=False), 3).micro_batches
     found = []
     for weight in (0.0, 0.5):
@@ -234,7 +234,7 @@ def test_intermediate_ctc_is_no_part_of_validation():
     assert found[0] == found[1] == found[2] != found[3]
 
 
-def test_the_split_does_not_change_a_step_with_intermediate_ctc():
+def test_micro_batch_size_does_not_change_a_step_with_intermediate_ctc():
     weights = []
     for batch_size in (1, 4):
         parts = with_intermediate(double_parts(recompute="always" if batch_size == 1 else "never"), 0.3)

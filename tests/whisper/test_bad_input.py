@@ -17,7 +17,7 @@ import torch
 from konkanivani.checkpoints.checkpoint import check_is_there
 from konkanivani.errors import CheckpointError
 from tests.conftest import TINY_MODEL, Corpus, of_each_kind, run_folders, run_script, run_trainer, well, write_corpus
-from tests.faults.test_error_texts import complaint
+from tests.faults.test_error_texts import message_defect
 from tests.whisper.small_model import write_model
 
 WEIGHTS, INDEX, EMBEDDING = "model.safetensors", "model.safetensors.index.json", "model.decoder.embed_tokens.weight"
@@ -72,7 +72,7 @@ def check_rejected(done, code: int, message: str) -> None:
     assert "Traceback" not in done.stdout + done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line]
     assert re.search(message, line), line
-    assert complaint(re.sub(r"^/\S+", "X", line)) is None, line  # it may start with a path
+    assert message_defect(re.sub(r"^/\S+", "X", line)) is None, line  # it may start with a path
 
 
 def train(models: Models, out: Path, *flags: str):

@@ -18,7 +18,7 @@ from konkanivani.checkpoints import checkpoint
 from konkanivani.checkpoints.checkpointer import BEST, LAST, PREVIOUS
 
 PARTIAL = LAST + ".partial"
-HALF = "after half of the bytes"
+AFTER_HALF = "after half of the bytes"
 BEST_NAME = re.escape(BEST)
 EPOCH = r"checkpoint_epoch_\d+\.pt"
 # Index of the argument that is the created, changed or removed name, by audited operation.
@@ -43,10 +43,10 @@ class Point:
     has_epoch: bool = False
 
 
-def _second_name(what: str, name: str, has_epoch: bool) -> tuple[Point, Point, Point]:
+def _link_points(what: str, name: str, has_epoch: bool) -> tuple[Point, Point, Point]:
     """Return the three instants of giving a file a second name."""
     operations = (
-        (f"{what}: before what a kill left of its link is removed", "os.remove", rf"{name}\.partial"),
+        (f"{what}: before a leftover link is removed", "os.remove", rf"{name}\.partial"),
         (f"{what}: before the link", "os.link", rf"{name}\.partial"),
         (f"{what}: after the link, before the rename", "os.rename", name),
     )
@@ -58,12 +58,12 @@ POINTS = (
     Point("before the file is opened", "open"),
     Point("before the first byte", "write"),
     Point("after 1 % of the bytes", "write", share=0.01),
-    Point(HALF, "write", share=0.5),
+    Point(AFTER_HALF, "write", share=0.5),
     Point("after 99 % of the bytes", "write", share=0.99),
     Point("before the file's fsync", "fsync"),
-    *_second_name("epoch (after the file's fsync)", EPOCH, has_epoch=False),
-    *_second_name("best", BEST_NAME, has_epoch=True),
-    *_second_name("previous", re.escape(PREVIOUS), has_epoch=True),
+    *_link_points("epoch (after the file's fsync)", EPOCH, has_epoch=False),
+    *_link_points("best", BEST_NAME, has_epoch=True),
+    *_link_points("previous", re.escape(PREVIOUS), has_epoch=True),
     Point("last: before its rename", "os.rename", re.escape(LAST), has_epoch=True),
     Point("last: after its rename, before the folder's fsync", "fsync", "", is_published=True),
     Point("before an old epoch is removed", "os.remove", EPOCH, is_published=True),
@@ -71,12 +71,12 @@ POINTS = (
 )
 
 # The first kill leaves the file under its working name and as an epoch; overwriting it would tear the epoch.
-WORSE_IN_A_ROW = tuple(point for point in POINTS if point.label in ("best: before the link", HALF))[::-1]
+CRITICAL_SEQUENCE = tuple(point for point in POINTS if point.label in ("best: before the link", AFTER_HALF))[::-1]
 
 
 @dataclass
-class Fuse:
-    """Kills its process at `point`, after `skip` passes."""
+class SaveKiller:
+    """Audit hook that kills its process at `point`, after `skip` passes."""
 
     point: Point
     skip: int
@@ -84,24 +84,24 @@ class Fuse:
     passed: int = 0
     in_this_save: int = 0
 
-    def lay(self, folder: Path) -> None:
+    def install(self, folder: Path) -> None:
         """Watch the operations of this process in the checkpoint folder from now on."""
         self.folder = os.path.realpath(folder)
-        sys.addaudithook(self._hear)
+        sys.addaudithook(self._on_audit_event)
         sync = os.fsync
 
         def fsync(descriptor: int) -> None:
-            self._reach("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
+            self._check_operation("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
             sync(descriptor)
 
         os.fsync = fsync
         checkpoint.open = self._open
 
-    def _hear(self, event: str, arguments: tuple) -> None:
+    def _on_audit_event(self, event: str, arguments: tuple) -> None:
         if event in NAME_ARGUMENT and isinstance(path := arguments[NAME_ARGUMENT[event]], str | os.PathLike):
-            self._reach(event, os.fspath(path))
+            self._check_operation(event, os.fspath(path))
 
-    def _reach(self, operation: str, path: str | bytes) -> None:
+    def _check_operation(self, operation: str, path: str | bytes) -> None:
         path = os.path.realpath(os.fsdecode(path))
         if path != self.folder and os.path.dirname(path) != self.folder:
             return
@@ -111,7 +111,7 @@ class Fuse:
         if operation == self.point.operation and re.fullmatch(self.point.name, name):
             self.in_this_save += 1
             if self.in_this_save == self.point.occurrence and self._is_due():
-                die()
+                kill_self()
 
     def _is_due(self) -> bool:
         self.passed += 1
@@ -122,27 +122,27 @@ class Fuse:
         if mode == "rb" or self.point.operation != "write" or path.name != PARTIAL or not self._is_due():
             return file
         last = path.with_name(LAST)
-        return _EndingFile(file.detach(), int(self.point.share * last.stat().st_size) if last.exists() else 0)
+        return _KilledWriter(file.detach(), int(self.point.share * last.stat().st_size) if last.exists() else 0)
 
 
-class _EndingFile(io.BufferedWriter):
+class _KilledWriter(io.BufferedWriter):
     """File whose writer dies after `most` bytes."""
 
     def __init__(self, raw: io.RawIOBase, most: int) -> None:
         super().__init__(raw)
-        self.room = most
+        self.remaining_bytes = most
 
     def write(self, data: bytes) -> int:
         data = memoryview(data).cast("B")
-        if len(data) >= self.room:
-            super().write(data[: self.room])
+        if len(data) >= self.remaining_bytes:
+            super().write(data[: self.remaining_bytes])
             self.flush()
-            die()
-        self.room -= len(data)
+            kill_self()
+        self.remaining_bytes -= len(data)
         return super().write(data)
 
 
-def die() -> NoReturn:
+def kill_self() -> NoReturn:
     """End this process with SIGKILL, as the kernel does when memory runs out, or a scheduler after its grace period."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("SIGKILL cannot be survived")

@@ -13,24 +13,24 @@ def close_streams(*numbers: int) -> None:
             setattr(sys, prefix + ("stdin", "stdout", "stderr")[number] + prefix, None)
 
 
-def print_at_once() -> None:
+def flush_each_line() -> None:
     """Flush stdout after each line."""
     sys.stdout.reconfigure(line_buffering=True)
 
 
-def break_import(module: str, error: BaseException) -> None:
+def raise_on_import(module: str, error: BaseException) -> None:
     """Raise the error when the module is imported."""
 
-    def hear(event: str, arguments: tuple) -> None:
+    def audit_hook(event: str, arguments: tuple) -> None:
         if event == "import" and arguments[0] == module:
             raise error
 
-    sys.addaudithook(hear)
+    sys.addaudithook(audit_hook)
 
 
-def without_torch(closed: Sequence[int] = (), error: BaseException | None = None) -> None:
+def forbid_torch_import(closed: Sequence[int] = (), error: BaseException | None = None) -> None:
     """Fail on an import of PyTorch, close streams, and raise an error during the imports of a script."""
     close_streams(*closed)
-    break_import("torch", AssertionError("PyTorch is imported."))
+    raise_on_import("torch", AssertionError("PyTorch is imported."))
     if error:
-        break_import("konkanivani.command_line", error)
+        raise_on_import("konkanivani.command_line", error)
