@@ -23,7 +23,7 @@ import pytest
 import soundfile
 
 from konkanivani.install.environment import mend_streams
-from tests.leftovers import descendants, end_leftovers, heed_what_nohup_ignores
+from tests.leftovers import descendants, kill_leftovers, reset_ignored_signals
 from tests.made_once import made_once, shared_root
 from tests.patience import PATIENCE
 from tests.warm import DEV_NULL, ROOT, THREADS, Fork, Job, WarmParent, can_fork, warm_parent
@@ -31,7 +31,7 @@ from tests.warm import DEV_NULL, ROOT, THREADS, Fork, Job, WarmParent, can_fork,
 if TYPE_CHECKING:
     from tests.trained import Trained
 
-heed_what_nohup_ignores()
+reset_ignored_signals()
 
 TRAINER = "training_scripts/train_konkanivani_asr.py"
 WORDS = ("एक", "दोन", "तीन", "चार", "पांच", "उदक", "घर", "शाळा", "बाजार", "आवय")
@@ -136,7 +136,7 @@ def write_shards(corpus: Corpus, directory: Path) -> Corpus:
     return Corpus(directory)
 
 
-def write_surroundings(directory: Path) -> tuple[str, ...]:
+def write_augmentation(directory: Path) -> tuple[str, ...]:
     """Write two noises and two room impulse responses; return trainer flags with them and all other augmentation."""
     generator = np.random.default_rng(5)
     directory.mkdir(parents=True)
@@ -152,17 +152,17 @@ def write_surroundings(directory: Path) -> tuple[str, ...]:
     return (*noise, "--rir_manifest", str(directory / "rir.jsonl"), "--rir_prob", "0.5", "--gain", "3", *augmented)
 
 
-def further(*cases: object) -> list:
+def mark_full(*cases: object) -> list:
     """Return pytest parameters for similar cases that run only with `--full`."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.full) for case in cases]
 
 
-def of_each_kind(cases: Iterable[str], shown: Container[str]) -> list:
+def mark_full_except(cases: Iterable[str], shown: Container[str]) -> list:
     """Return the cases as parameters; the ones outside `shown` run only with `--full`."""
-    return [*(case for case in cases if case in shown), *further(*(case for case in cases if case not in shown))]
+    return [*(case for case in cases if case in shown), *mark_full(*(case for case in cases if case not in shown))]
 
 
-def crossed(*axes: Iterable) -> list:
+def parameter_grid(*axes: Iterable) -> list:
     """Return all combinations as parameters; without `--full` only enough to cover each case of each axis."""
     axes = [[*axis] for axis in axes]
     shown = [[each % len(axis) for axis in axes] for each in range(max(map(len, axes)))]
@@ -191,7 +191,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--card"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.getoption("--quick"):
-        sys.addaudithook(_leave_out)
+        sys.addaudithook(_skip_if_process_starts)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -201,7 +201,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     would do all of it at the same time; so it uses what the others have compiled.
     """
     worker = getattr(session.config, "workerinput", None)
-    if worker is None or sys.dont_write_bytecode or not shares_whole_suite(session.config):
+    if worker is None or sys.dont_write_bytecode or not runs_whole_suite(session.config):
         return
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     number = int(worker["workerid"].removeprefix("gw"))
@@ -212,7 +212,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
-def shares_whole_suite(config: pytest.Config) -> bool:
+def runs_whole_suite(config: pytest.Config) -> bool:
     """Return whether the run has all test files."""
     return all(Path(argument).resolve() in (ROOT, ROOT / "tests") for argument in config.args)
 
@@ -258,19 +258,19 @@ def pytest_collection_finish() -> None:
     torch.set_num_threads(1)
 
 
-def _leave_out(event: str, _arguments: tuple) -> None:
+def _skip_if_process_starts(event: str, _arguments: tuple) -> None:
     if event in ("subprocess.Popen", "os.fork") and "PYTEST_CURRENT_TEST" in os.environ:
         pytest.skip("it starts a process, and --quick was given")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+def temporary_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Use a separate cache folder, so that the cache of the user is neither read nor written."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_parent_ends() -> Iterator[None]:
+def stop_warm_parent() -> Iterator[None]:
     """Stop the parent process of the forked scripts at the end of the session."""
     yield
     if warm_parent.cache_info().currsize:
@@ -278,7 +278,7 @@ def warm_parent_ends() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def torch_alone() -> Iterator[WarmParent]:
+def torch_only_parent() -> Iterator[WarmParent]:
     """Yield a parent process that has imported PyTorch only, without its lazily imported modules."""
     parent = WarmParent(("torch",))
     yield parent
@@ -286,11 +286,11 @@ def torch_alone() -> Iterator[WarmParent]:
 
 
 @pytest.fixture(autouse=True)
-def nobody_outlives_a_test() -> Iterator[None]:
+def kill_leftover_processes() -> Iterator[None]:
     """Kill the processes that a failed test left running."""
     before = descendants(os.getpid())
     yield
-    end_leftovers(descendants(os.getpid()) - before)
+    kill_leftovers(descendants(os.getpid()) - before)
 
 
 @pytest.fixture(scope="session")
@@ -387,7 +387,7 @@ def run_script(
         return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=PATIENCE, stdin=read)
 
 
-def run_here(
+def run_in_process(
     script: str, *arguments: str, cwd: Path = ROOT, encoding: str = "utf-8"
 ) -> subprocess.CompletedProcess[str]:
     """Run a script without side effects in this process, in a third of the time of a fork.
@@ -407,7 +407,7 @@ def run_here(
     return subprocess.CompletedProcess((script, *arguments), end.value.code, *said)
 
 
-def well(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+def checked(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
     """Assert that the process exited with 0, and return it."""
     assert done.returncode == 0, done.stdout + done.stderr
     return done

@@ -8,7 +8,7 @@ from pathlib import Path
 HELPERS = (b"tests.warm", b"multiprocessing.resource_tracker")  # each serves many tests
 
 
-def heed_what_nohup_ignores() -> None:
+def reset_ignored_signals() -> None:
     """Let child processes receive SIGHUP and SIGINT, even if this process runs under nohup or in the background.
 
     A program inherits ignored signals from its parent, but not handlers. This process still ignores both.
@@ -28,7 +28,7 @@ def descendants(of: int) -> set[int]:
     return found
 
 
-def end_leftovers(left: set[int]) -> None:
+def kill_leftovers(left: set[int]) -> None:
     """Kill these processes, with their whole group if they lead one.
 
     Spares forks in the group of this process, such as workers that a loader keeps, and helpers that serve many tests.

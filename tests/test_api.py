@@ -30,7 +30,7 @@ from konkanivani import (
 from konkanivani.child_process import Ended, copy_output, summary_of
 from konkanivani.errors import DataError, ResourceError, UsageError
 from konkanivani.flags import command_words, parse_args
-from tests.conftest import ROOT, Corpus, run_script, well
+from tests.conftest import ROOT, Corpus, checked, run_script
 from tests.leftovers import descendants
 from tests.patience import PATIENCE
 from tests.warm import ForkedCommand
@@ -70,7 +70,9 @@ def test_train_returns_what_the_command_prints(corpus, tmp_path, capfd):
     assert (summary.is_interrupted, summary.steps) == (False, 2)
     assert summary.checkpoint.is_file() and summary.tensorboard.is_dir()
     words = command_words(config_of(corpus, tmp_path / "cli", max_steps=2, epochs=1))
-    printed = json.loads(well(run_script("training_scripts/train_konkanivani_asr.py", *words)).stdout.splitlines()[-1])
+    printed = json.loads(
+        checked(run_script("training_scripts/train_konkanivani_asr.py", *words)).stdout.splitlines()[-1]
+    )
     assert summary.scores["best_valid_score"] == printed["best_valid_score"]
     assert (summary.parameters, summary.epochs) == (printed["parameters"], printed["epochs"])
     assert "Peak memory" in capfd.readouterr().err  # the run's output is shown
@@ -265,7 +267,7 @@ def planned(tmp_path_factory) -> Planned:
 def test_plan_equals_the_command_also_after_a_backward_pass_in_the_same_process(planned):
     # The model has the shape of the preset.
     command = ("training_scripts/plan_memory.py", "--preset", "minimal", "--gpu", "GTX 980", "--json")
-    assert planned.report == json.loads(well(run_script(*command)).stdout)
+    assert planned.report == json.loads(checked(run_script(*command)).stdout)
     assert planned.report["device"] == "GTX 980" and len(planned.report["answers"]) == 2
     assert "{" not in planned.said  # JSON is for the caller
 
@@ -307,7 +309,7 @@ def is_running(pid: int) -> bool:
 def test_plan_has_the_shape_of_the_initial_checkpoint(base):
     report = konkanivani.plan(TrainConfig(run=RunConfig(init_from=str(base))), memory_budget="320MiB")
     command = ("training_scripts/plan_memory.py", "--checkpoint", str(base), "--memory_budget", "320MiB", "--json")
-    assert json.loads(report.as_json()) == json.loads(well(run_script(*command)).stdout)
+    assert json.loads(report.as_json()) == json.loads(checked(run_script(*command)).stdout)
 
 
 def test_settings_of_a_pretrained_model_have_the_defaults_of_the_command_line():

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from tests.conftest import ROOT
-from tests.leftovers import descendants, end_leftovers
+from tests.leftovers import descendants, kill_leftovers
 
 SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(3600)"]
 GROUP = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
@@ -38,7 +38,7 @@ def test_what_a_test_leaves_behind_is_ended_and_nothing_else():
             began[-1].stdout.readline()
         left = descendants(os.getpid())
         assert left >= {one.pid for one in began} and len(descendants(began[2].pid)) == 1
-        end_leftovers(left - {began[0].pid})
+        kill_leftovers(left - {began[0].pid})
         assert [one.wait() for one in began[1:]] == [-signal.SIGKILL] * 2
         assert began[2].stdout.read() == b""  # no process holds the other end
         assert began[0].poll() is None
@@ -51,7 +51,7 @@ def test_what_a_test_leaves_behind_is_ended_and_nothing_else():
 def test_a_fork_of_a_program_that_serves_several_tests_is_that_programs_affair():
     with subprocess.Popen([sys.executable, "-c", FORKS], stdout=subprocess.PIPE) as program:
         fork = int(program.stdout.readline())
-        end_leftovers({fork})
+        kill_leftovers({fork})
         assert program.wait() == 0
 
 

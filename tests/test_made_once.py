@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import ROOT, SLOW_FILES, shares_whole_suite
+from tests.conftest import ROOT, SLOW_FILES, runs_whole_suite
 from tests.made_once import made_once, shared_root
 from tests.patience import PATIENCE
 
@@ -79,7 +79,7 @@ def test_processes_of_a_run_have_the_same_root(tmp_path_factory, monkeypatch):
 @pytest.mark.parametrize("arguments, is_whole", [([], True), (["tests"], True), (["tests/data", "tests"], False)])
 def test_the_whole_suite_is_told_from_a_part(arguments, is_whole, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert shares_whole_suite(SimpleNamespace(args=arguments)) == is_whole
+    assert runs_whole_suite(SimpleNamespace(args=arguments)) == is_whole
 
 
 def test_each_slow_file_exists():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, run_here
+from tests.conftest import ROOT, run_in_process
 
 # Phrasings that a reader of PyTorch's, ESPnet's or NeMo's documentation does not expect, each with an example.
 PHRASINGS = {
@@ -53,7 +53,7 @@ def help_texts() -> list[str]:
     scripts = [path for path in sorted((ROOT / "training_scripts").glob("*.py")) if path.stem != "__init__"]
     commands = [[f"training_scripts/{path.name}", "--help"] for path in scripts if path.stem != "bootstrap"]
     commands.append(["training_scripts/train_konkanivani_asr.py", "--help", "all"])
-    shown = [run_here(*words) for words in commands]
+    shown = [run_in_process(*words) for words in commands]
     bootstrap = [sys.executable, "training_scripts/bootstrap.py", "--help"]  # it cannot run in this process
     shown.append(subprocess.run(bootstrap, capture_output=True, text=True, cwd=ROOT))
     assert all(done.returncode == 0 for done in shown)

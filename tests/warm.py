@@ -37,7 +37,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = 2
 DEV_NULL = Path(os.devnull)
-IMPORTED = (
+IMPORTED_MODULES = (
     *("numpy.random", "PIL.GifImagePlugin", "PIL.PngImagePlugin", "html", "safetensors.torch"),
     *("multiprocessing.popen_fork", "multiprocessing.synchronize"),
     *("torch.utils.tensorboard",),
@@ -48,9 +48,9 @@ IMPORTED = (
     *("konkanivani.corpora.health_report", "konkanivani.scoring.report"),
 )
 # Variables that are read when an interpreter or a library starts: a fork cannot change the values of its parent.
-EARLY = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "ONEDNN_", "PYTORCH_", "LC_", "LANG")
+STARTUP_PREFIXES = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "ONEDNN_", "PYTORCH_", "LC_", "LANG")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # set before torch is imported: tests may share their cores
-BEGINNING = dict(os.environ)
+INITIAL_ENVIRONMENT = dict(os.environ)
 Before = Callable[[], None] | None
 SERVE = "import sys; from tests.warm import serve; serve(int(sys.argv[1]), sys.argv[2:])"
 
@@ -154,7 +154,7 @@ class ForkedScript:
         job = Job(script, arguments, *(Path(f"/dev/fd/{end}") for end in writing), Path.cwd())
         self._pid = os.fork()
         if not self._pid:
-            _live(job)
+            _run_and_exit(job)
         for end in writing:
             os.close(end)
         self.stdout, self.stderr = (open(end, encoding="utf-8", errors="replace") for end in reading)
@@ -191,10 +191,10 @@ class ForkedCommand:
 class WarmParent:
     """Process that imports the modules and then forks on request; it ends with this process."""
 
-    def __init__(self, imported: Sequence[str] = IMPORTED) -> None:
+    def __init__(self, imported: Sequence[str] = IMPORTED_MODULES) -> None:
         self._requests, theirs = multiprocessing.Pipe()
         # A second NumPy thread does not survive a fork.
-        environment = BEGINNING | {"OMP_NUM_THREADS": str(THREADS), "OPENBLAS_NUM_THREADS": "1"}
+        environment = INITIAL_ENVIRONMENT | {"OMP_NUM_THREADS": str(THREADS), "OPENBLAS_NUM_THREADS": "1"}
         command, passed = [sys.executable, "-c", SERVE, str(theirs.fileno()), *imported], [theirs.fileno()]
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=passed)
         theirs.close()
@@ -243,14 +243,18 @@ def warm_parent() -> WarmParent:
 
 def can_fork(environment: Mapping[str, str]) -> bool:
     """Return whether a fork can use this environment."""
-    return _early(environment) == _early(BEGINNING)
+    return _startup_variables(environment) == _startup_variables(INITIAL_ENVIRONMENT)
 
 
-def _early(environment: Mapping[str, str]) -> dict[str, str]:
+def _startup_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are read before the first line of a script, with the defaults that each script sets."""
     environment = dict(environment)
     set_process_defaults(environment)  # an imported benchmark has also set them in this process
-    return {name: value for name, value in environment.items() if name.startswith(EARLY) and name != "OMP_NUM_THREADS"}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(STARTUP_PREFIXES) and name != "OMP_NUM_THREADS"
+    }
 
 
 def serve(descriptor: int, imported: Sequence[str]) -> NoReturn:
@@ -283,10 +287,10 @@ def serve(descriptor: int, imported: Sequence[str]) -> NoReturn:
             requests.send(pid)
         else:
             requests.close()
-            _live(request)
+            _run_and_exit(request)
 
 
-def _live(job: Job) -> NoReturn:
+def _run_and_exit(job: Job) -> NoReturn:
     """Run a script and exit as an interpreter does."""
     code = 0
     try:

@@ -24,7 +24,7 @@ from konkanivani.recipe.comparison import (
     table_of,
     write_kept,
 )
-from tests.conftest import ROOT, TINY_MODEL, Corpus, start_script, well, write_corpus
+from tests.conftest import ROOT, TINY_MODEL, Corpus, checked, start_script, write_corpus
 from tests.patience import PATIENCE
 from tests.warm import fork_scripts, warm_parent
 from tests.whisper.small_model import write_model
@@ -65,7 +65,7 @@ def compare(*flags: str) -> subprocess.CompletedProcess[str]:
 def test_each_model_has_its_row_and_one_that_fails_its_reason(short, folders, tmp_path):
     sound, broken = map(str, folders)
     flags = (*flags_of(short, tmp_path / "c"), "--language", "mr", "--json", *TINY_MODEL[:-2])
-    done = well(compare("--pretrained", broken, "--pretrained", sound, "--presets", "minimal", *flags))
+    done = checked(compare("--pretrained", broken, "--pretrained", sound, "--presets", "minimal", *flags))
     rows = json.loads(done.stdout)["models"]
     assert json.loads((tmp_path / "c" / "comparison.json").read_text()) == {"models": rows}
     failed, whisper, ours = rows
@@ -123,7 +123,7 @@ def test_a_stopped_comparison_has_saved_and_goes_on(corpus, tmp_path):
     refused = compare(*flags)
     assert refused.returncode == 2 and "different --max_steps" in refused.stderr
     write_kept(folder / "minimal", dataclasses.replace(kept, conditions={**kept.conditions, "--max_steps": "2"}))
-    gone_on = well(compare(*flags))
+    gone_on = checked(compare(*flags))
     assert f"step {len(steps)}" in gone_on.stderr and "starting a new run" not in gone_on.stderr
     made = read_log_of(folder / "minimal")  # steps from before the stop are not repeated
     assert made[: len(steps)] == steps and len(made) == max(2, len(steps)) and read_kept(folder / "minimal").is_finished

@@ -20,7 +20,7 @@ from konkanivani.errors import CheckpointError
 from konkanivani.recipe.conditions import recognize_under_conditions
 from konkanivani.recipe.evaluation_model import load_evaluation_model, recognize_manifest
 from konkanivani.training.validation import EvaluationSet
-from tests.conftest import ROOT, TINY_MODEL, Corpus, run_folders, run_here, run_script, run_trainer, well
+from tests.conftest import ROOT, TINY_MODEL, Corpus, checked, run_folders, run_in_process, run_script, run_trainer
 
 EVALUATE = "training_scripts/evaluate_konkanivani_asr.py"
 AVERAGE = "training_scripts/average_checkpoints.py"
@@ -60,7 +60,7 @@ def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Trained
 
 
 def evaluate(checkpoint: Path, manifest: str, *more: str) -> dict:
-    done = well(run_script(EVALUATE, "--checkpoint", str(checkpoint), "--manifest", manifest, "--json", *more))
+    done = checked(run_script(EVALUATE, "--checkpoint", str(checkpoint), "--manifest", manifest, "--json", *more))
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -110,7 +110,7 @@ def test_the_summary_says_how_sure_it_is_and_apart_by_speaker_and_duration(score
 
 def test_what_was_written_scores_the_same_without_the_checkpoint_and_against_it(trained, scored, tmp_path):
     page = tmp_path / "score.html"
-    again = well(run_script(EVALUATE, "--hypotheses", scored["hypotheses"], "--json"))
+    again = checked(run_script(EVALUATE, "--hypotheses", scored["hypotheses"], "--json"))
     told = json.loads(again.stdout)
     assert all(told[name] == scored[name] for name in (*COUNTS, "wer_interval"))
     other = tmp_path / "perfect.jsonl"
@@ -157,7 +157,7 @@ OF_THE_BEST = ("--checkpoint", "{best}", "--manifest")
 )
 def test_what_cannot_be_scored_or_averaged_is_said_in_a_sentence(trained, script, flags, exit_code, said):
     known = {"{best}": str(trained.path("best")), "{last}": str(trained.path("last")), "{manifest}": trained.manifest}
-    done = run_here(script, *(known.get(flag, flag) for flag in flags))
+    done = run_in_process(script, *(known.get(flag, flag) for flag in flags))
     assert done.returncode == exit_code, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
@@ -235,7 +235,7 @@ def test_nothing_and_too_few_are_refused(trained):
 
 @pytest.fixture(scope="module")
 def averaged(trained: Trained) -> Path:
-    done = well(run_script(AVERAGE, "--checkpoint_dir", str(trained.checkpoints), "--last", "2"))
+    done = checked(run_script(AVERAGE, "--checkpoint_dir", str(trained.checkpoints), "--last", "2"))
     assert "checkpoint_epoch_1.pt, checkpoint_epoch_2.pt" in done.stdout
     return trained.path("averaged")
 

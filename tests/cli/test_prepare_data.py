@@ -24,7 +24,7 @@ from konkanivani.corpora.prepare import Preparation, prepare_corpus
 from konkanivani.corpora.tables import Shares, draw_splits, split_named
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import KonkaniVaniError
-from tests.conftest import run_here, well
+from tests.conftest import checked, run_in_process
 from tests.corpora.test_formats import (
     MINIATURES,
     SCRIPT,
@@ -70,7 +70,7 @@ class Table:
 
 
 def prepare(directory: Path, name: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    done = run_here(SCRIPT, "--format", name, "--source", "corpus", "--output", "out", *flags, cwd=directory)
+    done = run_in_process(SCRIPT, "--format", name, "--source", "corpus", "--output", "out", *flags, cwd=directory)
     assert "Traceback" not in done.stdout + done.stderr, done.stderr
     assert [*directory.rglob("*.partial")] == []
     return done
@@ -155,7 +155,7 @@ SPOILT: dict[str, tuple[Callable[[Table], object], str, str]] = {
 def test_a_row_that_cannot_be_used_is_left_out_with_its_reason(name, table):
     spoil, kind, said = SPOILT[name]
     spoil(table)
-    done = well(table.prepare(*ALL))
+    done = checked(table.prepare(*ALL))
     (row,) = rejected(table.directory)
     assert (row["file"], row["row"]) == ("all.csv", 7)
     assert said in row["reason"] and kind in row["kind"], row
@@ -202,7 +202,7 @@ def test_no_command_of_kaldi_is_run(tmp_path):
     wav = tmp_path / "corpus" / "wavs" / "dev.flac"
     values = [f"touch {marker}; cat {wav} |", f"|touch {marker}", f"{wav}.ark:17", "-", *[str(wav)] * 4]
     write_table(scp, (), zip(names, values, strict=True), " ")
-    well(prepare(tmp_path, "kaldi", *ALL))
+    checked(prepare(tmp_path, "kaldi", *ALL))
     assert not marker.exists()
     commands = [row for row in rejected(tmp_path) if row["kind"] == "command or archive"]
     assert [(row["file"], row["row"]) for row in commands] == [("train/wav.scp", n) for n in (1, 2, 3, 4)]
@@ -273,7 +273,7 @@ def test_a_tar_with_members_of_all_kinds_gives_what_can_be_used(tmp_path):
         link = tarfile.TarInfo("link.wav")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
-    well(prepare(tmp_path, "nemo", *ALL))
+    checked(prepare(tmp_path, "nemo", *ALL))
     assert Counter(row["kind"] for row in rejected(tmp_path)) == Counter(
         {"no transcript": 1, "unusable audio": 1, "not UTF-8": 1, "broken row": 1}
     )
@@ -444,7 +444,7 @@ def test_a_preparation_that_is_killed_leaves_no_manifest_and_the_next_one_clears
 
 def test_the_split_depends_on_the_seed_and_the_names_and_not_on_the_order_of_rows(table):
     def drawn(*flags: str) -> dict[str, str]:
-        well(table.prepare("--force", "--valid_share", "20%", "--test_share", "20%", *flags))
+        checked(table.prepare("--force", "--valid_share", "20%", "--test_share", "20%", *flags))
         return {utterance.text: split for split in SPLITS for utterance in table.utterances(split)}
 
     for kind in ("speaker", "utterance"):
@@ -455,7 +455,7 @@ def test_the_split_depends_on_the_seed_and_the_names_and_not_on_the_order_of_row
     moved = table.directory.with_name(table.directory.name + "-moved")
     table.directory.rename(moved)
     again = Table(moved, table.rows)
-    well(again.prepare("--force", "--valid_share", "20%", "--test_share", "20%", "--split_by", "utterance"))
+    checked(again.prepare("--force", "--valid_share", "20%", "--test_share", "20%", "--split_by", "utterance"))
     assert {u.text: split for split in SPLITS for u in again.utterances(split)} == first
 
 

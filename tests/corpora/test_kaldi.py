@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_prepare_data import prepare, rejected
-from tests.conftest import ROOT, run_script, well
+from tests.conftest import ROOT, checked, run_script
 from tests.corpora.test_formats import SCRIPT, sentence, write_sentence, write_table
 
 
@@ -77,7 +77,7 @@ def test_the_data_folder_comes_before_audio_root_and_that_before_the_folders_abo
         for name in range(6):
             write_sentence(place / "downloads" / f"rec{name}.flac", number + name)
     for place, root in zip(places, (tmp_path, tmp_path / "given", tmp_path), strict=True):
-        well(prepare_there(recipe, "--force", "--audio_root", str(root)))
+        checked(prepare_there(recipe, "--force", "--audio_root", str(root)))
         paths = {
             str((recipe / "out" / json.loads(line)["audio_filepath"]).resolve().parent.parent)
             for line in (recipe / "out" / "train.jsonl").read_text(encoding="utf-8").splitlines()

@@ -13,7 +13,7 @@ from konkanivani.corpora.statistics import band_limit, digital_silence, measure_
 from konkanivani.data.audio.channels import CANCELLED, ONE_SIDED
 from konkanivani.data.audio.effects import limit_band
 from konkanivani.data.manifest import read_manifest
-from tests.conftest import run_script, well
+from tests.conftest import checked, run_script
 
 RATE = 16_000
 
@@ -80,7 +80,7 @@ def test_the_level_is_that_of_the_channel_in_use(manifest):
 def test_the_report_names_them(manifest, tmp_path):
     page = tmp_path / "page.html"
     words = ("--train_manifest", str(manifest), "--html", str(page))
-    said = well(run_script("training_scripts/inspect_data.py", *words)).stdout
+    said = checked(run_script("training_scripts/inspect_data.py", *words)).stdout
     assert "interrupted by digital silence" in said and "used with one channel only" in said
     shown = page.read_text(encoding="utf-8")
     for title in ("Recordings with digital silence", "with a limited band", "reduced to one channel"):

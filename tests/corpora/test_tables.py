@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from konkanivani.corpora.tables import Record, mend_rows
 from konkanivani.data.manifest import read_manifest
 from tests.cli.test_prepare_data import ALL, COLUMNS, Table, prepare, rejected, table, twelve  # noqa: F401 - fixtures
-from tests.conftest import well
+from tests.conftest import checked
 from tests.corpora.test_formats import CV_HEAD, SPLITS, sentence, sound_bytes, split_of, write_sentence, write_table
 
 
@@ -163,7 +163,7 @@ def test_a_row_of_which_it_cannot_be_told_where_it_ends_is_left_out_with_both_ro
     rows[3] = (*rows[3][:3], str(rows[3][3]) + '"', *rows[3][4:])
     write_common_voice(tmp_path / "corpus", [])
     write_table(tmp_path / "corpus" / "train.tsv", CV_HEAD, rows)
-    well(prepare(tmp_path, "common_voice", *SPLIT_FLAGS, *ALL))
+    checked(prepare(tmp_path, "common_voice", *SPLIT_FLAGS, *ALL))
     (row,) = rejected(tmp_path)
     assert row["row"] == 4 and "it opens a quote that row 5 closes" in row["reason"], row
     assert len(texts(tmp_path)) == 5

@@ -10,7 +10,7 @@ from konkanivani.checkpoints import checkpoint, checkpointer
 from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.checkpoints.checkpointer import BEST, LAST, PREVIOUS, Checkpointer
 from konkanivani.errors import CheckpointError, ResourceError
-from tests.conftest import further
+from tests.conftest import mark_full
 from tests.faults.corrupt_checkpoints import flip, flips, refuses_where_all_are_bad, same, truncations, try_damages
 
 FLIPS = 40  # benchmarks/faults.py --parts files --full: 1,000
@@ -31,7 +31,7 @@ def test_a_bit_flipped_anywhere_is_detected_or_harmless(folder, tmp_path):
     assert set(found) <= {"detected", "harmless"} and found["detected"] > FLIPS / 2, found
 
 
-@pytest.mark.parametrize("bits", [1, *further(8)])
+@pytest.mark.parametrize("bits", [1, *mark_full(8)])
 def test_every_byte_of_the_list_of_records_flipped_is_detected_or_harmless(bits, tmp_path):
     """The directory holds the offsets and formats; random flips in a run's weights seldom hit it."""
     saver = Checkpointer(tmp_path / "run", keep=2)

@@ -11,7 +11,7 @@ import pytest
 
 from konkanivani.checkpoints.checkpoint import read_checkpoint
 from konkanivani.checkpoints.checkpointer import LAST
-from tests.conftest import ROOT, TRAINER, further, run_folders, script_command
+from tests.conftest import ROOT, TRAINER, mark_full, run_folders, script_command
 from tests.faults.beginnings import close_streams, without_torch
 from tests.faults.small_run import SMALL_MODEL
 from tests.patience import PATIENCE
@@ -91,7 +91,7 @@ def test_help_and_usage_errors_of_a_cold_start_with_some_streams_closed(script):
     assert run_closed(ALL, *script_command(path, "--no_such_flag")).returncode == 2
 
 
-@pytest.mark.parametrize("script", [SCRIPTS[-1], *further(*SCRIPTS[:-1])], ids=lambda path: path.name)
+@pytest.mark.parametrize("script", [SCRIPTS[-1], *mark_full(*SCRIPTS[:-1])], ids=lambda path: path.name)
 def test_a_script_is_a_module_too(script):
     process = run_closed("", sys.executable, "-m", f"training_scripts.{script.stem}", "--help")
     assert (process.returncode, process.stderr) == (0, "") and "usage: " in process.stdout

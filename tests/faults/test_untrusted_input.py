@@ -24,7 +24,7 @@ from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError
 from konkanivani.recipe.build import build_run
-from tests.conftest import ROOT, further, of_each_kind, run_trainer, well
+from tests.conftest import ROOT, checked, mark_full, mark_full_except, run_trainer
 from tests.faults.untrusted_input import HOSTILE, configured, exploding, read_sound, use_everywhere
 from tests.faults.watching import watch
 from tests.starts import begin_run
@@ -45,7 +45,7 @@ ALIKE += ("persistent ids in each other", "a storage beyond its record", "a pick
 ALIKE += ("a vocabulary below zero", "a tokenizer of noise", "settings in settings", "a list in itself")
 
 
-@pytest.mark.parametrize("name", of_each_kind(HOSTILE, HOSTILE.keys() - ALIKE))
+@pytest.mark.parametrize("name", mark_full_except(HOSTILE, HOSTILE.keys() - ALIKE))
 def test_a_hostile_checkpoint_ends_with_its_error_and_nothing_else(name, sound, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     HOSTILE[name](sound, tmp_path / LAST)
@@ -68,7 +68,7 @@ def test_a_sound_checkpoint_is_taken_wherever_it_lies(sound, tmp_path, monkeypat
     assert verdict.outcome == "taken", verdict.message
 
 
-@pytest.mark.parametrize("name", ["calls os.system", "a record twice", *further(*ALIKE[:3])])
+@pytest.mark.parametrize("name", ["calls os.system", "a record twice", *mark_full(*ALIKE[:3])])
 def test_negative_control_believed_they_explode(name, sound, tmp_path):
     HOSTILE[name](sound, tmp_path / LAST)
     assert exploding(tmp_path / LAST)
@@ -333,7 +333,7 @@ def test_no_secret_of_the_environment_is_in_anything_that_a_run_says_or_writes(
         monkeypatch.setenv(name, f"{CANARY}-{name}")
     shutil.copytree(small_run, tmp_path, dirs_exist_ok=True)
     last, folders = tmp_path / "checkpoints" / LAST, ("--log_dir", str(tmp_path / "runs"))
-    done = well(run_trainer("--resume", str(last), "--epochs", "3", *folders))
+    done = checked(run_trainer("--resume", str(last), "--epochs", "3", *folders))
     said = done.stdout + done.stderr
     for arguments in (
         ("--train_manifest", str(tmp_path / "nowhere")),

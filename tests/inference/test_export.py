@@ -36,7 +36,7 @@ from konkanivani.lengths import Framing, subsampled_length
 from konkanivani.models.architecture import HybridArchitecture
 from konkanivani.models.front_end import LogMel, described
 from konkanivani.ops.passes import optimize
-from tests.conftest import ROOT, WORDS, Corpus, run_script, speak, well
+from tests.conftest import ROOT, WORDS, Corpus, checked, run_script, speak
 from tests.patience import PATIENCE
 
 FRAMING, FEATURES = Framing(FeatureConfig()), described(FeatureConfig())
@@ -89,7 +89,7 @@ def exported(speech_model: SpeechModel, corpus: Corpus, tmp_path_factory: pytest
     write_checkpoint(checkpoint, as_checkpoint(speech_model))
     files = ("--bundle", "m.safetensors", "--onnx", "m.onnx", "--int8", "m.int8.onnx")
     words = "--checkpoint", str(checkpoint), *files, "--manifest", corpus.manifest("test")
-    done = well(run_script(EXPORT, *words, cwd=directory))
+    done = checked(run_script(EXPORT, *words, cwd=directory))
     assert done.stderr == ""
     return Run(directory, checkpoint, done.stdout.splitlines())
 
@@ -323,8 +323,8 @@ print([name for name in trainer if name in sys.modules])
 """
 
 
-def test_a_bundle_is_heard_without_the_trainer(path, tmp_path, torch_alone):
-    done = well(torch_alone.run_program(HEARING, str(ROOT), str(path), cwd=tmp_path))
+def test_a_bundle_is_heard_without_the_trainer(path, tmp_path, torch_only_parent):
+    done = checked(torch_only_parent.run_program(HEARING, str(ROOT), str(path), cwd=tmp_path))
     _, loaded, control = done.stdout.splitlines()
     assert loaded == "[]" and "konkanivani.training.step" in control
 
@@ -508,7 +508,7 @@ def test_the_example_of_the_documentation_hears_what_the_model_hears(speech_mode
     soundfile.write(tmp_path / "recording.flac", waveform.numpy(), 16_000, subtype="PCM_24")
     (tmp_path / "example.py").write_text(example + "\nimport sys; assert 'torch' not in sys.modules\n")
     command, said = [sys.executable, "-I", "example.py"], {"capture_output": True, "text": True}
-    done = well(subprocess.run(command, cwd=tmp_path, timeout=PATIENCE, **said))
+    done = checked(subprocess.run(command, cwd=tmp_path, timeout=PATIENCE, **said))
     assert done.stdout.strip() == recognize_with(speech_model)(waveform[None], (len(waveform),))[0] != ""
 
 

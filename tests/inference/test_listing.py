@@ -10,7 +10,7 @@ import pytest
 from konkanivani.files import visible_files
 from konkanivani.inference.transcribe import find_recordings
 from tests.cli.test_prepare_data import prepare, rejected
-from tests.conftest import well
+from tests.conftest import checked
 from tests.corpora.test_formats import MINIATURES, add_member, sentence, sound_bytes, write_sentence
 
 # As written by a Mac on file systems without attributes.
@@ -40,7 +40,7 @@ def test_what_systems_leave_in_a_corpus_is_no_part_of_it(name, tmp_path):
     build, flags = MINIATURES[name]
     spoken = build(tmp_path / "corpus")
     haunt(tmp_path / "corpus")
-    well(prepare(tmp_path, name.split()[0], *flags))
+    checked(prepare(tmp_path, name.split()[0], *flags))
     assert prepared_rows(tmp_path) == sorted(found.text for found in spoken)
     assert all("speaker 1" in row["kind"] or "no word" in row["kind"] for row in rejected(tmp_path))
 

@@ -25,7 +25,7 @@ from konkanivani.inference.segmentation import build_segmentation
 from konkanivani.inference.transcribe import Recording, find_recordings, output_paths
 from konkanivani.inference.word_times import Segment, Word, build_cues, render, srt_time
 from konkanivani.scoring.metrics import error_rates
-from tests.conftest import run_here, run_script, well
+from tests.conftest import checked, run_in_process, run_script
 from tests.patience import PATIENCE
 from tests.trained import Trained, tones
 from tests.warm import ROOT, Job, warm_parent
@@ -41,7 +41,7 @@ def utterances() -> list[np.ndarray]:
 
 
 def transcribe(trained: Trained, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return run_here(TRANSCRIBE, *map(str, arguments), "--checkpoint", str(trained.checkpoint), "--device", "cpu")
+    return run_in_process(TRANSCRIBE, *map(str, arguments), "--checkpoint", str(trained.checkpoint), "--device", "cpu")
 
 
 def test_the_tiny_model_has_learnt_its_words(trained):
@@ -150,9 +150,9 @@ print("torch._dynamo" in sys.modules)
 """
 
 
-def test_hearing_does_not_load_pytorchs_compiler(trained, torch_alone):
+def test_hearing_does_not_load_pytorchs_compiler(trained, torch_only_parent):
     """It takes 100 MB; the negative control is a layer that fills uninitialized tensors."""
-    ended = torch_alone.run_program(HEAR.format(path=str(trained.checkpoint)))
+    ended = torch_only_parent.run_program(HEAR.format(path=str(trained.checkpoint)))
     assert ended.stdout.split() == ["False", "True"], ended.stdout + ended.stderr
 
 
@@ -249,16 +249,16 @@ def test_one_bad_file_does_not_stop_the_others(trained, folder, tmp_path):
 def test_what_somebody_has_corrected_is_replaced_only_if_asked(trained, folder, tmp_path):
     good, silence = tmp_path / "good.srt", tmp_path / "silence.srt"
     flags = (folder / "good.wav", folder / "silence.flac", "--format", "srt", "--output_dir", tmp_path)
-    well(transcribe(trained, *flags))
+    checked(transcribe(trained, *flags))
     said = good.read_bytes()
     good.write_text("corrected")
     silence.unlink()
     refused = run_script(TRANSCRIBE, *map(str, flags), "--checkpoint", "absent.pt")  # refused before any loading
     assert refused.returncode == 2 and f"{good} already exists, one of 1. Use --existing keep" in refused.stderr
-    kept = well(transcribe(trained, *flags, "--existing", "keep"))
+    kept = checked(transcribe(trained, *flags, "--existing", "keep"))
     assert f"1 of 2: {good} already exists\n2 of 2: {silence}\n" == kept.stderr and silence.exists()
     assert good.read_text() == "corrected"
-    well(transcribe(trained, *flags, "--existing", "replace"))
+    checked(transcribe(trained, *flags, "--existing", "replace"))
     assert good.read_bytes() == said  # negative control
 
 
@@ -402,7 +402,7 @@ def test_a_recording_is_loaded_as_in_training(trained):
 def test_the_benchmark_of_a_long_file_says_what_it_took(trained):
     manifest = trained.recordings.parent / "test.jsonl"
     given = ("--checkpoint", str(trained.checkpoint), "--manifest", str(manifest), "--minutes", "0.5", "--json")
-    done = well(run_script("benchmarks/decoding.py", "long_file", *given))
+    done = checked(run_script("benchmarks/decoding.py", "long_file", *given))
     found = json.loads(done.stdout)
     assert found["audio_seconds"] >= 30 and found["segments"] == found["utterances"] > 10
     assert 0 <= found["rss_growth_mib"] < 600 and found["times_real_time"] > 0 and found["cer"] < 0.5

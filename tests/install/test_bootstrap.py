@@ -47,7 +47,7 @@ from konkanivani.install.packages import (
     is_answering,
     read_nvidia_smi,
 )
-from tests.conftest import further
+from tests.conftest import mark_full
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -295,7 +295,7 @@ class TestStamp:
 class TestWhatCannotBeDone:
     Version = namedtuple("Version", "major minor micro")
 
-    @pytest.mark.parametrize("pip", [PIP_AT_HAND, *further("")], ids=["pip at hand", "ensurepip"])
+    @pytest.mark.parametrize("pip", [PIP_AT_HAND, *mark_full("")], ids=["pip at hand", "ensurepip"])
     def test_no_network(self, checkout, pip):
         arguments = ["training_scripts/bootstrap.py", "--extras", "synthesis"]
         (checkout / "sitecustomize.py").write_text(ROOMY_DISK + pip)

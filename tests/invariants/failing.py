@@ -21,14 +21,14 @@ ERRORS = {
 }
 
 # (number of micro-batches before, utterances in this one) -> whether it fails
-When = Callable[[int, int], bool]
+FailCondition = Callable[[int, int], bool]
 
 
-def once_at(number: int) -> When:
+def fail_at(number: int) -> FailCondition:
     return lambda calls, _size: calls == number
 
 
-def above(size: int) -> When:
+def fail_above(size: int) -> FailCondition:
     """Fail whenever a micro-batch has more than `size` utterances."""
     return lambda _calls, held: held > size
 
@@ -38,7 +38,7 @@ class FailingFrontEnd:
     """Front end that raises `error` in the forward pass."""
 
     front_end: Callable
-    when: When
+    when: FailCondition
     error: BaseException
     sizes: list[int] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class FailingBackward:
     """`WrapBlock` that raises `error` in the backward pass of a block, when the later blocks have gradients."""
 
     blocks: int
-    when: When
+    when: FailCondition
     error: BaseException
     place: int = 0
     runs: int = 0
@@ -111,12 +111,12 @@ def failing_pieces(parts: StepParts, where: str, frames: int, error: BaseExcepti
     return parts
 
 
-def failing_forward(parts: StepParts, when: When, error: BaseException) -> StepParts:
+def failing_forward(parts: StepParts, when: FailCondition, error: BaseException) -> StepParts:
     front_end = FailingFrontEnd(parts.forward.front_end, when, error)
     return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, front_end=front_end))
 
 
-def failing_backward(parts: StepParts, when: When, error: BaseException, place: int = 0) -> StepParts:
+def failing_backward(parts: StepParts, when: FailCondition, error: BaseException, place: int = 0) -> StepParts:
     """Return a step with a block whose backward pass fails, by default the first one."""
     runner = FailingBackward(len(parts.model.blocks), when, error, place)
     return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=lambda _seconds: runner))

@@ -21,7 +21,7 @@ from konkanivani.data.loading import NO_UTTERANCES
 from konkanivani.distributed import ALONE, Topology, process_group, read_topology
 from konkanivani.training.optimizer_state import FullState
 from konkanivani.training.step import StepParts, train_step
-from tests.invariants.failing import ERRORS, failing_forward, once_at
+from tests.invariants.failing import ERRORS, fail_at, failing_forward
 from tests.invariants.parts import KINDS, double_parts, global_batch, speeches
 from tests.patience import PATIENCE
 from tests.t5 import parts as t5
@@ -57,7 +57,7 @@ class Trained:
     splits: int
 
 
-def utterances_of(step: int) -> int:
+def utterance_count(step: int) -> int:
     """Return the utterances of a step: eight, five in every fifth step, one in the third step."""
     return 1 if step == 2 else 5 if step % 5 == 4 else 8
 
@@ -65,7 +65,7 @@ def utterances_of(step: int) -> int:
 def share_of(step: int, case: Case, topology: Topology) -> GlobalBatch:
     """Return the share of a rank in the global batch of a step, with the counts of the whole."""
     is_text = case.kind in TEXT_KINDS
-    spoken = t5.pairs(utterances_of(step), seed=step) if is_text else speeches(utterances_of(step), seed=step)
+    spoken = t5.pairs(utterance_count(step), seed=step) if is_text else speeches(utterance_count(step), seed=step)
     split = t5.global_batch if is_text else global_batch
     whole = split(spoken, case.batch_size)
     own = partition(np.array([speech.seconds for speech in spoken]), topology.world_size)[topology.rank]
@@ -82,7 +82,7 @@ def parts_of(case: Case, topology: Topology) -> StepParts:
     else:
         parts = speech_parts(case, topology)
     if case.out_of_memory_rank == topology.rank and not topology.is_single_process:
-        return failing_forward(parts, once_at(2), ERRORS["cpu"])
+        return failing_forward(parts, fail_at(2), ERRORS["cpu"])
     return parts
 
 

@@ -14,7 +14,7 @@ from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.tracer import BatchShape
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
-from tests.conftest import crossed, further
+from tests.conftest import mark_full, parameter_grid
 from tests.invariants.parts import measured_peak
 from tests.tracers import tracer_of
 
@@ -45,7 +45,7 @@ def global_batch_of(lengths: tuple[float, ...], batch_size: int) -> GlobalBatch:
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("model, policy", crossed(MODELS, POLICIES))
+@pytest.mark.parametrize("model, policy", parameter_grid(MODELS, POLICIES))
 def test_the_traced_window_is_the_real_one(model, policy, half):
     config = config_of(MODELS[model], half)
     global_batch = global_batch_of((1.0, 1.3, 2.4, 2.5), 2)
@@ -55,7 +55,7 @@ def test_the_traced_window_is_the_real_one(model, policy, half):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("lengths", [(3.0, 2.7), *further(((6.0,),), ((2.0, 2.0, 2.0),))])
+@pytest.mark.parametrize("lengths", [(3.0, 2.7), *mark_full(((6.0,),), ((2.0, 2.0, 2.0),))])
 def test_a_planned_size_bounds_every_batch_of_that_size(lengths, policy):
     config = config_of(MODELS["minimal"], half=False)
     load = BatchShape(len(lengths), max(lengths), 10)
@@ -64,7 +64,7 @@ def test_a_planned_size_bounds_every_batch_of_that_size(lengths, policy):
     assert 0.999 * measured <= planned <= 1.02 * measured
 
 
-@pytest.mark.parametrize("policy", ["always", "never", *further("some")])
+@pytest.mark.parametrize("policy", ["always", "never", *mark_full("some")])
 def test_side_by_side_the_plan_bounds_what_both_take_and_that_of_one_does_not(policy, two_threads):
     """Use a looser bound: the peaks of concurrent micro-batches need not coincide."""
     config = config_of(MODELS["minimal"], half=False)

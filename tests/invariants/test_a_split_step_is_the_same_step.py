@@ -25,8 +25,8 @@ from konkanivani.ops import chunks as ctc
 from konkanivani.training.optimizer_state import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import Evaluation, join_portions, recognize_all
-from tests.conftest import ROOT, crossed, well
-from tests.invariants.failing import ERRORS, above, failing_backward, failing_forward, failing_pieces, once_at
+from tests.conftest import ROOT, checked, parameter_grid
+from tests.invariants.failing import ERRORS, fail_above, fail_at, failing_backward, failing_forward, failing_pieces
 from tests.invariants.parts import MODEL as DEEPER
 from tests.invariants.parts import (
     double_parts,
@@ -78,10 +78,10 @@ def assert_same_step(parts: StepParts, report: StepReport, batch_size: int, is_l
     assert all(p.grad is None for p in parts.model.parameters())
 
 
-@pytest.mark.parametrize("place, error", crossed(itertools.product(FAILING, [0, 1, 2]), ERRORS))
+@pytest.mark.parametrize("place, error", parameter_grid(itertools.product(FAILING, [0, 1, 2]), ERRORS))
 def test_out_of_memory_at_any_micro_batch(place, error):
     where, micro_batch = place
-    parts = FAILING[where](parts_of(), once_at(micro_batch), ERRORS[error])
+    parts = FAILING[where](parts_of(), fail_at(micro_batch), ERRORS[error])
     report = train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert report.splits == 1
     assert_same_step(parts, report, 2)
@@ -108,7 +108,7 @@ def test_out_of_memory_before_the_update(monkeypatch, is_scaled):
 
 def test_with_loss_scaling_the_scale_is_what_it_was_even_before_its_first_use():
     plain = dataclasses.replace(parts_of(), scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
-    parts = failing_forward(plain, once_at(0), ERRORS["cuda"])
+    parts = failing_forward(plain, fail_at(0), ERRORS["cuda"])
     report = train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert (report.splits, report.scale) == (1, 1024.0)
     assert_same_step(parts, dataclasses.replace(report, scale=1.0), 2)
@@ -116,7 +116,7 @@ def test_with_loss_scaling_the_scale_is_what_it_was_even_before_its_first_use():
 
 @pytest.mark.parametrize("where", FAILING)
 def test_twice_in_one_step_from_four_to_two_to_one(where):
-    parts = FAILING[where](parts_of(), above(1), ERRORS["cuda"])
+    parts = FAILING[where](parts_of(), fail_above(1), ERRORS["cuda"])
     report = train_step(parts, global_batch(SPOKEN, 4), step=3)
     assert report.splits == 2
     assert_same_step(parts, report, 4)
@@ -126,7 +126,7 @@ def test_twice_in_one_step_from_four_to_two_to_one(where):
 
 
 def test_one_utterance_that_does_not_fit_is_recomputed_from_then_on(capsys):
-    parts = failing_backward(parts_of(), above(0), ERRORS["cpu"])
+    parts = failing_backward(parts_of(), fail_above(0), ERRORS["cpu"])
     report = train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert report.splits == 2
     assert_same_step(parts, report, 2)
@@ -138,7 +138,7 @@ def test_one_utterance_that_does_not_fit_is_recomputed_from_then_on(capsys):
 
 def test_one_utterance_that_does_not_fit_even_so_is_named_and_nothing_has_changed():
     parts, untouched = parts_of(), parts_of()
-    failing = failing_forward(parts, above(0), ERRORS["cuda"])
+    failing = failing_forward(parts, fail_above(0), ERRORS["cuda"])
     with pytest.raises(ResourceError) as caught:
         train_step(failing, global_batch(SPOKEN, 2), step=3)
     longest = max(SPOKEN, key=lambda speech: len(speech.waveform))
@@ -151,7 +151,7 @@ def test_one_utterance_that_does_not_fit_even_so_is_named_and_nothing_has_change
 
 
 def test_what_is_done_already_is_not_attempted_again():
-    parts = failing_forward(parts_of(recompute="always"), above(0), ERRORS["cuda"])
+    parts = failing_forward(parts_of(recompute="always"), fail_above(0), ERRORS["cuda"])
     parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=SMALL_CHUNK_FRAMES))
     with pytest.raises(ResourceError):
         train_step(parts, global_batch(SPOKEN, 2), step=3)
@@ -197,7 +197,7 @@ def test_negative_control_chunks_that_hand_nothing_on_are_another_gradient(monke
 @pytest.mark.parametrize("where", FAILING)
 def test_another_error_passes_through_untouched(where):
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    parts = FAILING[where](parts_of(), once_at(1), error)
+    parts = FAILING[where](parts_of(), fail_at(1), error)
     with pytest.raises(RuntimeError) as caught:
         train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert caught.value is error
@@ -243,7 +243,7 @@ def test_negative_control_a_traceback_that_is_kept_keeps_tensors(monkeypatch):
 def test_with_dropout_the_same_counts_and_another_draw():
     model = with_dropout(MODEL, 0.3)
     whole = train_step(parts_of(model), global_batch(SPOKEN, 2), step=3)
-    parts = failing_forward(parts_of(model), once_at(1), ERRORS["cuda"])
+    parts = failing_forward(parts_of(model), fail_at(1), ERRORS["cuda"])
     split = train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert (split.splits, split.is_skipped, split.learning_rate) == (1, False, whole.learning_rate)
     assert split.loss == pytest.approx(whole.loss, rel=0.2) and split.loss != whole.loss
@@ -254,7 +254,7 @@ def test_with_dropout_the_same_counts_and_another_draw():
 def test_negative_control_what_the_failed_attempt_added_up_is_another_gradient(monkeypatch):
     parts = parts_of()
     monkeypatch.setattr(parts.optimizer, "zero_grad", lambda: None)
-    failing = failing_forward(parts, once_at(2), ERRORS["cuda"])
+    failing = failing_forward(parts, fail_at(2), ERRORS["cuda"])
     assert train_step(failing, global_batch(SPOKEN, 2), step=3).splits == 1
     assert largest_difference(undisturbed_step(2, is_long=False)[0], parts) > 1e-3
 
@@ -288,7 +288,7 @@ def undisturbed_validation() -> Evaluation:
     return evaluated(parts_of())
 
 
-@pytest.mark.parametrize("error, when", crossed(ERRORS, [once_at(0), once_at(1), above(2), above(1)]))
+@pytest.mark.parametrize("error, when", parameter_grid(ERRORS, [fail_at(0), fail_at(1), fail_above(2), fail_above(1)]))
 def test_validation_in_pieces_is_the_same_validation(error, when):
     expected = undisturbed_validation()
     failing = failing_forward(parts_of(), when, ERRORS[error])
@@ -311,13 +311,13 @@ def test_validation_in_small_chunks_is_the_same_validation(where, capsys):
 
 def test_validation_names_the_utterance_that_does_not_fit():
     with pytest.raises(ResourceError, match=r"u\d of \d\.\d s .*--max_validation_duration"):
-        evaluated(failing_forward(parts_of(), above(0), ERRORS["cpu"]))
+        evaluated(failing_forward(parts_of(), fail_above(0), ERRORS["cpu"]))
 
 
 def test_another_error_in_validation_passes_through():
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     with pytest.raises(RuntimeError) as caught:
-        evaluated(failing_forward(parts_of(), above(0), error))
+        evaluated(failing_forward(parts_of(), fail_above(0), error))
     assert caught.value is error
 
 
@@ -327,7 +327,7 @@ def short_of_memory() -> tuple[dict[str, dict], str]:
     # glibc maps blocks of at least this size one by one, so that freeing one returns its memory to the system.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-m", "tests.invariants.short_of_memory"]
-    done = well(subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE))
+    done = checked(subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE))
     return json.loads(done.stdout.splitlines()[-1]), done.stdout
 
 

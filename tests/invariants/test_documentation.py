@@ -20,7 +20,7 @@ import pytest
 from konkanivani.config import PRESETS, TrainConfig
 from konkanivani.models.architecture import architecture_of
 from konkanivani.models.asr import parameter_count
-from tests.conftest import ROOT, TINY_MODEL, TRAINER, run_script, well, write_corpus, write_surroundings
+from tests.conftest import ROOT, TINY_MODEL, TRAINER, checked, run_script, write_augmentation, write_corpus
 from tests.corpora.test_formats import common_voice
 from tests.nemo.files import NemoParts, changed, in_languages
 from tests.patience import PATIENCE
@@ -97,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(next(folder.glob("cv-corpus-*/kok/clips/*.mp3")), folder / "speech.wav")
     for name in ("sentences.txt", "said.txt", "heard.txt"):
         (folder / name).write_text("एक दोन तीन\nउदक घर\n", encoding="utf-8")
-    write_surroundings(folder / "noise")
+    write_augmentation(folder / "noise")
     for name in ("whisper-small", "whisper-tiny"):
         write_model(folder / name, layers=(1, 1), positions=64)  # untrained: it decodes the maximum number of tokens
     write_text_model(folder / "flan-t5-small")
@@ -149,7 +149,7 @@ def test_its_other_commands_run(folder):
         run(command, folder)
     assert len(list((folder / "subtitles").iterdir())) == len(list((folder / "recordings").iterdir()))
     (program,) = blocks(README, "python")
-    well(warm_parent().run_program(program, cwd=folder))
+    checked(warm_parent().run_program(program, cwd=folder))
 
 
 @pytest.mark.parametrize("page", [page.stem for page in PAGES if commands(page, "python3 ")])

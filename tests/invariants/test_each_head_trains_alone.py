@@ -20,7 +20,7 @@ from konkanivani.recipe.train import train_and_report
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.gradient import local_gradient
 from konkanivani.training.step import GradientTask, StepParts, forward_and_backward
-from tests.conftest import TINY_MODEL, read_log, run_folders, run_script, well, write_corpus
+from tests.conftest import TINY_MODEL, checked, read_log, run_folders, run_script, write_corpus
 from tests.invariants.parts import MODEL, VOCAB_SIZE, global_batch, speeches
 from tests.starts import begin_run, parse_flags
 
@@ -98,7 +98,7 @@ def test_it_is_trained_resumed_scored_and_used_by_the_scripts(heads, tmp_path):
     path = str(next(recording.glob("test_*.flac")))
     read = [load_recognizer(checkpoint).transcribe(path)]
     bundle = str(tmp_path / "model.safetensors")
-    well(run_script("training_scripts/export_asr.py", "--checkpoint", checkpoint, "--bundle", bundle))
+    checked(run_script("training_scripts/export_asr.py", "--checkpoint", checkpoint, "--bundle", bundle))
     read.append(load_recognizer(bundle).transcribe(path))
     assert read[0] == read[1]
     with pytest.raises(UsageError, match="use --decode greedy or " + way):

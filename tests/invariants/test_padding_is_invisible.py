@@ -18,7 +18,7 @@ from konkanivani.data.manifest import Rejections, read_manifest
 from konkanivani.data.text import train_tokenizer
 from konkanivani.models.attention import SequenceLayout
 from konkanivani.training.step import StepParts
-from tests.conftest import Corpus, further, write_shards, write_surroundings
+from tests.conftest import Corpus, mark_full, write_augmentation, write_shards
 from tests.invariants.parts import KINDS, double_parts, global_batch, relative_difference, speeches
 from tests.starts import parse_flags
 
@@ -66,7 +66,7 @@ def test_alone_and_in_a_batch(kind, augmented):
             assert relative_difference(one, other) < BOUND
 
 
-@pytest.mark.parametrize("workers", [0, 2, *further(1, 4)])
+@pytest.mark.parametrize("workers", [0, 2, *mark_full(1, 4)])
 def test_from_shards_in_noise_an_utterance_is_the_same_in_any_micro_batch(corpus, workers, tmp_path):
     speech = surrounded_speech(corpus, tmp_path)
     parts = double_parts(vocab_size=speech.tokenizer.size)
@@ -87,7 +87,7 @@ def test_from_shards_in_noise_an_utterance_is_the_same_in_any_micro_batch(corpus
 
 def surrounded_speech(corpus: Corpus, directory: Path) -> TrainDataset:
     """Return the corpus from shards, with noise and room impulse responses."""
-    shards, more = write_shards(corpus, directory / "shards"), write_surroundings(directory / "sounds")
+    shards, more = write_shards(corpus, directory / "shards"), write_augmentation(directory / "sounds")
     utterances = list(read_manifest(shards.manifest("train")))
     tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
     augment = parse_flags(list(more)).augment

@@ -23,8 +23,8 @@ from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.gradient import OrderedAccumulation, map_ordered
 from konkanivani.training.optimizer_state import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
-from tests.conftest import crossed
-from tests.invariants.failing import ERRORS, above, failing_forward
+from tests.conftest import parameter_grid
+from tests.invariants.failing import ERRORS, fail_above, failing_forward
 from tests.invariants.parts import (
     KINDS,
     MODEL,
@@ -93,7 +93,9 @@ def held_up(monkeypatch: pytest.MonkeyPatch, number: int, seconds: float = 0.5) 
     monkeypatch.setattr(step, "forward_and_backward", held)
 
 
-@pytest.mark.parametrize("kind, recompute", crossed(["conformer", "transformer", "other parts"], ["always", "never"]))
+@pytest.mark.parametrize(
+    "kind, recompute", parameter_grid(["conformer", "transformer", "other parts"], ["always", "never"])
+)
 def test_bit_for_bit_with_dropout(kind, recompute):
     model = KINDS[kind]
     one_by_one = trained(parts_of(1, recompute, model), threads=1)
@@ -223,7 +225,7 @@ def test_out_of_memory_they_go_one_after_another_and_that_is_remembered(capsys):
 
 
 def test_what_does_not_fit_even_so_is_split_further():
-    parts = failing_forward(doubled(2), above(1), ERRORS["cpu"])
+    parts = failing_forward(doubled(2), fail_above(1), ERRORS["cpu"])
     report, undisturbed = (
         train_step(parts, global_batch(SPOKEN, 2), 0),
         train_step(doubled(1), global_batch(SPOKEN, 2), 0),

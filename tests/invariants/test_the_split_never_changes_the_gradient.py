@@ -7,7 +7,7 @@ from konkanivani.config import ModelConfig
 from konkanivani.data.batching import GlobalBatch
 from konkanivani.models.asr import LossCounts
 from konkanivani.training.step import StepParts, StepReport, forward_and_backward, train_step
-from tests.conftest import further
+from tests.conftest import mark_full
 from tests.invariants.parts import KINDS, double_parts, global_batch, relative_difference, speeches
 
 BOUND = 1e-9
@@ -29,7 +29,7 @@ def stepped(cut: GlobalBatch, model: ModelConfig) -> tuple[StepReport, dict[str,
 
 
 @pytest.mark.parametrize("kind", ["conformer", "transformer", "other parts"])
-@pytest.mark.parametrize("utterances", [5, *further(8)])
+@pytest.mark.parametrize("utterances", [5, *mark_full(8)])
 def test_any_cut_gives_the_same_gradient_loss_and_weights(utterances, kind):
     model = KINDS[kind]
     spoken = speeches(utterances)

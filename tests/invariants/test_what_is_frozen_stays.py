@@ -19,7 +19,7 @@ from konkanivani.planning.traces import build_tracer
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import load_evaluation_model
 from konkanivani.training.loop import train
-from tests.conftest import TINY_MODEL, run_folders, run_script, run_trainer, well
+from tests.conftest import TINY_MODEL, checked, run_folders, run_script, run_trainer
 from tests.invariants.parts import MODEL, VOCAB_SIZE
 from tests.starts import begin_run
 
@@ -96,7 +96,7 @@ def test_what_is_tuned_is_told_by_the_scripts(base, corpus, tmp_path):
     trained = run_trainer(*flags, "--freeze", "encoder", "--max_steps", "1")
     assert trained.returncode == 0 and "frozen" in trained.stdout
     checkpoint, bundle = tmp_path / "checkpoints" / LAST, str(tmp_path / "model.safetensors")
-    well(run_script("training_scripts/export_asr.py", "--checkpoint", str(checkpoint), "--bundle", bundle))
+    checked(run_script("training_scripts/export_asr.py", "--checkpoint", str(checkpoint), "--bundle", bundle))
     scored = run_script(
         "training_scripts/evaluate_konkanivani_asr.py",
         *("--checkpoint", str(checkpoint), "--manifest", corpus.manifest("test"), "--output", str(tmp_path / "scores")),

@@ -24,8 +24,8 @@ from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.optimizer_state import set_learning_rate
 from konkanivani.training.step import StepParts
 from konkanivani.training.validation import recognize
-from tests.conftest import crossed
-from tests.invariants.failing import ERRORS, above, failing_forward
+from tests.conftest import parameter_grid
+from tests.invariants.failing import ERRORS, fail_above, failing_forward
 from tests.invariants.parts import (
     KINDS,
     PLACES,
@@ -91,23 +91,23 @@ def whisper_in_half(placement: Placement, mode: str) -> StepParts:
     return whisper_parts(mode, whisper_config("always", half=True), torch.float32, placement=placement)
 
 
-@pytest.mark.parametrize(("place", "recompute", "kind"), crossed(FETCHED, ["always", "never"], OURS))
+@pytest.mark.parametrize(("place", "recompute", "kind"), parameter_grid(FETCHED, ["always", "never"], OURS))
 def test_our_own_fetched(place: str, recompute: str, kind: str) -> None:
     assert not differing(on_card(ours, recompute, kind), weights_after(ours(PLACES[place], recompute, kind), STEPS))
 
 
-@pytest.mark.parametrize(("place", "mode"), crossed(FETCHED, MODES))
+@pytest.mark.parametrize(("place", "mode"), parameter_grid(FETCHED, MODES))
 def test_whisper_fetched(place: str, mode: str) -> None:
     assert not differing(on_card(whisper, mode), weights_after(whisper(PLACES[place], mode), STEPS))
 
 
-@pytest.mark.parametrize(("place", "mode"), crossed(IN_HALF, MODES))
+@pytest.mark.parametrize(("place", "mode"), parameter_grid(IN_HALF, MODES))
 def test_whisper_in_half_precision(place: str, mode: str) -> None:
     away = weights_after(whisper_in_half(PLACES[place], mode), STEPS, torch.float32)
     assert not differing(on_card(whisper_in_half, mode, dtype=torch.float32), away)
 
 
-@pytest.mark.parametrize(("place", "kind"), crossed(IN_HALF, OURS))
+@pytest.mark.parametrize(("place", "kind"), parameter_grid(IN_HALF, OURS))
 def test_our_own_in_half_precision(place: str, kind: str) -> None:
     away = weights_after(ours_in_half(PLACES[place], kind), STEPS, torch.float32)
     assert not differing(on_card(ours_in_half, kind, dtype=torch.float32), away)
@@ -131,7 +131,7 @@ def test_a_long_utterance_is_planned_with_its_weights_on_the_host(kind: str) -> 
 
 def test_memory_that_runs_out_on_the_way() -> None:
     whole = weights_after(ours(ON_CARD, dropout=0.0), STEPS)
-    split = weights_after(failing_forward(ours(ALL, dropout=0.0), above(1), ERRORS["cpu"]), STEPS)
+    split = weights_after(failing_forward(ours(ALL, dropout=0.0), fail_above(1), ERRORS["cpu"]), STEPS)
     assert all(torch.allclose(whole[name], split[name], rtol=1e-9, atol=1e-12) for name in whole)
 
 

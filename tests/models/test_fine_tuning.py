@@ -27,7 +27,7 @@ from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.loop import train
 from konkanivani.training.optimizer_state import TrainedPart, delayed_warmup_factor
 from konkanivani.training.step import StepParts, train_step
-from tests.conftest import TINY_MODEL, Corpus, further, read_log, run_folders, run_script, well, write_corpus
+from tests.conftest import TINY_MODEL, Corpus, checked, mark_full, read_log, run_folders, run_script, write_corpus
 from tests.invariants.parts import global_batch, measured_peak, speeches
 from tests.starts import begin_run, parse_flags
 
@@ -87,7 +87,7 @@ def test_at_first_the_head_alone_is_trained_and_then_all_with_moments_for_all_fr
     "flags",
     [
         ("--freeze_steps", "2", "--encoder_rate_factor", "0.3"),
-        *further((("--train_layers", "1", "--freeze_steps", "2", "--frozen_dtype", "half"),)),
+        *mark_full((("--train_layers", "1", "--freeze_steps", "2", "--frozen_dtype", "half"),)),
         ("--new_tokenizer", "--lora_rank", "2", "--freeze_steps", "2", "--frozen_dtype", "half"),
     ],
 )
@@ -217,7 +217,7 @@ def test_beside_rounded_weights_low_rank_products_merge_and_every_script_takes_t
         ours, theirs, before = (m.ctc_logits(features, (90,))[0].log_softmax(-1) for m in (adapted, merged, plain))
     assert (ours - theirs).abs().max() <= 1e-5 < (ours - before).abs().max()
     bundle = str(tmp_path / "model.safetensors")
-    well(run_script("training_scripts/export_asr.py", "--checkpoint", str(checkpoint), "--bundle", bundle))
+    checked(run_script("training_scripts/export_asr.py", "--checkpoint", str(checkpoint), "--bundle", bundle))
     again = build_run(begin_run([*corpus.flags(), *run_folders(tmp_path / "next"), "--init_from", str(checkpoint)]))
     assert all(torch.equal(weight, merged.state_dict()[name]) for name, weight in again.step.model.state_dict().items())
 

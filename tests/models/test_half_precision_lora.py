@@ -15,7 +15,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.training import build_step
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
-from tests.conftest import Corpus, crossed, read_log, run_folders
+from tests.conftest import Corpus, parameter_grid, read_log, run_folders
 from tests.starts import begin_run
 from tests.whisper.small_model import write_model
 
@@ -77,7 +77,7 @@ def autocast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return request.param
 
 
-@pytest.mark.parametrize(("stored", "frozen"), crossed(STORED, ["fp32", "half"]))
+@pytest.mark.parametrize(("stored", "frozen"), parameter_grid(STORED, ["fp32", "half"]))
 def test_lora_trains_in_fp32_from_a_checkpoint_of_any_format(
     base, corpus, tmp_path, autocast, stored, frozen, monkeypatch
 ):

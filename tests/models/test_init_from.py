@@ -18,7 +18,7 @@ from konkanivani.models.fine_tuning import WeightTransfer, transfer_weights
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import evaluate_manifest, load_evaluation_model
 from konkanivani.training.loop import finish_epoch, train
-from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer, well
+from tests.conftest import TINY_MODEL, Corpus, checked, read_log, run_folders, run_trainer
 from tests.starts import begin_run
 
 LARGE = ModelConfig(
@@ -183,7 +183,7 @@ def test_negative_control_without_it_the_validation_loss_is_another(corpus, trai
 def test_a_smaller_model_is_cut_from_the_checkpoint_by_the_script_which_tells_what_it_did(corpus, trained, tmp_path):
     path = trained / "checkpoints" / LAST
     smaller = ("--d_model", "16", "--encoder_layers", "1", "--max_steps", "1", "--init_from", str(path))
-    done = well(run_trainer(*flags(corpus, tmp_path), *smaller))
+    done = checked(run_trainer(*flags(corpus, tmp_path), *smaller))
     assert "Weights from the checkpoint of step" in done.stdout
     for kind in ("loaded:", "truncated to the new shape:", "not loaded (randomly initialised): 0 tensors"):
         assert kind in done.stdout

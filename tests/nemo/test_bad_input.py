@@ -13,7 +13,7 @@ import torch
 
 from konkanivani.checkpoints.checkpoint import read_checkpoint
 from konkanivani.models.nemo.weights import import_nemo
-from tests.conftest import run_script, well
+from tests.conftest import checked, run_script
 from tests.faults.test_error_texts import complaint
 from tests.faults.untrusted_input import Calls
 from tests.faults.watching import watch
@@ -235,7 +235,7 @@ def test_what_the_script_says_and_leaves(tmp_path):
     sound, out = FOLDER / "striding.nemo", tmp_path / "out.pt"
     bad = tmp_path / "bad.nemo"
     FILES["vggnet"][0](bad)
-    done = well(run_script(SCRIPT, str(sound), str(out)))
+    done = checked(run_script(SCRIPT, str(sound), str(out)))
     before = out.read_bytes()
     read_checkpoint(out)
     for words, code, said in (

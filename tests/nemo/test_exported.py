@@ -13,7 +13,7 @@ from konkanivani.inference.speech_model import build_speech_model
 from konkanivani.models.nemo.weights import import_nemo
 from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import train
-from tests.conftest import TINY_MODEL, Corpus, run_folders, run_script, well
+from tests.conftest import TINY_MODEL, Corpus, checked, run_folders, run_script
 from tests.nemo.exported import SHAPE, write_nemo
 from tests.nemo.files import read_parts
 from tests.nemo.goldens import hear, sound
@@ -36,7 +36,7 @@ def trained(folder: Path, corpus: Corpus, *shape: str) -> Path:
 def imported(weights: Path, folder: Path) -> Path:
     """Write the weights as a .nemo file; return the checkpoint that import_asr.py creates from it."""
     write_nemo(folder / "first.nemo", read_checkpoint(weights))
-    well(
+    checked(
         run_script("training_scripts/import_asr.py", str(folder / "first.nemo"), str(folder / "imported.pt"), "--force")
     )
     return folder / "imported.pt"

@@ -11,7 +11,7 @@ import torch
 from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.inference.speech_model import SpeechModel, build_speech_model
 from konkanivani.models.nemo.weights import import_nemo
-from tests.conftest import run_script, well
+from tests.conftest import checked, run_script
 from tests.nemo.files import read_parts
 from tests.nemo.goldens import NEAR, hear, in_their_order, sound
 
@@ -95,7 +95,7 @@ def test_texts_become_the_tokens_that_theirs_are(folder):
 
 
 def test_the_script_takes_it_and_says_so(folder, tmp_path):
-    done = well(run_script("training_scripts/import_asr.py", str(folder), str(tmp_path / "out.pt")))
+    done = checked(run_script("training_scripts/import_asr.py", str(folder), str(tmp_path / "out.pt")))
     assert "Not imported: nothing" in done.stdout and f"saved by transformers {transformers.__version__}" in done.stdout
     assert "80 ms per frame" in done.stdout
 

@@ -27,7 +27,7 @@ from konkanivani.ops.chunks import ChunkedRelativeSelfAttention
 from konkanivani.ops.passes import optimize
 from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import train
-from tests.conftest import TINY_MODEL, Corpus, further, run_folders, run_script, well
+from tests.conftest import TINY_MODEL, Corpus, checked, mark_full, run_folders, run_script
 from tests.inference.test_export import CPU, EXPORT, SHAPE, speech_model_of_shape, spoken
 from tests.invariants.parts import OTHER_FEATURES, OTHER_PARTS
 from tests.models.test_block_parts import laid_out, random_attention
@@ -77,7 +77,7 @@ def test_trained_resumed_exported_and_heard(corpus: Corpus, tmp_path: Path):
     assert "encoder.blocks.0.entry_norm.weight" not in weights and "encoder.blocks.1.entry_norm.weight" in weights
 
     checkpoint, bundle = str(tmp_path / "checkpoints" / "checkpoint_last.pt"), tmp_path / "m.safetensors"
-    well(run_script(EXPORT, "--checkpoint", checkpoint, "--bundle", str(bundle)))
+    checked(run_script(EXPORT, "--checkpoint", checkpoint, "--bundle", str(bundle)))
     heard = [load_recognizer(path, device="cpu").transcribe(spoken(3.0).numpy()).text for path in (checkpoint, bundle)]
     assert heard[0] == heard[1]
     changed = ("--resume", checkpoint, "--frame_padding", "none", *folder)
@@ -111,7 +111,7 @@ def test_what_has_always_been_is_written_as_it_always_was():
     assert "reflected" in told["edges"] and (told["preemphasis"], told["power_guard"]) == (0.97, "added")
 
 
-@pytest.mark.parametrize("kind", further("striding", "separable"))  # separable by default: test_used.py
+@pytest.mark.parametrize("kind", mark_full("striding", "separable"))  # separable by default: test_used.py
 def test_onnx_files_say_what_the_model_says(kind, tmp_path):
     speech_model = speech_model_of(*SHAPES[kind])
     (tmp_path / "m.onnx").write_bytes(build_onnx(speech_model))

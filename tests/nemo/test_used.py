@@ -18,7 +18,7 @@ from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.inference.speech_model import build_speech_model
 from konkanivani.inference.write_exports import check_signal
 from konkanivani.rules import settings_of
-from tests.conftest import TRAINER, Corpus, run_folders, run_script, well, write_corpus
+from tests.conftest import TRAINER, Corpus, checked, run_folders, run_script, write_corpus
 from tests.nemo.files import FOLDER
 from tests.nemo.goldens import hear, sound
 
@@ -48,7 +48,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(script: str, *words: str) -> str:
-    done = well(run_script(f"training_scripts/{script}.py", *words))
+    done = checked(run_script(f"training_scripts/{script}.py", *words))
     return done.stdout
 
 
@@ -115,11 +115,11 @@ def test_a_run_that_begins_with_it_takes_all_of_it_and_keeps_where_it_comes_from
     flags = [word for s in shape if s.name != "scaled_input" for word in (f"--{s.name}", str(s.value))]
     flags += ["--scaled_input", "--tokenizer_type", "bpe", "--vocab_size", str(initial.vocab_size)]
     words = [*corpus.flags(), *run_folders(tmp_path), "--max_steps", "2", "--device", "cpu", "--num_workers", "0"]
-    done = well(run_script(TRAINER, *words, *flags, "--init_from", str(imported / "striding.pt")))
+    done = checked(run_script(TRAINER, *words, *flags, "--init_from", str(imported / "striding.pt")))
     assert f"loaded: {len(initial.states['model'])} tensors" in done.stdout
     last = tmp_path / "checkpoints" / "checkpoint_last.pt"
     going_on = ("--checkpoint_dir", str(last.parent), "--resume", "auto", "--max_steps", "4", "--log_dir", words[7])
-    done = well(run_script(TRAINER, *going_on))
+    done = checked(run_script(TRAINER, *going_on))
     trained = read_checkpoint(last)
     assert trained.step == 4 and trained.tokenizer == initial.tokenizer
     averaged = average_checkpoints([NamedCheckpoint("a", trained)])

@@ -22,7 +22,7 @@ from konkanivani.planning.traces import build_tracer
 from konkanivani.randomness import seed_step
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, forward_and_backward
-from tests.conftest import crossed, further
+from tests.conftest import mark_full, parameter_grid
 from tests.invariants.parts import (
     KINDS,
     double_parts,
@@ -104,7 +104,7 @@ def test_a_minute_is_run_in_one_piece(monkeypatch):
         losses_and_gradients(in_chunks(parts, CHUNK_FRAMES - 10), global_batch([spoken], 1))
 
 
-@pytest.mark.parametrize("mode, model", crossed(["never", "always"], ["ours", "by distance"]))
+@pytest.mark.parametrize("mode, model", parameter_grid(["never", "always"], ["ours", "by distance"]))
 def test_in_chunks_too_the_traced_peak_is_the_real_steps_peak(mode, model):
     config, cpu = TrainConfig(model=MODELS[model], data=DataConfig(concurrent_micro_batches=1)), torch.device("cpu")
     spoken = [dataclasses.replace(s, waveform=s.waveform.float()) for s in speeches(4, augmented=False)]
@@ -127,8 +127,8 @@ SMALL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_he
 MODELS = {"ours": SMALL, "by distance": dataclasses.replace(SMALL, attention_positions="relative")}
 
 
-@pytest.mark.parametrize("minutes", [(1, 5, 10), *further(((1, 10, 20),))])
-@pytest.mark.parametrize("mode, model", crossed(["always", "never"], MODELS))
+@pytest.mark.parametrize("minutes", [(1, 5, 10), *mark_full(((1, 10, 20),))])
+@pytest.mark.parametrize("mode, model", parameter_grid(["always", "never"], MODELS))
 def test_the_traced_peak_grows_linearly(mode, model, minutes):
     """Compare the growth above the state between the three lengths, at 15 tokens per second."""
     config = TrainConfig(model=MODELS[model])

@@ -14,7 +14,7 @@ from konkanivani.planning.plan import ALWAYS, NEVER
 from konkanivani.planning.tensors import Shape, Shapes
 from konkanivani.planning.tracer import BatchShape, Peak
 from konkanivani.planning.traces import build_tracer
-from tests.conftest import further
+from tests.conftest import mark_full
 
 MODEL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=8)
 FEW = BatchShape(3, 4.0, 20)
@@ -48,7 +48,7 @@ def untouched(half: bool, is_card: bool) -> list[Peak | int]:
         return traced(Shapes, half, is_card, patch)
 
 
-@pytest.mark.parametrize("half, is_card", [(False, False), (True, True), *further((True, False), (False, True))])
+@pytest.mark.parametrize("half, is_card", [(False, False), (True, True), *mark_full((True, False), (False, True))])
 def test_peaks_are_those_of_fake_tensors(half, is_card, monkeypatch):
     assert untouched(half, is_card) == traced(Fakes, half, is_card, monkeypatch)
 

@@ -17,7 +17,7 @@ from konkanivani.flags import config_from_text, config_to_text, contradictions
 from konkanivani.recipe.build import build_run
 from konkanivani.rules import settings_of, with_values
 from konkanivani.training.loop import train
-from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer, well
+from tests.conftest import TINY_MODEL, Corpus, checked, read_log, run_folders, run_trainer
 from tests.starts import begin_run, parse_flags
 
 STEPS = 3
@@ -118,7 +118,7 @@ def test_a_contradiction_ends_with_4_and_lists_each_difference_with_the_way_out(
 
 def test_resume_with_a_path_alone_takes_all_else_from_the_checkpoint_and_goes_on(corpus, copy, tmp_path):
     path = copy / "checkpoints" / LAST
-    only = well(run_trainer("--resume", str(path), "--max_steps", "4", *run_folders(copy), cwd=tmp_path))
+    only = checked(run_trainer("--resume", str(path), "--max_steps", "4", *run_folders(copy), cwd=tmp_path))
     assert f"Resuming from {path}: step {STEPS}." in only.stdout
     assert [r["step"] for r in read_log(copy)] == [1, 2, 3, 4]
     config = config_from_text(read_checkpoint(path).config)
@@ -134,7 +134,7 @@ def test_learning_rate_dropout_and_workers_may_change_on_resume(corpus, copy):
 
 def test_a_finished_run_resumed_trains_nothing_more_and_reports(corpus, copy):
     before = read_checkpoint(copy / "checkpoints" / LAST)
-    done = well(run_trainer(*base_flags(corpus, copy), "--resume", "auto"))
+    done = checked(run_trainer(*base_flags(corpus, copy), "--resume", "auto"))
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == STEPS
     assert f"--max_steps {STEPS}, step {STEPS} is the last. Raise the limit to train longer." in done.stdout
     after = read_checkpoint(copy / "checkpoints" / LAST)
@@ -161,7 +161,7 @@ def test_a_used_folder_asks_for_resume_or_fresh_with_2(corpus, copy):
 
 
 def test_fresh_moves_the_old_checkpoints_aside_where_they_stay_readable(corpus, copy):
-    done = well(run_trainer(*base_flags(corpus, copy), "--fresh", "--max_steps", "1"))
+    done = checked(run_trainer(*base_flags(corpus, copy), "--fresh", "--max_steps", "1"))
     folder = copy / "checkpoints"
     assert f"The old checkpoints were moved to {folder / 'replaced_1'}" in done.stdout
     assert read_checkpoint(folder / "replaced_1" / LAST).step == STEPS

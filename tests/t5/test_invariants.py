@@ -26,10 +26,18 @@ from konkanivani.training import step
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import RecognizedPortion
-from tests.conftest import crossed
+from tests.conftest import parameter_grid
 from tests.invariants.failing import ERRORS, failing_backward, failing_forward
 from tests.invariants.parts import PLACES, measured_peak, relative_difference
-from tests.pretrained_parts import FAILING, MODES, are_equal, gradients, largest_difference, recognized, state_of
+from tests.pretrained_parts import (
+    FAILING,
+    MODES,
+    are_equal,
+    gradients,
+    largest_difference,
+    recognize_greedily,
+    state_of,
+)
 from tests.t5.parts import (
     CPU,
     SHAPE,
@@ -44,7 +52,7 @@ from tests.t5.parts import (
 )
 
 BOUND = 1e-9
-TRAINED = [*crossed(MODES, ("1.1",)), ("full", "1.0"), ("LoRA", "1.0")]
+TRAINED = [*parameter_grid(MODES, ("1.1",)), ("full", "1.0"), ("LoRA", "1.0")]
 every_mode = pytest.mark.parametrize("mode", MODES)
 every_model = pytest.mark.parametrize(("mode", "variant"), TRAINED)
 SAID = pairs(4)
@@ -90,7 +98,7 @@ def test_padding_is_invisible():
         assert relative_difference(unmasked[0, : lengths[0]], together[0, : lengths[0]]) > 1e-3
 
 
-@pytest.mark.parametrize(("mode", "first"), crossed(MODES, ("all", 2, 4)))
+@pytest.mark.parametrize(("mode", "first"), parameter_grid(MODES, ("all", 2, 4)))
 def test_recomputed_blocks_give_the_same_gradient_bit_for_bit(mode, first):
     parts, cut = t5_parts(mode), global_batch(SAID, 2)
     policy = RecomputePolicy("always") if first == "all" else RecomputePolicy.first(first)
@@ -103,7 +111,7 @@ def undisturbed_step(mode: str) -> tuple[StepReport, dict[str, torch.Tensor]]:
     return train_step(parts, global_batch(SAID, 2), 3), state_of(parts)
 
 
-@pytest.mark.parametrize(("mode", "where", "when"), crossed(("full", "LoRA"), ("forward", "backward"), FAILING))
+@pytest.mark.parametrize(("mode", "where", "when"), parameter_grid(("full", "LoRA"), ("forward", "backward"), FAILING))
 def test_a_step_split_for_want_of_memory_is_the_same_step(mode, where, when):
     parts, (undisturbed, whole), when = t5_parts(mode), undisturbed_step(mode), FAILING[when]
     if where == "forward":
@@ -116,7 +124,7 @@ def test_a_step_split_for_want_of_memory_is_the_same_step(mode, where, when):
     assert largest_difference(whole, state_of(parts)) < BOUND
 
 
-@pytest.mark.parametrize(("mode", "place"), crossed(MODES, [place for place in PLACES if "hal" not in place]))
+@pytest.mark.parametrize(("mode", "place"), parameter_grid(MODES, [place for place in PLACES if "hal" not in place]))
 def test_where_weights_lie_changes_no_number(mode, place):
     on_card, elsewhere = t5_parts(mode), t5_parts(mode, placement=PLACES[place])
     for number in range(2):
@@ -152,7 +160,7 @@ def test_merged_low_rank_products_are_the_same_model():
 
 def validated(parts: StepParts, most: int = 40) -> RecognizedPortion:
     """Return each input's likeliest tokens from cached decoding, up to the maximum length."""
-    return recognized(parts, global_batch(SAID, 3), SPECIAL, rules_of(most))
+    return recognize_greedily(parts, global_batch(SAID, 3), SPECIAL, rules_of(most))
 
 
 def rules_of(most: int) -> GenerationRules:
@@ -239,7 +247,7 @@ def test_the_search_takes_what_is_planned_with_its_cache():
     with LiveBytes() as live:
         live.count(parts.state_tensors())
         live.restart_peak()
-        recognized(parts, global_batch(said, 4), SPECIAL, rules_of(80))
+        recognize_greedily(parts, global_batch(said, 4), SPECIAL, rules_of(80))
         found.append(live.restart_peak())
     tracer = build_tracer(t5_config(), architecture, ONLY_TENSORS)
     planned = tracer.trace_validation(BatchShape(4, 64.0, 80))

@@ -28,8 +28,8 @@ from konkanivani.training.build_step import StateLayout, build_step_parts, memor
 from konkanivani.training.optimizer_state import Optimizer, OptimizerState
 from konkanivani.training.optimizers import BLOCK, KINDS, Codebook, build_optimizer, dynamic_shares
 from konkanivani.training.step import StepParts, train_step
-from tests.conftest import crossed
-from tests.invariants.failing import ERRORS, failing_backward, failing_forward, once_at
+from tests.conftest import parameter_grid
+from tests.invariants.failing import ERRORS, fail_at, failing_backward, failing_forward
 from tests.invariants.parts import (
     MODEL,
     PLACES,
@@ -313,7 +313,7 @@ def test_the_planned_state_is_the_real_one_to_the_byte(kind):
     )
 
 
-@pytest.mark.parametrize("kind, policy", crossed(SMALLER, ["never", "always"]))
+@pytest.mark.parametrize("kind, policy", parameter_grid(SMALLER, ["never", "always"]))
 def test_a_planned_peak_bounds_the_measured_one(kind, policy):
     model = ModelConfig(d_model=128, encoder_layers=1, decoder_layers=1)
     config, recompute = config_of(kind, model), RecomputePolicy(policy)
@@ -371,7 +371,7 @@ def test_resumed_from_a_file_it_goes_on_bit_for_bit(kind, tmp_path):
 
 @pytest.mark.parametrize(("kind", "failing"), [("adamw8bit", failing_forward), ("adafactor", failing_backward)])
 def test_a_step_that_runs_out_of_memory_and_is_split_is_the_same_step(kind, failing):
-    whole, parts = in_double(kind), failing(in_double(kind), once_at(1), ERRORS["cuda"])
+    whole, parts = in_double(kind), failing(in_double(kind), fail_at(1), ERRORS["cuda"])
     for step in range(2):
         reports = [train_step(each, global_batch(speeches(4, seed=step), 2), step) for each in (whole, parts)]
         assert reports[0].splits == 0 and reports[1].splits == (step == 0)
@@ -435,7 +435,7 @@ def test_a_plan_and_what_did_not_fit_are_of_one_optimizer():
     assert len(set(conditions)) == len(KINDS)
 
 
-@pytest.mark.parametrize(("kind", "place"), crossed(KINDS, ("card", "host")))
+@pytest.mark.parametrize(("kind", "place"), parameter_grid(KINDS, ("card", "host")))
 def test_a_trace_updates_one_parameter_of_each_layout_for_the_peak_of_all(kind, place, monkeypatch):
     """Also of an update that allocates memory, unlike those of the project."""
     config = config_of(kind)

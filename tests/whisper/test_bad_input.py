@@ -16,7 +16,16 @@ import torch
 
 from konkanivani.checkpoints.checkpoint import check_is_there
 from konkanivani.errors import CheckpointError
-from tests.conftest import TINY_MODEL, Corpus, of_each_kind, run_folders, run_script, run_trainer, well, write_corpus
+from tests.conftest import (
+    TINY_MODEL,
+    Corpus,
+    checked,
+    mark_full_except,
+    run_folders,
+    run_script,
+    run_trainer,
+    write_corpus,
+)
 from tests.faults.test_error_texts import complaint
 from tests.whisper.small_model import write_model
 
@@ -60,8 +69,8 @@ def models(tmp_path_factory) -> Models:
     added.write_text(added.read_text().replace("<|translate|>", "<|nothing|>"))
     for kind, flags in KINDS.items():
         flags = ("--pretrained", found.folder(), *LANGUAGE, *flags)
-        well(run_trainer(*found.corpus.flags(), *SHORT, *run_folders(root / kind), *flags))
-    well(run_trainer(*TINY_MODEL, *found.corpus.flags(), *SHORT, *run_folders(root / "ours")))
+        checked(run_trainer(*found.corpus.flags(), *SHORT, *run_folders(root / kind), *flags))
+    checked(run_trainer(*TINY_MODEL, *found.corpus.flags(), *SHORT, *run_folders(root / "ours")))
     return found
 
 
@@ -151,7 +160,7 @@ FOLDERS: dict[str, tuple[Change, int, str]] = {
 TRIED = ("no folder", "no config", "cut", "NaN", "a token more", "broken vocabulary", "a time that is none")
 
 
-@pytest.mark.parametrize("case", of_each_kind(FOLDERS, TRIED))
+@pytest.mark.parametrize("case", mark_full_except(FOLDERS, TRIED))
 def test_a_bad_folder_is_refused_before_anything_is_made(case, models, tmp_path):
     change, code, said = FOLDERS[case]
     folder, out = tmp_path / "folder", tmp_path / "out"
@@ -204,7 +213,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
 ALIKE = {"CTC", "inner CTC", "two beginnings", "bands", "unknown", "task alone", "targets alone"}
 
 
-@pytest.mark.parametrize("case", of_each_kind(FLAGS, FLAGS.keys() - ALIKE))
+@pytest.mark.parametrize("case", mark_full_except(FLAGS, FLAGS.keys() - ALIKE))
 def test_flags_that_cannot_work_are_refused_before_anything_is_made(case, models, tmp_path):
     flags, said = FLAGS[case]
     check_refusal(train(models, tmp_path / "out", *models.fill(flags, tmp_path)), 2, said)
@@ -290,7 +299,7 @@ TAMPERED: dict[str, tuple[str, Callable[[dict], object], str]] = {
 SHOWN = ("2^40", "huge", "wider", "no width", "no digest")
 
 
-@pytest.mark.parametrize("case", of_each_kind(TAMPERED, SHOWN))
+@pytest.mark.parametrize("case", mark_full_except(TAMPERED, SHOWN))
 def test_a_checkpoint_that_was_tampered_with_is_refused_by_all_that_read_it(case, models, tmp_path):
     kind, change, said = TAMPERED[case]
     shutil.copytree(models.root / kind, tmp_path / "out")
@@ -327,7 +336,7 @@ EXPORTS = {
 }
 
 
-@pytest.mark.parametrize("case", of_each_kind(EXPORTS, EXPORTS.keys() - {"ONNX", "English", "no base"}))
+@pytest.mark.parametrize("case", mark_full_except(EXPORTS, EXPORTS.keys() - {"ONNX", "English", "no base"}))
 def test_an_export_that_cannot_be_writes_nothing(case, models, tmp_path):
     flags, code, said = EXPORTS[case]
     (tmp_path / "mine.txt").write_text("mine")

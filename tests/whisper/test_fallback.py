@@ -17,7 +17,7 @@ from konkanivani.inference.whisper_generation import FallbackDecode, compression
 from konkanivani.models.whisper.model import Whisper, WhisperShape
 from konkanivani.models.whisper.vocabulary import PromptedVocabulary
 from konkanivani.planning.tensors import LiveBytes
-from tests.conftest import WORDS, further
+from tests.conftest import WORDS, mark_full
 from tests.whisper.folders import FRAMES, reference, transformers
 from tests.whisper.test_parity import ours_of
 from tests.whisper.vocabularies import POSITIONS, kind_of, read_vocabulary, write_vocabulary
@@ -113,7 +113,7 @@ def test_what_is_good_is_as_it_was_and_costs_nothing(model, vocabulary, utteranc
     assert decoded(strict, model, *good) and begun.sizes[6:] == [3] * (3 + len(decode.temperatures))
 
 
-@pytest.mark.parametrize("beam", [3, *further(1)])
+@pytest.mark.parametrize("beam", [3, *mark_full(1)])
 def test_only_what_repeats_itself_is_drawn_anew(model, vocabulary, utterances, beam, monkeypatch):
     decode, given = fallback(vocabulary, beam), [utterances[name] for name in ("good", "loop", "other", "good")]
     first = decoded(decode.inner, model, *given)
@@ -148,7 +148,7 @@ def test_the_first_good_one_is_taken_else_the_last(model, vocabulary, utterances
     )
 
 
-@pytest.mark.parametrize("beam", [3, *further(1)])
+@pytest.mark.parametrize("beam", [3, *mark_full(1)])
 def test_alone_and_in_any_batch_the_same_is_found(model, vocabulary, utterances, beam):
     decode = fallback(vocabulary, beam, temperatures=(0.4, 1.0))
     alone = {name: decoded(decode, model, frames)[0] for name, frames in utterances.items()}

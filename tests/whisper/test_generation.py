@@ -30,7 +30,7 @@ from konkanivani.models.whisper.vocabulary import (
     Prompt,
     PromptedVocabulary,
 )
-from tests.conftest import WORDS, further
+from tests.conftest import WORDS, mark_full
 from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
 from tests.whisper.folders import KINDS, SECONDS, Kind, ours_of, random_features, reference, transformers
 
@@ -133,7 +133,7 @@ def case_of(name: str, pairs: BytePairs, seed: int) -> Case:
     return Case(model, ours_of(model, kind), vocabulary, prompt, random_features(kind, INPUTS, seed).double())
 
 
-@pytest.fixture(scope="module", params=["tiny", "v3", "en", *further("turbo")])
+@pytest.fixture(scope="module", params=["tiny", "v3", "en", *mark_full("turbo")])
 def cases(request, tmp_path_factory) -> list[Case]:
     """Return eight models of a kind, with a small vocabulary but the number of languages of the published kind."""
     languages = tuple(whisper.LANGUAGES)[: 100 if request.param in ("v3", "turbo") else 99]
@@ -160,7 +160,7 @@ def test_greedy_ids_are_those_of_generate(cases, with_times):
     assert not with_times or len(times) > 8
 
 
-@pytest.mark.parametrize("with_times", [True, *further(False)])
+@pytest.mark.parametrize("with_times", [True, *mark_full(False)])
 def test_a_beam_of_three_finds_what_generate_finds_where_both_end(cases, with_times):
     """With `length_penalty` 0, a score is the sum over the tokens and the end, as in this project.
 

@@ -23,17 +23,17 @@ from konkanivani.training import step
 from konkanivani.training.gradient import OrderedAccumulation
 from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import RecognizedPortion
-from tests.conftest import crossed
-from tests.invariants.failing import ERRORS, failing_backward, failing_forward, once_at
+from tests.conftest import parameter_grid
+from tests.invariants.failing import ERRORS, fail_at, failing_backward, failing_forward
 from tests.invariants.parts import global_batch, relative_difference, speeches
 from tests.pretrained_parts import (
     FAILING,
     MODES,
     are_equal,
-    draw_products,
+    draw_lora_weights,
     gradients,
     largest_difference,
-    recognized,
+    recognize_greedily,
     state_of,
 )
 from tests.tracers import Calls
@@ -47,7 +47,7 @@ BLOCKS_BELOW = {"full": 0, "LoRA": 1, "one block": 2, "encoder": 3}  # number of
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
-@pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
+@pytest.mark.parametrize(("mode", "recompute"), parameter_grid(MODES, RECOMPUTED))
 def test_any_cut_gives_the_same_gradient(mode, recompute):
     parts = whisper_parts(mode, whisper_config(recompute))
     for spoken in (SPOKEN, RAGGED):
@@ -69,7 +69,7 @@ def test_negative_control_averaging_the_micro_batches_means_is_another_gradient(
     assert largest_difference(whole, wrong) > 1e-3
 
 
-@pytest.mark.parametrize(("mode", "first"), crossed(MODES, ("all", 1, 2, 4)))
+@pytest.mark.parametrize(("mode", "first"), parameter_grid(MODES, ("all", 1, 2, 4)))
 def test_recomputed_blocks_give_the_same_gradient_bit_for_bit(mode, first):
     parts, flop = whisper_parts(mode), []
     policy = RecomputePolicy("always") if first == "all" else RecomputePolicy.first(first)
@@ -105,7 +105,7 @@ def undisturbed_step(mode: str) -> tuple[StepReport, dict[str, torch.Tensor]]:
     return train_step(parts, global_batch(SPOKEN, 2), 3), state_of(parts)
 
 
-@pytest.mark.parametrize(("mode", "where", "when"), crossed(MODES, ("forward", "backward"), FAILING))
+@pytest.mark.parametrize(("mode", "where", "when"), parameter_grid(MODES, ("forward", "backward"), FAILING))
 def test_a_step_split_for_want_of_memory_is_the_same_step(mode, where, when):
     parts, (undisturbed, whole), when = whisper_parts(mode), undisturbed_step(mode), FAILING[when]
     half_way = SHAPE.encoder_layers + 1  # first block of the decoder: the second one has its gradient
@@ -125,7 +125,7 @@ def test_a_step_split_for_want_of_memory_is_the_same_step(mode, where, when):
 def test_negative_control_what_the_failed_attempt_added_up_is_another_step(mode, monkeypatch):
     parts = whisper_parts(mode)
     monkeypatch.setattr(parts.optimizer, "zero_grad", lambda: None)
-    assert train_step(failing_forward(parts, once_at(1), ERRORS["cpu"]), global_batch(SPOKEN, 2), 3).splits == 1
+    assert train_step(failing_forward(parts, fail_at(1), ERRORS["cpu"]), global_batch(SPOKEN, 2), 3).splits == 1
     assert largest_difference(undisturbed_step(mode)[1], state_of(parts)) > 1e-3
 
 
@@ -160,7 +160,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(step, "forward_and_backward", held)
 
 
-@pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
+@pytest.mark.parametrize(("mode", "recompute"), parameter_grid(MODES, RECOMPUTED))
 def test_side_by_side_is_one_after_another_whoever_is_late(mode, recompute, monkeypatch, two_threads):
     expected = trained(mode, 1, recompute)
     assert are_equal(trained(mode, 2, recompute), expected)
@@ -202,7 +202,7 @@ def test_low_rank_products_begin_as_nothing_and_merged_they_are_the_same_model()
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             assert torch.equal(logits(tuned), logits(base))
-    draw_products(tuned)
+    draw_lora_weights(tuned)
     plain, weights = architecture.plain(tuned.state_dict())
     merged = plain.build()
     merged.load_state_dict(weights)
@@ -213,10 +213,10 @@ def test_low_rank_products_begin_as_nothing_and_merged_they_are_the_same_model()
 def validated(parts: StepParts) -> RecognizedPortion:
     """Return each utterance's likeliest tokens from cached decoding, up to the maximum length."""
     rules = GenerationRules(prompt=(4, 5), suppressed=(OUR_TOKENS.end,), most_tokens=SHAPE.target_positions - 3)
-    return recognized(parts, global_batch(SPOKEN, 3), OUR_TOKENS, rules)
+    return recognize_greedily(parts, global_batch(SPOKEN, 3), OUR_TOKENS, rules)
 
 
-@pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
+@pytest.mark.parametrize(("mode", "recompute"), parameter_grid(MODES, RECOMPUTED))
 def test_generation_between_two_gradients_changes_neither(mode, recompute):
     parts = whisper_parts(mode, whisper_config(recompute))
     alone, said = gradients(parts, FOUR), []

@@ -200,7 +200,7 @@ def test_a_network_without_values_has_the_same_shapes_and_takes_no_memory():
     }
 
 
-def test_shapes_alone_do_not_wait_for_torchs_compiler(torch_alone):
+def test_shapes_alone_do_not_wait_for_torchs_compiler(torch_only_parent):
     program = """
 import sys
 from konkanivani.models.whisper.architecture import WhisperArchitecture
@@ -208,7 +208,7 @@ from konkanivani.models.whisper.model import WhisperShape
 WhisperArchitecture(WhisperShape(64, 4, 2, 2, 64, 80, 60)).build_without_values()
 print("torch._dynamo" in sys.modules)
 """
-    assert torch_alone.run_program(program).stdout == "False\n"
+    assert torch_only_parent.run_program(program).stdout == "False\n"
 
 
 def test_what_is_masked_is_as_silent_as_the_padding():
