@@ -1,4 +1,4 @@
-"""A miniature corpus of tones, written in a second, and runs of the real scripts on it in child processes."""
+"""Shared fixtures and helpers: a small corpus of tones, and runs of the scripts in child processes."""
 
 import contextlib
 import gc
@@ -40,8 +40,8 @@ TINY_MODEL = (
     *("--convolution_kernel", "7", "--subsampling_channels", "8", "--vocab_size", "30", "--device", "cpu"),
 )
 
-# Files that take longer than 10 s, roughly slowest first. They run first: otherwise one process may be left with such a
-# file at the end, while the others have nothing to do. pytest-xdist would start with the files that have most tests.
+# Files that take longer than 10 s, roughly slowest first. They run first: otherwise one process may still run such
+# a file at the end while the others are idle. By default, pytest-xdist starts with the files that have most tests.
 SLOW_FILES = (
     "invariants/test_documentation.py",
     "test_api.py",
@@ -76,7 +76,7 @@ SLOW_FILES = (
 
 @dataclass(frozen=True)
 class Corpus:
-    """Three manifests in one folder."""
+    """Corpus folder with a manifest per split."""
 
     directory: Path
 
@@ -137,7 +137,7 @@ def write_shards(corpus: Corpus, directory: Path) -> Corpus:
 
 
 def write_augmentation(directory: Path) -> tuple[str, ...]:
-    """Write two noises and two room impulse responses; return trainer flags with them and all other augmentation."""
+    """Write two noises and two room impulse responses; return trainer flags that enable them and all augmentation."""
     generator = np.random.default_rng(5)
     directory.mkdir(parents=True)
     for kind, seconds, rate in (("noise", 1.7, 22_050), ("rir", 0.2, 16_000)):
@@ -158,7 +158,7 @@ def mark_full(*cases: object) -> list:
 
 
 def mark_full_except(cases: Iterable[str], shown: Container[str]) -> list:
-    """Return the cases as parameters; the ones outside `shown` run only with `--full`."""
+    """Return the cases as parameters; cases that are not in `shown` run only with `--full`."""
     return [*(case for case in cases if case in shown), *mark_full(*(case for case in cases if case not in shown))]
 
 
@@ -178,16 +178,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help="leave out slow files, tests that start a process, and all but the first parameters of each test",
+        help="skip slow files, tests that start a process, and all but the first parameters of each test",
     )
-    parser.addoption("--full", action="store_true", help="try further cases too of what other cases try")
-    parser.addoption("--card", action="store_true", help="run the tests of a CUDA card, and no others")
+    parser.addoption("--full", action="store_true", help="run the additional cases too")
+    parser.addoption("--card", action="store_true", help="run only the tests that need a CUDA GPU")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Skip tests that start a process under `--quick`, and hide the GPU without `--card`."""
-    config.addinivalue_line("markers", "card: what only a CUDA card shows")
-    config.addinivalue_line("markers", "full: a further case of what others try, or a benchmark")
+    config.addinivalue_line("markers", "card: needs a CUDA GPU")
+    config.addinivalue_line("markers", "full: an additional case of a test, or a benchmark; runs only with --full")
     if not config.getoption("--card"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.getoption("--quick"):
@@ -195,10 +195,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Import the test files, in each process of pytest-xdist from another one on.
+    """Import all test files, starting in each process of pytest-xdist with a different file.
 
-    The import of all files rewrites and compiles their assertions, 8 s of CPU time. In the same order, each process
-    would do all of it at the same time; so it uses what the others have compiled.
+    pytest rewrites and compiles the assertions of a file at its first import, 8 s of CPU time for all files. In the
+    same order, each process would compile every file; in different orders, it reads what the others have compiled.
     """
     worker = getattr(session.config, "workerinput", None)
     if worker is None or sys.dont_write_bytecode or not runs_whole_suite(session.config):
@@ -213,30 +213,30 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def runs_whole_suite(config: pytest.Config) -> bool:
-    """Return whether the run has all test files."""
+    """Return whether the run collects all test files."""
     return all(Path(argument).resolve() in (ROOT, ROOT / "tests") for argument in config.args)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect further cases without `--full` and slow files with `--quick`; sort; skip GPU tests without a GPU."""
+    """Deselect additional cases without `--full` and slow files with `--quick`; sort; skip GPU tests without a GPU."""
     import torch  # tests.warm must set the environment first
 
     from konkanivani.distributed import choose_device
 
-    on_card = config.getoption("--card")
-    of_card = [item for item in items if item.get_closest_marker("card")]
-    asked = of_card if on_card else items
-    asked = [item for item in asked if config.getoption("--full") or not item.get_closest_marker("full")]
+    on_gpu = config.getoption("--card")
+    gpu_tests = [item for item in items if item.get_closest_marker("card")]
+    selected = gpu_tests if on_gpu else items
+    selected = [item for item in selected if config.getoption("--full") or not item.get_closest_marker("full")]
     order = {ROOT / "tests" / name: number for number, name in enumerate(SLOW_FILES)}
     if config.getoption("--quick"):
-        asked = first_parameters(item for item in asked if item.path not in order)
-    config.hook.pytest_deselected(items=list(set(items).difference(asked)))
-    items[:] = sorted(asked, key=lambda item: order.get(item.path, len(order)))
-    if on_card and torch.cuda.is_available():
+        selected = first_parameters(item for item in selected if item.path not in order)
+    config.hook.pytest_deselected(items=list(set(items).difference(selected)))
+    items[:] = sorted(selected, key=lambda item: order.get(item.path, len(order)))
+    if on_gpu and torch.cuda.is_available():
         choose_device("cuda")  # apply the same PyTorch settings as the scripts
-    why = "this machine has no CUDA card" if on_card else "it needs a CUDA card: pytest --card"
-    for item in of_card if not (on_card and torch.cuda.is_available()) else ():
-        item.add_marker(pytest.mark.skip(reason=why))
+    reason = "this machine has no CUDA GPU" if on_gpu else "needs a CUDA GPU: run pytest --card"
+    for item in gpu_tests if not (on_gpu and torch.cuda.is_available()) else ():
+        item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def first_parameters(items: Iterable[pytest.Item]) -> list[pytest.Item]:
@@ -260,7 +260,7 @@ def pytest_collection_finish() -> None:
 
 def _skip_if_process_starts(event: str, _arguments: tuple) -> None:
     if event in ("subprocess.Popen", "os.fork") and "PYTEST_CURRENT_TEST" in os.environ:
-        pytest.skip("it starts a process, and --quick was given")
+        pytest.skip("starts a process, and --quick was given")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -305,13 +305,13 @@ def synthesizer() -> Iterator[object]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Yield a corpus of 26 training (a ragged last global batch of 4), 5 validation and 5 test utterances."""
+    """Return a corpus of 26 training (the last global batch has only 4), 5 validation and 5 test utterances."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "tones", {"train": 26, "valid": 5, "test": 5})
 
 
 @pytest.fixture(scope="session")
 def three_steps(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a finished run of three steps of the tiny model, all weights trained: read or copy it."""
+    """Return the folder of a finished run of three steps of the tiny model, all weights trained. Do not change it."""
     from konkanivani.recipe.build import build_run
     from konkanivani.training.loop import train
     from tests.starts import begin_run
@@ -329,7 +329,7 @@ def base(three_steps: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Trained"]:
-    """Yield a tiny model that recognises tones as words, trained once per test run."""
+    """Yield a tiny model that recognizes tones as words, trained once per test run."""
     from tests.trained import load_trained, train_tones
 
     with made_once(shared_root(tmp_path_factory), "trained", train_tones) as folder:
@@ -392,7 +392,7 @@ def run_in_process(
 ) -> subprocess.CompletedProcess[str]:
     """Run a script without side effects in this process, in a third of the time of a fork.
 
-    The start of the script, which sets up a process, only configures the streams.
+    Of the process setup at the start of the script, only the stream configuration is done.
     """
     streams = [io.TextIOWrapper(io.BytesIO(), encoding, errors) for errors in ("strict", "backslashreplace")]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:

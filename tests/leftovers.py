@@ -19,7 +19,7 @@ def reset_ignored_signals() -> None:
 
 
 def descendants(of: int) -> set[int]:
-    """Return the process ids below this one, or an empty set if the kernel does not list them."""
+    """Return the ids of all child processes, recursively, or an empty set if the kernel does not list them."""
     found: set[int] = set()
     for path in Path(f"/proc/{of}/task").glob("*/children"):
         with suppress(OSError):  # the process just ended
@@ -29,9 +29,9 @@ def descendants(of: int) -> set[int]:
 
 
 def kill_leftovers(left: set[int]) -> None:
-    """Kill these processes, with their whole group if they lead one.
+    """Kill these processes with their process groups.
 
-    Spares forks in the group of this process, such as workers that a loader keeps, and helpers that serve many tests.
+    In the group of this process, forks, such as persistent workers of a loader, and HELPERS are not killed.
     """
     for pid in left:
         with suppress(OSError):  # the process just ended
@@ -43,9 +43,9 @@ def kill_leftovers(left: set[int]) -> None:
 
 
 def _is_program(pid: int) -> bool:
-    """Return whether the process runs another program than its parent, and is no helper.
+    """Return whether the process runs another program than its parent, and is not one of HELPERS.
 
-    A fork, such as each answer of a speech synthesizer, has the command line of its parent, which waits for it.
+    A fork, as a speech synthesizer makes for each request, has the command line of its parent, which waits for it.
     """
     parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
     command, parents = (Path(f"/proc/{process}/cmdline").read_bytes() for process in (pid, parent))

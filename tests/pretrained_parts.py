@@ -1,4 +1,4 @@
-"""Helpers of the tests of both families of pretrained models, Whisper and T5."""
+"""Helpers for the tests of pretrained models, Whisper and T5."""
 
 import torch
 
@@ -23,7 +23,7 @@ FAILING = {"the first": fail_at(0), "the second": fail_at(1), "every pair": fail
 
 
 def draw_lora_weights(model: torch.nn.Module) -> None:
-    """Draw non-zero LoRA products, as after some steps: otherwise half of their gradients are zero."""
+    """Set the LoRA up-projections to random values, as after some steps: at zero, half of the gradients are zero."""
     for name, parameter in model.named_parameters():
         if name.endswith("low_rank.up"):
             torch.nn.init.normal_(parameter, std=0.1)
@@ -65,6 +65,6 @@ class TokenIdDecoder:
 def recognize_greedily(
     parts: StepParts, cut: GlobalBatch, special: SpecialTokens, rules: GenerationRules
 ) -> RecognizedPortion:
-    """Return each input's likeliest tokens, as text, from cached decoding."""
+    """Return the most likely tokens of each input, as text, from cached decoding."""
     batches = [(batch, [Utterance(n, n, 1.0, "") for n in batch.utterance_ids]) for batch in cut.micro_batches]
     return recognize_all(parts.forward, batches, TokenIdDecoder(), BeamDecode(1, 0.0, 0.0, None, 0.0, special, rules))

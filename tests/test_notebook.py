@@ -22,7 +22,7 @@ def outputs(notebook: nbformat.NotebookNode) -> list[str]:
     return ["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def test_the_notebook_runs_from_start_to_end(stored, tmp_path, monkeypatch):
+def test_notebook_runs_from_start_to_end(stored, tmp_path, monkeypatch):
     write_model(tmp_path / "whisper")
     monkeypatch.setenv("KONKANIVANI_WHISPER", str(tmp_path / "whisper"))
     executed = without_machine(execute(copy.deepcopy(stored), tmp_path), tmp_path)
@@ -37,7 +37,7 @@ def test_the_notebook_runs_from_start_to_end(stored, tmp_path, monkeypatch):
     assert len(outputs(stored)) == len(text) and all(map(str.strip, outputs(stored)[2:]))
 
 
-def test_negative_control_a_cell_that_fails_ends_the_run(stored, tmp_path):
+def test_negative_control_failing_cell_raises(stored, tmp_path):
     broken = copy.deepcopy(stored)
     broken.cells = [cell for cell in broken.cells if cell.cell_type == "code"][:1]
     broken.cells[0].source += "\nrun_nothing()"

@@ -1,4 +1,4 @@
-"""Operation counters, and tracers and traces shared by the tests of a process, one per model and device."""
+"""Operation counter, and cached tracers and traces, one per model and device."""
 
 import functools
 from collections import Counter
@@ -16,7 +16,7 @@ ONLY_TENSORS = DeviceCosts("a device", is_cuda=False, rounding=1, workspace=0, c
 
 
 class Calls(TorchDispatchMode):
-    """Counts of the executed operations."""
+    """Counter of the executed operations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Scripts run in forks of a process that has done nothing except their imports.
+"""Scripts run in forks of a parent process that has only imported their modules.
 
-Imports take three to six seconds of a script's run; most tests need one second for the rest. The parent has one thread
+Imports take three to six seconds of a script's run; the rest takes one second in most tests. The parent has one thread
 and has created no tensor and no generator, so that a fork starts in the state of a new interpreter after its imports.
 The fork runs the script as `__main__` with its own command line, environment, folder and streams. It exits like an
 interpreter, without the second that freeing every object takes. Environment variables that are read before the imports
@@ -41,15 +41,15 @@ IMPORTED_MODULES = (
     *("numpy.random", "PIL.GifImagePlugin", "PIL.PngImagePlugin", "html", "safetensors.torch"),
     *("multiprocessing.popen_fork", "multiprocessing.synchronize"),
     *("torch.utils.tensorboard",),
-    *("torch.utils.serialization", "torch._dynamo"),  # _dynamo is imported by a trace
+    *("torch.utils.serialization", "torch._dynamo"),  # tracing imports _dynamo
     *("konkanivani.recipe.train", "konkanivani.recipe.dry_run", "konkanivani.recipe.evaluation_model"),
     *("konkanivani.corpora.prepare", "konkanivani.corpora.builtin"),
     *("konkanivani.inference.recognizer", "konkanivani.inference.transcribe"),
     *("konkanivani.corpora.health_report", "konkanivani.scoring.report"),
 )
-# Variables that are read when an interpreter or a library starts: a fork cannot change the values of its parent.
+# Prefixes of variables that are read only when an interpreter or a library starts: a fork keeps the parent's values.
 STARTUP_PREFIXES = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "ONEDNN_", "PYTORCH_", "LC_", "LANG")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # set before torch is imported: tests may share their cores
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # must be set before torch is imported; tests may share their cores
 INITIAL_ENVIRONMENT = dict(os.environ)
 Before = Callable[[], None] | None
 SERVE = "import sys; from tests.warm import serve; serve(int(sys.argv[1]), sys.argv[2:])"
@@ -91,8 +91,8 @@ class Job:
         if self.before:
             self.before()
         sys.argv = [str(self.script), *self.arguments]
-        ours = ("", str(ROOT), str(ROOT / "training_scripts"))
-        sys.path[:] = [str(self.script.parent), *(path for path in sys.path if path not in ours)]
+        own_folders = ("", str(ROOT), str(ROOT / "training_scripts"))
+        sys.path[:] = [str(self.script.parent), *(path for path in sys.path if path not in own_folders)]
         runpy.run_path(str(self.script), run_name="__main__")
 
     def _open_streams(self) -> None:
@@ -164,7 +164,7 @@ class ForkedScript:
 
 
 def fork_scripts() -> None:
-    """Replace subprocess.Popen by forks: `before` of a job whose child processes are not under test."""
+    """Replace subprocess.Popen by forks; for `Job.before`, if the child processes of the script are not under test."""
     subprocess.Popen = ForkedScript
 
 
@@ -178,7 +178,7 @@ class ForkedCommand:
                 os.mkfifo(end)
             script, arguments = script_of(command)
             self._fork = warm_parent().start(Job(script, arguments, *ends, Path.cwd()))
-            # Each call waits for the fork, which opens them in the same order.
+            # Opening a FIFO blocks until the fork opens it too, in the same order.
             self.stdout, self.stderr = (open(end, encoding="utf-8", errors="replace") for end in ends)
 
     def send_signal(self, number: int) -> None:
@@ -209,16 +209,18 @@ class WarmParent:
     ) -> subprocess.CompletedProcess[str]:
         """Run a script to its end."""
         with tempfile.TemporaryDirectory() as folder:
-            said = Path(folder, "output"), Path(folder, "errors")
-            fork = self.start(Job(script, arguments, *said, cwd, stdin=stdin, before=before))
+            outputs = Path(folder, "output"), Path(folder, "errors")
+            fork = self.start(Job(script, arguments, *outputs, cwd, stdin=stdin, before=before))
             try:
                 code = fork.wait(PATIENCE)
             finally:
                 fork.kill()
-            return subprocess.CompletedProcess((script, *arguments), code, *(each.read_text("utf-8") for each in said))
+            return subprocess.CompletedProcess(
+                (script, *arguments), code, *(each.read_text("utf-8") for each in outputs)
+            )
 
     def run_program(self, source: str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-        """Run the source of a program to its end."""
+        """Run a program, given as source text, to its end."""
         with tempfile.TemporaryDirectory() as folder:
             script = Path(folder, "program.py")
             script.write_text(source, encoding="utf-8")
