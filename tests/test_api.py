@@ -247,7 +247,7 @@ sys.exit(main(["--preset", "minimal", "--gpu", "GTX 980", "--json"]))
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """Output of AFTER_BACKWARD_PASS: the plan, stderr of the function, and the result of the command in that process."""
+    """Output of AFTER_BACKWARD_PASS: the plan, stderr of the function, and the result of the command there."""
 
     report: dict
     function_stderr: str

@@ -80,7 +80,7 @@ TEST_FILE = (
 
 
 @pytest.mark.parametrize(
-    "flags, said", [((), "4 passed"), (("--quick",), "2 passed, 1 skipped"), (("--full",), "5 passed")]
+    "flags, expected", [((), "4 passed"), (("--quick",), "2 passed, 1 skipped"), (("--full",), "5 passed")]
 )
 def test_quick_skips_processes_and_parameters_and_full_adds_tests(flags, expected, tmp_path, monkeypatch):
     (tmp_path / "test_two.py").write_text(TEST_FILE)

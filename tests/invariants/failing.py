@@ -1,4 +1,4 @@
-"""Step parts that run out of memory on request."""
+"""Step parts that raise an out-of-memory error under a given condition."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ ERRORS = {
     "cudnn": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
 }
 
-# (number of micro-batches before, utterances in this one) -> whether it fails
+# (number of previous micro-batches, utterances in this one) -> whether it fails
 FailCondition = Callable[[int, int], bool]
 
 
@@ -30,7 +30,7 @@ def fail_at(number: int) -> FailCondition:
 
 def fail_above(size: int) -> FailCondition:
     """Fail whenever a micro-batch has more than `size` utterances."""
-    return lambda _calls, held: held > size
+    return lambda _calls, utterances: utterances > size
 
 
 @dataclass
@@ -51,7 +51,7 @@ class FailingFrontEnd:
 
 @dataclass
 class FailingBackward:
-    """`WrapBlock` that raises `error` in the backward pass of a block, when the later blocks have gradients."""
+    """`WrapBlock` that raises `error` in the backward pass of a block, after the later blocks got their gradients."""
 
     blocks: int
     when: FailCondition
@@ -75,8 +75,8 @@ class FailingBackward:
 
 
 @dataclass(frozen=True)
-class FailingPiece:
-    """Forward hook that raises `error` on pieces of more than `frames` frames, in the forward or backward pass.
+class FailingChunk:
+    """Forward hook that raises `error` on chunks of more than `frames` frames, in the forward or backward pass.
 
     `axis` is the frame axis of the module's output.
     """
@@ -98,7 +98,7 @@ class FailingPiece:
         raise self.error
 
 
-def failing_pieces(parts: StepParts, where: str, frames: int, error: BaseException) -> StepParts:
+def failing_chunks(parts: StepParts, where: str, frames: int, error: BaseException) -> StepParts:
     """Return a step that fails on more than `frames` encoder frames or tokens at once; `where` is a key below."""
     modules = {
         "subsampling": (parts.model.encoder.subsampling.output, 1),
@@ -107,7 +107,7 @@ def failing_pieces(parts: StepParts, where: str, frames: int, error: BaseExcepti
     }
     name, pass_ = where.split(" ")
     module, axis = modules[name]
-    module.register_forward_hook(FailingPiece(frames, axis, pass_ == "backward", error))
+    module.register_forward_hook(FailingChunk(frames, axis, pass_ == "backward", error))
     return parts
 
 

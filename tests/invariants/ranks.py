@@ -35,8 +35,8 @@ class Case:
     """Training run of `steps` steps in micro-batches of `batch_size`, its weights sharded over the ranks or not.
 
     `recompute` as --gradient_checkpointing. `out_of_memory_rank` runs out of memory in its third micro-batch.
-    `own_divisor` is the negative control: each rank divides its losses by its own tokens. `kind` is one of KINDS or
-    TEXT_KINDS.
+    `own_divisor` is the negative control: each rank divides its losses by its own number of tokens. `kind` is one of
+    KINDS or TEXT_KINDS.
     """
 
     steps: int
@@ -58,7 +58,7 @@ class Trained:
 
 
 def utterance_count(step: int) -> int:
-    """Return the utterances of a step: eight, five in every fifth step, one in the third step."""
+    """Return the number of utterances of a step: eight, five in every fifth step, one in the third step."""
     return 1 if step == 2 else 5 if step % 5 == 4 else 8
 
 
@@ -112,18 +112,18 @@ def train_in_ranks(cases: Sequence[Case], world_size: int, folder: Path) -> list
     """Train all cases in order in `world_size` processes."""
     outcome, listed = folder / "outcome.pt", folder / "cases.json"
     listed.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
-    words, said = (str(outcome), str(listed)), folder / "said.txt"
+    words, output = (str(outcome), str(listed)), folder / "output.txt"
     ranks = [
-        warm_parent().start(Job(Path(__file__), words, said, environment=place, threads=1))
+        warm_parent().start(Job(Path(__file__), words, output, environment=place, threads=1))
         for place in environments_of(world_size)
     ]
     codes = [rank.wait(2 * PATIENCE) for rank in ranks]
-    assert not any(codes), said.read_text(encoding="utf-8")
+    assert not any(codes), output.read_text(encoding="utf-8")
     return [Trained(**trained) for trained in torch.load(outcome, weights_only=True)]  # noqa: TID251
 
 
 def main(outcome: str, listed: str) -> None:
-    """Run one rank: train the cases; the first rank saves the results."""
+    """Train the cases as one rank; the first rank saves the results."""
     torch.set_num_threads(1)
     cases = [Case(**case) for case in json.loads(Path(listed).read_text())]
     topology = read_topology()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch._dynamo  # recomputation loads it: it must not happen within a measured step
+import torch._dynamo  # recomputation imports it, which must not happen within a measured step
 
 from konkanivani.console import MIB
 from konkanivani.data.batching import GlobalBatch
@@ -108,8 +108,8 @@ def compare(recompute: str, cut: GlobalBatch, folder: str) -> dict[str, float | 
 
 
 def main() -> None:
-    """Compares and prints."""
-    torch.set_num_threads(1)  # Run all comparisons and print them as JSON.
+    """Run all comparisons and print them as JSON."""
+    torch.set_num_threads(1)
     cut = global_batch(long_speeches(), 4)
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps({recompute: compare(recompute, cut, folder) for recompute in SHARES}))

@@ -1,4 +1,4 @@
-"""Invariant 1: N steps equal k steps, kill -9 and N - k resumed steps; bit for bit, with any number of workers."""
+"""Invariant 1: k steps, kill -9 and N - k resumed steps equal N steps, bit for bit, with any number of workers."""
 
 import re
 import signal
@@ -22,7 +22,7 @@ from tests.conftest import (
 )
 from tests.faults.resuming import checkpoint_differences, last_checkpoint, signal_after
 
-STEPS = 10  # an epoch has 4 global batches, the last of 2 utterances: two epochs and two global batches of a third
+STEPS = 10  # 4 global batches per epoch, the last one of 2 utterances: 10 steps are 2.5 epochs
 LOGGED = ("step", "epoch", "loss", "ctc_loss", "attention_loss", "learning_rate", "gradient_norm", "padding_share")
 
 
@@ -48,14 +48,14 @@ def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return directory
 
 
-def test_a_killed_run_resumes_bit_for_bit_with_another_worker_count(corpus, undisturbed, tmp_path):
+def test_killed_run_resumes_bitwise_with_another_worker_count(corpus, undisturbed, tmp_path):
     # Kill in the second epoch and change the worker count, so that both data paths are resumed. The resumed run is a
     # new interpreter with other string hashes; all other runs are forks of one process.
     killed = start_script(TRAINER, *flags(corpus, tmp_path, 2), output=tmp_path / "output.txt")
     assert signal_after(tmp_path, 5, killed, signal.SIGKILL) == -signal.SIGKILL
     resumed = checked(run_trainer(*flags(corpus, tmp_path, 0, "--resume", "auto"), is_cold=True))
-    said = int(re.search(r"Resuming from .*: step (\d+)\.", resumed.stdout).group(1))
-    assert 0 < said < STEPS
+    resumed_step = int(re.search(r"Resuming from .*: step (\d+)\.", resumed.stdout).group(1))
+    assert 0 < resumed_step < STEPS
     steps = [record["step"] for record in read_log(tmp_path)]
     assert steps == list(range(1, STEPS + 1))
     assert f'"steps": {STEPS}' in resumed.stdout.splitlines()[-1]
@@ -64,12 +64,12 @@ def test_a_killed_run_resumes_bit_for_bit_with_another_worker_count(corpus, undi
 
 
 @pytest.mark.parametrize("kind", ["adamw8bit", "adafactor"])
-def test_an_optimizer_of_smaller_state_resumes_as_exactly(kind, corpus, undisturbed, tmp_path):
+def test_killed_run_with_small_state_optimizer_resumes_bitwise(kind, corpus, undisturbed, tmp_path):
     """Compare an uninterrupted run of six steps with one that is killed and resumed."""
-    asked = ("--optimizer", kind, "--max_steps", "6")
+    changed = ("--optimizer", kind, "--max_steps", "6")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    checked(run_trainer(*flags(corpus, whole, 0, *asked)))
-    run = start_script(TRAINER, *flags(corpus, killed, 0, *asked), output=tmp_path / "output.txt")
+    checked(run_trainer(*flags(corpus, whole, 0, *changed)))
+    run = start_script(TRAINER, *flags(corpus, killed, 0, *changed), output=tmp_path / "output.txt")
     assert signal_after(killed, 4, run, signal.SIGKILL) == -signal.SIGKILL
     checked(run_trainer(*flags(corpus, killed, 1, "--resume", "auto"), "--max_steps", "6"))
     assert losses(killed) == losses(whole)
@@ -78,8 +78,8 @@ def test_an_optimizer_of_smaller_state_resumes_as_exactly(kind, corpus, undistur
 
 
 @pytest.fixture(scope="module")
-def surrounded(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Corpus, tuple[str, ...], Path]:
-    """Return the corpus in shards, the flags for noise and rooms, and a run on both without workers."""
+def augmented_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Corpus, tuple[str, ...], Path]:
+    """Return the corpus in shards, the augmentation flags, and the folder of a run with both, without workers."""
     directory = tmp_path_factory.mktemp("surrounded")
     shards = write_shards(corpus, directory / "shards")
     more = write_augmentation(directory / "sounds")
@@ -88,8 +88,8 @@ def surrounded(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 @pytest.mark.parametrize("killed, resumed", [(1, 4), *mark_full((4, 2))])
-def test_from_shards_in_noise_it_is_as_exact_for_any_worker_count(surrounded, killed, resumed, tmp_path):
-    shards, more, undisturbed = surrounded
+def test_augmented_run_from_shards_resumes_bitwise(augmented_run, killed, resumed, tmp_path):
+    shards, more, undisturbed = augmented_run
     run = start_script(TRAINER, *flags(shards, tmp_path, killed, *more), output=tmp_path / "output.txt")
     assert signal_after(tmp_path, 5, run, signal.SIGKILL) == -signal.SIGKILL
     checked(run_trainer(*flags(shards, tmp_path, resumed, "--resume", "auto")))
@@ -98,13 +98,13 @@ def test_from_shards_in_noise_it_is_as_exact_for_any_worker_count(surrounded, ki
     assert checkpoint_differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) == []
 
 
-def test_negative_control_without_the_noise_it_is_another_run(surrounded, tmp_path):
-    shards, _, undisturbed = surrounded
+def test_negative_control_without_augmentation_losses_differ(augmented_run, tmp_path):
+    shards, _, undisturbed = augmented_run
     checked(run_trainer(*flags(shards, tmp_path, 0, "--max_steps", "3")))
     assert losses(tmp_path) != losses(undisturbed)[:3]
 
 
-def test_resume_cut_as_one_by_four_changes_neither_cursor_nor_step_count(corpus, undisturbed, tmp_path):
+def test_resume_with_other_batch_size_keeps_cursor_and_step_count(corpus, undisturbed, tmp_path):
     checked(run_trainer(*flags(corpus, tmp_path, 0, "--max_steps", "5")))
     cut = ("--resume", "auto", "--batch_size", "1", "--gradient_accumulation_steps", "4")
     checked(run_trainer(*flags(corpus, tmp_path, 1), *cut))
@@ -123,7 +123,7 @@ def test_sigterm_saves_exits_143_and_resumes_exactly(corpus, undisturbed, tmp_pa
     assert checkpoint_differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) == []
 
 
-def test_negative_control_another_seed_is_another_run(corpus, undisturbed, tmp_path):
+def test_negative_control_another_seed_changes_the_run(corpus, undisturbed, tmp_path):
     checked(run_trainer(*flags(corpus, tmp_path, 0, "--seed", "4321")))
     assert losses(tmp_path) != losses(undisturbed)
     assert checkpoint_differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) != []

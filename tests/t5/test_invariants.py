@@ -28,7 +28,7 @@ from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import RecognizedPortion
 from tests.conftest import parameter_grid
 from tests.invariants.failing import ERRORS, failing_backward, failing_forward
-from tests.invariants.parts import PLACES, measured_peak, relative_difference
+from tests.invariants.parts import PLACEMENTS, measured_peak, relative_difference
 from tests.pretrained_parts import (
     FAILING,
     MODES,
@@ -124,9 +124,11 @@ def test_a_step_split_for_want_of_memory_is_the_same_step(mode, where, when):
     assert largest_difference(whole, state_of(parts)) < BOUND
 
 
-@pytest.mark.parametrize(("mode", "place"), parameter_grid(MODES, [place for place in PLACES if "hal" not in place]))
+@pytest.mark.parametrize(
+    ("mode", "place"), parameter_grid(MODES, [place for place in PLACEMENTS if "hal" not in place])
+)
 def test_where_weights_lie_changes_no_number(mode, place):
-    on_card, elsewhere = t5_parts(mode), t5_parts(mode, placement=PLACES[place])
+    on_card, elsewhere = t5_parts(mode), t5_parts(mode, placement=PLACEMENTS[place])
     for number in range(2):
         reports = [train_step(parts, global_batch(SAID, 2), number) for parts in (on_card, elsewhere)]
         assert reports[0].loss == reports[1].loss

@@ -32,7 +32,7 @@ from tests.conftest import parameter_grid
 from tests.invariants.failing import ERRORS, fail_at, failing_backward, failing_forward
 from tests.invariants.parts import (
     MODEL,
-    PLACES,
+    PLACEMENTS,
     double_parts,
     global_batch,
     measured_peak,
@@ -443,7 +443,7 @@ def test_a_trace_updates_one_parameter_of_each_layout_for_the_peak_of_all(kind, 
     build, updates = type(build_optimizer(architecture.build(), config.optimizer)), []
 
     def traced() -> Peak:
-        tracer = build_tracer(config, architecture, cuda_costs("a card", (7, 5)), PLACES[place])
+        tracer = build_tracer(config, architecture, cuda_costs("a card", (7, 5)), PLACEMENTS[place])
         return tracer.trace(BatchShape(2, 2.0, 10), RecomputePolicy("always"))
 
     step = build.step
