@@ -355,14 +355,14 @@ def start_script(script: str, *arguments: str, output: Path, threads: int = THRE
 def start_cold(command: Sequence[str], output: Path, threads: int = THREADS, **variables: str) -> subprocess.Popen:
     """Start a command in a new interpreter and session, as a user does."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | variables
-    with open(output, "ab") as said:
+    with open(output, "ab") as stream:
         return subprocess.Popen(
             command,
             cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=stream,
+            stderr=stream,
             start_new_session=True,
         )
 
@@ -403,8 +403,8 @@ def run_in_process(
         runpy.run_path(str(ROOT / script), run_name="__main__")
     for stream in streams:
         stream.flush()
-    said = [stream.buffer.getvalue().decode(encoding) for stream in streams]
-    return subprocess.CompletedProcess((script, *arguments), end.value.code, *said)
+    outputs = [stream.buffer.getvalue().decode(encoding) for stream in streams]
+    return subprocess.CompletedProcess((script, *arguments), end.value.code, *outputs)
 
 
 def checked(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:

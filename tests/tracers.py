@@ -15,7 +15,7 @@ VOCAB_SIZE = 40
 ONLY_TENSORS = DeviceCosts("a device", is_cuda=False, rounding=1, workspace=0, context=0)
 
 
-class Calls(TorchDispatchMode):
+class OperationCounter(TorchDispatchMode):
     """Counter of the executed operations."""
 
     def __init__(self) -> None:

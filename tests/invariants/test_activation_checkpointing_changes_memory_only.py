@@ -12,7 +12,7 @@ from konkanivani.ops.packing import PackedEncoder
 from konkanivani.randomness import seed_step
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
 from tests.invariants.parts import KINDS, MODEL, double_parts, global_batch, speeches, with_dropout
-from tests.tracers import Calls
+from tests.tracers import OperationCounter
 
 PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("addmm", "baddbmm", "mm", "convolution")]
 
@@ -22,7 +22,7 @@ def trained(parts: StepParts) -> tuple[list[torch.Tensor], int]:
     cut = global_batch(speeches(4), 2)
     seed_step(parts.seed, 5)
     parts.model.train()
-    with Calls() as calls:
+    with OperationCounter() as calls:
         sums = [forward_and_backward(parts, batch, loss_counts(cut)) for batch in cut.micro_batches]
     tensors = [tensor for pair in sums for tensor in pair]
     tensors += [p.grad for p in parts.model.parameters()] + list(parts.model.buffers())

@@ -22,7 +22,7 @@ from konkanivani.models.architecture import architecture_of
 from konkanivani.models.asr import parameter_count
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, checked, run_script, write_augmentation, write_corpus
 from tests.corpora.test_formats import common_voice
-from tests.nemo.files import NemoParts, changed, in_languages
+from tests.nemo.files import NemoParts, multilingual, write_changed
 from tests.patience import PATIENCE
 from tests.t5.parts import LINES, write_pairs
 from tests.t5.parts import write_folder as write_text_model
@@ -107,14 +107,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_text_model(folder / "flan-t5-small")
     for name in ("pairs.jsonl", "valid.jsonl"):
         write_pairs(folder / name, [(line.strip(), line.strip()) for line in LINES[:4]])
-    changed(make_multilingual, folder / "indicconformer_kok.nemo")
+    write_changed(make_multilingual, folder / "indicconformer_kok.nemo")
     run(commands(TRAINING)[0], folder, FIRST_STEPS)
     return folder
 
 
 def make_multilingual(parts: NemoParts) -> None:
     """Make the file multilingual, and keep one of the two encoder blocks, as in SHAPE."""
-    in_languages({"hi": 40, "kok": 50, "mr": 44})(parts)
+    multilingual({"hi": 40, "kok": 50, "mr": 44})(parts)
     parts.config["encoder"]["n_layers"] = 1
     parts.tensors = {name: parts.tensors[name] for name in parts.tensors if "encoder.layers.1." not in name}
 

@@ -36,7 +36,7 @@ from tests.pretrained_parts import (
     recognize_greedily,
     state_of,
 )
-from tests.tracers import Calls
+from tests.tracers import OperationCounter
 from tests.whisper.parts import SHAPE, SPOKEN, is_trained, whisper_config, whisper_parts
 
 BOUND = 1e-9
@@ -89,7 +89,7 @@ def test_what_attention_gave_is_kept_where_a_block_is_recomputed(mode, monkeypat
     attention, sum_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, torch.ops.aten.add.Tensor
 
     def calls(policy: str) -> tuple[int, int]:
-        with Calls() as found:
+        with OperationCounter() as found:
             gradients(whisper_parts(mode, dtype=torch.float32).recomputing(RecomputePolicy(policy)), cut)
         return found.counts[attention], found.counts[sum_]
 
