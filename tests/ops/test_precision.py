@@ -46,7 +46,7 @@ def different_gradients(half_forward: bool, mode: str, utterances: int) -> list[
 
 
 @pytest.mark.parametrize("half_forward", [True, False], ids=["half", "full"])
-@pytest.mark.parametrize("way", MODES)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("utterances", [1, 2])
 def test_backward_inside_autocast_equals_backward_outside(half_forward, mode, utterances):
     assert different_gradients(half_forward, mode, utterances) == []
