@@ -1,4 +1,4 @@
-"""A miniature corpus of tones, written in a second, and runs of the real scripts on it in child processes."""
+"""Shared fixtures and helpers: a small corpus of tones, and runs of the scripts in child processes."""
 
 import contextlib
 import gc
@@ -23,7 +23,7 @@ import pytest
 import soundfile
 
 from konkanivani.install.environment import mend_streams
-from tests.leftovers import descendants, end_leftovers, heed_what_nohup_ignores
+from tests.leftovers import descendants, kill_leftovers, reset_ignored_signals
 from tests.made_once import made_once, shared_root
 from tests.patience import PATIENCE
 from tests.warm import DEV_NULL, ROOT, THREADS, Fork, Job, WarmParent, can_fork, warm_parent
@@ -31,7 +31,7 @@ from tests.warm import DEV_NULL, ROOT, THREADS, Fork, Job, WarmParent, can_fork,
 if TYPE_CHECKING:
     from tests.trained import Trained
 
-heed_what_nohup_ignores()
+reset_ignored_signals()
 
 TRAINER = "training_scripts/train_konkanivani_asr.py"
 WORDS = ("एक", "दोन", "तीन", "चार", "पांच", "उदक", "घर", "शाळा", "बाजार", "आवय")
@@ -40,8 +40,8 @@ TINY_MODEL = (
     *("--convolution_kernel", "7", "--subsampling_channels", "8", "--vocab_size", "30", "--device", "cpu"),
 )
 
-# Files that take longer than 10 s, roughly slowest first. They run first: otherwise one process may be left with such a
-# file at the end, while the others have nothing to do. pytest-xdist would start with the files that have most tests.
+# Files that take longer than 10 s, roughly slowest first. They run first: otherwise one process may still run such
+# a file at the end while the others are idle. By default, pytest-xdist starts with the files that have most tests.
 SLOW_FILES = (
     "invariants/test_documentation.py",
     "test_api.py",
@@ -76,7 +76,7 @@ SLOW_FILES = (
 
 @dataclass(frozen=True)
 class Corpus:
-    """Three manifests in one folder."""
+    """Corpus folder with a manifest per split."""
 
     directory: Path
 
@@ -136,8 +136,8 @@ def write_shards(corpus: Corpus, directory: Path) -> Corpus:
     return Corpus(directory)
 
 
-def write_surroundings(directory: Path) -> tuple[str, ...]:
-    """Write two noises and two room impulse responses; return trainer flags with them and all other augmentation."""
+def write_augmentation(directory: Path) -> tuple[str, ...]:
+    """Write two noises and two room impulse responses; return trainer flags that enable them and all augmentation."""
     generator = np.random.default_rng(5)
     directory.mkdir(parents=True)
     for kind, seconds, rate in (("noise", 1.7, 22_050), ("rir", 0.2, 16_000)):
@@ -152,17 +152,17 @@ def write_surroundings(directory: Path) -> tuple[str, ...]:
     return (*noise, "--rir_manifest", str(directory / "rir.jsonl"), "--rir_prob", "0.5", "--gain", "3", *augmented)
 
 
-def further(*cases: object) -> list:
+def mark_full(*cases: object) -> list:
     """Return pytest parameters for similar cases that run only with `--full`."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.full) for case in cases]
 
 
-def of_each_kind(cases: Iterable[str], shown: Container[str]) -> list:
-    """Return the cases as parameters; the ones outside `shown` run only with `--full`."""
-    return [*(case for case in cases if case in shown), *further(*(case for case in cases if case not in shown))]
+def mark_full_except(cases: Iterable[str], shown: Container[str]) -> list:
+    """Return the cases as parameters; cases that are not in `shown` run only with `--full`."""
+    return [*(case for case in cases if case in shown), *mark_full(*(case for case in cases if case not in shown))]
 
 
-def crossed(*axes: Iterable) -> list:
+def parameter_grid(*axes: Iterable) -> list:
     """Return all combinations as parameters; without `--full` only enough to cover each case of each axis."""
     axes = [[*axis] for axis in axes]
     shown = [[each % len(axis) for axis in axes] for each in range(max(map(len, axes)))]
@@ -178,30 +178,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help="leave out slow files, tests that start a process, and all but the first parameters of each test",
+        help="skip slow files, tests that start a process, and all but the first parameters of each test",
     )
-    parser.addoption("--full", action="store_true", help="try further cases too of what other cases try")
-    parser.addoption("--card", action="store_true", help="run the tests of a CUDA card, and no others")
+    parser.addoption("--full", action="store_true", help="run the additional cases too")
+    parser.addoption("--card", action="store_true", help="run only the tests that need a CUDA GPU")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Skip tests that start a process under `--quick`, and hide the GPU without `--card`."""
-    config.addinivalue_line("markers", "card: what only a CUDA card shows")
-    config.addinivalue_line("markers", "full: a further case of what others try, or a benchmark")
+    config.addinivalue_line("markers", "card: needs a CUDA GPU")
+    config.addinivalue_line("markers", "full: an additional case of a test, or a benchmark; runs only with --full")
     if not config.getoption("--card"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.getoption("--quick"):
-        sys.addaudithook(_leave_out)
+        sys.addaudithook(_skip_if_process_starts)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Import the test files, in each process of pytest-xdist from another one on.
+    """Import all test files, starting in each process of pytest-xdist with a different file.
 
-    The import of all files rewrites and compiles their assertions, 8 s of CPU time. In the same order, each process
-    would do all of it at the same time; so it uses what the others have compiled.
+    pytest rewrites and compiles the assertions of a file at its first import, 8 s of CPU time for all files. In the
+    same order, each process would compile every file; in different orders, it reads what the others have compiled.
     """
     worker = getattr(session.config, "workerinput", None)
-    if worker is None or sys.dont_write_bytecode or not shares_whole_suite(session.config):
+    if worker is None or sys.dont_write_bytecode or not runs_whole_suite(session.config):
         return
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     number = int(worker["workerid"].removeprefix("gw"))
@@ -212,31 +212,31 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
-def shares_whole_suite(config: pytest.Config) -> bool:
-    """Return whether the run has all test files."""
+def runs_whole_suite(config: pytest.Config) -> bool:
+    """Return whether the run collects all test files."""
     return all(Path(argument).resolve() in (ROOT, ROOT / "tests") for argument in config.args)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect further cases without `--full` and slow files with `--quick`; sort; skip GPU tests without a GPU."""
+    """Deselect additional cases without `--full` and slow files with `--quick`; sort; skip GPU tests without a GPU."""
     import torch  # tests.warm must set the environment first
 
     from konkanivani.distributed import choose_device
 
-    on_card = config.getoption("--card")
-    of_card = [item for item in items if item.get_closest_marker("card")]
-    asked = of_card if on_card else items
-    asked = [item for item in asked if config.getoption("--full") or not item.get_closest_marker("full")]
+    on_gpu = config.getoption("--card")
+    gpu_tests = [item for item in items if item.get_closest_marker("card")]
+    selected = gpu_tests if on_gpu else items
+    selected = [item for item in selected if config.getoption("--full") or not item.get_closest_marker("full")]
     order = {ROOT / "tests" / name: number for number, name in enumerate(SLOW_FILES)}
     if config.getoption("--quick"):
-        asked = first_parameters(item for item in asked if item.path not in order)
-    config.hook.pytest_deselected(items=list(set(items).difference(asked)))
-    items[:] = sorted(asked, key=lambda item: order.get(item.path, len(order)))
-    if on_card and torch.cuda.is_available():
+        selected = first_parameters(item for item in selected if item.path not in order)
+    config.hook.pytest_deselected(items=list(set(items).difference(selected)))
+    items[:] = sorted(selected, key=lambda item: order.get(item.path, len(order)))
+    if on_gpu and torch.cuda.is_available():
         choose_device("cuda")  # apply the same PyTorch settings as the scripts
-    why = "this machine has no CUDA card" if on_card else "it needs a CUDA card: pytest --card"
-    for item in of_card if not (on_card and torch.cuda.is_available()) else ():
-        item.add_marker(pytest.mark.skip(reason=why))
+    reason = "this machine has no CUDA GPU" if on_gpu else "needs a CUDA GPU: run pytest --card"
+    for item in gpu_tests if not (on_gpu and torch.cuda.is_available()) else ():
+        item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def first_parameters(items: Iterable[pytest.Item]) -> list[pytest.Item]:
@@ -258,19 +258,19 @@ def pytest_collection_finish() -> None:
     torch.set_num_threads(1)
 
 
-def _leave_out(event: str, _arguments: tuple) -> None:
+def _skip_if_process_starts(event: str, _arguments: tuple) -> None:
     if event in ("subprocess.Popen", "os.fork") and "PYTEST_CURRENT_TEST" in os.environ:
-        pytest.skip("it starts a process, and --quick was given")
+        pytest.skip("starts a process, and --quick was given")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+def temporary_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Use a separate cache folder, so that the cache of the user is neither read nor written."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_parent_ends() -> Iterator[None]:
+def stop_warm_parent() -> Iterator[None]:
     """Stop the parent process of the forked scripts at the end of the session."""
     yield
     if warm_parent.cache_info().currsize:
@@ -278,7 +278,7 @@ def warm_parent_ends() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def torch_alone() -> Iterator[WarmParent]:
+def torch_only_parent() -> Iterator[WarmParent]:
     """Yield a parent process that has imported PyTorch only, without its lazily imported modules."""
     parent = WarmParent(("torch",))
     yield parent
@@ -286,11 +286,11 @@ def torch_alone() -> Iterator[WarmParent]:
 
 
 @pytest.fixture(autouse=True)
-def nobody_outlives_a_test() -> Iterator[None]:
+def kill_leftover_processes() -> Iterator[None]:
     """Kill the processes that a failed test left running."""
     before = descendants(os.getpid())
     yield
-    end_leftovers(descendants(os.getpid()) - before)
+    kill_leftovers(descendants(os.getpid()) - before)
 
 
 @pytest.fixture(scope="session")
@@ -305,13 +305,13 @@ def synthesizer() -> Iterator[object]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Yield a corpus of 26 training (a ragged last global batch of 4), 5 validation and 5 test utterances."""
+    """Return a corpus of 26 training (the last global batch has only 4), 5 validation and 5 test utterances."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "tones", {"train": 26, "valid": 5, "test": 5})
 
 
 @pytest.fixture(scope="session")
 def three_steps(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a finished run of three steps of the tiny model, all weights trained: read or copy it."""
+    """Return the folder of a finished run of three steps of the tiny model, all weights trained. Do not change it."""
     from konkanivani.recipe.build import build_run
     from konkanivani.training.loop import train
     from tests.starts import begin_run
@@ -329,7 +329,7 @@ def base(three_steps: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Trained"]:
-    """Yield a tiny model that recognises tones as words, trained once per test run."""
+    """Yield a tiny model that recognizes tones as words, trained once per test run."""
     from tests.trained import load_trained, train_tones
 
     with made_once(shared_root(tmp_path_factory), "trained", train_tones) as folder:
@@ -355,14 +355,14 @@ def start_script(script: str, *arguments: str, output: Path, threads: int = THRE
 def start_cold(command: Sequence[str], output: Path, threads: int = THREADS, **variables: str) -> subprocess.Popen:
     """Start a command in a new interpreter and session, as a user does."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | variables
-    with open(output, "ab") as said:
+    with open(output, "ab") as stream:
         return subprocess.Popen(
             command,
             cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=stream,
+            stderr=stream,
             start_new_session=True,
         )
 
@@ -387,12 +387,12 @@ def run_script(
         return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=PATIENCE, stdin=read)
 
 
-def run_here(
+def run_in_process(
     script: str, *arguments: str, cwd: Path = ROOT, encoding: str = "utf-8"
 ) -> subprocess.CompletedProcess[str]:
     """Run a script without side effects in this process, in a third of the time of a fork.
 
-    The start of the script, which sets up a process, only configures the streams.
+    Of the process setup at the start of the script, only the stream configuration is done.
     """
     streams = [io.TextIOWrapper(io.BytesIO(), encoding, errors) for errors in ("strict", "backslashreplace")]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
@@ -403,11 +403,11 @@ def run_here(
         runpy.run_path(str(ROOT / script), run_name="__main__")
     for stream in streams:
         stream.flush()
-    said = [stream.buffer.getvalue().decode(encoding) for stream in streams]
-    return subprocess.CompletedProcess((script, *arguments), end.value.code, *said)
+    outputs = [stream.buffer.getvalue().decode(encoding) for stream in streams]
+    return subprocess.CompletedProcess((script, *arguments), end.value.code, *outputs)
 
 
-def well(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+def checked(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
     """Assert that the process exited with 0, and return it."""
     assert done.returncode == 0, done.stdout + done.stderr
     return done

@@ -8,7 +8,7 @@ from pathlib import Path
 HELPERS = (b"tests.warm", b"multiprocessing.resource_tracker")  # each serves many tests
 
 
-def heed_what_nohup_ignores() -> None:
+def reset_ignored_signals() -> None:
     """Let child processes receive SIGHUP and SIGINT, even if this process runs under nohup or in the background.
 
     A program inherits ignored signals from its parent, but not handlers. This process still ignores both.
@@ -19,7 +19,7 @@ def heed_what_nohup_ignores() -> None:
 
 
 def descendants(of: int) -> set[int]:
-    """Return the process ids below this one, or an empty set if the kernel does not list them."""
+    """Return the ids of all child processes, recursively, or an empty set if the kernel does not list them."""
     found: set[int] = set()
     for path in Path(f"/proc/{of}/task").glob("*/children"):
         with suppress(OSError):  # the process just ended
@@ -28,10 +28,10 @@ def descendants(of: int) -> set[int]:
     return found
 
 
-def end_leftovers(left: set[int]) -> None:
-    """Kill these processes, with their whole group if they lead one.
+def kill_leftovers(left: set[int]) -> None:
+    """Kill these processes with their process groups.
 
-    Spares forks in the group of this process, such as workers that a loader keeps, and helpers that serve many tests.
+    In the group of this process, forks, such as persistent workers of a loader, and HELPERS are not killed.
     """
     for pid in left:
         with suppress(OSError):  # the process just ended
@@ -43,9 +43,9 @@ def end_leftovers(left: set[int]) -> None:
 
 
 def _is_program(pid: int) -> bool:
-    """Return whether the process runs another program than its parent, and is no helper.
+    """Return whether the process runs another program than its parent, and is not one of HELPERS.
 
-    A fork, such as each answer of a speech synthesizer, has the command line of its parent, which waits for it.
+    A fork, as a speech synthesizer makes for each request, has the command line of its parent, which waits for it.
     """
     parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
     command, parents = (Path(f"/proc/{process}/cmdline").read_bytes() for process in (pid, parent))

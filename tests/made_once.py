@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-WRITTEN = "made_once.txt"  # in the folder, once it is complete: the digest of its content
+WRITTEN = "made_once.txt"  # written to the complete folder: the digest of its content
 
 
 def digest_of_files(folder: Path) -> str:
-    """Return a digest of the names and the content of all files in a folder, except for its mark."""
+    """Return a digest of the names and the content of all files in a folder, except for WRITTEN."""
     found = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / WRITTEN):
         content = path.read_bytes()

@@ -1,7 +1,7 @@
-"""Recordings in the formats of phones, messengers, browsers and cameras, written with the FFmpeg of PyAV.
+"""Recordings in the formats of phones, messengers, browsers and cameras, written with PyAV.
 
-It cannot write HE-AAC and AMR-WB: tests/media/ has 1.5 s of each, a rising tone made from `rising_tone` with the
-encoders of Fraunhofer (libfdk-aac) and VisualOn (libvo-amrwbenc).
+Its FFmpeg cannot write HE-AAC and AMR-WB: tests/media/ has 1.5 s of each, encoded from `rising_tone` with the encoders
+of Fraunhofer (libfdk-aac) and VisualOn (libvo-amrwbenc).
 """
 
 from dataclasses import dataclass

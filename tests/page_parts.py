@@ -1,10 +1,10 @@
-"""Parser of an HTML page that shows whether corpus text became markup."""
+"""Parser of an HTML page, for tests that corpus text is escaped."""
 
 from html.parser import HTMLParser
 
 
 class PageParts(HTMLParser):
-    """Tags and attributes of a page, and the elements that are open at its end."""
+    """Tags and attributes of a page, and the elements that are not closed at its end."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

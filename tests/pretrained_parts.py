@@ -1,4 +1,4 @@
-"""Helpers of the tests of both families of pretrained models, Whisper and T5."""
+"""Helpers for the tests of pretrained models, Whisper and T5."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from konkanivani.models.asr import LossCounts
 from konkanivani.training.optimizer_state import OptimizerState
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
 from konkanivani.training.validation import RecognizedPortion, recognize_all
-from tests.invariants.failing import above, once_at
+from tests.invariants.failing import fail_above, fail_at
 from tests.invariants.parts import relative_difference
 
 MODES = {
@@ -23,11 +23,11 @@ MODES = {
     "LoRA": TuningConfig(lora_rank=2, lora_targets=("query", "value", "expand")),
 }
 BOUND = 1e-9  # relative difference of gradients in float64 that counts as equal
-FAILING = {"the first": once_at(0), "the second": once_at(1), "every pair": above(1)}
+FAILING = {"the first": fail_at(0), "the second": fail_at(1), "every pair": fail_above(1)}
 
 
-def draw_products(model: torch.nn.Module) -> None:
-    """Draw non-zero LoRA products, as after some steps: otherwise half of their gradients are zero."""
+def draw_lora_weights(model: torch.nn.Module) -> None:
+    """Set the LoRA up-projections to random values, as after some steps: at zero, half of the gradients are zero."""
     for name, parameter in model.named_parameters():
         if name.endswith("low_rank.up"):
             torch.nn.init.normal_(parameter, std=0.1)
@@ -83,14 +83,16 @@ def state_of(parts: StepParts) -> dict[str, torch.Tensor]:
     return weights | OptimizerState(parts.model, parts.optimizer).state_dict()
 
 
-class Numbers:
+class TokenIdDecoder:
     """Tokenizer that decodes a hypothesis into its token ids."""
 
     def decode(self, tokens: list[int]) -> str:
         return " ".join(map(str, tokens))
 
 
-def recognized(parts: StepParts, cut: GlobalBatch, special: SpecialTokens, rules: GenerationRules) -> RecognizedPortion:
-    """Return each input's likeliest tokens, as text, from cached decoding."""
+def recognize_greedily(
+    parts: StepParts, cut: GlobalBatch, special: SpecialTokens, rules: GenerationRules
+) -> RecognizedPortion:
+    """Return the most likely tokens of each input, as text, from cached decoding."""
     batches = [(batch, [Utterance(n, n, 1.0, "") for n in batch.utterance_ids]) for batch in cut.micro_batches]
-    return recognize_all(parts.forward, batches, Numbers(), BeamDecode(1, 0.0, 0.0, None, 0.0, special, rules))
+    return recognize_all(parts.forward, batches, TokenIdDecoder(), BeamDecode(1, 0.0, 0.0, None, 0.0, special, rules))

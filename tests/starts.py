@@ -1,4 +1,4 @@
-"""Runs started as from a command line."""
+"""Training runs configured as from a command line."""
 
 from konkanivani.config import TrainConfig
 from konkanivani.console import Report, silent
@@ -13,5 +13,5 @@ def begin_run(arguments: list[str], report: Report = silent) -> Start:
 
 def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> TrainConfig:
     """Return the configuration of a command line, merged over the configuration of a checkpoint, if any."""
-    asked = parse_args(arguments)
-    return asked.merge_into_checkpoint(stored) if stored else asked.config
+    arguments_read = parse_args(arguments)
+    return arguments_read.merge_into_checkpoint(stored) if stored else arguments_read.config

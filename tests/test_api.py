@@ -1,4 +1,4 @@
-"""Python API: training in a child process, and plans; equal to the commands."""
+"""Training and memory plans through the Python API give the results of the commands."""
 
 import dataclasses
 import io
@@ -30,7 +30,7 @@ from konkanivani import (
 from konkanivani.child_process import Ended, copy_output, summary_of
 from konkanivani.errors import DataError, ResourceError, UsageError
 from konkanivani.flags import command_words, parse_args
-from tests.conftest import ROOT, Corpus, run_script, well
+from tests.conftest import ROOT, Corpus, checked, run_script
 from tests.leftovers import descendants
 from tests.patience import PATIENCE
 from tests.warm import ForkedCommand
@@ -52,7 +52,7 @@ def config_of(corpus: Corpus, folder: Path, **run: object) -> TrainConfig:
     )
 
 
-def test_words_of_settings_give_the_same_settings():
+def test_settings_survive_conversion_to_command_line_and_back():
     config = TrainConfig(
         model=TINY,
         data=DataConfig(train_manifest="-odd name.jsonl", audio_roots=("a", "b c")),
@@ -65,12 +65,14 @@ def test_words_of_settings_give_the_same_settings():
     assert command_words(TrainConfig()) == []
 
 
-def test_train_returns_what_the_command_prints(corpus, tmp_path, capfd):
+def test_train_returns_the_summary_that_the_command_prints(corpus, tmp_path, capfd):
     summary = konkanivani.train(config_of(corpus, tmp_path / "api", max_steps=2, epochs=1))
     assert (summary.is_interrupted, summary.steps) == (False, 2)
     assert summary.checkpoint.is_file() and summary.tensorboard.is_dir()
     words = command_words(config_of(corpus, tmp_path / "cli", max_steps=2, epochs=1))
-    printed = json.loads(well(run_script("training_scripts/train_konkanivani_asr.py", *words)).stdout.splitlines()[-1])
+    printed = json.loads(
+        checked(run_script("training_scripts/train_konkanivani_asr.py", *words)).stdout.splitlines()[-1]
+    )
     assert summary.scores["best_valid_score"] == printed["best_valid_score"]
     assert (summary.parameters, summary.epochs) == (printed["parameters"], printed["epochs"])
     assert "Peak memory" in capfd.readouterr().err  # the run's output is shown
@@ -78,21 +80,21 @@ def test_train_returns_what_the_command_prints(corpus, tmp_path, capfd):
 
 @pytest.fixture
 def forked_children(monkeypatch) -> None:
-    """Let the API run its child processes as forks, which have imported everything."""
+    """Make the API run its child processes as forks, in which everything is imported already."""
     forked = SimpleNamespace(Popen=ForkedCommand, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr(child_process, "subprocess", forked)
 
 
 def test_errors_of_the_run_are_raised_with_its_message(tmp_path, corpus, forked_children):
     broken = config_of(corpus, tmp_path)
-    nowhere = dataclasses.replace(broken.data, train_manifest=str(tmp_path / "nowhere.jsonl"))
+    missing_manifest = dataclasses.replace(broken.data, train_manifest=str(tmp_path / "nowhere.jsonl"))
     with pytest.raises(DataError, match="nowhere.jsonl"):
-        konkanivani.train(dataclasses.replace(broken, data=nowhere))
+        konkanivani.train(dataclasses.replace(broken, data=missing_manifest))
     with pytest.raises(UsageError, match="train_manifest"):
         konkanivani.train(TrainConfig())
-    two = dataclasses.replace(nowhere, valid_manifest=str(tmp_path / "lost.jsonl"))
+    two_missing_manifests = dataclasses.replace(missing_manifest, valid_manifest=str(tmp_path / "lost.jsonl"))
     with pytest.raises(DataError, match=r"nowhere\.jsonl.*\n.*lost\.jsonl"):
-        konkanivani.train(dataclasses.replace(broken, data=two))
+        konkanivani.train(dataclasses.replace(broken, data=two_missing_manifests))
     with pytest.raises(UsageError, match=r"^Invalid settings: run.device='gpu' must be \{auto,cuda,cpu\}; run.fresh=1"):
         konkanivani.train(TrainConfig(run=RunConfig(device="gpu", fresh=1)))
     with pytest.raises(UsageError, match="dry run"):
@@ -122,30 +124,30 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def test_ctrl_c_saves_and_returns(corpus, tmp_path, forked_children):
-    """Interrupt this process like a notebook's kernel, and resume."""
+def test_ctrl_c_saves_checkpoint_and_training_resumes(corpus, tmp_path, forked_children):
+    """Interrupt the process as a notebook interrupts its kernel, then resume."""
     config = config_of(corpus, tmp_path, epochs=5000, save_minutes=60.0)
     process = start_in_python(config)
     wait_until(lambda: list((tmp_path / "runs").rglob("log.jsonl")))
     time.sleep(2.0)  # into the training loop
     process.send_signal(signal.SIGINT)
-    said, errors = process.communicate(timeout=PATIENCE)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
-    assert said.split() == ["True", f"{tmp_path}/checkpoints/checkpoint_last.pt"]
+    assert output.split() == ["True", f"{tmp_path}/checkpoints/checkpoint_last.pt"]
     step = int(re.findall(r"step (\d+)", errors)[-1])
     run = dataclasses.replace(config.run, resume="auto", max_steps=step + 1)
     resumed = konkanivani.train(dataclasses.replace(config, run=run))
     assert (resumed.is_interrupted, resumed.steps) == (False, step + 1)
 
 
-def test_ctrl_c_before_the_first_checkpoint(corpus, tmp_path):
-    """Interrupt the start of the run, twice: the process returns without a checkpoint."""
+def test_ctrl_c_during_startup_returns_without_checkpoint(corpus, tmp_path):
+    """Send SIGINT twice while the run starts: the process returns without a checkpoint."""
     process = start_in_python(config_of(corpus, tmp_path))
     wait_until(lambda: len(descendants(process.pid)) > 0)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
-    said, errors = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, said.split()) == (0, ["True", "None"]), errors
+    output, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, output.split()) == (0, ["True", "None"]), errors
 
 
 HANDLER_IS_RESTORED = """
@@ -165,14 +167,14 @@ with pytest.raises(Interrupted):
 """
 
 
-def test_the_handler_of_ctrl_c_is_restored():
-    # In a process of its own: a run of an earlier test in this one may have a thread that ends it after a signal.
+def test_sigint_handler_is_restored_after_training():
+    # In a new process: a run of an earlier test may have left a thread here that exits the process after a signal.
     done = run_program(HANDLER_IS_RESTORED)
     assert done.returncode == 0, done.stderr
 
 
-def test_ctrl_c_ends_a_run_with_one_of_these_codes():
-    """130 and 143 are exit codes of signals; a traceback of KeyboardInterrupt comes from the start of Python."""
+def test_exit_codes_of_signals_count_as_interruption():
+    """129, 130 and 143 are exit codes of signals; a KeyboardInterrupt traceback comes from an interrupted startup."""
     traceback = ("Traceback (most recent call last):", "KeyboardInterrupt")
     assert all(Ended(code, (), ()).is_interrupted for code in (129, 130, 143))
     assert Ended(1, (), traceback).is_interrupted
@@ -191,18 +193,18 @@ def test_ctrl_c_ends_a_run_with_one_of_these_codes():
         (5, (), "Exit code 5, without a message."),
     ],
 )
-def test_all_errors_of_a_run_are_in_its_message(code, errors, message):
+def test_error_message_is_extracted_from_stderr_of_the_run(code, errors, message):
     assert Ended(code, (), errors).message == message
 
 
 class ClosedStream(io.StringIO):
-    """Stream whose reader has ended."""
+    """Stream whose reader has closed it."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError
 
 
-def test_output_is_copied_with_carriage_returns_and_without_a_reader(monkeypatch):
+def test_output_copy_keeps_carriage_returns_and_survives_closed_stream(monkeypatch):
     written = "0%|  |\r50%|# |\rDone: é.\n".encode()
     for stream, expected in ((io.StringIO(), written.decode()), (ClosedStream(), "")):
         monkeypatch.setattr(sys, "stderr", stream)
@@ -212,7 +214,7 @@ def test_output_is_copied_with_carriage_returns_and_without_a_reader(monkeypatch
         assert stream.getvalue() == expected
 
 
-def test_plan_refuses_what_the_command_refuses():
+def test_plan_raises_usage_errors_of_the_command():
     with pytest.raises(UsageError, match="memory_budget"):
         konkanivani.plan(TrainConfig())
     with pytest.raises(UsageError, match="run.device='gpu'"):
@@ -222,7 +224,7 @@ def test_plan_refuses_what_the_command_refuses():
 
 
 def run_program(program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run a Python program in a process of its own."""
+    """Run a Python program in a new process."""
     command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE)
 
@@ -251,31 +253,31 @@ PLAN += ("--gpu", "GTX 980", "--json")
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """Output of AFTER_BACKWARD_PASS: the plan, and stderr of the function and of the command without a process."""
+    """Output of AFTER_BACKWARD_PASS: the plan, stderr of the function, and the result of the command there."""
 
     report: dict
-    said: str
+    function_stderr: str
     exit_code: int
-    said_by_command: str
+    command_stderr: str
 
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory) -> Planned:
-    """Plan twice after a backward pass in the same process: with the function, and as the command does."""
+    """Plan twice after a backward pass in the same process: with the function, and with the `main` of the command."""
     done = run_program(AFTER_BACKWARD_PASS, str(tmp_path_factory.mktemp("cache")), *PLAN)
-    said, mark, said_by_command = done.stderr.partition("NEGATIVE CONTROL")
+    function_stderr, mark, command_stderr = done.stderr.partition("NEGATIVE CONTROL")
     assert mark, done.stderr
-    return Planned(json.loads(done.stdout), said, done.returncode, said_by_command)
+    return Planned(json.loads(done.stdout), function_stderr, done.returncode, command_stderr)
 
 
-def test_plan_equals_the_command_also_after_a_backward_pass_in_the_same_process(planned):
-    assert planned.report == json.loads(well(run_script("training_scripts/plan_memory.py", *PLAN)).stdout)
+def test_plan_after_a_backward_pass_equals_plan_of_the_command(planned):
+    assert planned.report == json.loads(checked(run_script("training_scripts/plan_memory.py", *PLAN)).stdout)
     assert planned.report["device"] == "GTX 980" and len(planned.report["answers"]) == 2
-    assert "{" not in planned.said  # JSON is for the caller
+    assert "{" not in planned.function_stderr  # the JSON is returned, not printed
 
 
 def test_negative_control_forks_fail_after_a_backward_pass(planned):
-    assert planned.exit_code != 0 and "fork-based multiprocessing" in planned.said_by_command
+    assert planned.exit_code != 0 and "fork-based multiprocessing" in planned.command_stderr
 
 
 def test_ctrl_c_interrupts_a_plan(tmp_path, monkeypatch):
@@ -289,7 +291,7 @@ def test_ctrl_c_interrupts_a_plan(tmp_path, monkeypatch):
     assert process.returncode == -signal.SIGINT and errors.endswith("KeyboardInterrupt\n"), errors
 
 
-def test_the_workers_of_a_plan_end_with_it(tmp_path):
+def test_plan_workers_end_when_the_command_is_killed(tmp_path):
     command = [sys.executable, "-m", "konkanivani", "plan", "--gpu", "T4"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}, **quiet)
@@ -301,26 +303,26 @@ def test_the_workers_of_a_plan_end_with_it(tmp_path):
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def test_plan_has_the_shape_of_the_initial_checkpoint(base):
+def test_plan_uses_model_shape_of_init_from_checkpoint(base):
     report = konkanivani.plan(TrainConfig(run=RunConfig(init_from=str(base))), memory_budget="320MiB")
     command = ("training_scripts/plan_memory.py", "--checkpoint", str(base), "--memory_budget", "320MiB", "--json")
-    assert json.loads(report.as_json()) == json.loads(well(run_script(*command)).stdout)
+    assert json.loads(report.as_json()) == json.loads(checked(run_script(*command)).stdout)
 
 
-def test_settings_of_a_pretrained_model_have_the_defaults_of_the_command_line():
+def test_pretrained_defaults_equal_those_of_the_command_line():
     words = command_words(TrainConfig(pretrained=PretrainedConfig(pretrained="whisper", language="mr")))
     assert words == ["--pretrained", "whisper", "--language", "mr"]
     assert parse_args(words).config.data.max_duration == 30.0 != TrainConfig().data.max_duration
 
 
-def test_import_is_lazy():
+def test_import_does_not_load_torch():
     program = "import sys, konkanivani; konkanivani.TrainConfig; konkanivani.train; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
     with pytest.raises(AttributeError):

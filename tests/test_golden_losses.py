@@ -25,7 +25,7 @@ RUNS = {
     "speech_features": MODEL,
     "peak_features": MODEL,
 }
-# Features of the first three are those of all versions.
+# The first three runs use the features of older versions.
 FEATURES = {
     f"{kind}_features": FeatureConfig(dynamic_range=80.0, dc_removal="frame", normalization=kind, smallest_power=1e-16)
     for kind in ("speech", "peak")
@@ -54,11 +54,11 @@ def read_golden(run: str) -> list[float]:
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_losses_are_what_they_have_always_been(run):
+def test_losses_equal_stored_values(run):
     assert losses(parts_of(run)) == pytest.approx(read_golden(run), rel=1e-9, abs=0)
 
 
-def test_negative_control_another_epsilon_in_a_norm_is_seen():
+def test_negative_control_changed_norm_epsilon_changes_losses():
     parts = parts_of("conformer")
     parts.model.encoder.blocks[0].entry_norm.eps *= 1.001
     assert losses(parts) != pytest.approx(read_golden("conformer"), rel=1e-9, abs=0)

@@ -1,4 +1,4 @@
-"""What the processes of a test run share: folders that are written once and never changed, and compiled files."""
+"""Folders that the processes of a test run share are written once and never changed."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import ROOT, SLOW_FILES, shares_whole_suite
+from tests.conftest import ROOT, SLOW_FILES, runs_whole_suite
 from tests.made_once import made_once, shared_root
 from tests.patience import PATIENCE
 
@@ -16,19 +16,19 @@ def write_name(folder: Path) -> None:
     (folder / "name").write_text(folder.name)
 
 
-def refuse(folder: Path) -> None:
+def fail_on_write(folder: Path) -> None:
     raise AssertionError(f"{folder} is written again")
 
 
-def test_a_folder_is_written_once(tmp_path):
-    for write in (write_name, refuse):
+def test_shared_folder_is_written_once(tmp_path):
+    for write in (write_name, fail_on_write):
         with made_once(tmp_path, "shared", write) as folder:
             assert (folder / "name").read_text() == "shared"
-    with pytest.raises(AssertionError, match="is written again"), made_once(tmp_path, "other", refuse):
+    with pytest.raises(AssertionError, match="is written again"), made_once(tmp_path, "other", fail_on_write):
         pass
 
 
-def test_a_folder_whose_writing_failed_is_written_again(tmp_path):
+def test_shared_folder_is_rewritten_after_failure(tmp_path):
     def fail(folder: Path) -> None:
         (folder / "half").write_text("a")
         raise ZeroDivisionError
@@ -40,7 +40,7 @@ def test_a_folder_whose_writing_failed_is_written_again(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["name", "another"])
-def test_a_change_of_a_shared_file_is_an_error(name, tmp_path):
+def test_change_in_shared_folder_is_an_error(name, tmp_path):
     with pytest.raises(AssertionError, match="changed the files"), made_once(tmp_path, "shared", write_name) as folder:
         (folder / name).write_text("changed")
 
@@ -61,14 +61,14 @@ with made_once(Path(sys.argv[1]), "shared", write) as folder:
 """
 
 
-def test_processes_wait_for_the_one_that_writes(tmp_path):
+def test_processes_wait_for_the_writing_process(tmp_path):
     command = [sys.executable, "-c", WRITE_SLOWLY, str(tmp_path)]
     processes = [subprocess.Popen(command, cwd=ROOT) for _ in range(3)]
     assert [process.wait(PATIENCE) for process in processes] == [0, 0, 0]
     assert (tmp_path / "writers").read_text() == "a writer\n"
 
 
-def test_processes_of_a_run_have_the_same_root(tmp_path_factory, monkeypatch):
+def test_xdist_workers_share_one_root_folder(tmp_path_factory, monkeypatch):
     own = tmp_path_factory.getbasetemp()
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     assert shared_root(tmp_path_factory) == own
@@ -77,11 +77,11 @@ def test_processes_of_a_run_have_the_same_root(tmp_path_factory, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments, is_whole", [([], True), (["tests"], True), (["tests/data", "tests"], False)])
-def test_the_whole_suite_is_told_from_a_part(arguments, is_whole, monkeypatch):
+def test_run_of_whole_suite_is_detected(arguments, is_whole, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert shares_whole_suite(SimpleNamespace(args=arguments)) == is_whole
+    assert runs_whole_suite(SimpleNamespace(args=arguments)) == is_whole
 
 
-def test_each_slow_file_exists():
+def test_slow_files_exist_and_are_unique():
     assert len(set(SLOW_FILES)) == len(SLOW_FILES)
     assert [name for name in SLOW_FILES if not (ROOT / "tests" / name).is_file()] == []

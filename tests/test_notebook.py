@@ -27,7 +27,7 @@ def pictures(notebook: nbformat.NotebookNode) -> int:
     return sum("image/png" in o.get("data", {}) for cell in notebook.cells for o in cell.get("outputs", ()))
 
 
-def test_the_notebook_runs_from_start_to_end(stored, tmp_path, monkeypatch):
+def test_notebook_runs_from_start_to_end(stored, tmp_path, monkeypatch):
     write_model(tmp_path / "whisper")
     monkeypatch.setenv("KONKANIVANI_WHISPER", str(tmp_path / "whisper"))
     executed = without_machine(execute(copy.deepcopy(stored), tmp_path, is_small=True), tmp_path)
@@ -43,7 +43,7 @@ def test_the_notebook_runs_from_start_to_end(stored, tmp_path, monkeypatch):
     assert pictures(executed) == pictures(stored) == 1
 
 
-def test_negative_control_a_cell_that_fails_ends_the_run(stored, tmp_path):
+def test_negative_control_failing_cell_raises(stored, tmp_path):
     broken = copy.deepcopy(stored)
     broken.cells = [cell for cell in broken.cells if cell.cell_type == "code"][:1]
     broken.cells[0].source += "\nrun_nothing()"

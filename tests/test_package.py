@@ -56,7 +56,7 @@ def run(environment: Path, folder: Path, *words: str) -> subprocess.CompletedPro
     return subprocess.run(command, cwd=folder, env=names, capture_output=True, text=True, timeout=PATIENCE)
 
 
-def test_the_wheel_has_every_file_of_the_package(wheel):
+def test_wheel_has_every_file_of_the_package(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     kept = [path for path in (ROOT / "konkanivani").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     missing = [path.relative_to(ROOT).as_posix() for path in kept if path.relative_to(ROOT).as_posix() not in names]
@@ -73,7 +73,7 @@ def test_version_and_help_come_from_the_installed_package(environment, tmp_path)
     assert found.startswith(str(environment))  # and not from the checkout
 
 
-def test_train_transcribe_and_plan_outside_of_the_checkout(environment, tmp_path):
+def test_train_transcribe_and_plan_outside_the_checkout(environment, tmp_path):
     sizes = ("--train_utterances", "12", "--valid_utterances", "3", "--test_utterances", "3")
     built = run(environment, tmp_path, "builtin", "--output", "data/builtin", *sizes)
     assert built.returncode == 0, built.stderr
@@ -92,7 +92,7 @@ def test_train_transcribe_and_plan_outside_of_the_checkout(environment, tmp_path
     assert json.loads(planned.stdout.splitlines()[-1])
 
 
-def test_every_script_runs_a_subcommand():
+def test_every_script_runs_its_subcommand():
     assert SCRIPTS.keys() == COMMANDS.keys()
     for command, script in SCRIPTS.items():
         assert f'run_command("{command}")' in (ROOT / "training_scripts" / script).read_text(encoding="utf-8")
@@ -100,7 +100,7 @@ def test_every_script_runs_a_subcommand():
 
 
 @pytest.mark.parametrize("words", [["trian"], ["--trian"], ["konkanivani"]])
-def test_an_unknown_command_is_a_usage_error(words):
+def test_unknown_command_is_a_usage_error(words):
     done = subprocess.run(
         [sys.executable, "-m", "konkanivani", *words], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
     )
@@ -108,11 +108,11 @@ def test_an_unknown_command_is_a_usage_error(words):
     assert ("Did you mean train?" in done.stderr) == (words != ["konkanivani"])
 
 
-def test_completion_knows_commands_and_flags():
+def test_shell_completion_offers_commands_and_flags():
     script = subprocess.run(
         [sys.executable, "-m", "konkanivani", "completion"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    ask = 'COMP_WORDS=(konkanivani {}); COMP_CWORD={}; _konkanivani; echo "${{COMPREPLY[@]}}"'
-    lines = [script, ask.format("tra", 1), ask.format("train --batch", 2), ask.format("plan --batch", 2)]
+    complete = 'COMP_WORDS=(konkanivani {}); COMP_CWORD={}; _konkanivani; echo "${{COMPREPLY[@]}}"'
+    lines = [script, complete.format("tra", 1), complete.format("train --batch", 2), complete.format("plan --batch", 2)]
     found = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True).stdout
     assert found.splitlines()[:2] == ["train transcribe", "--batch_size"]

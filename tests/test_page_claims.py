@@ -35,17 +35,17 @@ def entries(page: str) -> list[tuple[str, list[str]]]:
     return [(date, re.findall(r"^- \*\*(\w+):\*\*", body, re.MULTILINE)) for date, body in found]
 
 
-def test_each_promise_names_tests_that_exist():
+def test_each_promise_names_existing_tests():
     page = RELIABILITY.read_text(encoding="utf-8")
     assert len(promises(page)) >= 25 and missing_tests(page) == []
 
 
-def test_each_file_that_the_page_names_exists():
+def test_each_file_named_by_the_page_exists():
     named = re.findall(r"`(tests/[\w/]+\.py)`", RELIABILITY.read_text(encoding="utf-8"))
     assert len(named) >= 25 and [name for name in named if not (ROOT / name).is_file()] == []
 
 
-def test_negative_control_a_promise_without_a_test_is_found():
+def test_negative_control_promise_without_test_is_found():
     page = RELIABILITY.read_text(encoding="utf-8")
     assert len(missing_tests(page.replace("test_kills.py", "test_kill.py"))) == 1
     assert missing_tests("| promise | test |\n|---|---|\n| It is safe | |\n") == ["It is safe"]
@@ -59,17 +59,17 @@ def test_experiments_are_dated_newest_first_and_complete():
     assert [parts for _, parts in found if parts != PARTS] == []
 
 
-def test_negative_control_an_experiment_without_a_decision_is_found():
+def test_negative_control_experiment_without_decision_is_found():
     page = EXPERIMENTS.read_text(encoding="utf-8").replace("- **Decision:**", "- decision:", 1)
     assert [parts for _, parts in entries(page) if parts != PARTS] == [PARTS[:-1]]
 
 
 @pytest.mark.parametrize("name", MAX_WORDS)
-def test_the_page_is_short(name):
+def test_page_is_within_word_limit(name):
     assert len((ROOT / "docs" / name).read_text(encoding="utf-8").split()) <= MAX_WORDS[name]
 
 
-def test_no_source_names_a_page_that_was_removed():
+def test_no_source_names_a_removed_page():
     folders = ("konkanivani", "training_scripts", "benchmarks", "tests")
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert len(sources) > 200

@@ -1,4 +1,4 @@
-"""Pictures draw Devanagari as outlines, so that they need no Devanagari font."""
+"""Pictures draw Devanagari as outlines, so that no Devanagari font is needed."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -15,7 +15,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 SENTENCE = "हांव बाजारांत वता"
 
 
-def needing_a_font(picture: str) -> list[str]:
+def font_drawn_texts(picture: str) -> list[str]:
     """Return the Devanagari strings of an SVG file that are drawn with a font."""
     elements = ElementTree.fromstring(picture).iter(f"{SVG}text")
     drawn = ["".join(element.itertext()) for element in elements]
@@ -34,7 +34,7 @@ def left_edge(drawn: str) -> float:
     return float(found[1])
 
 
-def test_there_are_pictures_with_devanagari():
+def test_pictures_with_devanagari_exist():
     assert {path.name for path in PICTURES} >= {"flow.svg", "subtitles.svg", "step_comparison.svg"}
     assert SENTENCE in outlined((ROOT / "docs" / "flow.svg").read_text(encoding="utf-8"))
     assert len(outlined((ROOT / "docs" / "subtitles.svg").read_text(encoding="utf-8"))) >= 10
@@ -43,12 +43,12 @@ def test_there_are_pictures_with_devanagari():
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
 def test_devanagari_needs_no_font(path: Path):
     picture = path.read_text(encoding="utf-8")
-    assert needing_a_font(picture) == []
-    for said, paths in outlined(picture).items():
-        assert paths == [word.path for word in read_outlines().find(said)]
+    assert font_drawn_texts(picture) == []
+    for label, paths in outlined(picture).items():
+        assert paths == [word.path for word in read_outlines().find(label)]
 
 
-def test_every_outline_is_a_closed_path():
+def test_outlines_are_closed_paths():
     for name, word in read_outlines().words.items():
         assert has_devanagari(name) and word.advance > 0
         assert word.path.startswith("M") and word.path.endswith("Z")
@@ -56,10 +56,10 @@ def test_every_outline_is_a_closed_path():
 
 def test_negative_control_text_drawn_with_a_font_is_found():
     drawn = f'<text class="text" x="0" y="0"><tspan>{SENTENCE}</tspan></text>'
-    assert needing_a_font(page(10, 10, "picture", [drawn])) == [SENTENCE]
+    assert font_drawn_texts(page(10, 10, "picture", [drawn])) == [SENTENCE]
 
 
-def test_a_word_without_an_outline_is_refused():
+def test_word_without_outline_is_rejected():
     with pytest.raises(DataError, match="no outline of अआइ. Run .*drawings.py --font"):
         text("text", 0, 0, "हांव अआइ")
 
@@ -73,7 +73,7 @@ def test_anchors_place_the_text():
     assert (start, start - middle, start - end) == pytest.approx((100, width / 2, width), abs=1e-3)
 
 
-def test_a_wrong_word_is_underlined():
+def test_wrong_word_is_underlined():
     drawn = outlined_text("text", 0, 0, SENTENCE, 20, underlined=frozenset({"वता"}))
     assert drawn.count('class="red"') == 2 and "<rect" in drawn
     assert "red" not in outlined_text("text", 0, 0, SENTENCE, 20)

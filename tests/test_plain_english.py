@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, run_here
+from tests.conftest import ROOT, run_in_process
 
 # Phrasings that a reader of PyTorch's, ESPnet's or NeMo's documentation does not expect, each with an example.
 PHRASINGS = {
@@ -53,7 +53,7 @@ def help_texts() -> list[str]:
     scripts = [path for path in sorted((ROOT / "training_scripts").glob("*.py")) if path.stem != "__init__"]
     commands = [[f"training_scripts/{path.name}", "--help"] for path in scripts if path.stem != "bootstrap"]
     commands.append(["training_scripts/train_konkanivani_asr.py", "--help", "all"])
-    shown = [run_here(*words) for words in commands]
+    shown = [run_in_process(*words) for words in commands]
     bootstrap = [sys.executable, "training_scripts/bootstrap.py", "--help"]  # it cannot run in this process
     shown.append(subprocess.run(bootstrap, capture_output=True, text=True, cwd=ROOT))
     assert all(done.returncode == 0 for done in shown)
@@ -102,7 +102,7 @@ def texts_of(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", LIMITS)
-def test_phrasings_are_within_their_limit(kind):
+def test_phrasings_are_within_the_limit(kind):
     texts = texts_of(kind)
     worst = sorted(texts, key=lambda text: -sum(len(pattern.findall(text)) for pattern in COUNTED))[:5]
     assert sum(len(text.split()) for text in texts) > 2_000
@@ -114,13 +114,13 @@ def test_negative_control_each_phrasing_is_found(pattern, example):
     assert re.search(pattern, example, re.IGNORECASE)
 
 
-def test_negative_control_an_old_message_is_counted():
+def test_negative_control_unusual_message_is_counted():
     old = 'say(f"Going on from {path}: what is asked for lies beside it. Mend what nobody told.")'
     new = 'say(f"Resuming from {path}: step {step}. Use --fresh to start a new run.")'
     assert rate(list(literals(old))) > 1_000 and rate(list(literals(new))) == 0
 
 
-def test_negative_control_docstrings_and_values_are_no_messages():
+def test_negative_control_docstrings_and_values_are_not_messages():
     source = '"""Old words: what is asked for."""\nsay(f"{what} and {asked[0]} differ in {told}.")\n'
     assert list(literals(source)) == ["X and X differ in X."]
     assert list(docstrings_and_comments(source + "# what it is\n")) == ["Old words: what is asked for.", "what it is"]

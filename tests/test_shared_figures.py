@@ -67,7 +67,7 @@ def pages() -> dict[str, str]:
     return {name: re.sub(r"\s+", " ", (ROOT / name).read_text(encoding="utf-8")) for name in names}
 
 
-def stated(texts: Mapping[str, str], places: Mapping[str, str]) -> dict[str, tuple[str, ...] | None]:
+def figures_stated(texts: Mapping[str, str], places: Mapping[str, str]) -> dict[str, tuple[str, ...] | None]:
     """Return the figures that each page states, None if it states none."""
     found = {name: re.search(pattern, texts[name]) for name, pattern in places.items()}
     return {name: match and tuple(group.rstrip(",") for group in match.groups()) for name, match in found.items()}
@@ -75,13 +75,13 @@ def stated(texts: Mapping[str, str], places: Mapping[str, str]) -> dict[str, tup
 
 @pytest.mark.parametrize("figure", SHARED)
 def test_pages_state_the_same_figure(figure):
-    found = stated(pages(), SHARED[figure])
+    found = figures_stated(pages(), SHARED[figure])
     assert None not in found.values() and len(found) > 1 and len(set(found.values())) == 1, found
 
 
 @pytest.mark.parametrize("figure", SHARED)
-def test_negative_control_a_changed_page_is_found(figure):
+def test_negative_control_changed_page_is_found(figure):
     texts, (name, pattern) = pages(), next(iter(SHARED[figure].items()))
     match = re.search(pattern, texts[name])
     changed = texts[name][: match.start(1)] + "9" + texts[name][match.start(1) :]
-    assert len(set(stated({**texts, name: changed}, SHARED[figure]).values())) == 2
+    assert len(set(figures_stated({**texts, name: changed}, SHARED[figure]).values())) == 2

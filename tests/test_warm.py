@@ -16,19 +16,25 @@ SCRIPT = """
 import atexit, os, sys, threading, time
 atexit.register(print, "the end")
 threading.Thread(target=lambda: time.sleep(0.1) or print("a thread")).start()
-print(__name__, sys.argv, os.getcwd(), os.environ["OMP_NUM_THREADS"], os.environ.get("TOLD"), sys.stdin.read())
-print(sys.path[0], [path for path in sys.path if "konkani" in path], "heeded" in vars(sys), file=sys.stderr)
-sys.heeded = True
-os.environ["TOLD"] = "by another"
+print(__name__, sys.argv, os.getcwd(), os.environ["OMP_NUM_THREADS"], os.environ.get("VARIABLE"), sys.stdin.read())
+print(sys.path[0], [path for path in sys.path if "konkani" in path], "set_by_script" in vars(sys), file=sys.stderr)
+sys.set_by_script = True
+os.environ["VARIABLE"] = "by another"
 {end}
 """
-ENDS = {"well": "", "a code": "sys.exit(7)", "a word": "sys.exit('why')", "a mistake": "1 / 0", "killed": "os.abort()"}
+ENDS = {
+    "success": "",
+    "exit code": "sys.exit(7)",
+    "exit message": "sys.exit('why')",
+    "exception": "1 / 0",
+    "killed": "os.abort()",
+}
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_a_fork_is_like_an_interpreter_of_its_own_and_leaves_nothing_to_the_next(name, tmp_path, monkeypatch):
+def test_fork_equals_new_interpreter_and_does_not_affect_next_fork(name, tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(SCRIPT.format(end=ENDS[name]))
-    monkeypatch.setenv("TOLD", "by the test")
+    monkeypatch.setenv("VARIABLE", "by the test")
     warm, again, cold = (
         run_script(str(tmp_path / "script.py"), "a", "b c", cwd=tmp_path, is_cold=is_cold)
         for is_cold in (False, False, True)
@@ -39,7 +45,7 @@ def test_a_fork_is_like_an_interpreter_of_its_own_and_leaves_nothing_to_the_next
     assert ends[0] == ends[1] == ends[2] or name == "killed"  # the interpreter reports its location
 
 
-def test_what_is_read_too_early_for_a_fork_is_given_to_an_interpreter(tmp_path, monkeypatch):
+def test_startup_variables_require_a_new_interpreter(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("")
     (tmp_path / "script.py").write_text("import torch; print(torch.__file__)")
     assert "site-packages" in run_script(str(tmp_path / "script.py"), cwd=Path("/")).stdout
@@ -49,7 +55,7 @@ def test_what_is_read_too_early_for_a_fork_is_given_to_an_interpreter(tmp_path, 
         warm_parent().start(Job(tmp_path / "script.py", (), tmp_path / "output"))
 
 
-def test_what_still_runs_ends_with_the_parent(tmp_path):
+def test_running_forks_end_with_the_parent(tmp_path):
     (tmp_path / "script.py").write_text("import time; print('began', flush=True); time.sleep(3600)")
     output = tmp_path / "output"
     program = (
@@ -66,7 +72,7 @@ def test_what_still_runs_ends_with_the_parent(tmp_path):
         time.sleep(0.01)
 
 
-TWO = (
+TEST_FILE = (
     "import subprocess, pytest\ndef test_starts(): subprocess.run(['true'])\ndef test_does_not(): pass\n"
     "@pytest.mark.full\ndef test_more(): pass\n"
     "@pytest.mark.parametrize('number', [1, 2])\ndef test_both(number): pass\n"
@@ -74,11 +80,11 @@ TWO = (
 
 
 @pytest.mark.parametrize(
-    "flags, said", [((), "4 passed"), (("--quick",), "2 passed, 1 skipped"), (("--full",), "5 passed")]
+    "flags, expected", [((), "4 passed"), (("--quick",), "2 passed, 1 skipped"), (("--full",), "5 passed")]
 )
-def test_quick_leaves_out_processes_and_further_parameters_and_full_adds_tests(flags, said, tmp_path, monkeypatch):
-    (tmp_path / "test_two.py").write_text(TWO)
+def test_quick_skips_processes_and_parameters_and_full_adds_tests(flags, expected, tmp_path, monkeypatch):
+    (tmp_path / "test_two.py").write_text(TEST_FILE)
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # a new process has none at its start
     plain = ("-q", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path))
     done = warm_parent().run_program("import pytest, sys; pytest.main(sys.argv[1:])", *plain, *flags, cwd=ROOT)
-    assert said in done.stdout
+    assert expected in done.stdout

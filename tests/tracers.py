@@ -1,4 +1,4 @@
-"""Operation counters, and tracers and traces shared by the tests of a process, one per model and device."""
+"""Operation counter, and cached tracers and traces, one per model and device."""
 
 import functools
 from collections import Counter
@@ -15,8 +15,8 @@ VOCAB_SIZE = 40
 ONLY_TENSORS = DeviceCosts("a device", is_cuda=False, rounding=1, workspace=0, context=0)
 
 
-class Calls(TorchDispatchMode):
-    """Counts of the executed operations."""
+class OperationCounter(TorchDispatchMode):
+    """Counter of the executed operations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tiny model trained on the tones of tests/conftest.py, for tests that need recognised words."""
+"""Tiny model trained on the tones of tests/conftest.py, for tests that need recognized words."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.warm import ROOT, Job, warm_parent
 
 @dataclass(frozen=True)
 class Trained:
-    """Checkpoint with its recogniser, and the folder of its training recordings."""
+    """Checkpoint with its recognizer, and the folder of its training recordings."""
 
     checkpoint: Path
     recognizer: Recognizer
@@ -22,7 +22,7 @@ class Trained:
 
 
 def train_tones(directory: Path) -> None:
-    """Train a tiny model in a few seconds; its words have almost no errors."""
+    """Train a tiny model in a few seconds; it recognizes words with almost no errors."""
     corpus = write_corpus(directory / "tones", {"train": 160, "valid": 5, "test": 5})
     flags = (
         *(*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--tokenizer_type", "char", "--ctc_weight", "0.9"),
@@ -41,7 +41,7 @@ def train_tones(directory: Path) -> None:
             "none",
         ),
     )
-    assert warm_parent().start(Job(ROOT / TRAINER, flags, directory / "said", threads=1)).wait(PATIENCE) == 0
+    assert warm_parent().start(Job(ROOT / TRAINER, flags, directory / "output.txt", threads=1)).wait(PATIENCE) == 0
 
 
 def load_trained(directory: Path) -> Trained:
@@ -51,6 +51,6 @@ def load_trained(directory: Path) -> Trained:
 
 
 def tones(words: tuple[str, ...], seed: int = 0) -> np.ndarray:
-    """Return spoken words in quiet noise, at 16 kHz."""
+    """Return a recording of words, as tones in quiet noise at 16 kHz."""
     audio = speak(list(words))
     return audio + 0.005 * np.random.default_rng(seed).standard_normal(len(audio)).astype(np.float32)

@@ -1,6 +1,6 @@
-"""Scripts run in forks of a process that has done nothing except their imports.
+"""Scripts run in forks of a parent process that has only imported their modules.
 
-Imports take three to six seconds of a script's run; most tests need one second for the rest. The parent has one thread
+Imports take three to six seconds of a script's run; the rest takes one second in most tests. The parent has one thread
 and has created no tensor and no generator, so that a fork starts in the state of a new interpreter after its imports.
 The fork runs the script as `__main__` with its own command line, environment, folder and streams. It exits like an
 interpreter, without the second that freeing every object takes. Environment variables that are read before the imports
@@ -37,20 +37,20 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = 2
 DEV_NULL = Path(os.devnull)
-IMPORTED = (
+IMPORTED_MODULES = (
     *("numpy.random", "PIL.GifImagePlugin", "PIL.PngImagePlugin", "html", "safetensors.torch"),
     *("multiprocessing.popen_fork", "multiprocessing.synchronize"),
     *("torch.utils.tensorboard",),
-    *("torch.utils.serialization", "torch._dynamo"),  # _dynamo is imported by a trace
+    *("torch.utils.serialization", "torch._dynamo"),  # tracing imports _dynamo
     *("konkanivani.recipe.train", "konkanivani.recipe.dry_run", "konkanivani.recipe.evaluation_model"),
     *("konkanivani.corpora.prepare", "konkanivani.corpora.builtin"),
     *("konkanivani.inference.recognizer", "konkanivani.inference.transcribe"),
     *("konkanivani.corpora.health_report", "konkanivani.scoring.report"),
 )
-# Variables that are read when an interpreter or a library starts: a fork cannot change the values of its parent.
-EARLY = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "ONEDNN_", "PYTORCH_", "LC_", "LANG")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # set before torch is imported: tests may share their cores
-BEGINNING = dict(os.environ)
+# Prefixes of variables that are read only when an interpreter or a library starts: a fork keeps the parent's values.
+STARTUP_PREFIXES = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "ONEDNN_", "PYTORCH_", "LC_", "LANG")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # must be set before torch is imported; tests may share their cores
+INITIAL_ENVIRONMENT = dict(os.environ)
 Before = Callable[[], None] | None
 SERVE = "import sys; from tests.warm import serve; serve(int(sys.argv[1]), sys.argv[2:])"
 
@@ -91,8 +91,8 @@ class Job:
         if self.before:
             self.before()
         sys.argv = [str(self.script), *self.arguments]
-        ours = ("", str(ROOT), str(ROOT / "training_scripts"))
-        sys.path[:] = [str(self.script.parent), *(path for path in sys.path if path not in ours)]
+        own_folders = ("", str(ROOT), str(ROOT / "training_scripts"))
+        sys.path[:] = [str(self.script.parent), *(path for path in sys.path if path not in own_folders)]
         runpy.run_path(str(self.script), run_name="__main__")
 
     def _open_streams(self) -> None:
@@ -154,7 +154,7 @@ class ForkedScript:
         job = Job(script, arguments, *(Path(f"/dev/fd/{end}") for end in writing), Path.cwd())
         self._pid = os.fork()
         if not self._pid:
-            _live(job)
+            _run_and_exit(job)
         for end in writing:
             os.close(end)
         self.stdout, self.stderr = (open(end, encoding="utf-8", errors="replace") for end in reading)
@@ -164,7 +164,7 @@ class ForkedScript:
 
 
 def fork_scripts() -> None:
-    """Replace subprocess.Popen by forks: `before` of a job whose child processes are not under test."""
+    """Replace subprocess.Popen by forks; for `Job.before`, if the child processes of the script are not under test."""
     subprocess.Popen = ForkedScript
 
 
@@ -178,7 +178,7 @@ class ForkedCommand:
                 os.mkfifo(end)
             script, arguments = script_of(command)
             self._fork = warm_parent().start(Job(script, arguments, *ends, Path.cwd()))
-            # Each call waits for the fork, which opens them in the same order.
+            # Opening a FIFO blocks until the fork opens it too, in the same order.
             self.stdout, self.stderr = (open(end, encoding="utf-8", errors="replace") for end in ends)
 
     def send_signal(self, number: int) -> None:
@@ -191,10 +191,10 @@ class ForkedCommand:
 class WarmParent:
     """Process that imports the modules and then forks on request; it ends with this process."""
 
-    def __init__(self, imported: Sequence[str] = IMPORTED) -> None:
+    def __init__(self, imported: Sequence[str] = IMPORTED_MODULES) -> None:
         self._requests, theirs = multiprocessing.Pipe()
         # A second NumPy thread does not survive a fork.
-        environment = BEGINNING | {"OMP_NUM_THREADS": str(THREADS), "OPENBLAS_NUM_THREADS": "1"}
+        environment = INITIAL_ENVIRONMENT | {"OMP_NUM_THREADS": str(THREADS), "OPENBLAS_NUM_THREADS": "1"}
         command, passed = [sys.executable, "-c", SERVE, str(theirs.fileno()), *imported], [theirs.fileno()]
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=passed)
         theirs.close()
@@ -209,16 +209,18 @@ class WarmParent:
     ) -> subprocess.CompletedProcess[str]:
         """Run a script to its end."""
         with tempfile.TemporaryDirectory() as folder:
-            said = Path(folder, "output"), Path(folder, "errors")
-            fork = self.start(Job(script, arguments, *said, cwd, stdin=stdin, before=before))
+            outputs = Path(folder, "output"), Path(folder, "errors")
+            fork = self.start(Job(script, arguments, *outputs, cwd, stdin=stdin, before=before))
             try:
                 code = fork.wait(PATIENCE)
             finally:
                 fork.kill()
-            return subprocess.CompletedProcess((script, *arguments), code, *(each.read_text("utf-8") for each in said))
+            return subprocess.CompletedProcess(
+                (script, *arguments), code, *(each.read_text("utf-8") for each in outputs)
+            )
 
     def run_program(self, source: str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-        """Run the source of a program to its end."""
+        """Run a program, given as source text, to its end."""
         with tempfile.TemporaryDirectory() as folder:
             script = Path(folder, "program.py")
             script.write_text(source, encoding="utf-8")
@@ -243,14 +245,18 @@ def warm_parent() -> WarmParent:
 
 def can_fork(environment: Mapping[str, str]) -> bool:
     """Return whether a fork can use this environment."""
-    return _early(environment) == _early(BEGINNING)
+    return _startup_variables(environment) == _startup_variables(INITIAL_ENVIRONMENT)
 
 
-def _early(environment: Mapping[str, str]) -> dict[str, str]:
+def _startup_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are read before the first line of a script, with the defaults that each script sets."""
     environment = dict(environment)
     set_process_defaults(environment)  # an imported benchmark has also set them in this process
-    return {name: value for name, value in environment.items() if name.startswith(EARLY) and name != "OMP_NUM_THREADS"}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(STARTUP_PREFIXES) and name != "OMP_NUM_THREADS"
+    }
 
 
 def serve(descriptor: int, imported: Sequence[str]) -> NoReturn:
@@ -283,10 +289,10 @@ def serve(descriptor: int, imported: Sequence[str]) -> NoReturn:
             requests.send(pid)
         else:
             requests.close()
-            _live(request)
+            _run_and_exit(request)
 
 
-def _live(job: Job) -> NoReturn:
+def _run_and_exit(job: Job) -> NoReturn:
     """Run a script and exit as an interpreter does."""
     code = 0
     try:

@@ -198,11 +198,11 @@ def run(command: list[str]) -> None:
 
 def measured(folder: Path) -> list[str]:
     """Return the differences from the golden tensors, one line per file."""
-    from tests.nemo.goldens import FILES, distances_of
+    from tests.nemo.goldens import FILES, file_distances
 
     lines = []
     for name in (*FILES, "older"):
-        found, has_texts = distances_of(folder, name)
+        found, has_texts = file_distances(folder, name)
         words = ", ".join(f"{part} {distance:.1e}" for part, distance in found.items())
         lines.append(f"{name}: {words}; the same greedy texts: {'yes' if has_texts else 'no'}")
     return lines

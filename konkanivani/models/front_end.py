@@ -124,7 +124,7 @@ class LogMel(torch.nn.Module):
         # A constant c in a frame has the spectrum c W(f), and bin 0 gives c W(0).
         offsets = spectrum[:, :1].clone()
         spectrum.addcmul_(offsets, torch.view_as_complex(self.dc_response)[:, None], value=-1)
-        # In place and freed: the spectrum has more numbers than all later features, and may be the peak of a small model.
+        # In place and freed: the spectrum is larger than all later features, and may be the peak of a small model.
         power = torch.view_as_real(spectrum).square_().sum(dim=-1)
         del spectrum
         return self.power.mel_scale(power)

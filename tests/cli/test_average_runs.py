@@ -12,7 +12,7 @@ from konkanivani.config import TrainConfig
 from konkanivani.errors import CheckpointError
 from konkanivani.flags import config_to_text
 from konkanivani.training.run import TrainState
-from tests.conftest import run_here
+from tests.conftest import run_in_process
 
 AVERAGE = "training_scripts/average_checkpoints.py"
 
@@ -60,8 +60,8 @@ def test_script_exits_with_4_without_allow_different_runs(tmp_path: Path):
     for path, named in zip(paths, (FIRST, OTHERS["first epoch"][0]), strict=True):
         write_checkpoint(path, named.checkpoint)
     flags = [*map(str, paths), "--output", str(tmp_path / "mean.pt")]
-    done = run_here(AVERAGE, *flags)
+    done = run_in_process(AVERAGE, *flags)
     assert done.returncode == 4 and "are from different runs" in done.stderr, done.stderr
     assert not (tmp_path / "mean.pt").exists()
-    done = run_here(AVERAGE, *flags, "--allow_different_runs")
+    done = run_in_process(AVERAGE, *flags, "--allow_different_runs")
     assert done.returncode == 0 and (tmp_path / "mean.pt").exists(), done.stderr

@@ -23,7 +23,7 @@ from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError, Res
 from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import PeriodicSaver, train
 from konkanivani.training.run import TrainState
-from tests.conftest import TINY_MODEL, run_folders, run_trainer, well, write_corpus
+from tests.conftest import TINY_MODEL, checked, run_folders, run_trainer, write_corpus
 from tests.starts import begin_run, parse_flags
 
 
@@ -189,7 +189,7 @@ def test_unusable_utterances_are_skipped_counted_and_listed(tmp_path):
     path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")  # a blank line counts as a row
     flags = ("--train_manifest", str(path), *SHORT_RUN, "--max_tokens", "150", "--max_steps", "1")
     flags += ("--max_rejected", "10%", "--tokenizer_type", "unigram")
-    done = well(run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path)))
+    done = checked(run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path)))
     assert f"5 utterances of {path} are skipped" in done.stdout
     assert "  1 x longer than --max_duration 20 s\n  1 x shorter than --min_duration 0.2 s\n" in done.stdout
     found = [json.loads(line) for line in (tmp_path / "runs/default/rejected.jsonl").read_text().splitlines()]
@@ -243,7 +243,7 @@ def test_training_skips_all_defective_rows_of_hostile_corpus(workers, tmp_path):
     flags += ("--epochs", "2", "--tokenizer_type", "unigram", "--num_workers", workers)
     message = run_rejected_in_process(DataError, tmp_path / "no", *flags)
     assert "of the 31 rows" in message and "--max_rejected" in message
-    well(run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path), "--max_rejected", "35%"))
+    checked(run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path), "--max_rejected", "35%"))
     found = {}
     for line in (tmp_path / "runs/default/rejected.jsonl").read_text(encoding="utf-8").splitlines():
         rejection = json.loads(line)

@@ -24,7 +24,7 @@ from konkanivani.recipe.comparison import (
     table_of,
     write_kept,
 )
-from tests.conftest import ROOT, TINY_MODEL, Corpus, start_script, well, write_corpus
+from tests.conftest import ROOT, TINY_MODEL, Corpus, checked, start_script, write_corpus
 from tests.patience import PATIENCE
 from tests.warm import fork_scripts, warm_parent
 from tests.whisper.small_model import write_model
@@ -65,7 +65,7 @@ def run_comparison(*flags: str) -> subprocess.CompletedProcess[str]:
 def test_report_has_row_per_model_and_reason_of_failure(one_word_corpus, model_folders, tmp_path):
     sound, broken = map(str, model_folders)
     flags = (*comparison_flags(one_word_corpus, tmp_path / "c"), "--language", "mr", "--json", *TINY_MODEL[:-2])
-    done = well(run_comparison("--pretrained", broken, "--pretrained", sound, "--presets", "minimal", *flags))
+    done = checked(run_comparison("--pretrained", broken, "--pretrained", sound, "--presets", "minimal", *flags))
     rows = json.loads(done.stdout)["models"]
     assert json.loads((tmp_path / "c" / "comparison.json").read_text()) == {"models": rows}
     failed, whisper, ours = rows
@@ -127,7 +127,7 @@ def test_interrupted_comparison_saves_and_resumes(corpus, tmp_path):
     rejected = run_comparison(*flags)
     assert rejected.returncode == 2 and "different --max_steps" in rejected.stderr
     write_kept(folder / "minimal", dataclasses.replace(kept, conditions={**kept.conditions, "--max_steps": "2"}))
-    resumed = well(run_comparison(*flags))
+    resumed = checked(run_comparison(*flags))
     assert f"step {len(steps)}" in resumed.stderr and "starting a new run" not in resumed.stderr
     steps_after = read_steps(folder / "minimal")  # steps before the interruption are not repeated
     assert (

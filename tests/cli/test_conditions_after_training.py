@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.conftest import run_script, run_trainer, well
+from tests.conftest import checked, run_script, run_trainer
 from tests.trained import Trained
 
 
@@ -14,9 +14,9 @@ def test_trainer_conditions_equal_evaluation_script(trained: Trained, tmp_path):
     shutil.copytree(trained.checkpoint.parent, folder)
     flags = ("--checkpoint_dir", str(folder), "--log_dir", str(tmp_path / "runs"), "--num_workers", "0")
     manifest = str(trained.recordings.parent / "test.jsonl")
-    done = well(run_trainer("--resume", "auto", *flags, "--test_manifest", manifest, "--conditions"))
+    done = checked(run_trainer("--resume", "auto", *flags, "--test_manifest", manifest, "--conditions"))
     found = json.loads(done.stdout.splitlines()[-1])["conditions"]
-    done = well(
+    done = checked(
         run_script(
             "training_scripts/evaluate_konkanivani_asr.py",
             *("--checkpoint", str(folder / trained.checkpoint.name), "--manifest", manifest, "--conditions", "--json"),

@@ -20,7 +20,7 @@ from konkanivani.errors import CheckpointError
 from konkanivani.recipe.conditions import recognize_under_conditions
 from konkanivani.recipe.evaluation_model import load_evaluation_model, recognize_manifest
 from konkanivani.training.validation import EvaluationSet
-from tests.conftest import ROOT, TINY_MODEL, Corpus, run_folders, run_here, run_script, run_trainer, well
+from tests.conftest import ROOT, TINY_MODEL, Corpus, checked, run_folders, run_in_process, run_script, run_trainer
 
 EVALUATE = "training_scripts/evaluate_konkanivani_asr.py"
 AVERAGE = "training_scripts/average_checkpoints.py"
@@ -60,7 +60,7 @@ def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Trained
 
 
 def evaluate(checkpoint: Path, manifest: str, *more: str) -> dict:
-    done = well(run_script(EVALUATE, "--checkpoint", str(checkpoint), "--manifest", manifest, "--json", *more))
+    done = checked(run_script(EVALUATE, "--checkpoint", str(checkpoint), "--manifest", manifest, "--json", *more))
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -116,7 +116,7 @@ def test_summary_has_error_types_intervals_speakers_and_durations(evaluation):
 
 def test_stored_hypotheses_score_equally_and_can_be_compared(trained, evaluation, tmp_path):
     page = tmp_path / "score.html"
-    again = well(run_script(EVALUATE, "--hypotheses", evaluation["hypotheses"], "--json"))
+    again = checked(run_script(EVALUATE, "--hypotheses", evaluation["hypotheses"], "--json"))
     summary = json.loads(again.stdout)
     assert all(summary[name] == evaluation[name] for name in (*COUNTS, "wer_interval"))
     other = tmp_path / "perfect.jsonl"
@@ -165,7 +165,7 @@ BEST_FLAGS = ("--checkpoint", "{best}", "--manifest")
 )
 def test_invalid_arguments_exit_with_code_and_message(trained, script, flags, exit_code, message):
     known = {"{best}": str(trained.path("best")), "{last}": str(trained.path("last")), "{manifest}": trained.manifest}
-    done = run_here(script, *(known.get(flag, flag) for flag in flags))
+    done = run_in_process(script, *(known.get(flag, flag) for flag in flags))
     assert done.returncode == exit_code, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
@@ -243,7 +243,7 @@ def test_averaging_none_or_too_few_checkpoints_is_rejected(trained):
 
 @pytest.fixture(scope="module")
 def averaged(trained: TrainedRun) -> Path:
-    done = well(run_script(AVERAGE, "--checkpoint_dir", str(trained.checkpoints), "--last", "2"))
+    done = checked(run_script(AVERAGE, "--checkpoint_dir", str(trained.checkpoints), "--last", "2"))
     assert "checkpoint_epoch_1.pt, checkpoint_epoch_2.pt" in done.stdout
     return trained.path("averaged")
 

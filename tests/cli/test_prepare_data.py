@@ -24,7 +24,7 @@ from konkanivani.corpora.prepare import Preparation, prepare_corpus
 from konkanivani.corpora.tables import Shares, draw_splits, split_named
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import KonkaniVaniError
-from tests.conftest import run_here, well
+from tests.conftest import checked, run_in_process
 from tests.corpora.test_formats import (
     MINIATURES,
     SCRIPT,
@@ -70,7 +70,7 @@ class Table:
 
 
 def prepare(directory: Path, name: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    done = run_here(SCRIPT, "--format", name, "--source", "corpus", "--output", "out", *flags, cwd=directory)
+    done = run_in_process(SCRIPT, "--format", name, "--source", "corpus", "--output", "out", *flags, cwd=directory)
     assert "Traceback" not in done.stdout + done.stderr, done.stderr
     assert [*directory.rglob("*.partial")] == []
     return done
@@ -159,7 +159,7 @@ UNUSABLE_ROWS: dict[str, tuple[Callable[[Table], object], str, str]] = {
 def test_unusable_row_is_skipped_with_its_reason(name, table):
     damage, kind, message = UNUSABLE_ROWS[name]
     damage(table)
-    done = well(table.prepare(*NO_REJECTION_LIMIT))
+    done = checked(table.prepare(*NO_REJECTION_LIMIT))
     (row,) = read_rejected(table.directory)
     assert (row["file"], row["row"]) == ("all.csv", 7)
     assert message in row["reason"] and kind in row["kind"], row
@@ -206,7 +206,7 @@ def test_kaldi_commands_are_not_run(tmp_path):
     wav = tmp_path / "corpus" / "wavs" / "dev.flac"
     values = [f"touch {marker}; cat {wav} |", f"|touch {marker}", f"{wav}.ark:17", "-", *[str(wav)] * 4]
     write_table(scp, (), zip(names, values, strict=True), " ")
-    well(prepare(tmp_path, "kaldi", *NO_REJECTION_LIMIT))
+    checked(prepare(tmp_path, "kaldi", *NO_REJECTION_LIMIT))
     assert not marker.exists()
     commands = [row for row in read_rejected(tmp_path) if row["kind"] == "command or archive"]
     assert [(row["file"], row["row"]) for row in commands] == [("train/wav.scp", n) for n in (1, 2, 3, 4)]
@@ -281,7 +281,7 @@ def test_usable_tar_members_are_prepared_and_others_rejected(tmp_path):
         link = tarfile.TarInfo("link.wav")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
-    well(prepare(tmp_path, "nemo", *NO_REJECTION_LIMIT))
+    checked(prepare(tmp_path, "nemo", *NO_REJECTION_LIMIT))
     assert Counter(row["kind"] for row in read_rejected(tmp_path)) == Counter(
         {"no transcript": 1, "unusable audio": 1, "not UTF-8": 1, "broken row": 1}
     )
@@ -454,7 +454,7 @@ def test_killed_preparation_leaves_no_manifest_and_rerun_cleans_up(moment, tmp_p
 
 def test_split_depends_on_seed_and_names_but_not_on_row_order(table):
     def draw(*flags: str) -> dict[str, str]:
-        well(table.prepare("--force", "--valid_share", "20%", "--test_share", "20%", *flags))
+        checked(table.prepare("--force", "--valid_share", "20%", "--test_share", "20%", *flags))
         return {utterance.text: split for split in SPLITS for utterance in table.utterances(split)}
 
     for kind in ("speaker", "utterance"):
@@ -465,7 +465,7 @@ def test_split_depends_on_seed_and_names_but_not_on_row_order(table):
     moved = table.directory.with_name(table.directory.name + "-moved")
     table.directory.rename(moved)
     again = Table(moved, table.rows)
-    well(again.prepare("--force", "--valid_share", "20%", "--test_share", "20%", "--split_by", "utterance"))
+    checked(again.prepare("--force", "--valid_share", "20%", "--test_share", "20%", "--split_by", "utterance"))
     assert {u.text: split for split in SPLITS for u in again.utterances(split)} == first
 
 

@@ -17,7 +17,7 @@ from konkanivani import hub_upload
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.hub_upload import list_files, publish, size_words
 from tests.cli.upload_server import TOKEN, FakeHub, Repository, Response, serve_hub
-from tests.conftest import run_script, well
+from tests.conftest import checked, run_script
 
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
 constants = importlib.import_module("huggingface_hub.constants")
@@ -346,7 +346,7 @@ def test_offline_mode_is_rejected(hub, folder, monkeypatch):
 
 class TestCommandLine:
     def test_script_uploads_and_prints_address(self, hub, folder):
-        done = well(run_script(SCRIPT, str(folder), NAME, "--private", "--yes"))
+        done = checked(run_script(SCRIPT, str(folder), NAME, "--private", "--yes"))
         assert done.stdout.splitlines()[-1].startswith(f"Published: {hub.address}/{NAME} (commit ")
         assert hub.repositories[NAME].files == read_contents(folder) and hub.repositories[NAME].is_private
         assert TOKEN not in done.stdout + done.stderr and done.stderr == ""
@@ -370,7 +370,7 @@ class TestCommandLine:
 
     def test_hf_debug_does_not_show_token(self, hub, folder, monkeypatch):
         monkeypatch.setenv("HF_DEBUG", "1")
-        done = well(run_script(SCRIPT, str(folder), NAME, "--yes"))
+        done = checked(run_script(SCRIPT, str(folder), NAME, "--yes"))
         assert TOKEN not in done.stdout + done.stderr
 
 

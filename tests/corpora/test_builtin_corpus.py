@@ -27,7 +27,7 @@ from konkanivani.corpora.synthesis import SpeakingStyle, SpeechSynthesizer, read
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.text import normalize_text
 from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, UsageError
-from tests.conftest import run_here
+from tests.conftest import run_in_process
 from tests.warm import DEV_NULL, Job, warm_parent
 
 MINIATURE = SplitSizes(train=14, valid=2, test=6)
@@ -223,7 +223,7 @@ def test_espeak_library_is_not_loaded_in_this_process(synthesizer):
 
 def test_script_exits_with_code_of_usage_error(tmp_path):
     (tmp_path / "mine.txt").write_text("kept")
-    done = run_here("training_scripts/prepare_builtin_corpus.py", "--output", str(tmp_path))
+    done = run_in_process("training_scripts/prepare_builtin_corpus.py", "--output", str(tmp_path))
     assert done.returncode == UsageError.exit_code
     assert done.stderr.startswith("The built-in corpus cannot be written to ") and "Traceback" not in done.stderr
     assert (tmp_path / "mine.txt").read_text() == "kept"

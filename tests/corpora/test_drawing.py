@@ -11,7 +11,7 @@ import pytest
 from konkanivani.cli.prepare import describe
 from konkanivani.corpora.prepare import Preparation, prepare_corpus
 from tests.cli.test_prepare_data import Table, prepare, table, twelve_recordings  # noqa: F401 - fixtures
-from tests.conftest import well
+from tests.conftest import checked
 from tests.corpora.test_formats import SPLITS, openslr_mucs, sentence, webdataset, write_sentence
 
 
@@ -29,7 +29,7 @@ def assign_train_and_test(table: Table) -> None:  # noqa: F811
 @pytest.mark.parametrize("flags", [(), ("--split_by", "given")])
 def test_valid_is_drawn_from_train_and_given_test_is_kept(flags, tmp_path):
     spoken = openslr_mucs(tmp_path / "corpus")
-    done = well(prepare(tmp_path, "openslr", *flags))
+    done = checked(prepare(tmp_path, "openslr", *flags))
     assert "split by given; valid drawn from its training part, by utterance:" in done.stdout
     assert "--valid_manifest" in done.stdout and "--test_manifest" in done.stdout
     assert sorted(read_texts(tmp_path, "test")) == sorted(found.text for found in spoken if found.split == "test")

@@ -14,7 +14,17 @@ import soundfile
 
 from konkanivani.data.audio.files import read_samples
 from konkanivani.data.manifest import read_manifest
-from tests.conftest import TINY_MODEL, WORDS, further, run_folders, run_here, run_script, run_trainer, speak, well
+from tests.conftest import (
+    TINY_MODEL,
+    WORDS,
+    checked,
+    mark_full,
+    run_folders,
+    run_in_process,
+    run_script,
+    run_trainer,
+    speak,
+)
 
 SCRIPT = "training_scripts/prepare_data.py"
 SPLITS = ("train", "valid", "test")
@@ -368,7 +378,7 @@ class PreparedCorpus:
 
 # Without --full, train only on one format each of whole files, segments of files, byte ranges of a shard, and Parquet.
 TRAINED = ("common_voice", "kaldi", "nemo tarred", "huggingface parquet")
-TRAINING_CASES = [each for name in MINIATURES for each in ([name] if name in TRAINED else further(name))]
+TRAINING_CASES = [each for name in MINIATURES for each in ([name] if name in TRAINED else mark_full(name))]
 
 
 @pytest.fixture(scope="module")
@@ -377,7 +387,9 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     directory = tmp_path_factory.mktemp("format")
     spoken = build(directory / "corpus")
     name = request.param.split()[0]
-    done = well(run_here(SCRIPT, "--format", name, "--source", "corpus", "--output", "prepared", *flags, cwd=directory))
+    done = checked(
+        run_in_process(SCRIPT, "--format", name, "--source", "corpus", "--output", "prepared", *flags, cwd=directory)
+    )
     return PreparedCorpus(directory, spoken, done.stdout)
 
 
@@ -425,7 +437,7 @@ def test_prepared_corpus_trains_two_steps(prepared, tmp_path):
 def test_common_voice_table_is_split_by_speaker(tmp_path):
     common_voice(tmp_path / "corpus")
     flags = ("--source", "corpus/cv-corpus-21.0-2025-03-14/kok", "--table", "validated.tsv", "--output", "out")
-    done = run_here(SCRIPT, "--format", "common_voice", *flags, cwd=tmp_path)
+    done = run_in_process(SCRIPT, "--format", "common_voice", *flags, cwd=tmp_path)
     assert done.returncode == 0 and "split by speaker" in done.stdout, done.stderr
     manifests = [
         list(read_manifest(tmp_path / "out" / f"{split}.jsonl", (str(tmp_path / "corpus"),))) for split in SPLITS
@@ -442,6 +454,6 @@ def test_preparation_needs_no_torch_and_names_missing_package(tmp_path, monkeypa
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("KONKANIVANI_RERUN", "1")
     flags = ("--source", str(tmp_path / "corpus"), "--output", str(tmp_path / "out"))
-    well(run_script(SCRIPT, "--format", "folder", *flags))
+    checked(run_script(SCRIPT, "--format", "folder", *flags))
     done = run_script(SCRIPT, "--format", "huggingface", "--force", *flags)
     assert done.returncode == 6 and "pip install datasets" in done.stderr, done.stderr

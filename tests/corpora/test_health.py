@@ -42,7 +42,7 @@ from konkanivani.flags import resolve
 from konkanivani.models.architecture import architecture_of
 from konkanivani.recipe.run_data import build_training_speech
 from konkanivani.scoring.html import PAGE_START, Histogram, build_histogram, draw_histogram, round_step, write_page
-from tests.conftest import run_here
+from tests.conftest import run_in_process
 from tests.page_parts import PageParts
 
 SCRIPT = "training_scripts/inspect_data.py"
@@ -541,7 +541,7 @@ def test_skipped_rows_equal_those_of_trainer(small, tmp_path):
 
 
 def run_inspect(*arguments: object, encoding: str = "utf-8") -> tuple[int, str, str]:
-    done = run_here(SCRIPT, *map(str, arguments), encoding=encoding)
+    done = run_in_process(SCRIPT, *map(str, arguments), encoding=encoding)
     assert "Traceback" not in done.stdout + done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
 

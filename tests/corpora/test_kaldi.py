@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_prepare_data import prepare, read_rejected
-from tests.conftest import ROOT, run_script, well
+from tests.conftest import ROOT, checked, run_script
 from tests.corpora.test_formats import SCRIPT, sentence, write_sentence, write_table
 
 
@@ -77,7 +77,7 @@ def test_search_order_is_data_folder_audio_root_then_parent_folders(recipe, tmp_
         for name in range(6):
             write_sentence(place / "downloads" / f"rec{name}.flac", number + name)
     for place, root in zip(places, (tmp_path, tmp_path / "given", tmp_path), strict=True):
-        well(prepare_recipe(recipe, "--force", "--audio_root", str(root)))
+        checked(prepare_recipe(recipe, "--force", "--audio_root", str(root)))
         paths = {
             str((recipe / "out" / json.loads(line)["audio_filepath"]).resolve().parent.parent)
             for line in (recipe / "out" / "train.jsonl").read_text(encoding="utf-8").splitlines()

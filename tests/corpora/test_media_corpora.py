@@ -13,7 +13,17 @@ pytest.importorskip("av", reason="the extra `media` is not installed: pip instal
 from konkanivani.corpora.prepare import Preparation, PreparationReport, prepare_corpus
 from konkanivani.data.audio import files as audio_file
 from konkanivani.errors import DataError
-from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_here, run_trainer, speak, well, write_corpus
+from tests.conftest import (
+    TINY_MODEL,
+    Corpus,
+    checked,
+    read_log,
+    run_folders,
+    run_in_process,
+    run_trainer,
+    speak,
+    write_corpus,
+)
 from tests.data.test_cut_audio import write_truncated
 from tests.media_files import ENCODED, KINDS, Kind, write_media
 
@@ -43,7 +53,7 @@ def read_rejected(output: Path) -> dict[str, dict]:
 
 def test_all_phone_recording_formats_are_prepared(phone_recordings, tmp_path):
     arguments = ("--format", "folder", "--source", str(phone_recordings), "--output", str(tmp_path / "out"))
-    well(run_here("training_scripts/prepare_data.py", *arguments, "--split_by", "utterance"))
+    checked(run_in_process("training_scripts/prepare_data.py", *arguments, "--split_by", "utterance"))
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert sum(split["utterances"] for split in report["splits"]) == 23 and report["refused"] == []
     rows = [json.loads(line) for path in (tmp_path / "out").glob("t*n.jsonl") for line in path.read_text().splitlines()]
@@ -109,7 +119,7 @@ def test_training_on_lossless_m4a_equals_training_on_flac(tmp_path):
     for name, each in (("flac", corpus), ("m4a", convert_to_alac(corpus, tmp_path / "m4a"))):
         flags = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--max_steps", "2")
         folders = run_folders(tmp_path / f"run_{name}")
-        well(run_trainer(*TINY_MODEL, *each.flags(), *folders, *flags, "--num_workers", "2"))
+        checked(run_trainer(*TINY_MODEL, *each.flags(), *folders, *flags, "--num_workers", "2"))
         losses[name] = [step["loss"] for step in read_log(tmp_path / f"run_{name}")]
         (validation,) = [row["loss"] for row in read_log(tmp_path / f"run_{name}", "validation")][-1:]
         losses[name].append(validation)

@@ -13,7 +13,7 @@ from konkanivani.corpora.statistics import band_limit, digital_silence, measure_
 from konkanivani.data.audio.channels import CANCELLED, ONE_SIDED
 from konkanivani.data.audio.effects import limit_band
 from konkanivani.data.manifest import read_manifest
-from tests.conftest import run_script, well
+from tests.conftest import checked, run_script
 
 RATE = 16_000
 
@@ -80,7 +80,7 @@ def test_level_is_measured_on_the_channel_in_use(manifest):
 def test_report_names_defective_recordings(manifest, tmp_path):
     page = tmp_path / "page.html"
     words = ("--train_manifest", str(manifest), "--html", str(page))
-    output = well(run_script("training_scripts/inspect_data.py", *words)).stdout
+    output = checked(run_script("training_scripts/inspect_data.py", *words)).stdout
     assert "interrupted by digital silence" in output and "used with one channel only" in output
     shown = page.read_text(encoding="utf-8")
     for title in ("Recordings with digital silence", "with a limited band", "reduced to one channel"):

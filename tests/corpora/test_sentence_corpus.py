@@ -22,7 +22,7 @@ from konkanivani.corpora.synthesis import SpeakingStyle, SpeechSynthesizer, Unsp
 from konkanivani.data.manifest import Utterance, read_manifest
 from konkanivani.data.text import normalize_text
 from konkanivani.errors import DataError, UsageError
-from tests.conftest import TINY_MODEL, run_folders, run_here, run_trainer, well
+from tests.conftest import TINY_MODEL, checked, run_folders, run_in_process, run_trainer
 from tests.corpora.test_builtin_corpus import file_digests, kill_during_synthesis
 
 SCRIPT = "training_scripts/prepare_builtin_corpus.py"
@@ -226,13 +226,15 @@ def test_killed_build_leaves_no_partial_corpus(synthesizer, tmp_path):
 
 def test_corpus_from_text_files_trains_two_steps(student_file, tmp_path):
     more, corpus = write_sentences(tmp_path / "more.txt"), tmp_path / "corpus"
-    done = well(run_here(SCRIPT, "--sentences", student_file, more, "--output", str(corpus), "--valid_utterances", "2"))
+    done = checked(
+        run_in_process(SCRIPT, "--sentences", student_file, more, "--output", str(corpus), "--valid_utterances", "2")
+    )
     assert "17 utterances written in " in done.stdout and "(synthetic, Marathi voice)" in done.stdout
     assert "1 blank and 1 repeated lines dropped; 5 lines skipped" in done.stdout
     assert f"{student_file}, line 7: its speech is longer than 30 s" in done.stdout
     manifests = ("--train_manifest", str(corpus / "train.jsonl"), "--valid_manifest", str(corpus / "valid.jsonl"))
     shape = (*TINY_MODEL, "--vocab_size", "200", "--max_steps", "2", "--num_workers", "0")
-    trained = well(run_trainer(*shape, *manifests, *run_folders(tmp_path)))
+    trained = checked(run_trainer(*shape, *manifests, *run_folders(tmp_path)))
     assert json.loads(trained.stdout.splitlines()[-1])["steps"] == 2
 
 
@@ -249,7 +251,7 @@ def test_corpus_from_text_files_trains_two_steps(student_file, tmp_path):
 def test_invalid_input_exits_with_code_and_one_line(flags, code, message, tmp_path):
     (tmp_path / "bad.txt").write_bytes("एक\n".encode() + b"\xff\n")
     (tmp_path / "few.txt").write_text("एक\nदोन\n", encoding="utf-8")
-    done = run_here(SCRIPT, *flags, cwd=tmp_path)
+    done = run_in_process(SCRIPT, *flags, cwd=tmp_path)
     assert done.returncode == code and message in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.txt", "few.txt"]

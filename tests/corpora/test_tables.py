@@ -22,7 +22,7 @@ from tests.cli.test_prepare_data import (  # noqa: F401 - fixtures
     table,
     twelve_recordings,
 )
-from tests.conftest import well
+from tests.conftest import checked
 from tests.corpora.test_formats import CV_HEAD, SPLITS, audio_bytes, sentence, split_of, write_sentence, write_table
 
 
@@ -174,7 +174,7 @@ def test_row_with_ambiguous_end_is_skipped_naming_both_rows(tmp_path):
     rows[3] = (*rows[3][:3], str(rows[3][3]) + '"', *rows[3][4:])
     write_common_voice(tmp_path / "corpus", [])
     write_table(tmp_path / "corpus" / "train.tsv", CV_HEAD, rows)
-    well(prepare(tmp_path, "common_voice", *SPLIT_FLAGS, *NO_REJECTION_LIMIT))
+    checked(prepare(tmp_path, "common_voice", *SPLIT_FLAGS, *NO_REJECTION_LIMIT))
     (row,) = read_rejected(tmp_path)
     assert row["row"] == 4 and "it opens a quote that row 5 closes" in row["reason"], row
     assert len(read_texts(tmp_path)) == 5

@@ -19,7 +19,7 @@ from konkanivani.data.manifest import Manifest, Rejection, make_fingerprint, rea
 from konkanivani.data.text import train_tokenizer
 from konkanivani.scoring.transcripts import read_transcripts
 from tests.cli.test_prepare_data import prepare, read_rejected
-from tests.conftest import TINY_MODEL, run_folders, run_script, run_trainer, speak, well
+from tests.conftest import TINY_MODEL, checked, run_folders, run_script, run_trainer, speak
 from tests.corpora.test_formats import add_member, sentence, write_table
 
 RATE = 16_000
@@ -336,7 +336,7 @@ IMPORTERS = {
 @pytest.mark.parametrize("name", IMPORTERS)
 def test_importers_preserve_the_channel(name: str, tmp_path: Path) -> None:
     write_calls(tmp_path / "corpus")
-    well(prepare(tmp_path, *IMPORTERS[name](tmp_path / "corpus"), "--valid_share", "0", "--test_share", "0"))
+    checked(prepare(tmp_path, *IMPORTERS[name](tmp_path / "corpus"), "--valid_share", "0", "--test_share", "0"))
     assert prepared_channels(tmp_path) == EXPECTED
     manifest = read_manifest(tmp_path / "out" / "train.jsonl", (str(tmp_path),))
     for utterance in manifest:
@@ -353,7 +353,7 @@ def test_kaldi_channel_letter_is_ignored_for_mono_files(tmp_path: Path) -> None:
     for name in ("text", "wav.scp"):  # keep only channel B of each file
         rows = (tmp_path / "corpus" / name).read_text(encoding="utf-8").splitlines()
         (tmp_path / "corpus" / name).write_text("\n".join(rows[1::3]) + "\n", encoding="utf-8")
-    well(prepare(tmp_path, *flags, "--valid_share", "0", "--test_share", "0"))
+    checked(prepare(tmp_path, *flags, "--valid_share", "0", "--test_share", "0"))
     assert set(prepared_channels(tmp_path).values()) == {None} and len(prepared_channels(tmp_path)) == len(CALLS)
 
 
@@ -378,7 +378,7 @@ def test_importer_rejects_only_the_row_with_invalid_channel(kind: str, value: st
         lines = (folder / "segments").read_text(encoding="utf-8").splitlines()
         lines[0] = lines[0].rpartition(" ")[0] + f" {value}"
         (folder / "segments").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    well(prepare(tmp_path, *flags, "--valid_share", "0", "--test_share", "0", "--max_rejected", "100%"))
+    checked(prepare(tmp_path, *flags, "--valid_share", "0", "--test_share", "0", "--max_rejected", "100%"))
     assert prepared_channels(tmp_path) == {text: channel for text, channel in EXPECTED.items() if text != sentence(0)}
     only = read_rejected(tmp_path)
     assert [found["kind"] for found in only] == ["channel"]
@@ -396,7 +396,7 @@ def test_unrelated_channel_column_can_be_ignored_by_flag(tmp_path: Path) -> None
     flags = ("csv", "--table", "all.csv", "--valid_share", "0", "--test_share", "0")
     refused = prepare(tmp_path, *flags)
     assert refused.returncode == 3 and "--channel_column none" in refused.stderr
-    well(prepare(tmp_path, *flags, "--channel_column", "none"))
+    checked(prepare(tmp_path, *flags, "--channel_column", "none"))
     assert set(prepared_channels(tmp_path).values()) == {None}
 
 
@@ -410,7 +410,7 @@ def test_leak_is_reported_only_for_overlapping_channels(channels, count: int, tm
         ("1.wav", "एक", "valid", ""),
     ]
     write_table(tmp_path / "corpus" / "all.csv", ("audio", "text", "split", "channel"), rows, ",")
-    well(prepare(tmp_path, "csv", "--table", "all.csv"))
+    checked(prepare(tmp_path, "csv", "--table", "all.csv"))
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
     assert {leak["what"]: leak["count"] for leak in report["leaks"]}["audio"] == count
 
@@ -420,7 +420,7 @@ def test_repeated_channel_is_rejected_as_duplicate(tmp_path: Path) -> None:
     rows = [("0.wav", "घर", "0"), ("0.wav", "उदक", "0"), ("0.wav", "एक", "1")]
     write_table(tmp_path / "corpus" / "all.csv", ("audio", "text", "channel"), rows, ",")
     shares = ("--valid_share", "0", "--test_share", "0", "--max_rejected", "100%")
-    well(prepare(tmp_path, "csv", "--table", "all.csv", *shares))
+    checked(prepare(tmp_path, "csv", "--table", "all.csv", *shares))
     assert prepared_channels(tmp_path) == {"घर": 0, "एक": 1}
     assert [found["kind"] for found in read_rejected(tmp_path)] == ["duplicate"]
 
@@ -468,12 +468,12 @@ def test_training_and_evaluation_use_channels_and_list_a_missing_one(tmp_path: P
     manifest = str(write_dialogue(tmp_path, 6))
     flags = ("--max_steps", "2", "--batch_size", "4", "--num_workers", "0", "--max_rejected", "10%")
     manifests = ("--train_manifest", manifest, "--valid_manifest", manifest)
-    well(run_trainer(*TINY_MODEL, *flags, *manifests, *run_folders(tmp_path)))
+    checked(run_trainer(*TINY_MODEL, *flags, *manifests, *run_folders(tmp_path)))
     listed = (tmp_path / "runs" / "default" / "rejected.jsonl").read_text(encoding="utf-8").splitlines()
     reasons = {(json.loads(line)["row"], json.loads(line)["reason"]) for line in listed}
     assert reasons == {(1, "it has no channel 2: it has 2 channels, counted from 0")}
     output = tmp_path / "hypotheses.jsonl"
-    well(
+    checked(
         run_script(
             "training_scripts/evaluate_konkanivani_asr.py",
             *("--checkpoint", str(tmp_path / "checkpoints" / "checkpoint_last.pt"), "--manifest", manifest),

@@ -20,7 +20,7 @@ from konkanivani.data.text import (
     normalize_text,
     written_text,
 )
-from tests.conftest import TINY_MODEL, WORDS, run_folders, run_script, run_trainer, speak, well
+from tests.conftest import TINY_MODEL, WORDS, checked, run_folders, run_script, run_trainer, speak
 
 FORMAT = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) == "Cf"]
 VISIBLE = {0x600, 0x601, 0x602, 0x603, 0x604, 0x605, 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD}
@@ -143,7 +143,7 @@ def test_training_reports_removed_characters_once(texts: list[str], lines: list[
     train = str(write_manifest_with_texts(tmp_path / "corpus", texts))
     valid = str(write_manifest_with_texts(tmp_path / "corpus", list(WORDS), "valid.jsonl"))
     flags = ("--train_manifest", train, "--valid_manifest", valid, "--max_steps", "1", "--num_workers", "0")
-    done = well(run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path)))
+    done = checked(run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path)))
     assert removal_lines(done.stdout) == lines
 
 
@@ -156,7 +156,7 @@ def test_prepare_data_removes_unwritten_characters_and_reports_once(
         csv.writer(file).writerows([("audio", "text"), *((row["audio_filepath"], row["text"]) for row in rows)])
     flags = ("--format", "csv", "--source", str(tmp_path / "corpus"), "--table", "all.csv", "--valid_share", "0")
     output = tmp_path / "out"
-    done = well(run_script("training_scripts/prepare_data.py", *flags, "--test_share", "0", "--output", str(output)))
+    done = checked(run_script("training_scripts/prepare_data.py", *flags, "--test_share", "0", "--output", str(output)))
     assert removal_lines(done.stdout) == ([line] if line else [])
     assert json.loads((output / "report.json").read_text(encoding="utf-8"))["removed_characters"] == line
     written = (output / "train.jsonl").read_text(encoding="utf-8").splitlines()
@@ -187,7 +187,7 @@ def score(tmp_path: Path, reference: str, hypothesis: str) -> dict[str, float]:
     for name, text in (("references.txt", reference), ("hypotheses.txt", hypothesis)):
         (tmp_path / name).write_text(f"{text} घर\n", encoding="utf-8")
     files = ("--references", str(tmp_path / "references.txt"), "--hypotheses", str(tmp_path / "hypotheses.txt"))
-    return json.loads(well(run_script(EVALUATE, *files, "--json")).stdout.splitlines()[-1])
+    return json.loads(checked(run_script(EVALUATE, *files, "--json")).stdout.splitlines()[-1])
 
 
 def test_both_spellings_of_eyelash_ra_score_as_the_same_word(tmp_path: Path) -> None:

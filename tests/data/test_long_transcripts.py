@@ -11,7 +11,7 @@ import soundfile
 
 from konkanivani.data.filtering import MAX_TOKEN_RATE, SPARE_TOKENS, Limits, reason_to_reject
 from konkanivani.data.index import Utterance
-from tests.conftest import TINY_MODEL, WORDS, read_log, run_folders, run_script, run_trainer, speak, well
+from tests.conftest import TINY_MODEL, WORDS, checked, read_log, run_folders, run_script, run_trainer, speak
 
 LONG = " ".join(WORDS[number % 10] for number in range(1000))[:3000]
 TINY = (*TINY_MODEL, "--tokenizer_type", "char", "--num_workers", "0", "--max_steps", "2")
@@ -52,7 +52,7 @@ def run(manifest: str, ctc_weight: str, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("run")
     flags = ("--ctc_weight", ctc_weight, "--max_tokens", "100000")
     manifests = ("--train_manifest", manifest, "--valid_manifest", manifest)
-    well(run_trainer(*TINY, *flags, *manifests, *run_folders(folder)))
+    checked(run_trainer(*TINY, *flags, *manifests, *run_folders(folder)))
     return folder
 
 
@@ -76,7 +76,7 @@ def test_evaluation_rejects_long_transcript_with_reason(
     checkpoint = str(run / "checkpoints" / "checkpoint_last.pt")
     output = tmp_path / "hypotheses.jsonl"
     files = ("--checkpoint", checkpoint, "--manifest", manifest, "--output", str(output))
-    done = well(run_script("training_scripts/evaluate_konkanivani_asr.py", *files, "--device", "cpu"))
+    done = checked(run_script("training_scripts/evaluate_konkanivani_asr.py", *files, "--device", "cpu"))
     assert f"1 x {expected_reason(ctc_weight).partition(':')[0]}" in done.stdout
     scored = [json.loads(line)["audio_filepath"] for line in output.read_text(encoding="utf-8").splitlines()]
     assert sorted(scored) == [f"{number}.wav" for number in range(9)]
@@ -86,7 +86,7 @@ def test_evaluation_rejects_long_transcript_with_reason(
 @pytest.mark.parametrize(("flags", "reason"), [((), "more than --max_tokens 400"), (("--max_tokens", "100000"), "CTC")])
 def test_inspection_rejects_long_transcript_with_reason(flags: tuple[str, ...], reason: str, manifest: str) -> None:
     flags = (*flags, "--train_manifest", manifest, "--tokenizer_type", "char", "--json")
-    part = json.loads(well(run_script("training_scripts/inspect_data.py", *flags)).stdout)["health"]["parts"][0]
+    part = json.loads(checked(run_script("training_scripts/inspect_data.py", *flags)).stdout)["health"]["parts"][0]
     assert part["usable"] == 9 and part["rejected"]["count"] == 1
     assert part["rejected"]["examples"][0]["id"] == "long.wav" and reason in part["rejected"]["examples"][0]["detail"]
 
@@ -97,7 +97,7 @@ def test_data_preparation_rejects_long_transcript_with_reason(rows, tmp_path: Pa
         csv.writer(file).writerows([("audio", "text"), *((row["audio_filepath"], row["text"]) for row in listed)])
     flags = ("--format", "csv", "--source", str(folder), "--table", "all.csv", "--max_rejected", "10%")
     output = tmp_path / "out"
-    done = well(run_script("training_scripts/prepare_data.py", *flags, "--output", str(output)))
+    done = checked(run_script("training_scripts/prepare_data.py", *flags, "--output", str(output)))
     assert "skipped: 1 (long transcript)" in done.stdout
     rejected = json.loads((output / "rejected.jsonl").read_text(encoding="utf-8"))
     assert rejected["audio_filepath"].endswith("long.wav")

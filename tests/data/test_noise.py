@@ -33,7 +33,7 @@ from konkanivani.data.manifest import Rejections, read_manifest
 from konkanivani.data.text import train_tokenizer
 from konkanivani.errors import DataError, UsageError
 from konkanivani.flags import config_from_text, config_to_text
-from tests.conftest import TINY_MODEL, Corpus, further, read_log, run_folders, run_trainer, well
+from tests.conftest import TINY_MODEL, Corpus, checked, mark_full, read_log, run_folders, run_trainer
 from tests.starts import parse_flags
 
 RATE = 16_000
@@ -276,7 +276,7 @@ def global_batches(speech: TrainDataset, workers: int, cursor: Cursor, count: in
     return [[batch.waveforms.numpy().tobytes() for batch in global_batch.micro_batches] for global_batch in taken]
 
 
-@pytest.mark.parametrize("workers", [0, 2, *further(1, 4)])
+@pytest.mark.parametrize("workers", [0, 2, *mark_full(1, 4)])
 def test_global_batches_are_equal_for_any_worker_count_and_cursor(speech, workers):
     whole = global_batches(speech, 0, Cursor(0, 0), 6)
     assert global_batches(speech, workers, Cursor(0, 0), 6) == whole
@@ -300,9 +300,9 @@ def test_augmented_run_resumes_exactly_with_other_worker_count(corpus, noise_fol
     shape = (*TINY_MODEL, *corpus.flags(), "--batch_size", "2", "--gradient_accumulation_steps", "2")
     for name, first, workers in (("whole", "3", "0"), ("parted", "1", "2")):
         ends = ("--max_steps", first, "--num_workers", workers)
-        well(run_trainer(*shape, *flags(noise_folder), *run_folders(tmp_path / name), *ends))
+        checked(run_trainer(*shape, *flags(noise_folder), *run_folders(tmp_path / name), *ends))
     folders = run_folders(tmp_path / "parted")
-    well(run_trainer("--resume", "auto", *folders, "--max_steps", "3", "--num_workers", "1", "--noise_prob", "0.5"))
+    checked(run_trainer("--resume", "auto", *folders, "--max_steps", "3", "--num_workers", "1", "--noise_prob", "0.5"))
     whole, parted = ([record["loss"] for record in read_log(tmp_path / name)] for name in ("whole", "parted"))
     assert len(whole) == 3 and whole == parted
     clean = run_trainer(*shape, *run_folders(tmp_path / "clean"), "--max_steps", "1", "--num_workers", "0")

@@ -13,7 +13,7 @@ import soundfile
 from konkanivani.data.audio.files import AudioSource, UnusableAudio, read_header, read_samples
 from konkanivani.data.audio.paths import existing_path
 from konkanivani.data.manifest import read_manifest
-from tests.conftest import run_here, speak, well
+from tests.conftest import checked, run_in_process, speak
 
 RATE = 16_000
 COMPOSED = "Gonçalvès ऱ"
@@ -134,7 +134,7 @@ def test_importers_find_audio_in_other_unicode_form(tmp_path, write, named, on_d
     (tmp_path / "corpus" / "clips").mkdir(parents=True)
     name, *flags = write(tmp_path / "corpus", named, on_disk)
     flags += ["--source", "corpus", "--output", "out", "--valid_share", "0", "--test_share", "0"]
-    well(run_here("training_scripts/prepare_data.py", "--format", name, *flags, cwd=tmp_path))
+    checked(run_in_process("training_scripts/prepare_data.py", "--format", name, *flags, cwd=tmp_path))
     (utterance,) = read_manifest(tmp_path / "out" / "train.jsonl", (str(tmp_path),))
     assert Path(utterance.audio_path).is_file()  # the manifest has the spelling of the file system
     assert len(read_samples(utterance.source)[0]) == pytest.approx(RATE, abs=1200)
@@ -146,7 +146,7 @@ def test_importer_rejects_link_outside_corpus_in_other_unicode_form(tmp_path):
     (tmp_path / "corpus" / f"{DECOMPOSED}.wav").symlink_to(tmp_path / "outside" / "a.wav")
     (tmp_path / "corpus" / "all.csv").write_text(f"audio,text\n{COMPOSED}.wav,{TEXT}\n", "utf-8")
     flags = ("--format", "csv", "--source", "corpus", "--output", "out", "--table", "all.csv")
-    done = run_here("training_scripts/prepare_data.py", *flags, cwd=tmp_path)
+    done = run_in_process("training_scripts/prepare_data.py", *flags, cwd=tmp_path)
     assert done.returncode == 3
     assert "outside the corpus" in done.stderr
 
@@ -159,5 +159,5 @@ def test_transcribe_finds_command_line_path_in_other_unicode_form(tmp_path, base
     soundfile.write(folder / f"{DECOMPOSED}.wav", samples, RATE)
     named = tmp_path / COMPOSED if is_folder else tmp_path / COMPOSED / f"{COMPOSED}.wav"
     flags = ("--checkpoint", str(base), "--device", "cpu", "--output_dir", str(tmp_path / "out"))
-    well(run_here("training_scripts/transcribe.py", str(named), *flags))
+    checked(run_in_process("training_scripts/transcribe.py", str(named), *flags))
     assert [path.name for path in (tmp_path / "out").iterdir()] == [f"{DECOMPOSED}.txt"]

@@ -14,7 +14,7 @@ from konkanivani.data.audio import files
 from konkanivani.data.audio.files import AudioSource, UnusableAudio, read_blocks, read_header, read_samples
 from konkanivani.data.audio.waveform import load_audio, stream_audio, stream_samples
 from konkanivani.errors import DataError
-from tests.conftest import run_here, speak, well
+from tests.conftest import checked, run_in_process, speak
 
 RATE = 16_000
 FRAMES = 24_000
@@ -210,7 +210,7 @@ def test_prepare_and_transcribe_read_files_of_unset_length(tmp_path, base):
             rows.append(f"{split}.{suffix},एक दोन घर {split} {suffix},{split}")
     (tmp_path / "corpus" / "all.csv").write_text("\n".join(rows), encoding="utf-8")
     flags = ("--format", "csv", "--source", "corpus", "--output", "out", "--table", "all.csv")
-    well(run_here("training_scripts/prepare_data.py", *flags, cwd=tmp_path))
+    checked(run_in_process("training_scripts/prepare_data.py", *flags, cwd=tmp_path))
     written = [json.loads(line) for line in (tmp_path / "out" / "train.jsonl").read_text("utf-8").splitlines()]
     assert [row["duration"] for row in written] == [round(len(reference) / RATE, 4)] * 2
     for suffix in kinds:
@@ -224,4 +224,4 @@ def test_prepare_and_transcribe_read_files_of_unset_length(tmp_path, base):
 def transcribe(path, checkpoint) -> str:
     """Return the transcript that the command prints."""
     flags = (str(path), "--checkpoint", str(checkpoint), "--device", "cpu")
-    return well(run_here("training_scripts/transcribe.py", *flags)).stdout
+    return checked(run_in_process("training_scripts/transcribe.py", *flags)).stdout

@@ -38,7 +38,7 @@ from konkanivani.decoding.ngram import (
 )
 from konkanivani.errors import DataError, KonkaniVaniError, ResourceError
 from konkanivani.flags import config_to_text
-from tests.conftest import WORDS, run_script, well
+from tests.conftest import WORDS, checked, run_script
 
 SCRIPT = "training_scripts/train_language_model.py"
 CPU = torch.device("cpu")
@@ -502,7 +502,7 @@ def train(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 
 def test_script_writes_model_and_reports_perplexity(folder, tokenizer):
     flags = ("--text", "text.txt", "--manifest", "rows.jsonl", "--order", "3", "--output", "lm.arpa")
-    done = well(train(folder, *flags, "--held_out", "few.txt"))
+    done = checked(train(folder, *flags, "--held_out", "few.txt"))
     model = read_language_model(folder / "lm.arpa", tokenizer, CPU)
     # Digits are spelt out as in the transcripts of the checkpoint.
     texts = [f"{one} {other}" for one in WORDS for other in WORDS] + ["एक घर", "पांच घर"]

@@ -24,9 +24,9 @@ from tests.conftest import (
     run_folders,
     script_command,
     start_cold,
+    write_augmentation,
     write_corpus,
     write_shards,
-    write_surroundings,
 )
 from tests.faults.faulty_runs import Fault, FinishedRun, run_with_faults, wait_for_run
 from tests.patience import PATIENCE
@@ -184,7 +184,7 @@ class ResumeBench:
 
     @functools.cached_property
     def surroundings(self) -> tuple[str, ...]:
-        return write_surroundings(self.folder / "sounds")
+        return write_augmentation(self.folder / "sounds")
 
     def flags(self, settings: Settings, directory: Path, workers: int) -> tuple[str, ...]:
         corpora = {"files": "corpus", "surrounded": "shards"}

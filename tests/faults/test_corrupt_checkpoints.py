@@ -10,7 +10,7 @@ from konkanivani.checkpoints import checkpoint, checkpointer
 from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.checkpoints.checkpointer import BEST, LAST, PREVIOUS, Checkpointer
 from konkanivani.errors import CheckpointError, ResourceError
-from tests.conftest import further
+from tests.conftest import mark_full
 from tests.faults.corrupt_checkpoints import (
     are_equal,
     bit_flips,
@@ -38,7 +38,7 @@ def test_any_flipped_bit_is_detected_or_harmless(folder, tmp_path):
     assert set(found) <= {"detected", "harmless"} and found["detected"] > FLIPS / 2, found
 
 
-@pytest.mark.parametrize("bits", [1, *further(8)])
+@pytest.mark.parametrize("bits", [1, *mark_full(8)])
 def test_flipped_bits_in_zip_directory_are_detected_or_harmless(bits, tmp_path):
     """The directory holds the offsets and formats; random flips in the file of a run rarely hit it."""
     saver = Checkpointer(tmp_path / "run", keep=2)

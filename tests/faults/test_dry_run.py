@@ -32,7 +32,7 @@ from konkanivani.recipe import dry_run as dry
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.dry_run import dry_run
 from konkanivani.training.loop import train
-from tests.conftest import ROOT, TRAINER, Corpus, read_log, run_folders, run_trainer, well, write_corpus
+from tests.conftest import ROOT, TRAINER, Corpus, checked, read_log, run_folders, run_trainer, write_corpus
 from tests.faults.process_start import flush_each_line
 from tests.faults.small_run import SMALL_MODEL
 from tests.patience import PATIENCE
@@ -76,7 +76,7 @@ def test_dry_run_reports_every_stage_and_leaves_no_files(small_corpus, tmp_path)
     (tmp_path / "here" / "mine.txt").write_text("mine")
     before = files_of(tmp_path)
     given = flags(small_corpus, tmp_path / "here" / "deep" / "er", "--dry_run", "--num_workers", "2", "--epochs", "20")
-    done = well(run_trainer(*given, cwd=tmp_path))
+    done = checked(run_trainer(*given, cwd=tmp_path))
     assert stages_of(done.stdout) == [*STAGES, "removed"]
     assert "10 training utterances" in done.stdout and "3 steps of 4 utterances per epoch" in done.stdout
     assert "the remaining 60 steps" in done.stdout and "bit for bit" in done.stdout
@@ -99,7 +99,7 @@ def test_dry_run_supports_planned_and_half_precision_runs(more, small_corpus, tm
     if "auto" in more:
         at = given.index("--gradient_accumulation_steps")
         del given[at : at + 2]
-    output = well(run_trainer(*given)).stdout
+    output = checked(run_trainer(*given)).stdout
     summary = json.loads(output.splitlines()[-1])
     assert summary["resumed_difference"] == 0 and summary["steps"] == (1 if "--max_steps" in more else 40)
     assert stages_of(output)[-2:] == ["resumed", "removed"]
@@ -111,7 +111,7 @@ def test_dry_run_supports_planned_and_half_precision_runs(more, small_corpus, tm
 def test_periodic_saves_do_not_change_a_dry_run(batch, small_corpus, tmp_path):
     given = [*SMALL_MODEL, *small_corpus.flags(), *run_folders(tmp_path), "--num_workers", "0", "--batch_size", batch]
     given += ["--gradient_accumulation_steps", "1", "--save_steps", "1", "--epochs", "1", "--dry_run"]
-    summary = json.loads(well(run_trainer(*given)).stdout.splitlines()[-1])
+    summary = json.loads(checked(run_trainer(*given)).stdout.splitlines()[-1])
     assert summary["resumed_difference"] == 0 and summary["steps"] == 10 // int(batch)
     assert os.listdir(tmp_path) == []
 

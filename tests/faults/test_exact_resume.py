@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.conftest import further
+from tests.conftest import mark_full
 from tests.faults.resuming import (
     STEPS,
     ResumeBench,
@@ -20,7 +20,7 @@ CASES = {case.name + case.settings.precision: case for case in resume_cases()}
 SAMPLE = "after global batch 12, fp16 steps skipped beforefp16"
 
 
-@pytest.mark.parametrize("name", [SAMPLE, *further("twice in one epochbf16")])
+@pytest.mark.parametrize("name", [SAMPLE, *mark_full("twice in one epochbf16")])
 def test_resumed_run_equals_the_undisturbed_run_bit_for_bit(bench: ResumeBench, name, tmp_path):
     assert bench.differences(CASES[name], tmp_path / "run") == []
 

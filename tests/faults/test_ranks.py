@@ -18,7 +18,17 @@ from konkanivani.config import DataConfig, RunConfig, TrainConfig
 from konkanivani.distributed import ALONE, Topology, read_topology
 from konkanivani.errors import UsageError
 from konkanivani.recipe.preflight import check_ranks, take_card
-from tests.conftest import TINY_MODEL, TRAINER, Corpus, further, read_log, run_folders, run_trainer, well, write_corpus
+from tests.conftest import (
+    TINY_MODEL,
+    TRAINER,
+    Corpus,
+    checked,
+    mark_full,
+    read_log,
+    run_folders,
+    run_trainer,
+    write_corpus,
+)
 from tests.faults.under_torchrun import (
     RankRun,
     kill_ranks,
@@ -34,7 +44,7 @@ from tests.warm import ROOT, Fork, Job, warm_parent
 TWO = Topology(rank=0, world_size=2, local_rank=0, local_world_size=2)
 
 
-@pytest.mark.parametrize("is_cold", [False, *further(True)], ids=["forks", "by its command line"])
+@pytest.mark.parametrize("is_cold", [False, *mark_full(True)], ids=["forks", "by its command line"])
 def test_run_with_a_killed_and_restarted_rank_equals_undisturbed_run(is_cold, corpus, tmp_path):
     killed = RankRun(corpus, tmp_path / "killed", steps=8, is_cold=is_cold)
     assert len(kill_ranks(killed, 1, random.Random(2))) == 1  # during training
@@ -48,12 +58,12 @@ def test_sharded_ranks_then_one_process_equal_a_single_process_run(tmp_path):
     steady = ("--schedule", "inverse_sqrt", "--warmup_steps", "1", "--batch_size", "2", "--dropout", "0")
     flags = (*TINY_MODEL, *broken.flags(), *steady, "--gradient_accumulation_steps", "2", "--max_rejected", "10%")
     flags += ("--test_manifest", broken.manifest("test"), "--test_decode", "greedy", "--num_workers", "1")
-    well(run_trainer(*flags, *run_folders(tmp_path / "one"), "--max_steps", "9"))
+    checked(run_trainer(*flags, *run_folders(tmp_path / "one"), "--max_steps", "9"))
     shared = (*flags, *run_folders(tmp_path / "ranks"), "--resume", "auto")
     said = run_ranks(tmp_path / "output.txt", 2, *shared, "--max_steps", "4", "--shard", "always")
     assert said.count("Skipped: ") == 1 and said.count('"test_wer"') == 1
     assert len(read_log(tmp_path / "ranks", "validation")[0]["rank_peaks_mib"]) == 2
-    well(run_trainer(*shared, "--max_steps", "9"))
+    checked(run_trainer(*shared, "--max_steps", "9"))
     for kind, name in (("step", "loss"), ("validation", "loss"), ("validation", "cer"), ("step", "tokens")):
         alone, ranks = ([record[name] for record in read_log(tmp_path / run, kind)] for run in ("one", "ranks"))
         assert ranks == pytest.approx(alone, rel=1e-4), name

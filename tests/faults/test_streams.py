@@ -11,7 +11,7 @@ import pytest
 
 from konkanivani.checkpoints.checkpoint import read_checkpoint
 from konkanivani.checkpoints.checkpointer import LAST
-from tests.conftest import ROOT, TRAINER, further, run_folders, script_command
+from tests.conftest import ROOT, TRAINER, mark_full, run_folders, script_command
 from tests.faults.process_start import close_streams, forbid_torch_import
 from tests.faults.small_run import SMALL_MODEL
 from tests.patience import PATIENCE
@@ -95,7 +95,7 @@ def test_help_and_usage_errors_of_a_new_interpreter_with_closed_streams(script):
     assert run_with_closed_streams(ALL, *script_command(path, "--no_such_flag")).returncode == 2
 
 
-@pytest.mark.parametrize("script", [SCRIPTS[-1], *further(*SCRIPTS[:-1])], ids=lambda path: path.name)
+@pytest.mark.parametrize("script", [SCRIPTS[-1], *mark_full(*SCRIPTS[:-1])], ids=lambda path: path.name)
 def test_script_runs_as_a_module(script):
     process = run_with_closed_streams("", sys.executable, "-m", f"training_scripts.{script.stem}", "--help")
     assert (process.returncode, process.stderr) == (0, "") and "usage: " in process.stdout

@@ -24,7 +24,7 @@ from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError
 from konkanivani.recipe.build import build_run
-from tests.conftest import ROOT, further, of_each_kind, run_trainer, well
+from tests.conftest import ROOT, checked, mark_full, mark_full_except, run_trainer
 from tests.faults.untrusted_input import (
     HOSTILE,
     is_code_executed,
@@ -63,7 +63,7 @@ ALIKE += ("nested persistent ids", "a storage beyond its record", "a pickle with
 ALIKE += ("a vocabulary below zero", "a tokenizer of noise", "deeply nested settings", "a list in itself")
 
 
-@pytest.mark.parametrize("name", of_each_kind(HOSTILE, HOSTILE.keys() - ALIKE))
+@pytest.mark.parametrize("name", mark_full_except(HOSTILE, HOSTILE.keys() - ALIKE))
 def test_hostile_checkpoint_raises_checkpoint_error_only(name, valid_checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     HOSTILE[name](valid_checkpoint, tmp_path / LAST)
@@ -86,7 +86,7 @@ def test_valid_checkpoint_is_accepted_in_any_folder(valid_checkpoint, tmp_path, 
     assert verdict.outcome == "taken", verdict.message
 
 
-@pytest.mark.parametrize("name", ["calls os.system", "a duplicate record", *further(*ALIKE[:3])])
+@pytest.mark.parametrize("name", ["calls os.system", "a duplicate record", *mark_full(*ALIKE[:3])])
 def test_negative_control_unsafe_loading_executes_code(name, valid_checkpoint, tmp_path):
     HOSTILE[name](valid_checkpoint, tmp_path / LAST)
     assert is_code_executed(tmp_path / LAST)
@@ -349,7 +349,7 @@ def test_environment_secrets_are_never_printed_or_written(small_run, tmp_path, m
         monkeypatch.setenv(name, f"{CANARY}-{name}")
     shutil.copytree(small_run, tmp_path, dirs_exist_ok=True)
     last, folders = tmp_path / "checkpoints" / LAST, ("--log_dir", str(tmp_path / "runs"))
-    done = well(run_trainer("--resume", str(last), "--epochs", "3", *folders))
+    done = checked(run_trainer("--resume", str(last), "--epochs", "3", *folders))
     said = done.stdout + done.stderr
     for arguments in (
         ("--train_manifest", str(tmp_path / "nowhere")),

@@ -10,7 +10,7 @@ import pytest
 from konkanivani.checkpoints.checkpoint import read_checkpoint, read_provenance
 from konkanivani.flags import config_from_text
 from konkanivani.models.hub import locate_model
-from tests.conftest import Corpus, further, run_folders, run_script, start_script
+from tests.conftest import Corpus, mark_full, run_folders, run_script, start_script
 from tests.hub.conftest import TOKEN
 from tests.hub.server import Hub, Repository
 from tests.nemo.files import FOLDER
@@ -110,7 +110,7 @@ def test_unknown_model_name_exits_with_2(
     assert [path for path in sorted(tmp_path.iterdir()) if path.name != "home"] == before
 
 
-@pytest.mark.parametrize("stop", [*further(signal.SIGINT), signal.SIGTERM])
+@pytest.mark.parametrize("stop", [*mark_full(signal.SIGINT), signal.SIGTERM])
 def test_signal_during_download_leaves_no_partial_file(
     hub: Hub, cache: Path, tmp_path: Path, stop: signal.Signals
 ) -> None:

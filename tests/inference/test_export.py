@@ -36,7 +36,7 @@ from konkanivani.lengths import Framing, subsampled_length
 from konkanivani.models.architecture import HybridArchitecture
 from konkanivani.models.front_end import LogMel, described
 from konkanivani.ops.passes import optimize
-from tests.conftest import ROOT, WORDS, Corpus, run_script, speak, well
+from tests.conftest import ROOT, WORDS, Corpus, checked, run_script, speak
 from tests.patience import PATIENCE
 
 FRAMING = Framing(FeatureConfig())
@@ -97,7 +97,7 @@ def exported(speech_model: SpeechModel, corpus: Corpus, tmp_path_factory: pytest
     write_checkpoint(checkpoint, as_checkpoint(speech_model))
     files = ("--bundle", "m.safetensors", "--onnx", "m.onnx", "--int8", "m.int8.onnx")
     words = "--checkpoint", str(checkpoint), *files, "--manifest", corpus.manifest("test")
-    done = well(run_script(EXPORT, *words, cwd=directory))
+    done = checked(run_script(EXPORT, *words, cwd=directory))
     assert done.stderr == ""
     return Run(directory, checkpoint, done.stdout.splitlines())
 
@@ -335,7 +335,7 @@ print([name for name in trainer if name in sys.modules])
 
 
 def test_bundle_is_recognized_without_importing_the_trainer(path, tmp_path, torch_alone):
-    done = well(torch_alone.run_program(RECOGNITION_PROGRAM, str(ROOT), str(path), cwd=tmp_path))
+    done = checked(torch_alone.run_program(RECOGNITION_PROGRAM, str(ROOT), str(path), cwd=tmp_path))
     _, loaded, control = done.stdout.splitlines()
     assert loaded == "[]" and "konkanivani.training.step" in control
 
@@ -520,7 +520,7 @@ def test_documentation_example_transcribes_like_the_model(speech_model, onnx_byt
     soundfile.write(tmp_path / "recording.flac", waveform.numpy(), 16_000, subtype="PCM_24")
     (tmp_path / "example.py").write_text(example + "\nimport sys; assert 'torch' not in sys.modules\n")
     command, options = [sys.executable, "-I", "example.py"], {"capture_output": True, "text": True}
-    done = well(subprocess.run(command, cwd=tmp_path, timeout=PATIENCE, **options))
+    done = checked(subprocess.run(command, cwd=tmp_path, timeout=PATIENCE, **options))
     assert done.stdout.strip() == recognize_with(speech_model)(waveform[None], (len(waveform),))[0] != ""
 
 

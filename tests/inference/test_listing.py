@@ -10,7 +10,7 @@ import pytest
 from konkanivani.files import visible_files
 from konkanivani.inference.transcribe import find_recordings
 from tests.cli.test_prepare_data import prepare, read_rejected
-from tests.conftest import well
+from tests.conftest import checked
 from tests.corpora.test_formats import MINIATURES, add_member, audio_bytes, sentence, write_sentence
 
 # AppleDouble header, as macOS writes it on file systems without extended attributes.
@@ -40,7 +40,7 @@ def test_system_files_in_corpus_folder_are_ignored(name, tmp_path):
     build, flags = MINIATURES[name]
     spoken = build(tmp_path / "corpus")
     add_system_files(tmp_path / "corpus")
-    well(prepare(tmp_path, name.split()[0], *flags))
+    checked(prepare(tmp_path, name.split()[0], *flags))
     assert prepared_rows(tmp_path) == sorted(found.text for found in spoken)
     assert all("speaker 1" in row["kind"] or "no word" in row["kind"] for row in read_rejected(tmp_path))
 

@@ -46,7 +46,7 @@ from konkanivani.inference.write_exports import check_signal, recognize_with
 from konkanivani.models.whisper.export import read_pretrained_whisper
 from konkanivani.rules import settings_of
 from tests.conftest import Corpus as Manifests
-from tests.conftest import run_folders, run_script, run_trainer, well, write_corpus
+from tests.conftest import checked, run_folders, run_script, run_trainer, write_corpus
 from tests.warm import warm_parent
 from tests.whisper.small_model import write_model
 
@@ -97,10 +97,10 @@ def native(base: Path, corpus: Manifests, tmp_path_factory: pytest.TempPathFacto
     lines = []
     for decode in ("greedy", "joint"):
         words = ("--checkpoint", str(path), "--manifest", corpus.manifest("test"), "--decode", decode, "--beam", "2")
-        lines.append(well(run_script(EVALUATE, *words, "--json", "--device", "cpu")).stdout)
+        lines.append(checked(run_script(EVALUATE, *words, "--json", "--device", "cpu")).stdout)
     scores.write_text("".join(lines))
     author = ("--license", "CC-BY-4.0", "--speech_language", "kok", "--datasets", "goa/speech", "--scores", str(scores))
-    well(run_script(EXPORT, "--checkpoint", str(path), "--hub_folder", "konkani-asr", *author, cwd=folder))
+    checked(run_script(EXPORT, "--checkpoint", str(path), "--hub_folder", "konkani-asr", *author, cwd=folder))
     return Exported(path, folder / "konkani-asr", scores, corpus)
 
 
@@ -114,7 +114,7 @@ def whisper(corpus: Manifests, tmp_path_factory: pytest.TempPathFactory) -> Expo
     (base / "config.json").write_text(json.dumps(config | {"_name_or_path": "openai/whisper-nano"}))
     manifests = write_corpus(folder / "short", {"train": 6, "valid": 2, "test": 2}, lengths=range(1, 3))
     flags = ("--pretrained", str(base), "--language", "mr", "--learning_rate", "0.02")
-    well(run_trainer(*manifests.flags(), *SHORT, *run_folders(folder), *flags))
+    checked(run_trainer(*manifests.flags(), *SHORT, *run_folders(folder), *flags))
     path = folder / "checkpoints" / "checkpoint_last.pt"
     # Three steps do not change the transcripts of a random model.
     checkpoint = read_checkpoint(path)
@@ -123,7 +123,7 @@ def whisper(corpus: Manifests, tmp_path_factory: pytest.TempPathFactory) -> Expo
         tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
     write_checkpoint(path, checkpoint)
     author = ("--license", "Apache-2.0", "--base_model", "openai/whisper-tiny")
-    well(run_script(EXPORT, "--checkpoint", str(path), "--hub_folder", str(folder / "konkani-whisper"), *author))
+    checked(run_script(EXPORT, "--checkpoint", str(path), "--hub_folder", str(folder / "konkani-whisper"), *author))
     return Exported(path, folder / "konkani-whisper", folder / "none", manifests)
 
 
@@ -188,11 +188,11 @@ class TestNative:
         text = load_recognizer(exported.folder, device="cpu", language=language).transcribe(exported.recording).text
         (program,) = blocks(exported.card, "python")
         assert len([line for line in program.splitlines() if line]) == 3
-        assert well(warm_parent().run_program(program, cwd=tmp_path)).stdout.strip() == text.strip()
+        assert checked(warm_parent().run_program(program, cwd=tmp_path)).stdout.strip() == text.strip()
         command, training = blocks(exported.card, "sh")
         program, name, *words = shlex.split(command)
         assert (program, name) == ("konkanivani", "transcribe")
-        done = well(run_script(f"training_scripts/{SCRIPTS[name]}", *words, cwd=tmp_path))
+        done = checked(run_script(f"training_scripts/{SCRIPTS[name]}", *words, cwd=tmp_path))
         assert " ".join(done.stdout.split()) == " ".join(text.split())
         assert training.startswith("konkanivani train --train_manifest ")
 
@@ -573,7 +573,7 @@ class TestCommandLine:
     def test_second_export_replaces_folder_and_compares_on_manifest(self, native, tmp_path):
         for licence in ("MIT", "Apache-2.0"):
             words = ("--hub_folder", "out", "--license", licence, "--manifest", native.manifests.manifest("test"))
-            done = well(run_script(EXPORT, "--checkpoint", str(native.checkpoint), *words, cwd=tmp_path))
+            done = checked(run_script(EXPORT, "--checkpoint", str(native.checkpoint), *words, cwd=tmp_path))
             assert re.search(r"\nhub folder .* 0 of 5 ", done.stdout)
             assert metadata((tmp_path / "out" / "README.md").read_text())["license"] == licence.lower()
         assert [path.name for path in tmp_path.iterdir()] == ["out"]

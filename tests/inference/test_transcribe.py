@@ -25,7 +25,7 @@ from konkanivani.inference.segmentation import build_segmentation
 from konkanivani.inference.transcribe import Recording, find_recordings, output_paths
 from konkanivani.inference.word_times import Segment, Word, build_cues, render, srt_time
 from konkanivani.scoring.metrics import error_rates
-from tests.conftest import run_here, run_script, well
+from tests.conftest import checked, run_in_process, run_script
 from tests.patience import PATIENCE
 from tests.trained import Trained, tones
 from tests.warm import ROOT, Job, warm_parent
@@ -41,7 +41,7 @@ def utterances() -> list[np.ndarray]:
 
 
 def transcribe(trained: Trained, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return run_here(TRANSCRIBE, *map(str, arguments), "--checkpoint", str(trained.checkpoint), "--device", "cpu")
+    return run_in_process(TRANSCRIBE, *map(str, arguments), "--checkpoint", str(trained.checkpoint), "--device", "cpu")
 
 
 def test_tiny_model_recognizes_its_training_words(trained):
@@ -250,16 +250,16 @@ def test_unreadable_file_does_not_stop_the_others(trained, folder, tmp_path):
 def test_existing_output_is_replaced_only_on_request(trained, folder, tmp_path):
     good, silence = tmp_path / "good.srt", tmp_path / "silence.srt"
     flags = (folder / "good.wav", folder / "silence.flac", "--format", "srt", "--output_dir", tmp_path)
-    well(transcribe(trained, *flags))
+    checked(transcribe(trained, *flags))
     original = good.read_bytes()
     good.write_text("corrected")
     silence.unlink()
     refused = run_script(TRANSCRIBE, *map(str, flags), "--checkpoint", "absent.pt")  # refused before any loading
     assert refused.returncode == 2 and f"{good} already exists, one of 1. Use --existing keep" in refused.stderr
-    kept = well(transcribe(trained, *flags, "--existing", "keep"))
+    kept = checked(transcribe(trained, *flags, "--existing", "keep"))
     assert f"1 of 2: {good} already exists\n2 of 2: {silence}\n" == kept.stderr and silence.exists()
     assert good.read_text() == "corrected"
-    well(transcribe(trained, *flags, "--existing", "replace"))
+    checked(transcribe(trained, *flags, "--existing", "replace"))
     assert good.read_bytes() == original  # negative control
 
 
@@ -403,7 +403,7 @@ def test_recording_is_loaded_as_in_training(trained):
 def test_long_file_benchmark_reports_time_and_memory(trained):
     manifest = trained.recordings.parent / "test.jsonl"
     given = ("--checkpoint", str(trained.checkpoint), "--manifest", str(manifest), "--minutes", "0.5", "--json")
-    done = well(run_script("benchmarks/decoding.py", "long_file", *given))
+    done = checked(run_script("benchmarks/decoding.py", "long_file", *given))
     found = json.loads(done.stdout)
     assert found["audio_seconds"] >= 30 and found["segments"] == found["utterances"] > 10
     assert 0 <= found["rss_growth_mib"] < 600 and found["times_real_time"] > 0 and found["cer"] < 0.5

@@ -47,7 +47,7 @@ from konkanivani.install.packages import (
     is_answering,
     read_nvidia_smi,
 )
-from tests.conftest import further
+from tests.conftest import mark_full
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -293,7 +293,7 @@ class TestStamp:
 class TestSetupFailures:
     Version = namedtuple("Version", "major minor micro")
 
-    @pytest.mark.parametrize("pip", [LINKED_PIP, *further("")], ids=["linked pip", "ensurepip"])
+    @pytest.mark.parametrize("pip", [LINKED_PIP, *mark_full("")], ids=["linked pip", "ensurepip"])
     def test_unreachable_package_index_is_reported_in_one_line(self, checkout, pip):
         arguments = ["training_scripts/bootstrap.py", "--extras", "synthesis"]
         (checkout / "sitecustomize.py").write_text(LARGE_DISK + pip)

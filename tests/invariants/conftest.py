@@ -1,4 +1,4 @@
-"""Fixtures of the invariants."""
+"""Fixtures for the tests of the invariants."""
 
 from collections.abc import Iterator
 
@@ -15,11 +15,11 @@ def two_threads() -> Iterator[None]:
     yield
     found = torch.get_num_threads()
     torch.set_num_threads(1)
-    assert found == 2, "a step leaves the number of threads as it was"
+    assert found == 2, "a step has changed the number of threads"
 
 
 @pytest.fixture(params=[True, False], ids=["packed", "padded"])
 def is_packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Run a batch packed, as on a CPU, and padded, as on a GPU."""
+    """Run the test with packed batches, as on a CPU, and with padded batches, as on a GPU."""
     monkeypatch.setattr(PackedEncoder, "packs", request.param)
     return request.param

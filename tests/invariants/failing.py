@@ -1,4 +1,4 @@
-"""Step parts that run out of memory on request."""
+"""Step parts that raise an out-of-memory error under a given condition."""
 
 import dataclasses
 import functools
@@ -20,17 +20,17 @@ ERRORS = {
     "cudnn": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
 }
 
-# (number of micro-batches before, utterances in this one) -> whether it fails
-When = Callable[[int, int], bool]
+# (number of previous micro-batches, utterances in this one) -> whether it fails
+FailCondition = Callable[[int, int], bool]
 
 
-def once_at(number: int) -> When:
+def fail_at(number: int) -> FailCondition:
     return lambda calls, _size: calls == number
 
 
-def above(size: int) -> When:
+def fail_above(size: int) -> FailCondition:
     """Fail whenever a micro-batch has more than `size` utterances."""
-    return lambda _calls, held: held > size
+    return lambda _calls, utterances: utterances > size
 
 
 @dataclass
@@ -38,7 +38,7 @@ class FailingFrontEnd:
     """Front end that raises `error` in the forward pass."""
 
     front_end: Callable
-    when: When
+    when: FailCondition
     error: BaseException
     sizes: list[int] = field(default_factory=list)
 
@@ -51,10 +51,10 @@ class FailingFrontEnd:
 
 @dataclass
 class FailingBackward:
-    """`WrapBlock` that raises `error` in the backward pass of a block, when the later blocks have gradients."""
+    """`WrapBlock` that raises `error` in the backward pass of a block, after the later blocks got their gradients."""
 
     blocks: int
-    when: When
+    when: FailCondition
     error: BaseException
     place: int = 0
     runs: int = 0
@@ -75,8 +75,8 @@ class FailingBackward:
 
 
 @dataclass(frozen=True)
-class FailingPiece:
-    """Forward hook that raises `error` on pieces of more than `frames` frames, in the forward or backward pass.
+class FailingChunk:
+    """Forward hook that raises `error` on chunks of more than `frames` frames, in the forward or backward pass.
 
     `axis` is the frame axis of the module's output.
     """
@@ -98,7 +98,7 @@ class FailingPiece:
         raise self.error
 
 
-def failing_pieces(parts: StepParts, where: str, frames: int, error: BaseException) -> StepParts:
+def failing_chunks(parts: StepParts, where: str, frames: int, error: BaseException) -> StepParts:
     """Return a step that fails on more than `frames` encoder frames or tokens at once; `where` is a key below."""
     modules = {
         "subsampling": (parts.model.encoder.subsampling.output, 1),
@@ -107,16 +107,16 @@ def failing_pieces(parts: StepParts, where: str, frames: int, error: BaseExcepti
     }
     name, pass_ = where.split(" ")
     module, axis = modules[name]
-    module.register_forward_hook(FailingPiece(frames, axis, pass_ == "backward", error))
+    module.register_forward_hook(FailingChunk(frames, axis, pass_ == "backward", error))
     return parts
 
 
-def failing_forward(parts: StepParts, when: When, error: BaseException) -> StepParts:
+def failing_forward(parts: StepParts, when: FailCondition, error: BaseException) -> StepParts:
     front_end = FailingFrontEnd(parts.forward.front_end, when, error)
     return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, front_end=front_end))
 
 
-def failing_backward(parts: StepParts, when: When, error: BaseException, place: int = 0) -> StepParts:
+def failing_backward(parts: StepParts, when: FailCondition, error: BaseException, place: int = 0) -> StepParts:
     """Return a step with a block whose backward pass fails, by default the first one."""
     runner = FailingBackward(len(parts.model.blocks), when, error, place)
     return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=lambda _seconds: runner))

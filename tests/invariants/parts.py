@@ -49,12 +49,12 @@ OTHER_FEATURES = FeatureConfig(
     dc_removal="none",
     normalization="utterance",
 )
-PLACES = {
+PLACEMENTS = {
     "card": ON_CARD,
-    "some on the host": Placement(offloaded_blocks=2),
+    "partly on host": Placement(offloaded_blocks=2),
     "host": Placement(offloaded_blocks=99),
-    "ahead": Placement(offloaded_blocks=99, prefetch=True),
-    "halved": Placement(half_precision=True),
+    "prefetched": Placement(offloaded_blocks=99, prefetch=True),
+    "half": Placement(half_precision=True),
     "host and half": Placement(offloaded_blocks=2, half_precision=True),
 }
 KINDS = {
@@ -66,7 +66,7 @@ KINDS = {
 
 
 def features_of(model: ModelConfig) -> FeatureConfig:
-    """Return the features of a model: for NeMo's parts, NeMo's features in both kinds of edge padding."""
+    """Return the features of a model: for NeMo's parts, NeMo's features with one of its two kinds of edge padding."""
     if model.subsampling == "valid":
         return FeatureConfig()
     return dataclasses.replace(OTHER_FEATURES, frame_padding="zeros" if model.biases else "reflected")
@@ -85,10 +85,10 @@ def double_parts(
     features: FeatureConfig | None = None,
 ) -> StepParts:
     """Return step parts in float64, by default on the CPU, with consecutive micro-batches and SpecAugment."""
-    one_after_another = DataConfig(concurrent_micro_batches=1)
+    consecutive = DataConfig(concurrent_micro_batches=1)
     memory = MemoryConfig(gradient_checkpointing=recompute)
     features = features or features_of(model)
-    config = TrainConfig(model=model, features=features, data=one_after_another, memory=memory, optimizer=optimizer)
+    config = TrainConfig(model=model, features=features, data=consecutive, memory=memory, optimizer=optimizer)
     torch.set_default_dtype(torch.float64)
     try:
         architecture = architecture_of(config, vocab_size)
@@ -136,7 +136,7 @@ def global_batch(spoken: list[Example], batch_size: int) -> GlobalBatch:
 
 
 def weights_after(parts: StepParts, steps: int = 3, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """Return the weights, the moments, the last loss and norm after steps on different utterances, on the CPU."""
+    """Return weights, second moments, last loss and gradient norm after steps on different utterances, on the CPU."""
     for step in range(steps):
         spoken = [dataclasses.replace(s, waveform=s.waveform.to(dtype)) for s in speeches(4, seed=step)]
         report = train_step(parts, global_batch(spoken, 2), step)

@@ -21,7 +21,7 @@ from konkanivani.data.loading import NO_UTTERANCES
 from konkanivani.distributed import ALONE, Topology, process_group, read_topology
 from konkanivani.training.optimizer_state import FullState
 from konkanivani.training.step import StepParts, train_step
-from tests.invariants.failing import ERRORS, failing_forward, once_at
+from tests.invariants.failing import ERRORS, fail_at, failing_forward
 from tests.invariants.parts import KINDS, double_parts, global_batch, speeches
 from tests.patience import PATIENCE
 from tests.t5 import parts as t5
@@ -35,8 +35,8 @@ class Case:
     """Training run of `steps` steps in micro-batches of `batch_size`, its weights sharded over the ranks or not.
 
     `recompute` as --gradient_checkpointing. `out_of_memory_rank` runs out of memory in its third micro-batch.
-    `own_divisor` is the negative control: each rank divides its losses by its own tokens. `kind` is one of KINDS or
-    TEXT_KINDS.
+    `own_divisor` is the negative control: each rank divides its losses by its own number of tokens. `kind` is one of
+    KINDS or TEXT_KINDS.
     """
 
     steps: int
@@ -57,15 +57,15 @@ class Trained:
     splits: int
 
 
-def utterances_of(step: int) -> int:
-    """Return the utterances of a step: eight, five in every fifth step, one in the third step."""
+def utterance_count(step: int) -> int:
+    """Return the number of utterances of a step: eight, five in every fifth step, one in the third step."""
     return 1 if step == 2 else 5 if step % 5 == 4 else 8
 
 
 def share_of(step: int, case: Case, topology: Topology) -> GlobalBatch:
     """Return the share of a rank in the global batch of a step, with the counts of the whole."""
     is_text = case.kind in TEXT_KINDS
-    spoken = t5.pairs(utterances_of(step), seed=step) if is_text else speeches(utterances_of(step), seed=step)
+    spoken = t5.pairs(utterance_count(step), seed=step) if is_text else speeches(utterance_count(step), seed=step)
     split = t5.global_batch if is_text else global_batch
     whole = split(spoken, case.batch_size)
     own = partition(np.array([speech.seconds for speech in spoken]), topology.world_size)[topology.rank]
@@ -82,7 +82,7 @@ def parts_of(case: Case, topology: Topology) -> StepParts:
     else:
         parts = speech_parts(case, topology)
     if case.out_of_memory_rank == topology.rank and not topology.is_single_process:
-        return failing_forward(parts, once_at(2), ERRORS["cpu"])
+        return failing_forward(parts, fail_at(2), ERRORS["cpu"])
     return parts
 
 
@@ -112,18 +112,18 @@ def train_in_ranks(cases: Sequence[Case], world_size: int, folder: Path) -> list
     """Train all cases in order in `world_size` processes."""
     outcome, listed = folder / "outcome.pt", folder / "cases.json"
     listed.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
-    words, said = (str(outcome), str(listed)), folder / "said.txt"
+    words, output = (str(outcome), str(listed)), folder / "output.txt"
     ranks = [
-        warm_parent().start(Job(Path(__file__), words, said, environment=place, threads=1))
+        warm_parent().start(Job(Path(__file__), words, output, environment=place, threads=1))
         for place in environments_of(world_size)
     ]
     codes = [rank.wait(2 * PATIENCE) for rank in ranks]
-    assert not any(codes), said.read_text(encoding="utf-8")
+    assert not any(codes), output.read_text(encoding="utf-8")
     return [Trained(**trained) for trained in torch.load(outcome, weights_only=True)]  # noqa: TID251
 
 
 def main(outcome: str, listed: str) -> None:
-    """Run one rank: train the cases; the first rank saves the results."""
+    """Train the cases as one rank; the first rank saves the results."""
     torch.set_num_threads(1)
     cases = [Case(**case) for case in json.loads(Path(listed).read_text())]
     topology = read_topology()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch._dynamo  # recomputation loads it: it must not happen within a measured step
+import torch._dynamo  # recomputation imports it, which must not happen within a measured step
 
 from konkanivani.console import MIB
 from konkanivani.data.batching import GlobalBatch
@@ -67,7 +67,7 @@ def memory_bytes(name: str) -> int:
     return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) * 1024
 
 
-def step_within(growth: float, parts: StepParts, cut: GlobalBatch, path: Path) -> Outcome | None:
+def step_with_limit(growth: float, parts: StepParts, cut: GlobalBatch, path: Path) -> Outcome | None:
     """Run the step in a fork whose data may grow by `growth` bytes; return None if the fork fails."""
     child = os.fork()
     if child == 0:
@@ -93,8 +93,8 @@ def compare(recompute: str, cut: GlobalBatch, folder: str) -> dict[str, float | 
     """Compare both steps with this recomputation mode."""
     parts = double_parts(SHAPES[recompute], recompute)
     parts = dataclasses.replace(parts, monitor=PhaseNames())
-    undisturbed = step_within(math.inf, parts, cut, Path(folder) / "undisturbed.pt")
-    split = step_within(SHARES[recompute] * undisturbed.growth, parts, cut, Path(folder) / "split.pt")
+    undisturbed = step_with_limit(math.inf, parts, cut, Path(folder) / "undisturbed.pt")
+    split = step_with_limit(SHARES[recompute] * undisturbed.growth, parts, cut, Path(folder) / "split.pt")
     return {
         "undisturbed_splits": undisturbed.splits,
         "growth_mib": undisturbed.growth / MIB,
@@ -108,8 +108,8 @@ def compare(recompute: str, cut: GlobalBatch, folder: str) -> dict[str, float | 
 
 
 def main() -> None:
-    """Compares and prints."""
-    torch.set_num_threads(1)  # Run all comparisons and print them as JSON.
+    """Run all comparisons and print them as JSON."""
+    torch.set_num_threads(1)
     cut = global_batch(long_speeches(), 4)
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps({recompute: compare(recompute, cut, folder) for recompute in SHARES}))

@@ -1,4 +1,4 @@
-"""Invariant 8: after a kill at any instant of a save, a truncation or a bit flip, the newest sound one is found."""
+"""Invariant 8: after a kill during a save, a truncation or a bit flip, the newest sound checkpoint is found."""
 
 import dataclasses
 import multiprocessing
@@ -32,7 +32,7 @@ def is_sound(found: Checkpoint) -> bool:
     return state["step"] == found.step and bool((state["weight"] == found.step).all())
 
 
-def save_thrice(folder: Path, prepare: Callable[[Path], None]) -> int | None:
+def save_three_times(folder: Path, prepare: Callable[[Path], None]) -> int | None:
     """Save two steps, then a third in a child process prepared to fail; return the exit code of the child."""
     for step in (1, 2):
         Checkpointer(folder, keep=2, step_of_last=step - 1).save(checkpoint(step), epoch=step, is_best=True)
@@ -55,27 +55,27 @@ def check_sound(folder: Path, step: int, name: str = "checkpoint_last.pt") -> No
 
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.label)
-def test_killed_at_any_instant_of_a_save(tmp_path, point):
-    assert save_thrice(tmp_path, SaveKiller(point, 0).install) == -signal.SIGKILL
+def test_kill_at_any_point_of_save_leaves_sound_checkpoint(tmp_path, point):
+    assert save_three_times(tmp_path, SaveKiller(point, 0).install) == -signal.SIGKILL
     if point.has_epoch:
         check_sound(tmp_path, 3, "checkpoint_epoch_3.pt")
     else:
         check_sound(tmp_path, 3 if point.is_published else 2)
 
 
-def test_negative_control_a_save_written_in_place_is_seen(tmp_path, monkeypatch):
+def test_negative_control_save_in_place_leaves_damaged_checkpoint(tmp_path, monkeypatch):
     def write_in_place(path: Path, saved: Checkpoint) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
         write_checkpoint(path.with_suffix(""), saved)
 
-    spoil = partial(monkeypatch.setattr, checkpointer, "write_checkpoint", write_in_place)
-    assert save_thrice(tmp_path, lambda _: spoil()) == -signal.SIGXFSZ
+    patch_write = partial(monkeypatch.setattr, checkpointer, "write_checkpoint", write_in_place)
+    assert save_three_times(tmp_path, lambda _: patch_write()) == -signal.SIGXFSZ
     with pytest.raises(AssertionError):
         check_sound(tmp_path, 2)
 
 
-def test_killed_between_the_names_of_a_save_the_next_one_leaves_nothing_beside(tmp_path):
+def test_save_after_kill_between_renames_leaves_no_extra_file(tmp_path):
     for step in (1, 2):
         Checkpointer(tmp_path, keep=2).save(checkpoint(step))
     last, previous = tmp_path / "checkpoint_last.pt", tmp_path / "checkpoint_previous.pt"
@@ -87,23 +87,23 @@ def test_killed_between_the_names_of_a_save_the_next_one_leaves_nothing_beside(t
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9999])
-def test_truncated(tmp_path, share, capsys):
-    keeper = Checkpointer(tmp_path, keep=2)
+def test_truncated_checkpoint_falls_back_to_previous(tmp_path, share, capsys):
+    checkpointer_ = Checkpointer(tmp_path, keep=2)
     for step in (1, 2):
-        keeper.save(checkpoint(step))
+        checkpointer_.save(checkpoint(step))
     last = tmp_path / "checkpoint_last.pt"
     os.truncate(last, int(last.stat().st_size * share))
-    path, found = keeper.read_newest_sound()
+    path, found = checkpointer_.read_newest_sound()
     assert (path.name, found.step) == ("checkpoint_previous.pt", 1)
     assert "checkpoint_last.pt" in capsys.readouterr().out
     assert (tmp_path / "checkpoint_last.pt.damaged").exists()
 
 
-def test_a_flipped_bit_is_noticed_or_harmless(tmp_path):
+def test_flipped_bit_is_detected_or_harmless(tmp_path):
     path = tmp_path / "checkpoint_last.pt"
     Checkpointer(tmp_path, keep=2).save(checkpoint(5))
     whole = path.read_bytes()
-    draw, noticed = random.Random(0), 0
+    draw, detected = random.Random(0), 0
     for _ in range(150):
         flipped = bytearray(whole)
         flipped[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
@@ -111,15 +111,15 @@ def test_a_flipped_bit_is_noticed_or_harmless(tmp_path):
         try:
             found = read_checkpoint(path)
         except CheckpointError:
-            noticed += 1
+            detected += 1
         else:
             assert is_sound(found) and dataclasses.replace(found, states={}) == dataclasses.replace(
                 checkpoint(5), states={}
             )
-    assert noticed > 75
+    assert detected > 75
 
 
-def test_negative_control_torch_load_alone_takes_a_flipped_bit(tmp_path):
+def test_negative_control_torch_load_accepts_flipped_bit(tmp_path):
     """Without the CRC check, training would use the flipped bit in the middle of the weights."""
     path = tmp_path / "checkpoint_last.pt"
     Checkpointer(tmp_path, keep=2).save(checkpoint(5))
@@ -133,18 +133,18 @@ def test_negative_control_torch_load_alone_takes_a_flipped_bit(tmp_path):
         read_checkpoint(path)
 
 
-def test_all_damaged_is_refused_and_never_a_fresh_start(tmp_path):
-    keeper = Checkpointer(tmp_path, keep=2)
+def test_all_checkpoints_damaged_raises_error(tmp_path):
+    checkpointer_ = Checkpointer(tmp_path, keep=2)
     for step in (1, 2):
-        keeper.save(checkpoint(step), epoch=step, is_best=True)
+        checkpointer_.save(checkpoint(step), epoch=step, is_best=True)
     for path in tmp_path.glob("*.pt"):
         path.write_bytes(b"PK")
     with pytest.raises(CheckpointError, match="None of the 5"):
-        keeper.read_newest_sound()
+        checkpointer_.read_newest_sound()
     assert Path(tmp_path / "checkpoint_last.pt.damaged").exists()
 
 
-def test_a_signal_in_the_middle_of_a_write_is_no_full_disk(tmp_path, monkeypatch):
+def test_interrupted_write_raises_keyboard_interrupt_and_leaves_no_file(tmp_path, monkeypatch):
     def interrupted(_record: object, _file: object) -> None:
         try:
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Invariant 12: frozen weights do not change, and the trained ones get the step that they get without freezing.
+"""Invariant 12: frozen weights do not change, and the trained ones get the same gradients as without freezing.
 
 No gradient is computed for a frozen weight: the test counts the matrix products of a step.
 """
@@ -44,7 +44,7 @@ whole_gradients = functools.cache(lambda: gradients(parts_with()))
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_layers_gradient_is_the_same_bit_for_bit(layer, recompute):
+def test_gradient_of_only_trained_layer_equals_full_training(layer, recompute):
     whole, alone = whole_gradients(), gradients(parts_with(layer, recompute=recompute))
     assert alone and alone.keys() == {name for name in whole if name.startswith(layer)}
     assert all(torch.equal(gradient, whole[name]) for name, gradient in alone.items())
@@ -52,7 +52,7 @@ def test_a_layers_gradient_is_the_same_bit_for_bit(layer, recompute):
 
 @pytest.mark.parametrize("concurrent_micro_batches", [1, 2])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_steps_leave_what_is_frozen_as_it_is(layer, concurrent_micro_batches, two_threads):
+def test_training_steps_do_not_change_frozen_weights(layer, concurrent_micro_batches, two_threads):
     parts = parts_with(layer, concurrent_micro_batches)
     before = {name: tensor.clone() for name, tensor in parts.model.state_dict().items()}
     for number in range(2):
@@ -67,23 +67,23 @@ def test_steps_leave_what_is_frozen_as_it_is(layer, concurrent_micro_batches, tw
 
 def weight_products(parts: StepParts, monkeypatch: pytest.MonkeyPatch) -> Counter[torch.Size]:
     """Count the weight gradients that the linear layers compute in a global batch, by shape."""
-    made, product = Counter(), products.weight_gradient
+    computed, product = Counter(), products.weight_gradient
 
     def counted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         result = product(left, right)
-        made[result.shape] += 1
+        computed[result.shape] += 1
         return result
 
     with monkeypatch.context() as patch:
         patch.setattr(products, "weight_gradient", counted)
         gradients(parts)
-    return made
+    return computed
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_no_product_is_made_for_a_frozen_weight(layer, monkeypatch):
+def test_no_gradient_is_computed_for_frozen_weights(layer, monkeypatch):
     parts = parts_with(layer)
     matrices = Counter(p.shape for p in trained_parameters(parts.model) if p.dim() == 2)
-    made = weight_products(parts, monkeypatch)
-    assert made == Counter({shape: 2 * count for shape, count in matrices.items()})  # two micro-batches
-    assert weight_products(parts_with(), monkeypatch).total() > 3 * made.total()  # negative control
+    computed = weight_products(parts, monkeypatch)
+    assert computed == Counter({shape: 2 * count for shape, count in matrices.items()})  # two micro-batches
+    assert weight_products(parts_with(), monkeypatch).total() > 3 * computed.total()  # negative control

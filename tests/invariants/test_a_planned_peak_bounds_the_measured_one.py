@@ -14,7 +14,7 @@ from konkanivani.models.architecture import architecture_of
 from konkanivani.planning.tracer import BatchShape
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
-from tests.conftest import crossed, further
+from tests.conftest import mark_full, parameter_grid
 from tests.invariants.parts import measured_peak
 from tests.tracers import tracer_of
 
@@ -26,8 +26,8 @@ MODELS = {"small": SMALL, "minimal": PRESETS["minimal"], "other parts": OTHER}
 
 
 def config_of(model: ModelConfig, half: bool) -> TrainConfig:
-    one_after_another = DataConfig(concurrent_micro_batches=1)
-    return TrainConfig(model=model, data=one_after_another, memory=MemoryConfig(mixed_precision=half))
+    consecutive = DataConfig(concurrent_micro_batches=1)
+    return TrainConfig(model=model, data=consecutive, memory=MemoryConfig(mixed_precision=half))
 
 
 def parts_of(config: TrainConfig, policy: RecomputePolicy, device: torch.device = CPU) -> StepParts:
@@ -45,8 +45,8 @@ def global_batch_of(lengths: tuple[float, ...], batch_size: int) -> GlobalBatch:
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("model, policy", crossed(MODELS, POLICIES))
-def test_the_traced_window_is_the_real_one(model, policy, half):
+@pytest.mark.parametrize("model, policy", parameter_grid(MODELS, POLICIES))
+def test_traced_peak_of_global_batch_equals_measured_peak(model, policy, half):
     config = config_of(MODELS[model], half)
     global_batch = global_batch_of((1.0, 1.3, 2.4, 2.5), 2)
     measured = measured_peak(parts_of(config, POLICIES[policy]), global_batch)
@@ -55,8 +55,8 @@ def test_the_traced_window_is_the_real_one(model, policy, half):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("lengths", [(3.0, 2.7), *further(((6.0,),), ((2.0, 2.0, 2.0),))])
-def test_a_planned_size_bounds_every_batch_of_that_size(lengths, policy):
+@pytest.mark.parametrize("lengths", [(3.0, 2.7), *mark_full(((6.0,),), ((2.0, 2.0, 2.0),))])
+def test_planned_peak_of_batch_shape_bounds_measured_peak(lengths, policy):
     config = config_of(MODELS["minimal"], half=False)
     load = BatchShape(len(lengths), max(lengths), 10)
     measured = measured_peak(parts_of(config, POLICIES[policy]), global_batch_of(2 * lengths, len(lengths)))
@@ -64,8 +64,8 @@ def test_a_planned_size_bounds_every_batch_of_that_size(lengths, policy):
     assert 0.999 * measured <= planned <= 1.02 * measured
 
 
-@pytest.mark.parametrize("policy", ["always", "never", *further("some")])
-def test_side_by_side_the_plan_bounds_what_both_take_and_that_of_one_does_not(policy, two_threads):
+@pytest.mark.parametrize("policy", ["always", "never", *mark_full("some")])
+def test_plan_of_concurrent_micro_batches_bounds_measured_peak(policy, two_threads):
     """Use a looser bound: the peaks of concurrent micro-batches need not coincide."""
     config = config_of(MODELS["minimal"], half=False)
     parts = parts_of(config, POLICIES[policy])
@@ -75,7 +75,7 @@ def test_side_by_side_the_plan_bounds_what_both_take_and_that_of_one_does_not(po
     assert traced.bytes < measured <= 1.001 * traced.side_by_side(2).bytes <= 1.25 * measured
 
 
-def test_negative_control_the_plan_of_another_size_or_policy_is_not_within_the_bound():
+def test_negative_control_plan_of_other_shape_is_out_of_bounds():
     config = config_of(MODELS["minimal"], half=False)
     measured = measured_peak(parts_of(config, POLICIES["never"]), global_batch_of((6.0, 6.0), 1))
     tracer = tracer_of(config)
@@ -87,7 +87,7 @@ def test_negative_control_the_plan_of_another_size_or_policy_is_not_within_the_b
 @pytest.mark.card
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_on_cuda_the_plan_bounds_what_the_allocator_gave(policy, half):
+def test_planned_peak_bounds_peak_of_cuda_allocator(policy, half):
     device, config = torch.device("cuda"), config_of(PRESETS["minimal"], half)
     costs = cuda_costs("this card", torch.cuda.get_device_capability())
     parts, global_batch = parts_of(config, POLICIES[policy], device), global_batch_of((8.0, 8.0), 1)
@@ -99,7 +99,7 @@ def test_on_cuda_the_plan_bounds_what_the_allocator_gave(policy, half):
     assert measured <= planned <= 1.1 * measured + 32 * 2**20
 
 
-def test_the_state_is_sixteen_bytes_a_parameter():
+def test_state_takes_sixteen_bytes_per_parameter():
     tracer = tracer_of(config_of(SMALL, half=False))
     parts = parts_of(config_of(SMALL, half=False), POLICIES["never"])
     assert tracer.state() == 16 * sum(parameter.numel() for parameter in parts.model.parameters())

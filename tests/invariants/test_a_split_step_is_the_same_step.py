@@ -25,9 +25,9 @@ from konkanivani.ops import chunks as ctc
 from konkanivani.training.optimizer_state import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import Evaluation, join_portions, recognize_all
-from tests.conftest import ROOT, crossed, well
-from tests.invariants.failing import ERRORS, above, failing_backward, failing_forward, failing_pieces, once_at
-from tests.invariants.parts import MODEL as DEEPER
+from tests.conftest import ROOT, checked, parameter_grid
+from tests.invariants.failing import ERRORS, fail_above, fail_at, failing_backward, failing_chunks, failing_forward
+from tests.invariants.parts import MODEL as TWO_LAYER_MODEL
 from tests.invariants.parts import (
     double_parts,
     global_batch,
@@ -39,7 +39,7 @@ from tests.invariants.parts import (
 from tests.patience import PATIENCE
 
 BOUND = 1e-9
-MODEL = dataclasses.replace(DEEPER, encoder_layers=1, decoder_layers=1)
+MODEL = dataclasses.replace(TWO_LAYER_MODEL, encoder_layers=1, decoder_layers=1)
 FAILING = {"forward": failing_forward, "backward": failing_backward}
 SPOKEN = speeches(6)
 LONG = long_speeches()
@@ -78,17 +78,17 @@ def assert_same_step(parts: StepParts, report: StepReport, batch_size: int, is_l
     assert all(p.grad is None for p in parts.model.parameters())
 
 
-@pytest.mark.parametrize("place, error", crossed(itertools.product(FAILING, [0, 1, 2]), ERRORS))
-def test_out_of_memory_at_any_micro_batch(place, error):
+@pytest.mark.parametrize("place, error", parameter_grid(itertools.product(FAILING, [0, 1, 2]), ERRORS))
+def test_split_after_out_of_memory_in_any_micro_batch_equals_full_step(place, error):
     where, micro_batch = place
-    parts = FAILING[where](parts_of(), once_at(micro_batch), ERRORS[error])
+    parts = FAILING[where](parts_of(), fail_at(micro_batch), ERRORS[error])
     report = train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert report.splits == 1
     assert_same_step(parts, report, 2)
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_out_of_memory_before_the_update(monkeypatch, is_scaled):
+def test_out_of_memory_in_gradient_clipping_is_retried(monkeypatch, is_scaled):
     parts = parts_of()
     if is_scaled:
         parts = dataclasses.replace(parts, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
@@ -106,17 +106,17 @@ def test_out_of_memory_before_the_update(monkeypatch, is_scaled):
     assert_same_step(parts, dataclasses.replace(report, scale=1.0), 2)
 
 
-def test_with_loss_scaling_the_scale_is_what_it_was_even_before_its_first_use():
+def test_retry_before_first_use_keeps_the_loss_scale():
     plain = dataclasses.replace(parts_of(), scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
-    parts = failing_forward(plain, once_at(0), ERRORS["cuda"])
+    parts = failing_forward(plain, fail_at(0), ERRORS["cuda"])
     report = train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert (report.splits, report.scale) == (1, 1024.0)
     assert_same_step(parts, dataclasses.replace(report, scale=1.0), 2)
 
 
 @pytest.mark.parametrize("where", FAILING)
-def test_twice_in_one_step_from_four_to_two_to_one(where):
-    parts = FAILING[where](parts_of(), above(1), ERRORS["cuda"])
+def test_micro_batch_is_halved_twice_and_size_is_remembered(where):
+    parts = FAILING[where](parts_of(), fail_above(1), ERRORS["cuda"])
     report = train_step(parts, global_batch(SPOKEN, 4), step=3)
     assert report.splits == 2
     assert_same_step(parts, report, 4)
@@ -125,20 +125,24 @@ def test_twice_in_one_step_from_four_to_two_to_one(where):
     assert again.splits == 0
 
 
-def test_one_utterance_that_does_not_fit_is_recomputed_from_then_on(capsys):
-    parts = failing_backward(parts_of(), above(0), ERRORS["cpu"])
+def test_single_utterance_out_of_memory_enables_recomputation(capsys):
+    parts = failing_backward(parts_of(), fail_above(0), ERRORS["cpu"])
     report = train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert report.splits == 2
     assert_same_step(parts, report, 2)
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 and "micro-batches of at most 1" in said[0] and "all blocks recomputed" in said[1]
+    output_text = capsys.readouterr().out.splitlines()
+    assert (
+        len(output_text) == 2
+        and "micro-batches of at most 1" in output_text[0]
+        and "all blocks recomputed" in output_text[1]
+    )
     assert train_step(parts, global_batch(SPOKEN, 2), step=4).splits == 0
     assert capsys.readouterr().out == ""
 
 
-def test_one_utterance_that_does_not_fit_even_so_is_named_and_nothing_has_changed():
+def test_utterance_that_never_fits_is_named_and_state_is_unchanged():
     parts, untouched = parts_of(), parts_of()
-    failing = failing_forward(parts, above(0), ERRORS["cuda"])
+    failing = failing_forward(parts, fail_above(0), ERRORS["cuda"])
     with pytest.raises(ResourceError) as caught:
         train_step(failing, global_batch(SPOKEN, 2), step=3)
     longest = max(SPOKEN, key=lambda speech: len(speech.waveform))
@@ -150,60 +154,60 @@ def test_one_utterance_that_does_not_fit_even_so_is_named_and_nothing_has_change
     assert all(p.grad is None for p in parts.model.parameters())
 
 
-def test_what_is_done_already_is_not_attempted_again():
-    parts = failing_forward(parts_of(recompute="always"), above(0), ERRORS["cuda"])
+def test_measures_in_use_are_not_retried():
+    parts = failing_forward(parts_of(recompute="always"), fail_above(0), ERRORS["cuda"])
     parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=SMALL_CHUNK_FRAMES))
     with pytest.raises(ResourceError):
         train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert parts.forward.front_end.sizes == [2, 1]
 
 
-PIECES = [f"{what} {where}" for what in ("subsampling", "ctc", "attention") for where in FAILING]
+CHUNKED_OPERATIONS = [f"{what} {where}" for what in ("subsampling", "ctc", "attention") for where in FAILING]
 
 
-@pytest.mark.parametrize("where", PIECES)
-def test_one_utterance_that_does_not_fit_recomputed_is_run_in_small_chunks_from_then_on(where, capsys):
-    parts = failing_pieces(parts_of(), where, SMALL_CHUNK_FRAMES, ERRORS["cpu"])
+@pytest.mark.parametrize("where", CHUNKED_OPERATIONS)
+def test_out_of_memory_with_recomputation_enables_small_chunks(where, capsys):
+    parts = failing_chunks(parts_of(), where, SMALL_CHUNK_FRAMES, ERRORS["cpu"])
     report = train_step(parts, global_batch(LONG, 2), step=3)
     assert report.splits == 3
     assert_same_step(parts, report, 2, is_long=True)
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 3 and "all blocks recomputed" in said[1]
-    assert "subsampling, logits and CTC in chunks of 100 frames" in said[2]
+    output_text = capsys.readouterr().out.splitlines()
+    assert len(output_text) == 3 and "all blocks recomputed" in output_text[1]
+    assert "subsampling, logits and CTC in chunks of 100 frames" in output_text[2]
     assert train_step(parts, global_batch(LONG, 2), step=4).splits == 0
     assert capsys.readouterr().out == ""
 
 
-def test_small_chunks_are_the_same_step_with_dropout_too():
+def test_small_chunks_with_dropout_equal_full_step():
     model = with_dropout(MODEL, 0.3)
     whole = train_step(parts_of(model, "always"), global_batch(LONG, 1), step=3)
-    parts = failing_pieces(parts_of(model, "always"), "ctc backward", SMALL_CHUNK_FRAMES, ERRORS["cuda"])
+    parts = failing_chunks(parts_of(model, "always"), "ctc backward", SMALL_CHUNK_FRAMES, ERRORS["cuda"])
     chunked = train_step(parts, global_batch(LONG, 1), step=3)
     assert (whole.splits, chunked.splits) == (0, 1)
     assert chunked.loss == pytest.approx(whole.loss, rel=BOUND)
     assert chunked.gradient_norm == pytest.approx(whole.gradient_norm, rel=BOUND)
 
 
-def test_negative_control_chunks_that_hand_nothing_on_are_another_gradient(monkeypatch):
+def test_negative_control_chunks_without_carried_state_differ(monkeypatch):
     parts = parts_of()
     through_chunk = ctc._through_chunk
     monkeypatch.setattr(
         ctc, "_through_chunk", lambda *inputs: through_chunk(*inputs[:4], inputs[4].detach(), *inputs[5:])
     )
-    train_step(failing_pieces(parts, "ctc forward", SMALL_CHUNK_FRAMES, ERRORS["cpu"]), global_batch(LONG, 2), step=3)
+    train_step(failing_chunks(parts, "ctc forward", SMALL_CHUNK_FRAMES, ERRORS["cpu"]), global_batch(LONG, 2), step=3)
     assert largest_difference(undisturbed_step(2, is_long=True)[0], parts) > 1e-3
 
 
 @pytest.mark.parametrize("where", FAILING)
-def test_another_error_passes_through_untouched(where):
+def test_other_errors_are_raised_unchanged(where):
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    parts = FAILING[where](parts_of(), once_at(1), error)
+    parts = FAILING[where](parts_of(), fail_at(1), error)
     with pytest.raises(RuntimeError) as caught:
         train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert caught.value is error
 
 
-def tensors_alive_at_the_retry(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def live_tensors_at_retry(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count the living block outputs at each release of memory, after a failure in the last block."""
     parts, outputs, alive = parts_of(), [], []
 
@@ -229,21 +233,21 @@ def tensors_alive_at_the_retry(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return alive
 
 
-def test_the_failed_attempts_tensors_are_gone_before_the_next_attempt(monkeypatch):
-    assert tensors_alive_at_the_retry(monkeypatch) == [0]
+def test_tensors_of_failed_attempt_are_freed_before_retry(monkeypatch):
+    assert live_tensors_at_retry(monkeypatch) == [0]
 
 
-def test_negative_control_a_traceback_that_is_kept_keeps_tensors(monkeypatch):
-    kept, tell = [], recovery.is_out_of_memory
-    monkeypatch.setattr(recovery, "is_out_of_memory", lambda error: kept.append(error.__traceback__) or tell(error))
-    (alive,) = tensors_alive_at_the_retry(monkeypatch)
+def test_negative_control_stored_traceback_keeps_tensors_alive(monkeypatch):
+    kept, check = [], recovery.is_out_of_memory
+    monkeypatch.setattr(recovery, "is_out_of_memory", lambda error: kept.append(error.__traceback__) or check(error))
+    (alive,) = live_tensors_at_retry(monkeypatch)
     assert alive > 0
 
 
-def test_with_dropout_the_same_counts_and_another_draw():
+def test_split_with_dropout_equals_step_in_smaller_micro_batches():
     model = with_dropout(MODEL, 0.3)
     whole = train_step(parts_of(model), global_batch(SPOKEN, 2), step=3)
-    parts = failing_forward(parts_of(model), once_at(1), ERRORS["cuda"])
+    parts = failing_forward(parts_of(model), fail_at(1), ERRORS["cuda"])
     split = train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert (split.splits, split.is_skipped, split.learning_rate) == (1, False, whole.learning_rate)
     assert split.loss == pytest.approx(whole.loss, rel=0.2) and split.loss != whole.loss
@@ -251,15 +255,15 @@ def test_with_dropout_the_same_counts_and_another_draw():
     assert train_step(parts_of(model), global_batch(SPOKEN, 1), step=3).loss == pytest.approx(split.loss, rel=BOUND)
 
 
-def test_negative_control_what_the_failed_attempt_added_up_is_another_gradient(monkeypatch):
+def test_negative_control_gradients_of_failed_attempt_change_result(monkeypatch):
     parts = parts_of()
     monkeypatch.setattr(parts.optimizer, "zero_grad", lambda: None)
-    failing = failing_forward(parts, once_at(2), ERRORS["cuda"])
+    failing = failing_forward(parts, fail_at(2), ERRORS["cuda"])
     assert train_step(failing, global_batch(SPOKEN, 2), step=3).splits == 1
     assert largest_difference(undisturbed_step(2, is_long=False)[0], parts) > 1e-3
 
 
-def test_negative_control_the_pieces_own_counts_are_another_gradient():
+def test_negative_control_wrong_loss_counts_change_result():
     parts, cut = parts_of(), global_batch(SPOKEN, 2)
     train_step(parts, dataclasses.replace(cut, tokens=cut.tokens // 2, utterances=cut.utterances // 2), step=3)
     assert largest_difference(undisturbed_step(2, is_long=False)[0], parts) > 1e-3
@@ -288,8 +292,8 @@ def undisturbed_validation() -> Evaluation:
     return evaluated(parts_of())
 
 
-@pytest.mark.parametrize("error, when", crossed(ERRORS, [once_at(0), once_at(1), above(2), above(1)]))
-def test_validation_in_pieces_is_the_same_validation(error, when):
+@pytest.mark.parametrize("error, when", parameter_grid(ERRORS, [fail_at(0), fail_at(1), fail_above(2), fail_above(1)]))
+def test_split_validation_equals_full_validation(error, when):
     expected = undisturbed_validation()
     failing = failing_forward(parts_of(), when, ERRORS[error])
     found = evaluated(failing)
@@ -300,41 +304,41 @@ def test_validation_in_pieces_is_the_same_validation(error, when):
 
 
 @pytest.mark.parametrize("where", ["subsampling forward", "attention forward"])
-def test_validation_in_small_chunks_is_the_same_validation(where, capsys):
+def test_validation_in_small_chunks_equals_full_validation(where, capsys):
     spoken = [dataclasses.replace(speech, augment_seed=None) for speech in LONG]
     expected = evaluated(parts_of(), spoken)
-    found = evaluated(failing_pieces(parts_of(), where, SMALL_CHUNK_FRAMES, ERRORS["cuda"]), spoken)
+    found = evaluated(failing_chunks(parts_of(), where, SMALL_CHUNK_FRAMES, ERRORS["cuda"]), spoken)
     assert "in chunks of 100 frames" in capsys.readouterr().out
     assert vars(found.losses) == pytest.approx(vars(expected.losses), rel=BOUND, abs=0)
     assert found.scored == expected.scored and any(scored.hypothesis for scored in expected.scored)
 
 
-def test_validation_names_the_utterance_that_does_not_fit():
+def test_validation_error_names_utterance_that_does_not_fit():
     with pytest.raises(ResourceError, match=r"u\d of \d\.\d s .*--max_validation_duration"):
-        evaluated(failing_forward(parts_of(), above(0), ERRORS["cpu"]))
+        evaluated(failing_forward(parts_of(), fail_above(0), ERRORS["cpu"]))
 
 
-def test_another_error_in_validation_passes_through():
+def test_other_errors_in_validation_are_raised_unchanged():
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     with pytest.raises(RuntimeError) as caught:
-        evaluated(failing_forward(parts_of(), above(0), error))
+        evaluated(failing_forward(parts_of(), fail_above(0), error))
     assert caught.value is error
 
 
 @pytest.fixture(scope="module")
 def short_of_memory() -> tuple[dict[str, dict], str]:
     """Return the results and the output of steps whose data segment is too small for a whole micro-batch."""
-    # glibc maps blocks of at least this size one by one, so that freeing one returns its memory to the system.
+    # glibc uses mmap for blocks of at least this size, so that freeing one returns its memory to the system.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-m", "tests.invariants.short_of_memory"]
-    done = well(subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE))
+    done = checked(subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE))
     return json.loads(done.stdout.splitlines()[-1]), done.stdout
 
 
 @pytest.mark.parametrize("recompute, fails_in_backward", [("never", False), ("always", True)])
-def test_really_out_of_memory_and_the_same_step(recompute, fails_in_backward, short_of_memory):
-    found, said = short_of_memory[0][recompute], short_of_memory[1]
+def test_step_after_real_out_of_memory_equals_full_step(recompute, fails_in_backward, short_of_memory):
+    found, output_text = short_of_memory[0][recompute], short_of_memory[1]
     assert found["undisturbed_splits"] == 0 and found["splits"] >= 1
     assert found["failed_in_backward"] == fails_in_backward
     assert found["loss_difference"] < BOUND and found["weight_difference"] < BOUND
-    assert said.count("Out of memory at 4 x 5.0 s") == 2
+    assert output_text.count("Out of memory at 4 x 5.0 s") == 2

@@ -12,7 +12,7 @@ from konkanivani.ops.packing import PackedEncoder
 from konkanivani.randomness import seed_step
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
 from tests.invariants.parts import KINDS, MODEL, double_parts, global_batch, speeches, with_dropout
-from tests.tracers import Calls
+from tests.tracers import OperationCounter
 
 PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("addmm", "baddbmm", "mm", "convolution")]
 
@@ -22,7 +22,7 @@ def trained(parts: StepParts) -> tuple[list[torch.Tensor], int]:
     cut = global_batch(speeches(4), 2)
     seed_step(parts.seed, 5)
     parts.model.train()
-    with Calls() as calls:
+    with OperationCounter() as calls:
         sums = [forward_and_backward(parts, batch, loss_counts(cut)) for batch in cut.micro_batches]
     tensors = [tensor for pair in sums for tensor in pair]
     tensors += [p.grad for p in parts.model.parameters()] + list(parts.model.buffers())
@@ -30,24 +30,24 @@ def trained(parts: StepParts) -> tuple[list[torch.Tensor], int]:
 
 
 @pytest.mark.parametrize("kind", ["conformer", "other parts"])
-def test_bit_for_bit_with_dropout_and_really_recomputed(kind):
+def test_recomputation_gives_bitwise_equal_gradients_with_dropout(kind):
     model = with_dropout(KINDS[kind], 0.3)
     kept, products = trained(double_parts(model, "never"))
-    recomputed, more_products = trained(double_parts(model, "always"))
+    recomputed, recomputed_products = trained(double_parts(model, "always"))
     assert all(torch.equal(one, other) for one, other in zip(kept, recomputed, strict=True))
-    assert more_products > 1.2 * products
+    assert recomputed_products > 1.2 * products
 
 
-def test_a_recomputed_block_is_computed_once_more_and_no_more(monkeypatch):
-    """Count products: forward, two per forward product in backward, forward again. Subsampling is a block."""
+def test_each_block_is_recomputed_exactly_once(monkeypatch):
+    """Count matrix products: recomputation adds the forward products of each block, subsampling included."""
     monkeypatch.setattr(PackedEncoder, "packs", False)  # packing runs attention and convolution once per utterance
-    per_global_batch, dropping = 2, with_dropout(MODEL, 0.3)
-    products = [trained(double_parts(dropping, mode))[1] for mode in ("never", "always")]
+    per_global_batch, model = 2, with_dropout(MODEL, 0.3)
+    products = [trained(double_parts(model, mode))[1] for mode in ("never", "always")]
     in_blocks = per_global_batch * (4 + 9 * MODEL.encoder_layers + 7 * MODEL.decoder_layers)
     assert products[1] - products[0] == in_blocks
 
 
-def test_some_blocks_recomputed_lie_between_by_the_length_of_each_micro_batch():
+def test_partial_recomputation_is_bitwise_equal_and_depends_on_length():
     model = with_dropout(MODEL, 0.3)
     counted = []
     for count in range(5):
@@ -62,14 +62,14 @@ def test_some_blocks_recomputed_lie_between_by_the_length_of_each_micro_batch():
     assert policy(9.1) == RecomputePolicy("always")(1.0)
 
 
-def test_negative_control_dropout_drawn_anew_is_another_gradient():
+def test_negative_control_new_dropout_masks_change_gradient():
     model = with_dropout(MODEL, 0.3)
     kept, _ = trained(double_parts(model, "never"))
     parts = double_parts(model, "never")
 
-    def forgetful(_number, block):
+    def checkpoint_without_rng(_number, block):
         return functools.partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
 
-    forward = dataclasses.replace(parts.forward, recompute=lambda _seconds: forgetful)
+    forward = dataclasses.replace(parts.forward, recompute=lambda _seconds: checkpoint_without_rng)
     other, _ = trained(dataclasses.replace(parts, forward=forward))
     assert not all(torch.equal(one, two) for one, two in zip(kept, other, strict=True))

@@ -1,4 +1,4 @@
-"""Invariant 7: cached decoding == uncached; beam 1 == greedy; a wide beam == brute force; a batch == one by one.
+"""Invariant 7: cached decoding == uncached; beam 1 == greedy; wide beam == brute force; batch == one by one.
 
 Decoding also leaves the model unchanged: a step after a validation by beam search equals the step without it.
 """
@@ -82,27 +82,27 @@ def decoded_at_once(model: KonkaniVaniASR, tokens: torch.Tensor, encoded: torch.
     return torch.stack(each, dim=1)
 
 
-def test_cached_is_uncached_beyond_the_first_room():
+def test_cached_decoding_equals_uncached_beyond_initial_capacity():
     model, encoded = sharp_model(), random_encoded(LENGTHS)
     tokens = torch.randint(VOCAB_SIZE, (3, 4, 2 * FIRST_CAPACITY + 5), generator=torch.Generator().manual_seed(1))
     cached, uncached = decoded_step_by_step(model, tokens, encoded), decoded_at_once(model, tokens, encoded)
     assert relative_difference(uncached, cached) < 1e-12
 
 
-def test_hypotheses_that_change_places_take_their_past_along():
+def test_reordered_hypotheses_keep_their_cached_state():
     model, encoded = sharp_model(), random_encoded(LENGTHS)
-    assert followed_difference(model, encoded) < 1e-12
+    assert difference_with_reordering(model, encoded) < 1e-12
 
 
-def test_negative_control_a_cache_that_stays_in_place_is_noticed(monkeypatch):
+def test_negative_control_cache_without_reordering_differs(monkeypatch):
     monkeypatch.setattr(DecoderCache, "reorder", lambda cache, sources: None)
-    assert followed_difference(sharp_model(), random_encoded(LENGTHS)) > 1e-3
+    assert difference_with_reordering(sharp_model(), random_encoded(LENGTHS)) > 1e-3
 
 
-def followed_difference(model: KonkaniVaniASR, encoded: torch.Tensor) -> float:
-    """Return the largest difference from uncached decoding while hypotheses branch and reorder.
+def difference_with_reordering(model: KonkaniVaniASR, encoded: torch.Tensor) -> float:
+    """Return the largest difference from uncached decoding while hypotheses branch and change their order.
 
-    The first utterance ends early.
+    The first utterance leaves the batch early.
     """
     generator = torch.Generator().manual_seed(3)
     places = torch.tensor([0, 1, 2])
@@ -128,7 +128,7 @@ def followed_difference(model: KonkaniVaniASR, encoded: torch.Tensor) -> float:
 
 
 def greedy_without_cache(model: KonkaniVaniASR, encoded: torch.Tensor, length: int) -> list[int]:
-    """Return the likeliest token at each step, up to the end token or one token per frame."""
+    """Return the most likely token at each step, up to the end token or one token per frame."""
     tokens = [OUR_TOKENS.start]
     while len(tokens) <= length:
         with torch.no_grad():
@@ -143,7 +143,7 @@ def greedy_without_cache(model: KonkaniVaniASR, encoded: torch.Tensor, length: i
 
 
 @pytest.mark.parametrize("end", [-4.0, 1.0, 4.0])
-def test_attention_beam_of_one_is_greedy(end):
+def test_attention_beam_of_one_equals_greedy(end):
     found = []
     for seed in range(4):
         model, encoded = sharp_model(seed=seed, end=end), random_encoded(LENGTHS, seed)
@@ -155,9 +155,9 @@ def test_attention_beam_of_one_is_greedy(end):
 
 def attention_log_probability(model: KonkaniVaniASR, encoded: torch.Tensor, tokens: tuple[int, ...]) -> float:
     """Return the log-probability of the tokens and the end token, computed without a cache."""
-    said = torch.tensor([[OUR_TOKENS.start, *tokens]])
+    sequences = torch.tensor([[OUR_TOKENS.start, *tokens]])
     with torch.no_grad():
-        decoded = model.decoder(said, encoded[None], (len(encoded),), keep_activations)
+        decoded = model.decoder(sequences, encoded[None], (len(encoded),), keep_activations)
         scores = model.decoder.output(decoded[0]).log_softmax(dim=-1)
     return sum(float(scores[u, token]) for u, token in enumerate((*tokens, OUR_TOKENS.end)))
 
@@ -189,25 +189,25 @@ class Bigrams:
         return tokens
 
     def log_probability(self, tokens: tuple[int, ...]) -> float:
-        said = [OUR_TOKENS.start, *tokens, OUR_TOKENS.end]
-        return sum(float(self.table[one, next_]) for one, next_ in itertools.pairwise(said))
+        sequences = [OUR_TOKENS.start, *tokens, OUR_TOKENS.end]
+        return sum(float(self.table[one, next_]) for one, next_ in itertools.pairwise(sequences))
 
 
 @functools.cache
-def tiny(seed: int) -> tuple[KonkaniVaniASR, torch.Tensor, dict[tuple[int, ...], tuple[float, float]]]:
+def scored_sequences(seed: int) -> tuple[KonkaniVaniASR, torch.Tensor, dict[tuple[int, ...], tuple[float, float]]]:
     """Return a model, four frames, and the attention and CTC scores of every possible token sequence."""
     given = sharp_model(TINY_VOCABULARY, seed, end=-2.0), random_encoded((4,), seed)[0]
     words = [1, *range(4, TINY_VOCABULARY)]
-    said = (tokens for count in range(5) for tokens in itertools.product(words, repeat=count))
-    return *given, {t: (attention_log_probability(*given, t), ctc_log_probability(*given, t)) for t in said}
+    sequences = (tokens for count in range(5) for tokens in itertools.product(words, repeat=count))
+    return *given, {t: (attention_log_probability(*given, t), ctc_log_probability(*given, t)) for t in sequences}
 
 
 @pytest.mark.parametrize("ctc_weight", [0.0, 0.3, 0.8])
 @pytest.mark.parametrize("length_bonus", [0.0, 1.5])
 @pytest.mark.parametrize("language_model_weight", [0.0, 0.7])
-def test_a_wide_beam_is_brute_force(ctc_weight, length_bonus, language_model_weight):
+def test_wide_beam_equals_brute_force(ctc_weight, length_bonus, language_model_weight):
     for seed in range(2):
-        (model, encoded, everything), bigrams, scored = tiny(seed), Bigrams(seed, TINY_VOCABULARY), []
+        (model, encoded, everything), bigrams, scored = scored_sequences(seed), Bigrams(seed, TINY_VOCABULARY), []
         for tokens, (attention, ctc) in everything.items():
             # Avoid 0 * inf: the CTC score may be -inf.
             total = (1 - ctc_weight) * attention + (ctc_weight * ctc if ctc_weight else 0.0)
@@ -224,7 +224,7 @@ def test_a_wide_beam_is_brute_force(ctc_weight, length_bonus, language_model_wei
 
 @pytest.mark.parametrize("ctc_weight", [0.0, 0.3])
 @pytest.mark.parametrize("length_bonus", [0.0, 0.5])
-def test_a_batch_is_one_by_one(ctc_weight, length_bonus):
+def test_batch_decoding_equals_decoding_one_by_one(ctc_weight, length_bonus):
     decode = BeamDecode(5, ctc_weight, length_bonus, Bigrams(0, VOCAB_SIZE), 0.4)
     for seed in range(2):
         lengths = (19, 3, 31, 12, 1)
@@ -237,7 +237,7 @@ def test_a_batch_is_one_by_one(ctc_weight, length_bonus):
                 assert one.log_probability == pytest.approx(other.log_probability, rel=1e-9)
 
 
-def test_no_hypothesis_has_more_tokens_than_frames_though_the_end_never_comes():
+def test_hypothesis_without_end_token_is_limited_to_frame_count():
     model, encoded = sharp_model(end=-1e4), random_encoded(LENGTHS)
     for decode in ("attention", "joint"):
         found = decode_of(decode, 3)(model, encoded, LENGTHS)
@@ -245,7 +245,7 @@ def test_no_hypothesis_has_more_tokens_than_frames_though_the_end_never_comes():
     assert [len(t) for t in decode_of("attention", 1)(model, encoded, LENGTHS)] == [*LENGTHS]
 
 
-def test_a_model_of_nan_says_nothing_and_ends():
+def test_model_with_nan_logits_returns_no_tokens():
     model, encoded = sharp_model(), random_encoded(LENGTHS)
     with torch.no_grad():
         model.decoder.output.bias.fill_(math.nan)
@@ -255,20 +255,20 @@ def test_a_model_of_nan_says_nothing_and_ends():
         assert len(found) == len(LENGTHS) and sum(map(len, found)) == 0
 
 
-def test_what_cannot_get_better_is_not_gone_on_with():
-    """Count the scored tokens: the length of the best hypothesis plus one that detects the end."""
+def test_beam_search_stops_when_no_hypothesis_can_improve():
+    """Scoring is called once per token of the best hypothesis, and once to detect the end."""
 
     class Counting(AttentionScorer):
-        asked = 0
+        calls = 0
 
         def score(self) -> torch.Tensor:
-            Counting.asked += 1
+            Counting.calls += 1
             return super().score()
 
     model, encoded = sharp_model(end=30.0), random_encoded((40,))
     scorer = Counting(model, encoded, (40,), 4)
     (found,) = beam_search(Scorers((Weighted(scorer, 1.0),), None, 0.0, 0.0), (40,), 4, 1, encoded.device)
-    assert len(found) == 1 and Counting.asked == len(found[0].tokens) + 1 < 40
+    assert len(found) == 1 and Counting.calls == len(found[0].tokens) + 1 < 40
 
 
 def validate(parts: StepParts, decode: str) -> None:
@@ -294,21 +294,21 @@ def weights_after(decode: str | None, disturb=lambda parts: None) -> list[torch.
 
 
 @pytest.mark.parametrize("decode", ["greedy", "prefix", "attention", "joint"])
-def test_the_step_after_a_validation_is_the_step_without_it(decode):
+def test_validation_does_not_change_the_next_step(decode):
     expected, found = weights_after(None), weights_after(decode)
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
-def test_negative_control_a_decoder_that_leaves_something_behind_is_noticed():
-    def leave(parts: StepParts) -> None:
+def test_negative_control_side_effect_of_validation_is_detected():
+    def change_model(parts: StepParts) -> None:
         next(parts.model.parameters()).grad = torch.ones_like(next(parts.model.parameters()))
         parts.model.decoder.embedding.weight.data.add_(1e-12)
 
-    expected, found = weights_after(None), weights_after("joint", leave)
+    expected, found = weights_after(None), weights_after("joint", change_model)
     assert not all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
-def test_decoding_keeps_no_gradient_and_no_state_of_the_module():
+def test_decoding_leaves_no_gradient_and_no_module_state():
     model, encoded = sharp_model(), random_encoded(LENGTHS).requires_grad_()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     names = {name for name, _ in model.named_buffers()} | {key for module in model.modules() for key in vars(module)}

@@ -1,4 +1,4 @@
-"""Invariant 10: the commands of the README and the pages run on a miniature corpus, and their statements are true.
+"""Invariant 10: the commands of the README and the pages run on a tiny corpus, and their statements are true.
 
 The first two commands of the README are run by `.ci/run`.
 """
@@ -20,9 +20,9 @@ import pytest
 from konkanivani.config import PRESETS, TrainConfig
 from konkanivani.models.architecture import architecture_of
 from konkanivani.models.asr import parameter_count
-from tests.conftest import ROOT, TINY_MODEL, TRAINER, run_script, well, write_corpus, write_surroundings
+from tests.conftest import ROOT, TINY_MODEL, TRAINER, checked, run_script, write_augmentation, write_corpus
 from tests.corpora.test_formats import common_voice
-from tests.nemo.files import NemoParts, changed, in_languages
+from tests.nemo.files import NemoParts, multilingual, write_changed
 from tests.patience import PATIENCE
 from tests.t5.parts import LINES, write_pairs
 from tests.t5.parts import write_folder as write_text_model
@@ -34,7 +34,7 @@ PAGES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "ex
 MAX_WORDS = 900
 PICTURES = 5
 MAX_PICTURE_BYTES = 150 * 1024
-SHORT = "--memory_budget", "520MiB"  # limit of the plan search, the CUDA context included
+SMALL_BUDGET = "--memory_budget", "520MiB"  # memory limit of the plan search, including the CUDA context
 FIRST_STEPS = 2  # epochs of the first training command, which saves a checkpoint in each
 SETUP = "./run_training_memory_optimized.sh"
 TOP = (SETUP, "./run_tests.sh")
@@ -42,7 +42,7 @@ TOP = (SETUP, "./run_tests.sh")
 COMPARISON, PLANNER = "training_scripts/compare_models.py", "training_scripts/plan_memory.py"
 # The ONNX export traces every layer in about a second.
 SHAPE = (*TINY_MODEL[:2], "--encoder_layers", "1", *TINY_MODEL[4:])
-ELSEWHERE = (
+EXCLUDED = (
     "benchmarks/",
     "publish_model.py",
     "nvidia/parakeet-ctc-0.6b",  # tests/hub runs such commands with a loopback hub
@@ -58,10 +58,12 @@ IN_PACKAGE = (
     "konkanivani/cli/**/*.py",
     "konkanivani/inference/model_card.py",
 )
-FLAGS_IN = (*IN_PACKAGE, "training_scripts/*.py", "benchmarks/**/*.py")
-OTHERS = "logdir host standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_id rdzv_endpoint local_addr"
-OTHERS += " nodes ntasks gpus signal discount_fallback help encoder_"  # flags of other programs, and one truncated flag
-OTHERS += " copy_files output_dir shm"  # CTranslate2, and --shm-size of Docker
+FLAG_SOURCES = (*IN_PACKAGE, "training_scripts/*.py", "benchmarks/**/*.py")
+OTHER_FLAGS = "logdir host standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_id rdzv_endpoint local_addr"
+OTHER_FLAGS += (
+    " nodes ntasks gpus signal discount_fallback help encoder_"  # flags of other programs, and a prefix of flags
+)
+OTHER_FLAGS += " copy_files output_dir shm"  # CTranslate2, and --shm-size of Docker
 UNLISTED = {
     "README.md",
     "LICENSE",
@@ -77,16 +79,16 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def commands(page: Path, begins: str = "") -> list[str]:
+def commands(page: Path, prefix: str = "") -> list[str]:
     """Return the shell commands with this prefix that run here, continuation lines joined."""
     lines = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
     found = [re.sub(r"\s+", " ", line).strip() for line in lines if line.strip()]
-    return [line for line in found if line.startswith(begins) and not any(part in line for part in ELSEWHERE)]
+    return [line for line in found if line.startswith(prefix) and not any(part in line for part in EXCLUDED)]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a reader's files, after the first training command of docs/training.md."""
+    """Return a folder with the files that the pages assume, after the first training command of docs/training.md."""
     folder = tmp_path_factory.mktemp("readme")
     corpus = write_corpus(folder / "corpus", {"train": 8, "valid": 2, "test": 2}, lengths=range(2, 4))
     (folder / "recordings").mkdir()
@@ -97,20 +99,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(next(folder.glob("cv-corpus-*/kok/clips/*.mp3")), folder / "speech.wav")
     for name in ("sentences.txt", "said.txt", "heard.txt"):
         (folder / name).write_text("एक दोन तीन\nउदक घर\n", encoding="utf-8")
-    write_surroundings(folder / "noise")
+    write_augmentation(folder / "noise")
     for name in ("whisper-small", "whisper-tiny"):
-        write_model(folder / name, layers=(1, 1), positions=64)  # untrained: it decodes the maximum number of tokens
+        write_model(
+            folder / name, layers=(1, 1), positions=64
+        )  # untrained: always decodes the maximum number of tokens
     write_text_model(folder / "flan-t5-small")
     for name in ("pairs.jsonl", "valid.jsonl"):
         write_pairs(folder / name, [(line.strip(), line.strip()) for line in LINES[:4]])
-    changed(in_three_languages, folder / "indicconformer_kok.nemo")
+    write_changed(make_multilingual, folder / "indicconformer_kok.nemo")
     run(commands(TRAINING)[0], folder, FIRST_STEPS)
     return folder
 
 
-def in_three_languages(parts: NemoParts) -> None:
-    """Add languages, and keep one of the two encoder blocks, as in SHAPE."""
-    in_languages({"hi": 40, "kok": 50, "mr": 44})(parts)
+def make_multilingual(parts: NemoParts) -> None:
+    """Make the file multilingual, and keep one of the two encoder blocks, as in SHAPE."""
+    multilingual({"hi": 40, "kok": 50, "mr": 44})(parts)
     parts.config["encoder"]["n_layers"] = 1
     parts.tensors = {name: parts.tensors[name] for name in parts.tensors if "encoder.layers.1." not in name}
 
@@ -121,7 +125,7 @@ def run(command: str, folder: Path, max_steps: int = 1) -> str:
     words = ["cpu" if word == "cuda" else word for word in words]
     if script in (TRAINER, COMPARISON):
         words += ["--max_steps", str(max_steps), "--num_workers", "0"]
-    words += SHORT if script == PLANNER else ()
+    words += SMALL_BUDGET if script == PLANNER else ()
     if script in (TRAINER, PLANNER) and not {"--resume", "--pretrained", "--checkpoint"} & set(words):
         words += SHAPE if script == TRAINER else SHAPE[:-2]  # the planner plans for a GPU: no --device cpu
     done = warm_parent().run(ROOT / script, *words, cwd=folder, before=fork_scripts)
@@ -135,13 +139,13 @@ def run(command: str, folder: Path, max_steps: int = 1) -> str:
     return done.stdout
 
 
-def test_it_is_short_and_begins_with_the_two_commands():
+def test_readme_is_short_and_starts_with_two_commands():
     assert len(README.read_text(encoding="utf-8").split()) <= MAX_WORDS
     assert tuple(commands(README)[:2]) == TOP
     assert all((ROOT / command).stat().st_mode & 0o111 for command in TOP)
 
 
-def test_its_other_commands_run(folder):
+def test_readme_commands_run(folder):
     """Run the README commands in order: own recordings, training, use."""
     prepare, train, transcribe, plan = [c for c in commands(README) if c not in TOP and not c.startswith(".venv/")]
     assert run(prepare, folder).splitlines()[-1].replace(f"{folder}/", "") == train
@@ -149,22 +153,22 @@ def test_its_other_commands_run(folder):
         run(command, folder)
     assert len(list((folder / "subtitles").iterdir())) == len(list((folder / "recordings").iterdir()))
     (program,) = blocks(README, "python")
-    well(warm_parent().run_program(program, cwd=folder))
+    checked(warm_parent().run_program(program, cwd=folder))
 
 
 @pytest.mark.parametrize("page", [page.stem for page in PAGES if commands(page, "python3 ")])
-def test_a_pages_commands_run(folder, page):
+def test_page_commands_run(folder, page):
     """Run the commands of a page in order after the first training run of docs/training.md."""
     listed = commands(ROOT / "docs" / f"{page}.md", "python3 ")
     for number, command in enumerate(listed[page == "training" :], start=FIRST_STEPS + 1):
         run(command, folder, number if "--resume" in command else 1)
 
 
-def test_tensorboard_shows_the_run(folder):
+def test_tensorboard_serves_the_run(folder):
     (command,) = commands(README, ".venv/bin/tensorboard")
     program = Path(sys.executable).with_name("tensorboard")
     if not program.exists():
-        pytest.skip("this Python has no tensorboard program beside it")
+        pytest.skip("the tensorboard program is not installed")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -186,21 +190,23 @@ def answers(address: str) -> bool:
     return False
 
 
-def test_every_flag_that_is_named_exists():
-    texts = [path.read_text(encoding="utf-8") for part in FLAGS_IN for path in ROOT.glob(part)]
-    known = set(OTHERS.split()).union(*(re.findall(r'(?:^    |"--)(\w+)(?:: \w+|")', text, re.M) for text in texts))
+def test_named_flags_exist():
+    texts = [path.read_text(encoding="utf-8") for part in FLAG_SOURCES for path in ROOT.glob(part)]
+    known = set(OTHER_FLAGS.split()).union(
+        *(re.findall(r'(?:^    |"--)(\w+)(?:: \w+|")', text, re.M) for text in texts)
+    )
     for page in (README, *PAGES):
         assert set(re.findall(r"--([a-z][a-z0-9_]+)", page.read_text(encoding="utf-8"))) <= known, page.name
-    moved = {word for page in PAGES for command in commands(page, "python3 ") for word in command.split()}
-    assert {"--resume", "--init_from", "--compare", "--held_out", "--onnx", "--html", "--timestamps"} <= moved
+    used = {word for page in PAGES for command in commands(page, "python3 ") for word in command.split()}
+    assert {"--resume", "--init_from", "--compare", "--held_out", "--onnx", "--html", "--timestamps"} <= used
 
 
 def named_benchmarks(text: str) -> list[tuple[str, str]]:
-    """Return path and subcommand, or an empty string, of each benchmark that a page names."""
+    """Return path and subcommand (empty if none) of each benchmark that a page names."""
     return re.findall(r"(benchmarks/[\w/]+\.\w+)(?:\s([a-z]\w*)(?=[\s`]))?", text)
 
 
-def test_every_benchmark_that_is_named_exists():
+def test_named_benchmarks_exist():
     named = [pair for page in (README, CONTRIBUTING, *PAGES) for pair in named_benchmarks(page.read_text("utf-8"))]
     assert len(named) > 20 and {subcommand for _, subcommand in named} >= {"speed", "compare", "word_times"}
     for path, subcommand in named:
@@ -209,17 +215,17 @@ def test_every_benchmark_that_is_named_exists():
         assert not subcommand or f'"{subcommand}": lambda' in text, (path, subcommand)
 
 
-def test_every_page_says_what_it_is_for_and_leads_somewhere():
+def test_page_starts_with_its_purpose_and_has_valid_links():
     for page in (README, CONTRIBUTING, *PAGES):
-        said = page.read_text(encoding="utf-8")
-        title, first = said.split("\n\n")[:2]
+        content = page.read_text(encoding="utf-8")
+        title, first = content.split("\n\n")[:2]
         assert page == CONTRIBUTING or (title.startswith("# ") and first[0].isalpha() and first[-1] in ".:"), page.name
-        links = re.findall(r"\]\(([^)#]+)[^)]*\)", said)
+        links = re.findall(r"\]\(([^)#]+)[^)]*\)", content)
         assert all("://" in link or (page.parent / link).is_file() for link in links), (page.name, links)
         assert page.parent == ROOT or f"docs/{page.name}" in README.read_text(encoding="utf-8")
 
 
-def test_its_pictures_are_small_and_drawn_from_what_the_pages_say(tmp_path):
+def test_readme_pictures_are_small_and_up_to_date(tmp_path):
     named = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README.read_text(encoding="utf-8"))
     assert len(named) == PICTURES and all((ROOT / name).stat().st_size < MAX_PICTURE_BYTES for name in named)
     run_script("benchmarks/drawings.py", "--output", str(tmp_path))
@@ -227,7 +233,7 @@ def test_its_pictures_are_small_and_drawn_from_what_the_pages_say(tmp_path):
         assert (tmp_path / name).read_bytes() == (ROOT / "docs" / name).read_bytes(), "python3 benchmarks/drawings.py"
 
 
-def test_the_preset_table_is_the_models():
+def test_preset_table_matches_the_models():
     table = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     rows = re.findall(r"\| `(\w+)` \| (\d+) wide, (\d+) \+ (\d+) layers \| ([\d.]+) M \|", table)
     assert {row[0] for row in rows} == set(PRESETS)
@@ -239,7 +245,7 @@ def test_the_preset_table_is_the_models():
         assert f"{parameter_count(model) / 1e6:.1f}" == millions
 
 
-def test_the_tree_matches():
+def test_file_tree_matches_the_repository():
     tree = blocks(CONTRIBUTING, "text")[0]
     listed, folder = set(), ""
     for line in tree.splitlines():

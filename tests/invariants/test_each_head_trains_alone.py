@@ -1,4 +1,4 @@
-"""A model without a decoder, or without CTC, equals the model with both whose other loss has weight zero."""
+"""A model with one head, CTC or attention, equals the model with both heads if the other loss has weight zero."""
 
 import dataclasses
 import json
@@ -20,21 +20,21 @@ from konkanivani.recipe.train import train_and_report
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.gradient import local_gradient
 from konkanivani.training.step import GradientTask, StepParts, forward_and_backward
-from tests.conftest import TINY_MODEL, read_log, run_folders, run_script, well, write_corpus
+from tests.conftest import TINY_MODEL, checked, read_log, run_folders, run_script, write_corpus
 from tests.invariants.parts import MODEL, VOCAB_SIZE, global_batch, speeches
 from tests.starts import begin_run, parse_flags
 
-QUIET = dataclasses.replace(MODEL, dropout=0.0)
+WITHOUT_DROPOUT = dataclasses.replace(MODEL, dropout=0.0)
 CPU = torch.device("cpu")
-HEADS = {"CTC alone": (0, 1.0), "attention alone": (2, 0.0)}
+HEADS = {"CTC only": (0, 1.0), "attention only": (2, 0.0)}
 PLANNED = "--gradient_checkpointing auto --memory_budget 1GiB --num_workers 0".split()
 PLANNED += "--batch_size 2 --gradient_accumulation_steps 1".split()
-FLAGS = {"CTC alone": ("--decoder_layers", "0"), "attention alone": ("--ctc_weight", "0")}
+FLAGS = {"CTC only": ("--decoder_layers", "0"), "attention only": ("--ctc_weight", "0")}
 
 
 def configured(decoder_layers: int, ctc_weight: float) -> TrainConfig:
     return TrainConfig(
-        model=dataclasses.replace(QUIET, decoder_layers=decoder_layers),
+        model=dataclasses.replace(WITHOUT_DROPOUT, decoder_layers=decoder_layers),
         data=DataConfig(concurrent_micro_batches=1),
         loss=LossConfig(ctc_weight=ctc_weight),
         augment=AugmentConfig(),
@@ -55,13 +55,13 @@ def gradients_of(parts: StepParts) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_its_gradient_is_that_of_both_heads_where_the_other_loss_weighs_nothing(heads):
+def test_single_head_gradient_equals_both_heads_with_zero_weight(heads):
     decoder_layers, ctc_weight = HEADS[heads]
     one, both = parts_of(decoder_layers, ctc_weight), parts_of(2, ctc_weight or 1e-300)
     one.model.load_state_dict({n: w for n, w in both.model.state_dict().items() if n in one.model.state_dict()})
-    found, wanted = gradients_of(one), gradients_of(both)
-    assert set(found) < set(wanted) and len(one.forward.objective.terms) == 1
-    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    found, expected = gradients_of(one), gradients_of(both)
+    assert set(found) < set(expected) and len(one.forward.objective.terms) == 1
+    assert all(torch.equal(found[name], expected[name]) for name in found)
     # Negative control: the gradient differs with both losses.
     other = parts_of(2, 0.5)
     other.model.load_state_dict(both.model.state_dict())
@@ -69,7 +69,7 @@ def test_its_gradient_is_that_of_both_heads_where_the_other_loss_weighs_nothing(
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_its_trace_asks_for_less(heads):
+def test_single_head_plan_needs_less_memory(heads):
     def peaks(decoder_layers: int, ctc_weight: float) -> tuple[int, int]:
         config = configured(decoder_layers, ctc_weight)
         tracer = build_tracer(config, architecture_of(config, VOCAB_SIZE), cpu_costs())
@@ -81,35 +81,35 @@ def test_its_trace_asks_for_less(heads):
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_it_is_trained_resumed_scored_and_used_by_the_scripts(heads, tmp_path):
+def test_single_head_model_works_in_all_scripts(heads, tmp_path):
     corpus = write_corpus(tmp_path / "corpus", {"train": 4, "valid": 1, "test": 1}, lengths=range(2, 3))
     flags = (*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), *PLANNED, *FLAGS[heads])
     train_and_report(parse_args([*flags, "--max_steps", "1"]))
     more = ("--max_steps", "2", "--resume", "auto", "--test_manifest", corpus.manifest("test"))
     scored = json.loads(train_and_report(parse_args([*flags, *more])))
-    way = "prefix" if heads == "CTC alone" else "attention"
-    assert scored["steps"] == 2 and scored["test_cer"] is not None and scored[f"test_cer_{way}"] is not None
+    decoder_name = "prefix" if heads == "CTC only" else "attention"
+    assert scored["steps"] == 2 and scored["test_cer"] is not None and scored[f"test_cer_{decoder_name}"] is not None
     steps, (validation, *_) = read_log(tmp_path), read_log(tmp_path, "validation")
-    absent = "attention_loss" if heads == "CTC alone" else "ctc_loss"
+    absent = "attention_loss" if heads == "CTC only" else "ctc_loss"
     assert all(step[absent] is None for step in steps) and steps[0]["loss"] > 0
-    assert (validation["blank_share"] is None) == (heads == "attention alone")
+    assert (validation["blank_share"] is None) == (heads == "attention only")
 
     checkpoint, recording = str(tmp_path / "checkpoints" / "checkpoint_last.pt"), corpus.directory / "audio"
     path = str(next(recording.glob("test_*.flac")))
     read = [load_recognizer(checkpoint).transcribe(path)]
     bundle = str(tmp_path / "model.safetensors")
-    well(run_script("training_scripts/export_asr.py", "--checkpoint", checkpoint, "--bundle", bundle))
+    checked(run_script("training_scripts/export_asr.py", "--checkpoint", checkpoint, "--bundle", bundle))
     read.append(load_recognizer(bundle).transcribe(path))
     assert read[0] == read[1]
-    with pytest.raises(UsageError, match="use --decode greedy or " + way):
+    with pytest.raises(UsageError, match="use --decode greedy or " + decoder_name):
         load_recognizer(checkpoint, decode="joint")
-    with pytest.raises(CheckpointError, match="decoder_layers" if heads == "CTC alone" else "ctc_weight"):
+    with pytest.raises(CheckpointError, match="decoder_layers" if heads == "CTC only" else "ctc_weight"):
         back = ("--decoder_layers", "1", "--ctc_weight", "0.5")
         build_run(begin_run([*run_folders(tmp_path), "--resume", "auto", *back]))
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("--decoder_layers 0 --ctc_weight 0.5", "--ctc_weight 1, or omit it"),
         ("--decoder_layers 0 --ctc_weight 0", "--ctc_weight 1, or omit it"),
@@ -119,6 +119,6 @@ def test_it_is_trained_resumed_scored_and_used_by_the_scripts(heads, tmp_path):
         ("--decoder_layers -1", "at least 0"),
     ],
 )
-def test_flags_that_contradict_are_refused(flags, said):
-    with pytest.raises(UsageError, match=said):
+def test_contradictory_flags_are_rejected(flags, message):
+    with pytest.raises(UsageError, match=message):
         parse_flags(flags.split())

@@ -26,7 +26,7 @@ MAX_FILES_IN_A_STEP, MAX_FILES_IN_A_PLAIN_STEP = 21, 16  # with and without the 
 MAX_FIELDS, MAX_IMPORTS = 10, 25
 MAX_FILES_IN_A_FOLDER, MAX_PACKAGES, MAX_PACKAGE_IMPORTS = 16, 15, 45
 
-# Records: their fields are columns of a file, a log or a report, which nothing takes as a parameter object.
+# Records: their fields are columns of a file, a log or a report; no function takes them as a parameter object.
 RECORDS = set(
     """
     FoundUtterance Utterance RowNumbers SoundLevels PartHealth SoundHealth Preparation PreparationReport ScoreReport
@@ -129,12 +129,12 @@ def package_imports(files: dict[str, str]) -> set[tuple[str, str]]:
     return {(one, other) for one, other in found if one != other and {one, other} <= packages and one != "cli"}
 
 
-def test_no_file_is_too_long():
+def test_files_are_within_length_limit():
     assert too_long(sources(PACKAGE)) == []
 
 
 @pytest.mark.parametrize("folder", ["konkanivani", "training_scripts", "benchmarks"])
-def test_functions_fit_a_screen(folder):
+def test_functions_are_within_length_limit(folder):
     assert long_functions(sources(ROOT / folder)) == []
 
 
@@ -150,19 +150,19 @@ def test_files_have_few_imports():
     assert set(import_heavy(sources(PACKAGE))) == set()
 
 
-def test_no_folder_has_too_many_files():
+def test_folders_are_within_file_limit():
     assert full_folders(sources(PACKAGE)) == []
     packages = [path.parent for path in PACKAGE.glob("*/__init__.py")]
     assert len(packages) <= MAX_PACKAGES
 
 
 @pytest.mark.parametrize("folder", ["konkanivani", "training_scripts", "benchmarks", "tests"])
-def test_no_identifier_has_a_former_name(folder):
+def test_former_names_are_not_used(folder):
     assert former_names(sources(ROOT / folder)) == []
 
 
-def names_taken_from(library: str, texts: Iterable[str]) -> set[str]:
-    """Return the names that these sources take from a library, as its attributes or by import."""
+def names_used_from(library: str, texts: Iterable[str]) -> set[str]:
+    """Return the names that the sources use from a library, as attributes or by import."""
     found = set()
     for node in itertools.chain.from_iterable(map(ast.walk, map(ast.parse, texts))):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == library:
@@ -180,31 +180,31 @@ def missing_names(library: str, names: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("library, example", [("transformers", "WhisperConfig"), ("peft", "LoraConfig")])
-def test_names_that_benchmarks_take_from_a_library_exist(library, example):
-    """mypy does not look into these libraries (pyproject.toml), because that would double its time."""
-    names = names_taken_from(library, sources(ROOT / "benchmarks").values())
+def test_library_names_used_by_benchmarks_exist(library, example):
+    """mypy does not analyze these libraries (pyproject.toml), because that would double its time."""
+    names = names_used_from(library, sources(ROOT / "benchmarks").values())
     assert example in names
     assert missing_names(library, names) == set()
     old = f"import {library}\n{library}.Former()\nfrom {library} import Older"  # negative control
-    assert missing_names(library, names_taken_from(library, [old])) == {"Former", "Older"}
+    assert missing_names(library, names_used_from(library, [old])) == {"Former", "Older"}
 
 
 def test_packages_import_few_packages():
     assert len(package_imports(sources(PACKAGE))) <= MAX_PACKAGE_IMPORTS
 
 
-def test_the_loop_and_the_step_fit_a_screen():
+def test_loop_and_step_are_within_length_limit():
     assert lines(inspect.getsource(train)) <= MAX_LOOP_LINES
     step = inspect.getsource(train_step)
     assert "forward_and_backward" in step and "update(" in step and lines(step) <= MAX_LOOP_LINES
 
 
-def test_few_calls_lead_from_the_script_to_the_gradient():
-    walked = json.loads(run_script("benchmarks/walk.py", "--json").stdout)
-    assert walked["script_to_loop"] <= MAX_CALLS_TO_LOOP and walked["step_to_backward"] <= MAX_CALLS_TO_BACKWARD
-    assert 1 < walked["files_in_a_step"] <= MAX_FILES_IN_A_STEP
+def test_call_depth_from_script_to_backward_is_limited():
+    depths = json.loads(run_script("benchmarks/walk.py", "--json").stdout)
+    assert depths["script_to_loop"] <= MAX_CALLS_TO_LOOP and depths["step_to_backward"] <= MAX_CALLS_TO_BACKWARD
+    assert 1 < depths["files_in_a_step"] <= MAX_FILES_IN_A_STEP
     plain = json.loads(run_script("benchmarks/walk.py", "--json", "--plain").stdout)
-    assert 4 < plain["step_to_feed_forward"] <= MAX_CALLS_TO_FEED_FORWARD < walked["step_to_feed_forward"]
+    assert 4 < plain["step_to_feed_forward"] <= MAX_CALLS_TO_FEED_FORWARD < depths["step_to_feed_forward"]
     assert 1 < plain["files_in_a_step"] <= MAX_FILES_IN_A_PLAIN_STEP
 
 
@@ -216,7 +216,7 @@ def paths_of(page: str) -> list[Path]:
     ]
 
 
-def test_the_architecture_page_names_existing_files():
+def test_architecture_page_names_existing_files():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = paths_of(page)
     assert len(named) > 30 and [path for path in named if not path.exists()] == []

@@ -1,4 +1,4 @@
-"""Invariant 3: the output of an utterance is the same alone and in any batch, from the waveform on (1e-9, float64)."""
+"""Invariant 3: from the waveform on, an utterance has the same output alone and in any batch (1e-9, float64)."""
 
 import dataclasses
 from contextlib import closing
@@ -18,7 +18,7 @@ from konkanivani.data.manifest import Rejections, read_manifest
 from konkanivani.data.text import train_tokenizer
 from konkanivani.models.attention import SequenceLayout
 from konkanivani.training.step import StepParts
-from tests.conftest import Corpus, further, write_shards, write_surroundings
+from tests.conftest import Corpus, mark_full, write_augmentation, write_shards
 from tests.invariants.parts import KINDS, double_parts, global_batch, relative_difference, speeches
 from tests.starts import parse_flags
 
@@ -34,7 +34,7 @@ def outputs(parts: StepParts, spoken: list, batch_size: int) -> dict[str, tuple[
 
 
 def batch_outputs(parts: StepParts, spoken: GlobalBatch) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return these logits for a global batch that is already split into micro-batches."""
+    """Return the logits of `outputs` for a global batch that is already split into micro-batches."""
     found = {}
     with torch.no_grad():
         for batch in spoken.micro_batches:
@@ -56,7 +56,7 @@ def parts_of(kind: str) -> StepParts:
 
 @pytest.mark.parametrize("augmented", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_alone_and_in_a_batch(kind, augmented):
+def test_logits_are_equal_alone_and_in_a_batch(kind, augmented):
     parts = parts_of(kind)
     spoken = speeches(7, augmented=augmented)
     alone, together = outputs(parts, spoken, 1), outputs(parts, spoken, 7)
@@ -66,16 +66,16 @@ def test_alone_and_in_a_batch(kind, augmented):
             assert relative_difference(one, other) < BOUND
 
 
-@pytest.mark.parametrize("workers", [0, 2, *further(1, 4)])
-def test_from_shards_in_noise_an_utterance_is_the_same_in_any_micro_batch(corpus, workers, tmp_path):
-    speech = surrounded_speech(corpus, tmp_path)
+@pytest.mark.parametrize("workers", [0, 2, *mark_full(1, 4)])
+def test_augmented_shards_give_equal_logits_in_any_micro_batch(corpus, workers, tmp_path):
+    speech = augmented_dataset(corpus, tmp_path)
     parts = double_parts(vocab_size=speech.tokenizer.size)
     global_batches = {size: epoch_of(speech, size, workers) for size in (1, 4)}
     found = [
         {
             name: pair
             for global_batch in global_batches[size]
-            for name, pair in batch_outputs(parts, doubled(global_batch)).items()
+            for name, pair in batch_outputs(parts, to_float64(global_batch)).items()
         }
         for size in (1, 4)
     ]
@@ -85,9 +85,9 @@ def test_from_shards_in_noise_an_utterance_is_the_same_in_any_micro_batch(corpus
             assert one.shape == other.shape and relative_difference(one, other) < BOUND
 
 
-def surrounded_speech(corpus: Corpus, directory: Path) -> TrainDataset:
+def augmented_dataset(corpus: Corpus, directory: Path) -> TrainDataset:
     """Return the corpus from shards, with noise and room impulse responses."""
-    shards, more = write_shards(corpus, directory / "shards"), write_surroundings(directory / "sounds")
+    shards, more = write_shards(corpus, directory / "shards"), write_augmentation(directory / "sounds")
     utterances = list(read_manifest(shards.manifest("train")))
     tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
     augment = parse_flags(list(more)).augment
@@ -110,7 +110,7 @@ def epoch_of(speech: TrainDataset, size: int, workers: int) -> list[GlobalBatch]
         return [global_batch for global_batch, _ in islice(global_batches, planner.global_batches_per_epoch())]
 
 
-def doubled(global_batch: GlobalBatch) -> GlobalBatch:
+def to_float64(global_batch: GlobalBatch) -> GlobalBatch:
     return dataclasses.replace(
         global_batch,
         micro_batches=tuple(
@@ -119,7 +119,7 @@ def doubled(global_batch: GlobalBatch) -> GlobalBatch:
     )
 
 
-def test_a_cpu_computes_nothing_for_padding(is_packed):
+def test_packed_encoder_computes_no_padding_frames(is_packed):
     parts, shapes = double_parts(), []
     parts.model.encoder.blocks[1].register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape[:2]))
     batch = global_batch(speeches(5), 5).micro_batches[0]
@@ -129,7 +129,7 @@ def test_a_cpu_computes_nothing_for_padding(is_packed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_lies_in_the_padding_does_not_matter(kind):
+def test_values_in_padding_do_not_change_losses(kind):
     parts = parts_of(kind)
     batch = global_batch(speeches(4), 4).micro_batches[0]
     filled = batch.waveforms.clone()
@@ -138,11 +138,11 @@ def test_what_lies_in_the_padding_does_not_matter(kind):
     with torch.no_grad():
         _, clean = parts.forward(batch)
         _, dirty = parts.forward(dataclasses.replace(batch, waveforms=filled))
-    for of_clean, of_dirty in zip(clean, dirty, strict=True):
-        assert relative_difference(of_clean, of_dirty) < BOUND
+    for clean_sum, dirty_sum in zip(clean, dirty, strict=True):
+        assert relative_difference(clean_sum, dirty_sum) < BOUND
 
 
-def test_negative_control_without_the_convolutions_mask_padding_shows(monkeypatch):
+def test_negative_control_without_convolution_mask_logits_differ(monkeypatch):
     parts = double_parts()
     spoken = speeches(7)
     alone = outputs(parts, spoken, 1)
@@ -158,7 +158,7 @@ def test_negative_control_without_the_convolutions_mask_padding_shows(monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["other parts", "other parts, by 8"])
-def test_negative_control_without_the_subsamplings_mask_padding_shows(kind, monkeypatch):
+def test_negative_control_without_subsampling_mask_logits_differ(kind, monkeypatch):
     parts, spoken = parts_of(kind), speeches(7)
     alone, subsampling = outputs(parts, spoken, 1), parts.model.encoder.subsampling
     forward = subsampling.forward

@@ -1,4 +1,4 @@
-"""A pass over the built model changes no loss, no gradient and no name: each alone, all together, and none.
+"""Passes over the built model change no loss, gradient or parameter name: each alone, all but one, and all.
 
 Masks of dropout are drawn per frame, so with dropout the batches have no padding, which packing would remove.
 """
@@ -31,9 +31,9 @@ from tests.invariants.parts import (
 
 BOUND = 1e-9
 NAMES = [field.name for field in dataclasses.fields(Passes)]
-ALONE = {name: dataclasses.replace(NO_PASSES, **{name: True}) for name in NAMES}
+SINGLE = {name: dataclasses.replace(NO_PASSES, **{name: True}) for name in NAMES}
 WITHOUT = {f"all but {name}": dataclasses.replace(ALL_PASSES, **{name: False}) for name in NAMES}
-CHOICES = {**ALONE, **WITHOUT, "all": ALL_PASSES}
+CHOICES = {**SINGLE, **WITHOUT, "all": ALL_PASSES}
 HYBRID = [name for name in CHOICES if "attention" not in name and "vocabulary" not in name]
 CHUNK_FRAMES = 9
 WHISPER = WhisperShape(16, 2, 2, 2, 32, 8, VOCAB_SIZE, 20, 12)
@@ -62,45 +62,45 @@ plain_results = functools.cache(lambda kind: results(KINDS[kind], NO_PASSES))
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("choice", HYBRID)
-def test_a_padded_batch_has_the_same_losses_and_gradients(choice, kind):
+def test_pass_keeps_losses_and_gradients_of_padded_batch(choice, kind):
     assert difference(plain_results(kind), results(KINDS[kind], CHOICES[choice])) < BOUND
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("choice", ["masked_dropout", "fused_norms", "all but masked_dropout", "all"])
-def test_dropout_draws_the_same_masks(choice, recompute):
+def test_pass_keeps_dropout_masks(choice, recompute):
     model = with_dropout(KINDS["conformer"], 0.3)
     plain = results(model, NO_PASSES, utterances=1)
     assert difference(plain, results(model, CHOICES[choice], recompute, utterances=1)) < BOUND
     assert difference(plain, results(KINDS["conformer"], NO_PASSES, utterances=1)) > 1e-3  # negative control
 
 
-def test_in_float32_too_the_loss_is_the_same():
+def test_passes_keep_loss_in_float32():
     found = []
     for passes in (NO_PASSES, ALL_PASSES):
         parts = double_parts(passes=passes)
         parts.model.float()
         parts.forward.front_end.float()
-        spoken_ = [dataclasses.replace(one, waveform=one.waveform.float()) for one in speeches(3, augmented=False)]
-        (batch,) = global_batch(spoken_, 3).micro_batches
+        spoken = [dataclasses.replace(one, waveform=one.waveform.float()) for one in speeches(3, augmented=False)]
+        (batch,) = global_batch(spoken, 3).micro_batches
         found.append(torch.stack(parts.forward(batch)[1]))
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
 
 
-def test_negative_control_a_wrong_kernel_is_seen(monkeypatch):
+def test_negative_control_wrong_kernel_is_detected(monkeypatch):
     kernel_gradient = depthwise._kernel_gradient
     monkeypatch.setattr(depthwise, "_kernel_gradient", lambda *given: 1.001 * kernel_gradient(*given))
     model = KINDS["conformer"]
-    assert difference(plain_results("conformer"), results(model, ALONE["fast_depthwise"])) > BOUND
-    assert difference(plain_results("conformer"), results(model, ALONE["packing"])) < BOUND
+    assert difference(plain_results("conformer"), results(model, SINGLE["fast_depthwise"])) > BOUND
+    assert difference(plain_results("conformer"), results(model, SINGLE["packing"])) < BOUND
     weight_gradient = products.weight_gradient
     monkeypatch.setattr(products, "weight_gradient", lambda *given: 1.001 * weight_gradient(*given))
-    assert difference(plain_results("conformer"), results(model, ALONE["fast_products"])) > BOUND
-    assert difference(plain_results("conformer"), results(model, ALONE["fused_norms"])) < BOUND
+    assert difference(plain_results("conformer"), results(model, SINGLE["fast_products"])) > BOUND
+    assert difference(plain_results("conformer"), results(model, SINGLE["fused_norms"])) < BOUND
 
 
 @pytest.mark.parametrize("passes", [NO_PASSES, ALL_PASSES], ids=["none", "all"])
-def test_names_order_and_values_of_the_parameters_stay(passes):
+def test_passes_keep_names_order_and_values_of_parameters(passes):
     for kind in KINDS.values():
         architecture = double_parts(kind).architecture
         torch.manual_seed(0)
@@ -114,11 +114,11 @@ def test_names_order_and_values_of_the_parameters_stay(passes):
         assert list(state) == list(other) and all(torch.equal(state[name], other[name]) for name in state)
 
 
-def test_without_passes_the_model_has_plain_modules_only():
+def test_model_without_passes_has_only_plain_modules():
     model = double_parts(passes=NO_PASSES).model
-    ours = {type(module) for module in model.modules() if type(module).__module__.startswith("konkanivani")}
-    assert {ConformerBlock, Dropout, Encoder, FeedForward} < ours
-    assert not any(".ops." in kind.__module__ for kind in ours)
+    project_types = {type(module) for module in model.modules() if type(module).__module__.startswith("konkanivani")}
+    assert {ConformerBlock, Dropout, Encoder, FeedForward} < project_types
+    assert not any(".ops." in kind.__module__ for kind in project_types)
     assert any(".ops." in type(module).__module__ for module in double_parts().model.modules())
 
 
@@ -138,5 +138,5 @@ def whisper_results(passes: Passes) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_whispers_gradients_are_the_same(choice):
+def test_pass_keeps_gradients_of_whisper(choice):
     assert difference(whisper_results(NO_PASSES), whisper_results(CHOICES[choice])) < BOUND

@@ -1,4 +1,4 @@
-"""Invariant 1: N steps equal k steps, kill -9 and N - k resumed steps; bit for bit, with any number of workers."""
+"""Invariant 1: k steps, kill -9 and N - k resumed steps equal N steps, bit for bit, with any number of workers."""
 
 import re
 import signal
@@ -10,19 +10,19 @@ from tests.conftest import (
     TINY_MODEL,
     TRAINER,
     Corpus,
-    further,
+    checked,
+    mark_full,
     read_log,
     run_folders,
     run_trainer,
     start_script,
-    well,
+    write_augmentation,
     write_corpus,
     write_shards,
-    write_surroundings,
 )
 from tests.faults.resuming import checkpoint_differences, last_checkpoint, signal_after
 
-STEPS = 10  # an epoch has 4 global batches, the last of 2 utterances: two epochs and two global batches of a third
+STEPS = 10  # 4 global batches per epoch, the last one of 2 utterances: 10 steps are 2.5 epochs
 LOGGED = ("step", "epoch", "loss", "ctc_loss", "attention_loss", "learning_rate", "gradient_norm", "padding_share")
 
 
@@ -44,18 +44,18 @@ def losses(directory: Path) -> list[tuple]:
 @pytest.fixture(scope="module")
 def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("undisturbed")
-    well(run_trainer(*flags(corpus, directory, 2)))
+    checked(run_trainer(*flags(corpus, directory, 2)))
     return directory
 
 
-def test_a_killed_run_resumes_bit_for_bit_with_another_worker_count(corpus, undisturbed, tmp_path):
+def test_killed_run_resumes_bitwise_with_another_worker_count(corpus, undisturbed, tmp_path):
     # Kill in the second epoch and change the worker count, so that both data paths are resumed. The resumed run is a
     # new interpreter with other string hashes; all other runs are forks of one process.
     killed = start_script(TRAINER, *flags(corpus, tmp_path, 2), output=tmp_path / "output.txt")
     assert signal_after(tmp_path, 5, killed, signal.SIGKILL) == -signal.SIGKILL
-    resumed = well(run_trainer(*flags(corpus, tmp_path, 0, "--resume", "auto"), is_cold=True))
-    said = int(re.search(r"Resuming from .*: step (\d+)\.", resumed.stdout).group(1))
-    assert 0 < said < STEPS
+    resumed = checked(run_trainer(*flags(corpus, tmp_path, 0, "--resume", "auto"), is_cold=True))
+    resumed_step = int(re.search(r"Resuming from .*: step (\d+)\.", resumed.stdout).group(1))
+    assert 0 < resumed_step < STEPS
     steps = [record["step"] for record in read_log(tmp_path)]
     assert steps == list(range(1, STEPS + 1))
     assert f'"steps": {STEPS}' in resumed.stdout.splitlines()[-1]
@@ -64,50 +64,50 @@ def test_a_killed_run_resumes_bit_for_bit_with_another_worker_count(corpus, undi
 
 
 @pytest.mark.parametrize("kind", ["adamw8bit", "adafactor"])
-def test_an_optimizer_of_smaller_state_resumes_as_exactly(kind, corpus, undisturbed, tmp_path):
+def test_killed_run_with_small_state_optimizer_resumes_bitwise(kind, corpus, undisturbed, tmp_path):
     """Compare an uninterrupted run of six steps with one that is killed and resumed."""
-    asked = ("--optimizer", kind, "--max_steps", "6")
+    changed = ("--optimizer", kind, "--max_steps", "6")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    well(run_trainer(*flags(corpus, whole, 0, *asked)))
-    run = start_script(TRAINER, *flags(corpus, killed, 0, *asked), output=tmp_path / "output.txt")
+    checked(run_trainer(*flags(corpus, whole, 0, *changed)))
+    run = start_script(TRAINER, *flags(corpus, killed, 0, *changed), output=tmp_path / "output.txt")
     assert signal_after(killed, 4, run, signal.SIGKILL) == -signal.SIGKILL
-    well(run_trainer(*flags(corpus, killed, 1, "--resume", "auto"), "--max_steps", "6"))
+    checked(run_trainer(*flags(corpus, killed, 1, "--resume", "auto"), "--max_steps", "6"))
     assert losses(killed) == losses(whole)
     assert checkpoint_differences(last_checkpoint(killed), last_checkpoint(whole)) == []
     assert losses(whole)[1:] != losses(undisturbed)[1:6]  # negative control: the runs differ
 
 
 @pytest.fixture(scope="module")
-def surrounded(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Corpus, tuple[str, ...], Path]:
-    """Return the corpus in shards, the flags for noise and rooms, and a run on both without workers."""
+def augmented_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Corpus, tuple[str, ...], Path]:
+    """Return the corpus in shards, the augmentation flags, and the folder of a run with both, without workers."""
     directory = tmp_path_factory.mktemp("surrounded")
     shards = write_shards(corpus, directory / "shards")
-    more = write_surroundings(directory / "sounds")
-    well(run_trainer(*flags(shards, directory, 0, *more)))
+    more = write_augmentation(directory / "sounds")
+    checked(run_trainer(*flags(shards, directory, 0, *more)))
     return shards, more, directory
 
 
-@pytest.mark.parametrize("killed, resumed", [(1, 4), *further((4, 2))])
-def test_from_shards_in_noise_it_is_as_exact_for_any_worker_count(surrounded, killed, resumed, tmp_path):
-    shards, more, undisturbed = surrounded
+@pytest.mark.parametrize("killed, resumed", [(1, 4), *mark_full((4, 2))])
+def test_augmented_run_from_shards_resumes_bitwise(augmented_run, killed, resumed, tmp_path):
+    shards, more, undisturbed = augmented_run
     run = start_script(TRAINER, *flags(shards, tmp_path, killed, *more), output=tmp_path / "output.txt")
     assert signal_after(tmp_path, 5, run, signal.SIGKILL) == -signal.SIGKILL
-    well(run_trainer(*flags(shards, tmp_path, resumed, "--resume", "auto")))
+    checked(run_trainer(*flags(shards, tmp_path, resumed, "--resume", "auto")))
     assert [record["step"] for record in read_log(tmp_path)] == list(range(1, STEPS + 1))
     assert losses(tmp_path) == losses(undisturbed)
     assert checkpoint_differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) == []
 
 
-def test_negative_control_without_the_noise_it_is_another_run(surrounded, tmp_path):
-    shards, _, undisturbed = surrounded
-    well(run_trainer(*flags(shards, tmp_path, 0, "--max_steps", "3")))
+def test_negative_control_without_augmentation_losses_differ(augmented_run, tmp_path):
+    shards, _, undisturbed = augmented_run
+    checked(run_trainer(*flags(shards, tmp_path, 0, "--max_steps", "3")))
     assert losses(tmp_path) != losses(undisturbed)[:3]
 
 
-def test_resume_cut_as_one_by_four_changes_neither_cursor_nor_step_count(corpus, undisturbed, tmp_path):
-    well(run_trainer(*flags(corpus, tmp_path, 0, "--max_steps", "5")))
+def test_resume_with_other_batch_size_keeps_cursor_and_step_count(corpus, undisturbed, tmp_path):
+    checked(run_trainer(*flags(corpus, tmp_path, 0, "--max_steps", "5")))
     cut = ("--resume", "auto", "--batch_size", "1", "--gradient_accumulation_steps", "4")
-    well(run_trainer(*flags(corpus, tmp_path, 1), *cut))
+    checked(run_trainer(*flags(corpus, tmp_path, 1), *cut))
     assert [r["step"] for r in read_log(tmp_path)] == list(range(1, STEPS + 1))
     assert last_checkpoint(tmp_path).states["progress"]["window"] == 2
     assert [r["tokens"] for r in read_log(tmp_path)] == [r["tokens"] for r in read_log(undisturbed)]
@@ -123,7 +123,7 @@ def test_sigterm_saves_exits_143_and_resumes_exactly(corpus, undisturbed, tmp_pa
     assert checkpoint_differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) == []
 
 
-def test_negative_control_another_seed_is_another_run(corpus, undisturbed, tmp_path):
-    well(run_trainer(*flags(corpus, tmp_path, 0, "--seed", "4321")))
+def test_negative_control_another_seed_changes_the_run(corpus, undisturbed, tmp_path):
+    checked(run_trainer(*flags(corpus, tmp_path, 0, "--seed", "4321")))
     assert losses(tmp_path) != losses(undisturbed)
     assert checkpoint_differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) != []

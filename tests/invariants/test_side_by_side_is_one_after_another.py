@@ -1,6 +1,6 @@
-"""Invariant 11: concurrent micro-batches on a CPU give the step that consecutive ones give, bit for bit.
+"""Invariant 11: a step with concurrent micro-batches on a CPU equals the step with consecutive ones, bit for bit.
 
-In fp32 with dropout, one thread per operator in both cases, whichever micro-batch finishes first.
+In fp32 with dropout, one thread per operator in both cases, for any order in which micro-batches finish.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.gradient import OrderedAccumulation, map_ordered
 from konkanivani.training.optimizer_state import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
-from tests.conftest import crossed
-from tests.invariants.failing import ERRORS, above, failing_forward
+from tests.conftest import parameter_grid
+from tests.invariants.failing import ERRORS, fail_above, failing_forward
 from tests.invariants.parts import (
     KINDS,
     MODEL,
@@ -57,7 +57,7 @@ def parts_of(
 
 
 def global_batch_of(batch_size: int = 1) -> GlobalBatch:
-    """Return the utterances in fp32, in the order in which two concurrent threads take them."""
+    """Return the utterances in fp32, ordered for two concurrent threads."""
     spoken = [dataclasses.replace(speech, waveform=speech.waveform.float()) for speech in SPOKEN]
     cut = global_batch(spoken, batch_size)
     return dataclasses.replace(cut, micro_batches=order_for_concurrency(cut.micro_batches, 2))
@@ -81,7 +81,7 @@ def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def held_up(monkeypatch: pytest.MonkeyPatch, number: int, seconds: float = 0.5) -> None:
+def delay_micro_batch(monkeypatch: pytest.MonkeyPatch, number: int, seconds: float = 0.5) -> None:
     """Delay the start of a micro-batch."""
     late, forward_and_backward = global_batch_of().micro_batches[number].utterance_ids, step.forward_and_backward
 
@@ -93,18 +93,20 @@ def held_up(monkeypatch: pytest.MonkeyPatch, number: int, seconds: float = 0.5) 
     monkeypatch.setattr(step, "forward_and_backward", held)
 
 
-@pytest.mark.parametrize("kind, recompute", crossed(["conformer", "transformer", "other parts"], ["always", "never"]))
-def test_bit_for_bit_with_dropout(kind, recompute):
+@pytest.mark.parametrize(
+    "kind, recompute", parameter_grid(["conformer", "transformer", "other parts"], ["always", "never"])
+)
+def test_concurrent_step_is_bitwise_equal_with_dropout(kind, recompute):
     model = KINDS[kind]
     one_by_one = trained(parts_of(1, recompute, model), threads=1)
     assert are_equal(trained(parts_of(2, recompute, model)), one_by_one)
 
 
-def test_recomputing_draws_the_same_masks_side_by_side():
+def test_concurrent_recomputation_draws_the_same_masks():
     assert are_equal(trained(parts_of(2, "always")), trained(parts_of(2, "never")))
 
 
-def test_one_micro_batch_alone_is_halved_where_two_are_to_run_and_an_utterance_is_not():
+def test_single_micro_batch_is_halved_for_concurrency_utterance_is_not():
     parts, (whole,) = parts_of(2), global_batch(list(SPOKEN), len(SPOKEN)).micro_batches
     halves = parts.forward.plan((whole,))
     assert halves.concurrent_micro_batches == 2 and sorted(batch.size for batch in halves.micro_batches) == [2, 3]
@@ -116,31 +118,31 @@ def test_one_micro_batch_alone_is_halved_where_two_are_to_run_and_an_utterance_i
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_whichever_is_late(monkeypatch, number):
+def test_delay_of_any_micro_batch_changes_nothing(monkeypatch, number):
     expected = trained(parts_of(1), threads=1, steps=1)
-    held_up(monkeypatch, number)
+    delay_micro_batch(monkeypatch, number)
     assert are_equal(trained(parts_of(2), steps=1), expected)
 
 
-def test_negative_control_without_turns_it_matters_who_is_late(monkeypatch):
+def test_negative_control_unordered_accumulation_changes_result(monkeypatch):
     expected = trained(parts_of(1), threads=1, steps=1)
     monkeypatch.setattr(OrderedAccumulation, "_wait", lambda self, index, gradient=None: None)
-    held_up(monkeypatch, 0, seconds=3.0)
+    delay_micro_batch(monkeypatch, 0, seconds=3.0)
     assert not are_equal(trained(parts_of(2), steps=1), expected)
 
 
-def test_negative_control_masks_that_all_threads_draw_from_one_generator_are_others(monkeypatch):
+def test_negative_control_shared_generator_changes_dropout_masks(monkeypatch):
     expected = trained(parts_of(1), threads=1, steps=1)
     monkeypatch.setattr("konkanivani.models.conformer.dropout_generator", lambda: None)
     assert not are_equal(trained(parts_of(2), steps=1), expected)
 
 
-def test_a_head_that_has_no_share_of_the_loss():
+def test_head_with_zero_loss_weight_is_supported():
     loss = LossConfig(ctc_weight=1.0)
     assert are_equal(trained(parts_of(2, loss=loss)), trained(parts_of(1, loss=loss), threads=1))
 
 
-def test_parameters_that_only_some_pieces_use():
+def test_gradients_of_parameters_used_by_some_pieces_are_added():
     """Add gradients from each piece to its own parameter and to a shared one."""
     weights = [torch.nn.Parameter(torch.ones(())) for _ in range(4)]
 
@@ -155,7 +157,7 @@ def test_parameters_that_only_some_pieces_use():
     assert not any(w._backward_hooks or w._post_accumulate_grad_hooks for w in weights)
 
 
-def test_more_at_once_than_threads_are_as_many_as_threads():
+def test_concurrency_is_limited_to_thread_count():
     busy, most = set(), []
 
     def work(number: int) -> int:
@@ -169,7 +171,7 @@ def test_more_at_once_than_threads_are_as_many_as_threads():
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_an_error_ends_all_of_them_and_is_the_one_that_is_seen(monkeypatch, number):
+def test_error_in_one_micro_batch_stops_all_and_is_raised(monkeypatch, number):
     parts, forward_and_backward = parts_of(2), step.forward_and_backward
     broken = global_batch_of().micro_batches[number].utterance_ids
 
@@ -185,30 +187,30 @@ def test_an_error_ends_all_of_them_and_is_the_one_that_is_seen(monkeypatch, numb
     assert [t.name for t in threading.enumerate() if t.name.startswith("micro-batch")] == []
 
 
-def doubled(concurrent_micro_batches: int) -> StepParts:
+def double_parts_of(concurrent_micro_batches: int) -> StepParts:
     parts = double_parts()
     return dataclasses.replace(
         parts, forward=dataclasses.replace(parts.forward, concurrent_micro_batches=concurrent_micro_batches)
     )
 
 
-def test_out_of_memory_they_go_one_after_another_and_that_is_remembered(capsys):
-    expected = doubled(1)
+def test_out_of_memory_disables_concurrency_and_is_remembered(capsys):
+    expected = double_parts_of(1)
     undisturbed = [train_step(expected, global_batch(SPOKEN, 2), number) for number in range(2)]
-    parts, at_work = doubled(2), threading.Semaphore(1)
+    parts, free_slot = double_parts_of(2), threading.Semaphore(1)
     gradients = step.forward_and_backward
 
-    def for_one_only(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
-        if not at_work.acquire(blocking=False):
+    def fail_if_concurrent(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
+        if not free_slot.acquire(blocking=False):
             raise ERRORS["cpu"]
         try:
             time.sleep(0.2)
             return gradients(parts, batch, counts)
         finally:
-            at_work.release()
+            free_slot.release()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "forward_and_backward", for_one_only)
+        patch.setattr(step, "forward_and_backward", fail_if_concurrent)
         reports = [train_step(parts, global_batch(SPOKEN, 2), number) for number in range(2)]
     assert [report.splits for report in reports] == [1, 0]
     assert "one micro-batch at a time" in capsys.readouterr().out
@@ -216,29 +218,29 @@ def test_out_of_memory_they_go_one_after_another_and_that_is_remembered(capsys):
         assert mine.loss == pytest.approx(theirs.loss, rel=BOUND, abs=0)
     for one, other in zip(expected.model.parameters(), parts.model.parameters(), strict=True):
         assert relative_difference(one, other) < BOUND
-    resumed = doubled(2)
+    resumed = double_parts_of(2)
     resumed.oom_history.load_state_dict(parts.oom_history.state_dict())
     plan = resumed.forward.plan(global_batch(SPOKEN, 2).micro_batches)
     assert resumed.oom_history.fit_to_memory(plan).concurrent_micro_batches == 1
 
 
-def test_what_does_not_fit_even_so_is_split_further():
-    parts = failing_forward(doubled(2), above(1), ERRORS["cpu"])
+def test_micro_batch_that_does_not_fit_alone_is_split():
+    parts = failing_forward(double_parts_of(2), fail_above(1), ERRORS["cpu"])
     report, undisturbed = (
         train_step(parts, global_batch(SPOKEN, 2), 0),
-        train_step(doubled(1), global_batch(SPOKEN, 2), 0),
+        train_step(double_parts_of(1), global_batch(SPOKEN, 2), 0),
     )
     assert report.splits == 2 and report.loss == pytest.approx(undisturbed.loss, rel=BOUND, abs=0)
 
 
-@pytest.mark.parametrize("looks", range(5))
-def test_interrupted_nothing_is_left(looks):
-    parts, looked = parts_of(2), itertools.count(1)
-    assert train_step(parts, global_batch_of(), 0, lambda: next(looked) > looks) is None
+@pytest.mark.parametrize("checks", range(5))
+def test_interrupted_step_leaves_no_gradients(checks):
+    parts, counter = parts_of(2), itertools.count(1)
+    assert train_step(parts, global_batch_of(), 0, lambda: next(counter) > checks) is None
     assert all(parameter.grad is None for parameter in parts.model.parameters())
 
 
-def held_before_backward(parts: StepParts, concurrent_micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> int:
+def peak_before_backward(parts: StepParts, concurrent_micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return the peak of live bytes, threads included, once all concurrent micro-batches finished the forward pass."""
     live, total, held = LiveBytes(), Objective.total, []
     met = threading.Barrier(concurrent_micro_batches, action=lambda: held.append(live.live))
@@ -256,9 +258,9 @@ def held_before_backward(parts: StepParts, concurrent_micro_batches: int, monkey
     return max(held)
 
 
-def test_what_the_threads_hold_is_counted(monkeypatch):
-    one = held_before_backward(parts_of(1), 1, monkeypatch)
-    assert one < held_before_backward(parts_of(2), 2, monkeypatch) < 2 * one
+def test_memory_of_all_threads_is_counted(monkeypatch):
+    one = peak_before_backward(parts_of(1), 1, monkeypatch)
+    assert one < peak_before_backward(parts_of(2), 2, monkeypatch) < 2 * one
 
 
 def batch_of(*samples: int) -> Batch:
@@ -269,7 +271,7 @@ def batch_of(*samples: int) -> Batch:
     ("concurrent_micro_batches", "order"),
     [(1, [10, 40, 20, 30]), (2, [30, 40, 20, 10]), (3, [20, 30, 40, 10]), (8, [10, 20, 30, 40])],
 )
-def test_the_costliest_come_first_and_wait_for_none(concurrent_micro_batches, order):
+def test_micro_batches_are_ordered_by_cost_for_concurrency(concurrent_micro_batches, order):
     given = tuple(batch_of(n) for n in (10, 40, 20, 30))
     ordered = order_for_concurrency(given, concurrent_micro_batches)
     assert [sum(batch.sample_lengths) for batch in ordered] == order

@@ -1,4 +1,4 @@
-"""Invariant 2: a global batch as 8x1 == 4x2 == 1x8, a ragged last one included; to 1e-9 in float64."""
+"""Invariant 2: a global batch split 8x1 == 4x2 == 1x8, also the smaller last one; to 1e-9 in float64."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from konkanivani.config import ModelConfig
 from konkanivani.data.batching import GlobalBatch
 from konkanivani.models.asr import LossCounts
 from konkanivani.training.step import StepParts, StepReport, forward_and_backward, train_step
-from tests.conftest import further
+from tests.conftest import mark_full
 from tests.invariants.parts import KINDS, double_parts, global_batch, relative_difference, speeches
 
 BOUND = 1e-9
@@ -22,31 +22,31 @@ def gradients(parts: StepParts, cut: GlobalBatch) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in parts.model.named_parameters()}
 
 
-def stepped(cut: GlobalBatch, model: ModelConfig) -> tuple[StepReport, dict[str, torch.Tensor]]:
+def step_results(cut: GlobalBatch, model: ModelConfig) -> tuple[StepReport, dict[str, torch.Tensor]]:
     parts = double_parts(model)
     report = train_step(parts, cut, step=3)
     return report, dict(parts.model.named_parameters())
 
 
 @pytest.mark.parametrize("kind", ["conformer", "transformer", "other parts"])
-@pytest.mark.parametrize("utterances", [5, *further(8)])
-def test_any_cut_gives_the_same_gradient_loss_and_weights(utterances, kind):
+@pytest.mark.parametrize("utterances", [5, *mark_full(8)])
+def test_any_split_gives_equal_gradient_loss_and_weights(utterances, kind):
     model = KINDS[kind]
     spoken = speeches(utterances)
     whole = gradients(double_parts(model), global_batch(spoken, 8))
-    report, weights = stepped(global_batch(spoken, 8), model)
+    report, weights = step_results(global_batch(spoken, 8), model)
     for batch_size in (1, 2, 4):
         cut = global_batch(spoken, batch_size)
         for name, gradient in gradients(double_parts(model), cut).items():
             assert relative_difference(whole[name], gradient) < BOUND, name
-        other, other_weights = stepped(cut, model)
+        other, other_weights = step_results(cut, model)
         assert abs(report.loss - other.loss) < BOUND * abs(report.loss)
         assert abs(report.gradient_norm - other.gradient_norm) < BOUND * report.gradient_norm
         for name, weight in other_weights.items():
             assert relative_difference(weights[name], weight) < BOUND, name
 
 
-def test_negative_control_averaging_the_micro_batches_means_is_another_gradient():
+def test_negative_control_mean_of_micro_batch_means_differs():
     spoken = speeches(8)
     whole = gradients(double_parts(), global_batch(spoken, 8))
     parts = double_parts()

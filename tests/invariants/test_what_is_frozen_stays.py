@@ -1,4 +1,4 @@
-"""--freeze and --lora_rank: frozen weights stay bit for bit, the rest learns, and a merged model is equivalent."""
+"""--freeze and --lora_rank: frozen weights do not change, all others do, and a model with merged LoRA is equivalent."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from konkanivani.planning.traces import build_tracer
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import load_evaluation_model
 from konkanivani.training.loop import train
-from tests.conftest import TINY_MODEL, run_folders, run_script, run_trainer, well
+from tests.conftest import TINY_MODEL, checked, run_folders, run_script, run_trainer
 from tests.invariants.parts import MODEL, VOCAB_SIZE
 from tests.starts import begin_run
 
@@ -37,25 +37,25 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tuned", TUNED)
-def test_it_is_trained_stopped_and_resumed_and_the_frozen_weights_are_the_base_s(tuned, base, corpus, tmp_path):
+def test_frozen_weights_are_unchanged_after_training_and_resume(tuned, base, corpus, tmp_path):
     flags, frozen = TUNED[tuned]
     common = (*TINY_MODEL, "--train_manifest", corpus.manifest("train"), *SMALL, "--warmup_steps", "1", *flags)
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    begun = ("--init_from", str(base), "--dropout", "0.2", "--epochs", "20", "--schedule", "inverse_sqrt")
-    train(build_run(begin_run([*common, *run_folders(whole), *begun, "--max_steps", "4"])))
-    train(build_run(begin_run([*common, *run_folders(halves), *begun, "--max_steps", "2"])))
+    initial = ("--init_from", str(base), "--dropout", "0.2", "--epochs", "20", "--schedule", "inverse_sqrt")
+    train(build_run(begin_run([*common, *run_folders(whole), *initial, "--max_steps", "4"])))
+    train(build_run(begin_run([*common, *run_folders(halves), *initial, "--max_steps", "2"])))
     train(build_run(begin_run([*run_folders(halves), "--resume", "auto", "--max_steps", "4"])))
     before, after = weights_of(base), weights_of(whole / "checkpoints" / LAST)
-    again, kept = weights_of(halves / "checkpoints" / LAST), {name for name in before if name.startswith(frozen)}
-    assert all(torch.equal(after[name], again[name]) for name in after)
+    resumed, kept = weights_of(halves / "checkpoints" / LAST), {name for name in before if name.startswith(frozen)}
+    assert all(torch.equal(after[name], resumed[name]) for name in after)
     assert all(torch.equal(before[name], after[name]) for name in kept) and kept
-    learnt = {name for name in after if name not in kept}
-    assert learnt and not any(torch.equal(after[name], before[name]) for name in learnt & set(before))
+    changed = {name for name in after if name not in kept}
+    assert changed and not any(torch.equal(after[name], before[name]) for name in changed & set(before))
     moments = read_checkpoint(whole / "checkpoints" / LAST).states["optimizer"]
-    assert {name.rpartition("/")[0] for name in moments} == learnt  # frozen weights have no optimizer state
+    assert {name.rpartition("/")[0] for name in moments} == changed  # frozen weights have no optimizer state
 
 
-def test_low_rank_products_begin_as_nothing_and_merge_into_what_another_model_begins_with(base, corpus, tmp_path):
+def test_lora_starts_at_zero_and_merges_into_init_from_model(base, corpus, tmp_path):
     flags = (*TINY_MODEL, "--train_manifest", corpus.manifest("train"), *SMALL)
     tuned = ("--lora_rank", "4", "--warmup_steps", "0", "--learning_rate", "0.05", "--max_steps", "2")
     run = build_run(begin_run([*flags, *tuned, *run_folders(tmp_path), "--init_from", str(base)]))
@@ -70,15 +70,15 @@ def test_low_rank_products_begin_as_nothing_and_merge_into_what_another_model_be
     merged = build_speech_model(read_checkpoint(checkpoint), CPU).model
     assert set(merged.state_dict()) == set(plain.state_dict()) < set(adapted.state_dict())
     with torch.no_grad():
-        wanted, found = adapted.ctc_logits(features, lengths)[0], merged.ctc_logits(features, lengths)[0]
-        assert (wanted - found).abs().max() < 1e-5
-        # Negative control: the learnt change exceeds rounding.
-        assert (wanted - plain.ctc_logits(features, lengths)[0]).abs().max() > 1e-3
+        expected, found = adapted.ctc_logits(features, lengths)[0], merged.ctc_logits(features, lengths)[0]
+        assert (expected - found).abs().max() < 1e-5
+        # Negative control: the trained change exceeds rounding.
+        assert (expected - plain.ctc_logits(features, lengths)[0]).abs().max() > 1e-3
     run = build_run(begin_run([*flags, *run_folders(tmp_path / "next"), "--init_from", str(checkpoint)]))
     assert all(torch.equal(weight, merged.state_dict()[name]) for name, weight in run.step.model.state_dict().items())
 
 
-def test_a_trace_keeps_nothing_of_what_is_frozen_below_all_that_is_trained():
+def test_plan_keeps_no_activations_of_frozen_lower_layers():
     def peak(tuning: TuningConfig) -> tuple[int, int]:
         config = TrainConfig(model=MODEL, tuning=tuning)
         tracer = build_tracer(config, architecture_of(config, VOCAB_SIZE), cpu_costs())
@@ -91,12 +91,12 @@ def test_a_trace_keeps_nothing_of_what_is_frozen_below_all_that_is_trained():
     assert adapted[1] < 0.4 * whole[1]
 
 
-def test_what_is_tuned_is_told_by_the_scripts(base, corpus, tmp_path):
+def test_scripts_report_tuning_and_reject_other_tuning_on_resume(base, corpus, tmp_path):
     flags = (*TINY_MODEL, *corpus.flags(), *SMALL, *run_folders(tmp_path), "--init_from", str(base))
     trained = run_trainer(*flags, "--freeze", "encoder", "--max_steps", "1")
     assert trained.returncode == 0 and "frozen" in trained.stdout
     checkpoint, bundle = tmp_path / "checkpoints" / LAST, str(tmp_path / "model.safetensors")
-    well(run_script("training_scripts/export_asr.py", "--checkpoint", str(checkpoint), "--bundle", bundle))
+    checked(run_script("training_scripts/export_asr.py", "--checkpoint", str(checkpoint), "--bundle", bundle))
     scored = run_script(
         "training_scripts/evaluate_konkanivani_asr.py",
         *("--checkpoint", str(checkpoint), "--manifest", corpus.manifest("test"), "--output", str(tmp_path / "scores")),

@@ -17,7 +17,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, write_corpus
-from tests.invariants.failing import ERRORS, When, above, failing_forward
+from tests.invariants.failing import ERRORS, FailCondition, fail_above, failing_forward
 from tests.invariants.parts import global_batch, speeches
 from tests.starts import begin_run
 
@@ -137,14 +137,14 @@ def build_tiny_run(corpus: Corpus, directory: Path, *more: str) -> Run:
     return build_run(begin_run(list(flags)))
 
 
-def with_failing_forward(run: Run, when: When) -> Run:
+def with_failing_forward(run: Run, when: FailCondition) -> Run:
     return dataclasses.replace(run, step=failing_forward(run.step, when, ERRORS["cuda"]))
 
 
 def test_run_with_splits_has_the_cursor_counts_and_steps_of_one_without(tmp_path, capsys):
     corpus = write_corpus(tmp_path / "corpus", {"train": 10, "valid": 3})  # three steps per epoch, the last one ragged
     train(build_tiny_run(corpus, tmp_path / "whole", "--max_steps", "4"))
-    train(with_failing_forward(build_tiny_run(corpus, tmp_path / "split", "--max_steps", "4"), above(2)))
+    train(with_failing_forward(build_tiny_run(corpus, tmp_path / "split", "--max_steps", "4"), fail_above(2)))
     whole, split = read_log(tmp_path / "whole"), read_log(tmp_path / "split")
     for name in ("step", "epoch", "tokens", "utterances", "learning_rate", "padding_share"):
         assert [record[name] for record in whole] == [record[name] for record in split], name
@@ -160,7 +160,7 @@ def test_run_with_splits_has_the_cursor_counts_and_steps_of_one_without(tmp_path
     assert sum(record["splits"] for record in split) <= len(told) <= len(states[1]["splits"]) + 3
 
     resumed = with_failing_forward(
-        build_tiny_run(corpus, tmp_path / "split", "--resume", "auto", "--max_steps", "6"), above(2)
+        build_tiny_run(corpus, tmp_path / "split", "--resume", "auto", "--max_steps", "6"), fail_above(2)
     )
     assert resumed.step.oom_history.state_dict() == states[1]["splits"]
     train(resumed)

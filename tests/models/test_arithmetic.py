@@ -1,4 +1,4 @@
-"""The formulas of a step's arithmetic against PyTorch's counts, by kind of layer."""
+"""FLOP formulas of a training step against PyTorch's counts, by kind of layer."""
 
 import dataclasses
 
@@ -27,18 +27,18 @@ MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, 
 @pytest.mark.parametrize("seconds", [(3.0, 3.0), (2.0, 6.0)])
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize(
-    "change", [{}, {"encoder_type": "transformer"}, OTHER_PARTS], ids=["ours", "transformer", "other"]
+    "change", [{}, {"encoder_type": "transformer"}, OTHER_PARTS], ids=["conformer", "transformer", "other parts"]
 )
-def test_matrix_products_of_a_step_are_what_the_formulas_say(change, recompute, seconds):
+def test_flop_formulas_of_a_step_equal_pytorch_counts(change, recompute, seconds):
     shape = dataclasses.replace(SHAPE, **change)
-    # One at a time: PyTorch's counter sees only the products of its own thread.
+    # One micro-batch at a time: PyTorch's counter counts only the operators of its own thread.
     data, memory = DataConfig(concurrent_micro_batches=1), MemoryConfig(gradient_checkpointing=recompute)
     config = TrainConfig(model=shape, memory=memory, data=data)
     speech = build_speech(2, *seconds)
     global_batch = build_global_batch(speech, 1)
     architecture = architecture_of(config, VOCABULARY)
     parts = build_step_parts(config, architecture, torch.device("cpu"), 10, take_features_as_given)
-    # oneDNN computes the same products, but PyTorch does not count its operators.
+    # PyTorch does not count the operators of oneDNN, which compute the same products.
     with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
         train_step(parts, global_batch, 0)
     counted = sum(flop for kind, flop in counter.get_flop_counts()["Global"].items() if kind in MATRIX_PRODUCTS)
@@ -56,7 +56,7 @@ def test_matrix_products_of_a_step_are_what_the_formulas_say(change, recompute, 
 
 
 @pytest.mark.parametrize("kind", ["striding", "separable"])
-def test_padded_convolutions_are_what_pytorch_counts(kind):
+def test_flop_formulas_of_padded_convolutions_equal_pytorch_counts(kind):
     shape = dataclasses.replace(SHAPE, subsampling=kind)
     subsampling = build_subsampling(shape, MEL_BINS)
     with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
@@ -66,7 +66,7 @@ def test_padded_convolutions_are_what_pytorch_counts(kind):
     assert counter.get_total_flops() == sum(layer.flop for layer in own)
 
 
-def test_dense_convolutions_are_what_pytorch_counts():
+def test_flop_formulas_of_dense_convolutions_equal_pytorch_counts():
     subsampling = Subsampling(MEL_BINS, SHAPE.subsampling_channels, SHAPE.d_model)
     layers = {layer.name: layer for layer in forward_layers(SHAPE, VOCABULARY, MEL_BINS, (301, 301), 5)}
     features = torch.randn(2, 301, MEL_BINS)
@@ -79,7 +79,7 @@ def test_dense_convolutions_are_what_pytorch_counts():
     assert counter.get_total_flops() == layers["pointwise convolution"].flop
 
 
-def test_negative_control_another_width_is_another_count():
+def test_negative_control_larger_width_has_more_flop():
     one = step_flop(forward_layers(SHAPE, VOCABULARY, MEL_BINS, (301, 301), 12), recomputes=False)
     other = step_flop(
         forward_layers(dataclasses.replace(SHAPE, d_model=64), VOCABULARY, MEL_BINS, (301, 301), 12), recomputes=False
@@ -87,19 +87,19 @@ def test_negative_control_another_width_is_another_count():
     assert other > 1.2 * one
 
 
-def test_a_steps_use_of_the_device_counts_each_utterance_without_padding():
+def test_global_batch_flop_excludes_padding():
     spoken = speeches(5, seed=3)
     use = Utilisation(ARCHITECTURE, torch.device("cpu"), torch.float32)
     together, alone = use.global_batch_flop(global_batch(spoken, 4)), use.global_batch_flop(global_batch(spoken, 1))
     assert together == alone
     lengths = [(ARCHITECTURE.framing.feature_length(len(speech.waveform)), len(speech.tokens)) for speech in spoken]
-    of_each = (forward_layers(SHAPE, VOCABULARY, MEL_BINS, (frames,), tokens) for frames, tokens in lengths)
-    assert alone == sum(step_flop(layers, recomputes=False) for layers in of_each)
+    layers_of_each = (forward_layers(SHAPE, VOCABULARY, MEL_BINS, (frames,), tokens) for frames, tokens in lengths)
+    assert alone == sum(step_flop(layers, recomputes=False) for layers in layers_of_each)
     padded = forward_layers(SHAPE, VOCABULARY, MEL_BINS, tuple(n for n, _ in lengths), max(n for _, n in lengths))
     assert step_flop(padded, recomputes=False) > alone  # negative control: padding would count
 
 
-def test_a_step_as_fast_as_the_devices_products_has_a_share_of_one():
+def test_step_at_device_matmul_rate_has_utilisation_one():
     use = Utilisation(ARCHITECTURE, torch.device("cpu"), torch.float32)
     spoken = global_batch(speeches(2, seed=3), 1)
     seconds = use.global_batch_flop(spoken) / use.rate
@@ -108,13 +108,13 @@ def test_a_step_as_fast_as_the_devices_products_has_a_share_of_one():
     assert use.rate > 1e8
 
 
-def test_on_a_cpu_no_card_is_asked_and_a_silent_card_is_asked_once(monkeypatch):
+def test_gpu_utilisation_is_not_queried_on_cpu_or_after_an_error(monkeypatch):
     use = Utilisation(ARCHITECTURE, torch.device("cpu"), torch.float32)
-    asked = []
-    monkeypatch.setattr(torch.cuda, "utilization", lambda device: asked.append(device) or 37)
-    assert use.gpu_utilisation() is None and not asked
+    queries = []
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: queries.append(device) or 37)
+    assert use.gpu_utilisation() is None and not queries
     use._is_card_silent = False  # as on a GPU
     assert use.gpu_utilisation() == 0.37
-    monkeypatch.setattr(torch.cuda, "utilization", lambda device: asked.append(device) or 1 / 0)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: queries.append(device) or 1 / 0)
     assert use.gpu_utilisation() is None and use.gpu_utilisation() is None
-    assert len(asked) == 2
+    assert len(queries) == 2

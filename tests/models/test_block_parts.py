@@ -1,4 +1,4 @@
-"""Parts of NeMo's Conformers and FastConformers: each against its definition, and together against Parakeet.
+"""Options of NeMo's Conformers and FastConformers: each against its definition, all together against Parakeet.
 
 transformers' Parakeet is NeMo's FastConformer under other names; a random one is created, nothing is downloaded.
 """
@@ -48,7 +48,7 @@ PARAKEET = ModelConfig(
     entry_norm=False,
 )
 FEATURES = dataclasses.replace(OTHER_FEATURES, frame_padding="zeros")
-BLOCK = {  # ours -> Parakeet's; the closing norm of a block is the entry norm of the next one
+BLOCK = {  # name in this project -> name in Parakeet; the closing norm of a block is the entry norm of the next one
     **{"first_feedforward.norm": "norm_feed_forward1", "second_feedforward.norm": "norm_feed_forward2"},
     **{"first_feedforward.expand": "feed_forward1.linear1", "first_feedforward.contract": "feed_forward1.linear2"},
     **{"second_feedforward.expand": "feed_forward2.linear1", "second_feedforward.contract": "feed_forward2.linear2"},
@@ -84,7 +84,7 @@ def parakeet(biases: bool) -> torch.nn.Module:
     return model
 
 
-def as_ours(theirs: dict[str, torch.Tensor], folds: bool = True) -> dict[str, torch.Tensor]:
+def rename_weights(theirs: dict[str, torch.Tensor], folds_norm: bool = True) -> dict[str, torch.Tensor]:
     """Rename Parakeet's weights to the project's names, with the BatchNorm folded into the preceding convolution."""
     names = {"ctc_head": "ctc_head", "encoder.subsampling.output": "encoder.subsampling.linear"}
     names |= {f"encoder.subsampling.stages.{ours}": f"encoder.subsampling.layers.{n}" for ours, n in STAGES.items()}
@@ -101,7 +101,7 @@ def as_ours(theirs: dict[str, torch.Tensor], folds: bool = True) -> dict[str, to
         found[f"{block}.attention.content_bias"] = theirs[f"{layer}.self_attn.bias_u"].flatten()
         found[f"{block}.attention.position_bias"] = theirs[f"{layer}.self_attn.bias_v"].flatten()
         norm = {name: theirs[f"{layer}.conv.norm.{name}"] for name in ("weight", "bias", "running_mean", "running_var")}
-        scale = norm["weight"] / (norm["running_var"] + 1e-5).sqrt() if folds else torch.ones(WIDTH)
+        scale = norm["weight"] / (norm["running_var"] + 1e-5).sqrt() if folds_norm else torch.ones(WIDTH)
         bias = theirs.get(f"{layer}.conv.depthwise_conv.bias", torch.zeros_like(scale))
         weight = theirs[f"{layer}.conv.depthwise_conv.weight"]
         found[f"{block}.convolution.depthwise.weight"] = weight * scale[:, None, None]
@@ -114,17 +114,17 @@ def as_ours(theirs: dict[str, torch.Tensor], folds: bool = True) -> dict[str, to
     return found
 
 
-def pair(biases: bool, dtype: torch.dtype, folds: bool = True) -> tuple[torch.nn.Module, KonkaniVaniASR]:
+def pair(biases: bool, dtype: torch.dtype, folds_norm: bool = True) -> tuple[torch.nn.Module, KonkaniVaniASR]:
     """Return a Parakeet and the project's model with the same weights."""
     theirs = parakeet(biases).to(dtype)
     ours = HybridArchitecture(dataclasses.replace(PARAKEET, biases=biases), FEATURES, VOCABULARY).build().to(dtype)
-    ours.load_state_dict(as_ours(theirs.state_dict(), folds))
+    ours.load_state_dict(rename_weights(theirs.state_dict(), folds_norm))
     optimize(ours)
     return theirs, ours.eval()
 
 
 def two_utterances() -> tuple[torch.Tensor, tuple[int, int], list[torch.Tensor]]:
-    """Return waveforms (2, S) of odd lengths, padded with zeros, and each alone."""
+    """Return waveforms (2, S) padded with zeros, their odd lengths, and each waveform alone."""
     own = torch.Generator().manual_seed(3)
     alone = [0.1 * torch.randn(samples, generator=own) for samples in (30_011, 41_237)]
     return torch.nn.utils.rnn.pad_sequence(alone, batch_first=True), (30_011, 41_237), alone
@@ -134,8 +134,8 @@ def two_utterances() -> tuple[torch.Tensor, tuple[int, int], list[torch.Tensor]]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("biases", [True, False], ids=["biases", "none"])
 @torch.no_grad()
-def test_our_parts_together_are_parakeets_encoder(biases, dtype, packs, monkeypatch):
-    """Parakeet computes the sines of its distances in fp32, also in float64."""
+def test_encoder_equals_parakeet_of_transformers(biases, dtype, packs, monkeypatch):
+    """The fp64 bound is 1e-7 because Parakeet computes the sines of relative positions in fp32."""
     monkeypatch.setattr(PackedEncoder, "packs", packs)
     bound = 1e-5 if dtype == torch.float32 else 1e-7
     theirs, ours = pair(biases, dtype)
@@ -143,41 +143,43 @@ def test_our_parts_together_are_parakeets_encoder(biases, dtype, packs, monkeypa
     log_mel = LogMel(FEATURES)
     features, lengths = log_mel(waveforms, samples)
     mask = torch.arange(features.shape[1])[None] < torch.tensor(lengths)[:, None]
-    wanted = theirs.encoder(features.to(dtype), attention_mask=mask).last_hidden_state
+    expected = theirs.encoder(features.to(dtype), attention_mask=mask).last_hidden_state
     logits = theirs(features.to(dtype), attention_mask=mask).logits.log_softmax(-1)
     found, encoded_lengths = ours.encoder(features.to(dtype), lengths, keep_activations)
-    assert encoded_lengths == tuple(subsampled_length(n, "separable") for n in lengths) and wanted.std() > 0.3
+    assert encoded_lengths == tuple(subsampled_length(n, "separable") for n in lengths) and expected.std() > 0.3
     for row, length in enumerate(encoded_lengths):
-        assert float((found[row, :length] - wanted[row, :length]).abs().max()) < bound
+        assert float((found[row, :length] - expected[row, :length]).abs().max()) < bound
         heads = ours.ctc_head(found[row, :length]).log_softmax(-1)
         assert float((heads - logits[row, :length]).abs().max()) < bound
         own, own_lengths = log_mel(alone[row][None], samples[row : row + 1])
         assert float((own[0] - features[row, : lengths[row]]).abs().max()) < bound or dtype == torch.float64
-        by_itself, _ = ours.encoder(features[row : row + 1, : lengths[row]].to(dtype), own_lengths, keep_activations)
-        assert float((by_itself[0] - found[row, :length]).abs().max()) < bound
+        alone_encoded, _ = ours.encoder(
+            features[row : row + 1, : lengths[row]].to(dtype), own_lengths, keep_activations
+        )
+        assert float((alone_encoded[0] - found[row, :length]).abs().max()) < bound
 
 
 @torch.no_grad()
-def test_negative_control_another_part_is_another_encoder():
+def test_negative_control_changed_part_changes_encoder_output():
     theirs, ours = pair(True, torch.float64)
-    _, unfolded = pair(True, torch.float64, folds=False)
+    _, unfolded = pair(True, torch.float64, folds_norm=False)
     features = torch.randn(1, 133, 80, dtype=torch.float64)
-    wanted, mask = theirs.encoder(features).last_hidden_state, (133,)
-    assert relative_difference(wanted, ours.encoder(features, mask, keep_activations)[0]) < 1e-6
-    assert relative_difference(wanted, unfolded.encoder(features, mask, keep_activations)[0]) > 1e-2
+    expected, mask = theirs.encoder(features).last_hidden_state, (133,)
+    assert relative_difference(expected, ours.encoder(features, mask, keep_activations)[0]) < 1e-6
+    assert relative_difference(expected, unfolded.encoder(features, mask, keep_activations)[0]) > 1e-2
     for change in ({"scaled_input": False}, {"entry_norm": True}, {"convolution_norm": "layer"}):
         other = Encoder(dataclasses.replace(PARAKEET, **change), 80).double().eval()
         other.load_state_dict(ours.encoder.state_dict(), strict=False)
-        assert relative_difference(wanted, other(features, mask, keep_activations)[0]) > 1e-3
+        assert relative_difference(expected, other(features, mask, keep_activations)[0]) > 1e-3
 
 
-def test_features_are_parakeets():
+def test_features_equal_parakeet_of_transformers():
     waveforms, samples, alone = two_utterances()
     extractor = transformers.ParakeetFeatureExtractor()
-    given = extractor([one.numpy() for one in alone], sampling_rate=16_000, return_tensors="pt")
+    reference = extractor([one.numpy() for one in alone], sampling_rate=16_000, return_tensors="pt")
     found, lengths = LogMel(FEATURES)(waveforms, samples)
-    assert lengths == tuple(given.attention_mask.sum(1).tolist()) == tuple(n // 160 for n in samples)
-    assert float((found - given.input_features[:, : found.shape[1]]).abs().max()) < 1e-5
+    assert lengths == tuple(reference.attention_mask.sum(1).tolist()) == tuple(n // 160 for n in samples)
+    assert float((found - reference.input_features[:, : found.shape[1]]).abs().max()) < 1e-5
     for name, value in {"preemphasis": 0.0, "window": "periodic", "mel_scale": "htk", "std_ddof": "population"}.items():
         other, _ = LogMel(dataclasses.replace(FEATURES, **{name: value}))(waveforms, samples)
         assert float((found - other).abs().max()) > 1e-3, name
@@ -203,7 +205,7 @@ def by_definition(waveform: torch.Tensor, config: FeatureConfig) -> torch.Tensor
 
 
 @pytest.mark.parametrize("edges", ["zeros", "reflected"])
-def test_frames_at_the_edges_are_those_of_the_utterance_alone(edges):
+def test_edge_frames_in_a_batch_equal_frames_of_single_utterance(edges):
     config = dataclasses.replace(OTHER_FEATURES, frame_padding=edges)
     own = torch.Generator().manual_seed(1)
     alone = [torch.randn(n, generator=own, dtype=torch.float64) for n in (400, 4_801, 3_999, 4_800, 4_959, 9_000)]
@@ -215,14 +217,14 @@ def test_frames_at_the_edges_are_those_of_the_utterance_alone(edges):
     log_mel.power.spectrogram.window = torch.hann_window(400, periodic=False, dtype=torch.float64)
     found, frames = log_mel(waveforms, lengths)
     for row, waveform, count in zip(found, alone, frames, strict=True):
-        wanted = by_definition(waveform, config)
-        assert count == len(wanted) == Framing(config).feature_length(len(waveform))
-        assert relative_difference(wanted, row[:count]) < 1e-12 and not row[count:].any()
+        expected = by_definition(waveform, config)
+        assert count == len(expected) == Framing(config).feature_length(len(waveform))
+        assert relative_difference(expected, row[:count]) < 1e-12 and not row[count:].any()
     other = LogMel(dataclasses.replace(config, frame_padding="zeros" if edges == "reflected" else "reflected")).double()
     assert relative_difference(found[1, 1:20], other(waveforms, lengths)[0][1, 1:20]) > 1e-3  # negative control
 
 
-def test_lengths_are_those_of_the_convolutions_for_numbers_arrays_and_tensors():
+def test_encoded_length_equals_convolutions_for_int_array_and_tensor():
     for kind, count in (("striding", 2), ("separable", 3)):
         for edges in ("none", "zeros", "reflected"):
             framing = Framing(dataclasses.replace(OTHER_FEATURES, frame_padding=edges), kind)
@@ -253,9 +255,9 @@ def plain_attention(
     for i in range(length):
         for j in range(length):
             angle = (i - j) * rates
-            place = torch.where(torch.arange(width) % 2 == 0, angle.sin(), angle.cos())
-            place = (attention.position.weight @ place).view(attention.heads, each)
-            score = ((query[:, i] + u) * key[:, j]).sum(-1) + ((query[:, i] + v) * place).sum(-1)
+            encoding = torch.where(torch.arange(width) % 2 == 0, angle.sin(), angle.cos())
+            encoding = (attention.position.weight @ encoding).view(attention.heads, each)
+            score = ((query[:, i] + u) * key[:, j]).sum(-1) + ((query[:, i] + v) * encoding).sum(-1)
             scores[:, :, i, j] = (score / each**0.5).masked_fill(padding[:, j, None], -math.inf)
     attended = torch.einsum("bhij,bjhe->bihe", scores.softmax(-1), value)
     return attention.output(attended.flatten(2))
@@ -269,88 +271,88 @@ def random_attention(width: int = 12, heads: int = 3) -> tuple[RelativeSelfAtten
     return attention, torch.nn.LayerNorm(width).double()
 
 
-def laid_out(x: torch.Tensor, padding: torch.Tensor | None, **more: object) -> SequenceLayout:
+def layout_of(x: torch.Tensor, padding: torch.Tensor | None, **more: object) -> SequenceLayout:
     return SequenceLayout(RelativePositions(x.shape[2])(x.shape[1], x), padding, **more)
 
 
 @pytest.mark.parametrize("chunk_frames", [1, 3, 4, 9, 1500])
-def test_attention_by_distance_is_what_is_written_down_and_so_is_its_gradient(chunk_frames):
+def test_relative_attention_and_gradients_equal_definition(chunk_frames):
     attention, norm = random_attention()
     x = torch.randn(2, 9, 12, dtype=torch.float64, requires_grad=True)
     padding = torch.arange(9)[None] >= torch.tensor([9, 6])[:, None]
     parameters = [x, *attention.parameters(), *norm.parameters()]
-    wanted = plain_attention(attention, x, norm, padding)
-    found = attention(norm(x), laid_out(x, padding, chunk_frames=chunk_frames))
-    assert differences([wanted, *gradients(wanted, parameters)], [found, *gradients(found, parameters)]) < 1e-12
+    expected = plain_attention(attention, x, norm, padding)
+    found = attention(norm(x), layout_of(x, padding, chunk_frames=chunk_frames))
+    assert differences([expected, *gradients(expected, parameters)], [found, *gradients(found, parameters)]) < 1e-12
     with torch.no_grad():
-        assert relative_difference(wanted, attention(norm(x), laid_out(x, padding))) < 1e-12
-        backwards = SequenceLayout((laid_out(x, None).positions[0].flip(0),), padding)
-        assert relative_difference(wanted, attention(norm(x), backwards)) > 1e-3  # negative control
+        assert relative_difference(expected, attention(norm(x), layout_of(x, padding))) < 1e-12
+        backwards = SequenceLayout((layout_of(x, None).positions[0].flip(0),), padding)
+        assert relative_difference(expected, attention(norm(x), backwards)) > 1e-3  # negative control
 
 
-def test_spans_attend_within_themselves_alone():
+def test_packed_relative_attention_equals_attention_per_span():
     attention, norm = random_attention()
     lengths = (7, 1, 4)
     x = torch.randn(1, sum(lengths), 12, dtype=torch.float64, requires_grad=True)
     spans = PackedLayout(RelativePositions(12).of_spans(lengths, x), None, 3, lengths)
     found = attention(norm(x), spans)
-    wanted = torch.cat([attention(norm(span), laid_out(span, None)) for span in x.split(lengths, dim=1)], dim=1)
+    expected = torch.cat([attention(norm(span), layout_of(span, None)) for span in x.split(lengths, dim=1)], dim=1)
     parameters = [x, *attention.parameters()]
-    assert differences([wanted, *gradients(wanted, parameters)], [found, *gradients(found, parameters)]) < 1e-12
-    assert relative_difference(wanted, attention(norm(x), laid_out(x, None))) > 1e-3  # negative control
+    assert differences([expected, *gradients(expected, parameters)], [found, *gradients(found, parameters)]) < 1e-12
+    assert relative_difference(expected, attention(norm(x), layout_of(x, None))) > 1e-3  # negative control
 
 
-def test_scores_are_in_full_precision_whatever_the_autocast(monkeypatch):
+def test_relative_attention_scores_are_fp32_under_autocast(monkeypatch):
     attention, norm = (module.float() for module in random_attention())
     seen, score = [], torch.baddbmm
 
-    def noted(*terms: torch.Tensor, alpha: float) -> torch.Tensor:
+    def recording_baddbmm(*terms: torch.Tensor, alpha: float) -> torch.Tensor:
         seen.extend(tensor.dtype for tensor in terms)
         return score(*terms, alpha=alpha)
 
-    monkeypatch.setattr("torch.baddbmm", noted)
+    monkeypatch.setattr("torch.baddbmm", recording_baddbmm)
     x = torch.randn(1, 9, 12)
-    full = attention(norm(x), laid_out(x, None))
+    full = attention(norm(x), layout_of(x, None))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        half = attention(norm(x), laid_out(x, None))
+        half = attention(norm(x), layout_of(x, None))
     assert half.dtype == torch.bfloat16 and set(seen) == {torch.float32}
     assert 0 < relative_difference(full, half.float()) < 2e-2
 
 
-def test_of_long_audio_no_more_pairs_are_there_at_once_than_chunks_allow():
+def test_chunked_relative_attention_memory_grows_linearly():
     """Memory is linear: from 400 to 1600 frames, with sixteen times the pairs, it grows at most fourfold."""
     attention, norm = (module.float() for module in random_attention())
 
-    def taken(frames: int, chunk_frames: int) -> int:
+    def peak_bytes(frames: int, chunk_frames: int) -> int:
         x = torch.randn(1, frames, 12, requires_grad=True)
-        layout = laid_out(x, None, chunk_frames=chunk_frames)
+        layout = layout_of(x, None, chunk_frames=chunk_frames)
         with LiveBytes() as live:
             attention(norm(x), layout).sum().backward()
         return live.peak
 
-    assert taken(1600, SMALL_CHUNK_FRAMES) < 4.2 * taken(400, SMALL_CHUNK_FRAMES) < taken(400, 400) * 2.5
-    assert taken(1600, 1600) > 12 * taken(400, 400)  # negative control
+    assert peak_bytes(1600, SMALL_CHUNK_FRAMES) < 4.2 * peak_bytes(400, SMALL_CHUNK_FRAMES) < peak_bytes(400, 400) * 2.5
+    assert peak_bytes(1600, 1600) > 12 * peak_bytes(400, 400)  # negative control
 
 
-def test_striding_is_two_full_convolutions():
+def test_striding_subsampling_equals_two_conv2d():
     torch.manual_seed(0)
     ours = PaddedSubsampling(80, 4, 8, "striding").double()
     first, second = (stage[0] for stage in ours.stages)
     features = torch.randn(2, 43, 80, dtype=torch.float64, requires_grad=True)
     x = F.conv2d(features[:, None], first.weight, first.bias, stride=2, padding=1).relu()
     x = F.conv2d(x, second.weight, second.bias, stride=2, padding=1).relu()
-    wanted = F.linear(x.permute(0, 2, 1, 3).reshape(2, 11, 80), ours.output.weight, ours.output.bias)
+    expected = F.linear(x.permute(0, 2, 1, 3).reshape(2, 11, 80), ours.output.weight, ours.output.bias)
     parameters = [features, *ours.parameters()]
     found = ours(features)
-    assert differences([wanted, *gradients(wanted, parameters)], [found, *gradients(found, parameters)]) < 1e-12
+    assert differences([expected, *gradients(expected, parameters)], [found, *gradients(found, parameters)]) < 1e-12
 
 
 @pytest.mark.parametrize("kind", ["striding", "separable"])
-def test_padded_subsampling_in_chunks_and_in_a_batch_is_that_of_each_utterance_alone(kind):
+def test_padded_subsampling_in_chunks_equals_single_utterances(kind):
     torch.manual_seed(0)
     ours = ChunkedPaddedSubsampling(80, 4, 8, kind).double()
     for stage in ours.stages:
-        torch.nn.init.constant_(stage[-1].bias, 0.5)  # makes a non-zero output of zero input
+        torch.nn.init.constant_(stage[-1].bias, 0.5)  # non-zero output for zero input
     for longest in (*range(1, 20), 33, 64):
         lengths = tuple(sorted({longest, max(1, longest - 1), max(1, longest - 2), 1 + longest // 2}))
         padding = torch.arange(longest)[None] >= torch.tensor(lengths)[:, None]
@@ -363,7 +365,7 @@ def test_padded_subsampling_in_chunks_and_in_a_batch_is_that_of_each_utterance_a
                 assert relative_difference(alone, found[row, : len(alone)]) < 1e-12
 
 
-def test_negative_control_chunks_that_do_not_see_back_are_another_subsampling():
+def test_negative_control_chunks_without_context_differ():
     ours, features = (
         ChunkedPaddedSubsampling(80, 4, 8, "separable").double(),
         torch.randn(1, 64, 80, dtype=torch.float64),
@@ -377,7 +379,7 @@ def test_negative_control_chunks_that_do_not_see_back_are_another_subsampling():
     )
 
 
-def test_a_checkpoint_of_before_says_nothing_of_the_parts_and_a_run_cannot_go_on_with_others():
+def test_old_checkpoint_gets_default_parts_and_rejects_others_on_resume():
     config = TrainConfig(model=OTHER_PARTS, features=OTHER_FEATURES)
     pairs = zip(settings_of(TrainConfig()), settings_of(config), strict=True)
     changed = [one.name for one, other in pairs if one.group in ("model", "features") and one.value != other.value]
@@ -401,7 +403,7 @@ def test_a_checkpoint_of_before_says_nothing_of_the_parts_and_a_run_cannot_go_on
     assert len(contradictions(TrainConfig(), parse_flags(flags))) == 4
 
 
-def test_a_narrower_model_by_distance_keeps_its_frequencies():
+def test_narrower_relative_attention_keeps_position_frequencies():
     wide = dataclasses.replace(PARAKEET, subsampling_channels=4)
     narrow = dataclasses.replace(wide, d_model=16)
     source, model = (KonkaniVaniASR(shape, VOCABULARY, 80).double() for shape in (wide, narrow))
@@ -413,7 +415,7 @@ def test_a_narrower_model_by_distance_keeps_its_frequencies():
     attention = model.encoder.blocks[0].attention
     columns = (attention.position.weight[0] % 32).long()
     assert torch.allclose(small, large[:, columns], rtol=0, atol=1e-12)
-    assert not torch.allclose(small, large[:, :16], atol=1e-2)  # the leading ones would not
+    assert not torch.allclose(small, large[:, :16], atol=1e-2)  # the first 16 components do not
     rows = attention.query_key_value.bias[:16]
     assert torch.equal(rows, attention.content_bias) and torch.equal(rows, attention.position_bias)
     assert torch.equal(rows, attention.position.weight[:, 0] // 32)

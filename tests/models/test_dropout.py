@@ -1,4 +1,4 @@
-"""The project's dropout against the definition: share, scale, gradient, and independence of neighbours."""
+"""Dropout against its definition: rate, scale, gradient, and independence of neighbours."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from konkanivani.randomness import GOLDEN, MaskCounters, derive_seed
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.5])
-def test_the_share_is_met_and_the_mean_stays(share):
+def test_dropout_has_its_rate_and_keeps_the_mean(share):
     torch.manual_seed(1)
     dropped = MaskedDropout(share)(torch.ones(1_000_003))
     zeros = float((dropped == 0).double().mean())
@@ -18,7 +18,7 @@ def test_the_share_is_met_and_the_mean_stays(share):
     assert abs(float(dropped.double().mean()) - 1) < 0.01
 
 
-def test_every_position_of_the_64_bits_is_drawn_alike_and_on_its_own():
+def test_mask_bits_are_uniform_and_independent():
     torch.manual_seed(2)
     mask = draw_mask(torch.empty(400_000, 4), 0.5).double() - 0.5
     assert float(mask.mean(dim=0).abs().max()) < 0.004
@@ -27,7 +27,7 @@ def test_every_position_of_the_64_bits_is_drawn_alike_and_on_its_own():
     assert float((mask[1:] * mask[:-1]).mean().abs()) < 0.002
 
 
-def test_the_gradient_passes_where_the_number_did():
+def test_gradient_uses_the_mask_of_the_forward_pass():
     torch.manual_seed(3)
     x = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
     y = MaskedDropout(0.3)(x)
@@ -36,7 +36,7 @@ def test_the_gradient_passes_where_the_number_did():
     assert 0 < int((x.grad == 0).sum()) < x.numel()
 
 
-def test_the_seed_decides_and_evaluation_drops_nothing():
+def test_mask_depends_on_seed_and_eval_mode_is_identity():
     x, dropout = torch.randn(33, 3), MaskedDropout(0.4)
     torch.manual_seed(4)
     first, second = dropout(x), dropout(x)
@@ -46,13 +46,13 @@ def test_the_seed_decides_and_evaluation_drops_nothing():
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.5])
-def test_onto_a_residual_is_dropout_and_a_sum(weight):
+def test_add_residual_equals_dropout_and_sum(weight):
     dropout, found = MaskedDropout(0.3), []
     x, branch = (torch.randn(7, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
     upstream = torch.randn(7, 5, dtype=torch.float64)
-    for way in (dropout.add_residual, lambda x, branch, weight: x + weight * dropout(branch)):
+    for apply in (dropout.add_residual, lambda x, branch, weight: x + weight * dropout(branch)):
         torch.manual_seed(5)
-        y = way(x, branch, weight)
+        y = apply(x, branch, weight)
         found.append((y.detach(), *torch.autograd.grad(y, (x, branch), upstream)))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
@@ -60,7 +60,7 @@ def test_onto_a_residual_is_dropout_and_a_sum(weight):
     assert torch.equal(dropout.eval().add_residual(x, branch, weight), torch.add(x, branch, alpha=weight))
 
 
-def test_onto_a_residual_in_full_precision_of_a_branch_in_half():
+def test_add_residual_of_bf16_branch_keeps_fp32_residual():
     x, branch = torch.randn(6, 4, requires_grad=True), torch.randn(6, 4, dtype=torch.bfloat16, requires_grad=True)
     y = MaskedDropout(0.3).add_residual(x, branch)
     y.sum().backward()
@@ -95,7 +95,7 @@ def test_counted_masks_are_uniform_and_independent():
     assert float((bits * counted_bits()).mean()) > 0.08
 
 
-def test_counted_masks_of_an_utterance_do_not_depend_on_the_batch_or_its_length():
+def test_counted_masks_do_not_depend_on_batch_or_length():
     whole = counted_bits(rows=4, frames=300)
     assert torch.equal(counted_bits(rows=2, frames=120), whole[:2, :120])
     counters = MaskCounters(torch.tensor([3, 4]))
@@ -105,7 +105,7 @@ def test_counted_masks_of_an_utterance_do_not_depend_on_the_batch_or_its_length(
     assert torch.equal(again.draw_bits(5, 6), second) and not torch.equal(first, second)
 
 
-def test_counted_bits_are_those_of_splitmix64():
+def test_counted_bits_equal_splitmix64():
     seeds = torch.tensor([derive_seed(7, row) for row in range(2)])
     counters = MaskCounters(seeds, block=3)
     counters.draw_bits(1, 1)

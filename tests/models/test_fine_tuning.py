@@ -1,4 +1,4 @@
-"""Fine-tuning: trained layers, an initially trained head, learning rates, and rounded weights."""
+"""Fine-tuning: trained layers, a head that is trained first, learning rates, and frozen weights in half precision."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.loop import train
 from konkanivani.training.optimizer_state import TrainedPart, delayed_warmup_factor
 from konkanivani.training.step import StepParts, train_step
-from tests.conftest import TINY_MODEL, Corpus, further, read_log, run_folders, run_script, well, write_corpus
+from tests.conftest import TINY_MODEL, Corpus, checked, mark_full, read_log, run_folders, run_script, write_corpus
 from tests.invariants.parts import global_batch, measured_peak, speeches
 from tests.starts import begin_run, parse_flags
 
@@ -47,8 +47,8 @@ def weights_of(folder: Path) -> Weights:
 
 def tuned(corpus: Corpus, base: Path, folder: Path, steps: int, *flags: str) -> Weights:
     """Train the base for `steps` steps and return the weights."""
-    begun = ("--train_manifest", corpus.manifest("train"), *run_folders(folder), *STEADY, *SMALL, *flags)
-    train(build_run(begin_run([*begun, "--init_from", str(base), "--max_steps", str(steps)])))
+    arguments = ("--train_manifest", corpus.manifest("train"), *run_folders(folder), *STEADY, *SMALL, *flags)
+    train(build_run(begin_run([*arguments, "--init_from", str(base), "--max_steps", str(steps)])))
     return weights_of(folder)
 
 
@@ -57,7 +57,7 @@ def changed(before: Weights, after: Weights) -> set[str]:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_the_last_layers_and_what_is_behind_them_are_trained_and_no_other_has_moments(count, base, corpus, tmp_path):
+def test_train_layers_trains_last_layers_and_everything_after(count, base, corpus, tmp_path):
     before = dict(read_checkpoint(base).states["model"])
     kept = ("encoder.subsampling.", *(f"encoder.blocks.{number}." for number in range(2 - count)))
     after = tuned(corpus, base, tmp_path, 1, "--train_layers", str(count))
@@ -67,13 +67,13 @@ def test_the_last_layers_and_what_is_behind_them_are_trained_and_no_other_has_mo
     assert "encoder.norm.weight" in changed(before, after)
 
 
-def test_the_last_layers_are_the_complement_of_the_first(base, corpus, tmp_path):
+def test_train_layers_equals_freezing_the_first_layers(base, corpus, tmp_path):
     first = tuned(corpus, base, tmp_path / "first", 1, "--freeze", "1")
     last = tuned(corpus, base, tmp_path / "last", 1, "--train_layers", "1")
     assert all(torch.equal(weight, first[name]) for name, weight in last.items())
 
 
-def test_at_first_the_head_alone_is_trained_and_then_all_with_moments_for_all_from_the_start(base, corpus, tmp_path):
+def test_freeze_steps_trains_head_first_then_all_weights(base, corpus, tmp_path):
     before, flags = dict(read_checkpoint(base).states["model"]), ("--freeze_steps", "1")
     alone = tuned(corpus, base, tmp_path / "alone", 1, *flags)
     assert changed(before, alone) == {name for name in before if name.startswith(VOCAB_DEPENDENT_PREFIXES)}
@@ -87,11 +87,11 @@ def test_at_first_the_head_alone_is_trained_and_then_all_with_moments_for_all_fr
     "flags",
     [
         ("--freeze_steps", "2", "--encoder_rate_factor", "0.3"),
-        *further((("--train_layers", "1", "--freeze_steps", "2", "--frozen_dtype", "half"),)),
+        *mark_full((("--train_layers", "1", "--freeze_steps", "2", "--frozen_dtype", "half"),)),
         ("--new_tokenizer", "--lora_rank", "2", "--freeze_steps", "2", "--frozen_dtype", "half"),
     ],
 )
-def test_stopped_on_either_side_of_the_switch_it_goes_on_bit_for_bit_with_its_rates(flags, base, corpus, tmp_path):
+def test_resume_around_end_of_freeze_steps_is_bitwise_exact(flags, base, corpus, tmp_path):
     flags = (*flags, "--dropout", "0.2")
     whole = tuned(corpus, base, tmp_path / "whole", 4, *flags)
     pieces = tmp_path / "pieces"
@@ -108,7 +108,7 @@ def test_stopped_on_either_side_of_the_switch_it_goes_on_bit_for_bit_with_its_ra
     assert not all(torch.equal(weight, another[name]) for name, weight in whole.items())
 
 
-def test_the_encoder_has_its_own_rate_and_what_begins_later_a_warm_up_of_its_own(base, corpus, tmp_path):
+def test_encoder_has_rate_factor_and_frozen_groups_have_delayed_warmup(base, corpus, tmp_path):
     flags = (*corpus.flags(), *run_folders(tmp_path), *STEADY, "--init_from", str(base))
     run = build_run(begin_run([*flags, "--freeze_steps", "5", "--encoder_rate_factor", "0.25"]))
     schedule, tuning = OptimizerConfig(warmup_steps=2), run.config.tuning
@@ -116,9 +116,9 @@ def test_the_encoder_has_its_own_rate_and_what_begins_later_a_warm_up_of_its_own
     assert shares == [0, 0, 0, 0, 0, 0.5, 1, 1, 1]
     names = {parameter: name for name, parameter in run.step.model.named_parameters()}
     for group in run.step.optimizer.param_groups:
-        of_group = {names[parameter] for parameter in group["params"]}
-        assert group["factor"] == (0.25 if all(name.startswith("encoder.") for name in of_group) else 1.0)
-        assert {name.startswith(VOCAB_DEPENDENT_PREFIXES) for name in of_group} == {not group["later"]}
+        group_names = {names[parameter] for parameter in group["params"]}
+        assert group["factor"] == (0.25 if all(name.startswith("encoder.") for name in group_names) else 1.0)
+        assert {name.startswith(VOCAB_DEPENDENT_PREFIXES) for name in group_names} == {not group["later"]}
         assert len({parameter.dim() >= 2 for parameter in group["params"]}) == 1
     assert sum(len(group["params"]) for group in run.step.optimizer.param_groups) == len(names)
 
@@ -140,7 +140,7 @@ def spoken() -> list:
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_what_is_frozen_at_first_takes_no_memory_then_and_the_plan_holds_for_what_comes_after(recompute):
+def test_freeze_steps_save_memory_and_plan_bounds_later_steps(recompute):
     tuning = TuningConfig(freeze_steps=2)
     parts, cut = step_parts(tuning, gradient_checkpointing=recompute), global_batch(spoken(), 2)
     tracer = build_tracer(tuned_config(tuning), architecture_of(tuned_config(tuning), 20), cpu_costs())
@@ -158,8 +158,8 @@ LORA = TuningConfig(lora_rank=2)
 TOP = TuningConfig(train_layers=1)
 
 
-@pytest.mark.parametrize("tuning", [LORA, TOP], ids=["LoRA", "the last layer"])
-def test_a_frozen_number_takes_two_bytes_and_the_plan_bounds_what_is_measured(tuning):
+@pytest.mark.parametrize("tuning", [LORA, TOP], ids=["LoRA", "last layer"])
+def test_half_frozen_weights_take_two_bytes_and_plan_bounds_peak(tuning):
     rounded = dataclasses.replace(tuning, frozen_dtype="half")
     fp32, half = step_parts(tuning), step_parts(rounded)
     matrices = [weight for weight in half.model.parameters() if weight.dtype == torch.float16]
@@ -177,7 +177,7 @@ def test_a_frozen_number_takes_two_bytes_and_the_plan_bounds_what_is_measured(tu
 
 
 @pytest.mark.parametrize("precision", [{}, {"mixed_precision": True, "amp_dtype": "bf16"}], ids=["fp32", "bf16"])
-def test_rounded_weights_give_nearly_the_same_losses(precision):
+def test_half_frozen_weights_give_close_losses(precision):
     losses = []
     for dtype in ("fp32", "half"):
         parts = step_parts(dataclasses.replace(LORA, frozen_dtype=dtype), **precision)
@@ -186,7 +186,7 @@ def test_rounded_weights_give_nearly_the_same_losses(precision):
     assert losses[1][-1] < losses[1][0]
 
 
-def test_rounded_weights_give_the_same_steps_fetched_from_the_host():
+def test_half_frozen_weights_give_equal_losses_when_offloaded():
     config, losses = tuned_config(dataclasses.replace(LORA, frozen_dtype="half")), []
     for place in (ON_CARD, Placement(offloaded_blocks=3)):
         parts = build_step_parts(config, architecture_of(config, 20), CPU, 100, layout=StateLayout(placement=place))
@@ -194,7 +194,7 @@ def test_rounded_weights_give_the_same_steps_fetched_from_the_host():
     assert losses[0] == losses[1]
 
 
-def test_weights_that_no_half_holds_are_refused(base, corpus, tmp_path):
+def test_weights_out_of_half_precision_range_are_rejected(base, corpus, tmp_path):
     checkpoint = read_checkpoint(base)
     checkpoint.states["model"]["encoder.blocks.0.convolution.gate.weight"][0, 0] = 1e6
     write_checkpoint(tmp_path / "large.pt", checkpoint)
@@ -204,7 +204,7 @@ def test_weights_that_no_half_holds_are_refused(base, corpus, tmp_path):
     build_run(begin_run([*flags, "--fresh"]))
 
 
-def test_beside_rounded_weights_low_rank_products_merge_and_every_script_takes_them(base, corpus, tmp_path):
+def test_lora_on_half_frozen_weights_merges_and_exports(base, corpus, tmp_path):
     flags = ("--lora_rank", "4", "--frozen_dtype", "half", "--learning_rate", "0.05")
     after = tuned(corpus, base, tmp_path, 2, *flags)
     named = (f"encoder.blocks.0.{part}.weight" for part in ("attention.output", "convolution.gate"))
@@ -217,12 +217,14 @@ def test_beside_rounded_weights_low_rank_products_merge_and_every_script_takes_t
         ours, theirs, before = (m.ctc_logits(features, (90,))[0].log_softmax(-1) for m in (adapted, merged, plain))
     assert (ours - theirs).abs().max() <= 1e-5 < (ours - before).abs().max()
     bundle = str(tmp_path / "model.safetensors")
-    well(run_script("training_scripts/export_asr.py", "--checkpoint", str(checkpoint), "--bundle", bundle))
-    again = build_run(begin_run([*corpus.flags(), *run_folders(tmp_path / "next"), "--init_from", str(checkpoint)]))
-    assert all(torch.equal(weight, merged.state_dict()[name]) for name, weight in again.step.model.state_dict().items())
+    checked(run_script("training_scripts/export_asr.py", "--checkpoint", str(checkpoint), "--bundle", bundle))
+    next_run = build_run(begin_run([*corpus.flags(), *run_folders(tmp_path / "next"), "--init_from", str(checkpoint)]))
+    assert all(
+        torch.equal(weight, merged.state_dict()[name]) for name, weight in next_run.step.model.state_dict().items()
+    )
 
 
-def texted_corpus(directory: Path, texts: list[str], lengths: range = range(1, 7)) -> Corpus:
+def corpus_with_texts(directory: Path, texts: list[str], lengths: range = range(1, 7)) -> Corpus:
     """Write a corpus with these transcripts in turn."""
     written = write_corpus(directory, {"train": 12, "valid": 3}, lengths=lengths)
     for split in ("train", "valid"):
@@ -233,33 +235,33 @@ def texted_corpus(directory: Path, texts: list[str], lengths: range = range(1, 7
     return written
 
 
-def test_text_that_the_tokenizer_lacks_is_refused_with_its_characters_and_what_to_do(base, tmp_path, capsys):
-    other = texted_corpus(tmp_path / "digits", ["एक 2", "दोन 2 3"])
+def test_unknown_characters_are_rejected_with_suggested_flags(base, tmp_path, capsys):
+    other = corpus_with_texts(tmp_path / "digits", ["एक 2", "दोन 2 3"])
     flags = (*other.flags(), *run_folders(tmp_path), "--init_from", str(base), "--num_workers", "0")
-    with pytest.raises(DataError, match="% of the tokens of") as refused:
+    with pytest.raises(DataError, match="% of the tokens of") as error:
         build_run(begin_run(list(flags)))
     for part in ("2 12 times", "3 6 times", "--digits spell", "--new_tokenizer"):
-        assert part in str(refused.value)
+        assert part in str(error.value)
     build_run(begin_run([*flags, "--digits", "spell"]))
     assert "not loaded (randomly initialised): 0 tensors" in capsys.readouterr().out
-    latin = texted_corpus(tmp_path / "latin", ["एक zero", "दोन"])
-    with pytest.raises(DataError, match="--new_tokenizer") as refused:
+    latin = corpus_with_texts(tmp_path / "latin", ["एक zero", "दोन"])
+    with pytest.raises(DataError, match="--new_tokenizer") as error:
         flags = (*latin.flags(), *run_folders(tmp_path / "control"), "--init_from", str(base), "--num_workers", "0")
         build_run(begin_run(list(flags)))
-    assert "--digits" not in str(refused.value)
+    assert "--digits" not in str(error.value)
 
 
-def test_a_little_that_is_unknown_is_told_and_the_tokenizer_kept(base, tmp_path, capsys):
+def test_few_unknown_characters_are_reported_and_tokenizer_is_kept(base, tmp_path, capsys):
     train_texts = ["एक दोन तीन चार पांच उदक"] * 11 + ["एक दोन तीन चार पांच x"]
-    written = texted_corpus(tmp_path / "nearly", train_texts, range(6, 7))
+    written = corpus_with_texts(tmp_path / "nearly", train_texts, range(6, 7))
     flags = (*written.flags(), *run_folders(tmp_path), "--init_from", str(base), "--num_workers", "0")
     run = build_run(begin_run(list(flags)))
     assert run.data.tokenizer.model == read_checkpoint(base).tokenizer
-    said = capsys.readouterr().out
-    assert "x 1 times" in said and "trained as the unknown token" in said
+    message = capsys.readouterr().out
+    assert "x 1 times" in message and "trained as the unknown token" in message
 
 
-def test_the_same_recordings_transcribed_in_other_letters_are_not_gone_on_with(base, corpus, tmp_path):
+def test_resume_rejects_transcripts_in_another_script(base, corpus, tmp_path):
     latin = Path(corpus.manifest("train")).with_name("latin.jsonl")
     rows = map(json.loads, Path(corpus.manifest("train")).read_text(encoding="utf-8").splitlines())
     latin.write_text("".join(json.dumps(row | {"text": "zero one"}) + "\n" for row in rows), encoding="utf-8")
@@ -270,7 +272,7 @@ def test_the_same_recordings_transcribed_in_other_letters_are_not_gone_on_with(b
     build_run(begin_run([*flags, corpus.manifest("train")]))  # negative control
 
 
-def test_a_new_tokenizer_has_a_head_that_begins_with_zeros_and_a_rare_blank(base, corpus, tmp_path, capsys):
+def test_new_tokenizer_initialises_head_with_zeros_and_blank_bias(base, corpus, tmp_path, capsys):
     flags = [*corpus.flags(), *run_folders(tmp_path), "--init_from", str(base), "--new_tokenizer", "--num_workers", "0"]
     run = build_run(begin_run(flags))
     weights, before = run.step.model.state_dict(), dict(read_checkpoint(base).states["model"])
@@ -286,7 +288,7 @@ def test_a_new_tokenizer_has_a_head_that_begins_with_zeros_and_a_rare_blank(base
     assert torch.equal(control.step.model.ctc_head.weight, before["ctc_head.weight"])
 
 
-def test_low_rank_products_are_trained_beside_a_new_head(base, corpus, tmp_path):
+def test_lora_is_trained_together_with_new_head(base, corpus, tmp_path):
     after = tuned(corpus, base, tmp_path, 4, "--new_tokenizer", "--lora_rank", "2", "--freeze_steps", "1")
     assert all(after[name].any() for name in HEADS)
     assert after["encoder.blocks.0.attention.query_key_value.low_rank.up"].any()
@@ -294,7 +296,7 @@ def test_low_rank_products_are_trained_beside_a_new_head(base, corpus, tmp_path)
     assert torch.equal(after["encoder.norm.weight"], before["encoder.norm.weight"])
 
 
-def test_shape_and_tokens_are_the_checkpoints_unless_flags_say_otherwise(base, corpus, tmp_path):
+def test_flags_override_shape_and_tokenizer_of_checkpoint(base, corpus, tmp_path):
     stored = parse_flags(list(TINY_MODEL))
     flags = [*corpus.flags(), *run_folders(tmp_path), "--init_from", str(base)]
     assert begin_run(flags).config.model == stored.model and begin_run(flags).config.text.vocab_size == 30
@@ -308,33 +310,33 @@ def test_shape_and_tokens_are_the_checkpoints_unless_flags_say_otherwise(base, c
         begin_run([*flags, "--train_layers", "3"])
 
 
-def test_the_planner_plans_the_checkpoints_shape(base, corpus, tmp_path):
-    flags, asked = ("--init_from", str(base), "--train_layers", "1"), ("--memory_budget", "310MiB", "--json")
-    named = (f"--checkpoint={base}", *flags[2:], *HALF)  # flag name in other scripts
-    planned = json.loads(run_script("training_scripts/plan_memory.py", *named, *asked).stdout)
-    begun = (*corpus.flags(), *run_folders(tmp_path), "--fresh", *flags)
-    steps = [build_run(begin_run([*begun, *more])).step for more in ((), HALF)]
+def test_planner_uses_shape_of_checkpoint(base, corpus, tmp_path):
+    flags, plan_flags = ("--init_from", str(base), "--train_layers", "1"), ("--memory_budget", "310MiB", "--json")
+    named = (f"--checkpoint={base}", *flags[2:], *HALF)  # the name of --init_from in other scripts
+    planned = json.loads(run_script("training_scripts/plan_memory.py", *named, *plan_flags).stdout)
+    arguments = (*corpus.flags(), *run_folders(tmp_path), "--fresh", *flags)
+    steps = [build_run(begin_run([*arguments, *more])).step for more in ((), HALF)]
     states = [model_state_bytes(step.model, step.optimizer.tensors) for step in steps]
     assert planned["state"] == states[1] < states[0] < 2**21
     assert " ".join((*flags, *HALF)) in planned["flags"]
 
 
-def test_the_score_at_the_start_stands_beside_every_later_one_and_is_kept_over_a_resume(base, corpus, tmp_path, capsys):
+def test_initial_score_is_logged_with_every_validation_and_after_resume(base, corpus, tmp_path, capsys):
     flags = (*corpus.flags(), *run_folders(tmp_path), *STEADY, *TWO_STEPS, "--init_from", str(base), "--max_steps", "3")
     train(build_run(begin_run(list(flags))))
     assert "(initially " in capsys.readouterr().out
     train(build_run(begin_run([*run_folders(tmp_path), "--resume", "auto", "--max_steps", "4"])))
     first, *later = read_log(tmp_path, "validation")
     expected = evaluate_manifest(load_evaluation_model(base, CPU), corpus.manifest("valid"), greedy_ctc)
-    of_the_base = [0, 0, expected.rates.cer, expected.rates.wer, expected.losses.all]
-    assert [first[name] for name in ("step", "epoch", "cer", "wer", "loss")] == of_the_base
+    base_scores = [0, 0, expected.rates.cer, expected.rates.wer, expected.losses.all]
+    assert [first[name] for name in ("step", "epoch", "cer", "wer", "loss")] == base_scores
     assert len(later) == 2 and later[0]["epoch"] == 1
     assert {(record["initial_wer"], record["initial_cer"]) for record in (first, *later)} == {
         (expected.rates.wer, expected.rates.cer)
     }
 
 
-def test_negative_control_a_run_from_nothing_or_without_validation_has_no_score_at_the_start(base, corpus, tmp_path):
+def test_negative_control_fresh_run_has_no_initial_score(base, corpus, tmp_path):
     flags = (*STEADY, *TWO_STEPS, "--max_steps", "2")
     train(build_run(begin_run([*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path / "fresh"), *flags])))
     assert [record["initial_cer"] for record in read_log(tmp_path / "fresh", "validation")] == [None]
@@ -344,7 +346,7 @@ def test_negative_control_a_run_from_nothing_or_without_validation_has_no_score_
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("--freeze encoder", "or --init_from"),
         ("--lora_rank 4", "or --init_from"),
@@ -368,12 +370,12 @@ def test_negative_control_a_run_from_nothing_or_without_validation_has_no_score_
         ("--init_from x --frozen_dtype half", "give --freeze, --train_layers or --lora_rank"),
     ],
 )
-def test_flags_that_cannot_work_are_refused(flags, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_flag_combinations_are_rejected(flags, message):
+    with pytest.raises(UsageError, match=message):
         parse_flags(flags.split())
 
 
-def test_a_setting_of_other_blocks_is_refused_where_it_is_given_and_kept_where_a_checkpoint_has_it():
+def test_conformer_setting_on_transformer_is_rejected_as_flag_only():
     stored = TrainConfig(model=ModelConfig(encoder_type="transformer", convolution_norm="none"))
     assert parse_flags(["--resume", "auto"], config_from_text(config_to_text(stored))).model == stored.model
     for given in ("--convolution_norm none", "--convolution_kernel 15", "--entry_norm False"):
@@ -381,14 +383,14 @@ def test_a_setting_of_other_blocks_is_refused_where_it_is_given_and_kept_where_a
             parse_flags(["--resume", "auto", *given.split()], stored)
 
 
-def test_a_run_does_not_go_on_otherwise_tuned(base, corpus, tmp_path):
+def test_resume_rejects_changed_tuning_flags(base, corpus, tmp_path):
     tuned(corpus, base, tmp_path, 1, "--freeze_steps", "3", "--encoder_rate_factor", "0.2")
     for flag in "--train_layers=1 --freeze_steps=7 --encoder_rate_factor=0.5 --new_tokenizer".split():
         with pytest.raises(CheckpointError, match=f"{flag.split('=')[0]} is .* here and .* in the checkpoint"):
             begin_run([*run_folders(tmp_path), "--resume", "auto", flag])
 
 
-def test_the_same_command_with_resume_auto_begins_and_goes_on_but_not_with_another_start(base, corpus, tmp_path):
+def test_init_from_with_resume_auto_resumes_and_rejects_other_checkpoint(base, corpus, tmp_path):
     for steps, start in ((1, base), (2, base.parent / ".." / base.parent.name / base.name)):
         tuned(corpus, start, tmp_path / "twice", steps, "--resume", "auto")
     once, twice = tuned(corpus, base, tmp_path / "once", 2), weights_of(tmp_path / "twice")
@@ -400,8 +402,8 @@ def test_the_same_command_with_resume_auto_begins_and_goes_on_but_not_with_anoth
     assert begin_run(["--resume", path]).resumed.step == 2  # --init_from need not be repeated
 
 
-def test_a_checkpoint_saved_while_parameters_are_frozen_has_all_trained_weights(corpus, base, tmp_path):
-    """A signal may save during a step, which disables the gradients of all parameters but the heads' at first."""
+def test_checkpoint_saved_during_freeze_steps_has_all_trained_weights(corpus, base, tmp_path):
+    """A signal may save during a step, while only the gradients of the heads are enabled."""
     flags = (*corpus.flags(), *run_folders(tmp_path), *STEADY, "--init_from", str(base))
     run = build_run(begin_run([*flags, "--freeze_steps", "2"]))
     model = run.step.model

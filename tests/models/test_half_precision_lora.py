@@ -15,7 +15,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.training import build_step
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
-from tests.conftest import Corpus, crossed, read_log, run_folders
+from tests.conftest import Corpus, parameter_grid, read_log, run_folders
 from tests.starts import begin_run
 from tests.whisper.small_model import write_model
 
@@ -63,7 +63,7 @@ def check_trained(run: Run, folder: Path, gradients: set[torch.dtype]) -> None:
     assert adapters and {weight.dtype for weight in adapters.values()} == {torch.float32}
     assert gradients == {torch.float32}
     assert all(weight.isfinite().all() for weight in run.step.model.parameters())
-    assert all(weight.any() for name, weight in adapters.items() if name.endswith("up")), "B begins as zeros"
+    assert all(weight.any() for name, weight in adapters.items() if name.endswith("up")), "B is still zero"
     records = read_log(folder)
     assert len(records) == STEPS and all(torch.tensor(record["loss"]).isfinite() for record in records)
     stored = read_checkpoint(folder / "checkpoints" / LAST).states["model"]
@@ -77,7 +77,7 @@ def autocast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return request.param
 
 
-@pytest.mark.parametrize(("stored", "frozen"), crossed(STORED, ["fp32", "half"]))
+@pytest.mark.parametrize(("stored", "frozen"), parameter_grid(STORED, ["fp32", "half"]))
 def test_lora_trains_in_fp32_from_a_checkpoint_of_any_format(
     base, corpus, tmp_path, autocast, stored, frozen, monkeypatch
 ):
@@ -96,7 +96,7 @@ def test_lora_trains_in_fp32_from_a_whisper_folder_in_half_precision(corpus, tmp
     check_trained(run, tmp_path, train_recording_dtypes(run, monkeypatch))
 
 
-def test_negative_control_an_adapter_in_fp16_is_refused_by_the_loss_scaler(base, corpus, tmp_path, monkeypatch):
+def test_negative_control_fp16_adapter_is_rejected_by_loss_scaler(base, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(build_step, "choose_precision", lambda config, device: torch.float16)
     run = build(corpus, tmp_path, "--init_from", str(base), *LORA)
     for name, module in run.step.model.named_modules():

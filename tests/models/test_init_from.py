@@ -1,4 +1,4 @@
-"""--init_from: weights copied, weights cut and how, and weights initialised randomly."""
+"""--init_from: which weights are copied, truncated and initialised randomly."""
 
 import dataclasses
 import shutil
@@ -18,7 +18,7 @@ from konkanivani.models.fine_tuning import WeightTransfer, transfer_weights
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import evaluate_manifest, load_evaluation_model
 from konkanivani.training.loop import finish_epoch, train
-from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer, well
+from tests.conftest import TINY_MODEL, Corpus, checked, read_log, run_folders, run_trainer
 from tests.starts import begin_run
 
 LARGE = ModelConfig(
@@ -34,7 +34,7 @@ def build(vocab_size: int = VOCABULARY, **changes: object) -> KonkaniVaniASR:
     return KonkaniVaniASR(dataclasses.replace(LARGE, **changes), vocab_size, 80)
 
 
-def numbered() -> dict[str, torch.Tensor]:
+def indexed_weights() -> dict[str, torch.Tensor]:
     """Return the tensors of a large model, with each element set to its index."""
     state = build().state_dict()
     return {name: torch.arange(w.numel(), dtype=torch.float64).view(w.shape) for name, w in state.items()}
@@ -46,7 +46,7 @@ def cut(weights: dict[str, torch.Tensor], **changes: object) -> tuple[dict[str, 
     return model.state_dict(), transfer
 
 
-def test_the_same_shape_takes_everything_bit_for_bit():
+def test_equal_shape_copies_all_weights():
     source, target = build(), build(dropout=0.5)
     for weight in source.state_dict().values():
         weight.add_(1.0)
@@ -55,14 +55,14 @@ def test_the_same_shape_takes_everything_bit_for_bit():
     assert all(torch.equal(w, source.state_dict()[name]) for name, w in target.state_dict().items())
 
 
-def test_another_vocabulary_leaves_out_the_tensors_over_it_even_of_the_same_size():
+def test_other_vocabulary_skips_vocabulary_tensors_of_any_size():
     transfer = transfer_weights(build(), build().state_dict(), LARGE, is_same_vocabulary=False)
     assert set(transfer.left_out) == HEADS_OF_THE_VOCABULARY | {"decoder.output.bias"}
     larger = transfer_weights(build(vocab_size=12), build().state_dict(), LARGE, is_same_vocabulary=False)
     assert larger.left_out == transfer.left_out
 
 
-def test_a_larger_model_leaves_out_what_is_not_there_and_takes_the_rest():
+def test_larger_model_skips_missing_weights_and_copies_the_rest():
     model = build(encoder_layers=5, feedforward_dim=256)
     transfer = transfer_weights(model, build().state_dict(), LARGE, is_same_vocabulary=True)
     assert {name.split(".")[2] for name in transfer.left_out if "feedforward" not in name} == {"4"}
@@ -73,13 +73,13 @@ def test_a_larger_model_leaves_out_what_is_not_there_and_takes_the_rest():
     assert "encoder.subsampling.first.weight" in wide.taken
 
 
-def test_layers_are_taken_evenly_spaced_first_and_last_included():
-    def layers(count: int, asked: int) -> list[int]:
+def test_copied_layers_are_evenly_spaced_with_first_and_last():
+    def layers(count: int, kept: int) -> list[int]:
         small = dict(d_model=8, attention_heads=2, decoder_layers=1, subsampling_channels=4)
         weights = build(encoder_layers=count, **small).state_dict()
         for layer in range(count):
             weights[f"encoder.blocks.{layer}.entry_norm.bias"].fill_(layer)
-        model = build(encoder_layers=asked, **small)
+        model = build(encoder_layers=kept, **small)
         transfer_weights(model, weights, dataclasses.replace(LARGE, attention_heads=2), is_same_vocabulary=True)
         return [int(block.entry_norm.bias[0]) for block in model.encoder.blocks]
 
@@ -89,12 +89,12 @@ def test_layers_are_taken_evenly_spaced_first_and_last_included():
     assert layers(4, 4) == [0, 1, 2, 3]
 
 
-def test_query_key_and_value_of_each_head_give_a_part_of_their_own():
+def test_truncation_keeps_part_of_query_key_and_value_of_each_head():
     # 4 heads of width 8, cut to 4 heads of width 4. A head's components are rotated in pairs (j, j + 4), so the kept
     # ones are 0, 2 and 4, 6: pairs stay pairs, and keep their frequencies.
     head = [0, 2, 4, 6]
     rows = [part * 32 + h * 8 + component for part in range(3) for h in range(4) for component in head]
-    weights = numbered()
+    weights = indexed_weights()
     state, _ = cut(weights, d_model=16)
     name = "encoder.blocks.0.attention.query_key_value"
     assert state[f"{name}.bias"].tolist() == rows
@@ -104,16 +104,16 @@ def test_query_key_and_value_of_each_head_give_a_part_of_their_own():
     assert torch.equal(state[name], weights[name][:16][:, columns])
 
 
-def test_cross_attention_is_cut_as_self_attention_is():
+def test_cross_attention_is_truncated_like_self_attention():
     columns = [h * 8 + component for h in range(4) for component in (0, 2, 4, 6)]
-    state, _ = cut(numbered(), d_model=16)
+    state, _ = cut(indexed_weights(), d_model=16)
     name = "decoder.blocks.0.cross_attention"
     assert state[f"{name}.query.bias"].tolist() == columns
     assert state[f"{name}.key_value.bias"].tolist() == [part * 32 + column for part in range(2) for column in columns]
 
 
-def test_fewer_heads_are_the_first_ones_whole():
-    state, _ = cut(numbered(), d_model=16, attention_heads=2)
+def test_fewer_heads_keep_the_first_heads_whole():
+    state, _ = cut(indexed_weights(), d_model=16, attention_heads=2)
     rows = [part * 32 + h * 8 + component for part in range(3) for h in range(2) for component in range(8)]
     assert state["encoder.blocks.0.attention.query_key_value.bias"].tolist() == rows
 
@@ -122,13 +122,13 @@ def test_kept_components_keep_their_rotary_frequencies():
     like = torch.zeros(1, dtype=torch.float64)
     large, small = (torch.stack(RotaryPositions(width)(50, like)) for width in (8, 4))
     assert torch.allclose(small, large[:, :, [0, 2]], rtol=0, atol=1e-12)
-    assert not torch.allclose(small, large[:, :, [0, 1]])  # the leading ones would not
+    assert not torch.allclose(small, large[:, :, [0, 1]])  # the first two components do not
 
 
-def test_gate_kernel_and_mel_bands_are_cut_by_their_structure():
-    state, transfer = cut(numbered(), d_model=16, convolution_kernel=3, subsampling_channels=4)
+def test_gate_kernel_and_mel_bands_are_truncated_by_structure():
+    state, transfer = cut(indexed_weights(), d_model=16, convolution_kernel=3, subsampling_channels=4)
     gate = state["encoder.blocks.0.convolution.gate.bias"]
-    assert gate.tolist() == [*range(16), *range(32, 48)]  # the leading part of each half
+    assert gate.tolist() == [*range(16), *range(32, 48)]  # the first part of each half
     kernel = state["encoder.blocks.0.convolution.depthwise.weight"]
     assert kernel[1, 0].tolist() == [7 + 2, 7 + 3, 7 + 4]  # the taps around the center frame, of 7
     bands = state["encoder.subsampling.output.weight"][0]
@@ -136,7 +136,7 @@ def test_gate_kernel_and_mel_bands_are_cut_by_their_structure():
     assert transfer.left_out == ()
 
 
-def test_a_cut_feedforward_computes_what_its_hidden_units_computed():
+def test_truncated_feedforward_equals_original_with_zeroed_units():
     """Cutting only the inner width equals the large module with the other hidden units set to zero."""
     model, source = build(feedforward_dim=16), build(feedforward_dim=32)
     transfer_weights(model, source.state_dict(), LARGE, is_same_vocabulary=True)
@@ -146,9 +146,6 @@ def test_a_cut_feedforward_computes_what_its_hidden_units_computed():
     assert not torch.allclose(ours.eval()(x), expected, atol=1e-6)
     theirs.contract.weight.data[:, 16:] = 0
     assert torch.allclose(ours(x), theirs(x), atol=1e-6)
-
-
-# The real script
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +159,7 @@ def flags(corpus: Corpus, directory: Path) -> tuple[str, ...]:
     return (*TINY_MODEL, *corpus.flags(), *run_folders(directory), *ONE_EPOCH)
 
 
-def test_the_same_shape_begins_with_the_checkpoints_validation_loss(corpus, trained, tmp_path, capsys):
+def test_init_from_starts_with_validation_loss_of_checkpoint(corpus, trained, tmp_path, capsys):
     path = trained / "checkpoints" / LAST
     run = build_run(begin_run([*flags(corpus, tmp_path), "--init_from", str(path)]))
     finish_epoch(run)
@@ -174,35 +171,35 @@ def test_the_same_shape_begins_with_the_checkpoints_validation_loss(corpus, trai
     assert "not loaded (randomly initialised): 0 tensors" in capsys.readouterr().out
 
 
-def test_negative_control_without_it_the_validation_loss_is_another(corpus, trained, tmp_path):
+def test_negative_control_without_init_from_validation_loss_differs(corpus, trained, tmp_path):
     run = build_run(begin_run(list(flags(corpus, tmp_path))))
     finish_epoch(run)
     assert read_log(tmp_path, "validation")[0]["loss"] != read_log(trained, "validation")[-1]["loss"]
 
 
-def test_a_smaller_model_is_cut_from_the_checkpoint_by_the_script_which_tells_what_it_did(corpus, trained, tmp_path):
+def test_script_reports_truncation_to_smaller_model(corpus, trained, tmp_path):
     path = trained / "checkpoints" / LAST
     smaller = ("--d_model", "16", "--encoder_layers", "1", "--max_steps", "1", "--init_from", str(path))
-    done = well(run_trainer(*flags(corpus, tmp_path), *smaller))
+    done = checked(run_trainer(*flags(corpus, tmp_path), *smaller))
     assert "Weights from the checkpoint of step" in done.stdout
     for kind in ("loaded:", "truncated to the new shape:", "not loaded (randomly initialised): 0 tensors"):
         assert kind in done.stdout
     assert read_checkpoint(tmp_path / "checkpoints" / LAST).step == 1
 
 
-def test_a_model_that_takes_nothing_of_the_blocks_is_refused(corpus, trained, tmp_path):
-    begun = [*flags(corpus, tmp_path), "--d_model", "64", "--init_from", str(trained / "checkpoints" / LAST)]
+def test_wider_model_without_copied_blocks_is_rejected(corpus, trained, tmp_path):
+    arguments = [*flags(corpus, tmp_path), "--d_model", "64", "--init_from", str(trained / "checkpoints" / LAST)]
     with pytest.raises(UsageError, match="never larger. Omit --preset"):
-        build_run(begin_run(begun))
+        build_run(begin_run(arguments))
 
 
-def test_another_tokenizer_leaves_out_its_heads_and_says_so(corpus, trained, tmp_path, capsys):
+def test_other_tokenizer_skips_heads_and_reports_them(corpus, trained, tmp_path, capsys):
     more = ("--tokenizer_type", "unigram", "--init_from", str(trained / "checkpoints" / LAST))
     build_run(begin_run([*flags(corpus, tmp_path), *more]))
     assert "not loaded (randomly initialised): 5 tensors: ctc_head.weight" in capsys.readouterr().out
 
 
-def test_init_from_a_damaged_checkpoint_is_refused_and_leaves_it_alone(corpus, trained, tmp_path):
+def test_damaged_init_from_checkpoint_is_rejected_and_unchanged(corpus, trained, tmp_path):
     path = tmp_path / "copy.pt"
     shutil.copy(trained / "checkpoints" / LAST, path)
     path.write_bytes(path.read_bytes()[:-50])

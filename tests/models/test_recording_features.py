@@ -1,4 +1,4 @@
-"""Features that do not depend on silence, DC offset and level, and the files that store their settings."""
+"""Features that do not depend on silence, DC offset and level, and storage of their settings."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ NEW = {
     kind: dataclasses.replace(OLD, normalization=kind, dynamic_range=80.0, dc_removal="frame", smallest_power=1e-16)
     for kind in ("utterance", "speech", "peak")
 }
-RECORDED = ("speech", "peak")  # kinds that silence does not change
+SILENCE_INVARIANT = ("speech", "peak")  # normalizations that silence does not change
 
 
 def features(waveform: torch.Tensor, config: FeatureConfig) -> torch.Tensor:
@@ -56,17 +56,17 @@ def by_definition(waveform: np.ndarray, config: FeatureConfig) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", NEW)
-def test_features_are_what_their_definition_says(kind):
+def test_features_equal_definition(kind):
     waveform = spoken(2.5) + 0.01
     found = features(waveform, NEW[kind])
-    wanted = torch.from_numpy(by_definition(waveform.double().numpy(), NEW[kind]))
-    assert distance(found, wanted) < 5e-3
-    assert distance(features(waveform, OLD), wanted) > 0.1  # negative control
+    expected = torch.from_numpy(by_definition(waveform.double().numpy(), NEW[kind]))
+    assert distance(found, expected) < 5e-3
+    assert distance(features(waveform, OLD), expected) > 0.1  # negative control
 
 
-@pytest.mark.parametrize("kind", RECORDED)
-def test_digital_silence_changes_no_frame_of_speech(kind):
-    # 0.1 s of silence in both: the frames at an edge contain speech too.
+@pytest.mark.parametrize("kind", SILENCE_INVARIANT)
+def test_digital_silence_does_not_change_speech_features(kind):
+    # Both have 0.1 s of silence at the edges, because the first and last frames of the silence contain speech too.
     waveform = torch.nn.functional.pad(spoken(2.0), (1_600, 1_600))
     silence = torch.zeros(16_000)
     longer = torch.cat([silence, waveform, silence])
@@ -77,8 +77,8 @@ def test_digital_silence_changes_no_frame_of_speech(kind):
     assert distance(features(longer, OLD)[first : first + len(old)], old) > 0.5  # negative control
 
 
-@pytest.mark.parametrize("kind", RECORDED)
-def test_noise_after_at_60_db_below_full_scale_changes_no_frame_of_speech(kind):
+@pytest.mark.parametrize("kind", SILENCE_INVARIANT)
+def test_trailing_noise_at_minus_60_db_does_not_change_speech_features(kind):
     noise = torch.randn(32_000, generator=torch.Generator().manual_seed(1))
     waveform = torch.nn.functional.pad(spoken(2.0), (0, 1_600))
     usual = features(waveform, NEW[kind])
@@ -89,7 +89,7 @@ def test_noise_after_at_60_db_below_full_scale_changes_no_frame_of_speech(kind):
 
 
 @pytest.mark.parametrize("kind", NEW)
-def test_an_offset_and_the_level_change_nothing(kind):
+def test_dc_offset_and_level_do_not_change_features(kind):
     waveform = spoken(2.0)
     usual = features(waveform, NEW[kind])
     assert distance(features(waveform + 0.05, NEW[kind]), usual) < 0.02
@@ -103,28 +103,27 @@ def test_silence_and_short_waveforms_give_finite_features(kind, samples):
     log_mel = LogMel(NEW[kind])
     silence = torch.zeros(1, max(samples, 512))
     frames = log_mel.framing.feature_length(samples)
-    if frames:  # training and recognition reject what is shorter than a frame
+    if frames:  # training and recognition reject audio shorter than a frame
         assert log_mel(silence, (samples,))[0].isfinite().all()
     assert MatrixLogMel(log_mel)(silence, torch.tensor([frames])).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", NEW)
-def test_an_utterance_has_the_same_outputs_alone_and_in_a_batch(kind):
+def test_outputs_are_equal_alone_and_in_a_batch(kind):
     parts = double_parts(features=NEW[kind])
-    spoken_ones = speeches(7)
+    utterances = speeches(7)
     # Quiet and loud neighbours, and padding after the shorter ones.
-    spoken_ones = [
-        dataclasses.replace(one, waveform=one.waveform * 10.0 ** -(number % 3))
-        for number, one in enumerate(spoken_ones)
+    utterances = [
+        dataclasses.replace(one, waveform=one.waveform * 10.0 ** -(number % 3)) for number, one in enumerate(utterances)
     ]
-    alone, together = outputs(parts, spoken_ones, 1), outputs(parts, spoken_ones, 7)
+    alone, together = outputs(parts, utterances, 1), outputs(parts, utterances, 7)
     for name, pair in alone.items():
         for one, other in zip(pair, together[name], strict=True):
             assert one.shape == other.shape and relative_difference(one, other) < BOUND
 
 
 @pytest.mark.parametrize("kind", NEW)
-def test_padding_is_not_silence(kind):
+def test_padding_is_not_normalized_as_silence(kind):
     first, second = spoken(1.0), spoken(2.0, seed=1)
     waveforms = torch.zeros(2, len(second))
     waveforms[0, : len(first)], waveforms[1] = first, second
@@ -134,18 +133,18 @@ def test_padding_is_not_silence(kind):
 
 
 @pytest.mark.parametrize("kind", NEW)
-def test_matrices_and_graph_compute_the_same(kind):
+def test_matrix_features_and_onnx_graph_equal_model(kind):
     waveform = spoken(2.5) + 0.01
     log_mel = LogMel(NEW[kind])
-    wanted, lengths = log_mel(waveform[None], (len(waveform),))
-    assert distance(MatrixLogMel(log_mel)(waveform[None], torch.tensor(lengths)), wanted) < 1e-3
+    expected, lengths = log_mel(waveform[None], (len(waveform),))
+    assert distance(MatrixLogMel(log_mel)(waveform[None], torch.tensor(lengths)), expected) < 1e-3
     model = with_features(NEW[kind])
     with torch.no_grad():
         found, frames = RecognitionGraph(model)(waveform[None], torch.tensor([len(waveform)]))
         encoded, _ = model.encode(waveform[None], (len(waveform),))
-        wanted = model.model.ctc_head(encoded).log_softmax(dim=-1)[0]
-    assert frames.tolist() == [len(wanted)]
-    assert distance(found[0, : len(wanted)], wanted) < 1e-3
+        expected = model.model.ctc_head(encoded).log_softmax(dim=-1)[0]
+    assert frames.tolist() == [len(expected)]
+    assert distance(found[0, : len(expected)], expected) < 1e-3
 
 
 def with_features(config: FeatureConfig) -> SpeechModel:
@@ -157,21 +156,21 @@ def with_features(config: FeatureConfig) -> SpeechModel:
 
 
 @pytest.mark.parametrize("kind", NEW)
-def test_a_bundle_keeps_the_features(kind, tmp_path):
+def test_bundle_keeps_feature_settings(kind, tmp_path):
     model = with_features(NEW[kind])
     path = tmp_path / "model.safetensors"
     path.write_bytes(bundle_bytes(model))
     read = read_bundle(path, torch.device("cpu"))
     assert isinstance(read.architecture, HybridArchitecture) and read.architecture.features == NEW[kind]
     waveform = spoken(1.5)
-    found, wanted = (one.encode(waveform[None], (len(waveform),))[0] for one in (read, model))
-    assert torch.equal(found, wanted)
+    found, expected = (one.encode(waveform[None], (len(waveform),))[0] for one in (read, model))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
     ("config", "number"), [(OLD, 1), (dataclasses.replace(OLD, preemphasis=0.97), 2), (NEW["speech"], 3)]
 )
-def test_a_bundle_has_the_oldest_format_that_describes_it(config, number, tmp_path):
+def test_bundle_uses_oldest_sufficient_format_version(config, number, tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(bundle_bytes(with_features(config)))
     with safetensors.safe_open(path, framework="pt") as file:
@@ -182,7 +181,7 @@ def test_a_bundle_has_the_oldest_format_that_describes_it(config, number, tmp_pa
     assert isinstance(architecture, HybridArchitecture) and architecture.features == config
 
 
-def test_a_checkpoint_without_the_settings_keeps_its_features():
+def test_checkpoint_without_settings_keeps_legacy_features():
     names = ("dynamic_range", "dc_removal", "normalization")
     lines = config_to_text(TrainConfig(features=OLD)).splitlines(keepends=True)
     older = "".join(line for line in lines if not line.startswith(tuple(f"--{name} " for name in names)))
@@ -192,7 +191,7 @@ def test_a_checkpoint_without_the_settings_keeps_its_features():
     assert config_from_text(config_to_text(stored)).features == NEW["peak"]
 
 
-def test_a_description_says_what_the_features_are():
+def test_description_depends_on_feature_settings():
     words = {str(described(config)["normalisation"]) for config in NEW.values()}
     assert len(words) == 3
     assert "dynamic_range" not in described(OLD) and described(NEW["speech"])["dynamic_range"] == 80.0

@@ -26,7 +26,7 @@ from konkanivani.rules import settings_of
 TARGET = "EncDecCTCModelBPE"
 VERSIONS = {"zeros": "2.5.0", "reflected": "2.4.1"}  # NeMo's padding of the waveform depends on its version
 GUARDS = {"added": "add", "floor": "clamp"}
-NOBODY = 2**64 - 1  # -1 as a varint: the id of an absent token
+ABSENT_ID = 2**64 - 1  # -1 as a varint: the id of an absent token
 SHAPE = (
     "--decoder_layers 0 --attention_positions relative --convolution_norm none --subsampling striding --scaled_input "
     "--entry_norm False --preemphasis 0.97 --window symmetric --frame_padding zeros --mel_scale slaney "
@@ -44,7 +44,7 @@ def write_nemo(path: Path, checkpoint: Checkpoint) -> None:
 
     config = config_from_text(checkpoint.config)
     text = yaml.safe_dump(configuration(config), sort_keys=False).encode()
-    check_all_said(config, text, path)
+    check_representable(config, text, path)
     speech_model = build_speech_model(checkpoint, torch.device("cpu"))
     weights = io.BytesIO()
     torch.save(tensors(speech_model), weights)
@@ -57,7 +57,7 @@ def write_nemo(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def configuration(config: TrainConfig) -> dict[str, object]:
-    """Return NeMo's configuration of the settings that it can represent; `check_all_said` checks the others."""
+    """Return NeMo's configuration of the settings that it can represent; `check_representable` checks the others."""
     model, features = config.model, config.features
     kinds = {ours: (kind, factor) for (kind, factor), ours in SUBSAMPLINGS.items()}
     kind, factor = kinds.get(model.subsampling, ("striding", 4))
@@ -101,7 +101,7 @@ def configuration(config: TrainConfig) -> dict[str, object]:
     }
 
 
-def check_all_said(config: TrainConfig, text: bytes, path: Path) -> None:
+def check_representable(config: TrainConfig, text: bytes, path: Path) -> None:
     """Raise UsageError with all settings that an import of this configuration would change."""
     read = read_settings(text, path)
     model = dataclasses.replace(config.model, feedforward_dim=config.model.resolved_feedforward_dim)
@@ -152,5 +152,5 @@ def tokenizer(model: bytes) -> bytes:
             "The tokenizer does not begin with a short piece, and so is none of this trainer's. Give one that is."
         )
     # A later TrainerSpec overrides the ids of the first one. A first piece below 128 bytes has a length of one byte.
-    ids = b"".join(field(number, token - 1 if token else NOBODY) for number, token in IDS.items())
+    ids = b"".join(field(number, token - 1 if token else ABSENT_ID) for number, token in IDS.items())
     return model[2 + model[1] :] + field(TRAINER, ids)

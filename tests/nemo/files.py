@@ -1,4 +1,4 @@
-"""Tiny files of NeMo with its results on them (benchmarks/peers/nemo_import.py recreates both), and changed files."""
+"""Tiny .nemo files, NeMo's outputs for them (benchmarks/peers/nemo_import.py recreates both), and changed copies."""
 
 import copy
 import functools
@@ -70,14 +70,16 @@ def write_members(path: Path, members: Mapping[str, bytes | tarfile.TarInfo], is
     return path
 
 
-def changed(change: Callable[[NemoParts], object], path: Path, name: str = "striding", folder: Path = FOLDER) -> Path:
+def write_changed(
+    change: Callable[[NemoParts], object], path: Path, name: str = "striding", folder: Path = FOLDER
+) -> Path:
     """Write a changed version of a file written by NeMo."""
     parts = read_parts(name, folder)
     change(parts)
     return parts.write(path)
 
 
-def pieces(words: list[str], size: int, **settings: object) -> bytes:
+def train_sentencepiece(words: list[str], size: int, **settings: object) -> bytes:
     """Return a SentencePiece model as trained by NeMo's scripts: `<unk>` first and no other special token."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -91,10 +93,10 @@ def pieces(words: list[str], size: int, **settings: object) -> bytes:
     return model.getvalue()
 
 
-def in_languages(sizes: Mapping[str, int]) -> Callable[[NemoParts], None]:
+def multilingual(sizes: Mapping[str, int]) -> Callable[[NemoParts], None]:
     """Return a change to the format of AI4Bharat's fork: a tokenizer and rows of the CTC head per language.
 
-    The language list of the joint has another order than the tokenizers, as the published files may have it.
+    The languages of the joint network are in another order than the tokenizers, as is possible in published files.
     """
 
     def change(parts: NemoParts) -> None:
@@ -102,7 +104,7 @@ def in_languages(sizes: Mapping[str, int]) -> Callable[[NemoParts], None]:
             del parts.others[name]
         languages, vocabulary = {}, []
         for number, (language, size) in enumerate(sizes.items()):
-            model, file = pieces(WORDS[number : number + 9], size), f"{number:032x}_tokenizer.model"
+            model, file = train_sentencepiece(WORDS[number : number + 9], size), f"{number:032x}_tokenizer.model"
             parts.others[file] = model
             languages[language] = {"dir": "/x", "type": "bpe", "model_path": f"nemo:{file}"}
             processor = sentencepiece.SentencePieceProcessor(model_proto=model)

@@ -13,13 +13,13 @@ from konkanivani.inference.speech_model import build_speech_model
 from konkanivani.models.nemo.weights import import_nemo
 from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import train
-from tests.conftest import TINY_MODEL, Corpus, run_folders, run_script, well
+from tests.conftest import TINY_MODEL, Corpus, checked, run_folders, run_script
 from tests.nemo.exported import SHAPE, write_nemo
 from tests.nemo.files import read_parts
-from tests.nemo.goldens import hear, sound
+from tests.nemo.goldens import recognize_batch, waveforms_and_lengths
 from tests.starts import begin_run
 
-NEAR = 1e-5
+TOLERANCE = 1e-5
 OTHER = "--subsampling separable --biases False --frame_padding reflected --log_floor_mode floor "
 OTHER += "--smallest_power 1e-10 --mel_bins 64"
 
@@ -36,36 +36,36 @@ def trained(folder: Path, corpus: Corpus, *shape: str) -> Path:
 def imported(weights: Path, folder: Path) -> Path:
     """Write the weights as a .nemo file; return the checkpoint that import_asr.py creates from it."""
     write_nemo(folder / "first.nemo", read_checkpoint(weights))
-    well(
+    checked(
         run_script("training_scripts/import_asr.py", str(folder / "first.nemo"), str(folder / "imported.pt"), "--force")
     )
     return folder / "imported.pt"
 
 
 @pytest.mark.parametrize("more", ["", OTHER], ids=["by 4", "by 8"])
-def test_it_comes_back_as_it_was(more, corpus, tmp_path):
+def test_exported_model_gives_equal_output_after_import(more, corpus, tmp_path):
     weights = trained(tmp_path, corpus, *f"{SHAPE} {more}".split())
-    ours, back = map(read_checkpoint, (weights, imported(weights, tmp_path)))
-    pairs = list(zip(*(heard(checkpoint) for checkpoint in (ours, back)), strict=True))
+    ours, imported_checkpoint = map(read_checkpoint, (weights, imported(weights, tmp_path)))
+    pairs = list(zip(*(recognitions(checkpoint) for checkpoint in (ours, imported_checkpoint)), strict=True))
     for before, after in pairs:
         assert after.text == before.text and after.tokens
-        torch.testing.assert_close(after.log_probabilities, before.log_probabilities, rtol=0, atol=NEAR)
+        torch.testing.assert_close(after.log_probabilities, before.log_probabilities, rtol=0, atol=TOLERANCE)
     norm = read_parts("first", tmp_path).tensors["encoder.layers.0.conv.batch_norm.bias"]
     assert bool(norm.any()) == bool(more)  # without convolution biases, the norm has the bias
 
-    model = dict(ours.states["model"])  # negative control: another model gives other probabilities
+    model = dict(ours.states["model"])  # negative control: other weights give other probabilities
     model["encoder.blocks.1.attention.content_bias"] = model["encoder.blocks.1.attention.content_bias"] + 0.1
     write_nemo(tmp_path / "other.nemo", dataclasses.replace(ours, states={"model": model}))
-    other = heard(import_nemo(tmp_path / "other.nemo", None, tmp_path).checkpoint)[0]
-    assert (other.log_probabilities - pairs[0][0].log_probabilities).abs().max() > 3 * NEAR
+    other = recognitions(import_nemo(tmp_path / "other.nemo", None, tmp_path).checkpoint)[0]
+    assert (other.log_probabilities - pairs[0][0].log_probabilities).abs().max() > 3 * TOLERANCE
 
 
-def heard(checkpoint: Checkpoint) -> list:
-    return hear(build_speech_model(checkpoint, torch.device("cpu")), *sound())
+def recognitions(checkpoint: Checkpoint) -> list:
+    return recognize_batch(build_speech_model(checkpoint, torch.device("cpu")), *waveforms_and_lengths())
 
 
-def test_what_a_nemo_file_has_no_place_for_is_named(base, tmp_path):
-    with pytest.raises(UsageError) as refused:
+def test_settings_without_nemo_equivalent_are_rejected_by_name(base, tmp_path):
+    with pytest.raises(UsageError) as error:
         write_nemo(tmp_path / "ours.nemo", read_checkpoint(base))
     differing = (
         "--decoder_layers 1",
@@ -74,5 +74,5 @@ def test_what_a_nemo_file_has_no_place_for_is_named(base, tmp_path):
         "--frame_padding none",
     )
     for named in differing:
-        assert named in str(refused.value)
+        assert named in str(error.value)
     assert not (tmp_path / "ours.nemo").exists()

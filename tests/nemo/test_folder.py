@@ -1,4 +1,4 @@
-"""A folder of transformers' Parakeet is imported like NeMo's file, and compared with transformers itself."""
+"""Import of a Parakeet folder of transformers, compared with transformers."""
 
 import json
 import shutil
@@ -11,9 +11,9 @@ import torch
 from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.inference.speech_model import SpeechModel, build_speech_model
 from konkanivani.models.nemo.weights import import_nemo
-from tests.conftest import run_script, well
+from tests.conftest import checked, run_script
 from tests.nemo.files import read_parts
-from tests.nemo.goldens import NEAR, hear, in_their_order, sound
+from tests.nemo.goldens import NEAR, in_nemo_order, recognize_batch, waveforms_and_lengths
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e .[test]")
 PIECES = 60
@@ -70,23 +70,23 @@ def imported(folder: Path) -> SpeechModel:
 
 
 @pytest.mark.parametrize("has_biases", [True, False])
-def test_features_probabilities_and_tokens_are_parakeets(has_biases, tmp_path):
+def test_imported_folder_equals_parakeet_of_transformers(has_biases, tmp_path):
     folder = save(model_of(has_biases), tmp_path / "model")
     theirs = transformers.ParakeetForCTC.from_pretrained(folder).eval()
     extract = transformers.ParakeetFeatureExtractor.from_pretrained(folder)
-    waveforms, lengths = sound()
+    waveforms, lengths = waveforms_and_lengths()
     batch = [row[:length].numpy() for row, length in zip(waveforms, lengths, strict=True)]
     features = extract(batch, sampling_rate=16_000, return_tensors="pt")
     with torch.no_grad():
-        wanted = theirs(**features).logits.log_softmax(dim=-1)
-    for row, heard in enumerate(hear(imported(folder), waveforms, lengths)):
-        found, count = in_their_order(heard.log_probabilities), len(heard.log_probabilities)
-        assert (heard.features - features["input_features"][row, : len(heard.features)]).abs().max() <= NEAR
-        assert (found - wanted[row, :count]).abs().max() <= NEAR
+        expected = theirs(**features).logits.log_softmax(dim=-1)
+    for row, recognition in enumerate(recognize_batch(imported(folder), waveforms, lengths)):
+        found, count = in_nemo_order(recognition.log_probabilities), len(recognition.log_probabilities)
+        assert (recognition.features - features["input_features"][row, : len(recognition.features)]).abs().max() <= NEAR
+        assert (found - expected[row, :count]).abs().max() <= NEAR
         assert len(set(found.argmax(dim=-1).tolist())) > 2
 
 
-def test_texts_become_the_tokens_that_theirs_are(folder):
+def test_tokenizer_equals_that_of_transformers(folder):
     ours, theirs = imported(folder).tokenizer, transformers.AutoTokenizer.from_pretrained(folder)
     words = "उदक घरांत आसा शाळा बाजारा लागीं एक दोन तीन चार पांच आवय घरा वता रसा लाचागीं".split()
     texts = [" ".join(words[first:last]) for first in range(len(words)) for last in range(first + 1, len(words) + 1)]
@@ -94,8 +94,8 @@ def test_texts_become_the_tokens_that_theirs_are(folder):
         assert ours.encode(text) == [1 if token == 0 else token + 3 for token in theirs.encode(text)], text
 
 
-def test_the_script_takes_it_and_says_so(folder, tmp_path):
-    done = well(run_script("training_scripts/import_asr.py", str(folder), str(tmp_path / "out.pt")))
+def test_script_imports_folder_and_reports_source(folder, tmp_path):
+    done = checked(run_script("training_scripts/import_asr.py", str(folder), str(tmp_path / "out.pt")))
     assert "Not imported: nothing" in done.stdout and f"saved by transformers {transformers.__version__}" in done.stdout
     assert "80 ms per frame" in done.stdout
 
@@ -111,46 +111,46 @@ def setting(name: str, *keys: str, value: object):
     return change
 
 
-def without_a_tensor(folder: Path) -> None:
+def remove_tensor(folder: Path) -> None:
     tensors = safetensors.torch.load((folder / "model.safetensors").read_bytes())
     del tensors["ctc_head.bias"]
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
 
 
-def cut(folder: Path) -> None:
+def truncate_weights(folder: Path) -> None:
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
 
 
 BAD = {
     "no configuration": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-    "no JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read as JSON"),
+    "not JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read as JSON"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors cannot be read"),
-    "cut": (cut, "model.safetensors cannot be read"),
-    "a long header": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 99), "header is too long"),
-    "a tensor less": (without_a_tensor, "no tensor decoder.decoder_layers.0.bias"),
+    "truncated weights": (truncate_weights, "model.safetensors cannot be read"),
+    "header too long": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 99), "header is too long"),
+    "missing tensor": (remove_tensor, "no tensor decoder.decoder_layers.0.bias"),
     "another model": (setting("config.json", "model_type", value="wav2vec2"), "model_type is 'wav2vec2'"),
-    "another rate": (
+    "other subsampling": (
         setting("config.json", "encoder_config", "subsampling_factor", value=4),
         "subsampling_factor is 4",
     ),
-    "a part unknown": (setting("config.json", "encoder_config", "gate", value=1), "encoder_config.gate is 1"),
-    "unigrams": (setting("tokenizer.json", "model", "type", value="Unigram"), "not byte-pair encoding"),
-    "no pieces": (setting("tokenizer.json", "model", "vocab", value=[1]), "not byte-pair encoding"),
-    "gaps": (setting("tokenizer.json", "model", "vocab", "एक", value=900), "has gaps between its tokens"),
+    "unknown setting": (setting("config.json", "encoder_config", "gate", value=1), "encoder_config.gate is 1"),
+    "unigram tokenizer": (setting("tokenizer.json", "model", "type", value="Unigram"), "not byte-pair encoding"),
+    "vocabulary not a mapping": (setting("tokenizer.json", "model", "vocab", value=[1]), "not byte-pair encoding"),
+    "gaps in token ids": (setting("tokenizer.json", "model", "vocab", "एक", value=900), "has gaps between its tokens"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_folder_ends_with_its_sentence(name, folder, tmp_path):
-    change, said = BAD[name]
+def test_bad_folder_is_rejected_with_one_sentence(name, folder, tmp_path):
+    change, message = BAD[name]
     shutil.copytree(folder, tmp_path / "bad")
     change(tmp_path / "bad")
-    with pytest.raises(CheckpointError, match=said) as error:
+    with pytest.raises(CheckpointError, match=message) as error:
         import_nemo(tmp_path / "bad", None, tmp_path)
     assert "\n" not in str(error.value)
 
 
-def test_it_has_one_language(folder):
+def test_language_flag_is_rejected(folder):
     with pytest.raises(UsageError, match="Omit it"):
         import_nemo(folder, "kok", folder.parent)

@@ -1,4 +1,4 @@
-"""A model with NeMo's parts is trained, resumed, bundled, exported, transcribed with and planned like any other."""
+"""A model with NeMo's parts can be trained, resumed, bundled, exported and used like any other."""
 
 import dataclasses
 import json
@@ -28,10 +28,10 @@ from konkanivani.ops.chunks import ChunkedRelativeSelfAttention
 from konkanivani.ops.passes import optimize
 from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import train
-from tests.conftest import TINY_MODEL, Corpus, further, run_folders, run_script, well
+from tests.conftest import TINY_MODEL, Corpus, checked, mark_full, run_folders, run_script
 from tests.inference.test_export import CPU, EXPORT, SHAPE, speech_model_of_shape, spoken
 from tests.invariants.parts import OTHER_FEATURES, OTHER_PARTS
-from tests.models.test_block_parts import laid_out, random_attention
+from tests.models.test_block_parts import layout_of, random_attention
 from tests.starts import begin_run
 
 FLAGS = (
@@ -65,7 +65,7 @@ def speech_model_of(shape: ModelConfig, features: FeatureConfig) -> SpeechModel:
     return SpeechModel(architecture, model, front_end, tokenizer, CPU, 20.0, "keep")
 
 
-def test_trained_resumed_exported_and_heard(corpus: Corpus, tmp_path: Path):
+def test_model_with_nemo_parts_trains_resumes_and_exports(corpus: Corpus, tmp_path: Path):
     folder = (*run_folders(tmp_path), "--max_steps", "6", "--save_steps", "3", "--num_workers", "0")
     train(build_run(begin_run([*TINY_MODEL, *FLAGS, *corpus.flags(), *folder])))
     whole = read_checkpoint(tmp_path / "checkpoints" / "checkpoint_last.pt")
@@ -73,34 +73,38 @@ def test_trained_resumed_exported_and_heard(corpus: Corpus, tmp_path: Path):
     shutil.copy(tmp_path / "checkpoints" / "checkpoint_previous.pt", tmp_path / "again" / "half.pt")
     assert 0 < read_checkpoint(tmp_path / "again" / "half.pt").step < whole.step == 6
     train(build_run(begin_run(["--resume", str(tmp_path / "again" / "half.pt")])))
-    again = read_checkpoint(tmp_path / "again" / "checkpoint_last.pt")
-    weights, others = whole.states["model"], again.states["model"]
-    assert again.step == 6 and all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
+    resumed = read_checkpoint(tmp_path / "again" / "checkpoint_last.pt")
+    weights, others = whole.states["model"], resumed.states["model"]
+    assert resumed.step == 6 and all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
     assert "encoder.blocks.0.entry_norm.weight" not in weights and "encoder.blocks.1.entry_norm.weight" in weights
 
     checkpoint, bundle = str(tmp_path / "checkpoints" / "checkpoint_last.pt"), tmp_path / "m.safetensors"
-    well(run_script(EXPORT, "--checkpoint", checkpoint, "--bundle", str(bundle)))
-    heard = [load_recognizer(path, device="cpu").transcribe(spoken(3.0).numpy()).text for path in (checkpoint, bundle)]
-    assert heard[0] == heard[1]
+    checked(run_script(EXPORT, "--checkpoint", checkpoint, "--bundle", str(bundle)))
+    texts_of_both = [
+        load_recognizer(path, device="cpu").transcribe(spoken(3.0).numpy()).text for path in (checkpoint, bundle)
+    ]
+    assert texts_of_both[0] == texts_of_both[1]
     changed = ("--resume", checkpoint, "--frame_padding", "none", *folder)
     other = run_script("training_scripts/train_konkanivani_asr.py", *changed)
     assert other.returncode == 4 and "--frame_padding is none here and zeros in the checkpoint" in other.stderr
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_bundles_hold_the_settings_and_are_built_from_them(kind, tmp_path):
-    wanted = speech_model_of(*SHAPES[kind])
-    (tmp_path / "a").write_bytes(bundle_bytes(wanted))
+def test_bundle_restores_model_and_feature_settings(kind, tmp_path):
+    expected_model = speech_model_of(*SHAPES[kind])
+    (tmp_path / "a").write_bytes(bundle_bytes(expected_model))
     found = read_bundle(tmp_path / "a", CPU)
     assert (found.architecture.model, found.architecture.features) == SHAPES[kind]
-    check_bundle(found, wanted, tmp_path / "a")
+    check_bundle(found, expected_model, tmp_path / "a")
     assert bundle_bytes(found) == (tmp_path / "a").read_bytes()
-    hear = (found.front_end, FrontEnd(FeatureConfig(), AugmentConfig()))  # the second is the negative control
-    lengths = [front_end(spoken(1.0)[None], (16_000,), None)[1] for front_end in hear]
-    assert lengths == [(wanted.architecture.framing.feature_length(16_000),), (97,)] and lengths[0] != lengths[1]
+    front_ends = (found.front_end, FrontEnd(FeatureConfig(), AugmentConfig()))  # the second is the negative control
+    lengths = [front_end(spoken(1.0)[None], (16_000,), None)[1] for front_end in front_ends]
+    assert (
+        lengths == [(expected_model.architecture.framing.feature_length(16_000),), (97,)] and lengths[0] != lengths[1]
+    )
 
 
-def test_what_has_always_been_is_written_as_it_always_was():
+def test_default_settings_are_written_in_format_one():
     data = bundle_bytes(speech_model_of_shape(SHAPE, features=LEGACY_DEFAULTS.features))
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     entry = json.loads(header["__metadata__"]["konkanivani"])
@@ -109,12 +113,15 @@ def test_what_has_always_been_is_written_as_it_always_was():
         *("sample_rate", "window", "mel_scale", "edges", "normalisation"),
         *("mel_bins", "fft_samples", "window_samples", "hop_samples", "smallest_power"),
     ]
-    told = described(OTHER_FEATURES)
-    assert "reflected" in told["edges"] and (told["preemphasis"], told["power_guard"]) == (0.97, "added")
+    description = described(OTHER_FEATURES)
+    assert "reflected" in description["edges"] and (description["preemphasis"], description["power_guard"]) == (
+        0.97,
+        "added",
+    )
 
 
-@pytest.mark.parametrize("kind", further("striding", "separable"))  # separable by default: test_used.py
-def test_onnx_files_say_what_the_model_says(kind, tmp_path):
+@pytest.mark.parametrize("kind", mark_full("striding", "separable"))  # separable by default: test_used.py
+def test_onnx_output_equals_model(kind, tmp_path):
     speech_model = speech_model_of(*SHAPES[kind])
     (tmp_path / "m.onnx").write_bytes(build_onnx(speech_model))
     onnx_model, framing = read_onnx(tmp_path / "m.onnx"), speech_model.architecture.framing
@@ -128,8 +135,8 @@ def test_onnx_files_say_what_the_model_says(kind, tmp_path):
     with torch.no_grad():
         for row, waveform, length in zip(found, alone, encoded_lengths, strict=True):
             encoded, _ = speech_model.encode(waveform[None], (len(waveform),))
-            wanted = speech_model.model.ctc_head(encoded).log_softmax(dim=-1)[0]
-            assert float((row[:length] - wanted).abs().max()) < 1e-4
+            expected_model = speech_model.model.ctc_head(encoded).log_softmax(dim=-1)[0]
+            assert float((row[:length] - expected_model).abs().max()) < 1e-4
     recognize = recognize_with(speech_model)
     texts = [recognize(waveform[None], (len(waveform),))[0] for waveform in alone]
     assert onnx_model.recognize(waveforms, lengths) == texts and len(set(texts)) == len(texts)
@@ -138,7 +145,7 @@ def test_onnx_files_say_what_the_model_says(kind, tmp_path):
     assert float(onnx_model.session.get_modelmeta().custom_metadata_map["frame_seconds"]) == framing.encoder_hop / 16e3
 
 
-def test_ctc_needs_as_many_frames_as_the_subsampling_leaves():
+def test_ctc_frame_limit_follows_the_subsampling():
     """A second is 25 frames of 40 ms, and 13 of 80 ms, and the last of these extends beyond it."""
     shapes = [TrainConfig(model=shape, features=features) for shape, features in SHAPES.values()]
     augment = AugmentConfig(speed_perturbation=(1.0,))
@@ -150,14 +157,14 @@ def test_ctc_needs_as_many_frames_as_the_subsampling_leaves():
 
 
 @pytest.mark.parametrize(("wrap_block", "times"), [(keep_activations, 1), (RecomputePolicy("always")(1.0), 2)])
-def test_a_minute_s_attention_by_distance_is_computed_as_often_as_its_block(wrap_block, times, monkeypatch):
-    """Longer speech is computed in chunks, which adds one recomputation."""
+def test_relative_attention_is_recomputed_only_in_chunks(wrap_block, times, monkeypatch):
+    """Only longer speech is computed in chunks, which adds one recomputation."""
     softmax, calls = torch.Tensor.softmax, []
     monkeypatch.setattr(torch.Tensor, "softmax", lambda scores, dim: (calls.append(dim), softmax(scores, dim))[1])
     attention, _ = random_attention()
     attention = twin_of(attention, ChunkedRelativeSelfAttention)
     x = torch.randn(1, 9, 12, dtype=torch.float64, requires_grad=True)
-    for layout, expected in ((laid_out(x, None), times), (laid_out(x, None, chunk_frames=8), 2 * (times + 1))):
+    for layout, expected in ((layout_of(x, None), times), (layout_of(x, None, chunk_frames=8), 2 * (times + 1))):
         calls.clear()
         wrap_block(0, attention)(x, layout).sum().backward()
         assert len(calls) == expected

@@ -23,7 +23,7 @@ print(x.grad.isfinite().all().item())
 """
 
 
-def test_under_autocast_the_convolution_is_that_of_full_precision_rounded():
+def test_bf16_convolution_equals_rounded_fp32_convolution():
     torch.manual_seed(0)
     module = ConvolutionModule(48, 31)
     x = torch.randn(2, 40, 48).bfloat16()
@@ -39,7 +39,7 @@ def test_under_autocast_the_convolution_is_that_of_full_precision_rounded():
 # Sixteen channels per thread: the bf16 kernel of oneDNN, used here before, never finished on AVX-512.
 @pytest.mark.parametrize("is_fast", [True, False])
 @pytest.mark.parametrize(("threads", "width", "frames"), [(2, 32, 58), (8, 128, 200), (1, 16, 31)])
-def test_in_half_precision_it_comes_to_an_end_on_any_number_of_threads(threads, width, frames, is_fast):
+def test_bf16_convolution_finishes_with_any_number_of_threads(threads, width, frames, is_fast):
     program = CONVOLVE.format(threads=threads, width=width, frames=frames, is_fast=is_fast)
     ended = warm_parent().run_program(program)
     assert ended.stdout.strip() == "True", ended.stderr

@@ -1,4 +1,4 @@
-"""Long operations in chunks of any size give the losses and gradients of one piece (1e-9, float64) with less memory."""
+"""Chunks of any size give the losses and gradients of one piece (1e-9, float64) with less memory."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ from konkanivani.planning.traces import build_tracer
 from konkanivani.randomness import seed_step
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, forward_and_backward
-from tests.conftest import crossed, further
+from tests.conftest import mark_full, parameter_grid
 from tests.invariants.parts import (
     KINDS,
     double_parts,
@@ -62,9 +62,7 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     recompute=st.sampled_from(["always", "never"]),
     dropout=st.sampled_from([0.0, 0.3]),
 )
-def test_any_chunks_give_the_losses_and_gradients_of_one_piece(
-    chunk_frames, utterances, seed, kind, recompute, dropout
-):
+def test_any_chunk_size_gives_equal_losses_and_gradients(chunk_frames, utterances, seed, kind, recompute, dropout):
     model = with_dropout(KINDS[kind], dropout)
     cut = global_batch(speeches(utterances, seed), utterances)
     whole = losses_and_gradients(double_parts(model), cut)
@@ -72,7 +70,7 @@ def test_any_chunks_give_the_losses_and_gradients_of_one_piece(
     assert largest_difference(whole, chunked) < BOUND
 
 
-def test_negative_control_chunks_without_common_features_are_another_gradient(monkeypatch):
+def test_negative_control_chunks_without_context_change_gradient(monkeypatch):
     parts, cut = double_parts(), global_batch(speeches(2), 2)
     whole = losses_and_gradients(double_parts(), cut)
     one_piece = Subsampling.forward
@@ -86,14 +84,14 @@ def test_negative_control_chunks_without_common_features_are_another_gradient(mo
 
 @pytest.mark.parametrize("frames", [7, 8, 9, 10, 11, 23, 24, 25, 26])
 @pytest.mark.parametrize("chunk_frames", [1, 2, 3, 5])
-def test_subsampled_in_chunks_no_frame_is_lost_at_any_length(frames, chunk_frames):
+def test_chunked_subsampling_equals_whole_at_any_length(frames, chunk_frames):
     subsampling = double_parts().model.encoder.subsampling
     features = torch.randn(2, frames, 80, dtype=torch.float64)
     whole = subsampling(features)
     assert relative_difference(whole, subsampling(features, SequenceLayout(chunk_frames=chunk_frames))) < BOUND
 
 
-def test_a_minute_is_run_in_one_piece(monkeypatch):
+def test_one_minute_is_not_chunked(monkeypatch):
     """Up to CHUNK_FRAMES, no chunk is recomputed."""
     for module in ("konkanivani.ops.chunks", "konkanivani.ops.chunks"):
         monkeypatch.setattr(f"{module}.run_recomputed", None)
@@ -104,8 +102,8 @@ def test_a_minute_is_run_in_one_piece(monkeypatch):
         losses_and_gradients(in_chunks(parts, CHUNK_FRAMES - 10), global_batch([spoken], 1))
 
 
-@pytest.mark.parametrize("mode, model", crossed(["never", "always"], ["ours", "by distance"]))
-def test_in_chunks_too_the_traced_peak_is_the_real_steps_peak(mode, model):
+@pytest.mark.parametrize("mode, model", parameter_grid(["never", "always"], ["rotary", "relative"]))
+def test_traced_peak_in_chunks_equals_measured_peak(mode, model):
     config, cpu = TrainConfig(model=MODELS[model], data=DataConfig(concurrent_micro_batches=1)), torch.device("cpu")
     spoken = [dataclasses.replace(s, waveform=s.waveform.float()) for s in speeches(4, augmented=False)]
 
@@ -124,12 +122,12 @@ def test_in_chunks_too_the_traced_peak_is_the_real_steps_peak(mode, model):
 SMALL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=16)
 
 
-MODELS = {"ours": SMALL, "by distance": dataclasses.replace(SMALL, attention_positions="relative")}
+MODELS = {"rotary": SMALL, "relative": dataclasses.replace(SMALL, attention_positions="relative")}
 
 
-@pytest.mark.parametrize("minutes", [(1, 5, 10), *further(((1, 10, 20),))])
-@pytest.mark.parametrize("mode, model", crossed(["always", "never"], MODELS))
-def test_the_traced_peak_grows_linearly(mode, model, minutes):
+@pytest.mark.parametrize("minutes", [(1, 5, 10), *mark_full(((1, 10, 20),))])
+@pytest.mark.parametrize("mode, model", parameter_grid(["always", "never"], MODELS))
+def test_traced_peak_grows_linearly_with_length(mode, model, minutes):
     """Compare the growth above the state between the three lengths, at 15 tokens per second."""
     config = TrainConfig(model=MODELS[model])
     tracer = build_tracer(config, architecture_of(config, 1000), cpu_costs())

@@ -1,4 +1,4 @@
-"""The convolutions in their CPU form, against PyTorch's own modules, in float64."""
+"""The CPU convolutions equal the modules of PyTorch, in float64."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ BOUND = 1e-12
 
 
 def gradients(output: torch.Tensor, of: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the gradients of a sum in which every output element has another weight."""
+    """Return the gradients of a weighted sum of all output elements, each with a different weight."""
     counts = torch.arange(output.numel(), dtype=output.dtype).view_as(output).cos()
     return list(torch.autograd.grad((output * counts).sum(), of))
 
@@ -24,7 +24,7 @@ def differences(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     ("batch", "lengths"), [(1, (40,)), (3, (7,)), (2, (33,)), (1, (20, 5, 31)), (1, (1, 1)), (1, (1600,))]
 )
 @pytest.mark.parametrize("kernel", [3, 31])
-def test_along_frames_it_is_conv1d_of_each_span(batch, lengths, kernel):
+def test_convolution_over_frames_equals_conv1d_of_each_span(batch, lengths, kernel):
     torch.manual_seed(0)
     module = torch.nn.Conv1d(6, 6, kernel, padding=kernel // 2, groups=6).double()
     x = torch.randn(batch, sum(lengths), 6, dtype=torch.float64, requires_grad=True)
@@ -37,14 +37,14 @@ def test_along_frames_it_is_conv1d_of_each_span(batch, lengths, kernel):
         assert torch.equal(depthwise_conv(x, module, lengths), ours)
 
 
-def test_negative_control_spans_that_see_each_other_are_another_convolution():
+def test_negative_control_convolution_across_spans_differs():
     torch.manual_seed(0)
     module = torch.nn.Conv1d(6, 6, 31, padding=15, groups=6).double()
     x = torch.randn(1, 40, 6, dtype=torch.float64)
     assert relative_difference(depthwise_conv(x, module, (20, 20)), depthwise_conv(x, module, (40,))) > 1e-2
 
 
-def test_of_one_place_it_is_conv2d_and_with_its_channels_changed_about_it_is_not():
+def test_pointwise_convolution_equals_conv2d():
     torch.manual_seed(0)
     module = PointwiseConv(6, 6, 1).double()
     x = torch.randn(3, 6, 5, 4, dtype=torch.float64, requires_grad=True)
@@ -55,7 +55,7 @@ def test_of_one_place_it_is_conv2d_and_with_its_channels_changed_about_it_is_not
 
 
 def test_subsampling_in_half_precision_is_rounded_once():
-    """Its convolutions are computed in full precision."""
+    """Convolutions are computed in full precision, also under autocast."""
     torch.manual_seed(0)
     subsampling, features = Subsampling(80, 8, 16), torch.randn(2, 60, 80)
     full = subsampling(features)

@@ -31,7 +31,7 @@ def problem(seed: int, frames: Lengths, token_lengths: Lengths) -> tuple[torch.T
     return encoded, head, tokens
 
 
-def differentiated(
+def loss_and_gradients(
     encoded: torch.Tensor,
     head: torch.nn.Linear,
     frames: Lengths,
@@ -53,36 +53,36 @@ def largest_difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> fl
 
 CASES = {
     "one utterance": ((30,), (7,)),
-    "a ragged batch": ((30, 21, 9, 2), (7, 5, 3, 1)),
-    "an empty transcript": ((12, 9), (3, 0)),
-    "nothing but empty transcripts": ((12, 1), (0, 0)),
+    "different lengths": ((30, 21, 9, 2), (7, 5, 3, 1)),
+    "empty transcript": ((12, 9), (3, 0)),
+    "only empty transcripts": ((12, 1), (0, 0)),
     "one frame": ((1,), (1,)),
-    "the shortest first": ((5, 40), (2, 9)),
+    "shortest first": ((5, 40), (2, 9)),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_those_of_pytorchs_kernel(case):
+def test_loss_and_gradients_equal_pytorch_ctc(case):
     frames, token_lengths = CASES[case]
-    given_problem = problem(0, frames, token_lengths)
-    encoded, head, tokens = given_problem
-    one_piece = differentiated(encoded, head, frames, tokens, token_lengths, ONE_PIECE)
-    chunked = differentiated(encoded, head, frames, tokens, token_lengths, 0)
+    utterances = problem(0, frames, token_lengths)
+    encoded, head, tokens = utterances
+    one_piece = loss_and_gradients(encoded, head, frames, tokens, token_lengths, ONE_PIECE)
+    chunked = loss_and_gradients(encoded, head, frames, tokens, token_lengths, 0)
     assert torch.isfinite(one_piece[0]) and largest_difference(one_piece, chunked) < BOUND
     for row, length in enumerate(frames):
         assert chunked[1][row, length:].abs().sum() == 0
 
 
 @pytest.mark.parametrize("tokens", [[1, 2, 3], [1, 1, 1], [2, 2, 1, 1, 3], [4]])
-def test_as_many_frames_as_the_tokens_need_and_not_one_more(tokens):
+def test_minimum_number_of_frames_gives_finite_loss(tokens):
     frames = ctc_frames_needed(tokens)
     encoded, head, _ = problem(1, (frames,), (len(tokens),))
     arguments = encoded, head, (frames,), torch.tensor([tokens]), (len(tokens),)
-    chunked = differentiated(*arguments, 0)
-    assert torch.isfinite(chunked[0]) and largest_difference(differentiated(*arguments, ONE_PIECE), chunked) < BOUND
+    chunked = loss_and_gradients(*arguments, 0)
+    assert torch.isfinite(chunked[0]) and largest_difference(loss_and_gradients(*arguments, ONE_PIECE), chunked) < BOUND
 
 
-def test_one_frame_too_few_is_an_infinite_loss_as_with_pytorchs_kernel():
+def test_one_frame_too_few_gives_infinite_loss_as_in_pytorch():
     tokens = [1, 1, 2]
     encoded, head, _ = problem(2, (3,), (3,))
     for chunk_frames in (0, ONE_PIECE):
@@ -100,55 +100,55 @@ def batches(draw: st.DrawFn) -> tuple[Lengths, list[list[int]]]:
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(0, 1000))
-def test_any_batch(batch, seed):
+def test_random_batch_equals_pytorch_ctc(batch, seed):
     frames, rows = batch
     token_lengths = tuple(map(len, rows))
     encoded, head, _ = problem(seed, frames, token_lengths)
     tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True)
     arguments = encoded, head, frames, tokens, token_lengths
-    assert largest_difference(differentiated(*arguments, ONE_PIECE), differentiated(*arguments, 0)) < BOUND
+    assert largest_difference(loss_and_gradients(*arguments, ONE_PIECE), loss_and_gradients(*arguments, 0)) < BOUND
 
 
-def test_negative_control_without_the_ban_on_skips_between_equal_tokens_it_is_another_loss(monkeypatch):
+def test_negative_control_skips_between_equal_tokens_change_loss(monkeypatch):
     encoded, head, _ = problem(3, (30,), (4,))
     arguments = encoded, head, (30,), torch.tensor([[1, 1, 2, 2]]), (4,)
-    one_piece = differentiated(*arguments, ONE_PIECE)
-    assert largest_difference(one_piece, differentiated(*arguments, 0)) < BOUND
+    one_piece = loss_and_gradients(*arguments, ONE_PIECE)
+    assert largest_difference(one_piece, loss_and_gradients(*arguments, 0)) < BOUND
     monkeypatch.setattr(ctc, "log_skips", lambda states: log_skips(states * torch.arange(9)))
-    assert largest_difference(one_piece, differentiated(*arguments, 0)) > 1e-3
+    assert largest_difference(one_piece, loss_and_gradients(*arguments, 0)) > 1e-3
 
 
-def test_negative_control_lengths_of_the_longest_are_another_gradient():
+def test_negative_control_padded_lengths_change_gradient():
     frames, token_lengths = (30, 21), (7, 5)
     encoded, head, tokens = problem(4, frames, token_lengths)
-    right = differentiated(encoded, head, frames, tokens, token_lengths, 0)
-    wrong = differentiated(encoded, head, (30, 30), tokens, token_lengths, 0)
+    right = loss_and_gradients(encoded, head, frames, tokens, token_lengths, 0)
+    wrong = loss_and_gradients(encoded, head, (30, 30), tokens, token_lengths, 0)
     assert largest_difference(right, wrong) > 1e-3
 
 
-def test_what_does_not_add_up_in_float32_does_here():
+def test_float32_gradient_of_long_audio_is_more_exact_than_pytorch():
     """For 4,000 frames of float32 logits, compare the gradient with PyTorch's float64 kernel."""
     frames, token_lengths = (4000,), (500,)
     encoded, head, tokens = problem(5, frames, token_lengths)
-    exact = differentiated(encoded, head, frames, tokens, token_lengths, ONE_PIECE)
+    exact = loss_and_gradients(encoded, head, frames, tokens, token_lengths, ONE_PIECE)
     single = encoded.float(), head.float(), frames, tokens, token_lengths
-    ours, theirs = differentiated(*single, 0), differentiated(*single, ONE_PIECE)
+    ours, theirs = loss_and_gradients(*single, 0), loss_and_gradients(*single, ONE_PIECE)
     assert ours[0].dtype == torch.float32
     assert relative_difference(exact[1], ours[1].double()) < 1e-5 < relative_difference(exact[1], theirs[1].double())
 
 
-def test_under_autocast_the_head_is_in_half_precision_and_the_rest_is_not():
+def test_autocast_runs_only_the_head_in_half_precision():
     encoded, head, tokens = problem(6, (60,), (9,))
     arguments = encoded.float(), head.float(), (60,), tokens, (9,)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        one_piece, chunked = differentiated(*arguments, ONE_PIECE), differentiated(*arguments, 0)
+        one_piece, chunked = loss_and_gradients(*arguments, ONE_PIECE), loss_and_gradients(*arguments, 0)
     assert chunked[0].dtype == torch.float32
     # Equal logits, so only the last bits of the forward variables and of half-precision sums differ.
     assert relative_difference(one_piece[0], chunked[0]) < 1e-5
     assert largest_difference(one_piece, chunked) < 0.01
 
 
-def test_traced_shapes_are_the_real_ones():
+def test_fake_tensor_shapes_equal_real_shapes():
     states = interleave_blanks(torch.randint(1, 5, (3, 4)))
     before = torch.full((3, 11), ctc.IMPOSSIBLE, dtype=torch.float64)
     log_probabilities = torch.randn(7, 3, 5).log_softmax(-1)
@@ -159,7 +159,7 @@ def test_traced_shapes_are_the_real_ones():
     assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in real]
 
 
-def test_a_whole_loss_can_be_traced():
+def test_whole_loss_can_be_traced_with_fake_tensors():
     encoded, head, tokens = problem(7, (40, 30), (8, 5))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         hidden = mode.from_tensor(encoded).requires_grad_()
@@ -168,7 +168,7 @@ def test_a_whole_loss_can_be_traced():
     assert losses.shape == (2,) and hidden.grad.shape == encoded.shape
 
 
-def test_it_is_a_proper_operator():
+def test_operator_passes_opcheck():
     states = interleave_blanks(torch.randint(1, 5, (2, 2)))
     log_probabilities = torch.randn(6, 2, 5, dtype=torch.float64).log_softmax(-1).requires_grad_()
     before = torch.full((2, 7), ctc.IMPOSSIBLE, dtype=torch.float64).requires_grad_()
@@ -178,7 +178,7 @@ def test_it_is_a_proper_operator():
     )
 
 
-def test_the_memory_kept_between_chunks_grows_slower_than_the_forward_variables():
+def test_saved_memory_grows_with_power_three_halves_of_length():
     """Compare the bytes saved by autograd in the forward pass for different numbers of frames and tokens."""
     kept = []
     for size in (400, 1600):
@@ -195,8 +195,8 @@ def test_the_memory_kept_between_chunks_grows_slower_than_the_forward_variables(
     assert kept[1] < 9 * kept[0]  # 4 times the frames: 8 = 4 ** 1.5, whereas the kernel's memory grows by 16
 
 
-def test_ctc_loss_of_the_kernel_is_the_references():
-    """The reference of all comparisons above is PyTorch's own loss."""
+def test_reference_equals_pytorch_ctc_loss():
+    """One piece, the reference of the comparisons above, equals PyTorch's loss."""
     encoded, head, tokens = problem(9, (30, 21), (7, 5))
     log_probabilities = F.log_softmax(head(encoded), dim=-1).transpose(0, 1)
     expected = F.ctc_loss(log_probabilities, tokens, torch.tensor((30, 21)), torch.tensor((7, 5)), reduction="sum")

@@ -1,4 +1,4 @@
-"""All private or undocumented PyTorch names used by the package, so that their removal in a release fails here.
+"""All private or undocumented PyTorch names that the package uses; their removal in a release fails here.
 
 Their results are compared with a plain computation elsewhere: test_linear.py, test_product.py, test_convolutions.py,
 test_shapes.py, tests/invariants/test_padding_is_invisible.py.
@@ -59,7 +59,7 @@ NAMES = {
 }
 
 
-def found(name: str) -> object:
+def resolve(name: str) -> object:
     """Return the object with a dotted name."""
     module, rest = name, []
     while True:
@@ -75,14 +75,14 @@ def found(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", sorted(OPERATORS))
-def test_an_operator_takes_and_gives_what_it_did(name):
-    schema = str(found(f"torch.ops.{name}").default._schema)
+def test_operator_schema_is_unchanged(name):
+    schema = str(resolve(f"torch.ops.{name}").default._schema)
     assert schema.partition("(")[2] == OPERATORS[name].partition("(")[2]
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
-def test_a_name_is_there(name):
-    assert found(name) is not None
+def test_private_name_exists(name):
+    assert resolve(name) is not None
 
 
 def private_names_in(source: str) -> set[str]:
@@ -97,7 +97,7 @@ def private_names_in(source: str) -> set[str]:
     return {name for name in names if private.match(name) or name.startswith(("aten.", "mkldnn."))}
 
 
-def test_no_other_is_used():
+def test_package_uses_only_listed_private_names():
     used = set()
     for path in (ROOT / "konkanivani").rglob("*.py"):
         used |= private_names_in(path.read_text(encoding="utf-8"))
@@ -107,7 +107,7 @@ def test_no_other_is_used():
     assert private_names_in("import torch\nx = torch._C._spoken(1)\n") - NAMES  # negative control
 
 
-def test_without_onednns_products_they_are_pytorchs(monkeypatch):
+def test_pytorch_product_is_used_without_onednn_operator(monkeypatch):
     monkeypatch.setattr(products, "_is_onednn_faster", lambda: True)
     rows, matrix = torch.randn(64, 1024), torch.randn(1024, 1024)
     assert products.is_by_onednn(rows, 1024, 1024)
@@ -116,7 +116,7 @@ def test_without_onednns_products_they_are_pytorchs(monkeypatch):
     assert torch.equal(products.fast_linear(rows, matrix), torch.nn.functional.linear(rows, matrix))
 
 
-class Watched:
+class RecordingRunner:
     """`WrapBlock` that records the layout of the blocks' frames."""
 
     def __init__(self) -> None:
@@ -131,23 +131,23 @@ class Watched:
         return run
 
 
-def test_without_attention_of_spans_a_batch_is_padded(monkeypatch):
+def test_batch_is_padded_without_packed_attention_operator(monkeypatch):
     torch.manual_seed(0)
     holder, features = torch.nn.ModuleDict({"encoder": Encoder(MODEL, 80).eval()}), torch.randn(2, 90, 80)
     pack_encoder(holder)
     encoder = holder["encoder"]
-    seen = []
+    results = []
     for has_operator in (True, False):
         monkeypatch.setattr(packing, "HAS_OPERATOR", has_operator)
-        runner = Watched()
+        runner = RecordingRunner()
         encoded, lengths = encoder(features, (90, 50), runner)
-        seen.append([row[:length] for row, length in zip(encoded, lengths, strict=True)])
+        results.append([row[:length] for row, length in zip(encoded, lengths, strict=True)])
         assert runner.layouts and all(isinstance(layout, PackedLayout) == has_operator for layout in runner.layouts)
-    for one, other in zip(*seen, strict=True):
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_attention_of_spans_is_attention_of_each_alone():
+def test_packed_attention_equals_attention_per_span():
     """The kernel and its gradients equal the plain computation."""
     torch.manual_seed(0)
     attention, norm = PackedSelfAttention(12, heads=3, causal=False).double(), torch.nn.LayerNorm(12).double()
@@ -157,10 +157,10 @@ def test_attention_of_spans_is_attention_of_each_alone():
     parts = x.split((5, 7), 1)
     alone = torch.cat([attention(norm(part), SequenceLayout(tables(part.shape[1], x))) for part in parts], 1)
     torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
-    wanted = [x, *attention.parameters(), *norm.parameters()]
+    inputs = [x, *attention.parameters(), *norm.parameters()]
     for one, other in zip(
-        torch.autograd.grad(together.square().sum(), wanted),
-        torch.autograd.grad(alone.square().sum(), wanted),
+        torch.autograd.grad(together.square().sum(), inputs),
+        torch.autograd.grad(alone.square().sum(), inputs),
         strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)

@@ -17,7 +17,7 @@ from benchmarks.plan_accuracy import (
     grid,
     table,
 )
-from tests.conftest import run_script, well
+from tests.conftest import checked, run_script
 
 CASE = Case("minimal", 20.0, 1, 8, "never", False, "cpu")
 PLANNED = Planned(100 * MIB, 200 * MIB, 0)
@@ -28,7 +28,7 @@ CUDA_CELL = CudaCell(replace(CASE, device="cuda"), PLANNED, 300 * MIB, reserved=
 @pytest.mark.full
 def test_cell_is_planned_and_measured():
     flags = ("--seconds", "2", "--recompute", "never", "--precisions", "fp32", "--json")
-    done = well(run_script("benchmarks/plan_accuracy.py", *flags))
+    done = checked(run_script("benchmarks/plan_accuracy.py", *flags))
     found = json.loads(done.stdout.splitlines()[-1])
     (cell,) = found["cells"]
     assert (cell["case"]["preset"], cell["case"]["seconds"], cell["limit"]) == ("minimal", 2.0, None)

@@ -18,7 +18,7 @@ from konkanivani.planning.report import plan_budget, plan_presets
 from konkanivani.planning.sizes import check_state
 from konkanivani.planning.tracer import BatchShape
 from konkanivani.planning.traces import Traces
-from tests.conftest import TINY_MODEL, crossed, run_script, well
+from tests.conftest import TINY_MODEL, checked, parameter_grid, run_script
 from tests.tracers import ONLY_TENSORS, traces_of
 from tests.warm import warm_parent
 
@@ -51,7 +51,7 @@ def test_each_recomputed_block_lowers_the_peak():
     assert tracer.trace(load, RecomputePolicy.first(tracer.blocks)) == tracer.trace(load, ALWAYS)
 
 
-@pytest.mark.parametrize("policy, seconds", crossed([NEVER, ALWAYS], [2.0, 8.0]))
+@pytest.mark.parametrize("policy, seconds", parameter_grid([NEVER, ALWAYS], [2.0, 8.0]))
 def test_largest_batch_fits_and_one_more_utterance_does_not(seconds, policy):
     planner = planner_of(SMALL, "48MiB")
     plan = planner.largest_batch(seconds, round(10 * seconds), policy, most=512)
@@ -190,7 +190,7 @@ def test_unknown_gpu_is_rejected_with_advice(written, said):
 
 def test_plan_command_prints_flags_that_the_trainer_accepts(corpus, tmp_path):
     flags = ("--memory_budget", "314MiB", *TINY_MODEL, "--encoder_layers", "3")
-    done = well(run_script("training_scripts/plan_memory.py", *flags, "--json"))
+    done = checked(run_script("training_scripts/plan_memory.py", *flags, "--json"))
     report = json.loads(done.stdout)
     never, always = report["answers"]
     assert (never["gradient_checkpointing"], always["gradient_checkpointing"]) == ("never", "always")
@@ -252,7 +252,7 @@ def print_answers():
 def printed() -> list[str]:
     """Return the output of a process without a previous backward pass: PyTorch forbids one in a fork after it."""
     program = "from tests.planning import test_planner\ntest_planner.print_answers()"
-    return well(warm_parent().run_program(program)).stdout.splitlines()
+    return checked(warm_parent().run_program(program)).stdout.splitlines()
 
 
 def test_plan_is_computed_in_a_process_with_running_threads(printed):

@@ -26,7 +26,7 @@ from konkanivani.recipe.train import is_rehearsed
 from konkanivani.training import rehearsal
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
-from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer, well
+from tests.conftest import TINY_MODEL, Corpus, checked, read_log, run_folders, run_trainer
 from tests.starts import begin_run, parse_flags
 
 PLAN = MemoryPlan(
@@ -177,7 +177,7 @@ def test_plan_conditions_change_only_with_settings_that_matter(flag, value, matt
 
 def weights_after(corpus: Corpus, directory: Path, *more: str) -> dict[str, torch.Tensor]:
     flags = ("--batch_size", "auto", "--memory_budget", "480MiB", "--max_steps", "3", *more)
-    done = well(run_trainer(*TINY_MODEL, *corpus.flags(), *run_folders(directory), *flags))
+    done = checked(run_trainer(*TINY_MODEL, *corpus.flags(), *run_folders(directory), *flags))
     assert ("Largest batches tested and undone: the longest utterances" in done.stdout) == ("never" not in more)
     return read_checkpoint(directory / "checkpoints" / LAST).states
 

@@ -14,7 +14,7 @@ from konkanivani.planning.plan import ALWAYS, NEVER
 from konkanivani.planning.tensors import Shape, Shapes
 from konkanivani.planning.tracer import BatchShape, Peak
 from konkanivani.planning.traces import build_tracer
-from tests.conftest import further
+from tests.conftest import mark_full
 
 MODEL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=8)
 SMALL_BATCH = BatchShape(3, 4.0, 20)
@@ -52,7 +52,7 @@ def reference_peaks(half: bool, is_card: bool) -> list[Peak | int]:
         return trace_peaks(Shapes, half, is_card, patch)
 
 
-@pytest.mark.parametrize("half, is_card", [(False, False), (True, True), *further((True, False), (False, True))])
+@pytest.mark.parametrize("half, is_card", [(False, False), (True, True), *mark_full((True, False), (False, True))])
 def test_peaks_equal_those_of_fake_tensors(half, is_card, monkeypatch):
     assert reference_peaks(half, is_card) == trace_peaks(FakeTensorsWithCtc, half, is_card, monkeypatch)
 

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.measuring.fixed_step import build_global_batch, build_speech
 from konkanivani.planning.tensors import LiveBytes
-from tests.conftest import ROOT, run_script, well
+from tests.conftest import ROOT, checked, run_script
 
 PEERS = ROOT.parent / "shared" / "peers" / "step_bench.py"
 SMALL = ("--preset", "minimal", "--batch", "2", "--accum", "2", "--steps", "1")
@@ -25,7 +25,7 @@ def run_benchmark(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    done = well(run_benchmark(tmp_path_factory.mktemp("elsewhere"), *SMALL, "--json"))
+    done = checked(run_benchmark(tmp_path_factory.mktemp("elsewhere"), *SMALL, "--json"))
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -59,7 +59,7 @@ def test_recomputation_lowers_the_peak_and_keeps_the_loss(measured, tmp_path):
 @pytest.mark.full
 def test_each_utterance_length_is_measured_separately():
     flags = "duration --preset minimal --tokens_per_second 2 --seconds 4 62 --json"
-    done = well(run_script("benchmarks/memory_growth.py", *flags.split()))
+    done = checked(run_script("benchmarks/memory_growth.py", *flags.split()))
     found = json.loads(done.stdout.splitlines()[-1])
     short, long = found["steps"]
     assert [(step["seconds"], step["tokens"], step["splits"]) for step in (short, long)] == [(4, 8, 0), (62, 124, 0)]

@@ -21,7 +21,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import train
 from konkanivani.training.optimizer_state import RateSchedule, change_length, read_schedule
 from konkanivani.training.run import Run
-from tests.conftest import TINY_MODEL, Corpus, crossed, read_log, run_folders
+from tests.conftest import TINY_MODEL, Corpus, parameter_grid, read_log, run_folders
 from tests.starts import begin_run
 
 PEAK, WARMUP = 2e-3, 4
@@ -117,7 +117,7 @@ def test_by_default_the_first_schedule_and_then_its_final_rate_are_kept(rate, co
         assert expected[FIRST - 1 :] == pytest.approx([PEAK / 100] * (20 - FIRST + 1))
 
 
-@pytest.mark.parametrize(("way", "rate"), crossed(["stretch", "warm"], [cosine, inverse_sqrt]))
+@pytest.mark.parametrize(("way", "rate"), parameter_grid(["stretch", "warm"], [cosine, inverse_sqrt]))
 def test_repeatedly_stopped_longer_run_has_the_rates_of_an_unstopped_one(way, rate, corpus, clone_run, capsys):
     """Stop before, within and after the ramp, with and without repeating the flags."""
     folder, asked = clone_run(rate.__name__, "run"), ("--max_steps", str(LONGER), "--continue_schedule", way)

@@ -17,7 +17,7 @@ from konkanivani.flags import config_from_text, config_to_text, contradictions
 from konkanivani.recipe.build import build_run
 from konkanivani.rules import settings_of, with_values
 from konkanivani.training.loop import train
-from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer, well
+from tests.conftest import TINY_MODEL, Corpus, checked, read_log, run_folders, run_trainer
 from tests.starts import begin_run, parse_flags
 
 STEPS = 3
@@ -125,7 +125,7 @@ def test_contradiction_exits_with_4_and_lists_each_difference(corpus, copy):
 
 def test_resume_from_a_path_takes_all_settings_from_the_checkpoint(corpus, copy, tmp_path):
     path = copy / "checkpoints" / LAST
-    only = well(run_trainer("--resume", str(path), "--max_steps", "4", *run_folders(copy), cwd=tmp_path))
+    only = checked(run_trainer("--resume", str(path), "--max_steps", "4", *run_folders(copy), cwd=tmp_path))
     assert f"Resuming from {path}: step {STEPS}." in only.stdout
     assert [r["step"] for r in read_log(copy)] == [1, 2, 3, 4]
     config = config_from_text(read_checkpoint(path).config)
@@ -141,7 +141,7 @@ def test_learning_rate_dropout_and_workers_may_change_on_resume(corpus, copy):
 
 def test_resumed_finished_run_trains_no_step_and_reports(corpus, copy):
     before = read_checkpoint(copy / "checkpoints" / LAST)
-    done = well(run_trainer(*base_flags(corpus, copy), "--resume", "auto"))
+    done = checked(run_trainer(*base_flags(corpus, copy), "--resume", "auto"))
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == STEPS
     assert f"--max_steps {STEPS}, step {STEPS} is the last. Raise the limit to train longer." in done.stdout
     after = read_checkpoint(copy / "checkpoints" / LAST)
@@ -168,7 +168,7 @@ def test_used_folder_without_resume_or_fresh_exits_with_2(corpus, copy):
 
 
 def test_fresh_moves_old_checkpoints_and_keeps_them_readable(corpus, copy):
-    done = well(run_trainer(*base_flags(corpus, copy), "--fresh", "--max_steps", "1"))
+    done = checked(run_trainer(*base_flags(corpus, copy), "--fresh", "--max_steps", "1"))
     folder = copy / "checkpoints"
     assert f"The old checkpoints were moved to {folder / 'replaced_1'}" in done.stdout
     assert read_checkpoint(folder / "replaced_1" / LAST).step == STEPS

@@ -45,7 +45,7 @@ from konkanivani.scoring.score import (
     write_hypotheses,
 )
 from konkanivani.scoring.transcripts import MAX_CHARACTERS, ScoredText
-from tests.conftest import ROOT, run_script, well
+from tests.conftest import ROOT, checked, run_script
 from tests.page_parts import PageParts
 
 SCRIPT = "training_scripts/evaluate_konkanivani_asr.py"
@@ -480,7 +480,7 @@ def test_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch):
         "except SystemExit as end: assert not end.code\n"
         "assert 'jiwer' in sys.modules and 'torch' not in sys.modules\n"
     )
-    done = well(subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True))
+    done = checked(subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True))
 
 
 @pytest.mark.parametrize(
@@ -513,6 +513,6 @@ def test_invalid_flags_give_exit_code_and_message(tmp_path, monkeypatch, capsys,
 
 def test_simulated_coverage_is_too_small_for_two_speakers():
     flags = ("--trials", "60", "--utterances", "40", "--speakers", "2", "20", "--spreads", "0")
-    done = well(run_script("benchmarks/accuracy.py", "intervals", *flags))
+    done = checked(run_script("benchmarks/accuracy.py", "intervals", *flags))
     [of_two, of_twenty] = [list(map(float, re.findall(r"([\d.]+)%", line))) for line in done.stdout.splitlines()[1:]]
     assert of_two[1] < 75 < of_twenty[1] and min(of_two[0], of_twenty[0]) > 80

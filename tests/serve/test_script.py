@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from konkanivani.serve.server import bind
-from tests.conftest import WORDS, run_here, speak, start_script
+from tests.conftest import WORDS, run_in_process, speak, start_script
 from tests.patience import PATIENCE
 from tests.serve.parts import finish, receive_messages, send, start_recording
 
@@ -68,10 +68,10 @@ def test_checkpoint_is_served_until_a_signal(base, tmp_path, number):
 def test_port_in_use_exits_with_6_before_reading_the_model(tmp_path):
     with bind("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])
-        done = run_here(SERVE, "--checkpoint", str(tmp_path / "absent.pt"), "--port", port)
+        done = run_in_process(SERVE, "--checkpoint", str(tmp_path / "absent.pt"), "--port", port)
     assert done.returncode == 6 and f"port {port}: Address already in use. Choose another port" in done.stderr
     # Negative control: with a free port, the missing checkpoint is the error.
-    assert run_here(SERVE, "--checkpoint", str(tmp_path / "absent.pt"), "--port", "0").returncode == 4
+    assert run_in_process(SERVE, "--checkpoint", str(tmp_path / "absent.pt"), "--port", "0").returncode == 4
 
 
 @pytest.mark.parametrize("version", [None, "14.2"])
@@ -82,7 +82,7 @@ def test_missing_or_old_package_names_install_command(monkeypatch, version):
         return version
 
     monkeypatch.setattr(metadata, "version", fake_version)
-    done = run_here(SERVE, "--checkpoint", "absent.pt")
+    done = run_in_process(SERVE, "--checkpoint", "absent.pt")
     assert done.returncode == 2 and "-m pip install 'websockets>=15'" in done.stderr
 
 
@@ -96,5 +96,5 @@ def test_missing_or_old_package_names_install_command(monkeypatch, version):
     ],
 )
 def test_invalid_flags_exit_with_code_and_message(flags, code, message):
-    done = run_here(SERVE, *flags)
+    done = run_in_process(SERVE, *flags)
     assert done.returncode == code and message in done.stderr and "Traceback" not in done.stderr

@@ -22,7 +22,7 @@ from konkanivani.models.t5.vocabulary import Pieces, T5Tokens, T5Vocabulary, Utf
 from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts
 from tests.conftest import ROOT
-from tests.pretrained_parts import MODES, draw_products
+from tests.pretrained_parts import MODES, draw_lora_weights
 
 CPU = torch.device("cpu")
 KONKANI = Path(os.environ.get("KONKANIVANI_DATA", ROOT.parent / "shared" / "data")) / "konkani_text"
@@ -59,7 +59,7 @@ class NonZeroLoraT5(T5Architecture):
     def build(self) -> T5:
         """Build the network."""
         model = super().build()
-        draw_products(model)
+        draw_lora_weights(model)
         return model
 
 

@@ -19,7 +19,7 @@ from konkanivani.recipe.dry_run import dry_run
 from konkanivani.recipe.startup import resolve_start
 from konkanivani.recipe.train import train_and_report
 from konkanivani.training.loop import train
-from tests.conftest import further
+from tests.conftest import mark_full
 from tests.t5.parts import LINES, write_folder, write_pairs
 
 TEXTS = [(line.strip().lower(), line.strip()) for line in LINES[:9]]
@@ -58,7 +58,7 @@ def checkpoint_weights(folder: Path, name: str = "checkpoint_last.pt") -> dict[s
     return read_checkpoint(folder / "checkpoints" / name).states["model"]
 
 
-@pytest.mark.parametrize("tuning", [(), ("--lora_rank", 2), *further((("--freeze", "encoder"),))])
+@pytest.mark.parametrize("tuning", [(), ("--lora_rank", 2), *mark_full((("--freeze", "encoder"),))])
 def test_run_trains_validates_resumes_and_exports(tuning, base, tmp_path, capsys):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     for folder in (whole, resumed):

@@ -25,9 +25,9 @@ from konkanivani.training import step
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import RecognizedPortion
-from tests.conftest import crossed
+from tests.conftest import parameter_grid
 from tests.invariants.failing import ERRORS, failing_backward, failing_forward
-from tests.invariants.parts import PLACES, measured_peak, relative_difference
+from tests.invariants.parts import PLACEMENTS, measured_peak, relative_difference
 from tests.pretrained_parts import (
     BOUND,
     FAILING,
@@ -37,7 +37,7 @@ from tests.pretrained_parts import (
     check_gradients_of_splits,
     gradients,
     largest_difference,
-    recognized,
+    recognize_greedily,
     state_of,
 )
 from tests.t5.parts import (
@@ -53,7 +53,7 @@ from tests.t5.parts import (
     write_folder,
 )
 
-TRAINED = [*crossed(MODES, ("1.1",)), ("full", "1.0"), ("LoRA", "1.0")]
+TRAINED = [*parameter_grid(MODES, ("1.1",)), ("full", "1.0"), ("LoRA", "1.0")]
 every_mode = pytest.mark.parametrize("mode", MODES)
 every_model = pytest.mark.parametrize(("mode", "variant"), TRAINED)
 FOUR_PAIRS = pairs(4)
@@ -91,7 +91,7 @@ def test_padding_does_not_affect_encoder_output():
         assert relative_difference(unmasked[0, : lengths[0]], together[0, : lengths[0]]) > 1e-3
 
 
-@pytest.mark.parametrize(("mode", "first"), crossed(MODES, ("all", 2, 4)))
+@pytest.mark.parametrize(("mode", "first"), parameter_grid(MODES, ("all", 2, 4)))
 def test_recomputation_gives_bit_identical_gradients(mode, first):
     parts, cut = t5_parts(mode), global_batch(FOUR_PAIRS, 2)
     policy = RecomputePolicy("always") if first == "all" else RecomputePolicy.first(first)
@@ -104,7 +104,7 @@ def step_without_failure(mode: str) -> tuple[StepReport, dict[str, torch.Tensor]
     return train_step(parts, global_batch(FOUR_PAIRS, 2), 3), state_of(parts)
 
 
-@pytest.mark.parametrize(("mode", "where", "when"), crossed(("full", "LoRA"), ("forward", "backward"), FAILING))
+@pytest.mark.parametrize(("mode", "where", "when"), parameter_grid(("full", "LoRA"), ("forward", "backward"), FAILING))
 def test_step_split_after_out_of_memory_equals_unsplit_step(mode, where, when):
     parts, (expected, expected_state), when = t5_parts(mode), step_without_failure(mode), FAILING[when]
     if where == "forward":
@@ -117,9 +117,11 @@ def test_step_split_after_out_of_memory_equals_unsplit_step(mode, where, when):
     assert largest_difference(expected_state, state_of(parts)) < BOUND
 
 
-@pytest.mark.parametrize(("mode", "place"), crossed(MODES, [place for place in PLACES if "hal" not in place]))
+@pytest.mark.parametrize(
+    ("mode", "place"), parameter_grid(MODES, [place for place in PLACEMENTS if "hal" not in place])
+)
 def test_offloaded_weights_give_identical_results(mode, place):
-    on_card, elsewhere = t5_parts(mode), t5_parts(mode, placement=PLACES[place])
+    on_card, elsewhere = t5_parts(mode), t5_parts(mode, placement=PLACEMENTS[place])
     for number in range(2):
         reports = [train_step(parts, global_batch(FOUR_PAIRS, 2), number) for parts in (on_card, elsewhere)]
         assert reports[0].loss == reports[1].loss
@@ -153,7 +155,7 @@ def test_merged_lora_products_give_the_same_logits():
 
 def decode_greedily(parts: StepParts, most: int = 40) -> RecognizedPortion:
     """Return each input's likeliest tokens from cached decoding, up to the maximum length."""
-    return recognized(parts, global_batch(FOUR_PAIRS, 3), SPECIAL, rules_with_length(most))
+    return recognize_greedily(parts, global_batch(FOUR_PAIRS, 3), SPECIAL, rules_with_length(most))
 
 
 def rules_with_length(most: int) -> GenerationRules:
@@ -243,7 +245,7 @@ def test_planned_decoding_peak_bounds_measured_peak():
     with LiveBytes() as live:
         live.count(parts.state_tensors())
         live.restart_peak()
-        recognized(parts, global_batch(long, 4), SPECIAL, rules_with_length(80))
+        recognize_greedily(parts, global_batch(long, 4), SPECIAL, rules_with_length(80))
         found.append(live.restart_peak())
     tracer = build_tracer(t5_config(), architecture, ONLY_TENSORS)
     planned = tracer.trace_validation(BatchShape(4, 64.0, 80))

@@ -21,7 +21,7 @@ from konkanivani.models.t5.model import T5
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.optimizer_state import BETAS, EPSILON
 from konkanivani.training.step import train_step
-from tests.conftest import further
+from tests.conftest import mark_full
 from tests.t5.folders import (
     KINDS,
     Kind,
@@ -189,7 +189,7 @@ def generate_with_transformers(model: torch.nn.Module, batch: Batch, most: int, 
 
 
 @pytest.mark.parametrize(
-    ("name", "beam"), [("1.0", 1), ("1.0", 3), ("mt5", 1), ("1.1", 3), *further(("1.1", 1), ("flan", 1), ("flan", 3))]
+    ("name", "beam"), [("1.0", 1), ("1.0", 3), ("mt5", 1), ("1.1", 3), *mark_full(("1.1", 1), ("flan", 1), ("flan", 3))]
 )
 def test_generated_ids_of_50_inputs_equal_transformers(name, beam):
     kind, most, found_rows, compared = KINDS[name], 14, [], 0

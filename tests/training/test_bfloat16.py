@@ -24,7 +24,7 @@ from konkanivani.training.build_step import StateLayout, build_step_parts, memor
 from konkanivani.training.optimizer_state import OptimizerState
 from konkanivani.training.optimizers import BF16_KINDS, build_optimizer
 from konkanivani.training.step import StepParts, train_step
-from tests.invariants.parts import PLACES, measured_peak
+from tests.invariants.parts import PLACEMENTS, measured_peak
 from tests.pretrained_parts import MODES, are_equal, state_of
 from tests.starts import parse_flags
 from tests.t5.parts import CPU, global_batch, pairs, t5_config
@@ -218,7 +218,7 @@ def test_run_resumed_from_a_file_continues_bit_for_bit(kind, tmp_path):
 
 @pytest.mark.parametrize("place", ["host", "ahead", "some on the host"])
 def test_placement_of_bf16_weights_changes_no_result(place):
-    on_card, elsewhere = parts_of("adamw"), parts_of("adamw", placement=PLACES[place])
+    on_card, elsewhere = parts_of("adamw"), parts_of("adamw", placement=PLACEMENTS[place])
     assert trained(on_card, range(2)) == trained(elsewhere, range(2))
     assert are_equal(state_of(on_card), state_of(elsewhere))
     assert not elsewhere.forward.weights.copies  # bf16 weights need no halves

@@ -20,7 +20,7 @@ from konkanivani.training import build_step
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.gradient import GradientTask
 from konkanivani.training.step import StepParts, StepReport, forward_and_backward, train_step
-from tests.conftest import crossed
+from tests.conftest import parameter_grid
 from tests.invariants.parts import KINDS, VOCAB_SIZE, features_of, relative_difference, speeches
 from tests.whisper.parts import SHAPE
 
@@ -111,7 +111,7 @@ def outputs(parts: StepParts, global_batch: GlobalBatch) -> dict[str, list[torch
     return found
 
 
-@pytest.mark.parametrize(("kind", "precision"), crossed(MODELS, [None, *AUTOCAST]))
+@pytest.mark.parametrize(("kind", "precision"), parameter_grid(MODELS, [None, *AUTOCAST]))
 def test_constant_rows_are_finite_and_do_not_change_the_other_rows(kind, precision, monkeypatch):
     parts = parts_of(kind, precision, monkeypatch)
     normal = spoken(parts)
@@ -132,7 +132,7 @@ def train_steps(parts: StepParts, global_batch: GlobalBatch, count: int = 8) -> 
     return [train_step(parts, global_batch, number) for number in range(count)]
 
 
-@pytest.mark.parametrize(("kind", "precision"), crossed(MODELS, AUTOCAST))
+@pytest.mark.parametrize(("kind", "precision"), parameter_grid(MODELS, AUTOCAST))
 def test_steps_over_constant_rows_have_finite_losses_and_gradients(kind, precision, monkeypatch):
     parts = parts_of(kind, precision, monkeypatch)
     reports = train_steps(parts, in_one_micro_batch(with_constant_rows(spoken(parts))))

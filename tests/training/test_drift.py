@@ -13,7 +13,7 @@ from konkanivani.data.batching import GlobalBatch
 from konkanivani.models.architecture import architecture_of
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, StepReport
-from tests.conftest import run_script, well
+from tests.conftest import checked, run_script
 
 CPU = torch.device("cpu")
 SMALL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=8)
@@ -41,7 +41,7 @@ class LeakingGlobalBatches:
 
 def test_memory_growth_script_finds_no_growth():
     flags = ("--steps", "6", *SMALL_FLAGS, "--subsampling_channels", "8", "--shortest", "0.5", "--longest", "1.5")
-    done = well(run_script("benchmarks/memory_growth.py", "steps", *flags, "--json"))
+    done = checked(run_script("benchmarks/memory_growth.py", "steps", *flags, "--json"))
     found = json.loads(done.stdout.splitlines()[-1])
     weights_and_moments = 3 * 4 * found["params"]
     assert weights_and_moments < found["live_first"] < weights_and_moments + 2**20

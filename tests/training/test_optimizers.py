@@ -28,11 +28,11 @@ from konkanivani.training.build_step import StateLayout, build_step_parts, memor
 from konkanivani.training.optimizer_state import Optimizer, OptimizerState
 from konkanivani.training.optimizers import BLOCK, KINDS, Codebook, build_optimizer, dynamic_shares
 from konkanivani.training.step import StepParts, train_step
-from tests.conftest import crossed
-from tests.invariants.failing import ERRORS, failing_backward, failing_forward, once_at
+from tests.conftest import parameter_grid
+from tests.invariants.failing import ERRORS, fail_at, failing_backward, failing_forward
 from tests.invariants.parts import (
     MODEL,
-    PLACES,
+    PLACEMENTS,
     double_parts,
     global_batch,
     measured_peak,
@@ -313,7 +313,7 @@ def test_planned_state_bytes_equal_the_real_ones(kind):
     )
 
 
-@pytest.mark.parametrize("kind, policy", crossed(SMALLER, ["never", "always"]))
+@pytest.mark.parametrize("kind, policy", parameter_grid(SMALLER, ["never", "always"]))
 def test_planned_peak_bounds_the_measured_one(kind, policy):
     model = ModelConfig(d_model=128, encoder_layers=1, decoder_layers=1)
     config, recompute = config_of(kind, model), RecomputePolicy(policy)
@@ -371,7 +371,7 @@ def test_run_resumed_from_a_file_continues_bit_for_bit(kind, tmp_path):
 
 @pytest.mark.parametrize(("kind", "failing"), [("adamw8bit", failing_forward), ("adafactor", failing_backward)])
 def test_step_split_after_out_of_memory_equals_the_unsplit_step(kind, failing):
-    whole, parts = float64_parts(kind), failing(float64_parts(kind), once_at(1), ERRORS["cuda"])
+    whole, parts = float64_parts(kind), failing(float64_parts(kind), fail_at(1), ERRORS["cuda"])
     for step in range(2):
         reports = [train_step(each, global_batch(speeches(4, seed=step), 2), step) for each in (whole, parts)]
         assert reports[0].splits == 0 and reports[1].splits == (step == 0)
@@ -435,7 +435,7 @@ def test_memory_conditions_depend_on_the_optimizer():
     assert len(set(conditions)) == len(KINDS)
 
 
-@pytest.mark.parametrize(("kind", "place"), crossed(KINDS, ("card", "host")))
+@pytest.mark.parametrize(("kind", "place"), parameter_grid(KINDS, ("card", "host")))
 def test_tracing_one_parameter_of_each_layout_gives_the_peak_of_all(kind, place, monkeypatch):
     """This also holds for an update that allocates memory, unlike the updates of the project."""
     config = config_of(kind)
@@ -443,7 +443,7 @@ def test_tracing_one_parameter_of_each_layout_gives_the_peak_of_all(kind, place,
     build, updates = type(build_optimizer(architecture.build(), config.optimizer)), []
 
     def traced() -> Peak:
-        tracer = build_tracer(config, architecture, cuda_costs("a card", (7, 5)), PLACES[place])
+        tracer = build_tracer(config, architecture, cuda_costs("a card", (7, 5)), PLACEMENTS[place])
         return tracer.trace(BatchShape(2, 2.0, 10), RecomputePolicy("always"))
 
     step = build.step

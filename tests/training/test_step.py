@@ -84,9 +84,9 @@ print("torch._dynamo" in sys.modules, "triton" in sys.modules)
 @pytest.mark.parametrize(
     ("before", "loaded"), [("", "False False"), ("import torch\ntorch.optim.AdamW([torch.ones(1)])", "True")]
 )
-def test_step_does_not_import_the_pytorch_compiler(before, loaded, torch_alone):
+def test_step_does_not_import_the_pytorch_compiler(before, loaded, torch_only_parent):
     """It takes 100 MB; the negative control imports torch's own optimizer class."""
-    ended = torch_alone.run_program(TRAIN.format(before=before))
+    ended = torch_only_parent.run_program(TRAIN.format(before=before))
     assert ended.stdout.strip().startswith(loaded), ended.stdout + ended.stderr
 
 

@@ -16,7 +16,7 @@ from konkanivani.training.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts
 from tests.conftest import WORDS
 from tests.invariants.parts import CPU, VOCAB_SIZE, speeches
-from tests.pretrained_parts import MODES, draw_products
+from tests.pretrained_parts import MODES, draw_lora_weights
 from tests.whisper.byte_vocabularies import added_token_ids, train_vocabulary, write_vocabulary_files
 
 SHAPE = WhisperShape(16, 2, 2, 2, 32, 80, VOCAB_SIZE, source_positions=100, target_positions=40)
@@ -35,7 +35,7 @@ class NonZeroLoraWhisper(WhisperArchitecture):
     def build(self) -> Whisper:
         """Build the network."""
         model = super().build()
-        draw_products(model)
+        draw_lora_weights(model)
         return model
 
 

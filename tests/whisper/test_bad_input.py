@@ -16,7 +16,16 @@ import torch
 
 from konkanivani.checkpoints.checkpoint import check_is_there
 from konkanivani.errors import CheckpointError
-from tests.conftest import TINY_MODEL, Corpus, of_each_kind, run_folders, run_script, run_trainer, well, write_corpus
+from tests.conftest import (
+    TINY_MODEL,
+    Corpus,
+    checked,
+    mark_full_except,
+    run_folders,
+    run_script,
+    run_trainer,
+    write_corpus,
+)
 from tests.faults.test_error_texts import message_defect
 from tests.whisper.small_model import write_model
 
@@ -61,8 +70,8 @@ def models(tmp_path_factory) -> Models:
     added.write_text(added.read_text().replace("<|translate|>", "<|nothing|>"))
     for kind, flags in KINDS.items():
         flags = ("--pretrained", found.folder(), *LANGUAGE, *flags)
-        well(run_trainer(*found.corpus.flags(), *SHORT, *run_folders(root / kind), *flags))
-    well(run_trainer(*TINY_MODEL, *found.corpus.flags(), *SHORT, *run_folders(root / "ours")))
+        checked(run_trainer(*found.corpus.flags(), *SHORT, *run_folders(root / kind), *flags))
+    checked(run_trainer(*TINY_MODEL, *found.corpus.flags(), *SHORT, *run_folders(root / "ours")))
     return found
 
 
@@ -180,7 +189,7 @@ QUICK_FOLDERS = (
 )
 
 
-@pytest.mark.parametrize("case", of_each_kind(FOLDERS, QUICK_FOLDERS))
+@pytest.mark.parametrize("case", mark_full_except(FOLDERS, QUICK_FOLDERS))
 def test_bad_folder_is_rejected_before_files_are_created(case, models, tmp_path):
     change, code, message = FOLDERS[case]
     folder, out = tmp_path / "folder", tmp_path / "out"
@@ -247,7 +256,7 @@ SIMILAR_FLAGS = {
 }
 
 
-@pytest.mark.parametrize("case", of_each_kind(FLAGS, FLAGS.keys() - SIMILAR_FLAGS))
+@pytest.mark.parametrize("case", mark_full_except(FLAGS, FLAGS.keys() - SIMILAR_FLAGS))
 def test_invalid_flags_are_rejected_before_files_are_created(case, models, tmp_path):
     flags, message = FLAGS[case]
     check_rejected(train(models, tmp_path / "out", *models.fill(flags, tmp_path)), 2, message)
@@ -340,7 +349,7 @@ TAMPERED: dict[str, tuple[str, Callable[[dict], object], str]] = {
 QUICK_TAMPERED = ("2^40", "huge", "other width", "no width", "no digest")
 
 
-@pytest.mark.parametrize("case", of_each_kind(TAMPERED, QUICK_TAMPERED))
+@pytest.mark.parametrize("case", mark_full_except(TAMPERED, QUICK_TAMPERED))
 def test_tampered_checkpoint_is_rejected_by_every_command(case, models, tmp_path):
     kind, change, message = TAMPERED[case]
     shutil.copytree(models.root / kind, tmp_path / "out")
@@ -389,7 +398,9 @@ EXPORTS = {
 }
 
 
-@pytest.mark.parametrize("case", of_each_kind(EXPORTS, EXPORTS.keys() - {"ONNX", "English-only base", "missing base"}))
+@pytest.mark.parametrize(
+    "case", mark_full_except(EXPORTS, EXPORTS.keys() - {"ONNX", "English-only base", "missing base"})
+)
 def test_rejected_export_writes_nothing(case, models, tmp_path):
     flags, code, message = EXPORTS[case]
     (tmp_path / "mine.txt").write_text("mine")

@@ -17,7 +17,7 @@ from konkanivani.inference.whisper_generation import FallbackDecode, compression
 from konkanivani.models.whisper.model import Whisper, WhisperShape
 from konkanivani.models.whisper.vocabulary import PromptedVocabulary
 from konkanivani.planning.tensors import LiveBytes
-from tests.conftest import WORDS, further
+from tests.conftest import WORDS, mark_full
 from tests.whisper.folders import FRAMES, reference, to_project_model, transformers
 from tests.whisper.vocabularies import POSITIONS, kind_of, read_vocabulary, write_vocabulary
 
@@ -114,7 +114,7 @@ def test_good_hypotheses_are_kept_without_sampling_again(model, vocabulary, utte
     assert decode_frames(strict, model, *good) and starts.sizes[6:] == [3] * (3 + len(decode.temperatures))
 
 
-@pytest.mark.parametrize("beam", [3, *further(1)])
+@pytest.mark.parametrize("beam", [3, *mark_full(1)])
 def test_only_repetitive_hypotheses_are_sampled_again(model, vocabulary, utterances, beam, monkeypatch):
     decode, given = build_fallback(vocabulary, beam), [utterances[name] for name in ("good", "loop", "other", "good")]
     first = decode_frames(decode.inner, model, *given)
@@ -149,7 +149,7 @@ def test_first_good_sample_is_taken_or_else_the_last(model, vocabulary, utteranc
     ) == decode_frames(decode.inner, model, loop)
 
 
-@pytest.mark.parametrize("beam", [3, *further(1)])
+@pytest.mark.parametrize("beam", [3, *mark_full(1)])
 def test_fallback_does_not_depend_on_the_batch(model, vocabulary, utterances, beam):
     decode = build_fallback(vocabulary, beam, temperatures=(0.4, 1.0))
     alone = {name: decode_frames(decode, model, frames)[0] for name, frames in utterances.items()}

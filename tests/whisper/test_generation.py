@@ -30,7 +30,7 @@ from konkanivani.models.whisper.vocabulary import (
     Prompt,
     PromptedVocabulary,
 )
-from tests.conftest import WORDS, further
+from tests.conftest import WORDS, mark_full
 from tests.whisper.byte_vocabularies import added_token_ids, train_vocabulary, write_vocabulary_files
 from tests.whisper.folders import KINDS, SECONDS, Kind, random_features, reference, to_project_model, transformers
 
@@ -136,7 +136,7 @@ def build_case(name: str, pairs: BytePairs, seed: int) -> Case:
     return Case(model, to_project_model(model, kind), vocabulary, prompt, random_features(kind, INPUTS, seed).double())
 
 
-@pytest.fixture(scope="module", params=["tiny", "v3", "en", *further("turbo")])
+@pytest.fixture(scope="module", params=["tiny", "v3", "en", *mark_full("turbo")])
 def cases(request, tmp_path_factory) -> list[Case]:
     """Return eight models of a kind, with a small vocabulary and the published number of languages."""
     languages = tuple(whisper.LANGUAGES)[: 100 if request.param in ("v3", "turbo") else 99]
@@ -165,7 +165,7 @@ def test_greedy_ids_equal_generate(cases, with_times):
     assert not with_times or len(times) > 8
 
 
-@pytest.mark.parametrize("with_times", [True, *further(False)])
+@pytest.mark.parametrize("with_times", [True, *mark_full(False)])
 def test_beam_search_equals_generate_for_ended_hypotheses(cases, with_times):
     """With `length_penalty` 0, a score is the sum over the tokens and the end, as in this project.
 

@@ -11,7 +11,7 @@ from konkanivani.checkpoints.checkpoint import read_checkpoint
 from konkanivani.errors import NumericsError
 from konkanivani.models.whisper import export
 from konkanivani.models.whisper.export import read_pretrained_whisper
-from tests.conftest import Corpus, crossed, run_folders, run_here, run_trainer, well, write_corpus
+from tests.conftest import Corpus, checked, parameter_grid, run_folders, run_in_process, run_trainer, write_corpus
 from tests.whisper.small_model import write_model
 
 EXPORT = "training_scripts/export_asr.py"
@@ -39,7 +39,7 @@ def train(root: Path, corpus: Corpus, number_format: str, mode: str) -> Path:
     """Train three steps with a learning rate that changes bf16 weights, and return the base folder."""
     base = write_model(root / "base", positions=64, dtype=FORMATS[number_format])
     flags = ("--pretrained", str(base), "--language", "mr", "--learning_rate", "0.02", "--warmup_steps", "1")
-    well(run_trainer(*corpus.flags(), *SHORT, *run_folders(root), *flags, *MODES[mode]))
+    checked(run_trainer(*corpus.flags(), *SHORT, *run_folders(root), *flags, *MODES[mode]))
     return base
 
 
@@ -64,11 +64,11 @@ def expected_tensors(base: Path, checkpoint: Path, is_halved: bool) -> tuple[Ten
     return expected, trained
 
 
-@pytest.mark.parametrize(("number_format", "mode"), crossed(FORMATS, MODES))
+@pytest.mark.parametrize(("number_format", "mode"), parameter_grid(FORMATS, MODES))
 def test_exported_weights_equal_rounded_trained_weights(corpus, number_format, mode, tmp_path):
     base = train(tmp_path, corpus, number_format, mode)
     checkpoint, out = tmp_path / "checkpoints" / "checkpoint_last.pt", tmp_path / "out"
-    well(run_here(EXPORT, "--checkpoint", str(checkpoint), "--whisper", str(out)))
+    checked(run_in_process(EXPORT, "--checkpoint", str(checkpoint), "--whisper", str(out)))
     before = safetensors.torch.load_file(base / WEIGHTS)
     after = safetensors.torch.load_file(out / WEIGHTS)
     is_halved = "half" in MODES[mode]
@@ -101,7 +101,7 @@ def test_negative_control_export_detects_one_flipped_bit(corpus, number_format, 
 
     monkeypatch.setattr(export.safetensors.torch, "save_file", save_with_flipped_bit)
     before = sorted(tmp_path.iterdir())
-    done = run_here(EXPORT, "--checkpoint", str(checkpoint), "--whisper", str(out))
+    done = run_in_process(EXPORT, "--checkpoint", str(checkpoint), "--whisper", str(out))
     assert done.returncode == NumericsError.exit_code, done.stdout + done.stderr
     assert "read back, differs from the trained weight rounded to" in done.stderr
     assert "Traceback" not in done.stderr and sorted(tmp_path.iterdir()) == before

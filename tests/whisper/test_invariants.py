@@ -23,8 +23,8 @@ from konkanivani.training import step
 from konkanivani.training.gradient import OrderedAccumulation
 from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import RecognizedPortion
-from tests.conftest import crossed
-from tests.invariants.failing import ERRORS, failing_backward, failing_forward, once_at
+from tests.conftest import parameter_grid
+from tests.invariants.failing import ERRORS, fail_at, failing_backward, failing_forward
 from tests.invariants.parts import global_batch, relative_difference, speeches
 from tests.pretrained_parts import (
     BOUND,
@@ -33,13 +33,13 @@ from tests.pretrained_parts import (
     are_equal,
     averaged_gradients,
     check_gradients_of_splits,
-    draw_products,
+    draw_lora_weights,
     gradients,
     largest_difference,
-    recognized,
+    recognize_greedily,
     state_of,
 )
-from tests.tracers import Calls
+from tests.tracers import OperationCounter
 from tests.whisper.parts import FOUR_UTTERANCES, SHAPE, is_trained, whisper_config, whisper_parts
 
 RECOMPUTED = ["never", "always"]
@@ -49,7 +49,7 @@ BLOCKS_BELOW = {"full": 0, "LoRA": 1, "one block": 2, "encoder": 3}  # number of
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
-@pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
+@pytest.mark.parametrize(("mode", "recompute"), parameter_grid(MODES, RECOMPUTED))
 def test_gradients_do_not_depend_on_micro_batch_size(mode, recompute):
     parts = whisper_parts(mode, whisper_config(recompute))
     trained = {name for name, _ in parts.model.named_parameters() if is_trained(name, mode)}
@@ -63,7 +63,7 @@ def test_negative_control_average_of_micro_batch_means_differs(mode):
     assert largest_difference(gradients(parts, cut), averaged_gradients(parts, cut)) > 1e-3
 
 
-@pytest.mark.parametrize(("mode", "first"), crossed(MODES, ("all", 1, 2, 4)))
+@pytest.mark.parametrize(("mode", "first"), parameter_grid(MODES, ("all", 1, 2, 4)))
 def test_recomputation_gives_bit_identical_gradients(mode, first):
     parts, flop = whisper_parts(mode), []
     policy = RecomputePolicy("always") if first == "all" else RecomputePolicy.first(first)
@@ -83,7 +83,7 @@ def test_recomputed_blocks_keep_their_attention_output(mode, monkeypatch):
     attention, sum_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, torch.ops.aten.add.Tensor
 
     def calls(policy: str) -> tuple[int, int]:
-        with Calls() as found:
+        with OperationCounter() as found:
             gradients(whisper_parts(mode, dtype=torch.float32).recomputing(RecomputePolicy(policy)), cut)
         return found.counts[attention], found.counts[sum_]
 
@@ -99,7 +99,7 @@ def step_without_failure(mode: str) -> tuple[StepReport, dict[str, torch.Tensor]
     return train_step(parts, global_batch(FOUR_UTTERANCES, 2), 3), state_of(parts)
 
 
-@pytest.mark.parametrize(("mode", "where", "when"), crossed(MODES, ("forward", "backward"), FAILING))
+@pytest.mark.parametrize(("mode", "where", "when"), parameter_grid(MODES, ("forward", "backward"), FAILING))
 def test_step_split_after_out_of_memory_equals_unsplit_step(mode, where, when):
     parts, (expected, expected_state), when = whisper_parts(mode), step_without_failure(mode), FAILING[when]
     decoder_block = SHAPE.encoder_layers + 1  # the first one; the second one already has its gradients
@@ -120,7 +120,7 @@ def test_negative_control_gradients_of_failed_attempt_change_the_step(mode, monk
     parts = whisper_parts(mode)
     monkeypatch.setattr(parts.optimizer, "zero_grad", lambda: None)
     assert (
-        train_step(failing_forward(parts, once_at(1), ERRORS["cpu"]), global_batch(FOUR_UTTERANCES, 2), 3).splits == 1
+        train_step(failing_forward(parts, fail_at(1), ERRORS["cpu"]), global_batch(FOUR_UTTERANCES, 2), 3).splits == 1
     )
     assert largest_difference(step_without_failure(mode)[1], state_of(parts)) > 1e-3
 
@@ -156,7 +156,7 @@ def delay_first_micro_batch(monkeypatch: pytest.MonkeyPatch, seconds: float) -> 
     monkeypatch.setattr(step, "forward_and_backward", delayed)
 
 
-@pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
+@pytest.mark.parametrize(("mode", "recompute"), parameter_grid(MODES, RECOMPUTED))
 def test_concurrent_micro_batches_equal_sequential_at_any_timing(mode, recompute, monkeypatch, two_threads):
     expected = train_two_steps(mode, 1, recompute)
     assert are_equal(train_two_steps(mode, 2, recompute), expected)
@@ -198,7 +198,7 @@ def test_new_lora_equals_base_and_merging_keeps_the_logits():
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             assert torch.equal(logits(tuned), logits(base))
-    draw_products(tuned)
+    draw_lora_weights(tuned)
     plain, weights = architecture.plain(tuned.state_dict())
     merged = plain.build()
     merged.load_state_dict(weights)
@@ -209,10 +209,10 @@ def test_new_lora_equals_base_and_merging_keeps_the_logits():
 def decode_greedily(parts: StepParts) -> RecognizedPortion:
     """Return each utterance's likeliest tokens from cached decoding, up to the maximum length."""
     rules = GenerationRules(prompt=(4, 5), suppressed=(OUR_TOKENS.end,), most_tokens=SHAPE.target_positions - 3)
-    return recognized(parts, global_batch(FOUR_UTTERANCES, 3), OUR_TOKENS, rules)
+    return recognize_greedily(parts, global_batch(FOUR_UTTERANCES, 3), OUR_TOKENS, rules)
 
 
-@pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
+@pytest.mark.parametrize(("mode", "recompute"), parameter_grid(MODES, RECOMPUTED))
 def test_decoding_and_gradients_do_not_affect_each_other(mode, recompute):
     parts = whisper_parts(mode, whisper_config(recompute))
     alone, results = gradients(parts, GLOBAL_BATCH), []

@@ -11,7 +11,7 @@ import torch
 from konkanivani.errors import CheckpointError
 from konkanivani.models.whisper.export import write_whisper_folder
 from konkanivani.models.whisper.folder import read_whisper_folder
-from tests.conftest import crossed
+from tests.conftest import parameter_grid
 from tests.whisper.small_model import write_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -62,7 +62,7 @@ def written_files(out: Path, base: Base) -> dict[str, Tensors]:
     return {file: safetensors.torch.load_file(out / file) for file in base.files}
 
 
-@pytest.mark.parametrize(("formats", "shards"), crossed(FORMATS, SHARDS))
+@pytest.mark.parametrize(("formats", "shards"), parameter_grid(FORMATS, SHARDS))
 def test_folder_is_read_exactly_and_written_in_its_formats_and_files(formats, shards, tmp_path):
     base = write_base(tmp_path / "base", FORMATS[formats], SHARDS[shards])
     folder = read_whisper_folder(base.path)

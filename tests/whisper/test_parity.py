@@ -17,7 +17,7 @@ from konkanivani.models.whisper import model as blocks
 from konkanivani.models.whisper.architecture import WhisperArchitecture, WhisperFrontEnd
 from konkanivani.models.whisper.folder import name_in_file, read_whisper_folder
 from konkanivani.models.whisper.model import Whisper, WhisperShape, sinusoids
-from tests.conftest import crossed
+from tests.conftest import parameter_grid
 from tests.whisper.folders import (
     KINDS,
     Kind,
@@ -60,7 +60,9 @@ def transformers_features(waveform: torch.Tensor, mel_bins: int, seconds: int) -
     return torch.from_numpy(np.array(found))[0].T
 
 
-@pytest.mark.parametrize(("mel_bins", "seconds", "loudness"), crossed((80, 128), (1, 30), (1.0, 1e-3, 1e-7, 0.0)))
+@pytest.mark.parametrize(
+    ("mel_bins", "seconds", "loudness"), parameter_grid((80, 128), (1, 30), (1.0, 1e-3, 1e-7, 0.0))
+)
 def test_features_equal_transformers(mel_bins, seconds, loudness):
     shape = WhisperShape(8, 1, 1, 1, 8, mel_bins, 10, 50 * seconds)
     front_end, generator = WhisperFrontEnd(shape, AugmentConfig()), torch.Generator().manual_seed(0)

@@ -18,7 +18,7 @@ from konkanivani.planning.traces import build_tracer
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts
 from konkanivani.training.validation import recognize
-from tests.conftest import crossed, further
+from tests.conftest import mark_full, parameter_grid
 from tests.invariants.parts import measured_peak
 from tests.pretrained_parts import MODES
 from tests.tracers import ONLY_TENSORS
@@ -52,7 +52,7 @@ def global_batch_of(*lengths: float, batch_size: int) -> GlobalBatch:
     return split_into_micro_batches(utterances, same_size(batch_size), OUR_TOKENS)
 
 
-@pytest.mark.parametrize(("mode", "policy", "half"), crossed(MODES, POLICIES, (False, True)))
+@pytest.mark.parametrize(("mode", "policy", "half"), parameter_grid(MODES, POLICIES, (False, True)))
 def test_planned_step_peak_is_within_2_percent_of_measured(mode, policy, half):
     """Peak memory does not depend on the share of speech in the window."""
     measured = measured_peak(parts_of(mode, policy, half), global_batch_of(2.0, 2.0, 1.9, 1.0, 0.5, 2.0, batch_size=3))
@@ -100,8 +100,8 @@ SHAPES = {
 }
 VALIDATED = [("full", False, shape) for shape in SHAPES]
 VALIDATED += [("full", True, "large cache"), ("LoRA", False, "large cache")]
-VALIDATED += further(("full", True, "large encoder"))
-VALIDATED += further(*((mode, False, "large cache") for mode in ("encoder", "one block")))
+VALIDATED += mark_full(("full", True, "large encoder"))
+VALIDATED += mark_full(*((mode, False, "large cache") for mode in ("encoder", "one block")))
 
 
 def measure_validation_peak(parts: StepParts, seconds: float) -> int:

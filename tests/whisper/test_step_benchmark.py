@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.conftest import run_script, well
+from tests.conftest import checked, run_script
 
 pytest.importorskip(
     "transformers", reason="transformers, with which the step is compared, is not installed: pip install -e .[test]"
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.full
 
 def test_both_implementations_take_the_same_step(tmp_path):
     flags = "--size digits --rounds 1 --accum 1 --shortest 1 --longest 1 --at_once 1 --json"
-    done = well(run_script("benchmarks/peers/whisper_step.py", "compare", *flags.split(), cwd=tmp_path))
+    done = checked(run_script("benchmarks/peers/whisper_step.py", "compare", *flags.split(), cwd=tmp_path))
     ours, theirs = json.loads(done.stdout.splitlines()[-1])["results"]
     assert ours["parameters"] == theirs["parameters"] == 199_232
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)

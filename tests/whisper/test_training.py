@@ -202,7 +202,7 @@ def test_model_on_meta_device_has_the_same_shapes():
     }
 
 
-def test_build_without_values_does_not_import_torch_dynamo(torch_alone):
+def test_build_without_values_does_not_import_torch_dynamo(torch_only_parent):
     program = """
 import sys
 from konkanivani.models.whisper.architecture import WhisperArchitecture
@@ -210,7 +210,7 @@ from konkanivani.models.whisper.model import WhisperShape
 WhisperArchitecture(WhisperShape(64, 4, 2, 2, 64, 80, 60)).build_without_values()
 print("torch._dynamo" in sys.modules)
 """
-    assert torch_alone.run_program(program).stdout == "False\n"
+    assert torch_only_parent.run_program(program).stdout == "False\n"
 
 
 def test_masked_features_equal_padding_value():
