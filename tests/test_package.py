@@ -1,4 +1,4 @@
-"""The wheel: built once, installed beside the test environment's packages, used outside of the checkout."""
+"""The wheel: built once, installed in a virtual environment, used outside of the checkout."""
 
 import json
 import os

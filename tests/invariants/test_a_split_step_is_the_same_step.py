@@ -55,12 +55,12 @@ def state_of(parts: StepParts) -> dict[str, torch.Tensor]:
 
 
 def largest_difference(one: StepParts, other: StepParts) -> float:
-    mine, theirs = state_of(one), state_of(other)
-    return max(relative_difference(mine[name], theirs[name]) for name in mine)
+    first, second = state_of(one), state_of(other)
+    return max(relative_difference(first[name], second[name]) for name in first)
 
 
 @functools.cache
-def undisturbed_step(batch_size: int, is_long: bool) -> tuple[StepParts, StepReport]:
+def reference_step(batch_size: int, is_long: bool) -> tuple[StepParts, StepReport]:
     """Return the step without any failure."""
     parts = parts_of()
     report = train_step(parts, global_batch(LONG if is_long else SPOKEN, batch_size), step=3)
@@ -70,11 +70,11 @@ def undisturbed_step(batch_size: int, is_long: bool) -> tuple[StepParts, StepRep
 
 def assert_same_step(parts: StepParts, report: StepReport, batch_size: int, is_long: bool = False) -> None:
     """Assert that the weights and the report equal those from a step without any failure."""
-    undisturbed, expected = undisturbed_step(batch_size, is_long)
+    reference, expected = reference_step(batch_size, is_long)
     assert not report.is_skipped
     for name in ("loss", "ctc_loss", "attention_loss", "gradient_norm", "learning_rate", "scale"):
         assert getattr(report, name) == pytest.approx(getattr(expected, name), rel=BOUND, abs=0), name
-    assert largest_difference(undisturbed, parts) < BOUND
+    assert largest_difference(reference, parts) < BOUND
     assert all(p.grad is None for p in parts.model.parameters())
 
 
@@ -150,7 +150,7 @@ def test_utterance_that_never_fits_is_named_and_state_is_unchanged():
         assert part in str(caught.value)
     assert caught.value.exit_code == 6 and caught.value.__context__ is None
     assert failing.forward.front_end.sizes == [2, 1, 1, 1]
-    assert all(torch.equal(state_of(parts)[name], theirs) for name, theirs in state_of(untouched).items())
+    assert all(torch.equal(state_of(parts)[name], tensor) for name, tensor in state_of(untouched).items())
     assert all(p.grad is None for p in parts.model.parameters())
 
 
@@ -195,7 +195,7 @@ def test_negative_control_chunks_without_carried_state_differ(monkeypatch):
         ctc, "_through_chunk", lambda *inputs: through_chunk(*inputs[:4], inputs[4].detach(), *inputs[5:])
     )
     train_step(failing_chunks(parts, "ctc forward", SMALL_CHUNK_FRAMES, ERRORS["cpu"]), global_batch(LONG, 2), step=3)
-    assert largest_difference(undisturbed_step(2, is_long=True)[0], parts) > 1e-3
+    assert largest_difference(reference_step(2, is_long=True)[0], parts) > 1e-3
 
 
 @pytest.mark.parametrize("where", FAILING)
@@ -260,13 +260,13 @@ def test_negative_control_gradients_of_failed_attempt_change_result(monkeypatch)
     monkeypatch.setattr(parts.optimizer, "zero_grad", lambda: None)
     failing = failing_forward(parts, fail_at(2), ERRORS["cuda"])
     assert train_step(failing, global_batch(SPOKEN, 2), step=3).splits == 1
-    assert largest_difference(undisturbed_step(2, is_long=False)[0], parts) > 1e-3
+    assert largest_difference(reference_step(2, is_long=False)[0], parts) > 1e-3
 
 
 def test_negative_control_wrong_loss_counts_change_result():
     parts, cut = parts_of(), global_batch(SPOKEN, 2)
     train_step(parts, dataclasses.replace(cut, tokens=cut.tokens // 2, utterances=cut.utterances // 2), step=3)
-    assert largest_difference(undisturbed_step(2, is_long=False)[0], parts) > 1e-3
+    assert largest_difference(reference_step(2, is_long=False)[0], parts) > 1e-3
 
 
 class NumberTokenizer:
@@ -276,7 +276,7 @@ class NumberTokenizer:
         return " ".join(map(str, tokens))
 
 
-def evaluated(parts: StepParts, spoken: Sequence[Example] = tuple(speeches(7, augmented=False))) -> Evaluation:
+def evaluate(parts: StepParts, spoken: Sequence[Example] = tuple(speeches(7, augmented=False))) -> Evaluation:
     parts.model.ctc_head.bias.data[0] -= 3.0  # an untrained model decodes only blanks otherwise
     spoken = sorted(spoken, key=lambda speech: -len(speech.waveform))
     batches = []
@@ -288,15 +288,15 @@ def evaluated(parts: StepParts, spoken: Sequence[Example] = tuple(speeches(7, au
 
 
 @functools.cache
-def undisturbed_validation() -> Evaluation:
-    return evaluated(parts_of())
+def reference_validation() -> Evaluation:
+    return evaluate(parts_of())
 
 
 @pytest.mark.parametrize("error, when", parameter_grid(ERRORS, [fail_at(0), fail_at(1), fail_above(2), fail_above(1)]))
 def test_split_validation_equals_full_validation(error, when):
-    expected = undisturbed_validation()
+    expected = reference_validation()
     failing = failing_forward(parts_of(), when, ERRORS[error])
-    found = evaluated(failing)
+    found = evaluate(failing)
     assert len(failing.forward.front_end.sizes) > 2
     assert vars(found.losses) == pytest.approx(vars(expected.losses), rel=BOUND, abs=0)
     assert found.scored == expected.scored and found.rates == expected.rates
@@ -306,8 +306,8 @@ def test_split_validation_equals_full_validation(error, when):
 @pytest.mark.parametrize("where", ["subsampling forward", "attention forward"])
 def test_validation_in_small_chunks_equals_full_validation(where, capsys):
     spoken = [dataclasses.replace(speech, augment_seed=None) for speech in LONG]
-    expected = evaluated(parts_of(), spoken)
-    found = evaluated(failing_chunks(parts_of(), where, SMALL_CHUNK_FRAMES, ERRORS["cuda"]), spoken)
+    expected = evaluate(parts_of(), spoken)
+    found = evaluate(failing_chunks(parts_of(), where, SMALL_CHUNK_FRAMES, ERRORS["cuda"]), spoken)
     assert "in chunks of 100 frames" in capsys.readouterr().out
     assert vars(found.losses) == pytest.approx(vars(expected.losses), rel=BOUND, abs=0)
     assert found.scored == expected.scored and any(scored.hypothesis for scored in expected.scored)
@@ -315,13 +315,13 @@ def test_validation_in_small_chunks_equals_full_validation(where, capsys):
 
 def test_validation_error_names_utterance_that_does_not_fit():
     with pytest.raises(ResourceError, match=r"u\d of \d\.\d s .*--max_validation_duration"):
-        evaluated(failing_forward(parts_of(), fail_above(0), ERRORS["cpu"]))
+        evaluate(failing_forward(parts_of(), fail_above(0), ERRORS["cpu"]))
 
 
 def test_other_errors_in_validation_are_raised_unchanged():
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     with pytest.raises(RuntimeError) as caught:
-        evaluated(failing_forward(parts_of(), fail_above(0), error))
+        evaluate(failing_forward(parts_of(), fail_above(0), error))
     assert caught.value is error
 
 

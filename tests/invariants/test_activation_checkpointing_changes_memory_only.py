@@ -17,7 +17,7 @@ from tests.tracers import OperationCounter
 PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("addmm", "baddbmm", "mm", "convolution")]
 
 
-def trained(parts: StepParts) -> tuple[list[torch.Tensor], int]:
+def train_global_batch(parts: StepParts) -> tuple[list[torch.Tensor], int]:
     """Return the losses, gradients and buffers after a global batch, and its number of matrix products."""
     cut = global_batch(speeches(4), 2)
     seed_step(parts.seed, 5)
@@ -32,8 +32,8 @@ def trained(parts: StepParts) -> tuple[list[torch.Tensor], int]:
 @pytest.mark.parametrize("kind", ["conformer", "other parts"])
 def test_recomputation_gives_bitwise_equal_gradients_with_dropout(kind):
     model = with_dropout(KINDS[kind], 0.3)
-    kept, products = trained(double_parts(model, "never"))
-    recomputed, recomputed_products = trained(double_parts(model, "always"))
+    kept, products = train_global_batch(double_parts(model, "never"))
+    recomputed, recomputed_products = train_global_batch(double_parts(model, "always"))
     assert all(torch.equal(one, other) for one, other in zip(kept, recomputed, strict=True))
     assert recomputed_products > 1.2 * products
 
@@ -42,7 +42,7 @@ def test_each_block_is_recomputed_exactly_once(monkeypatch):
     """Count matrix products: recomputation adds the forward products of each block, subsampling included."""
     monkeypatch.setattr(PackedEncoder, "packs", False)  # packing runs attention and convolution once per utterance
     per_global_batch, model = 2, with_dropout(MODEL, 0.3)
-    products = [trained(double_parts(model, mode))[1] for mode in ("never", "always")]
+    products = [train_global_batch(double_parts(model, mode))[1] for mode in ("never", "always")]
     in_blocks = per_global_batch * (4 + 9 * MODEL.encoder_layers + 7 * MODEL.decoder_layers)
     assert products[1] - products[0] == in_blocks
 
@@ -53,9 +53,12 @@ def test_partial_recomputation_is_bitwise_equal_and_depends_on_length():
     for count in range(5):
         parts = double_parts(model)
         forward = dataclasses.replace(parts.forward, recompute=RecomputePolicy.first(count))
-        tensors, products = trained(dataclasses.replace(parts, forward=forward))
+        tensors, products = train_global_batch(dataclasses.replace(parts, forward=forward))
         counted.append(products)
-        assert all(torch.equal(one, other) for one, other in zip(trained(double_parts(model))[0], tensors, strict=True))
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(train_global_batch(double_parts(model))[0], tensors, strict=True)
+        )
     assert counted == sorted(set(counted))
     policy = RecomputePolicy("auto", ((5.0, 0), (9.0, 3)))
     assert [policy(seconds).count for seconds in (4.9, 5.0, 5.1, 9.0)] == [0, 0, 3, 3]
@@ -64,12 +67,12 @@ def test_partial_recomputation_is_bitwise_equal_and_depends_on_length():
 
 def test_negative_control_new_dropout_masks_change_gradient():
     model = with_dropout(MODEL, 0.3)
-    kept, _ = trained(double_parts(model, "never"))
+    kept, _ = train_global_batch(double_parts(model, "never"))
     parts = double_parts(model, "never")
 
     def checkpoint_without_rng(_number, block):
         return functools.partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
 
     forward = dataclasses.replace(parts.forward, recompute=lambda _seconds: checkpoint_without_rng)
-    other, _ = trained(dataclasses.replace(parts, forward=forward))
+    other, _ = train_global_batch(dataclasses.replace(parts, forward=forward))
     assert not all(torch.equal(one, two) for one, two in zip(kept, other, strict=True))

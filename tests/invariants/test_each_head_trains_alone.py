@@ -32,7 +32,7 @@ PLANNED += "--batch_size 2 --gradient_accumulation_steps 1".split()
 FLAGS = {"CTC only": ("--decoder_layers", "0"), "attention only": ("--ctc_weight", "0")}
 
 
-def configured(decoder_layers: int, ctc_weight: float) -> TrainConfig:
+def config_with(decoder_layers: int, ctc_weight: float) -> TrainConfig:
     return TrainConfig(
         model=dataclasses.replace(WITHOUT_DROPOUT, decoder_layers=decoder_layers),
         data=DataConfig(concurrent_micro_batches=1),
@@ -44,7 +44,7 @@ def configured(decoder_layers: int, ctc_weight: float) -> TrainConfig:
 
 
 def parts_of(decoder_layers: int, ctc_weight: float) -> StepParts:
-    config = configured(decoder_layers, ctc_weight)
+    config = config_with(decoder_layers, ctc_weight)
     return build_step_parts(config, architecture_of(config, VOCAB_SIZE), CPU, 100)
 
 
@@ -71,7 +71,7 @@ def test_single_head_gradient_equals_both_heads_with_zero_weight(heads):
 @pytest.mark.parametrize("heads", HEADS)
 def test_single_head_plan_needs_less_memory(heads):
     def peaks(decoder_layers: int, ctc_weight: float) -> tuple[int, int]:
-        config = configured(decoder_layers, ctc_weight)
+        config = config_with(decoder_layers, ctc_weight)
         tracer = build_tracer(config, architecture_of(config, VOCAB_SIZE), cpu_costs())
         load = BatchShape(2, 3.0, 20)
         return tracer.trace(load, RecomputePolicy("never")).bytes, tracer.trace_validation(load)

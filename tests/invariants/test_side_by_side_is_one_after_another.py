@@ -63,7 +63,7 @@ def global_batch_of(batch_size: int = 1) -> GlobalBatch:
     return dataclasses.replace(cut, micro_batches=order_for_concurrency(cut.micro_batches, 2))
 
 
-def trained(parts: StepParts, threads: int = 2, steps: int = 3) -> dict[str, torch.Tensor]:
+def train_steps(parts: StepParts, threads: int = 2, steps: int = 3) -> dict[str, torch.Tensor]:
     """Return the losses, weights and optimizer state after some steps."""
     torch.set_num_threads(threads)
     reports = [train_step(parts, global_batch_of(), number) for number in range(steps)]
@@ -85,12 +85,12 @@ def delay_micro_batch(monkeypatch: pytest.MonkeyPatch, number: int, seconds: flo
     """Delay the start of a micro-batch."""
     late, forward_and_backward = global_batch_of().micro_batches[number].utterance_ids, step.forward_and_backward
 
-    def held(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
+    def with_delay(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
         if batch.utterance_ids == late:
             time.sleep(seconds)
         return forward_and_backward(parts, batch, counts)
 
-    monkeypatch.setattr(step, "forward_and_backward", held)
+    monkeypatch.setattr(step, "forward_and_backward", with_delay)
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,12 @@ def delay_micro_batch(monkeypatch: pytest.MonkeyPatch, number: int, seconds: flo
 )
 def test_concurrent_step_is_bitwise_equal_with_dropout(kind, recompute):
     model = KINDS[kind]
-    one_by_one = trained(parts_of(1, recompute, model), threads=1)
-    assert are_equal(trained(parts_of(2, recompute, model)), one_by_one)
+    one_by_one = train_steps(parts_of(1, recompute, model), threads=1)
+    assert are_equal(train_steps(parts_of(2, recompute, model)), one_by_one)
 
 
 def test_concurrent_recomputation_draws_the_same_masks():
-    assert are_equal(trained(parts_of(2, "always")), trained(parts_of(2, "never")))
+    assert are_equal(train_steps(parts_of(2, "always")), train_steps(parts_of(2, "never")))
 
 
 def test_single_micro_batch_is_halved_for_concurrency_utterance_is_not():
@@ -119,27 +119,27 @@ def test_single_micro_batch_is_halved_for_concurrency_utterance_is_not():
 
 @pytest.mark.parametrize("number", range(5))
 def test_delay_of_any_micro_batch_changes_nothing(monkeypatch, number):
-    expected = trained(parts_of(1), threads=1, steps=1)
+    expected = train_steps(parts_of(1), threads=1, steps=1)
     delay_micro_batch(monkeypatch, number)
-    assert are_equal(trained(parts_of(2), steps=1), expected)
+    assert are_equal(train_steps(parts_of(2), steps=1), expected)
 
 
 def test_negative_control_unordered_accumulation_changes_result(monkeypatch):
-    expected = trained(parts_of(1), threads=1, steps=1)
+    expected = train_steps(parts_of(1), threads=1, steps=1)
     monkeypatch.setattr(OrderedAccumulation, "_wait", lambda self, index, gradient=None: None)
     delay_micro_batch(monkeypatch, 0, seconds=3.0)
-    assert not are_equal(trained(parts_of(2), steps=1), expected)
+    assert not are_equal(train_steps(parts_of(2), steps=1), expected)
 
 
 def test_negative_control_shared_generator_changes_dropout_masks(monkeypatch):
-    expected = trained(parts_of(1), threads=1, steps=1)
+    expected = train_steps(parts_of(1), threads=1, steps=1)
     monkeypatch.setattr("konkanivani.models.conformer.dropout_generator", lambda: None)
-    assert not are_equal(trained(parts_of(2), steps=1), expected)
+    assert not are_equal(train_steps(parts_of(2), steps=1), expected)
 
 
 def test_head_with_zero_loss_weight_is_supported():
     loss = LossConfig(ctc_weight=1.0)
-    assert are_equal(trained(parts_of(2, loss=loss)), trained(parts_of(1, loss=loss), threads=1))
+    assert are_equal(train_steps(parts_of(2, loss=loss)), train_steps(parts_of(1, loss=loss), threads=1))
 
 
 def test_gradients_of_parameters_used_by_some_pieces_are_added():
@@ -196,7 +196,7 @@ def double_parts_of(concurrent_micro_batches: int) -> StepParts:
 
 def test_out_of_memory_disables_concurrency_and_is_remembered(capsys):
     expected = double_parts_of(1)
-    undisturbed = [train_step(expected, global_batch(SPOKEN, 2), number) for number in range(2)]
+    reference = [train_step(expected, global_batch(SPOKEN, 2), number) for number in range(2)]
     parts, free_slot = double_parts_of(2), threading.Semaphore(1)
     gradients = step.forward_and_backward
 
@@ -214,7 +214,7 @@ def test_out_of_memory_disables_concurrency_and_is_remembered(capsys):
         reports = [train_step(parts, global_batch(SPOKEN, 2), number) for number in range(2)]
     assert [report.splits for report in reports] == [1, 0]
     assert "one micro-batch at a time" in capsys.readouterr().out
-    for mine, theirs in zip(reports, undisturbed, strict=True):
+    for mine, theirs in zip(reports, reference, strict=True):
         assert mine.loss == pytest.approx(theirs.loss, rel=BOUND, abs=0)
     for one, other in zip(expected.model.parameters(), parts.model.parameters(), strict=True):
         assert relative_difference(one, other) < BOUND
@@ -226,11 +226,11 @@ def test_out_of_memory_disables_concurrency_and_is_remembered(capsys):
 
 def test_micro_batch_that_does_not_fit_alone_is_split():
     parts = failing_forward(double_parts_of(2), fail_above(1), ERRORS["cpu"])
-    report, undisturbed = (
+    report, reference = (
         train_step(parts, global_batch(SPOKEN, 2), 0),
         train_step(double_parts_of(1), global_batch(SPOKEN, 2), 0),
     )
-    assert report.splits == 2 and report.loss == pytest.approx(undisturbed.loss, rel=BOUND, abs=0)
+    assert report.splits == 2 and report.loss == pytest.approx(reference.loss, rel=BOUND, abs=0)
 
 
 @pytest.mark.parametrize("checks", range(5))
@@ -242,8 +242,8 @@ def test_interrupted_step_leaves_no_gradients(checks):
 
 def peak_before_backward(parts: StepParts, concurrent_micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return the peak of live bytes, threads included, once all concurrent micro-batches finished the forward pass."""
-    live, total, held = LiveBytes(), Objective.total, []
-    met = threading.Barrier(concurrent_micro_batches, action=lambda: held.append(live.live))
+    live, total, held_bytes = LiveBytes(), Objective.total, []
+    met = threading.Barrier(concurrent_micro_batches, action=lambda: held_bytes.append(live.live))
 
     def wait(*given: object) -> torch.Tensor:
         met.wait(PATIENCE)
@@ -254,8 +254,8 @@ def peak_before_backward(parts: StepParts, concurrent_micro_batches: int, monkey
     with live:
         train_step(parts, dataclasses.replace(global_batch_of(), micro_batches=global_batch_of().micro_batches[:4]), 0)
     monkeypatch.setattr(Objective, "total", total)
-    assert len(held) == 4 // concurrent_micro_batches and live.peak > live.live
-    return max(held)
+    assert len(held_bytes) == 4 // concurrent_micro_batches and live.peak > live.live
+    return max(held_bytes)
 
 
 def test_memory_of_all_threads_is_counted(monkeypatch):

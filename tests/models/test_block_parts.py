@@ -185,7 +185,7 @@ def test_features_equal_parakeet_of_transformers():
         assert float((found - other).abs().max()) > 1e-3, name
 
 
-def by_definition(waveform: torch.Tensor, config: FeatureConfig) -> torch.Tensor:
+def reference_features(waveform: torch.Tensor, config: FeatureConfig) -> torch.Tensor:
     """Return features (T, F) of one waveform (S,), with frames centred by torch.stft."""
     emphasised = torch.cat([waveform[:1], waveform[1:] - config.preemphasis * waveform[:-1]])
     spectrum = torch.stft(
@@ -217,7 +217,7 @@ def test_edge_frames_in_a_batch_equal_frames_of_single_utterance(edges):
     log_mel.power.spectrogram.window = torch.hann_window(400, periodic=False, dtype=torch.float64)
     found, frames = log_mel(waveforms, lengths)
     for row, waveform, count in zip(found, alone, frames, strict=True):
-        expected = by_definition(waveform, config)
+        expected = reference_features(waveform, config)
         assert count == len(expected) == Framing(config).feature_length(len(waveform))
         assert relative_difference(expected, row[:count]) < 1e-12 and not row[count:].any()
     other = LogMel(dataclasses.replace(config, frame_padding="zeros" if edges == "reflected" else "reflected")).double()

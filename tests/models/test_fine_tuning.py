@@ -45,14 +45,14 @@ def weights_of(folder: Path) -> Weights:
     return dict(read_checkpoint(folder / "checkpoints" / LAST).states["model"])
 
 
-def tuned(corpus: Corpus, base: Path, folder: Path, steps: int, *flags: str) -> Weights:
+def fine_tune(corpus: Corpus, base: Path, folder: Path, steps: int, *flags: str) -> Weights:
     """Train the base for `steps` steps and return the weights."""
     arguments = ("--train_manifest", corpus.manifest("train"), *run_folders(folder), *STEADY, *SMALL, *flags)
     train(build_run(begin_run([*arguments, "--init_from", str(base), "--max_steps", str(steps)])))
     return weights_of(folder)
 
 
-def changed(before: Weights, after: Weights) -> set[str]:
+def changed_weights(before: Weights, after: Weights) -> set[str]:
     return {name for name, weight in after.items() if not torch.equal(weight, before[name])}
 
 
@@ -60,27 +60,27 @@ def changed(before: Weights, after: Weights) -> set[str]:
 def test_train_layers_trains_last_layers_and_everything_after(count, base, corpus, tmp_path):
     before = dict(read_checkpoint(base).states["model"])
     kept = ("encoder.subsampling.", *(f"encoder.blocks.{number}." for number in range(2 - count)))
-    after = tuned(corpus, base, tmp_path, 1, "--train_layers", str(count))
-    assert changed(before, after) == {name for name in before if not name.startswith(kept)}
+    after = fine_tune(corpus, base, tmp_path, 1, "--train_layers", str(count))
+    assert changed_weights(before, after) == {name for name in before if not name.startswith(kept)}
     moments = read_checkpoint(tmp_path / "checkpoints" / LAST).states["optimizer"]
-    assert {name.rpartition("/")[0] for name in moments} == changed(before, after)
-    assert "encoder.norm.weight" in changed(before, after)
+    assert {name.rpartition("/")[0] for name in moments} == changed_weights(before, after)
+    assert "encoder.norm.weight" in changed_weights(before, after)
 
 
 def test_train_layers_equals_freezing_the_first_layers(base, corpus, tmp_path):
-    first = tuned(corpus, base, tmp_path / "first", 1, "--freeze", "1")
-    last = tuned(corpus, base, tmp_path / "last", 1, "--train_layers", "1")
+    first = fine_tune(corpus, base, tmp_path / "first", 1, "--freeze", "1")
+    last = fine_tune(corpus, base, tmp_path / "last", 1, "--train_layers", "1")
     assert all(torch.equal(weight, first[name]) for name, weight in last.items())
 
 
 def test_freeze_steps_trains_head_first_then_all_weights(base, corpus, tmp_path):
     before, flags = dict(read_checkpoint(base).states["model"]), ("--freeze_steps", "1")
-    alone = tuned(corpus, base, tmp_path / "alone", 1, *flags)
-    assert changed(before, alone) == {name for name in before if name.startswith(VOCAB_DEPENDENT_PREFIXES)}
+    alone = fine_tune(corpus, base, tmp_path / "alone", 1, *flags)
+    assert changed_weights(before, alone) == {name for name in before if name.startswith(VOCAB_DEPENDENT_PREFIXES)}
     moments = read_checkpoint(tmp_path / "alone" / "checkpoints" / LAST).states["optimizer"]
     assert {name.rpartition("/")[0] for name in moments} == before.keys()
     assert not any(moment.any() for name, moment in moments.items() if not name.startswith(VOCAB_DEPENDENT_PREFIXES))
-    assert changed(before, tuned(corpus, base, tmp_path / "all", 2, *flags)) == before.keys()
+    assert changed_weights(before, fine_tune(corpus, base, tmp_path / "all", 2, *flags)) == before.keys()
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_freeze_steps_trains_head_first_then_all_weights(base, corpus, tmp_path)
 )
 def test_resume_around_end_of_freeze_steps_is_bitwise_exact(flags, base, corpus, tmp_path):
     flags = (*flags, "--dropout", "0.2")
-    whole = tuned(corpus, base, tmp_path / "whole", 4, *flags)
+    whole = fine_tune(corpus, base, tmp_path / "whole", 4, *flags)
     pieces = tmp_path / "pieces"
-    tuned(corpus, base, pieces, 1, *flags)
+    fine_tune(corpus, base, pieces, 1, *flags)
     for steps in ("3", "4"):
         train(build_run(begin_run([*run_folders(pieces), "--resume", "auto", "--max_steps", steps])))
     one, other = (read_checkpoint(folder / "checkpoints" / LAST) for folder in (tmp_path / "whole", pieces))
@@ -104,7 +104,7 @@ def test_resume_around_end_of_freeze_steps_is_bitwise_exact(flags, base, corpus,
     assert one.states["progress"] == other.states["progress"]
     rates = [[record["learning_rate"] for record in read_log(folder)] for folder in (tmp_path / "whole", pieces)]
     assert rates[0] == rates[1] and len(rates[0]) == 4
-    another = tuned(corpus, base, tmp_path / "control", 4, *flags, "--freeze_steps", "3")
+    another = fine_tune(corpus, base, tmp_path / "control", 4, *flags, "--freeze_steps", "3")
     assert not all(torch.equal(weight, another[name]) for name, weight in whole.items())
 
 
@@ -206,7 +206,7 @@ def test_weights_out_of_half_precision_range_are_rejected(base, corpus, tmp_path
 
 def test_lora_on_half_frozen_weights_merges_and_exports(base, corpus, tmp_path):
     flags = ("--lora_rank", "4", "--frozen_dtype", "half", "--learning_rate", "0.05")
-    after = tuned(corpus, base, tmp_path, 2, *flags)
+    after = fine_tune(corpus, base, tmp_path, 2, *flags)
     named = (f"encoder.blocks.0.{part}.weight" for part in ("attention.output", "convolution.gate"))
     assert all(after[name].dtype == torch.float16 for name in named)
     checkpoint, features = tmp_path / "checkpoints" / LAST, torch.randn(1, 90, 80)
@@ -230,8 +230,8 @@ def corpus_with_texts(directory: Path, texts: list[str], lengths: range = range(
     for split in ("train", "valid"):
         path = Path(written.manifest(split))
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        changed = [row | {"text": texts[number % len(texts)]} for number, row in enumerate(rows)]
-        path.write_text("".join(json.dumps(row) + "\n" for row in changed), encoding="utf-8")
+        new_rows = [row | {"text": texts[number % len(texts)]} for number, row in enumerate(rows)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in new_rows), encoding="utf-8")
     return written
 
 
@@ -279,7 +279,7 @@ def test_new_tokenizer_initialises_head_with_zeros_and_blank_bias(base, corpus, 
     assert weights["ctc_head.bias"][0] == -2 and not weights["ctc_head.bias"][1:].any()
     assert not any(weights[name].any() for name in HEADS - {"ctc_head.bias"})
     assert weights["decoder.embedding.weight"].any()
-    assert all(name.startswith(VOCAB_DEPENDENT_PREFIXES) for name in changed(before, weights))
+    assert all(name.startswith(VOCAB_DEPENDENT_PREFIXES) for name in changed_weights(before, weights))
     tuning, steps = run.config.tuning, run.step.total_steps
     assert tuning.encoder_factor == 0.1 and tuning.freeze_steps == min(500, steps // 10)  # equal to the warm-up
     assert "not loaded (randomly initialised): 5 tensors" in capsys.readouterr().out
@@ -289,7 +289,7 @@ def test_new_tokenizer_initialises_head_with_zeros_and_blank_bias(base, corpus, 
 
 
 def test_lora_is_trained_together_with_new_head(base, corpus, tmp_path):
-    after = tuned(corpus, base, tmp_path, 4, "--new_tokenizer", "--lora_rank", "2", "--freeze_steps", "1")
+    after = fine_tune(corpus, base, tmp_path, 4, "--new_tokenizer", "--lora_rank", "2", "--freeze_steps", "1")
     assert all(after[name].any() for name in HEADS)
     assert after["encoder.blocks.0.attention.query_key_value.low_rank.up"].any()
     before = dict(read_checkpoint(base).states["model"])
@@ -384,7 +384,7 @@ def test_conformer_setting_on_transformer_is_rejected_as_flag_only():
 
 
 def test_resume_rejects_changed_tuning_flags(base, corpus, tmp_path):
-    tuned(corpus, base, tmp_path, 1, "--freeze_steps", "3", "--encoder_rate_factor", "0.2")
+    fine_tune(corpus, base, tmp_path, 1, "--freeze_steps", "3", "--encoder_rate_factor", "0.2")
     for flag in "--train_layers=1 --freeze_steps=7 --encoder_rate_factor=0.5 --new_tokenizer".split():
         with pytest.raises(CheckpointError, match=f"{flag.split('=')[0]} is .* here and .* in the checkpoint"):
             begin_run([*run_folders(tmp_path), "--resume", "auto", flag])
@@ -392,8 +392,8 @@ def test_resume_rejects_changed_tuning_flags(base, corpus, tmp_path):
 
 def test_init_from_with_resume_auto_resumes_and_rejects_other_checkpoint(base, corpus, tmp_path):
     for steps, start in ((1, base), (2, base.parent / ".." / base.parent.name / base.name)):
-        tuned(corpus, start, tmp_path / "twice", steps, "--resume", "auto")
-    once, twice = tuned(corpus, base, tmp_path / "once", 2), weights_of(tmp_path / "twice")
+        fine_tune(corpus, start, tmp_path / "twice", steps, "--resume", "auto")
+    once, twice = fine_tune(corpus, base, tmp_path / "once", 2), weights_of(tmp_path / "twice")
     assert all(torch.equal(weight, twice[name]) for name, weight in once.items())
     path = str(tmp_path / "twice" / "checkpoints" / "checkpoint_last.pt")
     for newest in ("auto", path):

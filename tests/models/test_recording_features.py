@@ -36,7 +36,7 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max())
 
 
-def by_definition(waveform: np.ndarray, config: FeatureConfig) -> np.ndarray:
+def reference_features(waveform: np.ndarray, config: FeatureConfig) -> np.ndarray:
     """Return features (T, F) in float64 of the settings in NEW, computed frame by frame."""
     window = np.zeros(512)
     window[56:456] = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(400) / 400)
@@ -59,7 +59,7 @@ def by_definition(waveform: np.ndarray, config: FeatureConfig) -> np.ndarray:
 def test_features_equal_definition(kind):
     waveform = spoken(2.5) + 0.01
     found = features(waveform, NEW[kind])
-    expected = torch.from_numpy(by_definition(waveform.double().numpy(), NEW[kind]))
+    expected = torch.from_numpy(reference_features(waveform.double().numpy(), NEW[kind]))
     assert distance(found, expected) < 5e-3
     assert distance(features(waveform, OLD), expected) > 0.1  # negative control
 

@@ -85,7 +85,7 @@ def saved_bytes(value: object, **settings: object) -> bytes:
     return data.getvalue()
 
 
-def compressed(weights: bytes) -> bytes:
+def compress_records(weights: bytes) -> bytes:
     """Return the same archive with compressed records."""
     data = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(weights)) as old, zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as new:
@@ -157,7 +157,7 @@ FILES: dict[str, tuple[Write, str]] = {
         change_weights(lambda _: saved_bytes({"x": torch.zeros(3)}, _use_new_zipfile_serialization=False)),
         "does not end like a torch.save archive",
     ),
-    "compressed": (change_weights(compressed), "is compressed"),
+    "compressed": (change_weights(compress_records), "is compressed"),
     "flipped bit": (change_weights(lambda data: data[:9000] + bytes([data[9000] ^ 1]) + data[9001:]), "the CRC"),
     "not tensors": (change_weights(lambda _: saved_bytes([torch.zeros(3)])), "no named tensors"),
     "other objects": (

@@ -33,7 +33,7 @@ def trained(folder: Path, corpus: Corpus, *shape: str) -> Path:
     return folder / "checkpoints" / LAST
 
 
-def imported(weights: Path, folder: Path) -> Path:
+def export_and_import(weights: Path, folder: Path) -> Path:
     """Write the weights as a .nemo file; return the checkpoint that import_asr.py creates from it."""
     write_nemo(folder / "first.nemo", read_checkpoint(weights))
     checked(
@@ -45,7 +45,7 @@ def imported(weights: Path, folder: Path) -> Path:
 @pytest.mark.parametrize("more", ["", OTHER], ids=["by 4", "by 8"])
 def test_exported_model_gives_equal_output_after_import(more, corpus, tmp_path):
     weights = trained(tmp_path, corpus, *f"{SHAPE} {more}".split())
-    ours, imported_checkpoint = map(read_checkpoint, (weights, imported(weights, tmp_path)))
+    ours, imported_checkpoint = map(read_checkpoint, (weights, export_and_import(weights, tmp_path)))
     pairs = list(zip(*(recognitions(checkpoint) for checkpoint in (ours, imported_checkpoint)), strict=True))
     for before, after in pairs:
         assert after.text == before.text and after.tokens

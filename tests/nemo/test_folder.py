@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(model_of(True), tmp_path_factory.mktemp("parakeet") / "model")
 
 
-def imported(folder: Path) -> SpeechModel:
+def import_folder(folder: Path) -> SpeechModel:
     return build_speech_model(import_nemo(folder, None, folder.parent).checkpoint, torch.device("cpu"))
 
 
@@ -79,7 +79,7 @@ def test_imported_folder_equals_parakeet_of_transformers(has_biases, tmp_path):
     features = extract(batch, sampling_rate=16_000, return_tensors="pt")
     with torch.no_grad():
         expected = theirs(**features).logits.log_softmax(dim=-1)
-    for row, recognition in enumerate(recognize_batch(imported(folder), waveforms, lengths)):
+    for row, recognition in enumerate(recognize_batch(import_folder(folder), waveforms, lengths)):
         found, count = in_nemo_order(recognition.log_probabilities), len(recognition.log_probabilities)
         assert (recognition.features - features["input_features"][row, : len(recognition.features)]).abs().max() <= NEAR
         assert (found - expected[row, :count]).abs().max() <= NEAR
@@ -87,7 +87,7 @@ def test_imported_folder_equals_parakeet_of_transformers(has_biases, tmp_path):
 
 
 def test_tokenizer_equals_that_of_transformers(folder):
-    ours, theirs = imported(folder).tokenizer, transformers.AutoTokenizer.from_pretrained(folder)
+    ours, theirs = import_folder(folder).tokenizer, transformers.AutoTokenizer.from_pretrained(folder)
     words = "उदक घरांत आसा शाळा बाजारा लागीं एक दोन तीन चार पांच आवय घरा वता रसा लाचागीं".split()
     texts = [" ".join(words[first:last]) for first in range(len(words)) for last in range(first + 1, len(words) + 1)]
     for text in [*texts, "xyz उदक"]:

@@ -62,7 +62,7 @@ def test_encoder_equals_nemo(path):
         assert (encoded[row, :count] - golden(f"older_{row}")["encoded"][0]).abs().max() <= NEAR
 
 
-def test_tokenizer_is_that_of_the_language(path, parts):
+def test_tokenizer_equals_tokenizer_of_the_language(path, parts):
     model = parts.others[parts.config["tokenizer"]["langs"]["kok"]["model_path"].removeprefix("nemo:")]
     theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
     tokenizer = build_speech_model(import_nemo(path, "kok", path.parent).checkpoint, torch.device("cpu")).tokenizer
