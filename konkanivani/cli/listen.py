@@ -38,7 +38,7 @@ class Flags:
     sample_format: Literal["s16le", "f32le"] = "s16le"
     """Sample format of raw PCM; a WAV header replaces it."""
     channels: int = 1
-    """Interleaved channels of raw PCM, which are averaged; a WAV header replaces it."""
+    """Interleaved channels of raw PCM, mixed to mono; a WAV header replaces it."""
     json: bool = False
     """Print one line of JSON per event, partial or final, instead of the final text."""
     device: Literal["auto", "cuda", "cpu"] = "auto"

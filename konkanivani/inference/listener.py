@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from konkanivani.data.audio.waveform import Resampler, as_mono, check_rate, check_samples
+from konkanivani.data.audio.channels import ChannelMixer
+from konkanivani.data.audio.waveform import Resampler, check_rate, check_samples, scale_samples
 from konkanivani.errors import DataError
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.inference.segmentation import STEPS_A_SECOND, Piece
@@ -167,7 +168,8 @@ class Listener:
         self._skips_passes = skips_passes
         self._resampler = Resampler(sample_rate)
         self._quantum = max(1, round(sample_rate * TICK_SAMPLES / SAMPLE_RATE))  # input samples resampled together
-        self._given: list[torch.Tensor] = []  # less than a quantum
+        self._mixer = ChannelMixer()
+        self._given: list[torch.Tensor] = []  # less than a quantum, (S, channels)
         self._given_count = 0
         self._waveform = torch.zeros(0)  # at 16 kHz, less than a tick
         self._segmenter = CausalSegmenter(recognizer.segmentation)
@@ -193,12 +195,22 @@ class Listener:
     def accept(self, samples: np.ndarray | torch.Tensor) -> list[Event]:
         """Return the new results for the next samples (S,) or (S, channels).
 
-        Raises a DataError if the samples are not audio; they are left out of the recording.
+        Channels are averaged, or one is used if their mean would lose the speech.
+
+        Raises a DataError if the samples are not audio, or have another number of channels than before; they are left
+        out of the recording.
         """
         if self._is_finished:
             raise ValueError("the recording has ended: create a new listener")
-        block = as_mono(check_samples(samples))
-        if len(block) and float(block.abs().max()) > MAX_LEVEL:
+        block = scale_samples(check_samples(samples))
+        if not len(block):
+            return []
+        if self._given and block.shape[1] != self._given[0].shape[1]:
+            raise DataError(
+                f"The number of channels changed from {self._given[0].shape[1]} to {block.shape[1]}. Create a new "
+                "listener for another recording."
+            )
+        if float(block.abs().max()) > MAX_LEVEL:
             raise DataError(
                 f"A sample is {float(block.abs().max()):.3g}, which is not between -1 and 1. Divide the samples by "
                 "their full scale."
@@ -212,7 +224,8 @@ class Listener:
         given = torch.cat(self._given)
         self._given = [given[whole:].clone()]
         self._given_count -= whole
-        resampled = [self._resampler.accept(quantum) for quantum in given[:whole].split(self._quantum)]
+        quanta = given[:whole].split(self._quantum)
+        resampled = [self._resampler.accept(self._mixer.accept(quantum)) for quantum in quanta]
         return self._listen(torch.cat(resampled))
 
     def finish(self) -> list[Event]:
@@ -220,8 +233,8 @@ class Listener:
         if self._is_finished:
             return []
         self._is_finished = True
-        given = torch.cat([torch.zeros(0), *self._given])
-        events = self._listen(torch.cat([self._resampler.accept(given), self._resampler.finish()]))
+        resampled = [self._resampler.accept(self._mixer.accept(torch.cat(self._given)))] if self._given else []
+        events = self._listen(torch.cat([*resampled, self._resampler.finish()]))
         for piece in self._segmenter.advance(self._waveform, is_end=True):
             events += self._finals(piece)
         return events + self._cleared()

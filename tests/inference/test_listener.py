@@ -93,6 +93,26 @@ def test_finals_equal_the_recognizer_at_any_sample_rate(trained, rate):
     assert [final.text for final in wrong] != [final.text for final in found]
 
 
+@pytest.mark.parametrize("block", [160, 3_000])
+def test_stereo_of_opposite_phases_gives_the_finals_of_one_channel(block, trained):
+    samples = recording()
+    opposite = np.stack([samples, -samples], axis=1)
+    expected = recognize_segments(trained.recognizer, samples)
+    assert expected and trained.recognizer.transcribe(opposite) == trained.recognizer.transcribe(samples)
+    assert [final.words for final in finals(listen(trained.recognizer, opposite, block))] == expected
+    # Negative control: the mean of the channels is silent.
+    assert not finals(listen(trained.recognizer, opposite.mean(axis=1), block))
+
+
+def test_another_number_of_channels_is_rejected(trained):
+    listener = Listener(trained.recognizer, 16_000)
+    listener.accept(np.zeros((1000, 2), dtype=np.float32))
+    with pytest.raises(DataError, match="changed from 2 to 1"):
+        listener.accept(np.zeros(1000, dtype=np.float32))
+    listener.accept(np.zeros((1000, 2), dtype=np.float32))
+    listener.finish()
+
+
 def test_int16_stereo_gives_the_same_finals_as_mono_float(trained):
     samples = recording()
     stereo = np.stack([samples, samples], axis=1)

@@ -64,6 +64,23 @@ class ChannelPowers:
         return None, ""
 
 
+class ChannelMixer:
+    """Mono from a stream of samples: at each block the powers of all samples so far decide, as for a file."""
+
+    def __init__(self) -> None:
+        self._powers: ChannelPowers | None = None
+
+    def accept(self, samples: torch.Tensor) -> torch.Tensor:
+        """Return samples (S, C) as mono (S,) float32."""
+        if samples.shape[1] == 1:
+            return samples[:, 0].float()
+        if self._powers is None:
+            self._powers = ChannelPowers(samples.shape[1])
+        self._powers.add(samples.numpy())
+        channel, _ = self._powers.choose()
+        return _of_channel(samples, channel).float()
+
+
 def choose_channel(samples: np.ndarray) -> tuple[int | None, str]:
     """Return the channel to use of samples (S, C) and the reason; None and "" for the mean of all channels."""
     if samples.shape[1] == 1:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torchaudio
 
-from konkanivani.data.audio.channels import mix, mix_blocks
+from konkanivani.data.audio.channels import ChannelPowers, mix, mix_blocks
 from konkanivani.data.audio.files import (
     MAX_CHANNELS,
     MAX_RATE,
@@ -114,7 +114,9 @@ def stream_audio(source: AudioSource) -> Iterator[torch.Tensor]:
 
 
 def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[torch.Tensor]:
-    """Return samples (S,) or (S, channels) of `rate` Hz as a stream of 16 kHz blocks (S,), channels averaged.
+    """Return samples (S,) or (S, channels) of `rate` Hz as a stream of 16 kHz blocks (S,).
+
+    Channels are averaged, or one is used if their mean would lose the speech, as for a file.
 
     Floats must be within -1 to 1; integers are scaled from the full range of their type. Raise a `DataError` if the
     samples cannot be used.
@@ -122,6 +124,13 @@ def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[to
     check_rate(rate)
     samples = check_samples(samples)
     blocks = samples.split(max(1, int(BLOCK_SECONDS * rate)))
+    if samples.shape[1] > 1:
+        powers = ChannelPowers(samples.shape[1])
+        for block in blocks:
+            powers.add(block.double().numpy())
+        channel, _ = powers.choose()
+        if channel is not None:
+            blocks = tuple(block[:, channel : channel + 1] for block in blocks)
     return resample_blocks((as_mono(block) for block in blocks), rate)
 
 
@@ -155,13 +164,18 @@ def check_samples(samples: np.ndarray | torch.Tensor) -> torch.Tensor:
 
 
 def as_mono(block: torch.Tensor) -> torch.Tensor:
-    """Convert a block (S, channels) to mono (S,) float32, with integers scaled to -1 to 1."""
+    """Return the mean (S,) float32 of the channels of a block (S, channels), with integers scaled to -1 to 1."""
+    return scale_samples(block).mean(dim=1).float()
+
+
+def scale_samples(block: torch.Tensor) -> torch.Tensor:
+    """Convert a block to float64, with integers scaled to -1 to 1; raise a DataError if a sample is not finite."""
     # A power of two, so that scaling is exact: an integer type's minimum is -2**(bits - 1).
     scale = 1.0 if block.is_floating_point() else 1 / -torch.iinfo(block.dtype).min
-    mono = (block.double() * scale).mean(dim=1).float()
-    if not torch.isfinite(mono).all():
+    scaled = block.double() * scale
+    if not torch.isfinite(scaled.float()).all():  # the float64 value 1e300 is infinite in float32
         raise DataError("The recording contains NaN or infinite samples. Repair it, or leave it out.")
-    return mono
+    return scaled
 
 
 class Resampler:
