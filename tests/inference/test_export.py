@@ -334,8 +334,8 @@ print([name for name in trainer if name in sys.modules])
 """
 
 
-def test_bundle_is_recognized_without_importing_the_trainer(path, tmp_path, torch_alone):
-    done = checked(torch_alone.run_program(RECOGNITION_PROGRAM, str(ROOT), str(path), cwd=tmp_path))
+def test_bundle_is_recognized_without_importing_the_trainer(path, tmp_path, torch_only_parent):
+    done = checked(torch_only_parent.run_program(RECOGNITION_PROGRAM, str(ROOT), str(path), cwd=tmp_path))
     _, loaded, control = done.stdout.splitlines()
     assert loaded == "[]" and "konkanivani.training.step" in control
 

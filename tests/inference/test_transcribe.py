@@ -150,9 +150,9 @@ print("torch._dynamo" in sys.modules)
 """
 
 
-def test_transcription_does_not_load_torch_dynamo(trained, torch_alone):
+def test_transcription_does_not_load_torch_dynamo(trained, torch_only_parent):
     """torch._dynamo takes 100 MB; negative control: creating a layer on the meta device loads it."""
-    ended = torch_alone.run_program(COMPILER_CHECK_PROGRAM.format(path=str(trained.checkpoint)))
+    ended = torch_only_parent.run_program(COMPILER_CHECK_PROGRAM.format(path=str(trained.checkpoint)))
     assert ended.stdout.split() == ["False", "True"], ended.stdout + ended.stderr
 
 

@@ -216,7 +216,7 @@ def test_run_resumed_from_a_file_continues_bit_for_bit(kind, tmp_path):
     assert not are_equal(resumed(7), expected)  # negative control: the random bits of other updates
 
 
-@pytest.mark.parametrize("place", ["host", "ahead", "some on the host"])
+@pytest.mark.parametrize("place", ["host", "prefetched", "partly on host"])
 def test_placement_of_bf16_weights_changes_no_result(place):
     on_card, elsewhere = parts_of("adamw"), parts_of("adamw", placement=PLACEMENTS[place])
     assert trained(on_card, range(2)) == trained(elsewhere, range(2))
