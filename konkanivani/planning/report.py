@@ -321,7 +321,7 @@ def plan_budget(
         traffic=traffic_bytes(architecture, ranks),
         placement=placement.describe(blocks).capitalize(),
         host=longest.host,
-        checkpoint=checkpoint_bytes(architecture, config.optimizer),
+        checkpoint=checkpoint_bytes(architecture, config.optimizer, config.memory.weight_dtype),
         unit=architecture.framing.unit.name,
     )
 
