@@ -6,7 +6,7 @@ import random
 import pytest
 
 from konkanivani.cli.texts import correct
-from konkanivani.corpora.corruption import Confusions, corrupt, read_confusions
+from konkanivani.corpora.corruption import Confusions, corrupt, pairs_of, read_confusions
 from konkanivani.data.text import normalize_text
 from konkanivani.errors import KonkaniVaniError
 from konkanivani.inference.word_times import Segment, Transcript, Word, json_text
@@ -86,6 +86,14 @@ def test_pairs_are_written_and_lines_are_corrected(tmp_path, monkeypatch):
     assert alone == texts  # a batch changes nothing
 
 
+def test_copies_of_a_text_have_other_errors():
+    texts = [LINES[0], LINES[1]]
+    rows = list(pairs_of(texts, 0.5, Confusions(), 1, copies=20))
+    assert [row["text"] for row in rows] == 20 * texts
+    assert rows[:2] == list(pairs_of(texts, 0.5, Confusions(), 1))
+    assert len({row["input"] for row in rows}) > 30  # a few have the same errors, or none
+
+
 class Loud(Corrector):
     """Corrector that writes capitals, and a sentence of its own."""
 
@@ -113,6 +121,8 @@ BAD = {
     "neither": (["a.txt"], 2, "either --model"),
     "a share": (["a.txt", "--corrupt", "1.5", "--output", "o"], 2, "between 0 and 1"),
     "no output": (["a.txt", "--corrupt", "0.5"], 2, "--output"),
+    "no copies": (["a.txt", "--corrupt", "0.5", "--output", "o", "--copies", "0"], 2, "--copies must be at least 1"),
+    "copies of what": (["a.txt", "--model", "m", "--copies", "2"], 2, "no effect without --corrupt"),
     "no table": (["a.txt", "--model", "m", "--confusions", "c"], 2, "no effect without --corrupt"),
     "no file": (["missing.txt", "--corrupt", "0.5", "--output", "o"], 3, "missing.txt cannot be read"),
     "no hypotheses": (["a.txt", "--corrupt", "0.5", "--output", "o", "--confusions", "a.txt"], 3, "line 1: it has no"),
