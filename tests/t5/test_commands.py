@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch
 from konkanivani.cli import export
 from konkanivani.errors import KonkaniVaniError
 from konkanivani.flags import parse_args
+from konkanivani.memory.plan import MemoryPlan
+from konkanivani.memory.weights import ON_CARD, OffloadedWeights
 from konkanivani.models.t5.folder import read_t5_folder
-from konkanivani.recipe.build import build_run
+from konkanivani.recipe.build import build_run, validation_within
 from konkanivani.recipe.dry_run import dry_run
 from konkanivani.recipe.startup import resolve_start
 from konkanivani.recipe.train import train_and_report
@@ -187,6 +190,31 @@ def fails(flags: list[str], code: int, message: str) -> None:
     with pytest.raises(KonkaniVaniError, match=message) as found:
         run(*flags)
     assert found.value.exit_code == code and str(found.value).endswith(".") and "\n\n" not in str(found.value)
+
+
+def test_a_decoder_that_does_not_fit_is_validated_by_its_loss(base, tmp_path, monkeypatch, capsys):
+    offloaded = ("--weights", "host", "--gradient_checkpointing", "auto")
+    run_here = build_run(resolve_start(parse_args(flags_of(base, tmp_path, *offloaded))))
+    plan, validation = run_here.plan, run_here.data.validation
+    assert plan.has_room_for_search and "only the loss" not in capsys.readouterr().out
+    searched = run_here.evaluate(validation)
+    smaller = dataclasses.replace(plan, budget=plan.validation + plan.context - 1)
+    assert not smaller.has_room_for_search and "validation" not in smaller.planned_peaks(0)
+    assert dataclasses.replace(smaller, placement=ON_CARD).has_room_for_search  # nothing has to be fetched
+    monkeypatch.setattr(OffloadedWeights, "at_hand", lambda *_: pytest.fail("the whole decoder was fetched"))
+    alone = run_here.evaluate(validation_within(smaller, validation))
+    assert alone.losses == searched.losses and alone.utterances == len(searched.scored) == 3
+    assert not alone.scored and math.isnan(alone.rates.cer)
+    with pytest.raises(pytest.fail.Exception):  # negative control
+        run_here.evaluate(validation)
+    del run_here
+    gc.collect()
+    monkeypatch.setattr(MemoryPlan, "has_room_for_search", False)
+    result = run(*flags_of(base, tmp_path, *offloaded))
+    validated = [record for record in records(tmp_path) if record["kind"] == "validation"]
+    assert result["best_valid_score"] == round(validated[-1]["loss"], 4) and validated[-1]["cer"] is None
+    said = capsys.readouterr().out
+    assert "only the loss" in said and "nan" not in said
 
 
 @pytest.mark.parametrize("case", FOLDERS)
