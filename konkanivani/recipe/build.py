@@ -104,7 +104,7 @@ def validation_within(plan: MemoryPlan | None, validation: EvaluationSet | None)
         needed = peak_text(plan.validation)
         budget = peak_text(plan.budget - plan.context)
         say(
-            f"Validation computes only the loss: to generate texts, it would need {needed}, but the budget is {budget}. "
-            "For error rates, use konkanivani evaluate --device cpu."
+            f"Validation computes only the loss: to generate texts, it would need {needed} of {budget}. For error "
+            "rates, use konkanivani evaluate --device cpu."
         )
     return replace(validation.within(plan.validation_seconds), has_search=plan.has_room_for_search)

@@ -2,18 +2,19 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from konkanivani.cli.texts import correct
 from konkanivani.corpora.corruption import Confusions, corrupt, pairs_of, read_confusions
-from konkanivani.data.text import normalize_text
+from konkanivani.data.text import TextLimits, normalize_text
 from konkanivani.errors import KonkaniVaniError
 from konkanivani.inference.word_times import Segment, Transcript, Word, json_text
 from konkanivani.recipe import correction
 from konkanivani.recipe.correction import Corrector, corrected_words, load_corrector, with_corrector
 from konkanivani.scoring.metrics import count_edits
-from tests.t5.parts import LINES, write_folder
+from tests.t5.parts import LINES, vocabulary, write_folder
 
 
 def words(*said: tuple[str, float]) -> tuple[Word, ...]:
@@ -66,6 +67,25 @@ def test_confusions_are_read_from_a_hypotheses_file(tmp_path):
     path = tmp_path / "a.hypotheses.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     assert {one: dict(found) for one, found in read_confusions(path).characters.items()} == {"त": {"थ": 1}}
+
+
+class Echo(Corrector):
+    """Corrector that returns its inputs in capitals, and keeps them."""
+
+    def _generate(self, texts: list[str]) -> list[str]:
+        self.model.seen.extend(texts)
+        return [text.upper() for text in texts]
+
+
+def test_long_texts_are_corrected_in_windows_and_no_word_is_lost():
+    model = SimpleNamespace(tokenizer=vocabulary(TextLimits(16, 16), is_bytes=True), seen=[])
+    text = "one two three four five six seven eight nine ten eleven twelve"
+    long_word = "a" * 40
+    found = Echo(model, None).correct([text, "", f"one {long_word} two", "short"])
+    assert found == [text.upper(), "", f"ONE {long_word} TWO", "SHORT"]
+    assert all(len(window) < 16 for window in model.seen) and len(model.seen) < 12
+    whole = SimpleNamespace(tokenizer=vocabulary(TextLimits(100, 100), is_bytes=True), seen=[])
+    assert Echo(whole, None).correct([text]) == [text.upper()] and whole.seen == [text]  # no window is needed
 
 
 def test_pairs_are_written_and_lines_are_corrected(tmp_path, monkeypatch):
