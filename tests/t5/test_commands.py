@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.cli import export
+from konkanivani.cli import evaluate, export
 from konkanivani.errors import KonkaniVaniError
 from konkanivani.flags import parse_args
 from konkanivani.memory.plan import MemoryPlan
@@ -190,6 +190,21 @@ def fails(flags: list[str], code: int, message: str) -> None:
     with pytest.raises(KonkaniVaniError, match=message) as found:
         run(*flags)
     assert found.value.exit_code == code and str(found.value).endswith(".") and "\n\n" not in str(found.value)
+
+
+def test_a_checkpoint_is_evaluated_beside_its_inputs(base, tmp_path):
+    result = run(*flags_of(base, tmp_path, "--test_manifest", tmp_path / "valid.jsonl"))
+    common = ["--checkpoint", str(tmp_path / "checkpoints" / "checkpoint_best.pt"), "--device", "cpu"]
+    common += ["--manifest", str(tmp_path / "valid.jsonl"), "--output", str(tmp_path / "hypotheses.jsonl")]
+    found = json.loads(evaluate.main([*common, "--json"]))
+    assert found["utterances"] == 3 and found["wer"] == pytest.approx(result["test_wer"], abs=1e-4)
+    said = evaluate.main(common)
+    assert "the inputs" in said and "of speech" not in said
+    rows = [json.loads(line) for line in (tmp_path / "hypotheses.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["reference"] for row in rows] == [two for _, two in TEXTS[:3]]  # with case and punctuation
+    with pytest.raises(KonkaniVaniError, match="a model of text") as refused:
+        evaluate.main([*common, "--conditions"])
+    assert refused.value.exit_code == 2
 
 
 def test_a_decoder_that_does_not_fit_is_validated_by_its_loss(base, tmp_path, monkeypatch, capsys):
