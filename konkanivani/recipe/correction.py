@@ -31,7 +31,7 @@ class Corrector:
     decode: Decode
 
     def correct(self, texts: list[str]) -> list[str]:
-        """Return the model's output for each text; an empty text stays empty.
+        """Return each text with the model's changes within the limits of `corrected_words`; an empty text stays empty.
 
         A text that is longer than the model's inputs in training is corrected in windows of whole words.
         """
@@ -44,7 +44,7 @@ class Corrector:
         found = []
         for text, of_text in zip(texts, windows, strict=True):
             outputs = [next(in_order) if self._is_read(window) else window for window in of_text]
-            found.append(" ".join(filter(None, outputs)) if text.strip() else text)
+            found.append(_within_limits(text, " ".join(outputs)) if text.strip() else text)
         return found
 
     def _windows(self, text: str) -> list[str]:
@@ -112,6 +112,12 @@ def corrected_words(words: tuple[Word, ...], text: str, keep_confidence: float) 
         elif kind == "replace":
             found += _spread(olds, new[start:end])
     return tuple(found)
+
+
+def _within_limits(text: str, corrected: str) -> str:
+    """Return the corrected text without the changes that invent words; any word of `text` may change."""
+    unsure = tuple(Word(word, float(number), number + 1.0, 0.0) for number, word in enumerate(text.split()))
+    return " ".join(word.text for word in corrected_words(unsure, corrected, keep_confidence=1.0)) or text
 
 
 def _spread(olds: tuple[Word, ...], texts: list[str]) -> list[Word]:

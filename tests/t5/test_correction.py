@@ -88,6 +88,18 @@ def test_long_texts_are_corrected_in_windows_and_no_word_is_lost():
     assert Echo(whole, None).correct([text]) == [text.upper()] and whole.seen == [text]  # no window is needed
 
 
+class Talkative(Echo):
+    """Corrector that changes the first word and goes on with a sentence of its own."""
+
+    def _generate(self, texts: list[str]) -> list[str]:
+        return ["hanv" + text[4:] + " and a new sentence of words" for text in texts]
+
+
+def test_a_corrected_line_has_no_invented_sentence():
+    model = SimpleNamespace(tokenizer=vocabulary(TextLimits(100, 100), is_bytes=True), seen=[])
+    assert Talkative(model, None).correct(["hamv ravta"]) == ["hanv ravta"]
+
+
 def test_pairs_are_written_and_lines_are_corrected(tmp_path, monkeypatch):
     monkeypatch.setattr("konkanivani.data.text.DEFAULT_LIMIT", 12)  # a random model never ends
     base, lines = write_folder(tmp_path / "base"), tmp_path / "lines.txt"
