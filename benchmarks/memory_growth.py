@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Measure how the memory of training grows with the duration of an utterance, or with the number of steps.
+"""Measure how the memory of training grows with the duration of an utterance, the steps, or a manifest's rows.
 
     python3 benchmarks/memory_growth.py duration --seconds 60 600 --tokens_per_second 4 --json
     python3 benchmarks/memory_growth.py steps --steps 2000 --preset minimal
+    python3 benchmarks/memory_growth.py rows --rows 1000 6600000
 
-Both use the trainer's own `train_step`; the exit code does not depend on the result, since this is a measurement.
+The first two use the trainer's own `train_step`; the exit code does not depend on the result, since this is a
+measurement.
 
 duration: a step on a random waveform, after a step on a short one, in a process per duration. The live peak counts
 tensors beyond weights, gradients and optimizer state. The growth is the peak of the resident memory (VmHWM) minus its
@@ -14,6 +16,10 @@ audio takes minutes.
 steps: many steps on utterances of mixed durations, with the front end and SpecAugment, on noise that is generated on
 demand. All tensors that are alive between two steps are counted, from the first step to the last, and must not grow by
 a byte; the resident memory may grow by 5 % from step 200 on.
+
+rows: starts of the trainer on text-to-text manifests of about 100 bytes per row, with a small random T5, up to the
+first global batch: the first start, which indexes the rows, and the median of three later ones. The time is that of the
+process, imports included; the memory is its peak (VmHWM), mapped files included.
 """
 
 import sys
@@ -27,11 +33,13 @@ bootstrap.rerun_under_venv()
 import dataclasses
 import json
 import random
+import shutil
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -46,16 +54,20 @@ from konkanivani.data.batching import Example, GlobalBatch, same_size, split_int
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.distributed import choose_device
 from konkanivani.errors import ResourceError, UsageError
+from konkanivani.flags import parse_args
 from konkanivani.lengths import SAMPLE_RATE
-from konkanivani.memory.monitor import resident_mib, set_mmap_threshold
+from konkanivani.memory.monitor import peak_resident_mib, resident_mib, set_mmap_threshold
 from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.models.architecture import architecture_of
 from konkanivani.models.asr import parameter_count
 from konkanivani.planning.tensors import LiveBytes
 from konkanivani.randomness import derive_seed
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.startup import resolve_start
 from konkanivani.rules import check_config
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, StepReport, train_step
+from tests.t5.parts import write_folder
 
 WARM_UP_SECONDS = 2.0
 
@@ -408,7 +420,73 @@ def config_of(flags: StepsFlags) -> TrainConfig:
     return config
 
 
+START = "start"  # subcommand of the process of a start
+LATER_STARTS = 3
+WORDS = "quick brown fox jumps over lazy dogs tabs spaces around".split()  # of letters that the test's tokenizer has
+
+
+@dataclass(frozen=True)
+class RowsFlags:
+    """Flags of the subcommand `rows`."""
+
+    rows: tuple[int, ...] = (1_000, 100_000)
+    """Rows of each manifest."""
+    folder: str | None = None
+    """Folder for the manifests, which are removed at the end (None: a temporary folder)."""
+
+
+def measure_rows(flags: RowsFlags) -> str:
+    """Return one line of JSON per manifest; sizes and memory in MiB."""
+    if not flags.rows or min(flags.rows) < 1:
+        raise UsageError("--rows must be one or more numbers above 0.")
+    found = []
+    with tempfile.TemporaryDirectory(dir=flags.folder, prefix="rows_") as scratch:
+        base = write_folder(Path(scratch) / "base")
+        for rows in flags.rows:
+            manifest = write_rows(Path(scratch) / f"{rows}.jsonl", rows)
+            starts = [start_in_child(base, manifest) for _ in range(1 + LATER_STARTS)]
+            later = {name: statistics.median(start[name] for start in starts[1:]) for name in starts[0]}
+            found.append({"rows": rows, "size": manifest.stat().st_size / MIB, "first_start": starts[0]} | later)
+            shutil.rmtree(manifest.with_name(f"{manifest.name}.index"), ignore_errors=True)
+            manifest.unlink()
+    return "\n".join(map(json.dumps, found))
+
+
+def write_rows(path: Path, rows: int) -> Path:
+    """Write a text-to-text manifest of about 100 bytes per row, all different."""
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(rows):
+            text = " ".join(WORDS[int(digit)] for digit in str(number))
+            file.write(f'{{"input": "{text}", "text": "{text}!"}}\n')
+    return path
+
+
+def start_in_child(base: Path, manifest: Path) -> dict[str, float]:
+    """Start the trainer in another process and return its measurements; raise ResourceError if it fails."""
+    started = time.perf_counter()
+    command = [sys.executable, __file__, START, str(base), str(manifest)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    seconds = time.perf_counter() - started
+    if done.returncode:
+        raise ResourceError(f"The start on {manifest} ended with exit code {done.returncode}. Free memory or disk.")
+    return {"seconds": seconds} | json.loads(done.stdout.splitlines()[-1])
+
+
+def start_here(base: str, manifest: str) -> str:
+    """Start a run in this process up to its first global batch and return the measurements as JSON."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        flags = f"--pretrained {base} --train_manifest {manifest} --checkpoint_dir {scratch}/c --log_dir {scratch}/l"
+        run = build_run(resolve_start(parse_args([*flags.split(), "--device", "cpu"])))
+        with closing(run.data.global_batches.from_cursor(run.state.cursor)) as batches:
+            next(batches)
+        found = {"seconds_after_imports": time.perf_counter() - started, "peak": peak_resident_mib()}
+    return json.dumps(found)
+
+
 SUBCOMMANDS = {
+    "rows": lambda arguments: measure_rows(read_flags(RowsFlags, arguments)),
+    START: lambda arguments: start_here(*arguments),
     "duration": lambda arguments: measure_durations(read_flags(DurationFlags, arguments)),
     "steps": lambda arguments: measure_drift(read_steps_flags(arguments)),
 }

@@ -11,6 +11,7 @@ DEFAULT_RATE = 1e-3
 DEFAULT_EFFECTIVE_BATCH_SIZE = 8
 AudioContext = Literal["window", "speech"]
 Preset = Literal["original", "optimized", "minimal"]
+WeightDtype = Literal["fp32", "bf16"]
 DecodingMethod = Literal["greedy", "prefix", "attention", "joint"]
 IMPORTED: Final = "imported"
 Value = TypeVar("Value")
@@ -348,7 +349,7 @@ class MemoryConfig:
     weights: Literal["card", "half", "host", "auto"] = "auto"
     """Weight placement: on the GPU, in half precision on the GPU with fp32 masters on the host, or on the host and
     fetched block by block."""
-    weight_dtype: Literal["fp32", "bf16"] = "fp32"
+    weight_dtype: WeightDtype = "fp32"
     """Format of weights, gradients and moments; bf16 rounds stochastically."""
     host_budget: str | None = None
     """Maximum host memory for offloaded state, such as 12GiB (None: the free memory)."""

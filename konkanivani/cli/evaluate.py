@@ -15,6 +15,7 @@ from konkanivani.config import TRAINING_ONLY, DecodingConfig, PretrainedConfig
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import UsageError
 from konkanivani.files import check_own_file
+from konkanivani.lengths import TOKENS
 from konkanivani.rules import check_model_choice
 from konkanivani.scoring.html import PAGE_START, write_page
 from konkanivani.scoring.metrics import count_edits
@@ -24,6 +25,7 @@ from konkanivani.scoring.score import (
     ConditionTexts,
     TextPairs,
     build_report,
+    inputs_as_system,
     other_system,
     read_pairs,
     score_conditions,
@@ -113,7 +115,7 @@ def report_on(flags: Flags, raw: TextPairs, conditions: tuple[ConditionTexts, ..
     other = None if flags.compare is None else read_transcripts(flags.compare, flags.format, "hypothesis")
     pairs = (raw if flags.normalize == "auto" else replace(raw, normalizer=flags.normalize)).normalized()
     edits = count_edits([text.reference for text in pairs.texts], [text.hypothesis for text in pairs.texts])
-    system = None if other is None else other_system(pairs, other)
+    system = inputs_as_system(pairs) if other is None else other_system(pairs, other)
     report = build_report(pairs, edits, flags.interval_by, flags.worst, system)
     if conditions:
         report = replace(report, conditions=score_conditions(conditions, pairs.normalizer, flags.interval_by))
@@ -148,6 +150,8 @@ def recognize(flags: Flags, topology: "Topology") -> tuple[TextPairs, tuple[Cond
         trained = load_evaluation_model(flags.checkpoint, device, topology)
     else:
         trained = load_pretrained_evaluation(flags.pretrained, device, topology)
+    if flags.conditions and trained.architecture.framing.unit == TOKENS:
+        raise UsageError(f"--conditions changes recordings, but {flags.model} is a model of text: omit it.")
     # Before the recognition, whose result could otherwise not be saved.
     check_output(flags)
     pairs = recognize_manifest(trained, flags.model, manifest, flags.decoding)

@@ -3,7 +3,7 @@
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -84,17 +84,32 @@ def corrupt(text: str, share: float, confusions: Confusions, generator: random.R
     return " ".join(words)
 
 
-def pairs_of(texts: Iterable[str], share: float, confusions: Confusions, seed: int) -> Iterator[dict[str, str]]:
-    """Yield rows of a text-to-text manifest; the errors of a text depend on the seed and its number only."""
-    for number, text in enumerate(texts):
+def pairs_of(
+    texts: Sequence[str], share: float, confusions: Confusions, seed: int, copies: int = 1
+) -> Iterator[dict[str, str]]:
+    """Yield rows of a text-to-text manifest, `copies` of each text, each with other errors.
+
+    The errors of a row depend on the seed and the row's number only.
+    """
+    for number in range(copies * len(texts)):
+        text = texts[number % len(texts)]
         generator = random.Random(derive_seed(seed, "corrupt", number))
         wrong = corrupt(text, share, confusions, generator)
         if wrong:
             yield {"input": wrong, "text": text.strip()}
 
 
-def write_corrupted(texts: Iterable[str], share: float, confusions: Confusions, seed: int, output: Path) -> int:
+def write_corrupted(
+    texts: Sequence[str], share: float, confusions: Confusions, seed: int, output: Path, copies: int = 1
+) -> int:
     """Write a text-to-text manifest and return its number of rows."""
-    rows = list(pairs_of(texts, share, confusions, seed))
-    write_json_lines(output, rows)
-    return len(rows)
+    count = 0
+
+    def counted() -> Iterator[dict[str, str]]:
+        nonlocal count
+        for row in pairs_of(texts, share, confusions, seed, copies):
+            count += 1
+            yield row
+
+    write_json_lines(output, counted())
+    return count

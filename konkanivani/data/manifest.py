@@ -253,7 +253,8 @@ class Fingerprint:
 
 
 def make_fingerprint(manifest: Manifest) -> Fingerprint:
-    hours = float(manifest.durations.sum()) / 3600
+    # Texts have no durations: the zeros in the index are not read from the disk.
+    hours = float(manifest.durations.sum()) / 3600 if manifest.fields is None else 0.0
     return Fingerprint(os.path.abspath(manifest.path), len(manifest), hours, manifest.index.sketch)
 
 

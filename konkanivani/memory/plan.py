@@ -122,9 +122,14 @@ class MemoryPlan:
     def planned_peaks(self, before: float) -> dict[str, float]:
         """Return the planned peak in MiB by phase, as the monitor measures it in a process that used `before` MiB."""
         phases = {"forward": self.forward, "backward": self.backward, "update": self.update}
-        if self.validation:
+        if self.validation and self.has_memory_for_search:
             phases["validation"] = self.validation
         return {phase: before + size / MIB for phase, size in phases.items()}
+
+    @property
+    def has_memory_for_search(self) -> bool:
+        """Whether validation generates texts: of an offloaded model, the whole decoder has to fit beside the batch."""
+        return not self.placement.offloaded_blocks or self.validation + self.context <= self.budget
 
     @property
     def peak(self) -> int:

@@ -205,6 +205,7 @@ class PlanReport:
     host: int = 0
     checkpoint: int = 0
     unit: str = SECONDS.name
+    is_offloaded: bool = False
 
     def as_json(self) -> str:
         """Return the report as one line of JSON."""
@@ -229,8 +230,15 @@ class PlanReport:
                 title = ""
             longest = f"{answer.longest_seconds:g} {self.unit}" if answer.longest_seconds else "none"
             lines.append(f"{'':24}longest utterance that fits: {longest}")
-        lines += ["", f"Validation: peak {_mib(self.validation_peak)}.", "", f"Flags for the trainer: {self.flags}"]
+        lines += ["", f"Validation: peak {_mib(self.validation_peak)}.{self._loss_alone()}"]
+        lines += ["", f"Flags for the trainer: {self.flags}"]
         return "\n".join(lines)
+
+    def _loss_alone(self) -> str:
+        """Return a sentence if validation generates no texts (`MemoryPlan.has_memory_for_search`)."""
+        if not self.is_offloaded or self.validation_peak <= self.budget:
+            return ""
+        return " That is more than the budget: only the loss is computed, without a search."
 
     @property
     def _input(self) -> str:
@@ -321,8 +329,9 @@ def plan_budget(
         traffic=traffic_bytes(architecture, ranks),
         placement=placement.describe(blocks).capitalize(),
         host=longest.host,
-        checkpoint=checkpoint_bytes(architecture, config.optimizer),
+        checkpoint=checkpoint_bytes(architecture, config.optimizer, config.memory.weight_dtype),
         unit=architecture.framing.unit.name,
+        is_offloaded=placement.offloaded_blocks > 0,
     )
 
 

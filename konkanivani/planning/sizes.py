@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.config import PRESETS, OptimizerConfig, TextConfig, TrainConfig
+from konkanivani.config import PRESETS, OptimizerConfig, TextConfig, TrainConfig, WeightDtype
 from konkanivani.console import MIB, budget_text, parse_budget, peak_text
 from konkanivani.data.shape_grid import MAX_SHAPES
 from konkanivani.distributed import BUCKET_BYTES
@@ -69,9 +69,13 @@ def state_bytes(config: TrainConfig, architecture: Architecture) -> int:
     return model_state_bytes(model, build_optimizer(model, config.optimizer).tensors)
 
 
-def checkpoint_bytes(architecture: Architecture, optimizer: OptimizerConfig = ADAMW) -> int:
+def checkpoint_bytes(
+    architecture: Architecture, optimizer: OptimizerConfig = ADAMW, weight_dtype: WeightDtype = "fp32"
+) -> int:
     """Return an upper bound of a checkpoint's size in bytes."""
     model = architecture.build_without_values()
+    if weight_dtype == "bf16":
+        store_in_bf16(model)
     state = [tensor for kinds in build_optimizer(model, optimizer).state.values() for tensor in kinds.values()]
     tensors = [*model.parameters(), *model.buffers()]
     if architecture.has_base:

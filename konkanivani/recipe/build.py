@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from konkanivani.config import TrainConfig
-from konkanivani.console import Report, silent
+from konkanivani.console import Report, peak_text, say, silent
 from konkanivani.data.batching import EpochPlanner, SizeLimit, largest_batch_bytes
 from konkanivani.data.loader import LoaderConfig
 from konkanivani.data.loading import GlobalBatchStream
@@ -56,7 +56,7 @@ def build_run(start: Start, report: Report = silent) -> Run:
         tokenizer=speech.tokenizer,
         corpus=speech.corpus,
         global_batches=_global_batches(start, speech, planner, limits, staged_loader(config, step, speech, limits)),
-        validation=_validation_within(plan, speech.validation),
+        validation=validation_within(plan, speech.validation),
     )
     logs = open_logs(config, step, state, run_directory, budget_watch(plan, device, resident_before))
     return Run(
@@ -96,8 +96,15 @@ def staged_loader(config: TrainConfig, step: StepParts, speech: RunData, limits:
     return replace(loader, staging=StagingBuffers(size, CudaCopies(device)))
 
 
-def _validation_within(plan: MemoryPlan | None, validation: EvaluationSet | None) -> EvaluationSet | None:
-    """Return the validation with batches that fit the memory plan."""
+def validation_within(plan: MemoryPlan | None, validation: EvaluationSet | None) -> EvaluationSet | None:
+    """Return the validation with batches that fit the memory plan, without a search if the decoder does not fit."""
     if plan is None or validation is None:
         return validation
-    return validation.within(plan.validation_seconds)
+    if not plan.has_memory_for_search:
+        needed = peak_text(plan.validation)
+        budget = peak_text(plan.budget - plan.context)
+        say(
+            f"Validation computes only the loss: to generate texts, it would need {needed} of {budget}. For error "
+            "rates, use konkanivani evaluate --device cpu."
+        )
+    return replace(validation.within(plan.validation_seconds), has_search=plan.has_memory_for_search)

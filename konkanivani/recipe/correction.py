@@ -19,6 +19,7 @@ from konkanivani.inference.word_times import Segment, Word
 from konkanivani.lengths import SAMPLE_RATE
 
 TEXTS_AT_ONCE = 16
+LONGER = 8  # a correction may have an eighth more tokens than its text
 MAX_INSERTED = 2  # words beyond those that a change replaces
 
 
@@ -30,14 +31,38 @@ class Corrector:
     decode: Decode
 
     def correct(self, texts: list[str]) -> list[str]:
-        """Return the model's output for each text; an empty text stays empty."""
-        found = list(texts)
-        places = [place for place, text in enumerate(texts) if text.strip()]
-        for start in range(0, len(places), TEXTS_AT_ONCE):
-            part = places[start : start + TEXTS_AT_ONCE]
-            for place, text in zip(part, self._generate([texts[place] for place in part]), strict=True):
-                found[place] = text
+        """Return each text with the model's changes within the limits of `corrected_words`; an empty text stays empty.
+
+        A text that is longer than the model's inputs in training is corrected in windows of whole words.
+        """
+        windows = [self._windows(text) for text in texts]
+        waiting = [window for of_text in windows for window in of_text if self._is_read(window)]
+        corrected: list[str] = []
+        for start in range(0, len(waiting), TEXTS_AT_ONCE):
+            corrected += self._generate(waiting[start : start + TEXTS_AT_ONCE])
+        in_order = iter(corrected)
+        found = []
+        for text, of_text in zip(texts, windows, strict=True):
+            outputs = [next(in_order) if self._is_read(window) else window for window in of_text]
+            found.append(_within_limits(text, " ".join(outputs)) if text.strip() else text)
         return found
+
+    def _windows(self, text: str) -> list[str]:
+        """Return the text, or its words in windows that the model reads whole."""
+        words = text.split()
+        if len(words) < 2 or self._is_read(text):
+            return [text]
+        half = len(words) // 2
+        return [*self._windows(" ".join(words[:half])), *self._windows(" ".join(words[half:]))]
+
+    def _is_read(self, text: str) -> bool:
+        """Return whether the text has letters and the model reads and writes it without cutting it."""
+        tokenizer = self.model.tokenizer
+        assert reads_text(tokenizer)  # load_corrector accepts no other model
+        limits = tokenizer.limits
+        # The correction may be longer than the text.
+        most = min(limits.input_tokens, limits.target_tokens - limits.target_tokens // LONGER)
+        return bool(text.strip()) and tokenizer.count_input(tokenizer.normalize(text, "keep")) <= most
 
     @torch.no_grad()
     def _generate(self, texts: list[str]) -> list[str]:
@@ -87,6 +112,12 @@ def corrected_words(words: tuple[Word, ...], text: str, keep_confidence: float) 
         elif kind == "replace":
             found += _spread(olds, new[start:end])
     return tuple(found)
+
+
+def _within_limits(text: str, corrected: str) -> str:
+    """Return the corrected text without the changes that invent words; any word of `text` may change."""
+    unsure = tuple(Word(word, float(number), number + 1.0, 0.0) for number, word in enumerate(text.split()))
+    return " ".join(word.text for word in corrected_words(unsure, corrected, keep_confidence=1.0)) or text
 
 
 def _spread(olds: tuple[Word, ...], texts: list[str]) -> list[Word]:

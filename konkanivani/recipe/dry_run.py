@@ -98,7 +98,7 @@ def _try_steps(start: Start, clock: StageClock) -> tuple[Estimate, int]:
         few = _few(run)
         if few is not None:
             evaluation = run.evaluate(few)
-            clock.done("validation", f"{count(len(evaluation.scored), 'utterance')}, loss {evaluation.losses.all:.2f}")
+            clock.done("validation", f"{count(evaluation.utterances, 'utterance')}, loss {evaluation.losses.all:.2f}")
         saved = read_checkpoint(_kept(run, SECOND))
         check_equal(run.checkpoint(), saved, "The checkpoint read back differs from the state saved")
         compared = sum(isinstance(value, torch.Tensor) for state in saved.states.values() for value in state.values())

@@ -9,7 +9,7 @@ import torch
 from konkanivani.checkpoints.checkpoint import load_states, read_checkpoint
 from konkanivani.config import DecodingConfig, PretrainedConfig, TrainConfig
 from konkanivani.console import parse_share
-from konkanivani.data.manifest import Manifest, Rejections
+from konkanivani.data.manifest import Manifest, Rejections, read_manifest
 from konkanivani.data.text import Vocabulary
 from konkanivani.decoding.decode import Decode, build_decode
 from konkanivani.distributed import ALONE, Topology, broadcast_from_rank0
@@ -23,7 +23,7 @@ from konkanivani.inference.speech_model import (
     whole_weights,
 )
 from konkanivani.models.architecture import Architecture
-from konkanivani.recipe.run_data import build_evaluation_set
+from konkanivani.recipe.run_data import build_evaluation_set, fields_of
 from konkanivani.scoring.score import CheckpointRun, NormalizerName, TextPairs
 from konkanivani.scoring.transcripts import ScoredText
 from konkanivani.training.build_step import build_forward
@@ -94,8 +94,12 @@ def evaluate_manifest(
 def recognize_manifest(trained: EvaluationModel, path: str, manifest: Manifest, decoding: DecodingConfig) -> TextPairs:
     """Transcribe a manifest with the model at `path`; return hypotheses and references in the manifest's order.
 
-    The result names the text normalisation of the model's training.
+    The result names the text normalisation of the model's training. Rows of a text-to-text model are read again, with
+    its fields.
     """
+    fields = fields_of(trained.architecture, trained.config)
+    if fields is not None:
+        manifest = read_manifest(manifest.path, fields=fields)
     decode = build_decode(decoding, trained.architecture, trained.tokenizer, trained.forward.device)
     evaluation = evaluate_manifest(trained, manifest.path, decode, manifest.named_roots)
     texts = texts_in_order(manifest, evaluation)
@@ -110,7 +114,12 @@ def recognize_manifest(trained: EvaluationModel, path: str, manifest: Manifest, 
         seconds=evaluation.seconds,
         decoding=decoding,
     )
-    return TextPairs(texts, run, normalizer_of(trained.config))
+    if fields is None:
+        return TextPairs(texts, run, normalizer_of(trained.config))
+    # Case and punctuation may be all that the model restores.
+    kept = {text.id for text in texts}
+    inputs = tuple(utterance.input_text or "" for utterance in manifest if utterance.id in kept)
+    return TextPairs(texts, run, "none", inputs=inputs)
 
 
 def texts_in_order(manifest: Manifest, evaluation: Evaluation) -> tuple[ScoredText, ...]:
@@ -122,7 +131,7 @@ def texts_in_order(manifest: Manifest, evaluation: Evaluation) -> tuple[ScoredTe
             utterance.text,
             hypotheses[utterance.row],
             utterance.speaker,
-            utterance.duration,
+            utterance.duration if utterance.input_text is None else None,
             utterance.pattern,
         )
         for utterance in manifest

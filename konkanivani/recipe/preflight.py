@@ -137,10 +137,11 @@ def check_disk(config: TrainConfig, architecture: Architecture) -> tuple[DiskRoo
     Quotas are not visible here: an exceeded quota fails like a full disk, at a save.
     """
     run = config.run
-    checkpoints = max_checkpoints(run) * checkpoint_bytes(architecture, config.optimizer)
+    one = checkpoint_bytes(architecture, config.optimizer, config.memory.weight_dtype)
+    checkpoints = max_checkpoints(run) * one
     if run.resume:
         checkpoints -= _held_bytes(Path(run.checkpoint_dir), run.resume)  # replaced checkpoints free their space
-    least = DRY_RUN_FILES * checkpoint_bytes(architecture, config.optimizer) if run.dry_run else 0
+    least = DRY_RUN_FILES * one if run.dry_run else 0
     checkpoints = max(least, checkpoints)
     needs = (Path(run.checkpoint_dir), checkpoints), (Path(run.log_dir), max_epochs(run) * LOG_BYTES_AN_EPOCH)
     rooms: dict[int, DiskRoom] = {}

@@ -113,12 +113,16 @@ class OtherSystem:
 
 @dataclass(frozen=True)
 class TextPairs:
-    """Utterances with reference and hypothesis, their origin, and the normalisation that is or will be applied."""
+    """Utterances with reference and hypothesis, their origin, and the normalisation that is or will be applied.
+
+    `inputs` are the texts that a text-to-text model has read.
+    """
 
     texts: tuple[ScoredText, ...]
     source: CheckpointRun | TextFiles
     normalizer: NormalizerName
     notes: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
 
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:
@@ -152,6 +156,12 @@ def other_system(ours: TextPairs, other: TranscriptFile) -> OtherSystem:
     normalize, _ = NORMALIZERS[ours.normalizer]
     found = match_hypotheses(ours.texts, other)
     return OtherSystem(other.path, tuple(None if text is None else normalize(text) for text in found))
+
+
+def inputs_as_system(ours: TextPairs) -> OtherSystem | None:
+    """Return the inputs of a text-to-text model as another system's hypotheses; None for a model of speech."""
+    normalize, _ = NORMALIZERS[ours.normalizer]
+    return OtherSystem("the inputs", tuple(map(normalize, ours.inputs))) if ours.inputs else None
 
 
 def decoding_words(config: DecodingConfig) -> str:

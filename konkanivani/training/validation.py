@@ -4,7 +4,7 @@ import dataclasses
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import numpy as np
 import torch
@@ -44,8 +44,9 @@ class Evaluation:
         losses: nats per token.
         rates: WER and CER.
         blank_share: fraction of blank frames on the CTC best paths; 1 if CTC outputs nothing, None without CTC.
-        scored: all utterances in the order of evaluation.
+        scored: all utterances in the order of evaluation; empty if only the loss was computed.
         seconds: wall time.
+        utterances: number of utterances.
     """
 
     losses: Losses
@@ -53,6 +54,7 @@ class Evaluation:
     blank_share: float | None
     scored: tuple[ScoredUtterance, ...]
     seconds: float
+    utterances: int
 
 
 def rates_over(scored: list[ScoredUtterance]) -> ErrorRates:
@@ -73,7 +75,7 @@ class RecognizedBatch:
         loss_sums: summed losses (terms,).
         blanks: number of blank frames on the CTC best paths.
         frames: number of encoder frames; 0 without CTC.
-        hypotheses: token ids of each utterance.
+        hypotheses: token ids of each utterance; empty if only the loss was computed.
     """
 
     loss_sums: torch.Tensor
@@ -82,12 +84,12 @@ class RecognizedBatch:
     hypotheses: list[list[int]]
 
 
-def recognize(forward: ForwardPass, batch: Batch, decode: Decode) -> RecognizedBatch:
-    """Return the losses and hypotheses of one batch, in the current mode of the model."""
+def recognize(forward: ForwardPass, batch: Batch, decode: Decode | None) -> RecognizedBatch:
+    """Return the losses and hypotheses (not without `decode`) of one batch, in the current mode of the model."""
     output, sums = forward(batch)
     lengths = on_host(output.encoded_lengths)
     with forward.autocast():
-        hypotheses = decode(forward.model, output.encoded, lengths)
+        hypotheses = decode(forward.model, output.encoded, lengths) if decode else []
         blanks = torch.zeros((), dtype=torch.int64, device=forward.device)
         frames = 0
         if forward.architecture.has_ctc:
@@ -99,18 +101,22 @@ def recognize(forward: ForwardPass, batch: Batch, decode: Decode) -> RecognizedB
 
 @dataclasses.dataclass(frozen=True)
 class RecognizedPortion:
-    """Host-side results of several batches: summed losses, blank frames, frames, tokens and utterances in order."""
+    """Host-side results of several batches: summed losses, blank frames, frames, tokens and utterances in order.
+
+    `utterances` is their number; without a decoder, none is scored.
+    """
 
     loss_sums: tuple[float, ...]
     blanks: int
     frames: int
     tokens: int
+    utterances: int
     scored: tuple[ScoredUtterance, ...]
 
 
 @torch.no_grad()
 def recognize_all(
-    forward: ForwardPass, batches: Iterable[tuple[Batch, list[Utterance]]], tokenizer: Vocabulary, decode: Decode
+    forward: ForwardPass, batches: Iterable[tuple[Batch, list[Utterance]]], tokenizer: Vocabulary, decode: Decode | None
 ) -> RecognizedPortion:
     """Recognize `batches`, each with its utterances in the same order, without changing the weights.
 
@@ -122,6 +128,7 @@ def recognize_all(
     oom_history = OomHistory(conditions=0)  # not training's: without gradients much larger batches fit
     terms = len(forward.objective.terms)
     tokens = 0
+    count = 0
     scored: list[ScoredUtterance] = []
     totals = torch.zeros(terms, dtype=torch.float64, device=forward.device)
     blanks = torch.zeros((), dtype=torch.int64, device=forward.device)
@@ -140,16 +147,20 @@ def recognize_all(
         blanks += sum(piece.blanks for piece in pieces)
         frames += sum(piece.frames for piece in pieces)
         tokens += sum(batch.token_lengths)
+        count += len(utterances)
+        if decode is None:
+            continue
         hypotheses = [hypothesis for piece in pieces for hypothesis in piece.hypotheses]
         # strict=True: a decoder that drops an utterance would shift all later hypotheses.
         scored += [ScoredUtterance(u, tokenizer.decode(h)) for u, h in zip(utterances, hypotheses, strict=True)]
-    return RecognizedPortion(tuple(totals.tolist()), int(blanks), frames, tokens, tuple(scored))
+    return RecognizedPortion(tuple(totals.tolist()), int(blanks), frames, tokens, count, tuple(scored))
 
 
 def join_portions(portions: Sequence[RecognizedPortion], objective: Objective, seconds: float) -> Evaluation:
     """Merge the portions of all ranks, in rank order, into one evaluation; each utterance occurs once."""
     scored = [utterance for portion in portions for utterance in portion.scored]
-    counts = LossCounts(sum(portion.tokens for portion in portions), len(scored))
+    utterances = sum(portion.utterances for portion in portions)
+    counts = LossCounts(sum(portion.tokens for portion in portions), utterances)
     sums = [sum(of_term) for of_term in zip(*(portion.loss_sums for portion in portions), strict=True)]
     frames = sum(portion.frames for portion in portions)
     return Evaluation(
@@ -158,6 +169,7 @@ def join_portions(portions: Sequence[RecognizedPortion], objective: Objective, s
         blank_share=sum(portion.blanks for portion in portions) / frames if frames else None,
         scored=tuple(scored),
         seconds=seconds,
+        utterances=utterances,
     )
 
 
@@ -165,7 +177,7 @@ def join_portions(portions: Sequence[RecognizedPortion], objective: Objective, s
 class EvaluationSet:
     """Utterances to evaluate, with their plan of batches.
 
-    The reference texts are normalized.
+    The reference texts are normalized. Without `has_search`, only the loss is computed.
     """
 
     speech: EvalDataset
@@ -173,6 +185,7 @@ class EvaluationSet:
     loader: LoaderConfig
     rejections: Rejections
     topology: Topology = ALONE
+    has_search: bool = True
 
     def within(self, batch_seconds: float) -> "EvaluationSet":
         """Return the same set in batches of at most `batch_seconds` of padded audio."""
@@ -208,5 +221,7 @@ class EvaluationSet:
         costs = np.array([len(batch) * durations[batch].max() for batch in self.plan])
         plan = [self.plan[number] for number in partition(costs, self.topology.world_size)[self.topology.rank]]
         loaded = load_batches(self.speech, plan, self.loader, self.rejections, check)
-        with full_weights(forward.model), forward.decoder_on_device(), closing(loaded) as batches:
-            return recognize_all(forward, batches, self.speech.tokenizer, decode)
+        # The loss alone needs one block of the decoder at a time.
+        at_hand = forward.decoder_on_device() if self.has_search else nullcontext()
+        with full_weights(forward.model), at_hand, closing(loaded) as batches:
+            return recognize_all(forward, batches, self.speech.tokenizer, decode if self.has_search else None)

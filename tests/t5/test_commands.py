@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.cli import export
+from konkanivani.cli import evaluate, export
 from konkanivani.errors import KonkaniVaniError
 from konkanivani.flags import parse_args
+from konkanivani.memory.plan import MemoryPlan
+from konkanivani.memory.weights import ON_CARD, OffloadedWeights
 from konkanivani.models.t5.folder import read_t5_folder
-from konkanivani.recipe.build import build_run
+from konkanivani.recipe.build import build_run, validation_within
 from konkanivani.recipe.dry_run import dry_run
 from konkanivani.recipe.startup import resolve_start
 from konkanivani.recipe.train import train_and_report
@@ -193,6 +196,46 @@ def check_failure(flags: list[str], code: int, message: str) -> None:
     with pytest.raises(KonkaniVaniError, match=message) as found:
         run(*flags)
     assert found.value.exit_code == code and str(found.value).endswith(".") and "\n\n" not in str(found.value)
+
+
+def test_evaluate_scores_text_model_and_its_inputs(base, tmp_path):
+    result = run(*run_flags(base, tmp_path, "--test_manifest", tmp_path / "valid.jsonl"))
+    common = ["--checkpoint", str(tmp_path / "checkpoints" / "checkpoint_best.pt"), "--device", "cpu"]
+    common += ["--manifest", str(tmp_path / "valid.jsonl"), "--output", str(tmp_path / "hypotheses.jsonl")]
+    found = json.loads(evaluate.main([*common, "--json"]))
+    assert found["utterances"] == 3 and found["wer"] == pytest.approx(result["test_wer"], abs=1e-4)
+    said = evaluate.main(common)
+    assert "the inputs" in said and "of speech" not in said
+    rows = [json.loads(line) for line in (tmp_path / "hypotheses.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["reference"] for row in rows] == [two for _, two in TEXTS[:3]]  # with case and punctuation
+    with pytest.raises(KonkaniVaniError, match="a model of text") as refused:
+        evaluate.main([*common, "--conditions"])
+    assert refused.value.exit_code == 2
+
+
+def test_validation_uses_loss_alone_if_offloaded_decoder_does_not_fit(base, tmp_path, monkeypatch, capsys):
+    offloaded = ("--weights", "host", "--gradient_checkpointing", "auto")
+    run_here = build_run(resolve_start(parse_args(run_flags(base, tmp_path, *offloaded))))
+    plan, validation = run_here.plan, run_here.data.validation
+    assert plan.has_memory_for_search and "only the loss" not in capsys.readouterr().out
+    searched = run_here.evaluate(validation)
+    smaller = dataclasses.replace(plan, budget=plan.validation + plan.context - 1)
+    assert not smaller.has_memory_for_search and "validation" not in smaller.planned_peaks(0)
+    assert dataclasses.replace(smaller, placement=ON_CARD).has_memory_for_search  # nothing has to be fetched
+    monkeypatch.setattr(OffloadedWeights, "at_hand", lambda *_: pytest.fail("the whole decoder was fetched"))
+    alone = run_here.evaluate(validation_within(smaller, validation))
+    assert alone.losses == searched.losses and alone.utterances == len(searched.scored) == 3
+    assert not alone.scored and math.isnan(alone.rates.cer)
+    with pytest.raises(pytest.fail.Exception):  # negative control
+        run_here.evaluate(validation)
+    del run_here
+    gc.collect()
+    monkeypatch.setattr(MemoryPlan, "has_memory_for_search", False)
+    result = run(*run_flags(base, tmp_path, *offloaded))
+    validated = [record for record in log_records(tmp_path) if record["kind"] == "validation"]
+    assert result["best_valid_score"] == round(validated[-1]["loss"], 4) and validated[-1]["cer"] is None
+    said = capsys.readouterr().out
+    assert "only the loss" in said and "nan" not in said
 
 
 @pytest.mark.parametrize("case", FOLDERS)

@@ -2,18 +2,19 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from konkanivani.cli.texts import correct
-from konkanivani.corpora.corruption import Confusions, corrupt, read_confusions
-from konkanivani.data.text import normalize_text
+from konkanivani.corpora.corruption import Confusions, corrupt, pairs_of, read_confusions
+from konkanivani.data.text import TextLimits, normalize_text
 from konkanivani.errors import KonkaniVaniError
 from konkanivani.inference.word_times import Segment, Transcript, Word, json_text
 from konkanivani.recipe import correction
 from konkanivani.recipe.correction import Corrector, corrected_words, load_corrector, with_corrector
 from konkanivani.scoring.metrics import count_edits
-from tests.t5.parts import LINES, write_folder
+from tests.t5.parts import LINES, vocabulary, write_folder
 
 
 def words(*scored: tuple[str, float]) -> tuple[Word, ...]:
@@ -72,8 +73,41 @@ def test_confusions_are_read_from_hypotheses_file(tmp_path):
     assert {one: dict(found) for one, found in read_confusions(path).characters.items()} == {"त": {"थ": 1}}
 
 
+class RecordingCorrector(Corrector):
+    """Corrector that returns its inputs in capitals, and keeps them."""
+
+    def _generate(self, texts: list[str]) -> list[str]:
+        self.model.seen.extend(texts)
+        return [text.upper() for text in texts]
+
+
+def test_long_texts_are_corrected_in_windows_without_losing_words():
+    model = SimpleNamespace(tokenizer=vocabulary(TextLimits(16, 16), is_bytes=True), seen=[])
+    text = "one two three four five six seven eight nine ten eleven twelve"
+    long_word = "a" * 40
+    found = RecordingCorrector(model, None).correct([text, "", f"one {long_word} two", "short"])
+    assert found == [text.upper(), "", f"ONE {long_word} TWO", "SHORT"]
+    assert all(len(window) < 16 for window in model.seen) and len(model.seen) < 12
+    whole = SimpleNamespace(tokenizer=vocabulary(TextLimits(100, 100), is_bytes=True), seen=[])
+    assert RecordingCorrector(whole, None).correct([text]) == [text.upper()] and whole.seen == [
+        text
+    ]  # no window is needed
+
+
+class AddingCorrector(RecordingCorrector):
+    """Corrector that changes the first word and goes on with a sentence of its own."""
+
+    def _generate(self, texts: list[str]) -> list[str]:
+        return ["hanv" + text[4:] + " and a new sentence of words" for text in texts]
+
+
+def test_corrected_line_has_no_added_sentence():
+    model = SimpleNamespace(tokenizer=vocabulary(TextLimits(100, 100), is_bytes=True), seen=[])
+    assert AddingCorrector(model, None).correct(["hamv ravta"]) == ["hanv ravta"]
+
+
 def test_corrupted_pairs_are_written_and_lines_corrected(tmp_path, monkeypatch):
-    monkeypatch.setattr("konkanivani.data.text.DEFAULT_LIMIT", 12)  # a random model never predicts the end token
+    monkeypatch.setattr("konkanivani.data.text.DEFAULT_LIMIT", 12)  # a random model never ends
     base, lines = write_folder(tmp_path / "base"), tmp_path / "lines.txt"
     lines.write_text("\n".join(LINES[:5]), encoding="utf-8")
     pairs = tmp_path / "pairs.jsonl"
@@ -90,8 +124,16 @@ def test_corrupted_pairs_are_written_and_lines_corrected(tmp_path, monkeypatch):
     assert alone == texts  # independent of the batch
 
 
+def test_copies_of_a_text_have_different_errors():
+    texts = [LINES[0], LINES[1]]
+    rows = list(pairs_of(texts, 0.5, Confusions(), 1, copies=20))
+    assert [row["text"] for row in rows] == 20 * texts
+    assert rows[:2] == list(pairs_of(texts, 0.5, Confusions(), 1))
+    assert len({row["input"] for row in rows}) > 30  # a few have the same errors, or none
+
+
 class UppercaseCorrector(Corrector):
-    """Corrector that returns uppercase text followed by an invented sentence."""
+    """Corrector that writes capitals, and a sentence of its own."""
 
     def __init__(self) -> None: ...
 
@@ -117,6 +159,8 @@ BAD = {
     "neither model nor corrupt": (["a.txt"], 2, "either --model"),
     "error rate above 1": (["a.txt", "--corrupt", "1.5", "--output", "o"], 2, "between 0 and 1"),
     "no output": (["a.txt", "--corrupt", "0.5"], 2, "--output"),
+    "zero copies": (["a.txt", "--corrupt", "0.5", "--output", "o", "--copies", "0"], 2, "--copies must be at least 1"),
+    "copies without corrupt": (["a.txt", "--model", "m", "--copies", "2"], 2, "no effect without --corrupt"),
     "confusions without corrupt": (["a.txt", "--model", "m", "--confusions", "c"], 2, "no effect without --corrupt"),
     "missing file": (["missing.txt", "--corrupt", "0.5", "--output", "o"], 3, "missing.txt cannot be read"),
     "not a hypotheses file": (

@@ -14,7 +14,7 @@ from konkanivani.memory.weights import ON_CARD, Placement
 from konkanivani.models.architecture import architecture_of
 from konkanivani.models.t5.architecture import T5Architecture
 from konkanivani.models.t5.model import T5Shape
-from konkanivani.planning.sizes import needs_sharding, state_bytes
+from konkanivani.planning.sizes import checkpoint_bytes, needs_sharding, state_bytes
 from konkanivani.planning.tensors import LiveBytes
 from konkanivani.planning.tracer import BatchShape
 from konkanivani.planning.traces import build_tracer
@@ -242,6 +242,18 @@ def test_plan_counts_two_bytes_per_bf16_number(kind):
     states = [state_bytes(c, architecture) - extra for c, extra in zip((config, in_full), workspaces, strict=True)]
     assert states[0] == pytest.approx(0.5 * states[1], rel=0.03)
     assert memory_conditions(config, architecture, CPU) != memory_conditions(in_full, architecture, CPU)
+
+
+@every_kind
+def test_checkpoint_bytes_equal_size_of_bf16_checkpoint(kind, tmp_path):
+    architecture = T5Architecture(dataclasses.replace(SHAPE, d_model=256, feedforward_dim=1024))
+    config = config_of(kind)
+    parts = build_step_parts(config, architecture, CPU, 100)
+    states = {"model": parts.model.state_dict(), "optimizer": OptimizerState(parts.model, parts.optimizer).state_dict()}
+    write_checkpoint(tmp_path / "one.pt", Checkpoint("", b"tokens", 300, 3, 0, states))
+    size = (tmp_path / "one.pt").stat().st_size
+    assert size <= checkpoint_bytes(architecture, config.optimizer, "bf16") < size + 1.5 * 2**20
+    assert checkpoint_bytes(architecture, config.optimizer) > 1.7 * size  # negative control: weights in fp32
 
 
 REJECTED = {

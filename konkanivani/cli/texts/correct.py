@@ -28,6 +28,8 @@ class Flags:
     """Checkpoint or folder of a T5 model that corrects the lines."""
     corrupt: float | None = None
     """Share of words that get an artificial error, such as 0.2; case and punctuation are removed."""
+    copies: int = 1
+    """Pairs per text with --corrupt, each with other errors."""
     confusions: str | None = None
     """Hypotheses written by konkanivani evaluate, whose confused characters --corrupt repeats."""
     output: str | None = None
@@ -48,6 +50,10 @@ def check_flags(flags: Flags) -> None:
         raise UsageError("--corrupt must be between 0 and 1.")
     if flags.corrupt is not None and flags.output is None:
         raise UsageError("--corrupt writes a manifest: give its path with --output.")
+    if flags.copies < 1:
+        raise UsageError("--copies must be at least 1.")
+    if flags.copies > 1 and flags.corrupt is None:
+        raise UsageError("--copies has no effect without --corrupt: give both, or omit it.")
     if flags.confusions is not None and flags.corrupt is None:
         raise UsageError("--confusions has no effect without --corrupt: give both, or omit it.")
     if flags.output is not None:
@@ -62,7 +68,8 @@ def correct(flags: Flags) -> str:
     lines = [line for path in flags.files for line in read_lines(Path(path))]
     if flags.corrupt is not None and flags.output is not None:
         confusions = Confusions() if flags.confusions is None else read_confusions(Path(flags.confusions))
-        count = write_corrupted(lines, flags.corrupt, confusions, flags.seed, Path(flags.output))
+        output = Path(flags.output)
+        count = write_corrupted(lines, flags.corrupt, confusions, flags.seed, output, flags.copies)
         return f"{flags.output}: {count:,} pairs. Train with --train_manifest {flags.output} and a T5 folder."
     from konkanivani.files import atomic_write
     from konkanivani.recipe.correction import load_corrector
