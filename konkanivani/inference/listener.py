@@ -207,7 +207,7 @@ class Listener:
             return []
         if self._given and block.shape[1] != self._given[0].shape[1]:
             raise DataError(
-                f"The number of channels changed from {self._given[0].shape[1]} to {block.shape[1]}. Create a new "
+                f"The number of channels changed from {self._given[0].shape[1]} to {block.shape[1]}. Use a new "
                 "listener for another recording."
             )
         if float(block.abs().max()) > MAX_LEVEL:
