@@ -102,7 +102,7 @@ def try_all(title: str, trials: Sequence[Trial], effort: Effort, each: int, note
             failures.append(f"{trial.kind}, {trial.name}: {'; '.join(found[:3])}")
     rows = [(kind, str(len(tried)), str(sum(tried))) for kind, tried in right.items()]
     rows.append(("all", *(str(sum(int(row[column]) for row in rows)) for column in (1, 2))))
-    return FaultTable(title, ("What", "Tried", "As it should be"), tuple(rows), tuple(failures), notes)
+    return FaultTable(title, ("Fault", "Trials", "Correct"), tuple(rows), tuple(failures), notes)
 
 
 AT_POINTS, AT_RANDOM, ANEW = 105, 88, 12
@@ -244,7 +244,7 @@ def _resumes_trials(bench: ResumeBench) -> Iterator[Trial]:
     for case in resplit_cases():
         what = "weights to 1e-9" if case.settings.precision == "fp64" else "order and counters"
         findings = partial(bench.resplit_differences, case)
-        yield Trial(f"another cut, {what}: {case.settings.precision}", case.name, findings)
+        yield Trial(f"other micro-batches, {what}: {case.settings.precision}", case.name, findings)
     for case in control_cases():
         yield Trial("negative control: differs", case.name, _must_differ(partial(bench.differences, case)))
 
@@ -291,9 +291,9 @@ def measure_files(effort: Effort) -> FaultTable:
         for number, content in enumerate(contents)
     ]
     rows.append(("every checkpoint damaged", str(len(refused)), str(sum(refused)), "0", str(refused.count(False))))
-    failures += ["a run began anew over damaged checkpoints"] * refused.count(False)
+    failures += ["a run started from scratch over damaged checkpoints"] * refused.count(False)
     return FaultTable(
-        "Checkpoints that lie",
+        "Damaged checkpoints",
         ("damage to the newest checkpoint", "tried", "detected", "harmless", "read wrongly"),
         tuple(rows),
         tuple(failures),
@@ -338,9 +338,9 @@ def _numbers_trials(bench: ResumeBench) -> Iterator[Trial]:
         kind = f"one batch is not finite, {batch.precision}: skipped, nothing changed by hash, named"
         yield Trial(kind, f"{batch.what} {batch.value}", partial(non_finite_batch_findings, bench, batch))
     for broken in PERMANENT_FAILURES:
-        is_for_ever = broken.fault[0] == "not_finite"
-        kind = "nothing is finite any more" if is_for_ever else "the state is not finite"
-        kind += ": ends with 5, published is what can be gone on from"
+        is_permanent = broken.fault[0] == "not_finite"
+        kind = "all batches are not finite" if is_permanent else "the state is not finite"
+        kind += ": exits with 5, the last checkpoint can be resumed"
         yield Trial(kind, broken.name, partial(permanent_failure_findings, bench, broken))
     for token in BAD_LABELS:
         for workers in (0, 2):
@@ -354,7 +354,7 @@ def measure_loaders(effort: Effort) -> FaultTable:
 
 
 def _loaders_trials(bench: ResumeBench) -> Iterator[Trial]:
-    once = "a worker is killed once: restarted at the same window, the run exact"
+    once = "a worker is killed once: restarted at the same batch, the run is exact"
     always = "a worker is killed each time or stops: ends with 6 in time, named; resumed, the run is exact"
     for case in LOST_WORKERS:
         yield Trial(once if case.is_lost_once else always, case.name, partial(lost_worker_findings, bench, case))

@@ -69,11 +69,11 @@ class Ended:
         # Keep an indented list with the lines around it.
         while start > 0 and "  " in (lines[start][:2], lines[start - 1][:2]):
             start -= 1
-        told = lines[max(0, start) :]
+        kept = lines[max(0, start) :]
         # Of a traceback, only the exception itself.
-        if told and told[0].startswith("Traceback"):
-            told = told[-1:]
-        return " ".join(line.strip() for line in told) or f"Exit code {self.exit_code}, without a message."
+        if kept and kept[0].startswith("Traceback"):
+            kept = kept[-1:]
+        return " ".join(line.strip() for line in kept) or f"Exit code {self.exit_code}, without a message."
 
     @property
     def message(self) -> str:
@@ -81,20 +81,20 @@ class Ended:
 
         Warnings are left out. Of a mistyped value, whose error is printed in a box, only the sentence is returned.
         """
-        told: list[str] = []
+        kept: list[str] = []
         for line in self.errors:
             if LINE_OF_BAR.match(line) or LINE_OF_WARNING.match(line):
                 # Errors end the run: what precedes a bar or a warning is not one.
-                told = []
-            elif line.strip() and (told or not line.startswith("  ")):
-                told.append(line)
-        if any(line.startswith("Traceback") for line in told) or self.exit_code == KILLED or not told:
+                kept = []
+            elif line.strip() and (kept or not line.startswith("  ")):
+                kept.append(line)
+        if any(line.startswith("Traceback") for line in kept) or self.exit_code == KILLED or not kept:
             return self.reason
-        if told[0].startswith("╭"):
-            inside = [line.strip("│ ") for line in told[1:]]
+        if kept[0].startswith("╭"):
+            inside = [line.strip("│ ") for line in kept[1:]]
             rule = next((number for number, line in enumerate(inside) if set(line) <= set("─╰╯")), len(inside))
             return " ".join(inside[:rule])
-        return "\n".join(told)
+        return "\n".join(kept)
 
 
 class CommandRunner:

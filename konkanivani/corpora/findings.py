@@ -203,13 +203,13 @@ def _of_sound(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Ite
         )
     if sound.deviating.count:
         yield left_out_finding(
-            f"{name}: {sound.deviating.count} of {sound.heard} recordings are shorter or longer than their "
+            f"{name}: {sound.deviating.count} of {sound.decoded} recordings are shorter or longer than their "
             f"rows state, so training skips them ({_first(sound.deviating)}){allowed}.",
             "Correct the durations in the manifest.",
         )
     if sound.mute.count:
         yield warning(
-            f"{name}: {sound.mute.count} of {sound.heard} recordings {is_or_are(sound.mute.count)} empty "
+            f"{name}: {sound.mute.count} of {sound.decoded} recordings {is_or_are(sound.mute.count)} empty "
             f"({_first(sound.mute)}).",
             "Record them again, or remove the rows.",
         )
@@ -232,10 +232,10 @@ def _of_levels(name: str, sound: SoundHealth) -> Iterator[Finding]:
     )
     for listed, what, remedy in checks:
         if listed.count:
-            share = listed.count / sound.heard
+            share = listed.count / sound.decoded
             yield Finding(
                 "warning" if share > OFTEN else "note",
-                f"{name}: {listed.count} of {sound.heard} recordings {is_or_are(listed.count)} {what} "
+                f"{name}: {listed.count} of {sound.decoded} recordings {is_or_are(listed.count)} {what} "
                 f"({_first(listed)}).",
                 remedy,
             )
@@ -243,7 +243,7 @@ def _of_levels(name: str, sound: SoundHealth) -> Iterator[Finding]:
 
 def _of_recordings(health: CorpusHealth) -> Iterator[Finding]:
     """Yield findings from the comparison of all manifests' recordings with the training set."""
-    with_sound = [(part, part.sound) for part in health.parts if part.sound and part.sound.heard]
+    with_sound = [(part, part.sound) for part in health.parts if part.sound and part.sound.decoded]
     rates = sorted({int(tally.name) for _, sound in with_sound for tally in sound.rates})
     # Upsampled audio has no energy above its old Nyquist frequency.
     if len(rates) > 1 or any(rate < SAMPLE_RATE for rate in rates):

@@ -129,8 +129,8 @@ def _facts(part: PartHealth) -> Iterator[Fact]:
 
 
 def _sound_facts(sound: SoundHealth) -> Iterator[Fact]:
-    yield Fact("recordings decoded", f"{sound.heard}", f"of {sound.asked} sampled")
-    if not sound.heard:  # the statistics below are undefined
+    yield Fact("recordings decoded", f"{sound.decoded}", f"of {sound.asked} sampled")
+    if not sound.decoded:  # the statistics below are undefined
         return
     yield Fact("sample rates", _tallied(sound.rates, " Hz"))
     yield Fact("channels", _tallied(sound.channels))
@@ -149,7 +149,7 @@ def _charts(part: PartHealth) -> Iterator[Chart]:
     yield Chart("Hours by duration", part.hours_by_duration, "seconds", "hours")
     yield Chart("Characters per second", rates.characters, "characters/s", "utterances", rates.median)
     yield Chart("Words per second", rates.words, "words/s", "utterances")
-    if sound and sound.heard:
+    if sound and sound.decoded:
         yield Chart("Level", sound.levels, "dBFS", "recordings", sound.median_level)
         yield Chart("Silence", sound.silence, "% of the time", "recordings")
 

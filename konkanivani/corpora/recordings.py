@@ -44,16 +44,16 @@ MAX_DIGITAL_SILENCE = 0.05
 
 @dataclass(frozen=True)
 class SpeakerLevel:
-    """Loudness of a speaker: the median level in dBFS of `heard` recordings."""
+    """Loudness of a speaker: the median level in dBFS of `decoded` recordings."""
 
     name: str
-    heard: int
+    decoded: int
     level: float
 
 
 @dataclass(frozen=True)
 class SoundHealth:
-    """Audio statistics of `heard` recordings, evenly spaced in the manifest; each list is of utterances.
+    """Audio statistics of `decoded` recordings, evenly spaced in the manifest; each list is of utterances.
 
     Attributes:
         asked: Number of sampled recordings.
@@ -63,7 +63,7 @@ class SoundHealth:
     """
 
     asked: int
-    heard: int
+    decoded: int
     left_out: int
     unreadable: Listed
     rates: tuple[Tally, ...]
@@ -104,7 +104,7 @@ def measure_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
     middle = np.median if measured else lambda _: 0.0
     return SoundHealth(
         asked=len(chosen),
-        heard=len(measured),
+        decoded=len(measured),
         left_out=sum(is_usable and utterance.row not in as_stated for utterance, is_usable in chosen),
         unreadable=Listed(len(unreadable), tuple(unreadable[:MAX_EXAMPLES])),
         rates=tallies(Counter(sound.rate for _, sound in measured)),

@@ -118,7 +118,7 @@ class Espeak:
         self._library.espeak_TextToPhonemes.restype = ctypes.c_char_p
         self._library.espeak_Info.restype = ctypes.c_char_p
         self._chunks: list[bytes] = []
-        self._heard = 0  # samples
+        self._received = 0  # samples
         self._words: list[tuple[int, int]] = []  # character, milliseconds
         self._end = 0  # milliseconds
         listener = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(Event))
@@ -140,11 +140,11 @@ class Espeak:
                 self._end = event.audio_position
         if samples and count > 0:
             self._chunks.append(ctypes.string_at(samples, 2 * count))
-            self._heard += count
+            self._received += count
         return int(self._is_too_long())
 
     def _is_too_long(self) -> bool:
-        return self._heard > MAX_SECONDS * self.sample_rate
+        return self._received > MAX_SECONDS * self.sample_rate
 
     def answer(self, request: Request) -> bytes | EngineFields | WordFields:
         """Return the result of `request`; a ValueError gives the reason of a failure."""

@@ -106,15 +106,15 @@ def check_state(config: TrainConfig, architecture: Architecture, costs: DeviceCo
         )
 
 
-def _largest_preset(config: TrainConfig, room: int) -> str:
-    """Return a sentence that suggests the largest preset whose state fits into `room` bytes."""
+def _largest_preset(config: TrainConfig, free: int) -> str:
+    """Return a sentence that suggests the largest preset whose state fits into `free` bytes."""
     if config.pretrained.pretrained is not None:
         return "Use --freeze encoder or --lora_rank 32, a smaller model, or a larger budget."
     # PRESETS are in descending order of size.
     for name, shape in PRESETS.items():
         architecture = architecture_of(dataclasses.replace(config, model=shape), TextConfig().vocab_size)
         state = state_bytes(config, architecture)
-        if state <= room:
+        if state <= free:
             return f"Use --preset {name}, which needs {state / MIB:.0f} MiB, or a larger budget."
     return "No preset is small enough. Use a larger budget."
 

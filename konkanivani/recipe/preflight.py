@@ -118,7 +118,7 @@ def _check_folder(kind: str, path: Path, flag: str) -> None:
 
 
 @dataclass(frozen=True)
-class DiskRoom:
+class DiskSpace:
     """Additional bytes that the run's files on one file system will need, and the free bytes there."""
 
     folders: tuple[Path, ...]
@@ -131,7 +131,7 @@ class DiskRoom:
         return f"needs {-(-self.needed // MIB)} MiB for {folders}, has {self.free // MIB} MiB"
 
 
-def check_disk(config: TrainConfig, architecture: Architecture) -> tuple[DiskRoom, ...]:
+def check_disk(config: TrainConfig, architecture: Architecture) -> tuple[DiskSpace, ...]:
     """Return the space on each file system that the run writes to; raises a ResourceError if one is too small.
 
     Quotas are not visible here: an exceeded quota fails like a full disk, at a save.
@@ -144,22 +144,23 @@ def check_disk(config: TrainConfig, architecture: Architecture) -> tuple[DiskRoo
     least = DRY_RUN_FILES * one if run.dry_run else 0
     checkpoints = max(least, checkpoints)
     needs = (Path(run.checkpoint_dir), checkpoints), (Path(run.log_dir), max_epochs(run) * LOG_BYTES_AN_EPOCH)
-    rooms: dict[int, DiskRoom] = {}
+    spaces: dict[int, DiskSpace] = {}
     for folder, needed in needs:
         # Folders on the same file system share its free space, so that their needs add up.
         device = os.stat(nearest_folder(folder)).st_dev
-        shared = rooms.get(device, DiskRoom((), 0, free_disk(folder)))
-        rooms[device] = DiskRoom((*shared.folders, folder), shared.needed + needed, shared.free)
-    short = [room for room in rooms.values() if room.needed > room.free]
+        shared = spaces.get(device, DiskSpace((), 0, free_disk(folder)))
+        spaces[device] = DiskSpace((*shared.folders, folder), shared.needed + needed, shared.free)
+    short = [space for space in spaces.values() if space.needed > space.free]
     if short:
         listed = "\n".join(
-            f"Not enough disk space: the run {room.sentence()} ({room.needed} and {room.free} bytes)." for room in short
+            f"Not enough disk space: the run {space.sentence()} ({space.needed} and {space.free} bytes)."
+            for space in short
         )
         raise ResourceError(
             f"{listed} Free disk space, use --keep_checkpoints 2 or a smaller --preset, or put "
             "--checkpoint_dir and --log_dir on another disk."
         )
-    return tuple(rooms.values())
+    return tuple(spaces.values())
 
 
 def max_checkpoints(run: RunConfig) -> int:

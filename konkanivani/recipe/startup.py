@@ -173,7 +173,7 @@ def _check_paths_and_disk(config: TrainConfig, architecture: Architecture, repor
     check_paths(config)
     manifests = count(len(named_manifests(config)), "manifest", "is/are")
     report("paths", f"{manifests} found, {config.run.checkpoint_dir} and {config.run.log_dir} are writable")
-    report("disk", "; ".join(room.sentence() for room in check_disk(config, architecture)))
+    report("disk", "; ".join(space.sentence() for space in check_disk(config, architecture)))
 
 
 def _resume(

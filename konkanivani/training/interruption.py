@@ -15,7 +15,7 @@ from konkanivani.errors import Interrupted, defer_signals, stopping_signals
 
 PATIENCE = 5.0  # seconds that a micro-batch may take after a signal; schedulers kill after 30 or more
 STOPPING = b"\nStopping: saving at the end of this micro-batch, or in 5 s without it (a second signal stops at once).\n"
-OVER = b"\nStopped after training, which is done and saved: --resume auto goes on with the scoring.\n"
+OVER = b"\nStopped after training, which is done and saved: --resume auto continues with the scoring.\n"
 
 
 def _raise(error: Interrupted) -> NoReturn:

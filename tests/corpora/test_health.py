@@ -443,7 +443,7 @@ def test_healthy_corpus_is_warned_only_about_its_size(small):
     train, valid = diagnosis.health.parts
     assert (train.utterances, train.usable, train.speakers.count, valid.speakers.count) == (40, 40, 3, 1)
     assert train.hours == pytest.approx(40 / 3600) and train.speakers.median_hours == pytest.approx(13 / 3600)
-    assert train.speakers.largest_share == pytest.approx(14 / 40) and train.sound.heard == 40
+    assert train.speakers.largest_share == pytest.approx(14 / 40) and train.sound.decoded == 40
     assert train.epoch.steps == 5 and train.epoch.padding_share == 0
     assert train.formats[0].name == ".wav" and train.sound.rates[0].name == "16000"
     characters = [len(row.text.replace(" ", "")) for row in small.train]

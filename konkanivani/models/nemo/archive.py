@@ -86,21 +86,21 @@ def open_nemo(path: Path, folder: Path) -> Iterator[NemoArchive]:
             raw = stack.enter_context(open(path, "rb"))
             file: io.BufferedIOBase = raw
             is_packed = raw.read(2) == b"\x1f\x8b"
-            room: BinaryIO | None = None
+            spool: BinaryIO | None = None
             raw.seek(0)
             # torch.load reads a zip archive in any order, but seeking back in a gzip stream decompresses it again.
             if is_packed:
                 file = gzip.open(raw)
-                room = stack.enter_context(tempfile.TemporaryFile(dir=folder))
+                spool = stack.enter_context(tempfile.TemporaryFile(dir=folder))
             try:
-                found = _read_members(file, path, room)
+                found = _read_members(file, path, spool)
             except (gzip.BadGzipFile, EOFError, zlib.error):
                 raise refused(path, "it is truncated or damaged") from None
         yield found
 
 
-def _read_members(file: io.BufferedIOBase, path: Path, room: BinaryIO | None) -> NemoArchive:
-    """Return the required members; gzipped weights are copied to `room`."""
+def _read_members(file: io.BufferedIOBase, path: Path, spool: BinaryIO | None) -> NemoArchive:
+    """Return the required members; gzipped weights are copied to `spool`."""
     found: dict[str, bytes] = {}
     weights: BinaryIO | None = None
     small = 0
@@ -122,7 +122,7 @@ def _read_members(file: io.BufferedIOBase, path: Path, room: BinaryIO | None) ->
             raise refused(path, f"its member {name!r:.80} states {member.size} bytes")
         found[name] = b""
         if name == WEIGHTS:
-            weights = _weights(file, member.size, room)
+            weights = _weights(file, member.size, spool)
         elif name == CONFIG or name.endswith(TOKENIZER) or LICENCE.match(name):
             small += member.size
             if small > MOST_SMALL_BYTES or (name == CONFIG and member.size > MOST_CONFIG_BYTES):
@@ -172,14 +172,14 @@ def _whole(file: io.BufferedIOBase, size: int) -> bytes:
     return data
 
 
-def _weights(file: io.BufferedIOBase, size: int, room: BinaryIO | None) -> BinaryIO:
-    """Return the weights as a seekable file: a part of `file`, or of a gzipped archive the copy in `room`."""
-    if room is None:
+def _weights(file: io.BufferedIOBase, size: int, spool: BinaryIO | None) -> BinaryIO:
+    """Return the weights as a seekable file: a part of `file`, or of a gzipped archive the copy in `spool`."""
+    if spool is None:
         return io.BufferedReader(_Part(file, file.tell(), size))
-    shutil.copyfileobj(io.BufferedReader(_Part(file, file.tell(), size)), room, 2**20)
-    if room.tell() < size:
+    shutil.copyfileobj(io.BufferedReader(_Part(file, file.tell(), size)), spool, 2**20)
+    if spool.tell() < size:
         raise EOFError
-    return room
+    return spool
 
 
 class _Part(io.RawIOBase):

@@ -53,8 +53,8 @@ class WhisperLogMel(torch.nn.Module):
         floor = torch.stack([row.amax() for row in rows])[:, None, None] - RANGE
         floor = floor.clamp_min_(floor.new_full((), MIN_POWER).log10())
         features = floor.expand(-1, self.shape.mel_bins, max(row.shape[1] for row in rows)).contiguous()
-        for heard, row, least in zip(features, rows, floor, strict=True):
-            torch.maximum(row, least, out=heard[:, : row.shape[1]])
+        for feature, row, least in zip(features, rows, floor, strict=True):
+            torch.maximum(row, least, out=feature[:, : row.shape[1]])
         # As in OpenAI's Whisper: (log10 + 4) / 4.
         return features.add_(4.0).div_(4.0), (floor + 4.0) / 4.0
 
@@ -108,23 +108,25 @@ class WhisperFrontEnd(torch.nn.Module):
         self, waveforms: torch.Tensor, sample_lengths: Lengths, augment_seeds: tuple[int, ...] | None
     ) -> tuple[torch.Tensor, Lengths]:
         with torch.autocast(waveforms.device.type, enabled=False):
-            heard, floor = self.log_mel(waveforms, sample_lengths)
+            log_mel, floor = self.log_mel(waveforms, sample_lengths)
         if augment_seeds is not None:
-            heard = self._masked(heard, floor, augment_seeds, sample_lengths)
+            log_mel = self._masked(log_mel, floor, augment_seeds, sample_lengths)
         if self.audio_context == "speech":
             spoken = _spoken(sample_lengths)
-            return heard[:, :, : max(spoken)].transpose(1, 2), spoken
+            return log_mel[:, :, : max(spoken)].transpose(1, 2), spoken
         features = floor.expand(-1, self.shape.mel_bins, self.shape.window_frames).contiguous()
-        features[:, :, : heard.shape[2]] = heard
+        features[:, :, : log_mel.shape[2]] = log_mel
         return features.transpose(1, 2), (self.shape.window_frames,) * len(sample_lengths)
 
     def _masked(
-        self, heard: torch.Tensor, floor: torch.Tensor, seeds: tuple[int, ...], sample_lengths: Lengths
+        self, log_mel: torch.Tensor, floor: torch.Tensor, seeds: tuple[int, ...], sample_lengths: Lengths
     ) -> torch.Tensor:
         time, frequency = self.spec_augment.draw_masks(seeds, _spoken(sample_lengths))
-        time = torch.nn.functional.pad(time, (0, heard.shape[2] - time.shape[1])).to(heard.device, non_blocking=True)
-        frequency = frequency.to(heard.device, non_blocking=True)
-        return torch.where(time[:, None, :] | frequency[:, :, None], floor, heard)
+        time = torch.nn.functional.pad(time, (0, log_mel.shape[2] - time.shape[1])).to(
+            log_mel.device, non_blocking=True
+        )
+        frequency = frequency.to(log_mel.device, non_blocking=True)
+        return torch.where(time[:, None, :] | frequency[:, :, None], floor, log_mel)
 
 
 def _spoken(sample_lengths: Lengths) -> Lengths:
@@ -154,8 +156,8 @@ class WhisperArchitecture:
     @property
     def description(self) -> str:
         """Type and size, for messages."""
-        heard = ", context limited to the speech" if self.audio_context == "speech" else ""
-        return f"Whisper {self.model.d_model}, {self.model.encoder_layers}+{self.model.decoder_layers} layers{heard}"
+        context = ", context limited to the speech" if self.audio_context == "speech" else ""
+        return f"Whisper {self.model.d_model}, {self.model.encoder_layers}+{self.model.decoder_layers} layers{context}"
 
     @property
     def vocab_size(self) -> int:
