@@ -15,7 +15,6 @@ from konkanivani.config import TRAINING_ONLY, DecodingConfig, PretrainedConfig
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import UsageError
 from konkanivani.files import check_own_file
-from konkanivani.lengths import TOKENS
 from konkanivani.rules import check_model_choice
 from konkanivani.scoring.html import PAGE_START, write_page
 from konkanivani.scoring.metrics import count_edits
@@ -138,6 +137,7 @@ def recognize(flags: Flags, topology: "Topology") -> tuple[TextPairs, tuple[Cond
     # Read before torch is imported, so that errors in it are reported at once.
     manifest = read_manifest(flags.manifest, flags.audio_roots)
     from konkanivani.distributed import choose_device
+    from konkanivani.lengths import TOKENS
     from konkanivani.recipe.conditions import recognize_under_conditions
     from konkanivani.recipe.evaluation_model import (
         load_evaluation_model,
