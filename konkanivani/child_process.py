@@ -16,7 +16,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -145,7 +144,7 @@ class CommandRunner:
             encoding="utf-8",
             errors="replace",
             start_new_session=True,
-            preexec_fn=partial(request_parent_death_signal, signal.SIGTERM),
+            preexec_fn=_prepare_child,
         )
         kept = deque[str](maxlen=KEPT_LINES), deque[str](maxlen=KEPT_LINES)
         copies = (process.stdout, kept[0], is_result_shown), (process.stderr, kept[1], True)
@@ -168,6 +167,12 @@ class CommandRunner:
         self._signal_number = self._signal_number or number
         if self._process is not None:
             self._process.send_signal(number)
+
+
+def _prepare_child() -> None:
+    request_parent_death_signal(signal.SIGTERM)
+    # Until `prepare_process`: while the interpreter starts, a KeyboardInterrupt can be lost in a callback.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def copy_output(stream: io.TextIOWrapper, kept: deque[str], is_shown: bool = True) -> None:

@@ -1,6 +1,7 @@
 """Command `konkanivani`: dispatches to a subcommand. Does not import torch."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -114,6 +115,8 @@ def prepare_process() -> None:
     sys.excepthook = end_in_a_line
     set_process_defaults(os.environ)
     set_malloc_options(os.environ)
+    # `konkanivani.train` starts this process with SIGINT blocked; one that has arrived is handled here.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def completion_script() -> str:
