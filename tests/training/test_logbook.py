@@ -294,11 +294,11 @@ def test_log_folder_removed_during_training_is_created_again(tmp_path, reported_
     with Logbook(folder, warn=reported_warnings.append) as logbook:
         logbook.log(make_step(1))
         shutil.rmtree(folder)
-        logbook.log(make_step(2))
-        logbook.log(make_step(3))
-    assert [line["step"] for line in lines_of(folder)] == [2, 3]
-    assert steps_of(events_of(folder), "2 loss/all")[-1] == 3
-    # TensorBoard's writer notices only when it writes, so it may lose that record.
+        for step in (2, 3, 4, 5):
+            logbook.log(make_step(step))
+    assert [line["step"] for line in lines_of(folder)] == [2, 3, 4, 5]
+    # TensorBoard's writer notices only when its thread writes, so it may lose one record: which one depends on timing.
+    assert len(set(steps_of(events_of(folder), "2 loss/all")) & {2, 3, 4, 5}) >= 3
     assert len(reported_warnings) == 2 and "TensorBoard" in reported_warnings[0] and "1 records" in reported_warnings[1]
 
 
