@@ -76,14 +76,14 @@ class Ended:
 
     @property
     def message(self) -> str:
-        """Return all errors of a failed run, a line each: what it printed on stderr after its last progress bar.
+        """Return all errors of a failed run, a line each: its lines on stderr after the last progress bar.
 
         Warnings are left out. Of a mistyped value, whose error is printed in a box, only the sentence is returned.
         """
         kept: list[str] = []
         for line in self.errors:
             if LINE_OF_BAR.match(line) or LINE_OF_WARNING.match(line):
-                # Errors end the run: what precedes a bar or a warning is not one.
+                # Errors end the run: lines before a progress bar or a warning are not errors.
                 kept = []
             elif line.strip() and (kept or not line.startswith("  ")):
                 kept.append(line)
@@ -183,7 +183,7 @@ def copy_output(stream: io.TextIOWrapper, kept: deque[str], is_shown: bool = Tru
         kept.append(line.rstrip("\r\n"))
         if not is_shown:
             continue
-        # The copy goes on without a reader of stderr: a full pipe would block the run.
+        # The copy continues without a reader of stderr: a full pipe would block the run.
         with contextlib.suppress(OSError, ValueError):
             print(line, end="", file=sys.stderr, flush=True)
 

@@ -146,11 +146,14 @@ def cache_folder() -> Path | None:
     return Path(folder) / "konkanivani" if os.path.isabs(folder) else None
 
 
-def write_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Write one JSON object per line, atomically; raise OSError if that fails."""
+def write_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
+    """Write one JSON object per line, atomically, and return the number of lines; raise OSError if that fails."""
+    count = 0
     with atomic_replace(path) as partial, open(partial, "w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+    return count
 
 
 @contextlib.contextmanager

@@ -103,13 +103,4 @@ def write_corrupted(
     texts: Sequence[str], share: float, confusions: Confusions, seed: int, output: Path, copies: int = 1
 ) -> int:
     """Write a text-to-text manifest and return its number of rows."""
-    count = 0
-
-    def counted() -> Iterator[dict[str, str]]:
-        nonlocal count
-        for row in pairs_of(texts, share, confusions, seed, copies):
-            count += 1
-            yield row
-
-    write_json_lines(output, counted())
-    return count
+    return write_json_lines(output, pairs_of(texts, share, confusions, seed, copies))

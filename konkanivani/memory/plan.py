@@ -129,7 +129,7 @@ class MemoryPlan:
     @property
     def has_memory_for_search(self) -> bool:
         """Whether validation generates texts: of an offloaded model, the whole decoder has to fit beside the batch."""
-        return not self.placement.offloaded_blocks or self.validation + self.context <= self.budget
+        return fits_search(self.placement, self.validation + self.context, self.budget)
 
     @property
     def peak(self) -> int:
@@ -154,6 +154,14 @@ class MemoryPlan:
             ],
             "spare_memory": self.has_spare_memory,
         }
+
+
+def fits_search(placement: Placement, needed: int, budget: int) -> bool:
+    """Return whether a search with this peak in bytes, context included, is possible within the budget.
+
+    An offloaded model trains block by block, but a search holds its whole decoder on the GPU.
+    """
+    return not placement.offloaded_blocks or needed <= budget
 
 
 def read_plan(state: Mapping[str, Any]) -> MemoryPlan:

@@ -16,7 +16,7 @@ from konkanivani.data.text import text_limits
 from konkanivani.flags import resolve, resolved, words_of
 from konkanivani.lengths import SECONDS, TOKENS
 from konkanivani.memory.devices import DeviceCosts, PlanTarget
-from konkanivani.memory.plan import BucketPlan, RecomputePolicy
+from konkanivani.memory.plan import BucketPlan, RecomputePolicy, fits_search
 from konkanivani.memory.weights import ON_CARD, Placement
 from konkanivani.models.architecture import Architecture
 from konkanivani.planning.plan import ALWAYS, MAX_UTTERANCES, NEVER, Planner, resolve_placement
@@ -205,7 +205,7 @@ class PlanReport:
     host: int = 0
     checkpoint: int = 0
     unit: str = SECONDS.name
-    is_offloaded: bool = False
+    has_memory_for_search: bool = True
 
     def as_json(self) -> str:
         """Return the report as one line of JSON."""
@@ -236,7 +236,7 @@ class PlanReport:
 
     def _loss_alone(self) -> str:
         """Return a sentence if validation generates no texts (`MemoryPlan.has_memory_for_search`)."""
-        if not self.is_offloaded or self.validation_peak <= self.budget:
+        if self.has_memory_for_search:
             return ""
         return " That is more than the budget: only the loss is computed, without a search."
 
@@ -331,7 +331,7 @@ def plan_budget(
         host=longest.host,
         checkpoint=checkpoint_bytes(architecture, config.optimizer, config.memory.weight_dtype),
         unit=architecture.framing.unit.name,
-        is_offloaded=placement.offloaded_blocks > 0,
+        has_memory_for_search=fits_search(placement, validation_peak, budget),
     )
 
 

@@ -36,22 +36,23 @@ class Corrector:
         A text that is longer than the model's inputs in training is corrected in windows of whole words.
         """
         windows = [self._windows(text) for text in texts]
-        waiting = [window for of_text in windows for window in of_text if self._is_read(window)]
+        waiting = [window for of_text in windows for window, is_read in of_text if is_read]
         corrected: list[str] = []
         for start in range(0, len(waiting), TEXTS_AT_ONCE):
             corrected += self._generate(waiting[start : start + TEXTS_AT_ONCE])
         in_order = iter(corrected)
         found = []
         for text, of_text in zip(texts, windows, strict=True):
-            outputs = [next(in_order) if self._is_read(window) else window for window in of_text]
+            outputs = [next(in_order) if is_read else window for window, is_read in of_text]
             found.append(_within_limits(text, " ".join(outputs)) if text.strip() else text)
         return found
 
-    def _windows(self, text: str) -> list[str]:
-        """Return the text, or its words in windows that the model reads whole."""
+    def _windows(self, text: str) -> list[tuple[str, bool]]:
+        """Return the text, or windows of its words, each with whether the model reads it whole (not a longer word)."""
+        is_read = self._is_read(text)
         words = text.split()
-        if len(words) < 2 or self._is_read(text):
-            return [text]
+        if is_read or len(words) < 2:
+            return [(text, is_read)]
         half = len(words) // 2
         return [*self._windows(" ".join(words[:half])), *self._windows(" ".join(words[half:]))]
 

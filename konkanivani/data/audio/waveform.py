@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torchaudio
 
-from konkanivani.data.audio.channels import ChannelPowers, mix, mix_blocks
+from konkanivani.data.audio.channels import choose_channel, mix, mix_blocks
 from konkanivani.data.audio.files import (
     MAX_CHANNELS,
     MAX_RATE,
@@ -123,14 +123,11 @@ def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[to
     """
     check_rate(rate)
     samples = check_samples(samples)
+    # NumPy has no bfloat16.
+    channel, _ = choose_channel((samples.float() if samples.dtype == torch.bfloat16 else samples).numpy(force=True))
+    if channel is not None:
+        samples = samples[:, channel : channel + 1]
     blocks = samples.split(max(1, int(BLOCK_SECONDS * rate)))
-    if samples.shape[1] > 1:
-        powers = ChannelPowers(samples.shape[1])
-        for block in blocks:
-            powers.add(block.double().numpy())
-        channel, _ = powers.choose()
-        if channel is not None:
-            blocks = tuple(block[:, channel : channel + 1] for block in blocks)
     return resample_blocks((as_mono(block) for block in blocks), rate)
 
 
