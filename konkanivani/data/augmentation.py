@@ -5,6 +5,7 @@ utterance), so that changing one kind does not change the others. It needs no ot
 comes from other utterances of the training set.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -19,13 +20,12 @@ from konkanivani.data.audio.effects import (
     colored_noise,
     companded,
     encoded_and_decoded,
+    energy,
     hum,
     limit_band,
     reverberate,
     room_response,
-    scale,
     scale_and_clip,
-    white_noise,
 )
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.randomness import utterance_generator
@@ -71,11 +71,12 @@ AFTER_SECONDS = (0.0, 2.0)
 NOISE_EXPONENT = (0.0, 2.0)
 SNR_DB = (5.0, 30.0)
 FLOOR_DBFS = (-80.0, -45.0)
+MIN_FLOOR_SNR_DB = 10.0
 HUM_HERTZ = (50.0, 60.0)
 HUM_SNR_DB = (15.0, 40.0)
 OFFSET = (-0.02, 0.02)
 LEVEL_DB = (-30.0, 10.0)
-CLIPPING_DB = (3.0, 15.0)
+CLIPPING_DB = (3.0, 20.0)
 BAND_RATES = (8_000, 8_000, 10_000, 12_000)  # Hz; telephones twice
 COMPRESSION = (0.3, 0.97)  # about 200 to 20 kbit/s with Opus, 60 to 30 with MP3
 MAX_TALKERS = 3
@@ -114,8 +115,8 @@ class RecordingAugmentation:
         sides = (0, 0) if silence is None else self._silence(len(waveform), silence)
         is_digital = silence is not None and draw_number(silence) < 0.5
         # Recorded silence comes before the noise, which then fills it; digital silence comes last.
-        if not is_digital:
-            waveform = torch.nn.functional.pad(waveform, sides)
+        if silence is not None and not is_digital:
+            waveform = _with_noise_floor(torch.nn.functional.pad(waveform, sides), silence)
         waveform = _noisy(waveform, draws, talker)
         waveform = _transmitted(waveform, draws)
         if is_digital:
@@ -163,12 +164,20 @@ def _noisy(waveform: torch.Tensor, draws: Draws, talker: Talker) -> torch.Tensor
         snr = draw_uniform(SNR_DB, generator)
         waveform = add_noise(waveform, _babble(samples, generator, talker), snr)
     if generator := draws.of("floor"):
-        level = draw_uniform(FLOOR_DBFS, generator)
-        waveform = waveform + scale(white_noise(samples, generator), level)
+        waveform = _with_noise_floor(waveform, generator)
     if generator := draws.of("hum"):
         hertz = HUM_HERTZ[draw_index(len(HUM_HERTZ), generator)]
         waveform = add_noise(waveform, hum(samples, hertz), draw_uniform(HUM_SNR_DB, generator))
     return waveform
+
+
+def _with_noise_floor(waveform: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return the waveform (S,) with the noise of a microphone and its amplifier, at a level relative to full scale."""
+    level = 10 * math.log10(max(energy(waveform) / max(1, len(waveform)), 1e-30))
+    # A quiet recording has a quieter floor, which does not hide its speech.
+    snr = max(MIN_FLOOR_SNR_DB, level - draw_uniform(FLOOR_DBFS, generator))
+    exponent = draw_uniform(NOISE_EXPONENT, generator)
+    return add_noise(waveform, colored_noise(len(waveform), exponent, generator), snr)
 
 
 def _babble(samples: int, generator: torch.Generator, talker: Talker) -> torch.Tensor:
