@@ -80,6 +80,7 @@ CLIPPING_DB = (3.0, 20.0)
 BAND_RATES = (8_000, 8_000, 10_000, 12_000)  # Hz; telephones twice
 COMPRESSION = (0.3, 0.97)  # about 200 to 20 kbit/s with Opus, 60 to 30 with MP3
 MAX_TALKERS = 3
+SILENCES = ("digital", "inserted", "recorded")  # equally often
 
 Talker = Callable[[torch.Generator], torch.Tensor | None]
 """Draws another training utterance and returns its waveform (S,); None if it is unusable."""
@@ -112,14 +113,15 @@ class RecordingAugmentation:
         if generator := draws.of("room"):
             waveform = _reverberant(waveform, generator)
         silence = draws.of("silence")
-        sides = (0, 0) if silence is None else self._silence(len(waveform), silence)
-        is_digital = silence is not None and draw_number(silence) < 0.5
-        # Recorded silence comes before the noise, which then fills it; digital silence comes last.
-        if silence is not None and not is_digital:
-            waveform = _with_noise_floor(torch.nn.functional.pad(waveform, sides), silence)
-        waveform = _noisy(waveform, draws, talker)
-        waveform = _transmitted(waveform, draws)
-        if is_digital:
+        if silence is None:
+            return AugmentedWaveform(_transmitted(_noisy(waveform, draws, talker), draws))
+        sides = self._silence(len(waveform), silence)
+        kind = SILENCES[draw_index(len(SILENCES), silence)]
+        # Digital silence comes after all other changes; other noise covers recorded silence, too.
+        if kind != "digital":
+            waveform = _with_recorded_silence(waveform, sides, kind == "inserted", silence)
+        waveform = _transmitted(_noisy(waveform, draws, talker), draws)
+        if kind == "digital":
             waveform = torch.nn.functional.pad(waveform, sides)
         return AugmentedWaveform(waveform, sides[0] / SAMPLE_RATE)
 
@@ -169,6 +171,20 @@ def _noisy(waveform: torch.Tensor, draws: Draws, talker: Talker) -> torch.Tensor
         hertz = HUM_HERTZ[draw_index(len(HUM_HERTZ), generator)]
         waveform = add_noise(waveform, hum(samples, hertz), draw_uniform(HUM_SNR_DB, generator))
     return waveform
+
+
+def _with_recorded_silence(
+    waveform: torch.Tensor, sides: tuple[int, int], is_inserted: bool, generator: torch.Generator
+) -> torch.Tensor:
+    """Return the waveform (S,) with the microphone's noise on both sides.
+
+    The noise is also below the speech, or only at the sides if silence is inserted, as by a noise gate or an editor.
+    """
+    padded = torch.nn.functional.pad(waveform, sides)
+    recorded = _with_noise_floor(padded, generator)
+    if is_inserted:
+        recorded[sides[0] : sides[0] + len(waveform)] = waveform
+    return recorded
 
 
 def _with_noise_floor(waveform: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
