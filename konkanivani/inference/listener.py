@@ -2,8 +2,9 @@
 
 The current segment is decoded again and again. A word is fixed when two successive passes agree on it
 (LocalAgreement-2: Liu et al., 2020, Low-Latency Sequence-to-Sequence Speech Recognition; Macháček et al., 2023,
-Turning Whisper into Real-Time Transcription System), or three or four if its probability is low. Late in a pause the
-segment is decoded with the configured search, which fixes all its words. They become the final text if the pause lasts.
+Turning Whisper into Real-Time Transcription System), or more passes if decodings of the same audio differ. Late in a
+pause the segment is decoded with the configured search, which fixes all its words. They become the final text if the
+pause lasts.
 
 Time is counted in samples, never by a clock: results depend on the samples, not on the machine.
 """
@@ -19,20 +20,14 @@ import torch
 from konkanivani.data.audio.channels import ChannelMixer
 from konkanivani.data.audio.waveform import Resampler, check_rate, check_samples, scale_samples
 from konkanivani.errors import DataError
-from konkanivani.inference.recognizer import PrefixWord, Recognizer
+from konkanivani.inference.recognizer import Recognizer
 from konkanivani.inference.segmentation import STEPS_A_SECOND, Piece
 from konkanivani.inference.voice_activity import TICK_SAMPLES, CausalSegmenter
 from konkanivani.inference.word_times import EmissionDelay, Word
 from konkanivani.lengths import SAMPLE_RATE
 
 EVERY = 0.2  # seconds of audio from one pass to the next
-# Agreeing passes that fix a word, by the lowest probability of its tokens. Chosen on other speakers than those of
-# benchmarks/latency.py.
-SURE_PROBABILITY = 0.9
-SURE_PASSES = 2
-UNSURE_PROBABILITY = 0.5
-UNSURE_PASSES = 3
-GUESSED_PASSES = 4
+SURE_PASSES = 4  # agreeing passes that fix a word on which decodings of the same audio differ
 SETTLED_SHARE = 0.75  # of the pause, after which it probably lasts; closures of plosives reach half of it
 MAX_LEVEL = 8.0  # samples beyond it are not audio between -1 and 1, even with clipping restored
 FINALS_KEPT = 1000
@@ -69,17 +64,24 @@ class LocalAgreement:
         self.tentative: list[str] = []
         self._counts: list[int] = []  # successive passes that agree on each tentative word and all before it
 
-    def update(self, words: Sequence[PrefixWord]) -> None:
-        """Fix the words on which enough successive passes agree with this one, but never the last word of a pass."""
-        texts = [word.text for word in words]
-        start = matched_prefix(self.fixed, texts)
-        tail = texts[start:]
+    def update(self, words: Sequence[str], views: Sequence[Sequence[str]] = ()) -> None:
+        """Fix the words on which this pass agrees with the previous one, but never the last word of a pass.
+
+        Args:
+            views: words of other decodings of the same audio. A word that is not in all of them is fixed when
+                `SURE_PASSES` passes agree.
+        """
+        tail = list(words[matched_prefix(self.fixed, words) :])
+        tails = [list(view[matched_prefix(self.fixed, view) :]) for view in views]
         same = 0
         while same < min(len(tail), len(self.tentative)) and tail[same] == self.tentative[same]:
             same += 1
         counts = [count + 1 for count in self._counts[:same]] + [1] * (len(tail) - same)
         agreed = 0
-        while agreed < len(tail) - 1 and counts[agreed] >= passes_needed(words[start + agreed].confidence):
+        while agreed < len(tail) - 1:
+            is_in_views = all(other[agreed : agreed + 1] == [tail[agreed]] for other in tails)
+            if counts[agreed] < (2 if is_in_views else SURE_PASSES):
+                break
             agreed += 1
         self.fixed += tail[:agreed]
         self.tentative = tail[agreed:]
@@ -103,13 +105,6 @@ class LocalAgreement:
         self.tentative = []
         self._counts = []
         return is_changed
-
-
-def passes_needed(confidence: float | None) -> int:
-    """Return the number of successive passes that must agree to fix a word of this confidence; None is unknown."""
-    if confidence is None or confidence >= SURE_PROBABILITY:
-        return SURE_PASSES
-    return UNSURE_PASSES if confidence >= UNSURE_PROBABILITY else GUESSED_PASSES
 
 
 def matched_prefix(words: Sequence[str], others: Sequence[str]) -> int:
@@ -278,7 +273,8 @@ class Listener:
         self._passed_end = piece.end
         # Without the overlap with the previous segment, whose words are final.
         core = piece.waveform[round((piece.core_start - piece.start) * SAMPLE_RATE) :]
-        self._agreement.update(self._recognizer.recognize_prefix(core))
+        prefix = self._recognizer.recognize_prefix(core)
+        self._agreement.update(prefix.text.split(), [view.split() for view in prefix.views])
         return self._shown(piece.core_start)
 
     def _settled(self, piece: Piece) -> list[Event]:

@@ -25,7 +25,6 @@ from konkanivani.inference.segmentation import Piece, SegmentationConfig, build_
 from konkanivani.inference.speech_model import SpeechModel, build_pretrained_model, build_speech_model, read_pretrained
 from konkanivani.inference.whisper_generation import FallbackDecode
 from konkanivani.inference.word_times import (
-    AlignedToken,
     EmissionDelay,
     Segment,
     Transcript,
@@ -54,14 +53,11 @@ Audio = str | os.PathLike | np.ndarray | torch.Tensor
 
 
 @dataclass(frozen=True)
-class PrefixWord:
-    """Word of the first part of an utterance.
-
-    `confidence` is the lowest of the peak probabilities of its tokens and the next token, or None without CTC.
-    """
+class PrefixText:
+    """Text of the first part of an utterance, and the texts of the decodings whose probabilities were averaged."""
 
     text: str
-    confidence: float | None
+    views: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -127,31 +123,25 @@ class Recognizer:
         return found
 
     @torch.no_grad()
-    def recognize_prefix(self, waveform: torch.Tensor) -> list[PrefixWord]:
-        """Return the words of greedy decoding of the first part (S,) of an utterance, for any configured search.
+    def recognize_prefix(self, waveform: torch.Tensor) -> PrefixText:
+        """Return the greedy text of the first part (S,) of an utterance, for any configured search.
 
         With CTC, speech shorter than `STABLE_SECONDS` is also decoded repeated up to that duration, and the
         probabilities are averaged.
         """
         speech = self.speech_model
+        decode = greedy_decode(speech.architecture, speech.tokenizer)
         encoded, lengths = speech.encode(waveform[None], (len(waveform),))
-        if speech.model.ctc_head is None:
-            (tokens,) = greedy_decode(speech.architecture, speech.tokenizer)(speech.model, encoded, lengths)
-            return [PrefixWord(text, None) for text in speech.tokenizer.decode(tokens).split()]
-        mean = speech.model.ctc_head(encoded).float().softmax(dim=-1)
         repeats = math.ceil(STABLE_SECONDS * SAMPLE_RATE / len(waveform))
-        if repeats > 1:
-            repeated, _ = speech.encode(waveform.repeat(repeats)[None], (repeats * len(waveform),))
-            other = speech.model.ctc_head(repeated[:, : encoded.shape[1]]).float().softmax(dim=-1)
-            mean = (mean + other) / 2
-        (tokens,) = collapse_repeats(mean.argmax(dim=-1), lengths)
-        words = group_words(align_tokens(mean[0].log(), tokens), speech.tokenizer, speech.architecture.framing)
-        # The first token after a word, mostly a space, tells how sure its end is.
-        ends = [*(word.tokens[:1] for word in words), ()][1:]
-        return [
-            PrefixWord(word.text, min(_peak(mean[0], token) for token in (*word.letters, *end)))
-            for word, end in zip(words, ends, strict=False)
-        ]
+        if speech.model.ctc_head is None or repeats < 2:
+            (tokens,) = decode(speech.model, encoded, lengths)
+            return PrefixText(speech.tokenizer.decode(tokens), ())
+        repeated, _ = speech.encode(waveform.repeat(repeats)[None], (repeats * len(waveform),))
+        views = [speech.model.ctc_head(each[:, : encoded.shape[1]]).float() for each in (encoded, repeated)]
+        mean = torch.stack([view.softmax(dim=-1) for view in views]).mean(dim=0)
+        paths = torch.cat([mean, *views]).argmax(dim=-1)
+        texts = [speech.tokenizer.decode(tokens) for tokens in collapse_repeats(paths, lengths * len(paths))]
+        return PrefixText(texts[0], tuple(texts[1:]))
 
     def _words(self, piece: Piece, encoded: torch.Tensor, tokens: list[int], delay: EmissionDelay) -> list[Word]:
         """Return the words of encoded speech (T', D) with times within the piece.
@@ -174,11 +164,6 @@ class Recognizer:
         # Before `timed_words`, so that this piece contributes to its own times.
         delay.learn(words, piece)
         return timed_words(words, delay, seconds)
-
-
-def _peak(probabilities: torch.Tensor, token: AlignedToken) -> float:
-    """Return a token's highest probability in its frames, of CTC probabilities (T', V)."""
-    return float(probabilities[int(token.first) : int(token.end), token.token].max())
 
 
 def load_recognizer(
