@@ -19,6 +19,7 @@ import struct
 import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -213,6 +214,17 @@ def _bytes_of(value: object, seen: set[int], depth: int) -> int:
 PRETRAINED_STATE = "pretrained"  # key of the description of a pretrained model in `states`
 FORMAT = 2  # in format 1 the layer norm that is now at the input of a block was at its output
 DAMAGE = (None, errno.EINVAL, errno.EIO)  # errno of a read error that is caused by the content of the file
+
+
+class ScoreKind(IntEnum):
+    """Kind of a validation score, of which lower is better; scores of two kinds cannot be compared."""
+
+    UNKNOWN = 0
+    """No epoch was validated, or by an older version."""
+    EPOCH = 1
+    """Negative number of the epoch, without validation: the latest is the best."""
+    CER = 2
+    LOSS = 3
 
 
 class OtherVersionError(CheckpointError):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from konkanivani.checkpoints.checkpoint import Checkpoint, read_provenance
+from konkanivani.checkpoints.checkpoint import Checkpoint, ScoreKind, read_provenance
 from konkanivani.data.manifest import read_fingerprint
 from konkanivani.errors import ResourceError, UsageError, defer_signals
 from konkanivani.files import digest_of_file
@@ -119,15 +119,18 @@ def _training_facts(checkpoint: Checkpoint) -> TrainingFacts | None:
     epochs = progress.get("epochs_finished")
     seconds = progress.get("audio_seconds")
     cer = progress.get("best_score")
-    # Without a validation manifest, the score counts the epochs instead.
-    is_measured = config.data.valid_manifest is not None and isinstance(cer, float) and 0 <= cer < float("inf")
+    # Without a validation manifest, the score counts the epochs instead; without a search, it is a loss.
+    is_cer = progress.get("score_kind", ScoreKind.UNKNOWN) in (ScoreKind.UNKNOWN, ScoreKind.CER)
+    is_measured = (
+        is_cer and config.data.valid_manifest is not None and isinstance(cer, float) and 0 <= cer < float("inf")
+    )
     return TrainingFacts(
         config=config,
         steps=checkpoint.step,
         corpus=corpus,
         epochs=epochs if isinstance(epochs, int) else None,
         audio_hours=seconds / 3600 if isinstance(seconds, float) else None,
-        valid_cer=cer if is_measured and isinstance(cer, float) else None,
+        valid_cer=cer if is_measured and isinstance(cer, float) and 0 <= cer < float("inf") else None,
     )
 
 

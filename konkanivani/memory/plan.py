@@ -131,6 +131,10 @@ class MemoryPlan:
         """Whether validation generates texts: of an offloaded model, the whole decoder has to fit beside the batch."""
         return fits_search(self.placement, self.validation + self.context, self.budget)
 
+    def fits_whole_model(self, weights: int) -> bool:
+        """Return whether the model, of which `weights` bytes are in fp32, can be evaluated without offloading."""
+        return not self.placement.offloaded_blocks or self.validation + self.context + weights <= self.budget
+
     @property
     def peak(self) -> int:
         """Largest planned peak of training in bytes, everything included."""

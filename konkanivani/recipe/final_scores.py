@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from konkanivani.checkpoints.checkpointer import BEST, LAST
 from konkanivani.config import AUTO, DecodingConfig, DecodingMethod, PretrainedConfig, TrainConfig
-from konkanivani.console import say, table_lines
+from konkanivani.console import peak_text, say, table_lines
 from konkanivani.data.manifest import read_manifest
 from konkanivani.decoding.decode import build_decode, greedy_decode, ways_to_decode
-from konkanivani.distributed import Topology, choose_device
+from konkanivani.distributed import Topology
 from konkanivani.errors import CheckpointError
 from konkanivani.inference.speech_model import read_pretrained
 from konkanivani.memory.monitor import PhaseMemory
@@ -73,10 +75,11 @@ class Forgetting:
         )
 
 
-def score_forgetting(config: TrainConfig, checkpoint: Path, topology: Topology) -> Forgetting | None:
+def score_forgetting(
+    config: TrainConfig, checkpoint: Path, topology: Topology, device: torch.device
+) -> Forgetting | None:
     """Score --forgetting_manifest with greedy decoding before and after training; None if it is not given."""
     settings = config.pretrained
-    device = choose_device(config.run.device)
     manifest = settings.forgetting_manifest
     # The rules of the flags reject --forgetting_manifest without --pretrained.
     if manifest is None or settings.pretrained is None:
@@ -110,18 +113,34 @@ class Results:
     forgetting: Forgetting | None
 
 
-def _score_test_manifest(run: Run, checkpoint: Path) -> tuple[dict[str, Evaluation | None], dict[str, ErrorRates]]:
+def evaluation_device(run: Run) -> torch.device:
+    """Return the device that evaluates the whole model: the CPU if its weights were offloaded and do not fit."""
+    step = run.step
+    weights = 4 * (parameter_count(step.model) + frozen_count(step.model))  # bytes in fp32
+    if run.plan is None or run.plan.fits_whole_model(weights):
+        return step.forward.device
+    say(f"Scoring on the CPU: {peak_text(weights)} of weights do not fit on the GPU. On a larger one, use evaluate.")
+    return torch.device("cpu")
+
+
+def _score_test_manifest(
+    run: Run, checkpoint: Path, device: torch.device
+) -> tuple[dict[str, Evaluation | None], dict[str, ErrorRates]]:
     trained = None
     if run.config.data.test_manifest is not None:
-        trained = load_evaluation_model(checkpoint, run.step.forward.device, run.topology)
+        trained = load_evaluation_model(checkpoint, device, run.topology)
     return score_test(run, trained), score_conditions(run, trained)
 
 
 def score_run(run: Run, checkpoint: Path) -> Results:
     """Score the run's best checkpoint on the manifests for it."""
+    config = run.config
+    if config.data.test_manifest is None and config.pretrained.forgetting_manifest is None:
+        return Results(score_test(run, None), {}, None)
+    device = evaluation_device(run)
     # Its model is freed before `score_forgetting` loads two more.
-    test, conditions = _score_test_manifest(run, checkpoint)
-    return Results(test, conditions, score_forgetting(run.config, checkpoint, run.topology))
+    test, conditions = _score_test_manifest(run, checkpoint, device)
+    return Results(test, conditions, score_forgetting(config, checkpoint, run.topology, device))
 
 
 def _kept_rates(trained: EvaluationModel, manifest: str, named_roots: tuple[str, ...]) -> ErrorRates:

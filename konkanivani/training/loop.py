@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from konkanivani.checkpoints.checkpoint import ScoreKind
 from konkanivani.console import say
 from konkanivani.data.batching import GlobalBatch
 from konkanivani.data.dataset import EvalDataset
@@ -332,7 +333,7 @@ def finish_epoch(run: Run, interruptible: Callable[[], AbstractContextManager[No
     if run.data.validation is None:
         tell_failures(run, run.state.learning(run.step.total_steps))
         # Without validation every epoch counts as the best one.
-        return run.state.finish_epoch(score=float(-run.state.epoch))
+        return run.state.finish_epoch(float(-run.state.epoch), ScoreKind.EPOCH)
     with interruptible():
         evaluation = run.evaluate(run.data.validation)
     score = evaluation.rates.cer
@@ -340,8 +341,10 @@ def finish_epoch(run: Run, interruptible: Callable[[], AbstractContextManager[No
     log_validation(run, evaluation, learning)
     tell_failures(run, learning)
     run.logs.progress.lap()  # validation is not training time
-    # The CER is NaN if no reference has a character.
-    return run.state.finish_epoch(score if score == score else evaluation.losses.all)
+    # The CER is NaN if no reference has a character, or without a search.
+    if math.isnan(score):
+        return run.state.finish_epoch(evaluation.losses.all, ScoreKind.LOSS)
+    return run.state.finish_epoch(score, ScoreKind.CER)
 
 
 def tell_failures(run: Run, learning: EpochLearning) -> None:

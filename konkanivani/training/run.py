@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
-from konkanivani.checkpoints.checkpoint import Checkpoint, Stateful
+from konkanivani.checkpoints.checkpoint import Checkpoint, ScoreKind, Stateful
 from konkanivani.checkpoints.checkpointer import Checkpointer
 from konkanivani.checkpoints.run_lock import RunLock
 from konkanivani.config import TrainConfig
@@ -32,7 +32,7 @@ from konkanivani.training.validation import Evaluation, EvaluationSet
 # Defaults of counters that are missing in the checkpoints of older versions.
 NOT_COUNTED = {"splits": 0, "epoch_steps": 0, "epoch_clipped": 0, "epoch_loss": 0.0, "first_loss": 0.0}
 STORED_NAMES = {"consumed": "window"}  # keys in checkpoints, which older versions read too
-NOT_COUNTED |= {"initial_wer": math.inf, "initial_cer": math.inf}
+NOT_COUNTED |= {"initial_wer": math.inf, "initial_cer": math.inf, "score_kind": 0}
 
 
 @dataclass
@@ -45,7 +45,7 @@ class TrainState:
         step: optimizer steps so far.
         epoch, consumed: the cursor; `consumed` is the number of the epoch's global batches so far.
         epochs_finished: epochs that have been validated.
-        best_score: lowest validation score so far.
+        best_score, score_kind: lowest validation score so far, and its `ScoreKind`.
         splits: OOM retries, of any kind (`MicroBatchPlan.smaller`).
         epoch_steps, epoch_clipped, epoch_loss: of the current epoch, the steps so far, the number with a clipped
             gradient, and their summed losses.
@@ -69,6 +69,7 @@ class TrainState:
     first_loss: float = 0.0
     initial_wer: float = math.inf
     initial_cer: float = math.inf
+    score_kind: int = ScoreKind.UNKNOWN.value
 
     @property
     def cursor(self) -> Cursor:
@@ -120,12 +121,17 @@ class TrainState:
             blank_share=blank_share,
         )
 
-    def finish_epoch(self, score: float) -> bool:
-        """Count a validated epoch; return whether its score is the best so far."""
+    def finish_epoch(self, score: float, kind: ScoreKind) -> bool:
+        """Count a validated epoch; return whether its score is the best so far of this kind."""
         self.epochs_finished = self.epoch
         # 0.0 means unset, so only the first epoch sets it.
         self.first_loss = self.first_loss or self.epoch_loss / max(1, self.epoch_steps)
         self.begin_epoch()
+        if self.score_kind not in (ScoreKind.UNKNOWN, kind):
+            # Resumed with another validation, such as on a GPU that has no memory for a search.
+            self.best_score = math.inf
+            self.epochs_without_improvement = 0
+        self.score_kind = kind.value
         is_best = score < self.best_score
         self.best_score = min(score, self.best_score)
         self.epochs_without_improvement = 0 if is_best else self.epochs_without_improvement + 1

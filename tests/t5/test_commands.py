@@ -19,6 +19,7 @@ from konkanivani.memory.weights import ON_CARD, OffloadedWeights
 from konkanivani.models.t5.folder import read_t5_folder
 from konkanivani.recipe.build import build_run, validation_within
 from konkanivani.recipe.dry_run import dry_run
+from konkanivani.recipe.final_scores import evaluation_device
 from konkanivani.recipe.startup import resolve_start
 from konkanivani.recipe.train import train_and_report
 from konkanivani.training.loop import train
@@ -228,7 +229,15 @@ def test_validation_uses_loss_alone_if_offloaded_decoder_does_not_fit(base, tmp_
     assert not alone.scored and math.isnan(alone.rates.cer)
     with pytest.raises(pytest.fail.Exception):  # negative control
         run_here.evaluate(validation)
-    del run_here
+    # The test set needs all weights at once, which are scored on the CPU if they do not fit.
+    weights = 4 * sum(parameter.numel() for parameter in run_here.step.model.parameters())
+    needed = plan.validation + plan.context + weights
+    capsys.readouterr()
+    for budget, is_too_small in ((needed, False), (needed - 1, True)):
+        planned = dataclasses.replace(run_here, plan=dataclasses.replace(plan, budget=budget))
+        assert evaluation_device(planned) == torch.device("cpu")
+        assert ("Scoring on the CPU" in capsys.readouterr().out) == is_too_small
+    del run_here, planned
     gc.collect()
     monkeypatch.setattr(MemoryPlan, "has_memory_for_search", False)
     result = run(*run_flags(base, tmp_path, *offloaded))

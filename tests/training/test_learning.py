@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from konkanivani.checkpoints.checkpoint import ScoreKind
 from konkanivani.lengths import TOKENS
 from konkanivani.training.progress import EpochLearning, failures
 from konkanivani.training.run import TrainState
@@ -63,10 +64,25 @@ def test_epoch_statistics_are_summed_and_reset_at_the_next_epoch():
     restored = TrainState()
     restored.load_state_dict(state.state_dict())
     assert restored == state
-    state.finish_epoch(0.9)
+    state.finish_epoch(0.9, ScoreKind.CER)
     assert (state.epoch_steps, state.epoch_clipped, state.epoch_loss, state.first_loss) == (0, 0, 0.0, 3.0)
-    state.finish_epoch(0.8)
+    state.finish_epoch(0.8, ScoreKind.CER)
     assert state.first_loss == 3.0
+
+
+def test_scores_of_another_kind_are_not_compared():
+    state = TrainState()
+    assert state.finish_epoch(-1.0, ScoreKind.EPOCH) and state.finish_epoch(-2.0, ScoreKind.EPOCH)
+    assert state.finish_epoch(0.9, ScoreKind.CER)  # lower is better, but -2 is no CER
+    assert not state.finish_epoch(0.95, ScoreKind.CER)  # negative control
+    assert state.finish_epoch(3.5, ScoreKind.LOSS) and state.best_score == 3.5
+    restored = TrainState()
+    restored.load_state_dict(state.state_dict())
+    assert restored == state and not restored.finish_epoch(3.6, ScoreKind.LOSS)
+    # The score of an older version is of unknown kind and stays.
+    older = {key: value for key, value in state.state_dict().items() if key != "score_kind"}
+    restored.load_state_dict(older | {"best_score": 0.5})
+    assert not restored.finish_epoch(0.6, ScoreKind.CER) and restored.finish_epoch(0.4, ScoreKind.CER)
 
 
 def test_restarted_epoch_resets_its_statistics():
