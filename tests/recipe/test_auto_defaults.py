@@ -36,9 +36,9 @@ SMALL_CORPUS = CorpusSize(hours=0.5, utterances=600)
 @pytest.mark.parametrize(
     ("hours", "tokens", "ctc_weight", "epochs", "speeds", "accumulation"),
     [
-        (0.0, "char", 0.7, 60, "1.0", 4),
-        (0.6, "char", 0.7, 50, "1.0", 4),
-        (9.9, "char", 0.7, 20, "1.0", 1),
+        (0.0, "char", 0.7, 60, "0.9 1.0 1.0 1.0 1.1", 4),
+        (0.6, "char", 0.7, 50, "0.9 1.0 1.0 1.0 1.1", 4),
+        (9.9, "char", 0.7, 20, "0.9 1.0 1.0 1.0 1.1", 1),
         (10.0, "unigram", 0.3, 20, "0.9 1.0 1.1", 4),
     ],
 )
@@ -60,6 +60,7 @@ def test_first_epoch_and_augmentation_for_initialized_and_older_runs():
     assert resolve(TrainConfig(), SMALL_CORPUS).augment.augmentation == "light"
     for settings in (TrainConfig(run=RunConfig(init_from="a.pt")), TrainConfig(pretrained=PretrainedConfig("folder"))):
         assert resolve(settings, SMALL_CORPUS).augment.augmentation == "none"
+        assert resolve(settings, SMALL_CORPUS).augment.speed_perturbation == (1.0,)
     older = config_to_text(TrainConfig()).replace("--first_epoch 'auto'\n", "")
     assert resolve(config_from_text(older), SMALL_CORPUS).data.first_epoch == "shuffled"
 
