@@ -20,8 +20,7 @@ from konkanivani.serve.corrections import Corrections
 from konkanivani.serve.decoding_worker import BuildRecognizer, DecodingWorker
 from konkanivani.serve.exchanges import receive_correction, render_transcript
 from konkanivani.serve.messages import Failure, Ready, Saved, format_message
-from konkanivani.serve.outbox import close_unread
-from konkanivani.serve.session import DEFAULT_LIMITS, Limits, Session
+from konkanivani.serve.session import DEFAULT_LIMITS, Limits, Session, close_unread
 
 LISTEN = "listen"
 SAVE = "save"

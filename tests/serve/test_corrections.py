@@ -15,7 +15,7 @@ from konkanivani.data.manifest import read_manifest
 from konkanivani.inference import word_times
 from konkanivani.inference.word_times import Segment, Word
 from konkanivani.serve.corrections import MANIFEST, Corrections
-from konkanivani.serve.editing import edit_segment
+from konkanivani.serve.exchanges import edit_segment
 from konkanivani.serve.server import PageServer
 from konkanivani.serve.session import Limits
 from tests.serve.parts import RATE, connect_to, receive_messages, running_server, tones
