@@ -26,7 +26,7 @@ import tyro
 
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.console import table_lines
-from konkanivani.data.audio.conditions import CONDITIONS
+from konkanivani.data.audio.effects import CONDITIONS
 from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.manifest import read_manifest
 from konkanivani.flags import LEGACY_DEFAULTS

@@ -11,7 +11,7 @@ import torch
 from konkanivani.checkpoints.checkpoint import load_states, read_checkpoint
 from konkanivani.config import DecodingConfig, PretrainedConfig, TrainConfig
 from konkanivani.console import parse_share, say
-from konkanivani.data.audio.conditions import CONDITIONS, FASTEST, LONGEST_SILENCE, SLOWEST, Condition
+from konkanivani.data.audio.effects import CONDITIONS, FASTEST, LONGEST_SILENCE, SLOWEST, Condition
 from konkanivani.data.filtering import evaluation_limits
 from konkanivani.data.manifest import Manifest, Rejections, read_manifest
 from konkanivani.data.text import Vocabulary

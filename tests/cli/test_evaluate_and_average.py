@@ -13,7 +13,7 @@ from konkanivani.checkpoints.averaging import NamedCheckpoint, average_checkpoin
 from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from konkanivani.checkpoints.checkpointer import Checkpointer
 from konkanivani.config import DecodingConfig
-from konkanivani.data.audio.conditions import condition_named
+from konkanivani.data.audio.effects import condition_named
 from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import CheckpointError
