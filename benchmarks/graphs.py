@@ -49,8 +49,7 @@ from konkanivani.models.architecture import Architecture, architecture_of
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.model import WhisperShape
 from konkanivani.ops.capturable import make_capturable
-from konkanivani.ops.cuda_graphs import CudaGraphBackend
-from konkanivani.ops.recorder import RecorderBackend
+from konkanivani.ops.graph_backends import CudaGraphBackend, RecorderBackend
 from konkanivani.randomness import derive_seed
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.gradient import local_gradient
