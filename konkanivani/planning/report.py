@@ -35,7 +35,8 @@ from konkanivani.planning.sizes import (
     with_graphs,
 )
 from konkanivani.planning.tracer import BatchShape, Peak
-from konkanivani.planning.traces import kept_traces, two_processes
+from konkanivani.planning.traces import kept_traces
+from konkanivani.planning.workers import two_processes
 from konkanivani.rules import check_input_flags, settings_of, with_text_defaults
 
 # --------------------

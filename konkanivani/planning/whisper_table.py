@@ -10,7 +10,8 @@ from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.model import WhisperShape
 from konkanivani.planning.plan import ALWAYS, Planner
 from konkanivani.planning.tracer import BatchShape
-from konkanivani.planning.traces import kept_traces, two_processes
+from konkanivani.planning.traces import kept_traces
+from konkanivani.planning.workers import two_processes
 
 # Width, heads, blocks of the encoder and of the decoder, inner width, mel bands,
 # tokens (Radford et al., 2022).
