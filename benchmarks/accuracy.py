@@ -286,8 +286,6 @@ def measure_int8(flags: Int8Flags) -> str:
     from konkanivani.inference.onnx_graph import require_onnx
 
     require_onnx()
-    from konkanivani.data.audio.waveform import load_audio
-
     chosen = range(min(flags.utterances, len(manifest)))
     distances = measure_ways(Path(flags.onnx).read_bytes(), (load_audio(manifest[place].source) for place in chosen))
     if flags.json:

@@ -6,6 +6,7 @@
 
     python3 benchmarks/graphs.py --check losses --device cpu --models tiny --longest 4
     python3 benchmarks/graphs.py --check growth --device cpu --models tiny --longest 4
+    python3 benchmarks/graphs.py --check padding --manifests data/builtin/train.jsonl
 
 Each step has new utterances of noise, of 3 to 12 s. On a CPU the recorder of operators takes the place of CUDA graphs:
 it shows that the script works, and its times mean nothing. A line of JSON per model.
@@ -14,6 +15,8 @@ it shows that the script works, and its times mean nothing. A line of JSON per m
 masks. The exit code is 5 if a loss differs by more than 0.5 %.
 --check growth: 2,000 steps of new lengths by graphs. The exit code is 6 if more than 32 shapes are captured, or if the
 resident memory grows by more than 16 MiB after the first tenth of the steps.
+--check padding: frames and decoder positions that padding to the captured shapes adds, without training a model. The
+shapes are chosen from some epochs of a manifest and measured on those of another seed. A token is a character.
 """
 
 import sys
@@ -25,6 +28,7 @@ import bootstrap
 bootstrap.rerun_under_venv()
 
 import dataclasses
+import itertools
 import json
 import statistics
 import time
@@ -38,8 +42,9 @@ from benchmarks.measuring.fixed_step import VOCABULARY, random_example, wait_for
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.config import PRESETS, DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.console import MIB
-from konkanivani.data.batching import GlobalBatch, same_size, split_into_micro_batches
-from konkanivani.data.shape_grid import MAX_SHAPES, MicroBatchSizes, choose_grid
+from konkanivani.data.batching import EpochPlanner, GlobalBatch, same_size, split_into_micro_batches
+from konkanivani.data.manifest import read_manifest
+from konkanivani.data.shape_grid import MAX_SHAPES, MicroBatchSizes, choose_grid, measure_padding, micro_batch_sizes
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.distributed import choose_device
 from konkanivani.errors import NumericsError, ResourceError, UsageError
@@ -49,8 +54,7 @@ from konkanivani.models.architecture import Architecture, architecture_of
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.model import WhisperShape
 from konkanivani.ops.capturable import make_capturable
-from konkanivani.ops.cuda_graphs import CudaGraphBackend
-from konkanivani.ops.recorder import RecorderBackend
+from konkanivani.ops.graph_backends import CudaGraphBackend, RecorderBackend
 from konkanivani.randomness import derive_seed
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.gradient import local_gradient
@@ -77,6 +81,11 @@ LOSS_STEPS = 200
 MAX_LOSS_DIFFERENCE = 0.005
 GROWTH_STEPS = 2000
 MAX_GROWTH_MIB = 16.0
+# Of --check padding.
+GLOBAL_BATCH = 8
+BATCH_SIZES = (2, 4, 8)
+SPEEDS = {"no": (1.0,), "yes": (0.9, 1.0, 1.1)}
+EPOCH_SEEDS = (1, 2)  # of the epochs that the shapes are chosen from, and of those that are measured
 Model = Literal["original", "optimized", "minimal", "nemo", "tiny", "whisper-base", "whisper-speech", "whisper-tiny"]
 
 
@@ -102,8 +111,10 @@ class Flags:
     """Seconds of the shortest utterances."""
     longest: float = 12.0
     """Seconds of the longest utterances."""
-    check: Literal["losses", "growth"] | None = None
-    """Check many steps in place of measuring some (see above)."""
+    check: Literal["losses", "growth", "padding"] | None = None
+    """Check many steps, or the padding of manifests, in place of measuring some steps (see above)."""
+    manifests: tuple[str, ...] = ()
+    """Training manifests for --check padding."""
     check_steps: int | None = None
     """Steps of a check (None: 200 for losses, 2,000 for growth)."""
 
@@ -139,6 +150,10 @@ def measure(flags: Flags) -> str:
         raise UsageError("--shortest must be at least 0.2, and --longest no less.")
     if flags.steps < 1 or (flags.check_steps is not None and flags.check_steps < 10):
         raise UsageError("--steps must be at least 1, and --check_steps at least 10.")
+    if (flags.check == "padding") != bool(flags.manifests):
+        raise UsageError("Give --manifests with --check padding, and only with it.")
+    if flags.check == "padding":
+        return padding_table(flags.manifests)
     device = choose_device(flags.device)
     run = {None: compare, "losses": check_losses, "growth": check_growth}[flags.check]
     for model in flags.models:
@@ -220,6 +235,29 @@ def check_growth(model: str, flags: Flags, device: torch.device) -> GrowthCheck:
     if not 0 < check.shapes <= MAX_SHAPES or growth > MAX_GROWTH_MIB:
         raise ResourceError(f"Captures or memory grow: {check}. Train with --cuda_graphs off.")
     return check
+
+
+def padding_table(manifests: tuple[str, ...]) -> str:
+    """Return a table of the padding, with a row per manifest, micro-batch and speed perturbation."""
+    lines = ["| manifest | micro-batch | speed perturbation | shapes | frames | decoder positions | not captured |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for manifest in manifests:
+        utterances = list(read_manifest(manifest))
+        durations = np.array([utterance.duration for utterance in utterances])
+        tokens = np.array([len(utterance.text) for utterance in utterances])
+        longest = int(durations.max() / min(SPEEDS["yes"]) * SAMPLE_RATE) + 1
+        for batch_size, (perturbed, speeds) in itertools.product(BATCH_SIZES, SPEEDS.items()):
+            chosen, measured = (
+                micro_batch_sizes(EpochPlanner(durations, GLOBAL_BATCH, seed), tokens, same_size(batch_size), speeds)
+                for seed in EPOCH_SEEDS
+            )
+            grid = choose_grid(chosen, longest)
+            found = measure_padding(grid, measured)
+            lines.append(
+                f"| {manifest} | {batch_size} | {perturbed} | {len(grid.shapes)} | +{found.added_frames:.1%} "
+                f"| +{found.added_tokens:.0%} | {found.uncaptured:.1%} |"
+            )
+    return "\n".join(lines)
 
 
 def name_of(device: torch.device) -> str:

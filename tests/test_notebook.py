@@ -7,7 +7,7 @@ import nbclient
 import nbformat
 import pytest
 
-from benchmarks.run_notebook import NOTEBOOK, execute, without_machine
+from notebooks.run_notebook import NOTEBOOK, execute, without_machine
 from tests.conftest import ROOT
 from tests.whisper.small_model import write_model
 

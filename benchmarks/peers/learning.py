@@ -34,7 +34,7 @@ from typing import Literal
 
 import soundfile
 
-from benchmarks.peers.processes import PACKAGES, peer_python
+from benchmarks.peers.processes import PACKAGES, check_plot, peer_python
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.errors import DataError, UsageError
 
@@ -338,6 +338,31 @@ def _relative(ours: Sequence[LearningRun], theirs: Sequence[LearningRun]) -> str
 PEER = "speechbrain"
 
 
+def draw(runs: list[LearningRun], picture: str) -> None:
+    """Draw the validation CER by epoch into a PNG file: a panel per set, a line per seed, a colour per learner."""
+    import matplotlib.pyplot as plt
+
+    sets = list(dict.fromkeys(run.set_name for run in runs))
+    columns = min(4, len(sets))
+    rows = -(-len(sets) // columns)
+    figure, panels = plt.subplots(rows, columns, figsize=(3.6 * columns, 3.0 * rows), squeeze=False)
+    colours = {learner: f"C{number}" for number, learner in enumerate(dict.fromkeys(run.learner for run in runs))}
+    for axes in panels.flat[len(sets) :]:
+        axes.set_visible(False)
+    for axes, name in zip(panels.flat, sets, strict=False):
+        for run in runs:
+            if run.set_name == name:
+                rates = [100 * epoch.cer for epoch in run.valid]
+                axes.plot(range(1, len(rates) + 1), rates, color=colours[run.learner], alpha=0.8, linewidth=1.2)
+        axes.set(title=name, xlabel="epochs", ylabel="CER of validation, %", yscale="log", ylim=(1, 110))
+        axes.set_yticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    panels[0][0].legend(handles=[plt.Line2D([], [], color=c, label=learner) for learner, c in colours.items()])
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+
+
 @dataclass(frozen=True)
 class Flags:
     """Flags of this script."""
@@ -367,7 +392,7 @@ class Flags:
     environment: str = "~/.cache/konkanivani/peers"
     """Folder for the environment of the other toolkit."""
     plot: str | None = None
-    """Draw the curves into this PNG file."""
+    """Draw the curves into this PNG file (needs matplotlib)."""
     json: bool = False
     """Print one line of JSON instead of tables."""
 
@@ -377,14 +402,13 @@ def measure(flags: Flags) -> str:
     if min(flags.epochs, flags.side_by_side, *flags.minutes, *map(bool, (flags.seeds, flags.learners))) <= 0:
         raise UsageError("--epochs, --side_by_side and --minutes must be above 0, --seeds and --learners not empty.")
 
+    check_plot(flags.plot)
     folder, environment = Path(flags.folder).resolve(), Path(flags.environment).expanduser()
     sources = Sources(Path(flags.voices), tuple(str(Path(file).resolve()) for file in flags.sentences))
     sets = [sources.make(name, folder / "sets") for name in flags.sets or sources.names()]
     if flags.minutes:
         sets = [cut_training(made, minutes) for made, minutes in product(sets, flags.minutes)]
-    # The plot is drawn with the other toolkit's environment, which has the plotting library.
-    needs_peer = PEER in flags.learners or flags.plot
-    python = peer_python(environment, PACKAGES) if needs_peer else Path(sys.executable)
+    python = peer_python(environment, PACKAGES) if PEER in flags.learners else Path(sys.executable)
     threads = max(1, (os.cpu_count() or 1) // flags.side_by_side)
     orders = [
         Order(learner, made, seed, flags.epochs, folder / "runs", flags.flags, threads, python, flags.device)
@@ -393,8 +417,7 @@ def measure(flags: Flags) -> str:
     with ThreadPoolExecutor(flags.side_by_side) as workers:
         runs = list(workers.map(run_of, orders))
     if flags.plot:
-        drawing = [str(python), str(Path(__file__).with_name("plots.py")), "learning", flags.plot]
-        subprocess.run(drawing, input=json.dumps([asdict(run) for run in runs]), text=True, check=True)
+        draw(runs, flags.plot)
     if flags.json:
         return json.dumps([asdict(run) for run in runs])
     return "\n\n".join([rates_table(runs), *([epochs_table(runs, PEER)] if len(flags.learners) > 1 else [])])

@@ -10,7 +10,7 @@ The module has a function `build(entry, terms)` that returns a contestant.
 """
 
 import hashlib
-import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -37,7 +37,7 @@ from konkanivani.models.architecture import product_rate
 from konkanivani.ops.products import fast_linear
 
 OURS = "konkanivani"
-PACKAGES = ("speechbrain", "espnet", "matplotlib")
+PACKAGES = ("speechbrain", "espnet")
 
 
 def pythons_of(toolkits: tuple[str, ...], folder: Path) -> dict[str, Path]:
@@ -76,6 +76,12 @@ def _run(command: list[str]) -> None:
             f"The command {' '.join(command)} failed: {last}. The other toolkits come from PyPI: see that it can be "
             "reached, or leave them out of --contestants or --parts."
         )
+
+
+def check_plot(picture: str | None) -> None:
+    """Raise ResourceError before the measurement if a picture is wanted and matplotlib is not installed."""
+    if picture is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ResourceError("--plot needs matplotlib, which is not installed. Install it, or leave --plot out.")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ import math
 import os
 import re
 import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
@@ -37,7 +36,7 @@ import torch
 
 from benchmarks.measuring.fixed_step import VOCABULARY, build_speech
 from benchmarks.measuring.parts import run_subcommand
-from benchmarks.peers.processes import OURS, ROOT, SIDE, Entry, Result, pythons_of, race
+from benchmarks.peers.processes import OURS, SIDE, Entry, Result, check_plot, pythons_of, race
 from benchmarks.peers.toolkits import Terms, model_of
 from konkanivani.command_line import read_flags
 from konkanivani.config import FeatureConfig
@@ -396,16 +395,30 @@ def _point(toolkit: str, value: float, terms: Terms, result: Result | None) -> P
     return Point(toolkit, value, 1000 * result.median / audio, result.peak_mib, result.peak_mib / audio)
 
 
-def draw(curves: tuple[Curve, ...], picture: Path, folder: Path) -> None:
-    """Draw the curves into a PNG file, with matplotlib from the environment of the other toolkits."""
-    python = pythons_of(("speechbrain",), folder)["speechbrain"]
-    curves_as_json = json.dumps([curve.as_json() for curve in curves])
-    command = [str(python), str(Path(__file__).with_name("plots.py")), "growth", str(picture.resolve())]
-    done = subprocess.run(command, input=curves_as_json, text=True, capture_output=True, cwd=ROOT)
-    if done.returncode:
-        raise ResourceError(
-            f"The picture {picture} could not be drawn: {done.stderr.strip().splitlines()[-1]} Give another --plot."
-        )
+QUANTITIES = (("milliseconds", "ms an audio second"), ("peak_mib_a_second", "MiB an audio second"))
+
+
+def draw(curves: tuple[Curve, ...], picture: str) -> None:
+    """Draw time and memory of each toolkit along each axis into a PNG file: time above memory, a column per axis."""
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    figure, rows = plt.subplots(2, len(curves), figsize=(4.6 * len(curves), 7.2), squeeze=False)
+    for row, (name, unit) in zip(rows, QUANTITIES, strict=True):
+        for axes, curve in zip(row, curves, strict=True):
+            for toolkit in curve.toolkits:
+                points = [p for p in curve.points if p.toolkit == toolkit and getattr(p, name) is not None]
+                axes.plot([p.value for p in points], [getattr(p, name) for p in points], marker="o", label=toolkit)
+            axes.set(xscale="log", yscale="log", xlabel=curve.axis.title, ylabel=unit)
+            axes.set_xticks(curve.axis.values, [f"{tick:g}" for tick in curve.axis.values])
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axes.yaxis.set_minor_locator(NullLocator())
+            axes.grid(alpha=0.3)
+    rows[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
 
 
 @dataclass(frozen=True)
@@ -429,7 +442,7 @@ class GrowthFlags:
     folder: str = "~/.cache/konkanivani/peers"
     """Folder for the environment of the other toolkits."""
     plot: str | None = None
-    """Draw the tables into this PNG file."""
+    """Draw the tables into this PNG file (needs matplotlib)."""
     json: bool = False
     """Print one line of JSON instead of tables."""
 
@@ -439,6 +452,7 @@ def measure_growth(flags: GrowthFlags) -> str:
     if flags.rounds < 1 or min((*flags.seconds, 0.5)) < 0.5 or min((*flags.utterances, *flags.widths, 1)) < 1:
         raise UsageError("--rounds, --utterances and --widths must be at least 1, --seconds at least 0.5.")
 
+    check_plot(flags.plot)
     where = flags.device, flags.mixed_precision
     axes = (
         Axis("seconds of one utterance", flags.seconds, tuple(Terms(1, s, s, 256, 0.1, *where) for s in flags.seconds)),
@@ -456,7 +470,7 @@ def measure_growth(flags: GrowthFlags) -> str:
     folder = Path(flags.folder).expanduser()
     curves = tuple(grow(axis, flags.contestants, flags.rounds, folder) for axis in axes)
     if flags.plot:
-        draw(curves, Path(flags.plot), folder)
+        draw(curves, flags.plot)
     if flags.json:
         return json.dumps([curve.as_json() for curve in curves])
     return "\n\n".join(curve.markdown() for curve in curves)

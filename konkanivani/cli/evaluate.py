@@ -138,11 +138,11 @@ def recognize(flags: Flags, topology: "Topology") -> tuple[TextPairs, tuple[Cond
     manifest = read_manifest(flags.manifest, flags.audio_roots)
     from konkanivani.distributed import choose_device
     from konkanivani.lengths import TOKENS
-    from konkanivani.recipe.conditions import recognize_under_conditions
     from konkanivani.recipe.evaluation_model import (
         load_evaluation_model,
         load_pretrained_evaluation,
         recognize_manifest,
+        recognize_under_conditions,
     )
 
     device = choose_device(flags.device)

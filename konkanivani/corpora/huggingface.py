@@ -1,12 +1,12 @@
-"""Local data sets of Hugging Face `datasets`: a folder of save_to_disk (Arrow) or a folder of Parquet files.
+"""Data sets of Hugging Face: folders on disk, and downloads from the Hub."""
 
-Nothing is decoded, downloaded or cached; audio that the tables store as bytes is written to files unchanged.
-Sources: https://huggingface.co/docs/datasets/loading (local files, load_from_disk) and …/audio_load (decode=False)
-"""
-
+import contextlib
+import fnmatch
+import hashlib
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -23,8 +23,15 @@ from konkanivani.corpora.tables import (
     split_of_path,
 )
 from konkanivani.data.audio.files import parse_channel_cell
-from konkanivani.errors import DataError, ResourceError, explained
-from konkanivani.files import visible_files
+from konkanivani.errors import DataError, ResourceError, UsageError, explained
+from konkanivani.files import atomic_replace, cache_folder, visible_files
+from konkanivani.hub import MAIN, Listing, RemoteFile, Repository, check_revision, is_hub_name, is_plain
+
+# --------------------
+# Local data sets of `datasets`: a folder of save_to_disk (Arrow) or a folder of Parquet files. Nothing is decoded,
+# downloaded or cached; audio that the tables store as bytes is written to files unchanged.
+# Sources: https://huggingface.co/docs/datasets/loading (local files, load_from_disk) and …/audio_load (decode=False)
+
 
 AUDIO_COLUMNS = ("audio", "audio_filepath")
 TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript", "normalized", "verbatim")
@@ -173,3 +180,233 @@ def _suffix(held: bytes, named: str) -> str:
     given = os.path.splitext(named)[1].lower()
     known = next((suffix for suffix, magic in MAGICS.items() if held.startswith(magic)), "")
     return known or (given if re.fullmatch(r"\.[a-z0-9]{1,5}", given) else ".audio")
+
+
+# --------------------
+# Data sets on the Hub: download the Parquet files of one configuration. It is chosen as `datasets` does: by the card's
+# `configs`, else by folder or file names. A repository without Parquet files has a branch to which the Hub itself
+# converts it; code of a data set is never run.
+# Sources: https://huggingface.co/docs/hub/datasets-manual-configuration and .../docs/dataset-viewer/parquet
+
+
+CONFIG_NAME = re.compile(r"[\w.-]{1,100}")
+CONVERTED = "refs/convert/parquet"  # the branch with the Hub's own conversion, CONFIG/SPLIT/NNNN.parquet
+PARTIAL = "partial-"  # prefix of a split of which the Hub has converted only the first gigabytes
+MAX_NAMED = 10  # configurations in a message
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """Name, configuration ("" for the default) and revision of a data set on the Hub."""
+
+    name: str
+    config: str = ""
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Parquet files of a configuration in the cache, by path relative to a folder of their own."""
+
+    dataset: DatasetName
+    commit: str
+    files: Mapping[str, Path]
+
+    @property
+    def label(self) -> str:
+        """Name, configuration and commit, as a later --source."""
+        config = f":{self.dataset.config}" if self.dataset.config else ""
+        return f"{self.dataset.name}{config}@{self.commit}"
+
+    def link_into(self, folder: Path) -> None:
+        """Create `folder` with a link to each file."""
+        for name, path in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).symlink_to(path.resolve())
+
+
+def parse_dataset_name(text: str) -> DatasetName | None:
+    """Return the parts of NAME[:CONFIG][@REVISION], or None if `text` does not have this form."""
+    rest, at, revision = text.partition("@")
+    name, colon, config = rest.partition(":")
+    if not is_hub_name(name) or (at and not revision) or (colon and not CONFIG_NAME.fullmatch(config)):
+        return None
+    return DatasetName(name, config, revision or None)
+
+
+def locate_dataset(dataset: DatasetName) -> Tables:
+    """Return the Parquet files of the data set, downloaded unless they are complete in the cache.
+
+    Raises:
+        UsageError: There is no such data set, revision or configuration, or it has no Parquet files.
+        CheckpointError: A file differs from the listing, or has a name outside of the folder.
+        ResourceError: The Hub cannot be reached or denies access, or the disk is full.
+    """
+    check_revision(dataset.revision)
+    repository = Repository(dataset.name, dataset.revision or MAIN, "dataset")
+    return repository.from_cache_or_hub(
+        lambda: _remembered(repository, dataset), lambda: _download_tables(repository, dataset)
+    )
+
+
+def _download_tables(repository: Repository, dataset: DatasetName) -> Tables:
+    """Download the files that `_choose` returns, and store their names for later use without a network."""
+    repository, listing, chosen = _choose(repository, dataset)
+    repository.fetch(listing.commit, chosen.values())
+    names = {link: file.name for link, file in chosen.items()}
+    tables = _tables(repository, dataset, listing.commit, names)
+    for revision in {dataset.revision, listing.commit}:
+        _remember(DatasetName(dataset.name, dataset.config, revision), listing.commit, names)
+    return tables
+
+
+def _choose(repository: Repository, dataset: DatasetName) -> tuple[Repository, Listing, dict[str, RemoteFile]]:
+    """Return the repository, its listing, and the Parquet files of the configuration by the path of their link."""
+    listing = repository.listing()
+    declared = _declared_configs(listing.configs)
+    chosen = _of_config(repository, listing, declared, dataset.config)
+    if not chosen and dataset.revision is None:
+        with contextlib.suppress(UsageError):  # the Hub has not converted this data set
+            converted = Repository(dataset.name, CONVERTED, "dataset")
+            listing = converted.listing()
+            declared = {_first_folder(name): [] for name in _parquet(listing) if "/" in name}
+            chosen = _of_config(converted, listing, {}, dataset.config or _only(declared))
+            repository = converted
+    if not chosen:
+        raise _no_tables(repository, dataset, sorted(declared))
+    partial = [name for name in chosen if any(part.startswith(PARTIAL) for part in Path(name).parts)]
+    if partial:
+        raise repository.refused(f"the hub has converted only a part of it ({partial[0]})", "Download it by hand")
+    return repository, listing, chosen
+
+
+def _parquet(listing: Listing) -> list[str]:
+    return sorted(name for name in listing.files if name.endswith(".parquet"))
+
+
+def _first_folder(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _only(names: Mapping[str, object]) -> str:
+    """Return the configuration to use if none is given: the only one, or "default"."""
+    return next(iter(names)) if len(names) == 1 else "default"
+
+
+def _declared_configs(configs: object) -> dict[str, list[tuple[str, str]]]:
+    """Return the pairs of split ("" if not declared) and file pattern of each configuration in a card."""
+    declared: dict[str, list[tuple[str, str]]] = {}
+    for entry in configs if isinstance(configs, list) else []:
+        if isinstance(entry, dict) and isinstance(entry.get("config_name"), str):
+            folder = entry.get("data_dir")
+            prefix = f"{folder.strip('/')}/" if isinstance(folder, str) and folder.strip("/.") else ""
+            pairs = _patterns(entry.get("data_files"), "") or ([("", "**")] if prefix else [])
+            declared[entry["config_name"]] = [(split, prefix + pattern) for split, pattern in pairs]
+    return declared
+
+
+def _patterns(data_files: object, split: str) -> list[tuple[str, str]]:
+    """Return pairs of split and pattern of `data_files`: a pattern, a list, or entries of split and path."""
+    if isinstance(data_files, str):
+        return [(split, data_files.removeprefix("./"))]
+    if isinstance(data_files, dict):
+        name = data_files.get("split")
+        return _patterns(data_files.get("path"), name if isinstance(name, str) else "")
+    if isinstance(data_files, list):
+        return [pair for entry in data_files for pair in _patterns(entry, split)]
+    return []
+
+
+def _of_config(
+    repository: Repository, listing: Listing, declared: Mapping[str, list[tuple[str, str]]], config: str
+) -> dict[str, RemoteFile]:
+    """Return the Parquet files of a configuration, each in a folder of its declared split."""
+    names = _parquet(listing)
+    config = config or (_only(declared) if declared else "")
+    if declared.get(config):
+        pairs = declared[config]
+        found = {name: split for split, pattern in pairs for name in names if _matches(name, pattern)}
+        # The reader takes the split from the file's name or the innermost folder that names one.
+        links = {
+            f"{split}/{number:05d}.parquet" if split else name: name
+            for number, (name, split) in enumerate(found.items())
+        }
+    elif config and config != "default":
+        links = {name: name for name in names if _belongs_to(name, config)}
+    elif declared and config not in declared:
+        links = {}
+    else:
+        links = {name: name for name in names}
+    if any(not is_plain(link) for link in links):
+        raise repository.refused("its card declares a split whose name is outside of the folder")
+    return {link: listing.files[name] for link, name in links.items()}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a path matches a pattern of a card, in which `*` stays within a folder and `**` does not."""
+    # fnmatch alone would let the pattern *.parquet take the files of all folders, and so of other configurations.
+    parts = name.split("/")
+    # Numbers of parts that the pattern can match so far. A set, since a search by recursion would be exponential.
+    matched = {0}
+    for part in pattern.split("/"):
+        if part == "**":
+            matched = set(range(min(matched, default=len(parts) + 1), len(parts) + 1))
+        else:
+            matched = {n + 1 for n in matched if n < len(parts) and fnmatch.fnmatchcase(parts[n], part)}
+    return len(parts) in matched
+
+
+def _belongs_to(name: str, config: str) -> bool:
+    *folders, file = name.split("/")
+    return config in folders or file.startswith((f"{config}-", f"{config}."))
+
+
+def _no_tables(repository: Repository, dataset: DatasetName, configs: list[str]) -> UsageError:
+    at = f"{dataset.name} on {repository.endpoint}"
+    if configs and dataset.config not in configs:
+        more = ", ..." if len(configs) > MAX_NAMED else ""
+        known = f"{', '.join(configs[:MAX_NAMED])}{more}"
+        found = f"no configuration {dataset.config}" if dataset.config else "several configurations"
+        return UsageError(f"{at} has {found}. Give one of {known}, such as {dataset.name}:{configs[0]}.")
+    of_config = f" of the configuration {dataset.config}" if dataset.config else ""
+    return UsageError(
+        f"{at} has no Parquet files{of_config}, and code of data sets is not run. Download it by hand and "
+        "give its folder."
+    )
+
+
+# --------------------
+# Memory of which files a configuration has, for use without a network.
+
+
+def _memory(dataset: DatasetName) -> Path | None:
+    folder = cache_folder()
+    key = hashlib.sha256(repr(dataset).encode()).hexdigest()
+    return None if folder is None else folder / "hub" / f"{key}.json"
+
+
+def _remember(dataset: DatasetName, commit: str, names: Mapping[str, str]) -> None:
+    path = _memory(dataset)
+    with contextlib.suppress(OSError):  # only for later use without a network
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_replace(path) as partial:
+                partial.write_text(json.dumps({"commit": commit, "files": dict(names)}), encoding="utf-8")
+
+
+def _remembered(repository: Repository, dataset: DatasetName) -> Tables | None:
+    """Return the files that an earlier call has chosen, or None unless all are in the cache."""
+    path = _memory(dataset)
+    if path is None:
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        tables = _tables(repository, dataset, found["commit"], found["files"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return tables if all(file.is_file() for file in tables.files.values()) else None
+
+
+def _tables(repository: Repository, dataset: DatasetName, commit: str, names: Mapping[str, str]) -> Tables:
+    snapshot = repository.snapshot(commit)
+    return Tables(dataset, commit, {link: snapshot / name for link, name in names.items()})

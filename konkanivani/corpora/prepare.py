@@ -25,8 +25,7 @@ from konkanivani.corpora.corpus import (
     resolve_split_by,
     summaries,
 )
-from konkanivani.corpora.hub import DatasetName, locate_dataset, parse_dataset_name
-from konkanivani.corpora.huggingface import find_huggingface_utterances
+from konkanivani.corpora.huggingface import DatasetName, find_huggingface_utterances, locate_dataset, parse_dataset_name
 from konkanivani.corpora.publishers import (
     find_common_voice_utterances,
     find_csv_utterances,

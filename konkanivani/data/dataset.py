@@ -14,8 +14,14 @@ from torch.utils.data import Dataset
 
 from konkanivani.config import AugmentConfig
 from konkanivani.console import DecibelRange, parse_snr
-from konkanivani.data.audio.conditions import UNCHANGED, condition_named
-from konkanivani.data.audio.effects import add_noise, perturb_speed, reverberate, scale_and_clip
+from konkanivani.data.audio.effects import (
+    UNCHANGED,
+    add_noise,
+    condition_named,
+    perturb_speed,
+    reverberate,
+    scale_and_clip,
+)
 from konkanivani.data.audio.files import SPAN_ROUNDING, AudioSource, UnusableAudio, read_header, read_samples
 from konkanivani.data.audio.waveform import load_audio, resample, speech_span
 from konkanivani.data.augmentation import RecordingAugmentation, draw_index, draw_number

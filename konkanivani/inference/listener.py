@@ -21,8 +21,7 @@ from konkanivani.data.audio.channels import ChannelMixer
 from konkanivani.data.audio.waveform import Resampler, check_rate, check_samples, scale_samples
 from konkanivani.errors import DataError
 from konkanivani.inference.recognizer import Recognizer
-from konkanivani.inference.segmentation import STEPS_A_SECOND, Piece
-from konkanivani.inference.voice_activity import TICK_SAMPLES, CausalSegmenter
+from konkanivani.inference.segmentation import STEPS_A_SECOND, TICK_SAMPLES, CausalSegmenter, Piece
 from konkanivani.inference.word_times import EmissionDelay, Word
 from konkanivani.lengths import SAMPLE_RATE
 

@@ -2,8 +2,7 @@
 
 A CUDA graph repeats kernels with the arguments and addresses of its capture. So nothing of the data may go through
 Python: masks of dropout are a hash of tensors (`MaskCounters`), and CTC, whose kernel takes lengths from the host, runs
-between two graphs. A backend captures and replays: CUDA (cuda_graphs.py), or a recorder of operators on a CPU, its
-twin (recorder.py).
+between two graphs. The backends of graph_backends.py capture and replay.
 
 B batch, T frames or tokens, T' encoder frames, U tokens, D model width, V vocabulary.
 """
@@ -11,7 +10,6 @@ B batch, T frames or tokens, T' encoder frames, U tokens, D model width, V vocab
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Protocol
 
 import torch
 
@@ -21,37 +19,9 @@ from konkanivani.models.conformer import DROPOUT_LEVELS, Dropout
 from konkanivani.models.twin import replace_modules
 from konkanivani.ops.chunks import ChunkedLosses
 from konkanivani.ops.fused import MaskedDropout, add_masked, masked
+from konkanivani.ops.graph_backends import GraphBackend, Replay
 from konkanivani.ops.packing import PackedEncoder
 from konkanivani.randomness import mask_counters
-
-Replay = Callable[[], None]
-"""Function that runs captured operators on the current contents of their tensors."""
-
-
-class CaptureError(RuntimeError):
-    """A step cannot be captured, because its operators depend on the data."""
-
-
-class GraphBackend(Protocol):
-    """Capture and replay of the operators of a thread."""
-
-    def warm_up(self, run: Callable[[], None]) -> None:
-        """Run a step as it will be captured, without capturing, in the memory of the graphs."""
-
-    def begin(self) -> None:
-        """Start a graph."""
-
-    def end(self) -> Replay:
-        """Complete the graph and return the function that replays it."""
-
-    def abort(self) -> None:
-        """Discard a graph that is not complete, after an error; does nothing without one."""
-
-    def drop(self) -> None:
-        """Free the memory of all graphs, which are not used any more."""
-
-    def busy_share(self, run: Callable[[], None]) -> float:
-        """Return the share of the wall time of `run` in which the device computes."""
 
 
 class BetweenGraphs:

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from konkanivani.models.asr import KonkaniVaniASR, SpeechNetwork
 from konkanivani.models.conformer import Dropout
 from konkanivani.models.twin import replace_modules
-from konkanivani.ops.biased_attention import use_chunked_attention
-from konkanivani.ops.chunks import ChunkedLosses, compute_in_chunks
+from konkanivani.ops.chunks import ChunkedLosses, compute_in_chunks, use_chunked_attention
 from konkanivani.ops.fused import MaskedDropout, fuse_blocks, fuse_norms, slice_vocabulary, use_fast_logits
 from konkanivani.ops.packing import pack_encoder
 from konkanivani.ops.products import use_fast_depthwise, use_fast_products

@@ -2,23 +2,33 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from konkanivani.config import TrainConfig
-from konkanivani.console import Report, peak_text, say, silent
+from konkanivani.console import Report, count, peak_text, say, silent
 from konkanivani.data.batching import EpochPlanner, SizeLimit, largest_batch_bytes
+from konkanivani.data.dataset import TrainDataset
 from konkanivani.data.loader import LoaderConfig
 from konkanivani.data.loading import GlobalBatchStream
+from konkanivani.data.shape_grid import choose_grid, measure_padding, micro_batch_sizes
 from konkanivani.data.staging import CudaCopies, StagingBuffers
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.distributed import choose_device
+from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.monitor import announce_card, resident_mib
 from konkanivani.memory.plan import MemoryPlan
-from konkanivani.recipe.graph_shapes import learn_shapes
 from konkanivani.recipe.planned_step import budget_watch, build_planned_step, learn_sizes, micro_batch_limits, tell_plan
-from konkanivani.recipe.resume import load_weights, schedule_rates, settle_stages
+from konkanivani.recipe.resume import (
+    load_weights,
+    schedule_rates,
+    settle_stages,
+    stateful_parts,
+    take_checkpoint_folder,
+)
 from konkanivani.recipe.run_data import RunData, build_speech, loader_config, more_tokens
-from konkanivani.recipe.run_folders import listing_rejected, make_run_directory
-from konkanivani.recipe.run_output import open_logs, stateful_parts, take_checkpoint_folder
+from konkanivani.recipe.run_folders import listing_rejected, make_run_directory, open_logs
 from konkanivani.recipe.startup import Start
+from konkanivani.training.graphs import GraphedGradient
 from konkanivani.training.interruption import Interruption
 from konkanivani.training.run import Run, RunStorage, TrainingData, TrainState
 from konkanivani.training.step import StepParts
@@ -108,3 +118,31 @@ def validation_within(plan: MemoryPlan | None, validation: EvaluationSet | None)
             "rates, use konkanivani evaluate --device cpu."
         )
     return replace(validation.within(plan.validation_seconds), has_search=plan.has_memory_for_search)
+
+
+def learn_shapes(
+    config: TrainConfig, step: StepParts, speech: TrainDataset, planner: EpochPlanner, limits: tuple[SizeLimit, ...]
+) -> None:
+    """Choose the shapes to capture, from the utterances; with --cuda_graphs, print why nothing is captured."""
+    if config.memory.cuda_graphs == "off":
+        return
+    gradient = step.compute_gradient
+    if not isinstance(gradient, GraphedGradient):
+        print(
+            "CUDA graphs: not used; they need a GPU, one process, speech, and weights on the GPU in full precision.",
+            flush=True,
+        )
+        return
+    framing = step.architecture.framing
+    has_fixed_length = framing.feature_length(1) == framing.feature_length(SAMPLE_RATE)
+    tokens = speech.utterances.tokens.astype(np.int64) + more_tokens(config)
+    sizes = micro_batch_sizes(planner, tokens, limits, speech.speeds, has_fixed_length)
+    longest = int(np.ceil(planner.durations.max() / min(speech.speeds) * SAMPLE_RATE))
+    gradient.grid = choose_grid(sizes, longest)
+    padding = measure_padding(gradient.grid, sizes)
+    print(
+        f"CUDA graphs (not yet run on a GPU by the project): {count(len(gradient.grid.shapes), 'shape')}, "
+        f"{padding.added_frames:.1%} more frames; {padding.uncaptured:.1%} of the frames in other shapes, without "
+        "graphs. Front end, SpecAugment and CTC run between the graphs.",
+        flush=True,
+    )

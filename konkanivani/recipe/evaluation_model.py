@@ -1,6 +1,8 @@
-"""A model ready for evaluation, loaded from a checkpoint or from a pretrained folder."""
+"""Evaluation of a checkpoint or a pretrained folder on a manifest, also under simulated recording conditions."""
 
 import dataclasses
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +10,9 @@ import torch
 
 from konkanivani.checkpoints.checkpoint import load_states, read_checkpoint
 from konkanivani.config import DecodingConfig, PretrainedConfig, TrainConfig
-from konkanivani.console import parse_share
+from konkanivani.console import parse_share, say
+from konkanivani.data.audio.effects import CONDITIONS, FASTEST, LONGEST_SILENCE, SLOWEST, Condition
+from konkanivani.data.filtering import evaluation_limits
 from konkanivani.data.manifest import Manifest, Rejections, read_manifest
 from konkanivani.data.text import Vocabulary
 from konkanivani.decoding.decode import Decode, build_decode
@@ -23,8 +27,8 @@ from konkanivani.inference.speech_model import (
     whole_weights,
 )
 from konkanivani.models.architecture import Architecture
-from konkanivani.recipe.run_data import build_evaluation_set, fields_of
-from konkanivani.scoring.score import CheckpointRun, NormalizerName, TextPairs
+from konkanivani.recipe.run_data import build_evaluation_set, fields_of, set_within
+from konkanivani.scoring.score import CheckpointRun, ConditionTexts, NormalizerName, TextPairs
 from konkanivani.scoring.transcripts import ScoredText
 from konkanivani.training.build_step import build_forward
 from konkanivani.training.step import ForwardPass
@@ -143,3 +147,47 @@ def texts_in_order(manifest: Manifest, evaluation: Evaluation) -> tuple[ScoredTe
 def normalizer_of(config: TrainConfig) -> NormalizerName:
     """Return the text normalisation of the model's training."""
     return "spell" if config.text.digits == "spell" else "konkanivani"
+
+
+@dataclass(frozen=True)
+class UnderCondition:
+    """Evaluation of a manifest under one recording condition."""
+
+    condition: Condition
+    evaluation: Evaluation
+
+
+def evaluate_under_conditions(trained: EvaluationModel, manifest: Manifest, decode: Decode) -> Iterator[UnderCondition]:
+    """Evaluate a manifest's waveforms, changed in memory, under each of `CONDITIONS`.
+
+    All conditions are measured on the same utterances: those that fit the model under every condition. Error rates are
+    printed on stderr.
+    """
+    config = trained.config
+    architecture = trained.architecture
+    rejections = Rejections(None, parse_share(config.data.max_rejected, "--max_rejected"))
+    rejections.begin(manifest)
+    limits = dataclasses.replace(evaluation_limits(config, architecture.framing), fastest_speed=FASTEST)
+    limits = limits.within(architecture.longest_seconds - LONGEST_SILENCE, architecture.most_tokens, SLOWEST)
+    usual = set_within(limits, manifest, config, trained.tokenizer, trained.forward.device, rejections)
+    usual = dataclasses.replace(usual, topology=trained.topology)
+    for condition in CONDITIONS:
+        speech = dataclasses.replace(usual.speech, condition=condition.name)
+        evaluation = dataclasses.replace(usual, speech=speech).evaluate(trained.forward, decode)
+        if trained.topology.is_first:
+            rates = evaluation.rates
+            # On stderr: the report, or one line of JSON, is on stdout.
+            say(f"{condition.description}: WER {rates.wer:.1%}, CER {rates.cer:.1%}", sys.stderr)
+        yield UnderCondition(condition, evaluation)
+
+
+def recognize_under_conditions(
+    trained: EvaluationModel, unchanged: TextPairs, manifest: Manifest, decoding: DecodingConfig
+) -> tuple[ConditionTexts, ...]:
+    """Return references and hypotheses of a manifest under each of `CONDITIONS`."""
+    decode = build_decode(decoding, trained.architecture, trained.tokenizer, trained.forward.device)
+    found = []
+    for under in evaluate_under_conditions(trained, manifest, decode):
+        pairs = TextPairs(texts_in_order(manifest, under.evaluation), unchanged.source, unchanged.normalizer)
+        found.append(ConditionTexts(under.condition.name, under.condition.description, pairs))
+    return tuple(found)

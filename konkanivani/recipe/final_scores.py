@@ -19,10 +19,10 @@ from konkanivani.errors import CheckpointError
 from konkanivani.inference.speech_model import read_pretrained
 from konkanivani.memory.monitor import PhaseMemory
 from konkanivani.models.asr import frozen_count, parameter_count
-from konkanivani.recipe.conditions import evaluate_under_conditions
 from konkanivani.recipe.evaluation_model import (
     EvaluationModel,
     evaluate_manifest,
+    evaluate_under_conditions,
     load_evaluation_model,
     load_pretrained_evaluation,
 )

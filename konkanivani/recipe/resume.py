@@ -1,8 +1,9 @@
-"""State with which a run starts: weights of a checkpoint or a pretrained model, counters, and learning rates."""
+"""State of a run: loaded from a checkpoint or a pretrained model at the start, and saved in its checkpoints."""
 
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -13,7 +14,9 @@ from konkanivani.checkpoints.checkpoint import (
     check_finite,
     check_states,
     load_states,
+    provenance_part,
 )
+from konkanivani.checkpoints.checkpointer import Checkpointer
 from konkanivani.config import OptimizerConfig, TrainConfig, TuningConfig
 from konkanivani.console import say
 from konkanivani.data.batching import EpochPlanner
@@ -25,9 +28,19 @@ from konkanivani.inference.speech_model import Origin, Pretrained, digest_of
 from konkanivani.models.architecture import Architecture, architecture_of
 from konkanivani.models.asr import KonkaniVaniASR
 from konkanivani.models.fine_tuning import LOW_RANK_TENSORS, reset_output_heads, transfer_weights
+from konkanivani.recipe.run_folders import move_aside, move_newer_aside
 from konkanivani.recipe.startup import Start
 from konkanivani.training.build_step import build_forward
-from konkanivani.training.optimizer_state import RateSchedule, change_length, is_sharded, read_schedule, resolve_warmup
+from konkanivani.training.optimizer_state import (
+    FullState,
+    OptimizerState,
+    RateSchedule,
+    TrainedPart,
+    change_length,
+    is_sharded,
+    read_schedule,
+    resolve_warmup,
+)
 from konkanivani.training.run import TrainState
 from konkanivani.training.step import StepParts
 
@@ -294,3 +307,38 @@ def _frozen_first(stored: TrainConfig, old: RateSchedule, config: TrainConfig, n
     if share_before == share_after == 1:
         return ""
     return f" (layers below the head: {before:.2e}, then {after:.2e})"
+
+
+def stateful_parts(start: Start, step: StepParts, state: TrainState) -> Mapping[str, Stateful]:
+    """Return the stateful parts of a run by their names in checkpoints, with the provenance of its initial weights."""
+    optimizer = OptimizerState(step.model, step.optimizer)
+    sharded = is_sharded(step.model)
+    model: Stateful = TrainedPart(step.model) if step.architecture.has_base else step.model
+    origin = make_origin(start.pretrained, start.resumed, step.architecture, step.model)
+    origins: dict[str, Stateful] = {PRETRAINED_STATE: origin} if origin else {}
+    return {
+        **origins,
+        **provenance_part(start.resumed or start.initial),
+        "model": FullState(model, step.topology) if sharded else model,
+        "optimizer": FullState(optimizer, step.topology) if sharded else optimizer,
+        "scaler": step.scaler,
+        "progress": state,
+        "splits": step.oom_history,
+    }
+
+
+def take_checkpoint_folder(start: Start, run_directory: Path | None) -> Checkpointer:
+    """Return the checkpointer; on the first rank, move aside files of an earlier run or of later steps."""
+    run = start.config.run
+    resumed_step = start.resumed.step if start.resumed else None
+    checkpointer = Checkpointer(run.checkpoint_dir, run.keep_checkpoints, resumed_step)
+    if run_directory is not None:  # first: a partial file of a killed run is no checkpoint to keep
+        checkpointer.discard_unfinished()
+    if run_directory is not None and start.resumed:
+        assert start.resumed_path is not None  # it is set together with `resumed`
+        move_newer_aside(checkpointer, run_directory, start.resumed_path, start.resumed)
+        saved = stored_state(start.resumed)
+        checkpointer.restore_best(saved.epochs_finished - saved.epochs_without_improvement)
+    elif run_directory is not None:
+        move_aside(checkpointer, run_directory)
+    return checkpointer

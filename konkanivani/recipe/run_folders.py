@@ -1,4 +1,4 @@
-"""Folders of a run's logs and checkpoints, which may contain files of an earlier run.
+"""Folders of a run's logs and checkpoints, which may contain files of an earlier run, and its open logs.
 
 Only one process at a time may use a log folder. Files of an earlier run are moved to a separate folder as a whole, with
 a message, and never overwritten.
@@ -11,6 +11,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from konkanivani.checkpoints.checkpoint import Checkpoint
 from konkanivani.checkpoints.checkpointer import Checkpointer, first_free_name
 from konkanivani.checkpoints.run_lock import LOCK_NAME, LOGGING, RunLock, check_nobody_works
@@ -18,7 +20,12 @@ from konkanivani.config import RunConfig, TrainConfig
 from konkanivani.console import count, say
 from konkanivani.errors import ResourceError, UsageError, explained
 from konkanivani.files import scratch_folder, visible_entries
-from konkanivani.training.logbook import LOG_NAME
+from konkanivani.flags import config_to_text
+from konkanivani.memory.monitor import BudgetWatch
+from konkanivani.training.logbook import LOG_NAME, Logbook
+from konkanivani.training.progress import Progress, Resumed, Utilisation
+from konkanivani.training.run import RunLogs, TrainState
+from konkanivani.training.step import StepParts
 
 REJECTED = "rejected.jsonl"
 REJECTED_BEFORE = "rejected_before.jsonl"
@@ -225,3 +232,18 @@ def scratch_config(config: TrainConfig) -> Iterator[TrainConfig]:
         folders = dataclasses.replace(run, checkpoint_dir=str(checkpoints), log_dir=str(logs))
         tuning = dataclasses.replace(config.tuning, freeze_steps=0)  # train all layers: --freeze_steps are the cheapest
         yield dataclasses.replace(config, run=folders, tuning=tuning)
+
+
+def open_logs(
+    config: TrainConfig, step: StepParts, state: TrainState, run_directory: Path | None, watch: BudgetWatch
+) -> RunLogs:
+    """Return the logs of a run; they are written to `run_directory`, on the first rank only."""
+    logbook = Logbook(run_directory, resumed=Resumed(state.step, state.skipped_steps, state.epochs_finished))
+    logbook.log_settings(config_to_text(config))
+    forward = step.forward
+    return RunLogs(
+        logbook=logbook,
+        progress=Progress(state.step, step.total_steps, step.architecture.framing.unit),
+        utilisation=Utilisation(step.architecture, forward.device, forward.amp_dtype or torch.float32),
+        watch=watch,
+    )

@@ -15,8 +15,8 @@ from konkanivani.memory.recovery import OomHistory
 from konkanivani.memory.weights import HOST, ON_CARD, OffloadedWeights, Placement
 from konkanivani.models.architecture import Architecture
 from konkanivani.models.front_end import FeatureExtractor
-from konkanivani.ops.capturable import GraphBackend, make_capturable
-from konkanivani.ops.cuda_graphs import CudaGraphBackend
+from konkanivani.ops.capturable import make_capturable
+from konkanivani.ops.graph_backends import CudaGraphBackend, GraphBackend
 from konkanivani.ops.passes import ALL_PASSES, Passes, optimize
 from konkanivani.randomness import derive_seed
 from konkanivani.training.bfloat16 import store_in_bf16

@@ -27,7 +27,8 @@ from konkanivani.lengths import SAMPLE_RATE, BatchLengths
 from konkanivani.memory.plan import RecomputedBlocks
 from konkanivani.memory.recovery import release_memory
 from konkanivani.models.asr import LossCounts, LossSums, at_least_float32
-from konkanivani.ops.capturable import BetweenGraphs, Capture, CaptureError, GraphBackend
+from konkanivani.ops.capturable import BetweenGraphs, Capture
+from konkanivani.ops.graph_backends import CaptureError, GraphBackend
 from konkanivani.randomness import MaskCounters, counted_dropout, derive_seed
 from konkanivani.training.gradient import drop_gradient, local_gradient
 from konkanivani.training.step import ForwardPass, GradientTask, StepGradient, StepParts, forward_and_backward

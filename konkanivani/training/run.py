@@ -173,7 +173,7 @@ class RunStorage:
     """Content and place of a run's checkpoints.
 
     Args:
-        stateful: parts of the run by their names in a checkpoint (`stateful_parts` in recipe/run_output.py): model,
+        stateful: parts of the run by their names in a checkpoint (`stateful_parts` in recipe/resume.py): model,
             optimizer, scaler (the GradScaler), progress (the TrainState) and splits (the OomHistory). No generator is
             stored: all random numbers are functions of seed and step, or seed, epoch and utterance (randomness.py).
             `load_weights` in recipe/resume.py restores them; the memory plan is read by `resolve_plan` in

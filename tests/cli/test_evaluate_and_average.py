@@ -13,12 +13,11 @@ from konkanivani.checkpoints.averaging import NamedCheckpoint, average_checkpoin
 from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from konkanivani.checkpoints.checkpointer import Checkpointer
 from konkanivani.config import DecodingConfig
-from konkanivani.data.audio.conditions import condition_named
+from konkanivani.data.audio.effects import condition_named
 from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import CheckpointError
-from konkanivani.recipe.conditions import recognize_under_conditions
-from konkanivani.recipe.evaluation_model import load_evaluation_model, recognize_manifest
+from konkanivani.recipe.evaluation_model import load_evaluation_model, recognize_manifest, recognize_under_conditions
 from konkanivani.training.validation import EvaluationSet
 from tests.conftest import ROOT, TINY_MODEL, Corpus, checked, run_folders, run_in_process, run_script, run_trainer
 

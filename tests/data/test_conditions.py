@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from konkanivani.data.audio import effects
-from konkanivani.data.audio.conditions import CONDITIONS, FASTEST, LONGEST_SILENCE, SLOWEST, condition_named
+from konkanivani.data.audio.effects import CONDITIONS, FASTEST, LONGEST_SILENCE, SLOWEST, condition_named
 from konkanivani.lengths import SAMPLE_RATE
 
 

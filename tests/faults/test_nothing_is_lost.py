@@ -209,10 +209,7 @@ def test_negative_control_unmoved_newer_checkpoints_are_overwritten(workspace):
     before, older = saved_data(workspace.folder), workspace.checkpoint("mine", "epoch_2")
     more = "--max_steps", "10", "--learning_rate", "0.0003", "--log_dir", str(workspace.folder / "runs")
     ended = workspace.run(
-        "--resume",
-        str(older),
-        *more,
-        faults=(("replace_by_no_op", "konkanivani.recipe.run_output", "move_newer_aside"),),
+        "--resume", str(older), *more, faults=(("replace_by_no_op", "konkanivani.recipe.resume", "move_newer_aside"),)
     )
     assert ended.code == 0 and before.count_missing(saved_data(workspace.folder)) > 0
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.corpora.hub import DatasetName, _matches, locate_dataset, parse_dataset_name
+from konkanivani.corpora.huggingface import DatasetName, _matches, locate_dataset, parse_dataset_name
 from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.files import cache_folder
 from tests.conftest import run_script

@@ -15,8 +15,7 @@ from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.errors import DataError
 from konkanivani.inference.listener import SURE_PASSES, Event, Final, Listener, LocalAgreement, Partial, matched_prefix
 from konkanivani.inference.recognizer import STABLE_SECONDS, Recognizer, build_recognizer
-from konkanivani.inference.segmentation import build_segmentation
-from konkanivani.inference.voice_activity import TICK_SAMPLES, CausalSegmenter
+from konkanivani.inference.segmentation import TICK_SAMPLES, CausalSegmenter, build_segmentation
 from konkanivani.inference.word_times import EmissionDelay
 from konkanivani.scoring.metrics import error_rates
 from tests.trained import tones

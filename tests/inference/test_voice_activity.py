@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from konkanivani.inference.segmentation import Piece, build_segmentation
-from konkanivani.inference.voice_activity import LOOKBACK, STEADY, TICK_SAMPLES, CausalSegmenter
+from konkanivani.inference.segmentation import (
+    LOOKBACK,
+    STEADY,
+    TICK_SAMPLES,
+    CausalSegmenter,
+    Piece,
+    build_segmentation,
+)
 from konkanivani.lengths import SAMPLE_RATE
 from tests.data.test_pieces import cut, noise, syllables, zeros
 

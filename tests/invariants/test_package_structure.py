@@ -133,7 +133,7 @@ def test_files_are_within_length_limit():
     assert too_long(sources(PACKAGE)) == []
 
 
-@pytest.mark.parametrize("folder", ["konkanivani", "training_scripts", "benchmarks"])
+@pytest.mark.parametrize("folder", ["konkanivani", "training_scripts", "benchmarks", "notebooks"])
 def test_functions_are_within_length_limit(folder):
     assert long_functions(sources(ROOT / folder)) == []
 
@@ -156,7 +156,7 @@ def test_folders_are_within_file_limit():
     assert len(packages) <= MAX_PACKAGES
 
 
-@pytest.mark.parametrize("folder", ["konkanivani", "training_scripts", "benchmarks", "tests"])
+@pytest.mark.parametrize("folder", ["konkanivani", "training_scripts", "benchmarks", "notebooks", "tests"])
 def test_former_names_are_not_used(folder):
     assert former_names(sources(ROOT / folder)) == []
 

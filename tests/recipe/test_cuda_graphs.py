@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from konkanivani.memory.devices import cuda_costs
-from konkanivani.ops.recorder import RecorderBackend
+from konkanivani.ops.graph_backends import RecorderBackend
 from konkanivani.planning.plan import held_by_graphs
 from konkanivani.planning.sizes import GRAPH_BYTES, with_graphs
 from konkanivani.planning.tracer import Peak

@@ -14,8 +14,7 @@ from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.manifest import read_manifest
 from konkanivani.inference import word_times
 from konkanivani.inference.word_times import Segment, Word
-from konkanivani.serve.corrections import MANIFEST, Corrections
-from konkanivani.serve.editing import edit_segment
+from konkanivani.serve.corrections import MANIFEST, Corrections, edit_segment
 from konkanivani.serve.server import PageServer
 from konkanivani.serve.session import Limits
 from tests.serve.parts import RATE, connect_to, receive_messages, running_server, tones
@@ -210,7 +209,7 @@ def test_transcript_beyond_limits_is_rejected(monkeypatch):
     long = SEGMENT | {"text": "x " * 501}
     with running_server() as server:
         assert "1 to 500 words" in render(server, REQUEST, {"type": "segments", "segments": [long]})[-1]["message"]
-        monkeypatch.setattr("konkanivani.serve.exchanges.MAX_TRANSCRIPT_WORDS", 6)
+        monkeypatch.setattr("konkanivani.serve.server.MAX_TRANSCRIPT_WORDS", 6)
         segments = {"type": "segments", "segments": [SEGMENT, SEGMENT]}
         assert render(server, REQUEST, segments, {"type": "end"})[-1] == {"type": "finished"}
         assert "at most 6 words" in render(server, REQUEST, segments, segments, {"type": "end"})[-1]["message"]

@@ -9,7 +9,7 @@ from konkanivani.data.batching import Batch, GlobalBatch
 from konkanivani.data.shape_grid import GridShape, ShapeGrid
 from konkanivani.models.asr import LossCounts, LossSums, ctc_loss_sum
 from konkanivani.ops.capturable import Capture, make_capturable
-from konkanivani.ops.recorder import RecorderBackend
+from konkanivani.ops.graph_backends import RecorderBackend
 from konkanivani.randomness import seed_step
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.graphs import CapturedMicroBatch, GraphedGradient, graph_key, run_network

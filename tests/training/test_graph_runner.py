@@ -9,7 +9,7 @@ import torch
 from konkanivani.config import TuningConfig
 from konkanivani.data.shape_grid import ShapeGrid
 from konkanivani.ops.capturable import BetweenGraphs
-from konkanivani.ops.recorder import OperatorRecorder, RecorderBackend
+from konkanivani.ops.graph_backends import OperatorRecorder, RecorderBackend
 from konkanivani.training.graphs import GraphedGradient, gradient_addresses
 from konkanivani.training.optimizer_state import OptimizerState
 from konkanivani.training.step import StepParts, train_step

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from konkanivani.ops.cuda_graphs import CudaGraphBackend
+from konkanivani.ops.graph_backends import CudaGraphBackend
 from konkanivani.training.graphs import GraphedGradient
 from konkanivani.training.step import StepParts, train_step
 from tests.invariants.parts import relative_difference

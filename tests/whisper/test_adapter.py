@@ -10,7 +10,7 @@ import torch
 
 from konkanivani.config import TuningConfig
 from konkanivani.errors import CheckpointError, ResourceError, UsageError
-from konkanivani.models import adapter
+from konkanivani.models import model_files
 from konkanivani.models.whisper.architecture import WhisperArchitecture
 from konkanivani.models.whisper.export import write_adapter, write_whisper_folder
 from konkanivani.models.whisper.folder import WhisperFolder, name_in_file, read_whisper_folder
@@ -171,7 +171,7 @@ def test_rejected_or_failed_write_leaves_no_files(base, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="at rank 4"):
         write_adapter(base, weights, replace(TUNING, lora_rank=4), out)
     with monkeypatch.context() as patch, pytest.raises(ResourceError, match="could not be written: No space"):
-        patch.setattr(adapter, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        patch.setattr(model_files, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
         write_adapter(base, weights, TUNING, out)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     write_adapter(base, weights, TUNING, out)

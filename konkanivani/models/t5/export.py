@@ -9,8 +9,7 @@ import torch
 
 from konkanivani.config import PretrainedConfig, TrainConfig, TuningConfig
 from konkanivani.errors import CheckpointError, DataError, UsageError
-from konkanivani.models.adapter import write_adapter
-from konkanivani.models.model_files import PretrainedFolder, checked_dimensions, refused
+from konkanivani.models.model_files import PretrainedFolder, checked_dimensions, refused, write_adapter
 from konkanivani.models.t5.architecture import T5Architecture
 from konkanivani.models.t5.folder import MIN_BUCKETS, MOST, PIECES, T5Folder, read_t5_folder
 from konkanivani.models.t5.model import T5Shape, T5Variant

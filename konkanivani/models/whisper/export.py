@@ -15,7 +15,6 @@ import torch
 from konkanivani.config import AudioContext, PretrainedConfig, TrainConfig, TuningConfig
 from konkanivani.errors import CheckpointError, NumericsError, ResourceError, UsageError
 from konkanivani.lengths import SAMPLE_RATE
-from konkanivani.models.adapter import write_adapter
 from konkanivani.models.hub import locate_model
 from konkanivani.models.model_files import (
     CONFIG,
@@ -29,6 +28,7 @@ from konkanivani.models.model_files import (
     read_tensors,
     refused,
     whole_folder,
+    write_adapter,
     write_json,
 )
 from konkanivani.models.whisper.architecture import WhisperArchitecture

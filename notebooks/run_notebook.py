@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Execute the notebook and store its outputs in it.
 
-    python3 benchmarks/run_notebook.py
-    python3 benchmarks/run_notebook.py --small
+    python3 notebooks/run_notebook.py
+    python3 notebooks/run_notebook.py --small
 
 It runs in a temporary folder, in about 40 minutes on two CPU cores, or with small settings, from which the model learns
 nothing, in half a minute. `--folder` keeps the files that it writes. Needs nbclient, ipykernel and matplotlib (extra
