@@ -24,7 +24,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import PeriodicSaver, train
 from konkanivani.training.run import TrainState
 from tests.conftest import TINY_MODEL, checked, run_folders, run_trainer, write_corpus
-from tests.starts import begin_run, parse_flags
+from tests.run_setup import begin_run, parse_flags
 
 
 def run_rejected(code: int, directory: Path, *flags: str) -> str:

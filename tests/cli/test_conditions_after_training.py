@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.conftest import checked, run_script, run_trainer
-from tests.trained import Trained
+from tests.trained_model import Trained
 
 
 def test_trainer_conditions_equal_evaluation_script(trained: Trained, tmp_path):

@@ -21,9 +21,9 @@ from konkanivani.inference import live
 from konkanivani.inference.listener import Final, Partial
 from konkanivani.inference.word_times import Word
 from tests.conftest import run_script
+from tests.fork_server import ROOT
 from tests.inference.test_listener import SENTENCES, finals, listen, recording
-from tests.patience import PATIENCE
-from tests.warm import ROOT
+from tests.timeouts import PROCESS_TIMEOUT
 
 SCRIPT = "training_scripts/listen.py"
 RAW = PcmFormat(16_000, 1, "s16le")
@@ -163,7 +163,7 @@ def test_sigint_prints_last_final_result_and_exits_with_130(trained):
     while '"partial"' not in lines[-1]:
         lines.append(process.stdout.readline().decode())
     process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=PATIENCE)
+    rest, errors = process.communicate(timeout=PROCESS_TIMEOUT)
     assert process.returncode == 130 and b"Traceback" not in errors
     assert sum('"final"' in line for line in [*lines, *rest.decode().splitlines()]) == len(SENTENCES)
 
@@ -178,7 +178,7 @@ def test_closed_stdout_ends_cleanly_and_terminal_shows_partials(trained):
         process.stdin.write(pcm16_bytes(recording()))
         process.stdin.close()
     errors = process.stderr.read()
-    assert process.wait(PATIENCE) in (0, 141) and b"Traceback" not in errors
+    assert process.wait(PROCESS_TIMEOUT) in (0, 141) and b"Traceback" not in errors
     data = pcm16_bytes(recording())
     # Send the first second alone, so that a decoding pass follows on a machine of any speed.
     on_terminal.stdin.write(data[:32_000])
@@ -189,7 +189,7 @@ def test_closed_stdout_ends_cleanly_and_terminal_shows_partials(trained):
     on_terminal.stdin.write(data[32_000:])
     on_terminal.stdin.close()
     lines = on_terminal.stdout.read().decode().splitlines()
-    assert on_terminal.wait(PATIENCE) == 0
+    assert on_terminal.wait(PROCESS_TIMEOUT) == 0
     with contextlib.suppress(OSError):  # Linux raises an error when a closed terminal is read
         while piece := os.read(master, 4_096):
             shown += piece

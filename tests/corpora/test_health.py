@@ -43,7 +43,7 @@ from konkanivani.models.architecture import architecture_of
 from konkanivani.recipe.run_data import build_training_speech
 from konkanivani.scoring.html import PAGE_START, Histogram, build_histogram, draw_histogram, round_step, write_page
 from tests.conftest import run_in_process
-from tests.page_parts import PageParts
+from tests.html_parser import PageParts
 
 SCRIPT = "training_scripts/inspect_data.py"
 RATE = 16_000

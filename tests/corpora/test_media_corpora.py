@@ -24,7 +24,7 @@ from tests.conftest import (
     speak,
     write_corpus,
 )
-from tests.data.test_cut_audio import write_truncated
+from tests.data.test_truncated_audio import write_truncated
 from tests.media_files import ENCODED, KINDS, Kind, write_media
 
 

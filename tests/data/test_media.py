@@ -27,8 +27,8 @@ from konkanivani.data.audio.files import (
 from konkanivani.data.audio.files import read_samples as read_all
 from konkanivani.data.audio.media import READERS
 from konkanivani.data.audio.waveform import load_audio
+from tests.fork_server import fork_server
 from tests.media_files import ENCODED, KINDS, Kind, rising_tone, write_media
-from tests.warm import warm_parent
 
 SECONDS, RATE = 3.0, 16_000
 M4A = Kind(".m4a", "aac", 44_100)
@@ -258,7 +258,7 @@ def test_decoder_process_ends_with_its_parent(voice_message):
         "print(*(reader.process.pid for reader in READERS._all), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    done = warm_parent().run_program(script, str(voice_message))
+    done = fork_server().run_program(script, str(voice_message))
     waited = threading.Event()
     for _ in range(3000):
         state = Path(f"/proc/{int(done.stdout)}/stat")

@@ -34,7 +34,7 @@ from konkanivani.data.text import train_tokenizer
 from konkanivani.errors import DataError, UsageError
 from konkanivani.flags import config_from_text, config_to_text
 from tests.conftest import TINY_MODEL, Corpus, checked, mark_full, read_log, run_folders, run_trainer
-from tests.starts import parse_flags
+from tests.run_setup import parse_flags
 
 RATE = 16_000
 

@@ -12,7 +12,7 @@ from konkanivani.checkpoints.checkpointer import LAST
 from konkanivani.errors import CheckpointError
 from tests.conftest import read_log
 from tests.faults.faulty_runs import Fault, FinishedRun, run_with_faults, start_with_faults, wait_for_run
-from tests.faults.resuming import ResumeBench, Settings, last_checkpoint, run_differences
+from tests.faults.resumed_runs import ResumeBench, Settings, last_checkpoint, run_differences
 
 SETTINGS = Settings()
 # Global batches 4 to 6: the save at step 4 fails, the one at step 6 has disk space again.

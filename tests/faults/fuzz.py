@@ -1,6 +1,6 @@
 """Randomly changed input and its handling; hypothesis draws the changes and shrinks failures.
 
-Every example is handled in a watched process: watching.py.
+Every example is handled in a watched process: watched_process.py.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ from konkanivani.errors import DataError
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.rules import settings_of
 from tests.faults.untrusted_input import ValidCheckpoint, read_valid_checkpoint, with_settings
-from tests.faults.watching import MAX_SECONDS, Verdict, watch
-from tests.starts import begin_run, parse_flags
+from tests.faults.watched_process import MAX_SECONDS, Verdict, watch
+from tests.run_setup import begin_run, parse_flags
 
 Kind = Literal["audio", "media", "manifests", "checkpoints", "flags"]
 EDGE_VALUES = (0, 1, -1, 127, 128, 255, 256, 32767, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1)

@@ -10,7 +10,7 @@ from konkanivani.data.audio.media import READERS
 from konkanivani.data.audio.waveform import load_audio, stream_audio
 from konkanivani.errors import DataError
 from tests.faults.fuzz import Change, Fuzzer, apply_changes, changes_within
-from tests.faults.watching import CONTAINER_SECONDS
+from tests.faults.watched_process import CONTAINER_SECONDS
 from tests.media_files import ENCODED, KINDS, rising_tone, write_media
 
 MAX_READER_SECONDS = 5.0  # CPU seconds

@@ -1,6 +1,6 @@
 """A training run in several processes: each runs the real script, resumes the run, and is ended by a test.
 
-Most processes are forks (tests/warm.py), which saves four seconds each.
+Most processes are forks (tests/fork_server.py), which saves four seconds each.
 """
 
 import os
@@ -19,8 +19,8 @@ from konkanivani.checkpoints.checkpoint import read_checkpoint
 from konkanivani.checkpoints.checkpointer import LAST, Checkpointer
 from konkanivani.errors import CheckpointError
 from tests.conftest import ROOT, run_folders, start_cold
-from tests.patience import PATIENCE
-from tests.warm import Fork, Job, warm_parent
+from tests.fork_server import Fork, Job, fork_server
+from tests.timeouts import PROCESS_TIMEOUT
 
 SCRIPT = ROOT / "training_scripts" / "train_konkanivani_asr.py"
 THREADS = 1
@@ -68,7 +68,7 @@ class TrainingProcess:
     def kill(self) -> None:
         self.process.kill()
 
-    def wait(self, seconds: float = PATIENCE) -> int | None:
+    def wait(self, seconds: float = PROCESS_TIMEOUT) -> int | None:
         """Return the exit code (negative for a signal), or kill the process and return None after `seconds` seconds."""
         try:
             return self.process.wait(seconds)
@@ -78,7 +78,7 @@ class TrainingProcess:
 
     def wait_until(self, is_reached: Callable[[], bool], what: str) -> None:
         """Wait for a condition; raise AssertionError if the process ends first or the condition takes too long."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PROCESS_TIMEOUT
         while not is_reached():
             assert self.is_alive(), f"it ended by itself, and {what} never came"
             assert time.monotonic() < deadline, f"{what} never came"
@@ -105,7 +105,7 @@ class LongRun:
         self.directory.mkdir(parents=True, exist_ok=True)
         before = partial(fault.install, self.checkpoints) if fault else None
         job = Job(SCRIPT, self.arguments(*more), self.output, threads=THREADS, before=before)
-        return TrainingProcess(warm_parent().start(job))
+        return TrainingProcess(fork_server().start(job))
 
     def start_script(self, script: Path, *more: str) -> TrainingProcess:
         """Start a process in a new interpreter, like a user.

@@ -9,7 +9,7 @@ import torch
 from konkanivani.checkpoints.checkpoint import read_checkpoint
 from tests.conftest import read_log
 from tests.faults.faulty_runs import Fault, FinishedRun, run_with_faults
-from tests.faults.resuming import POISONED, STEPS, Precision, ResumeBench, Settings, last_checkpoint
+from tests.faults.resumed_runs import POISONED, STEPS, Precision, ResumeBench, Settings, last_checkpoint
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from tests.faults.disk_full import (
     three_failures_findings,
     two_trainers_findings,
 )
-from tests.faults.resuming import ResumeBench
-from tests.patience import PATIENCE
+from tests.faults.resumed_runs import ResumeBench
+from tests.timeouts import PROCESS_TIMEOUT
 
 CASES = {case.name: case for case in FULL_DISKS}
 
@@ -106,7 +106,7 @@ sys.exit(run_script(action))
 def test_output_to_a_full_disk_changes_neither_run_nor_exit_code(tmp_path):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-c", PROGRAM_WITH_LOST_OUTPUT, str(tmp_path / "done")]
-        done = subprocess.run(command, stdout=full, stderr=full, cwd=ROOT, timeout=PATIENCE)
+        done = subprocess.run(command, stdout=full, stderr=full, cwd=ROOT, timeout=PROCESS_TIMEOUT)
     assert done.returncode == 3 and (tmp_path / "done").exists()
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tests.conftest import mark_full
-from tests.faults.resuming import (
+from tests.faults.resumed_runs import (
     STEPS,
     ResumeBench,
     Settings,

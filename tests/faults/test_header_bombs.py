@@ -12,7 +12,7 @@ import pytest
 from konkanivani.corpora import toolkits as shards
 from konkanivani.corpora.toolkits import read_members
 from konkanivani.inference.recognizer import load_recognizer
-from tests.faults.watching import watch
+from tests.faults.watched_process import watch
 
 BLOCK = 512
 

@@ -21,15 +21,15 @@ from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders
-from tests.faults.killing import small_endless_run
 from tests.faults.long_run import LongRun, TrainingProcess
-from tests.faults.resuming import checkpoint_differences
+from tests.faults.repeated_kills import small_endless_run
+from tests.faults.resumed_runs import checkpoint_differences
 from tests.faults.slow_disk import SlowDisk, count_slow_writes
 from tests.faults.under_torchrun import RankRun, kill_all, rank_pids
+from tests.fork_server import Fork, Job, fork_server
 from tests.invariants.ranks import environments_of
-from tests.patience import PATIENCE
-from tests.starts import begin_run
-from tests.warm import Fork, Job, warm_parent
+from tests.run_setup import begin_run
+from tests.timeouts import PROCESS_TIMEOUT
 
 STEPS = 10  # 4 per epoch
 MODEL = (*TINY_MODEL, "--encoder_layers", "1", "--decoder_layers", "0", "--ctc_weight", "1", "--num_workers", "0")
@@ -220,11 +220,11 @@ def start_ranks_with_slow_disk(run: RankRun, seconds: float) -> list[Fork]:
         Job(ROOT / TRAINER, run.flags(), run.directory / "output.txt", environment=place, threads=1, before=install)
         for place in environments_of(2)
     ]
-    return [warm_parent().start(job) for job in jobs]
+    return [fork_server().start(job) for job in jobs]
 
 
 def wait_for_slow_write(run: RankRun, *started: Fork) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PROCESS_TIMEOUT
     while not count_slow_writes(run.directory / "checkpoints"):
         has_ended = any(process.poll() is not None for process in started)
         assert not has_ended and time.monotonic() < deadline, (run.directory / "output.txt").read_text()
@@ -239,8 +239,8 @@ def check_resumes(run: RankRun, saved: int) -> None:
     longer = dataclasses.replace(run, steps=saved + 2)
     output = run.directory / "resumed.txt"
     jobs = [Job(ROOT / TRAINER, longer.flags(), output, environment=place, threads=1) for place in environments_of(2)]
-    ranks = [warm_parent().start(job) for job in jobs]
-    assert [rank.wait(PATIENCE) for rank in ranks] == [0, 0], output.read_text()
+    ranks = [fork_server().start(job) for job in jobs]
+    assert [rank.wait(PROCESS_TIMEOUT) for rank in ranks] == [0, 0], output.read_text()
     assert f"{LAST}: step {saved}." in output.read_text(encoding="utf-8")
     assert [record["step"] for record in read_log(run.directory)] == list(range(1, saved + 3))
 
@@ -255,7 +255,7 @@ def test_ranks_signalled_twice_during_a_slow_write_save_a_whole_checkpoint(shard
         for rank in ranks:
             os.kill(rank.pid, signal.SIGTERM)
         time.sleep(0.5)
-    assert [rank.wait(PATIENCE) for rank in ranks] == [143, 143]
+    assert [rank.wait(PROCESS_TIMEOUT) for rank in ranks] == [143, 143]
     said = (run.directory / "output.txt").read_text(encoding="utf-8")
     assert "Traceback" not in said and said.count("Stopped by a signal at step 4") == 1
     assert count_slow_writes(run.directory / "checkpoints") == (2 if sharded else 1)
@@ -267,13 +267,13 @@ def test_torchrun_signalled_during_a_slow_write_saves_a_whole_checkpoint(corpus,
     run.directory.mkdir(parents=True)
     script, output = ROOT / "tests" / "faults" / "under_torchrun.py", run.directory / "output.txt"
     install = partial(SlowDisk(3).install, run.directory / "checkpoints")
-    agent = warm_parent().start(Job(script, ("0", *run.flags()), output, threads=1, before=install))
+    agent = fork_server().start(Job(script, ("0", *run.flags()), output, threads=1, before=install))
     try:
         wait_for_slow_write(run, agent)
         ranks = rank_pids(agent)
         os.kill(agent.pid, signal.SIGTERM)
-        agent.wait(PATIENCE)
-        deadline = time.monotonic() + PATIENCE
+        agent.wait(PROCESS_TIMEOUT)
+        deadline = time.monotonic() + PROCESS_TIMEOUT
         while any(Path(f"/proc/{pid}").exists() for pid in ranks.values()):
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -12,7 +12,7 @@ from konkanivani.checkpoints.checkpointer import LAST
 from konkanivani.errors import CheckpointError
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.recipe.build import build_run
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 CONFORMER, ZIPFORMER = "--encoder_type 'conformer'", "--encoder_type 'zipformer'"
 ZEROS = torch.zeros(3)

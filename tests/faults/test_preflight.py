@@ -34,7 +34,7 @@ from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.loop import train
 from konkanivani.training.optimizer_state import OptimizerState
 from tests.conftest import TINY_MODEL, Corpus, run_folders, run_trainer, write_corpus
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 QUICK = ("--num_workers", "0", "--batch_size", "4", "--gradient_accumulation_steps", "1")
 

@@ -37,9 +37,9 @@ from tests.faults.under_torchrun import (
     run_ranks,
     train_undisturbed,
 )
+from tests.fork_server import ROOT, Fork, Job, fork_server
 from tests.invariants.ranks import environments_of
-from tests.patience import PATIENCE
-from tests.warm import ROOT, Fork, Job, warm_parent
+from tests.timeouts import PROCESS_TIMEOUT
 
 TWO = Topology(rank=0, world_size=2, local_rank=0, local_world_size=2)
 
@@ -104,7 +104,7 @@ class RankSetup:
         """Start the rank; other sources need a new interpreter without imports."""
         if self.sources == ROOT:
             nothing = Path(os.devnull)
-            return warm_parent().start(
+            return fork_server().start(
                 Job(ROOT / TRAINER, self.flags, nothing, errors, self.folder, environment, threads=1)
             )
         own = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": str(self.sources)}
@@ -127,7 +127,7 @@ def output_of_rejected_ranks(setups: Sequence[RankSetup]) -> str:
         errors = [Path(folder, str(rank)) for rank in range(len(setups))]
         each = zip(setups, environments_of(len(setups)), errors, strict=True)
         ranks = [place.start(environment | ONE_RANK_PER_MACHINE, file) for place, environment, file in each]
-        codes = [rank.wait(PATIENCE) for rank in ranks]
+        codes = [rank.wait(PROCESS_TIMEOUT) for rank in ranks]
         said = "".join(file.read_text(encoding="utf-8") for file in errors)
     assert codes == [2] * len(ranks), said
     return said

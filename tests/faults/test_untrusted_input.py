@@ -32,8 +32,8 @@ from tests.faults.untrusted_input import (
     read_valid_checkpoint,
     with_settings,
 )
-from tests.faults.watching import watch
-from tests.starts import begin_run
+from tests.faults.watched_process import watch
+from tests.run_setup import begin_run
 
 
 @pytest.fixture(scope="module")

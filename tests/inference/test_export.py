@@ -37,7 +37,7 @@ from konkanivani.models.architecture import HybridArchitecture
 from konkanivani.models.front_end import LogMel, described
 from konkanivani.ops.passes import optimize
 from tests.conftest import ROOT, WORDS, Corpus, checked, run_script, speak
-from tests.patience import PATIENCE
+from tests.timeouts import PROCESS_TIMEOUT
 
 FRAMING = Framing(FeatureConfig())
 OLDER = LEGACY_DEFAULTS.features  # the features that bundles of the first format describe
@@ -520,7 +520,7 @@ def test_documentation_example_transcribes_like_the_model(speech_model, onnx_byt
     soundfile.write(tmp_path / "recording.flac", waveform.numpy(), 16_000, subtype="PCM_24")
     (tmp_path / "example.py").write_text(example + "\nimport sys; assert 'torch' not in sys.modules\n")
     command, options = [sys.executable, "-I", "example.py"], {"capture_output": True, "text": True}
-    done = checked(subprocess.run(command, cwd=tmp_path, timeout=PATIENCE, **options))
+    done = checked(subprocess.run(command, cwd=tmp_path, timeout=PROCESS_TIMEOUT, **options))
     assert done.stdout.strip() == recognize_with(speech_model)(waveform[None], (len(waveform),))[0] != ""
 
 

@@ -19,7 +19,7 @@ from konkanivani.inference.segmentation import build_segmentation
 from konkanivani.inference.voice_activity import TICK_SAMPLES, CausalSegmenter
 from konkanivani.inference.word_times import EmissionDelay
 from konkanivani.scoring.metrics import error_rates
-from tests.trained import tones
+from tests.trained_model import tones
 
 SENTENCES = (("एक", "दोन", "तीन"), ("उदक", "घर", "शाळा", "बाजार"), ("आवय", "चार"))
 

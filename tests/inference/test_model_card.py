@@ -47,7 +47,7 @@ from konkanivani.models.whisper.export import read_pretrained_whisper
 from konkanivani.rules import settings_of
 from tests.conftest import Corpus as Manifests
 from tests.conftest import checked, run_folders, run_script, run_trainer, write_corpus
-from tests.warm import warm_parent
+from tests.fork_server import fork_server
 from tests.whisper.small_model import write_model
 
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
@@ -188,7 +188,7 @@ class TestNative:
         text = load_recognizer(exported.folder, device="cpu", language=language).transcribe(exported.recording).text
         (program,) = blocks(exported.card, "python")
         assert len([line for line in program.splitlines() if line]) == 3
-        assert checked(warm_parent().run_program(program, cwd=tmp_path)).stdout.strip() == text.strip()
+        assert checked(fork_server().run_program(program, cwd=tmp_path)).stdout.strip() == text.strip()
         command, training = blocks(exported.card, "sh")
         program, name, *words = shlex.split(command)
         assert (program, name) == ("konkanivani", "transcribe")

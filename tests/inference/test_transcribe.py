@@ -26,9 +26,9 @@ from konkanivani.inference.transcribe import Recording, find_recordings, output_
 from konkanivani.inference.word_times import Segment, Word, build_cues, render, srt_time
 from konkanivani.scoring.metrics import error_rates
 from tests.conftest import checked, run_in_process, run_script
-from tests.patience import PATIENCE
-from tests.trained import Trained, tones
-from tests.warm import ROOT, Job, warm_parent
+from tests.fork_server import ROOT, Job, fork_server
+from tests.timeouts import PROCESS_TIMEOUT
+from tests.trained_model import Trained, tones
 
 TRANSCRIBE = "training_scripts/transcribe.py"
 WORDS = ("एक", "दोन", "तीन", "उदक", "घर", "शाळा", "बाजार", "आवय", "चार", "घर", "पांच", "दोन", "एक", "शाळा")
@@ -341,9 +341,9 @@ def test_standard_input_is_transcribed_like_its_file(trained, folder, tmp_path):
     assert (done.returncode, record["audio_filepath"], record["text"]) == (0, "-", expected)
     piped, written = (folder / "good.wav").read_bytes(), ("--format", "srt", "--output_dir", str(tmp_path))
     os.mkfifo(pipe := tmp_path / "pipe")
-    process = warm_parent().start(Job(ROOT / TRANSCRIBE, (*flags, *written), tmp_path / "said", stdin=pipe))
+    process = fork_server().start(Job(ROOT / TRANSCRIBE, (*flags, *written), tmp_path / "said", stdin=pipe))
     pipe.write_bytes(piped)
-    assert process.wait(PATIENCE) == 0
+    assert process.wait(PROCESS_TIMEOUT) == 0
     assert (tmp_path / "stdin.srt").read_text(encoding="utf-8").startswith("1\n00:00:00,")
     (tmp_path / "none").write_bytes(b"no audio")
     refused = run_script(TRANSCRIBE, *flags, stdin=tmp_path / "none")

@@ -9,7 +9,7 @@ import torch
 from konkanivani.inference.segmentation import Piece, build_segmentation
 from konkanivani.inference.voice_activity import LOOKBACK, STEADY, TICK_SAMPLES, CausalSegmenter
 from konkanivani.lengths import SAMPLE_RATE
-from tests.data.test_pieces import cut, noise, syllables, zeros
+from tests.data.test_streamed_audio import cut, noise, syllables, zeros
 
 SECONDS = 60
 

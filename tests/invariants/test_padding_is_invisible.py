@@ -20,7 +20,7 @@ from konkanivani.models.attention import SequenceLayout
 from konkanivani.training.step import StepParts
 from tests.conftest import Corpus, mark_full, write_augmentation, write_shards
 from tests.invariants.parts import KINDS, double_parts, global_batch, relative_difference, speeches
-from tests.starts import parse_flags
+from tests.run_setup import parse_flags
 
 BOUND = 1e-9
 

@@ -27,7 +27,7 @@ from konkanivani.planning.tensors import LiveBytes
 from konkanivani.rules import settings_of
 from tests.invariants.parts import OTHER_FEATURES, OTHER_PARTS, relative_difference
 from tests.ops.test_convolutions import differences, gradients
-from tests.starts import parse_flags
+from tests.run_setup import parse_flags
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e .[test]")
 

@@ -29,7 +29,7 @@ from konkanivani.training.optimizer_state import TrainedPart, delayed_warmup_fac
 from konkanivani.training.step import StepParts, train_step
 from tests.conftest import TINY_MODEL, Corpus, checked, mark_full, read_log, run_folders, run_script, write_corpus
 from tests.invariants.parts import global_batch, measured_peak, speeches
-from tests.starts import begin_run, parse_flags
+from tests.run_setup import begin_run, parse_flags
 
 CPU = torch.device("cpu")
 STEADY = "--epochs 20 --schedule inverse_sqrt --warmup_steps 1 --num_workers 0 --device cpu".split()

@@ -16,7 +16,7 @@ from konkanivani.training import build_step
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import Corpus, parameter_grid, read_log, run_folders
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 from tests.whisper.small_model import write_model
 
 STEPS = 6

@@ -16,7 +16,7 @@ from konkanivani.models.nemo.weights import import_nemo
 from tests.conftest import checked, run_script
 from tests.faults.test_error_texts import message_defect
 from tests.faults.untrusted_input import CallOnUnpickle
-from tests.faults.watching import watch
+from tests.faults.watched_process import watch
 from tests.nemo.files import (
     CONFIG,
     FOLDER,

@@ -6,7 +6,7 @@ import torch
 from konkanivani.models.attention import SequenceLayout
 from konkanivani.models.conformer import ConvolutionModule
 from konkanivani.ops.products import depthwise_conv
-from tests.warm import warm_parent
+from tests.fork_server import fork_server
 
 CONVOLVE = """
 import torch
@@ -41,5 +41,5 @@ def test_bf16_convolution_equals_rounded_fp32_convolution():
 @pytest.mark.parametrize(("threads", "width", "frames"), [(2, 32, 58), (8, 128, 200), (1, 16, 31)])
 def test_bf16_convolution_finishes_with_any_number_of_threads(threads, width, frames, is_fast):
     program = CONVOLVE.format(threads=threads, width=width, frames=frames, is_fast=is_fast)
-    ended = warm_parent().run_program(program)
+    ended = fork_server().run_program(program)
     assert ended.stdout.strip() == "True", ended.stderr

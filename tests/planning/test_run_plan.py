@@ -27,7 +27,7 @@ from konkanivani.training import rehearsal
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, checked, read_log, run_folders, run_trainer
-from tests.starts import begin_run, parse_flags
+from tests.run_setup import begin_run, parse_flags
 
 PLAN = MemoryPlan(
     conditions=5,

@@ -28,7 +28,7 @@ from konkanivani.flags import (
     resolve,
 )
 from konkanivani.training.optimizer_state import learning_rate, resolve_warmup
-from tests.starts import parse_flags
+from tests.run_setup import parse_flags
 
 SMALL_CORPUS = CorpusSize(hours=0.5, utterances=600)
 

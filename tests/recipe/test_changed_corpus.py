@@ -17,7 +17,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, write_corpus
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 PEAK, WARMUP, EPOCHS = 1e-3, 3, 4
 MODEL = (*TINY_MODEL, "--encoder_layers", "1", "--decoder_layers", "0", "--ctc_weight", "1", "--num_workers", "0")

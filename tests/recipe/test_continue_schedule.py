@@ -22,7 +22,7 @@ from konkanivani.training.loop import train
 from konkanivani.training.optimizer_state import RateSchedule, change_length, read_schedule
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, parameter_grid, read_log, run_folders
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 PEAK, WARMUP = 2e-3, 4
 FIRST, LONGER, LONGEST = 12, 30, 36  # steps; 4 are an epoch of the 26 utterances

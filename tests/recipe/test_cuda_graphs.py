@@ -15,7 +15,7 @@ from konkanivani.training.graphs import GraphedGradient
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, run_folders
-from tests.starts import begin_run, parse_flags
+from tests.run_setup import begin_run, parse_flags
 
 ON = ("--cuda_graphs", "on")
 

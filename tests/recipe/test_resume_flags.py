@@ -18,7 +18,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.rules import settings_of, with_values
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, Corpus, checked, read_log, run_folders, run_trainer
-from tests.starts import begin_run, parse_flags
+from tests.run_setup import begin_run, parse_flags
 
 STEPS = 3
 

@@ -46,7 +46,7 @@ from konkanivani.scoring.score import (
 )
 from konkanivani.scoring.transcripts import MAX_CHARACTERS, ScoredText
 from tests.conftest import ROOT, checked, run_script
-from tests.page_parts import PageParts
+from tests.html_parser import PageParts
 
 SCRIPT = "training_scripts/evaluate_konkanivani_asr.py"
 WORDS = ("एक", "दोन", "तीन", "घर", "आनी")

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT, run_script
-from tests.patience import PATIENCE
+from tests.timeouts import PROCESS_TIMEOUT
 from tests.whisper.folders import transformers
 
 pytestmark = pytest.mark.full
@@ -47,7 +47,7 @@ def test_table_depends_on_seed_and_shows_error_of_averaged_means():
 @pytest.mark.parametrize("missing", ["transformers", "accelerate"])
 def test_missing_trainer_package_is_reported_in_one_sentence(missing):
     command = [sys.executable, "-c", RUN_WITHOUT_PACKAGE, SCRIPT, "accumulation", missing]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROCESS_TIMEOUT)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert (
         f"needs {missing}, which cannot be imported here. Install what is missing: pip install {missing}."

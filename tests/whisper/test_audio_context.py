@@ -30,7 +30,7 @@ from konkanivani.planning.traces import build_tracer
 from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 from tests.invariants.parts import measured_peak, relative_difference
-from tests.starts import parse_flags
+from tests.run_setup import parse_flags
 from tests.whisper.folders import KINDS, read_reference
 from tests.whisper.test_training import (
     ARCHITECTURE,

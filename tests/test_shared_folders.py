@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import ROOT, SLOW_FILES, runs_whole_suite
-from tests.made_once import made_once, shared_root
-from tests.patience import PATIENCE
+from tests.shared_folders import made_once, shared_root
+from tests.timeouts import PROCESS_TIMEOUT
 
 
 def write_name(folder: Path) -> None:
@@ -48,7 +48,7 @@ def test_change_in_shared_folder_is_an_error(name, tmp_path):
 WRITE_SLOWLY = """
 import sys, time
 from pathlib import Path
-from tests.made_once import made_once
+from tests.shared_folders import made_once
 
 def write(folder):
     with open(folder.parent / "writers", "a") as file:
@@ -64,7 +64,7 @@ with made_once(Path(sys.argv[1]), "shared", write) as folder:
 def test_processes_wait_for_the_writing_process(tmp_path):
     command = [sys.executable, "-c", WRITE_SLOWLY, str(tmp_path)]
     processes = [subprocess.Popen(command, cwd=ROOT) for _ in range(3)]
-    assert [process.wait(PATIENCE) for process in processes] == [0, 0, 0]
+    assert [process.wait(PROCESS_TIMEOUT) for process in processes] == [0, 0, 0]
     assert (tmp_path / "writers").read_text() == "a writer\n"
 
 

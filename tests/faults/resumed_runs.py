@@ -29,8 +29,8 @@ from tests.conftest import (
     write_shards,
 )
 from tests.faults.faulty_runs import Fault, FinishedRun, run_with_faults, wait_for_run
-from tests.patience import PATIENCE
-from tests.warm import Fork
+from tests.fork_server import Fork
+from tests.timeouts import PROCESS_TIMEOUT
 
 STEPS = 17  # 7 global batches per epoch: two epochs and three global batches of a third
 SCHEDULE = ("--epochs", "3", "--max_steps", str(STEPS), "--save_steps", "2")
@@ -280,12 +280,12 @@ def _has_expected_skips(settings: Settings, directory: Path) -> bool:
 def signal_after(directory: Path, step: int, process: Fork | subprocess.Popen, number: signal.Signals) -> int:
     """Send a signal to a run in this directory once its log has `step`; return its exit code."""
     log = directory / "runs" / "default" / "log.jsonl"
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PROCESS_TIMEOUT
     while not (log.exists() and f'"step": {step},' in log.read_text(encoding="utf-8")):
         assert process.poll() is None and time.monotonic() < deadline, "the run ended before it was sent a signal"
         time.sleep(0.01)
     os.kill(process.pid, number)
-    return process.wait(PATIENCE)
+    return process.wait(PROCESS_TIMEOUT)
 
 
 def _exit_code_errors(ended: FinishedRun, stops: Sequence[Fault]) -> list[str]:

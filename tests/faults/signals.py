@@ -21,9 +21,9 @@ import torch
 from konkanivani.data import dataset as speech
 from konkanivani.data.audio.files import AudioSource
 from tests.conftest import ROOT, TINY_MODEL, Corpus
-from tests.faults.killing import small_endless_run
 from tests.faults.long_run import SCRIPT, THREADS, InjectedFault, LongRun, TrainingProcess, is_dying, processes_in_group
-from tests.patience import PATIENCE
+from tests.faults.repeated_kills import small_endless_run
+from tests.timeouts import PROCESS_TIMEOUT
 
 SHELL_SCRIPT = ROOT / "run_training_memory_optimized.sh"
 Target = Literal["the process", "its group", "the shell script"]
@@ -186,7 +186,7 @@ def _cpu_ticks(trainer: TrainingProcess) -> list[str]:
 
 def stop_while_workers_hang(run: LongRun, number: signal.Signals) -> SignalResult:
     """Start a process and signal it while it waits for hanging workers, with a timeout longer than the test's."""
-    patient = "--loader_timeout", str(2 * PATIENCE)
+    patient = "--loader_timeout", str(2 * PROCESS_TIMEOUT)
     trainer = start_until_first_step(run, "the process", 2, *patient, fault=HangingAudio(recordings=12))
     logged = -1
     while logged != (logged := run.logged_step()):  # train on the prefetched data
@@ -253,7 +253,7 @@ def remaining_processes(trainer: TrainingProcess) -> list[int]:
     began = time.monotonic()
     while left := processes_in_group(trainer.pid):
         waited = time.monotonic() - began
-        if waited > PATIENCE or (waited > 2.0 and not all(map(is_dying, left))):
+        if waited > PROCESS_TIMEOUT or (waited > 2.0 and not all(map(is_dying, left))):
             break
         time.sleep(0.01)
     return left

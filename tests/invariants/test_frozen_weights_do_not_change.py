@@ -21,7 +21,7 @@ from konkanivani.recipe.evaluation_model import load_evaluation_model
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, checked, run_folders, run_script, run_trainer
 from tests.invariants.parts import MODEL, VOCAB_SIZE
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 CPU = torch.device("cpu")
 SMALL = ("--batch_size", "4", "--gradient_accumulation_steps", "1", "--num_workers", "0")

@@ -10,7 +10,7 @@ from pathlib import Path
 from konkanivani.checkpoints.checkpoint import read_step
 from tests.conftest import TINY_MODEL, Corpus, read_log
 from tests.faults.long_run import SCRIPT, EndState, LongRun
-from tests.faults.resuming import run_differences
+from tests.faults.resumed_runs import run_differences
 from tests.faults.save_killer import BEST_NAME, CRITICAL_SEQUENCE, EPOCH, POINTS, Point, SaveKiller
 
 KEPT_EPOCHS = 3

@@ -19,7 +19,7 @@ from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, write_corpus
 from tests.invariants.failing import ERRORS, FailCondition, fail_above, failing_forward
 from tests.invariants.parts import global_batch, speeches
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 
 def batch_of(seconds: list[float]) -> Batch:

@@ -32,7 +32,7 @@ from tests.conftest import TINY_MODEL, Corpus, checked, mark_full, run_folders, 
 from tests.inference.test_export import CPU, EXPORT, SHAPE, speech_model_of_shape, spoken
 from tests.invariants.parts import OTHER_FEATURES, OTHER_PARTS
 from tests.models.test_block_parts import layout_of, random_attention
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 FLAGS = (
     *("--attention_positions", "relative", "--convolution_norm", "none", "--subsampling", "striding"),
@@ -120,7 +120,7 @@ def test_default_settings_are_written_in_format_one():
     )
 
 
-@pytest.mark.parametrize("kind", mark_full("striding", "separable"))  # separable by default: test_used.py
+@pytest.mark.parametrize("kind", mark_full("striding", "separable"))  # separable by default: test_imported_model.py
 def test_onnx_output_equals_model(kind, tmp_path):
     speech_model = speech_model_of(*SHAPES[kind])
     (tmp_path / "m.onnx").write_bytes(build_onnx(speech_model))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from tests.conftest import ROOT
-from tests.leftovers import descendants, kill_leftovers
+from tests.process_cleanup import descendants, kill_leftovers
 
 SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(3600)"]
 GROUP = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"

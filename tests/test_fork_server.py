@@ -1,4 +1,4 @@
-"""A script in a fork of the warm parent has the same output and effects as in a new interpreter."""
+"""A script in a fork of the fork server has the same output and effects as in a new interpreter."""
 
 import subprocess
 import sys
@@ -9,8 +9,8 @@ import pytest
 
 from tests.conftest import run_script
 from tests.faults.long_run import processes_in_group
-from tests.patience import PATIENCE
-from tests.warm import ROOT, Job, warm_parent
+from tests.fork_server import ROOT, Job, fork_server
+from tests.timeouts import PROCESS_TIMEOUT
 
 SCRIPT = """
 import atexit, os, sys, threading, time
@@ -52,21 +52,21 @@ def test_startup_variables_require_a_new_interpreter(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert run_script(str(tmp_path / "script.py"), cwd=Path("/")).stdout == f"{tmp_path}/torch.py\n"
     with pytest.raises(AssertionError):
-        warm_parent().start(Job(tmp_path / "script.py", (), tmp_path / "output"))
+        fork_server().start(Job(tmp_path / "script.py", (), tmp_path / "output"))
 
 
 def test_running_forks_end_with_the_parent(tmp_path):
     (tmp_path / "script.py").write_text("import time; print('began', flush=True); time.sleep(3600)")
     output = tmp_path / "output"
     program = (
-        "import sys, time; from pathlib import Path; from tests.warm import Job, WarmParent; "
-        "parent, output = WarmParent(('torch',)), Path(sys.argv[2]); "
+        "import sys, time; from pathlib import Path; from tests.fork_server import Job, ForkServer; "
+        "parent, output = ForkServer(('torch',)), Path(sys.argv[2]); "
         "print(parent.start(Job(Path(sys.argv[1]), (), output)).pid, flush=True); "
         "[time.sleep(0.01) for _ in iter(lambda: output.exists() and output.read_text(), 'began\\n')]"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "script.py"), str(output)]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PROCESS_TIMEOUT
     while processes_in_group(int(ended.stdout)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -86,5 +86,5 @@ def test_quick_skips_processes_and_parameters_and_full_adds_tests(flags, expecte
     (tmp_path / "test_two.py").write_text(TEST_FILE)
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # a new process has none at its start
     plain = ("-q", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path))
-    done = warm_parent().run_program("import pytest, sys; pytest.main(sys.argv[1:])", *plain, *flags, cwd=ROOT)
+    done = fork_server().run_program("import pytest, sys; pytest.main(sys.argv[1:])", *plain, *flags, cwd=ROOT)
     assert expected in done.stdout

@@ -20,7 +20,7 @@ from tests.faults.non_finite import (
     non_finite_batch_findings,
     permanent_failure_findings,
 )
-from tests.starts import parse_flags
+from tests.run_setup import parse_flags
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from konkanivani.flags import config_from_text
 from tests.conftest import WORDS, Corpus, write_corpus
 from tests.faults.faulty_runs import Fault, FinishedRun, run_with_faults, start_with_faults, wait_for_run
 from tests.faults.small_run import SMALL_MODEL
-from tests.patience import PATIENCE
-from tests.warm import Fork
+from tests.fork_server import Fork
+from tests.timeouts import PROCESS_TIMEOUT
 
 STEPS_AN_EPOCH = 3
 OTHER_WORDS = ("one", "two", "three", "four", "five", "six")
@@ -276,7 +276,7 @@ def start_long_run(workspace: Workspace, corpus: Corpus) -> Fork:
     process = start_with_faults(
         workspace.flags(corpus, "long", "long", "--epochs", "5000"), workspace.folder / "long.txt"
     )
-    deadline, log = time.monotonic() + PATIENCE, workspace.folder / "runs" / "long" / "log.jsonl"
+    deadline, log = time.monotonic() + PROCESS_TIMEOUT, workspace.folder / "runs" / "long" / "log.jsonl"
     while not (log.exists() and log.stat().st_size):
         assert time.monotonic() < deadline, (workspace.folder / "long.txt").read_text()
         time.sleep(0.05)

@@ -36,7 +36,7 @@ from tests.invariants.parts import (
     speeches,
     with_dropout,
 )
-from tests.patience import PATIENCE
+from tests.timeouts import PROCESS_TIMEOUT
 
 BOUND = 1e-9
 MODEL = dataclasses.replace(TWO_LAYER_MODEL, encoder_layers=1, decoder_layers=1)
@@ -330,8 +330,10 @@ def short_of_memory() -> tuple[dict[str, dict], str]:
     """Return the results and the output of steps whose data segment is too small for a whole micro-batch."""
     # glibc uses mmap for blocks of at least this size, so that freeing one returns its memory to the system.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-m", "tests.invariants.short_of_memory"]
-    done = checked(subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE))
+    command = [sys.executable, "-m", "tests.invariants.out_of_memory_steps"]
+    done = checked(
+        subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PROCESS_TIMEOUT)
+    )
     return json.loads(done.stdout.splitlines()[-1]), done.stdout
 
 

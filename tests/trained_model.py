@@ -8,8 +8,8 @@ import numpy as np
 from konkanivani.checkpoints.checkpointer import BEST
 from konkanivani.inference.recognizer import Recognizer, load_recognizer
 from tests.conftest import TINY_MODEL, TRAINER, run_folders, speak, write_corpus
-from tests.patience import PATIENCE
-from tests.warm import ROOT, Job, warm_parent
+from tests.fork_server import ROOT, Job, fork_server
+from tests.timeouts import PROCESS_TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ def train_tones(directory: Path) -> None:
             "none",
         ),
     )
-    assert warm_parent().start(Job(ROOT / TRAINER, flags, directory / "output.txt", threads=1)).wait(PATIENCE) == 0
+    assert (
+        fork_server().start(Job(ROOT / TRAINER, flags, directory / "output.txt", threads=1)).wait(PROCESS_TIMEOUT) == 0
+    )
 
 
 def load_trained(directory: Path) -> Trained:

@@ -35,7 +35,7 @@ from tests.invariants.parts import (
     speeches,
     with_dropout,
 )
-from tests.patience import PATIENCE
+from tests.timeouts import PROCESS_TIMEOUT
 
 BOUND = 1e-9
 CPU = torch.device("cpu")
@@ -246,7 +246,7 @@ def peak_before_backward(parts: StepParts, concurrent_micro_batches: int, monkey
     met = threading.Barrier(concurrent_micro_batches, action=lambda: held_bytes.append(live.live))
 
     def wait(*given: object) -> torch.Tensor:
-        met.wait(PATIENCE)
+        met.wait(PROCESS_TIMEOUT)
         return total(*given)
 
     monkeypatch.setattr(Objective, "total", wait)

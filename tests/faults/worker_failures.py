@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tests.conftest import Corpus, read_log, write_corpus
 from tests.faults.faulty_runs import Fault, run_with_faults
-from tests.faults.resuming import POISONED as LOST  # any utterance in the middle of an epoch
-from tests.faults.resuming import ResumeBench, Settings, last_checkpoint, run_differences
+from tests.faults.resumed_runs import POISONED as LOST  # any utterance in the middle of an epoch
+from tests.faults.resumed_runs import ResumeBench, Settings, last_checkpoint, run_differences
 
 TIMEOUT = 30.0  # seconds, for --loader_timeout: a slow machine needs part of it for the preceding global batches
 VALIDATION_UTTERANCE = "audio/valid_003.flac"

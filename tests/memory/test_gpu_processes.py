@@ -11,7 +11,7 @@ from konkanivani.memory import monitor as gpu
 from konkanivani.memory.monitor import GIB, Card, CardProcess, read_card
 from konkanivani.recipe import build as recipe
 from tests.conftest import TINY_MODEL, Corpus, run_folders
-from tests.starts import begin_run
+from tests.run_setup import begin_run
 
 UUID, ADDRESS = "5b2f6a1c-0000-1111-2222-333344445555", "00000000:01:00.0"
 

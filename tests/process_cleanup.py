@@ -5,7 +5,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-HELPERS = (b"tests.warm", b"multiprocessing.resource_tracker")  # each serves many tests
+HELPERS = (b"tests.fork_server", b"multiprocessing.resource_tracker")  # each serves many tests
 
 
 def reset_ignored_signals() -> None:

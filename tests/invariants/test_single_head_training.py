@@ -22,7 +22,7 @@ from konkanivani.training.gradient import local_gradient
 from konkanivani.training.step import GradientTask, StepParts, forward_and_backward
 from tests.conftest import TINY_MODEL, checked, read_log, run_folders, run_script, write_corpus
 from tests.invariants.parts import MODEL, VOCAB_SIZE, global_batch, speeches
-from tests.starts import begin_run, parse_flags
+from tests.run_setup import begin_run, parse_flags
 
 WITHOUT_DROPOUT = dataclasses.replace(MODEL, dropout=0.0)
 CPU = torch.device("cpu")

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from konkanivani.install.environment import set_process_defaults
-from tests.patience import PATIENCE
+from tests.timeouts import PROCESS_TIMEOUT
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,7 +52,7 @@ STARTUP_PREFIXES = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "ONEDN
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # must be set before torch is imported; tests may share their cores
 INITIAL_ENVIRONMENT = dict(os.environ)
 Before = Callable[[], None] | None
-SERVE = "import sys; from tests.warm import serve; serve(int(sys.argv[1]), sys.argv[2:])"
+SERVE = "import sys; from tests.fork_server import serve; serve(int(sys.argv[1]), sys.argv[2:])"
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def script_of(command: Sequence[str]) -> tuple[Path, Sequence[str]]:
 class Fork:
     """Running or finished script that leads a process group, with the interface of subprocess.Popen."""
 
-    def __init__(self, pid: int, parent: "WarmParent") -> None:
+    def __init__(self, pid: int, parent: "ForkServer") -> None:
         self.pid, self.returncode, self._parent = pid, None, parent
         self._ended = os.pidfd_open(pid)
 
@@ -169,7 +169,7 @@ def fork_scripts() -> None:
 
 
 class ForkedCommand:
-    """Replacement of subprocess.Popen for commands of this project: a fork of the warm parent with piped output."""
+    """Replacement of subprocess.Popen for commands of this project: a fork of the fork server with piped output."""
 
     def __init__(self, command: Sequence[str], **_others: object) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -177,7 +177,7 @@ class ForkedCommand:
             for end in ends:
                 os.mkfifo(end)
             script, arguments = script_of(command)
-            self._fork = warm_parent().start(Job(script, arguments, *ends, Path.cwd()))
+            self._fork = fork_server().start(Job(script, arguments, *ends, Path.cwd()))
             # Opening a FIFO blocks until the fork opens it too, in the same order.
             self.stdout, self.stderr = (open(end, encoding="utf-8", errors="replace") for end in ends)
 
@@ -185,10 +185,10 @@ class ForkedCommand:
         os.kill(self._fork.pid, number)
 
     def wait(self) -> int:
-        return self._fork.wait(PATIENCE)
+        return self._fork.wait(PROCESS_TIMEOUT)
 
 
-class WarmParent:
+class ForkServer:
     """Process that imports the modules and then forks on request; it ends with this process."""
 
     def __init__(self, imported: Sequence[str] = IMPORTED_MODULES) -> None:
@@ -212,7 +212,7 @@ class WarmParent:
             outputs = Path(folder, "output"), Path(folder, "errors")
             fork = self.start(Job(script, arguments, *outputs, cwd, stdin=stdin, before=before))
             try:
-                code = fork.wait(PATIENCE)
+                code = fork.wait(PROCESS_TIMEOUT)
             finally:
                 fork.kill()
             return subprocess.CompletedProcess(
@@ -229,7 +229,7 @@ class WarmParent:
     def close(self) -> None:
         """Stop the parent process and every fork that still runs."""
         self._requests.close()
-        self._process.wait(PATIENCE)
+        self._process.wait(PROCESS_TIMEOUT)
 
     def ask(self, request: Job | int) -> int:
         """Return the process id of a started job, or the exit code of a finished process."""
@@ -238,9 +238,9 @@ class WarmParent:
 
 
 @functools.cache
-def warm_parent() -> WarmParent:
+def fork_server() -> ForkServer:
     """Return the parent process of this process, started on first use."""
-    return WarmParent()
+    return ForkServer()
 
 
 def can_fork(environment: Mapping[str, str]) -> bool:

@@ -44,7 +44,7 @@ from konkanivani.models.conformer import Subsampling
 from konkanivani.models.front_end import FrontEnd, SpecAugment
 from konkanivani.randomness import utterance_generator
 from tests.conftest import Corpus
-from tests.patience import PATIENCE
+from tests.timeouts import PROCESS_TIMEOUT
 
 FRAMING = Framing(FeatureConfig())
 
@@ -159,7 +159,7 @@ def train_dataset(corpus: Corpus) -> TrainDataset:
 
 
 def stream(
-    train_dataset: TrainDataset, workers: int, cursor: Cursor = BEGINNING, timeout: float = PATIENCE
+    train_dataset: TrainDataset, workers: int, cursor: Cursor = BEGINNING, timeout: float = PROCESS_TIMEOUT
 ) -> Iterator[tuple[GlobalBatch, Cursor]]:
     plan = EpochPlanner(np.array([u.duration for u in train_dataset.utterances]), 4, seed=3)
     rejections = Rejections(None, most=0.5)
@@ -256,7 +256,7 @@ def test_unreadable_utterance_is_skipped_and_reported_once(train_dataset, worker
 
 
 def hang() -> None:
-    time.sleep(2 * PATIENCE)
+    time.sleep(2 * PROCESS_TIMEOUT)
 
 
 def die() -> None:

@@ -18,7 +18,7 @@ from konkanivani.checkpoints.checkpoint import Checkpoint, read_checkpoint, writ
 from konkanivani.checkpoints.checkpointer import Checkpointer
 from konkanivani.errors import CheckpointError
 from tests.faults.save_killer import POINTS, SaveKiller
-from tests.patience import PATIENCE
+from tests.timeouts import PROCESS_TIMEOUT
 
 
 def checkpoint(step: int) -> Checkpoint:
@@ -43,7 +43,7 @@ def save_three_times(folder: Path, prepare: Callable[[Path], None]) -> int | Non
 
     process = multiprocessing.get_context("fork").Process(target=save)
     process.start()
-    process.join(PATIENCE)
+    process.join(PROCESS_TIMEOUT)
     return process.exitcode
 
 
