@@ -1,5 +1,7 @@
 """Channels of opposite phase and one-sided recordings are not averaged to silence; other channels are averaged."""
 
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +93,39 @@ def test_stream_chooses_channel_after_long_silence(tmp_path, monkeypatch):
     # Negative control: if the choice cannot wait for the sound, averaging cancels it.
     monkeypatch.setattr(channels, "MAX_WAITING_BLOCKS", 5)
     assert not load_and_stream(write_channels(tmp_path, left, right))[1].any()
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Return the most bytes that NumPy and Python allocate at a time."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_channel_powers_of_a_long_recording_take_the_memory_of_one_piece(monkeypatch):
+    samples = np.zeros((10 * channels.PIECE_FRAMES, 2), np.float32)
+    # Float64 samples, then these with their mean, and the squares of all.
+    of_a_piece = channels.PIECE_FRAMES * (2 + 3 + 3) * 8
+    assert peak_bytes(lambda: channels.choose_channel(samples)) < 1.2 * of_a_piece
+    # Negative control: in one piece, the copies take several times the recording.
+    monkeypatch.setattr(channels, "PIECE_FRAMES", len(samples))
+    assert peak_bytes(lambda: channels.choose_channel(samples)) > 3 * samples.nbytes
+
+
+@pytest.mark.parametrize(("level", "waiting"), [(1.0, "DECISION_BLOCKS"), (0.0, "MAX_WAITING_BLOCKS")])
+def test_stream_holds_a_limited_number_of_blocks(level, waiting):
+    read = []
+
+    def endless() -> Iterator[np.ndarray]:
+        while True:
+            read.append(None)
+            yield np.full((10, 2), level, np.float32)
+
+    next(channels.mix_blocks(endless(), AudioSource("endless.wav")))
+    assert len(read) == getattr(channels, waiting)
 
 
 def test_channel_powers_do_not_depend_on_piece_size(monkeypatch):

@@ -1,11 +1,12 @@
 """Recordings of phones and messengers are decoded in a sandboxed process; unreadable ones are reported."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ pytest.importorskip("av", reason="the extra `media` is not installed: pip instal
 
 from konkanivani.data.audio import media as media_process
 from konkanivani.data.audio import media as media_sound
+from konkanivani.data.audio import media_reader
 from konkanivani.data.audio.files import (
     AudioSource,
     ShortAudio,
@@ -135,19 +137,64 @@ def test_wrong_duration_and_span_beyond_end_are_rejected(voice_message):
             read_samples(voice_message, start=start, seconds=seconds)
 
 
-def test_playlist_files_that_reference_others_are_rejected(voice_message, tmp_path):
+IN_OPEN = 0x20  # inotify(7)
+PLAYLISTS = {
+    "concat.m4a": "ffconcat version 1.0\nfile '{secret}'\n",
+    "list.m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\n{secret}\n#EXT-X-ENDLIST\n",
+}
+
+
+def opens_file(path: Path, read: Callable[[], object]) -> bool:
+    """Return whether any process opens this file during the read, successful or not."""
+    libc = ctypes.CDLL(None)
+    events = libc.inotify_init1(os.O_NONBLOCK)
+    try:
+        assert libc.inotify_add_watch(events, str(path).encode(), IN_OPEN) >= 0
+        with contextlib.suppress(Exception):
+            read()
+        return bool(os.read(events, 4096))
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(events)
+
+
+def decode_without_sandbox(path: Path) -> None:
+    """Decode the first frame as the decoder process does, but without its limit on open files."""
+    import av
+
+    with pytest.MonkeyPatch.context() as patch, open(path, "rb") as file:
+        patch.setattr(media_reader, "av", av, raising=False)  # the process imports it before it enters the sandbox
+        media_reader.MediaDecoder(media_reader.FileSlice(file.fileno(), 0, path.stat().st_size)).close()
+
+
+def decode_without_whitelists(path: Path) -> None:
+    import av
+
+    any_name = {"allowed_extensions": "ALL", "allowed_segment_extensions": "ALL", "extension_picky": "0"}
+    options = {"protocol_whitelist": "file,crypto,data", "safe": "0", **any_name}
+    with av.open(str(path), options=options) as container:
+        next(container.decode(audio=0))
+
+
+@pytest.mark.parametrize("name", PLAYLISTS)
+def test_playlists_are_rejected_without_opening_their_files(name, tmp_path):
     secret = tmp_path / "secret.wav"
     soundfile.write(secret, rising_tone(1.0, RATE), RATE)
-    files = {
-        "concat.m4a": f"ffconcat version 1.0\nfile '{secret}'\n",
-        "list.m4a": f"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\n{secret}\n#EXT-X-ENDLIST\n",
-        "list.ts": "#EXTM3U\n#EXTINF:5,\nhttp://127.0.0.1:1/a.ts\n",
-        "session.mp4": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nm=audio 5004 RTP/AVP 0\n",
-    }
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-        with pytest.raises(UnusableAudio):
-            read_samples(tmp_path / name)
+    playlist = tmp_path / name
+    playlist.write_text(PLAYLISTS[name].format(secret=secret))
+    with pytest.raises(UnusableAudio):
+        read_samples(playlist)
+    # The whitelists alone suffice, and FFmpeg without them opens the file.
+    assert not opens_file(secret, lambda: decode_without_sandbox(playlist))
+    assert opens_file(secret, lambda: decode_without_whitelists(playlist))
+
+
+def test_description_of_a_network_stream_is_rejected(tmp_path):
+    session = tmp_path / "session.mp4"
+    session.write_text("v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nm=audio 5004 RTP/AVP 0\n")
+    with pytest.raises(UnusableAudio):
+        read_samples(session)
 
 
 def test_link_outside_allowed_roots_is_rejected(voice_message, tmp_path):

@@ -12,7 +12,7 @@ from konkanivani.ops.capturable import BetweenGraphs
 from konkanivani.ops.recorder import OperatorRecorder, RecorderBackend
 from konkanivani.training.graphs import GraphedGradient, gradient_addresses
 from konkanivani.training.optimizer_state import OptimizerState
-from konkanivani.training.step import StepParts, train_step
+from konkanivani.training.step import StepGradient, StepParts, train_step
 from tests.invariants.parts import relative_difference
 from tests.training.graph_parts import GRID, graphed, parts_of, spoken_batch
 
@@ -195,6 +195,33 @@ def test_loss_scale_grows_in_captured_steps():
         assert reports[0].scale == reports[1].scale and not reports[0].is_skipped
     assert reports[0].scale > 2.0**10
     assert max_difference(weights_of(parts), weights_of(plain)) < BOUND
+
+
+def scaled_by(exponent: int) -> tuple[StepParts, GraphedGradient]:
+    """Return captured parts in half precision, whose loss scale falls by 2**-100 when a gradient overflows."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**exponent, backoff_factor=2.0**-100)
+    parts, gradient, _ = graphed(dataclasses.replace(parts_of("whisper, bf16"), scaler=scaler))
+    return parts, gradient
+
+
+def test_overflow_of_the_loss_scale_skips_the_captured_step(monkeypatch):
+    parts, gradient = scaled_by(127)
+    initial = weights_of(parts)
+    spoken = [spoken_batch(step, 2, torch.float32) for step in range(3)]
+    report = train_step(parts, spoken[0], 0)
+    assert report.is_skipped and gradient.captured_shapes and report.scale == 2.0**127
+    assert max_difference(weights_of(parts), initial) == 0
+    # The later steps are those of a run that began with the smaller scale.
+    other, _ = scaled_by(27)
+    for step in (1, 2):
+        reports = [train_step(one, spoken[step], step) for one in (parts, other)]
+        assert reports[0].scale == reports[1].scale == 2.0**27 and not reports[0].is_skipped
+    assert max_difference(weights_of(parts), weights_of(other)) == 0
+    # Negative control: if the step were not skipped, the weights would not be finite.
+    monkeypatch.setattr(StepGradient, "is_finite", True)
+    wrong, _ = scaled_by(127)
+    train_step(wrong, spoken[0], 0)
+    assert not all(weight.isfinite().all() for weight in weights_of(wrong).values())
 
 
 @pytest.mark.parametrize(("share", "captures"), [(0.1, True), (0.9, False)])
