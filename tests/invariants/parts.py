@@ -152,6 +152,17 @@ def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(((one - other).norm() / one.norm().clamp_min(1e-300)).detach())
 
 
+def max_relative_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the largest relative difference between tensors of the same name."""
+    assert one.keys() == other.keys() and one
+    return max(relative_difference(tensor, other[name]) for name, tensor in one.items())
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Return whether the names are equal, and the tensors bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
 def with_dropout(model: ModelConfig, dropout: float) -> ModelConfig:
     return dataclasses.replace(model, dropout=dropout)
 

@@ -29,6 +29,7 @@ from tests.invariants.parts import (
     KINDS,
     MODEL,
     VOCAB_SIZE,
+    are_equal,
     double_parts,
     global_batch,
     relative_difference,
@@ -75,10 +76,6 @@ def train_steps(parts: StepParts, threads: int = 2, steps: int = 3) -> dict[str,
         **dict(parts.model.named_parameters()),
         **OptimizerState(parts.model, parts.optimizer).state_dict(),
     }
-
-
-def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def delay_micro_batch(monkeypatch: pytest.MonkeyPatch, number: int, seconds: float = 0.5) -> None:

@@ -22,6 +22,7 @@ from tests.invariants.parts import (
     double_parts,
     features_of,
     global_batch,
+    max_relative_difference,
     relative_difference,
     speeches,
     weights_after,
@@ -35,18 +36,13 @@ BOUND = 1e-7
 FULL_PRECISION_PLACEMENTS = ("card", "partly on host", "host", "prefetched")
 
 
-def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max(relative_difference(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize("place", FULL_PRECISION_PLACEMENTS)
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_of_native_model_equals_cpu(kind: str, recompute: str, place: str) -> None:
     on_cpu = weights_after(double_parts(KINDS[kind], recompute))
     on_gpu = weights_after(double_parts(KINDS[kind], recompute, placement=PLACEMENTS[place], device=GPU))
-    assert largest_difference(on_cpu, on_gpu) < BOUND
+    assert max_relative_difference(on_cpu, on_gpu) < BOUND
 
 
 @pytest.mark.parametrize("place", FULL_PRECISION_PLACEMENTS)
@@ -54,7 +50,7 @@ def test_training_of_native_model_equals_cpu(kind: str, recompute: str, place: s
 def test_training_of_whisper_equals_cpu(mode: str, place: str) -> None:
     on_cpu = weights_after(whisper_parts(mode))
     on_gpu = weights_after(whisper_parts(mode, placement=PLACEMENTS[place], device=GPU))
-    assert largest_difference(on_cpu, on_gpu) < BOUND
+    assert max_relative_difference(on_cpu, on_gpu) < BOUND
 
 
 @pytest.mark.parametrize("kind", ["conformer", "other parts"])
@@ -65,7 +61,7 @@ def test_training_in_chunks_equals_cpu(kind: str) -> None:
         found.append(
             weights_after(dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=7)))
         )
-    assert largest_difference(*found) < BOUND
+    assert max_relative_difference(*found) < BOUND
 
 
 def single_parts(kind: str, device: torch.device, place: str = "card", half: bool = False) -> StepParts:
@@ -143,7 +139,7 @@ def step_with_memory_limit(limit: float | None) -> tuple[dict[str, torch.Tensor]
 def test_step_after_real_out_of_memory_error_equals_full_step() -> None:
     whole, no_splits, peak = step_with_memory_limit(None)
     split, splits, _ = step_with_memory_limit(0.6 * peak)
-    assert no_splits == 0 < splits and largest_difference(whole, split) < BOUND
+    assert no_splits == 0 < splits and max_relative_difference(whole, split) < BOUND
 
 
 def test_negative_control_changed_weight_is_detected() -> None:
@@ -151,4 +147,4 @@ def test_negative_control_changed_weight_is_detected() -> None:
     parts = double_parts(device=GPU)
     with torch.no_grad():
         next(parts.model.parameters()).mul_(1 + 1e-5)
-    assert largest_difference(weights_after(double_parts()), weights_after(parts)) > BOUND
+    assert max_relative_difference(weights_after(double_parts()), weights_after(parts)) > BOUND

@@ -22,6 +22,7 @@ from konkanivani.training.build_step import build_step_parts
 from konkanivani.training.optimizer_state import BETAS, EPSILON
 from konkanivani.training.step import train_step
 from tests.conftest import mark_full
+from tests.invariants.parts import max_relative_difference
 from tests.t5.folders import (
     KINDS,
     Kind,
@@ -73,11 +74,6 @@ def our_loss(model: T5, batch: Batch, runner: WrapBlock = keep_activations) -> t
 
 def with_file_names(found: dict[str, torch.Tensor], kind: Kind) -> dict[str, torch.Tensor]:
     return {name_in_file(name, kind.is_gated): tensor for name, tensor in found.items()}
-
-
-def max_relative_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys() and one
-    return max(float((one[name] - other[name]).norm() / one[name].norm()) for name in one)
 
 
 def test_tokens_of_700_lines_equal_transformers(tmp_path):

@@ -24,8 +24,8 @@ from konkanivani.training.build_step import StateLayout, build_step_parts, memor
 from konkanivani.training.optimizer_state import OptimizerState
 from konkanivani.training.optimizers import BF16_KINDS, build_optimizer
 from konkanivani.training.step import StepParts, train_step
-from tests.invariants.parts import PLACEMENTS, measured_peak
-from tests.pretrained_parts import MODES, are_equal, state_of
+from tests.invariants.parts import PLACEMENTS, are_equal, measured_peak
+from tests.pretrained_parts import MODES, state_of
 from tests.run_setup import parse_flags
 from tests.t5.parts import CPU, global_batch, pairs, t5_config
 from tests.tracers import ONLY_TENSORS

@@ -13,7 +13,7 @@ from konkanivani.ops.recorder import OperatorRecorder, RecorderBackend
 from konkanivani.training.graphs import GraphedGradient, gradient_addresses
 from konkanivani.training.optimizer_state import OptimizerState
 from konkanivani.training.step import StepGradient, StepParts, train_step
-from tests.invariants.parts import relative_difference
+from tests.invariants.parts import max_relative_difference
 from tests.training.graph_parts import GRID, graphed, parts_of, spoken_batch
 
 BOUND = 1e-9
@@ -37,11 +37,6 @@ def eager() -> StepParts:
     return graphed(parts_of("conformer"), NO_SHAPE)[0]
 
 
-def max_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys() and len(one) > 10
-    return max(relative_difference(tensor, other[name]) for name, tensor in one.items())
-
-
 class OutOfMemoryInjector:
     """Replacement of a function that runs out of memory at its n-th call."""
 
@@ -60,7 +55,7 @@ class OutOfMemoryInjector:
 
 def test_weights_after_some_steps_equal_those_without_graphs():
     parts, gradient, _ = graphed(parts_of("conformer"))
-    assert max_difference(trained(parts), trained(eager())) < BOUND
+    assert max_relative_difference(trained(parts), trained(eager())) < BOUND
     assert len(gradient.captured_shapes) == len(GRID.shapes)
 
 
@@ -83,7 +78,7 @@ def test_out_of_memory_drops_the_graphs_and_repeats_the_step(owner, name, at, mo
     assert "CUDA graphs: dropped, training continues without them, with the same result. Out of memory" in (
         capsys.readouterr().out
     )
-    assert max_difference(found, trained(eager())) < BOUND
+    assert max_relative_difference(found, trained(eager())) < BOUND
     # No limit is recorded: the micro-batches fit without graphs.
     assert parts.oom_history.sizes() == {}
 
@@ -93,7 +88,7 @@ def test_negative_control_a_partly_added_gradient_is_detected(monkeypatch):
     OutOfMemoryInjector(monkeypatch, BetweenGraphs, "compute", 3)
     monkeypatch.setattr("konkanivani.training.graphs.drop_gradient", lambda parts: None)
     monkeypatch.setattr(type(parts.optimizer), "zero_grad", lambda self: None)
-    assert max_difference(trained(parts, range(1)), trained(eager(), range(1))) > 1e-6
+    assert max_relative_difference(trained(parts, range(1)), trained(eager(), range(1))) > 1e-6
 
 
 def test_error_in_a_capture_leaves_no_recording_open(monkeypatch):
@@ -121,9 +116,9 @@ def test_signal_between_captures_stops_before_the_step():
         return len(asked) > 2
 
     assert train_step(parts, spoken_batch(0, 2), 0, is_interrupted) is None
-    assert len(gradient.captured_shapes) == 2 and max_difference(weights_of(parts), before) == 0
+    assert len(gradient.captured_shapes) == 2 and max_relative_difference(weights_of(parts), before) == 0
     # The same process can continue training.
-    assert max_difference(trained(parts), trained(eager())) < BOUND
+    assert max_relative_difference(trained(parts), trained(eager())) < BOUND
 
 
 def test_stage_with_other_trained_parameters_is_captured_again():
@@ -142,8 +137,8 @@ def test_stage_with_other_trained_parameters_is_captured_again():
     counts.append(len(backend.signatures()))
     assert counts[0] < counts[1]
     plain = graphed(staged(), NO_SHAPE)[0]
-    assert max_difference(during, trained(plain, range(2))) < BOUND
-    assert max_difference(after, trained(plain, range(2, 4))) < BOUND
+    assert max_relative_difference(during, trained(plain, range(2))) < BOUND
+    assert max_relative_difference(after, trained(plain, range(2, 4))) < BOUND
     assert all(not torch.equal(after[name], initial[name]) for name in after)
 
 
@@ -156,7 +151,7 @@ def test_another_batch_size_is_replayed_or_runs_eagerly(size):
     assert gradient.captured_shapes == captured
     plain = eager()
     trained(plain, range(1), size=2)
-    assert max_difference(found, trained(plain, range(1, 3), size=size)) < BOUND
+    assert max_relative_difference(found, trained(plain, range(1, 3), size=size)) < BOUND
 
 
 def test_resumed_run_continues_with_the_same_weights():
@@ -168,7 +163,7 @@ def test_resumed_run_continues_with_the_same_weights():
     resumed.model.load_state_dict(parts.model.state_dict())
     saved = copy.deepcopy(OptimizerState(parts.model, parts.optimizer).state_dict())
     OptimizerState(resumed.model, resumed.optimizer).load_state_dict(saved)
-    assert max_difference(trained(resumed, range(2, 4)), whole) == 0
+    assert max_relative_difference(trained(resumed, range(2, 4)), whole) == 0
 
 
 def test_gradient_addresses_do_not_change():
@@ -194,7 +189,7 @@ def test_loss_scale_grows_in_captured_steps():
         reports = [train_step(one, spoken_batch(step, 2), step) for one in (parts, plain)]
         assert reports[0].scale == reports[1].scale and not reports[0].is_skipped
     assert reports[0].scale > 2.0**10
-    assert max_difference(weights_of(parts), weights_of(plain)) < BOUND
+    assert max_relative_difference(weights_of(parts), weights_of(plain)) < BOUND
 
 
 def scaled_by(exponent: int) -> tuple[StepParts, GraphedGradient]:
@@ -210,13 +205,13 @@ def test_overflow_of_the_loss_scale_skips_the_captured_step(monkeypatch):
     spoken = [spoken_batch(step, 2, torch.float32) for step in range(3)]
     report = train_step(parts, spoken[0], 0)
     assert report.is_skipped and gradient.captured_shapes and report.scale == 2.0**127
-    assert max_difference(weights_of(parts), initial) == 0
+    assert max_relative_difference(weights_of(parts), initial) == 0
     # The later steps are those of a run that began with the smaller scale.
     other, _ = scaled_by(27)
     for step in (1, 2):
         reports = [train_step(one, spoken[step], step) for one in (parts, other)]
         assert reports[0].scale == reports[1].scale == 2.0**27 and not reports[0].is_skipped
-    assert max_difference(weights_of(parts), weights_of(other)) == 0
+    assert max_relative_difference(weights_of(parts), weights_of(other)) == 0
     # Negative control: if the step were not skipped, the weights would not be finite.
     monkeypatch.setattr(StepGradient, "is_finite", True)
     wrong, _ = scaled_by(127)
@@ -240,4 +235,4 @@ def test_auto_captures_if_the_device_waits(share, captures, monkeypatch, capsys)
     assert ("not used" in capsys.readouterr().out) != captures
     plain = eager()
     trained(plain, range(4))
-    assert max_difference(found, trained(plain, range(4, 6))) < BOUND
+    assert max_relative_difference(found, trained(plain, range(4, 6))) < BOUND

@@ -13,10 +13,16 @@ from konkanivani.errors import CheckpointError, KonkaniVaniError, ResourceError,
 from konkanivani.models.whisper import export
 from konkanivani.models.whisper.export import write_whisper_folder
 from konkanivani.models.whisper.folder import name_in_file, read_whisper_folder
+from tests.whisper.folder_changes import (
+    EMBEDDING,
+    INDEX,
+    WEIGHTS,
+    change_json,
+    change_tensors,
+    change_weight_bytes,
+    write_or_remove,
+)
 from tests.whisper.folders import KINDS, read_reference, write_folder
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBEDDING = "model.decoder.embed_tokens.weight"
 
 
 def file_contents(folder: Path) -> dict[str, bytes]:
@@ -117,42 +123,6 @@ def test_rejected_or_failed_write_leaves_no_files(whisper_folders, tmp_path, mon
         patch.setattr(export.shutil, "copyfile", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
         write_whisper_folder(base, weights, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full"]
-
-
-def change_json(name: str, **changes: object) -> Callable[[Path], None]:
-    """Return a function that changes settings of a JSON file in a folder; a value of ... removes the setting."""
-
-    def change(folder: Path) -> None:
-        found = json.loads((folder / name).read_text()) | changes
-        (folder / name).write_text(json.dumps({key: value for key, value in found.items() if value is not ...}))
-
-    return change
-
-
-def write_or_remove(name: str, data: str | bytes | None) -> Callable[[Path], None]:
-    """Return a function that writes this content to a file in a folder, or removes the file."""
-
-    def change(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        if data is not None:
-            (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
-
-    return change
-
-
-def change_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    """Return a function that applies `change` to the tensors of a folder."""
-
-    def rewrite(folder: Path) -> None:
-        found = safetensors.torch.load_file(folder / WEIGHTS)
-        change(found)
-        safetensors.torch.save_file(found, folder / WEIGHTS, {"format": "pt"})
-
-    return rewrite
-
-
-def change_weight_bytes(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
 
 
 def index_tensor_in(file: object) -> Callable[[Path], None]:

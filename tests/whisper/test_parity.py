@@ -18,6 +18,7 @@ from konkanivani.models.whisper.architecture import WhisperArchitecture, Whisper
 from konkanivani.models.whisper.folder import name_in_file, read_whisper_folder
 from konkanivani.models.whisper.model import Whisper, WhisperShape, sinusoids
 from tests.conftest import parameter_grid
+from tests.invariants.parts import max_relative_difference
 from tests.whisper.folders import (
     KINDS,
     Kind,
@@ -45,12 +46,6 @@ def our_loss(model: Whisper, features: torch.Tensor, kind: Kind, runner: WrapBlo
     output = model(features, (features.shape[1],) * len(LENGTHS), batch.decoder_tokens, runner, chunk)
     sums = model.loss_sums(output, batch, objective, chunk)
     return objective.total(sums, LossCounts(sum(LENGTHS), len(LENGTHS)))
-
-
-def max_relative_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Return the largest relative difference between tensors of the same name."""
-    assert one.keys() == other.keys() and one
-    return max(float((one[name] - other[name]).norm() / one[name].norm()) for name in one)
 
 
 def transformers_features(waveform: torch.Tensor, mel_bins: int, seconds: int) -> torch.Tensor:
