@@ -111,7 +111,8 @@ def test_bundle_transcribes_like_its_checkpoint(trained, tmp_path):
 def test_every_decoding_method_gives_timed_words(trained, decode):
     recognizer = load_recognizer(trained.checkpoint, decode=decode, beam=2, device="cpu")
     transcript = recognizer.transcribe(tones(WORDS[:4]))
-    assert transcript.text or decode == "attention"  # the attention decoder is hardly trained after these few steps
+    # The attention decoder is hardly trained after these few steps, and may recognize no words.
+    assert len(transcript.words) == len(transcript.text.split()) and (transcript.words or decode == "attention")
     assert all(0 <= word.start < word.end <= 5 for word in transcript.words)
 
 

@@ -152,7 +152,7 @@ def test_encoder_equals_parakeet_of_transformers(biases, dtype, packs, monkeypat
         heads = ours.ctc_head(found[row, :length]).log_softmax(-1)
         assert float((heads - logits[row, :length]).abs().max()) < bound
         own, own_lengths = log_mel(alone[row][None], samples[row : row + 1])
-        assert float((own[0] - features[row, : lengths[row]]).abs().max()) < bound or dtype == torch.float64
+        assert float((own[0] - features[row, : lengths[row]]).abs().max()) < 1e-5  # features are computed in fp32
         alone_encoded, _ = ours.encoder(
             features[row : row + 1, : lengths[row]].to(dtype), own_lengths, keep_activations
         )

@@ -73,9 +73,9 @@ def test_features_equal_transformers(mel_bins, seconds, loudness):
         alone, _ = front_end(wave[None], (len(wave),), None)
         assert float((alone[0] - row).abs().max()) <= 1e-6
         silence = row[-(-(len(wave) + 200) // 160) :]
-        assert len(silence) == 0 or (silence == silence[0, 0]).all()
         unpadded, floor = front_end.log_mel(wave[None], (len(wave),))
-        assert unpadded.shape[2] <= 3 + len(wave) / 160 and len(silence) == 0 or silence[0, 0] == floor.item()
+        assert unpadded.shape[2] <= 3 + len(wave) / 160
+        assert len(silence) > 60 and (silence == floor.item()).all()
 
 
 def test_negative_control_other_clamp_or_scaled_bands_are_detected():
