@@ -10,6 +10,7 @@ from konkanivani.models.asr import LossCounts
 from konkanivani.training import graphs
 from konkanivani.training.gradient import accumulate
 from konkanivani.training.graphs import CapturedMicroBatch, StaticInputs
+from tests.conftest import parameter_grid
 from tests.invariants.parts import relative_difference
 from tests.training.graph_parts import (
     GRID,
@@ -44,8 +45,7 @@ def replayed_gradients(parts, gradient, backend, cut, step):
     return gradients_of(parts)
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "recompute"), parameter_grid(MODELS, ("never", "always")))
 def test_replay_equals_the_eager_step_bit_for_bit(kind, recompute):
     parts, gradient, backend = graphed(parts_of(kind, recompute))
     eager = parts_of(kind, recompute)
