@@ -71,6 +71,11 @@ SLOW_FILES = (
     "invariants/test_oom_retry_is_exact.py",
     "invariants/test_planned_peak_bounds_measured_peak.py",
     "whisper/test_bad_input.py",
+    "recipe/test_continue_schedule.py",
+    "models/test_fine_tuning.py",
+    "planning/test_run_plan.py",
+    "training/test_graphs.py",
+    "training/test_graph_runner.py",
 )
 
 
