@@ -171,11 +171,11 @@ def parameter_grid(*axes: Iterable) -> list:
     """Return all combinations as parameters; without `--full` only enough to cover each case of each axis."""
     axes = [[*axis] for axis in axes]
     shown = [[each % len(axis) for axis in axes] for each in range(max(map(len, axes)))]
-    found = []
+    results = []
     for at in map(list, itertools.product(*(range(len(axis)) for axis in axes))):
         marks = () if at in shown else pytest.mark.full
-        found.append(pytest.param(*(axis[n] for axis, n in zip(axes, at, strict=True)), marks=marks))
-    return found
+        results.append(pytest.param(*(axis[n] for axis, n in zip(axes, at, strict=True)), marks=marks))
+    return results
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -20,12 +20,12 @@ def reset_ignored_signals() -> None:
 
 def descendants(of: int) -> set[int]:
     """Return the ids of all child processes, recursively, or an empty set if the kernel does not list them."""
-    found: set[int] = set()
+    result: set[int] = set()
     for path in Path(f"/proc/{of}/task").glob("*/children"):
         with suppress(OSError):  # the process just ended
             for child in map(int, path.read_text().split()):
-                found |= {child} | descendants(child)
-    return found
+                result |= {child} | descendants(child)
+    return result
 
 
 def kill_leftovers(left: set[int]) -> None:

@@ -15,11 +15,11 @@ WRITTEN = "made_once.txt"  # written to the complete folder: the digest of its c
 
 def digest_of_files(folder: Path) -> str:
     """Return a digest of the names and the content of all files in a folder, except for WRITTEN."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / WRITTEN):
         content = path.read_bytes()
-        found.update(f"{path.relative_to(folder)}\0{len(content)}\0".encode(errors="surrogateescape") + content)
-    return found.hexdigest()
+        result.update(f"{path.relative_to(folder)}\0{len(content)}\0".encode(errors="surrogateescape") + content)
+    return result.hexdigest()
 
 
 def shared_root(factory: pytest.TempPathFactory) -> Path:

@@ -69,14 +69,14 @@ def pages() -> dict[str, str]:
 
 def figures_stated(texts: Mapping[str, str], places: Mapping[str, str]) -> dict[str, tuple[str, ...] | None]:
     """Return the figures that each page states, None if it states none."""
-    found = {name: re.search(pattern, texts[name]) for name, pattern in places.items()}
-    return {name: match and tuple(group.rstrip(",") for group in match.groups()) for name, match in found.items()}
+    values = {name: re.search(pattern, texts[name]) for name, pattern in places.items()}
+    return {name: match and tuple(group.rstrip(",") for group in match.groups()) for name, match in values.items()}
 
 
 @pytest.mark.parametrize("figure", SHARED)
 def test_pages_state_the_same_figure(figure):
-    found = figures_stated(pages(), SHARED[figure])
-    assert None not in found.values() and len(found) > 1 and len(set(found.values())) == 1, found
+    result = figures_stated(pages(), SHARED[figure])
+    assert None not in result.values() and len(result) > 1 and len(set(result.values())) == 1, result
 
 
 @pytest.mark.parametrize("figure", SHARED)

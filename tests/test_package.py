@@ -69,8 +69,8 @@ def test_version_and_help_come_from_the_installed_package(environment, tmp_path)
     assert all(f"\n  {name} " in listed for name in COMMANDS)
     assert "usage: konkanivani evaluate" in run(environment, tmp_path, "evaluate", "--help").stdout
     imported = [str(environment / "bin" / "python"), "-c", "import konkanivani; print(konkanivani.__file__)"]
-    found = subprocess.run(imported, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert found.startswith(str(environment))  # and not from the checkout
+    result = subprocess.run(imported, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert result.startswith(str(environment))  # and not from the checkout
 
 
 def test_train_transcribe_and_plan_outside_the_checkout(environment, tmp_path):
@@ -114,5 +114,5 @@ def test_shell_completion_offers_commands_and_flags():
     ).stdout
     complete = 'COMP_WORDS=(konkanivani {}); COMP_CWORD={}; _konkanivani; echo "${{COMPREPLY[@]}}"'
     lines = [script, complete.format("tra", 1), complete.format("train --batch", 2), complete.format("plan --batch", 2)]
-    found = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True).stdout
-    assert found.splitlines()[:2] == ["train transcribe", "--batch_size"]
+    result = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True).stdout
+    assert result.splitlines()[:2] == ["train transcribe", "--batch_size"]

@@ -56,10 +56,10 @@ def test_wav_of_any_stated_length_and_format_is_decoded(subtype, size):
     data = wav_bytes(samples, subtype, 22_050, size)
     data += b"LIST\x04\0\0\0abcd" if size is None else b""
     for block in (1, 1_000, len(data)):
-        found, decoder = decode_in_blocks(data, block)
+        result, decoder = decode_in_blocks(data, block)
         assert decoder.format is not None and (decoder.format.rate, decoder.format.channels) == (22_050, 2)
-        assert found.shape == samples.shape and decoder.leftover == 0
-        assert np.abs(found - samples).max() < (0.02 if subtype == "PCM_U8" else 1e-4)
+        assert result.shape == samples.shape and decoder.leftover == 0
+        assert np.abs(result - samples).max() < (0.02 if subtype == "PCM_U8" else 1e-4)
     # Negative control: the same bytes are decoded differently as raw PCM.
     assert len(PcmDecoder(RAW).decode(b"\0\0" + data)) != len(samples)
 
@@ -67,8 +67,8 @@ def test_wav_of_any_stated_length_and_format_is_decoded(subtype, size):
 @pytest.mark.parametrize("block", [1, 3, 1_000])
 def test_raw_pcm_is_decoded_and_partial_sample_is_counted(block):
     samples = np.random.default_rng(0).uniform(-0.9, 0.9, 500).astype(np.float32)
-    found, decoder = decode_in_blocks(pcm16_bytes(samples) + b"x", block)
-    assert np.abs(found[:, 0] - samples).max() < 1e-4 and decoder.leftover == 1
+    result, decoder = decode_in_blocks(pcm16_bytes(samples) + b"x", block)
+    assert np.abs(result[:, 0] - samples).max() < 1e-4 and decoder.leftover == 1
     assert len(decode_in_blocks(b"", 1)[0]) == 0 and len(decode_in_blocks(b"RI", 1)[0]) == 1
 
 

@@ -475,7 +475,7 @@ def test_speakers_are_not_split_and_unknown_ones_go_to_train(table):
     assert table.prepare().returncode == 0
     speakers = [{utterance.speaker for utterance in table.utterances(split)} for split in SPLITS]
     assert "" in speakers[0] and not speakers[0] & speakers[1] and not speakers[1] & speakers[2]
-    assert sum(len(found - {""}) for found in speakers) == 4
+    assert sum(len(item - {""}) for item in speakers) == 4
 
 
 def test_too_few_speakers_exit_with_3_and_suggest_flags(table):

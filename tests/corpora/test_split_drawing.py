@@ -32,9 +32,9 @@ def test_valid_is_drawn_from_train_and_given_test_is_kept(flags, tmp_path):
     done = checked(prepare(tmp_path, "openslr", *flags))
     assert "split by given; valid drawn from its training part, by utterance:" in done.stdout
     assert "--valid_manifest" in done.stdout and "--test_manifest" in done.stdout
-    assert sorted(read_texts(tmp_path, "test")) == sorted(found.text for found in spoken if found.split == "test")
+    assert sorted(read_texts(tmp_path, "test")) == sorted(item.text for item in spoken if item.split == "test")
     trained, valid = read_texts(tmp_path, "train"), read_texts(tmp_path, "valid")
-    assert valid and sorted(trained + valid) == sorted(found.text for found in spoken if found.split == "train")
+    assert valid and sorted(trained + valid) == sorted(item.text for item in spoken if item.split == "train")
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert (report["split_by"], report["drawn"], report["drawn_by"]) == ("given", ["valid"], "utterance")
 

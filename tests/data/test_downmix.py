@@ -39,8 +39,8 @@ def load_and_stream(source: AudioSource) -> list[np.ndarray]:
 
 def test_opposite_phases_use_the_louder_channel_and_report_once(tmp_path, capsys):
     source = write_channels(tmp_path, voice(), -0.9 * voice())
-    for found in load_and_stream(source):
-        assert np.array_equal(found, voice())
+    for item in load_and_stream(source):
+        assert np.array_equal(item, voice())
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert "channel 0" in captured.err and "stereo.wav" in captured.err and "opposite" in captured.err
@@ -48,14 +48,14 @@ def test_opposite_phases_use_the_louder_channel_and_report_once(tmp_path, capsys
 
 def test_opposite_phases_with_dc_offset_are_detected(tmp_path):
     source = write_channels(tmp_path, voice() + 0.05, -0.9 * voice() + 0.05)
-    for found in load_and_stream(source):
-        assert np.array_equal(found, voice() + np.float32(0.05))
+    for item in load_and_stream(source):
+        assert np.array_equal(item, voice() + np.float32(0.05))
 
 
 def test_one_sided_recording_keeps_its_level(tmp_path, capsys):
     source = write_channels(tmp_path, 0.0001 * voice(seed=1), voice())
-    for found in load_and_stream(source):
-        assert np.array_equal(found, voice())
+    for item in load_and_stream(source):
+        assert np.array_equal(item, voice())
     assert "only one of its channels has sound" in capsys.readouterr().err
 
 
@@ -74,8 +74,8 @@ def test_one_sided_recording_keeps_its_level(tmp_path, capsys):
 def test_other_recordings_are_averaged_without_a_message(sides, tmp_path, capsys):
     source = write_channels(tmp_path, *sides)
     mean = torch.from_numpy(np.stack(sides, axis=1)).mean(dim=1).numpy()
-    for found in load_and_stream(source):
-        assert np.array_equal(found, mean)
+    for item in load_and_stream(source):
+        assert np.array_equal(item, mean)
     assert capsys.readouterr().err == ""
 
 

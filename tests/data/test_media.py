@@ -207,9 +207,9 @@ def test_link_outside_allowed_roots_is_rejected(voice_message, tmp_path):
 def test_decoder_process_has_file_memory_and_cpu_limits(voice_message):
     read_samples(voice_message)
     limits = Path(f"/proc/{READERS._idle[-1].process.pid}/limits").read_text()
-    found = {line[:25].strip(): line[25:46].strip() for line in limits.splitlines()[1:]}
-    assert (found["Max open files"], found["Max file size"], found["Max core file size"]) == ("5", "0", "0")
-    assert int(found["Max address space"]) < 2**30 and int(found["Max cpu time"]) < 200
+    values = {line[:25].strip(): line[25:46].strip() for line in limits.splitlines()[1:]}
+    assert (values["Max open files"], values["Max file size"], values["Max core file size"]) == ("5", "0", "0")
+    assert int(values["Max address space"]) < 2**30 and int(values["Max cpu time"]) < 200
     inside = Path(f"/proc/{READERS._idle[-1].process.pid}/fd").iterdir()
     # The audio file is closed; a fifth descriptor is left for the next one.
     assert {path.name for path in inside} == {"0", "1", "2", "3"}
@@ -261,10 +261,10 @@ def test_decoder_process_failure_is_reported_with_reason(name, voice_message, mo
 def test_decoder_killed_while_reading_is_replaced_with_equal_samples(voice_message):
     whole = read_samples(voice_message)
     blocks = read_blocks(AudioSource(str(voice_message)), 0.5)
-    found = [next(blocks)]
+    results = [next(blocks)]
     for reader in READERS._all - set(READERS._idle):
         os.kill(reader.process.pid, signal.SIGKILL)
-    assert np.array_equal(np.concatenate([*found, *blocks]), whole)
+    assert np.array_equal(np.concatenate([*results, *blocks]), whole)
 
 
 def test_idle_decoders_that_are_killed_are_replaced(voice_message):
@@ -286,7 +286,7 @@ def test_decoder_ignores_signals_and_threads_and_forks_use_their_own(voice_messa
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(results) == 4 and all(np.array_equal(found, whole) for found in results)
+    assert len(results) == 4 and all(np.array_equal(item, whole) for item in results)
     child = os.fork()
     if child == 0:
         same = np.array_equal(read_samples(voice_message), whole) and READERS._idle[-1].process.pid != idle

@@ -83,11 +83,11 @@ def load_in_child_process(kilobytes: int) -> tuple:
     child = context.Process(target=load_in_small_memory, args=(theirs, kilobytes))
     child.start()
     theirs.close()
-    found = ours.recv()  # EOFError if the child died
+    result = ours.recv()  # EOFError if the child died
     child.join(PROCESS_TIMEOUT)
-    if isinstance(found, str):
-        pytest.skip(f"a small /dev/shm cannot be mounted here: {found}")
-    return found
+    if isinstance(result, str):
+        pytest.skip(f"a small /dev/shm cannot be mounted here: {result}")
+    return result
 
 
 EXPECTED = [

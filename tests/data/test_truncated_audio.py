@@ -73,10 +73,10 @@ def test_mp3_blocks_and_spans_equal_whole_without_decoder_messages(rate, tmp_pat
 
 
 def test_negative_control_soundfile_blocks_of_mp3_differ_from_whole(tmp_path, capfd):
-    path, found = tmp_path / "speech.mp3", {}
+    path, values = tmp_path / "speech.mp3", {}
     for rate in (16_000, 24_000, 44_100):
         write_mp3(path, rate)
         with soundfile.SoundFile(path) as file:
             blocks = np.concatenate(list(file.blocks(int(0.3 * rate), dtype="float32")))
-        found[rate] = np.abs(blocks - soundfile.read(path, dtype="float32")[0][: len(blocks)]).max()
-    assert max(found.values()) > 1e-3 and "error" in capfd.readouterr().err
+        values[rate] = np.abs(blocks - soundfile.read(path, dtype="float32")[0][: len(blocks)]).max()
+    assert max(values.values()) > 1e-3 and "error" in capfd.readouterr().err

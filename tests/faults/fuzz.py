@@ -140,15 +140,15 @@ AUDIO = (
 
 def _audio_files() -> list[bytes]:
     generator = np.random.default_rng(0)
-    found = []
+    results = []
     for file_format, subtype in AUDIO:
         if subtype not in soundfile.available_subtypes(file_format):
             continue
         written = io.BytesIO()
-        samples = 0.1 * generator.standard_normal((8000, 1 + len(found) % 2))
+        samples = 0.1 * generator.standard_normal((8000, 1 + len(results) % 2))
         soundfile.write(written, samples, 16_000, format=file_format, subtype=subtype)
-        found.append(written.getvalue())
-    return found
+        results.append(written.getvalue())
+    return results
 
 
 def _audio_fuzzer(folder: Path, run: Path) -> Fuzzer:

@@ -50,11 +50,11 @@ def build_fuzzer(folder: Path) -> Fuzzer:
 
 
 def _files(folder: Path) -> list[tuple[str, bytes]]:
-    found = []
+    results = []
     for kind in KINDS:
         path = write_media(folder / f"whole{kind.suffix}", rising_tone(0.7, 16_000), 16_000, kind)
-        found.append((kind.suffix, path.read_bytes()))
-    return found + [(path.suffix, path.read_bytes()) for path in sorted(ENCODED.iterdir())]
+        results.append((kind.suffix, path.read_bytes()))
+    return results + [(path.suffix, path.read_bytes()) for path in sorted(ENCODED.iterdir())]
 
 
 def _check_reader(pid: int) -> None:

@@ -137,8 +137,8 @@ class LongRun:
             return 0
         with open(log, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL))
-            found = re.findall(rb'"kind": "step", "step": (\d+),.*\n', file.read())
-        return int(found[-1]) if found else 0
+            matches = re.findall(rb'"kind": "step", "step": (\d+),.*\n', file.read())
+        return int(matches[-1]) if matches else 0
 
     def end_state(self) -> EndState:
         """Return the current state. Read the files that a resumed run reads; change nothing if all are valid."""
@@ -151,22 +151,22 @@ class LongRun:
                 sound.add(path.stat().st_ino)
             except CheckpointError:
                 invalid_files.append(path.name)
-        found = Checkpointer(self.checkpoints, keep=2).read_newest_sound()
+        result = Checkpointer(self.checkpoints, keep=2).read_newest_sound()
         partial = self.checkpoints / (LAST + ".partial")
-        return EndState(self.logged_step(), found[1].step if found else 0, tuple(invalid_files), partial.exists())
+        return EndState(self.logged_step(), result[1].step if result else 0, tuple(invalid_files), partial.exists())
 
 
 def processes_in_group(group: int) -> list[int]:
     """Return the living processes of a group, without zombies."""
-    found = []
+    results = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(its_group) == group and state not in "ZX":
-            found.append(int(path.parent.name))
-    return found
+            results.append(int(path.parent.name))
+    return results
 
 
 def is_dying(pid: int) -> bool:

@@ -49,14 +49,14 @@ def kill_at(run: LongRun, point: Point, skip: int) -> KillResult:
     """Run until this point of a save, passed `skip` times before (0 if only epochs have this point), and kill."""
     killer = SaveKiller(point, 0 if point.name.startswith((EPOCH, BEST_NAME)) else skip)
     code = run.start(*(FEWER_EPOCHS if point.occurrence == 2 else ()), fault=killer).wait()
-    found = run.end_state()
+    end_state = run.end_state()
     epochs = run.checkpoints.glob("checkpoint_epoch_*.pt")
-    is_saved = point.is_published or (point.has_epoch and found.logged in map(read_step, epochs))
-    expected = found.logged if is_saved else found.logged - 1
-    errors = state_errors(found, code, max_steps_lost=1)
-    if found.saved != expected:
-        errors.append(f"step {found.saved} was found in place of {expected}")
-    return KillResult(point.label, found, tuple(errors))
+    is_saved = point.is_published or (point.has_epoch and end_state.logged in map(read_step, epochs))
+    expected = end_state.logged if is_saved else end_state.logged - 1
+    errors = state_errors(end_state, code, max_steps_lost=1)
+    if end_state.saved != expected:
+        errors.append(f"step {end_state.saved} was found in place of {expected}")
+    return KillResult(point.label, end_state, tuple(errors))
 
 
 def kill_at_random(run: LongRun, draw: random.Random, is_new_interpreter: bool = False) -> KillResult:
@@ -74,20 +74,20 @@ def kill_at_random(run: LongRun, draw: random.Random, is_new_interpreter: bool =
     time.sleep(seconds)
     trainer.kill()
     code = trainer.wait()
-    found = run.end_state()
-    where = "while saving" if found.was_saving and where == "while training" else where
-    return KillResult(where, found, tuple(state_errors(found, code, SAVE_STEPS)))
+    end_state = run.end_state()
+    where = "while saving" if end_state.was_saving and where == "while training" else where
+    return KillResult(where, end_state, tuple(state_errors(end_state, code, SAVE_STEPS)))
 
 
-def state_errors(found: EndState, code: int | None, max_steps_lost: int) -> list[str]:
+def state_errors(end_state: EndState, code: int | None, max_steps_lost: int) -> list[str]:
     """Return the errors after a kill as sentences."""
     errors = []
     if code != -9:
         errors.append("it hung" if code is None else f"it ended by itself with {code}")
-    if found.invalid_files:
-        errors.append(f"{', '.join(found.invalid_files)} cannot be read")
-    if not 0 <= found.steps_lost <= max_steps_lost:
-        errors.append(f"step {found.logged} was logged and step {found.saved} was found")
+    if end_state.invalid_files:
+        errors.append(f"{', '.join(end_state.invalid_files)} cannot be read")
+    if not 0 <= end_state.steps_lost <= max_steps_lost:
+        errors.append(f"step {end_state.logged} was logged and step {end_state.saved} was found")
     return errors
 
 
@@ -100,21 +100,21 @@ def differences_from_undisturbed(run: LongRun, undisturbed: LongRun) -> list[str
             return [f"{each.directory.name} ended with {code}: {each.output.read_text(encoding='utf-8')[-2000:]}"]
     # The two runs were planned for different lengths, which the inverse square root schedule does not depend on.
     differences = run_differences(undisturbed.directory, run.directory)
-    found = [difference for difference in differences if not difference.startswith("schedule/")]
+    results = [difference for difference in differences if not difference.startswith("schedule/")]
     logged = [record["step"] for record in read_log(run.directory)]
     if logged != list(range(1, steps + 1)):
-        found.append("the log does not hold each step once")
-    return found + leftover_files(run)
+        results.append("the log does not hold each step once")
+    return results + leftover_files(run)
 
 
 def leftover_files(run: LongRun) -> list[str]:
     """Return sentences on files that a finished run should have removed."""
     paths = [path for path in run.directory.rglob("*") if path.suffix in (".partial", ".damaged", ".tmp")]
-    found = [f"{path.name} was left behind" for path in paths]
+    results = [f"{path.name} was left behind" for path in paths]
     epochs = len(list(run.checkpoints.glob("checkpoint_epoch_*.pt")))
     if epochs > KEPT_EPOCHS:
-        found.append(f"{epochs} epochs were kept")
-    return found + run.tracebacks()
+        results.append(f"{epochs} epochs were kept")
+    return results + run.tracebacks()
 
 
 def kill_at_points(

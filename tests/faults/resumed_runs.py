@@ -247,17 +247,17 @@ class ResumeBench:
     def resplit_differences(self, case: ResumeCase, directory: Path) -> list[str]:
         """Return the differences with another micro-batch size: exact order and counters, weights to 1e-9 in fp64."""
         undisturbed = self.undisturbed(case.settings)
-        found = self.exit_code_errors(case, directory)
+        result = self.exit_code_errors(case, directory)
         logs = [read_log(run) for run in (undisturbed, directory)]
         for name in SPLIT_INDEPENDENT:
             if [record[name] for record in logs[0]] != [record[name] for record in logs[1]]:
-                found.append(f"{name} differs in the log")
+                result.append(f"{name} differs in the log")
         one, other = (last_checkpoint(run) for run in (undisturbed, directory))
         progress = one.states["progress"], other.states["progress"]
-        found += [f"progress/{name}" for name in COUNTERS if progress[0][name] != progress[1][name]]
+        result += [f"progress/{name}" for name in COUNTERS if progress[0][name] != progress[1][name]]
         if one.plan_digest != other.plan_digest:
-            found.append("the plan of the epochs differs")
-        return found + (_distant_tensors(one, other) if case.settings.precision == "fp64" else [])
+            result.append("the plan of the epochs differs")
+        return result + (_distant_tensors(one, other) if case.settings.precision == "fp64" else [])
 
 
 def _distant_tensors(one: Checkpoint, other: Checkpoint) -> list[str]:
@@ -295,7 +295,7 @@ def _exit_code_errors(ended: FinishedRun, stops: Sequence[Fault]) -> list[str]:
 
 def run_differences(one: Path, other: Path) -> list[str]:
     """Return the differences between the logs, skipped global batches and last checkpoints of two runs, bit for bit."""
-    found = []
+    results = []
     for kind in ("step", "skip", "validation"):
         logs = [
             [
@@ -306,15 +306,15 @@ def run_differences(one: Path, other: Path) -> list[str]:
         ]
         places = [[record["step"] for record in log] for log in logs]
         if places[0] != places[1]:
-            found.append(f"the log has {kind} records at {places[1]}, not {places[0]}")
+            results.append(f"the log has {kind} records at {places[1]}, not {places[0]}")
         else:
-            found += [
+            results += [
                 f"log.jsonl {kind} {mine['step']}: {name} is {theirs.get(name)}, not {mine[name]}"
                 for mine, theirs in zip(*logs, strict=True)
                 for name in mine
                 if mine[name] != theirs.get(name)
             ]
-    return found + checkpoint_differences(*(last_checkpoint(directory) for directory in (one, other)))
+    return results + checkpoint_differences(*(last_checkpoint(directory) for directory in (one, other)))
 
 
 def last_checkpoint(directory: Path) -> Checkpoint:
@@ -323,12 +323,12 @@ def last_checkpoint(directory: Path) -> Checkpoint:
 
 def checkpoint_differences(one: Checkpoint, other: Checkpoint) -> list[str]:
     """Return every tensor and number that differs between two checkpoints by one bit or more."""
-    found = [f"only one of them has the state {name}" for name in one.states.keys() ^ other.states.keys()]
+    results = [f"only one of them has the state {name}" for name in one.states.keys() ^ other.states.keys()]
     for part in one.states.keys() & other.states.keys():
         mine, theirs = one.states[part], other.states[part]
         names = mine.keys() | theirs.keys()
-        found += [f"{part}/{name}" for name in sorted(names) if not _is_identical(mine.get(name), theirs.get(name))]
-    return found
+        results += [f"{part}/{name}" for name in sorted(names) if not _is_identical(mine.get(name), theirs.get(name))]
+    return results
 
 
 def _is_identical(one: object, other: object) -> bool:

@@ -75,11 +75,11 @@ def _check_stopped(
     """Wait for a signalled process: all its steps must be saved or, with `before`, the steps up to it."""
     code = trainer.wait()
     seconds = time.monotonic() - sent
-    found, errors = run.end_state(), []
+    end_state, errors = run.end_state(), []
     if code != 128 + number:
         errors.append(f"the exit code was {code}")
-    if found.steps_lost if before is None else not before <= found.saved <= found.logged:
-        errors.append(f"step {found.logged} was logged and step {found.saved} was saved")
+    if end_state.steps_lost if before is None else not before <= end_state.saved <= end_state.logged:
+        errors.append(f"step {end_state.logged} was logged and step {end_state.saved} was saved")
     return SignalResult(seconds, (*errors, *_file_and_process_errors(run, trainer)))
 
 
@@ -260,7 +260,7 @@ def remaining_processes(trainer: TrainingProcess) -> list[int]:
 
 
 def _file_and_process_errors(run: LongRun, trainer: TrainingProcess) -> list[str]:
-    found = [f"{name} cannot be read" for name in run.end_state().invalid_files]
+    results = [f"{name} cannot be read" for name in run.end_state().invalid_files]
     if left := remaining_processes(trainer):
-        found.append(f"{len(left)} processes were left behind")
-    return found + run.tracebacks()
+        results.append(f"{len(left)} processes were left behind")
+    return results + run.tracebacks()

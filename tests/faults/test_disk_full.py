@@ -117,5 +117,5 @@ def test_unwritable_rejection_list_is_reported_without_stopping(tmp_path, capsys
     rejections = Rejections(tmp_path / "nowhere" / "rejected.jsonl", most=1.0)
     rejections.begin(Manifest([1, 2]))
     rejections.add([Rejection("train.jsonl", 1, "a.flac", "it is not a file", is_broken=True)])
-    said = capsys.readouterr().out
-    assert said.count("cannot be written (No such file or directory)") == 2 and "Skipped: a.flac" in said
+    output = capsys.readouterr().out
+    assert output.count("cannot be written (No such file or directory)") == 2 and "Skipped: a.flac" in output

@@ -55,8 +55,8 @@ def test_run_killed_at_random_with_workers_equals_undisturbed_run(corpus, tmp_pa
     assert differences_from_undisturbed(run, run_for_random_kills(corpus, tmp_path / "undisturbed")) == []
 
 
-@pytest.mark.parametrize("is_torn, said", [(True, "cannot be read"), (False, "was found")])
-def test_negative_control_a_torn_or_lost_checkpoint_is_reported(killed_run, is_torn: bool, said: str, tmp_path):
+@pytest.mark.parametrize("is_torn, message", [(True, "cannot be read"), (False, "was found")])
+def test_negative_control_a_torn_or_lost_checkpoint_is_reported(killed_run, is_torn: bool, message: str, tmp_path):
     run = LongRun(tmp_path / "copy", killed_run.flags)
     shutil.copytree(killed_run.directory, run.directory)
     assert state_errors(run.end_state(), -9, max_steps_lost=1) == []
@@ -65,7 +65,7 @@ def test_negative_control_a_torn_or_lost_checkpoint_is_reported(killed_run, is_t
     else:  # the state of a trainer that published only the first of these epochs
         for later in sorted(run.checkpoints.glob("checkpoint_*"), key=lambda path: path.stat().st_mtime)[1:]:
             later.unlink()
-    assert said in "".join(state_errors(run.end_state(), -9, max_steps_lost=1))
+    assert message in "".join(state_errors(run.end_state(), -9, max_steps_lost=1))
 
 
 def test_negative_control_a_leftover_file_is_reported(killed_run, tmp_path):

@@ -107,10 +107,10 @@ def test_newest_valid_checkpoint_is_resumed_if_the_last_one_is_lost(
     shutil.copytree(stopped_run, folder)
     LOST_WRITES[lost](folder / "checkpoints")
     run = build_resumed_run(corpus, folder)
-    said = capsys.readouterr().out
-    assert run.state.step == 8 and f"Resuming from {folder / 'checkpoints' / EPOCH}: step 8." in said
+    output = capsys.readouterr().out
+    assert run.state.step == 8 and f"Resuming from {folder / 'checkpoints' / EPOCH}: step 8." in output
     expected = MESSAGES.get(lost, f"Renamed to {LAST}.damaged. Trying the previous one.")
-    assert said.count(expected) == 1 and said.count("has not arrived") == (lost in MESSAGES)
+    assert output.count(expected) == 1 and output.count("has not arrived") == (lost in MESSAGES)
     train_until(run, STEPS)
     one, other = (read_checkpoint(run / "checkpoints" / LAST) for run in (folder, undisturbed))
     assert checkpoint_differences(one, other) == []
@@ -120,8 +120,8 @@ def test_newest_valid_checkpoint_is_resumed_if_the_last_one_is_lost(
 def test_negative_control_an_undamaged_folder_resumes_its_last_checkpoint(stopped_run, corpus, tmp_path, capsys):
     shutil.copytree(stopped_run, tmp_path / "run")
     assert build_resumed_run(corpus, tmp_path / "run").state.step == 8
-    said = capsys.readouterr().out
-    assert f"{LAST}: step 8." in said and "arrived" not in said and "damaged" not in said
+    output = capsys.readouterr().out
+    assert f"{LAST}: step 8." in output and "arrived" not in output and "damaged" not in output
 
 
 def test_older_checkpoint_is_resumed_and_no_run_starts_if_none_is_valid(stopped_run, corpus, tmp_path):
@@ -176,8 +176,8 @@ def run_with_periodic_saves(corpus: Corpus, folder: Path) -> LongRun:
 
 def resumed_step(run: LongRun) -> int:
     """Return the step that the next process resumes from; it makes one more step and exits with 0."""
-    found = Checkpointer(run.checkpoints, keep=2).read_newest_sound()
-    step = found[1].step
+    result = Checkpointer(run.checkpoints, keep=2).read_newest_sound()
+    step = result[1].step
     assert run.start("--max_steps", str(step + 1)).wait() == 0, run.output.read_text()
     assert read_checkpoint(run.checkpoints / LAST).step == step + 1
     assert f"{LAST}: step {step}." in run.output.read_text(encoding="utf-8")
@@ -190,8 +190,8 @@ def test_signal_during_a_slow_write_exits_without_a_second_write(corpus, tmp_pat
     trainer = start_slow_write(run, seconds=3)
     os.kill(trainer.pid, signal.SIGTERM)
     assert trainer.wait() == 143
-    found = run.end_state()
-    assert (found.saved, found.logged, found.invalid_files, found.was_saving) == (4, 4, (), False)
+    end_state = run.end_state()
+    assert (end_state.saved, end_state.logged, end_state.invalid_files, end_state.was_saving) == (4, 4, (), False)
     assert count_slow_writes(run.checkpoints) == 1 and run.tracebacks() == []
     assert resumed_step(run) == 4
 
@@ -206,8 +206,8 @@ def test_second_signal_during_a_slow_write_exits_at_once(delay, corpus, tmp_path
     sent = time.monotonic()
     os.kill(trainer.pid, signal.SIGTERM)
     assert trainer.wait() == 143 and time.monotonic() - sent < 20
-    found = run.end_state()
-    assert (found.saved, found.logged, found.invalid_files, found.was_saving) == (2, 4, (), False)
+    end_state = run.end_state()
+    assert (end_state.saved, end_state.logged, end_state.invalid_files, end_state.was_saving) == (2, 4, (), False)
     assert run.tracebacks() == []
     assert resumed_step(run) == 2
 
@@ -256,8 +256,8 @@ def test_ranks_signalled_twice_during_a_slow_write_save_a_whole_checkpoint(shard
             os.kill(rank.pid, signal.SIGTERM)
         time.sleep(0.5)
     assert [rank.wait(PROCESS_TIMEOUT) for rank in ranks] == [143, 143]
-    said = (run.directory / "output.txt").read_text(encoding="utf-8")
-    assert "Traceback" not in said and said.count("Stopped by a signal at step 4") == 1
+    output = (run.directory / "output.txt").read_text(encoding="utf-8")
+    assert "Traceback" not in output and output.count("Stopped by a signal at step 4") == 1
     assert count_slow_writes(run.directory / "checkpoints") == (2 if sharded else 1)
     check_resumes(run, 4)
 
@@ -279,6 +279,6 @@ def test_torchrun_signalled_during_a_slow_write_saves_a_whole_checkpoint(corpus,
             time.sleep(0.05)
     finally:
         kill_all(agent)
-    said = output.read_text(encoding="utf-8")
-    assert said.count("Stopped by a signal at step 4") == 1, said
+    message = output.read_text(encoding="utf-8")
+    assert message.count("Stopped by a signal at step 4") == 1, message
     check_resumes(run, 4)

@@ -108,9 +108,9 @@ def test_skip_is_logged_once_and_only_the_first_of_a_row_is_printed(tmp_path, ca
         logbook.log(make_skip(1))
         logbook.log(make_skip(2, in_a_row=2))
         logbook.log(make_skip(3, in_a_row=3))
-    said = capsys.readouterr().out
-    assert said.strip() == describe_skip(make_skip(1))
-    assert "Step 8 is skipped: its loss is nan" in said and "u7 and 2 others" in said
+    output = capsys.readouterr().out
+    assert output.strip() == describe_skip(make_skip(1))
+    assert "Step 8 is skipped: its loss is nan" in output and "u7 and 2 others" in output
     # Resumed from a checkpoint of step 7 that was saved after the second skip.
     Logbook(tmp_path / "runs" / "default", resumed=Resumed(step=7, skipped_steps=2)).close()
     assert [record["skipped_steps"] for record in read_log(tmp_path, "skip")] == [1, 2]

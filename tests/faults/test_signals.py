@@ -181,6 +181,6 @@ def is_onednn_clobbering_its_stack() -> bool:
 
     A signal handler then overwrites the heap.
     """
-    found = re.search(r"MKL-DNN v([0-9.]+)", torch.__config__.show())
-    version = tuple(map(int, found[1].split("."))) if found else (99,)
+    match = re.search(r"MKL-DNN v([0-9.]+)", torch.__config__.show())
+    version = tuple(map(int, match[1].split("."))) if match else (99,)
     return version < (3, 11, 2) and torch.backends.cpu.get_cpu_capability().startswith("AVX")

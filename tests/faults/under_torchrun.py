@@ -50,9 +50,9 @@ def run_ranks(
         codes = [rank.wait(PROCESS_TIMEOUT) for rank in ranks]
         if not any(codes):
             break
-    said = output.read_text(encoding="utf-8")
-    assert codes == [0] * world_size, said
-    return said
+    message = output.read_text(encoding="utf-8")
+    assert codes == [0] * world_size, message
+    return message
 
 
 def limit_memory_of_rank_1() -> None:
@@ -80,7 +80,7 @@ def kill_all(agent: Agent) -> None:
 
 def rank_pids(agent: Agent) -> dict[int, int]:
     """Return the process ids of torchrun's living ranks, by local rank."""
-    found = {}
+    values = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
@@ -88,8 +88,8 @@ def rank_pids(agent: Agent) -> dict[int, int]:
             names += [(folder / "comm").read_bytes()] if parent == agent.pid else []
         except (OSError, IndexError):  # it just ended
             continue
-        found |= {int(name.partition(b"=")[2]): int(folder.name) for name in names if name.startswith(b"LOCAL_RANK=")}
-    return found
+        values |= {int(name.partition(b"=")[2]): int(folder.name) for name in names if name.startswith(b"LOCAL_RANK=")}
+    return values
 
 
 @dataclass(frozen=True)
@@ -181,10 +181,10 @@ def _wait_for_exit(pids: set[int], process: Agent) -> None:
 
 def rank_run_differences(run: RankRun, undisturbed: RankRun) -> list[str]:
     """Return every difference between weights, optimizers, counters and logged losses, as sentences."""
-    found = run_differences(undisturbed.directory, run.directory)
+    result = run_differences(undisturbed.directory, run.directory)
     if [record["step"] for record in read_log(run.directory)] != list(range(1, run.steps + 1)):
-        found.append("the log does not hold each step once")
-    return found
+        result.append("the log does not hold each step once")
+    return result
 
 
 def train_as_rank(arguments: list[str]) -> None:

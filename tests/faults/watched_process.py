@@ -95,14 +95,14 @@ def watch(handle: Callable[[], object], folder: Path, seconds: float = MAX_SECON
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read()
+        output = pipe.read()
     _, status = os.waitpid(child, 0)
     spent = time.monotonic() - started
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         hung, died = f"it hung for {seconds:g} s", f"it died of {signal.Signals(number).name}"
         return Verdict("fault", hung if number in (signal.SIGALRM, signal.SIGPROF) else died, spent)
-    fields = json.loads(said)
+    fields = json.loads(output)
     lists = {name: tuple(fields[name]) for name in ("opened", "touched")}
     return Verdict(**fields | lists | {"most_seconds": seconds})
 

@@ -41,7 +41,7 @@ def test_system_files_in_corpus_folder_are_ignored(name, tmp_path):
     spoken = build(tmp_path / "corpus")
     add_system_files(tmp_path / "corpus")
     checked(prepare(tmp_path, name.split()[0], *flags))
-    assert prepared_rows(tmp_path) == sorted(found.text for found in spoken)
+    assert prepared_rows(tmp_path) == sorted(item.text for item in spoken)
     assert all("speaker 1" in row["kind"] or "no word" in row["kind"] for row in read_rejected(tmp_path))
 
 
@@ -64,6 +64,6 @@ def test_hidden_files_are_used_only_if_named(tmp_path):
     for name in ("a.wav", "._a.wav", ".hidden/b.wav", "__MACOSX/c.wav", "d/.e.wav", "d/f.wav"):
         write_sentence(tmp_path / "in" / name, 0)
     named = [tmp_path / "in" / "._a.wav", tmp_path / "in" / ".hidden"]
-    found = [str(recording.name) for recording in find_recordings(list(map(str, [tmp_path / "in", *named])))]
-    assert found == ["a.wav", "d/f.wav", "._a.wav", "b.wav"]
+    results = [str(recording.name) for recording in find_recordings(list(map(str, [tmp_path / "in", *named])))]
+    assert results == ["a.wav", "d/f.wav", "._a.wav", "b.wav"]
     assert [path.name for path in visible_files(tmp_path / "in")] == ["a.wav", "f.wav"]

@@ -67,7 +67,7 @@ def memory_bytes(name: str) -> int:
     return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) * 1024
 
 
-def step_with_limit(growth: float, parts: StepParts, cut: GlobalBatch, path: Path) -> Outcome | None:
+def step_with_limit(growth: float, parts: StepParts, batch: GlobalBatch, path: Path) -> Outcome | None:
     """Run the step in a fork whose data may grow by `growth` bytes; return None if the fork fails."""
     child = os.fork()
     if child == 0:
@@ -76,7 +76,7 @@ def step_with_limit(growth: float, parts: StepParts, cut: GlobalBatch, path: Pat
             before, most = memory_bytes("VmSize"), resource.RLIM_INFINITY
             if growth < math.inf:
                 resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes("VmData") + int(growth), most))
-            report = train_step(parts, cut, step=3)
+            report = train_step(parts, batch, step=3)
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))
             weights = {name: p.detach() for name, p in parts.model.named_parameters()}
             taken, in_backward = memory_bytes("VmPeak") - before, parts.monitor.has_failed_in_backward()
@@ -89,12 +89,12 @@ def step_with_limit(growth: float, parts: StepParts, cut: GlobalBatch, path: Pat
     return Outcome(**torch.load(path, weights_only=True)) if os.waitpid(child, 0)[1] == 0 else None  # noqa: TID251
 
 
-def compare(recompute: str, cut: GlobalBatch, folder: str) -> dict[str, float | bool]:
+def compare(recompute: str, batch: GlobalBatch, folder: str) -> dict[str, float | bool]:
     """Compare both steps with this recomputation mode."""
     parts = double_parts(SHAPES[recompute], recompute)
     parts = dataclasses.replace(parts, monitor=PhaseNames())
-    undisturbed = step_with_limit(math.inf, parts, cut, Path(folder) / "undisturbed.pt")
-    split = step_with_limit(SHARES[recompute] * undisturbed.growth, parts, cut, Path(folder) / "split.pt")
+    undisturbed = step_with_limit(math.inf, parts, batch, Path(folder) / "undisturbed.pt")
+    split = step_with_limit(SHARES[recompute] * undisturbed.growth, parts, batch, Path(folder) / "split.pt")
     return {
         "undisturbed_splits": undisturbed.splits,
         "growth_mib": undisturbed.growth / MIB,
@@ -110,9 +110,9 @@ def compare(recompute: str, cut: GlobalBatch, folder: str) -> dict[str, float | 
 def main() -> None:
     """Run all comparisons and print them as JSON."""
     torch.set_num_threads(1)
-    cut = global_batch(long_speeches(), 4)
+    batch = global_batch(long_speeches(), 4)
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps({recompute: compare(recompute, cut, folder) for recompute in SHARES}))
+        print(json.dumps({recompute: compare(recompute, batch, folder) for recompute in SHARES}))
 
 
 def long_speeches() -> list:

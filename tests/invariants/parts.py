@@ -143,8 +143,8 @@ def weights_after(parts: StepParts, steps: int = 3, dtype: torch.dtype = torch.f
         assert report and not report.is_skipped
     moments = {f"moment {n}": state["exp_avg_sq"] for n, state in enumerate(parts.optimizer.state.values())}
     last = {"loss": torch.tensor(report.loss), "norm": torch.tensor(report.gradient_norm)}
-    found = {**dict(parts.model.named_parameters()), **moments, **last}
-    return {name: tensor.detach().cpu() for name, tensor in found.items()}
+    values = {**dict(parts.model.named_parameters()), **moments, **last}
+    return {name: tensor.detach().cpu() for name, tensor in values.items()}
 
 
 def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:

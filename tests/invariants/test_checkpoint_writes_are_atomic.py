@@ -26,10 +26,10 @@ def checkpoint(step: int) -> Checkpoint:
     return Checkpoint("--seed 1\n", b"tokens", 3, step, 7, {"model": state})
 
 
-def is_sound(found: Checkpoint) -> bool:
+def is_sound(result: Checkpoint) -> bool:
     """Return whether all parts of the checkpoint were written by one save."""
-    state = found.states["model"]
-    return state["step"] == found.step and bool((state["weight"] == found.step).all())
+    state = result.states["model"]
+    return state["step"] == result.step and bool((state["weight"] == result.step).all())
 
 
 def save_three_times(folder: Path, prepare: Callable[[Path], None]) -> int | None:
@@ -49,8 +49,8 @@ def save_three_times(folder: Path, prepare: Callable[[Path], None]) -> int | Non
 
 def check_sound(folder: Path, step: int, name: str = "checkpoint_last.pt") -> None:
     """Assert that the newest sound checkpoint has this step and name, and that every `*.pt` file is complete."""
-    path, found = Checkpointer(folder, keep=2).read_newest_sound()
-    assert (path.name, found.step) == (name, step)
+    path, result = Checkpointer(folder, keep=2).read_newest_sound()
+    assert (path.name, result.step) == (name, step)
     assert all(is_sound(read_checkpoint(path)) for path in folder.glob("*.pt"))
 
 
@@ -93,8 +93,8 @@ def test_truncated_checkpoint_falls_back_to_previous(tmp_path, share, capsys):
         checkpointer_.save(checkpoint(step))
     last = tmp_path / "checkpoint_last.pt"
     os.truncate(last, int(last.stat().st_size * share))
-    path, found = checkpointer_.read_newest_sound()
-    assert (path.name, found.step) == ("checkpoint_previous.pt", 1)
+    path, result = checkpointer_.read_newest_sound()
+    assert (path.name, result.step) == ("checkpoint_previous.pt", 1)
     assert "checkpoint_last.pt" in capsys.readouterr().out
     assert (tmp_path / "checkpoint_last.pt.damaged").exists()
 
@@ -109,11 +109,11 @@ def test_flipped_bit_is_detected_or_harmless(tmp_path):
         flipped[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
         path.write_bytes(flipped)
         try:
-            found = read_checkpoint(path)
+            result = read_checkpoint(path)
         except CheckpointError:
             detected += 1
         else:
-            assert is_sound(found) and dataclasses.replace(found, states={}) == dataclasses.replace(
+            assert is_sound(result) and dataclasses.replace(result, states={}) == dataclasses.replace(
                 checkpoint(5), states={}
             )
     assert detected > 75

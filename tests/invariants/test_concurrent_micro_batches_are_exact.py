@@ -60,8 +60,8 @@ def parts_of(
 def global_batch_of(batch_size: int = 1) -> GlobalBatch:
     """Return the utterances in fp32, ordered for two concurrent threads."""
     spoken = [dataclasses.replace(speech, waveform=speech.waveform.float()) for speech in SPOKEN]
-    cut = global_batch(spoken, batch_size)
-    return dataclasses.replace(cut, micro_batches=order_for_concurrency(cut.micro_batches, 2))
+    batch = global_batch(spoken, batch_size)
+    return dataclasses.replace(batch, micro_batches=order_for_concurrency(batch.micro_batches, 2))
 
 
 def train_steps(parts: StepParts, threads: int = 2, steps: int = 3) -> dict[str, torch.Tensor]:
@@ -149,8 +149,8 @@ def test_gradients_of_parameters_used_by_some_pieces_are_added():
         loss.backward()
         return float(loss.detach())
 
-    found = list(map_ordered(2, work, list(enumerate([1.0, 2.0, 3.0, 4.0])), nullcontext, weights))
-    assert found == [1.0, 2.0, 3.0, 4.0] and [float(w.grad) for w in weights] == [10.0, 2.0, 3.0, 4.0]
+    results = list(map_ordered(2, work, list(enumerate([1.0, 2.0, 3.0, 4.0])), nullcontext, weights))
+    assert results == [1.0, 2.0, 3.0, 4.0] and [float(w.grad) for w in weights] == [10.0, 2.0, 3.0, 4.0]
     assert not any(w._backward_hooks or w._post_accumulate_grad_hooks for w in weights)
 
 

@@ -82,8 +82,8 @@ def blocks(page: Path, language: str) -> list[str]:
 def commands(page: Path, prefix: str = "") -> list[str]:
     """Return the shell commands with this prefix that run here, continuation lines joined."""
     lines = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
-    found = [re.sub(r"\s+", " ", line).strip() for line in lines if line.strip()]
-    return [line for line in found if line.startswith(prefix) and not any(part in line for part in EXCLUDED)]
+    results = [re.sub(r"\s+", " ", line).strip() for line in lines if line.strip()]
+    return [line for line in results if line.startswith(prefix) and not any(part in line for part in EXCLUDED)]
 
 
 @pytest.fixture(scope="module")

@@ -32,10 +32,10 @@ def parts_with(trained: str = "", concurrent_micro_batches: int = 1, recompute: 
 
 def gradients(parts: StepParts) -> dict[str, torch.Tensor]:
     """Return the gradients of a global batch in two micro-batches, by parameter name."""
-    cut = global_batch(SPOKEN, 2)
+    full_batch = global_batch(SPOKEN, 2)
     parts.model.train()
-    for batch in cut.micro_batches:
-        forward_and_backward(parts, batch, loss_counts(cut))
+    for batch in full_batch.micro_batches:
+        forward_and_backward(parts, batch, loss_counts(full_batch))
     return {name: p.grad for name, p in parts.model.named_parameters() if p.grad is not None}
 
 

@@ -70,8 +70,8 @@ def test_lora_starts_at_zero_and_merges_into_init_from_model(base, corpus, tmp_p
     merged = build_speech_model(read_checkpoint(checkpoint), CPU).model
     assert set(merged.state_dict()) == set(plain.state_dict()) < set(adapted.state_dict())
     with torch.no_grad():
-        expected, found = adapted.ctc_logits(features, lengths)[0], merged.ctc_logits(features, lengths)[0]
-        assert (expected - found).abs().max() < 1e-5
+        expected, actual = adapted.ctc_logits(features, lengths)[0], merged.ctc_logits(features, lengths)[0]
+        assert (expected - actual).abs().max() < 1e-5
         # Negative control: the trained change exceeds rounding.
         assert (expected - plain.ctc_logits(features, lengths)[0]).abs().max() > 1e-3
     run = build_run(begin_run([*flags, *run_folders(tmp_path / "next"), "--init_from", str(checkpoint)]))

@@ -55,13 +55,13 @@ def test_training_of_whisper_equals_cpu(mode: str, place: str) -> None:
 
 @pytest.mark.parametrize("kind", ["conformer", "other parts"])
 def test_training_in_chunks_equals_cpu(kind: str) -> None:
-    found = []
+    results = []
     for device in (CPU, GPU):
         parts = double_parts(KINDS[kind], "always", device=device)
-        found.append(
+        results.append(
             weights_after(dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=7)))
         )
-    assert max_relative_difference(*found) < BOUND
+    assert max_relative_difference(*results) < BOUND
 
 
 def single_parts(kind: str, device: torch.device, place: str = "card", half: bool = False) -> StepParts:

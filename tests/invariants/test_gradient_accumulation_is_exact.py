@@ -16,15 +16,15 @@ BOUND = 1e-9
 pytestmark = pytest.mark.usefixtures("is_packed")
 
 
-def gradients(parts: StepParts, cut: GlobalBatch) -> dict[str, torch.Tensor]:
-    for batch in cut.micro_batches:
-        forward_and_backward(parts, batch, LossCounts(cut.tokens, cut.utterances))
+def gradients(parts: StepParts, full_batch: GlobalBatch) -> dict[str, torch.Tensor]:
+    for batch in full_batch.micro_batches:
+        forward_and_backward(parts, batch, LossCounts(full_batch.tokens, full_batch.utterances))
     return {name: p.grad.clone() for name, p in parts.model.named_parameters()}
 
 
-def step_results(cut: GlobalBatch, model: ModelConfig) -> tuple[StepReport, dict[str, torch.Tensor]]:
+def step_results(batch: GlobalBatch, model: ModelConfig) -> tuple[StepReport, dict[str, torch.Tensor]]:
     parts = double_parts(model)
-    report = train_step(parts, cut, step=3)
+    report = train_step(parts, batch, step=3)
     return report, dict(parts.model.named_parameters())
 
 
@@ -36,10 +36,10 @@ def test_any_split_gives_equal_gradient_loss_and_weights(utterances, kind):
     whole = gradients(double_parts(model), global_batch(spoken, 8))
     report, weights = step_results(global_batch(spoken, 8), model)
     for batch_size in (1, 2, 4):
-        cut = global_batch(spoken, batch_size)
-        for name, gradient in gradients(double_parts(model), cut).items():
+        batch = global_batch(spoken, batch_size)
+        for name, gradient in gradients(double_parts(model), batch).items():
             assert relative_difference(whole[name], gradient) < BOUND, name
-        other, other_weights = step_results(cut, model)
+        other, other_weights = step_results(batch, model)
         assert abs(report.loss - other.loss) < BOUND * abs(report.loss)
         assert abs(report.gradient_norm - other.gradient_norm) < BOUND * report.gradient_norm
         for name, weight in other_weights.items():
@@ -50,8 +50,8 @@ def test_negative_control_mean_of_micro_batch_means_differs():
     spoken = speeches(8)
     whole = gradients(double_parts(), global_batch(spoken, 8))
     parts = double_parts()
-    cut = global_batch(spoken, 2)
-    for batch in cut.micro_batches:
+    full_batch = global_batch(spoken, 2)
+    for batch in full_batch.micro_batches:
         own = LossCounts(sum(batch.token_lengths) * 4, len(batch.utterance_ids) * 4)
         forward_and_backward(parts, batch, own)
     wrong = {name: p.grad for name, p in parts.model.named_parameters()}

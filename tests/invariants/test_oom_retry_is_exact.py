@@ -264,8 +264,8 @@ def test_negative_control_gradients_of_failed_attempt_change_result(monkeypatch)
 
 
 def test_negative_control_wrong_loss_counts_change_result():
-    parts, cut = parts_of(), global_batch(SPOKEN, 2)
-    train_step(parts, dataclasses.replace(cut, tokens=cut.tokens // 2, utterances=cut.utterances // 2), step=3)
+    parts, batch = parts_of(), global_batch(SPOKEN, 2)
+    train_step(parts, dataclasses.replace(batch, tokens=batch.tokens // 2, utterances=batch.utterances // 2), step=3)
     assert largest_difference(reference_step(2, is_long=False)[0], parts) > 1e-3
 
 
@@ -296,10 +296,10 @@ def reference_validation() -> Evaluation:
 def test_split_validation_equals_full_validation(error, when):
     expected = reference_validation()
     failing = failing_forward(parts_of(), when, ERRORS[error])
-    found = evaluate(failing)
+    actual = evaluate(failing)
     assert len(failing.forward.front_end.sizes) > 2
-    assert vars(found.losses) == pytest.approx(vars(expected.losses), rel=BOUND, abs=0)
-    assert found.scored == expected.scored and found.rates == expected.rates
+    assert vars(actual.losses) == pytest.approx(vars(expected.losses), rel=BOUND, abs=0)
+    assert actual.scored == expected.scored and actual.rates == expected.rates
     assert any(scored.hypothesis for scored in expected.scored)
 
 
@@ -307,10 +307,10 @@ def test_split_validation_equals_full_validation(error, when):
 def test_validation_in_small_chunks_equals_full_validation(where, capsys):
     spoken = [dataclasses.replace(speech, augment_seed=None) for speech in LONG]
     expected = evaluate(parts_of(), spoken)
-    found = evaluate(failing_chunks(parts_of(), where, SMALL_CHUNK_FRAMES, ERRORS["cuda"]), spoken)
+    actual = evaluate(failing_chunks(parts_of(), where, SMALL_CHUNK_FRAMES, ERRORS["cuda"]), spoken)
     assert "in chunks of 100 frames" in capsys.readouterr().out
-    assert vars(found.losses) == pytest.approx(vars(expected.losses), rel=BOUND, abs=0)
-    assert found.scored == expected.scored and any(scored.hypothesis for scored in expected.scored)
+    assert vars(actual.losses) == pytest.approx(vars(expected.losses), rel=BOUND, abs=0)
+    assert actual.scored == expected.scored and any(scored.hypothesis for scored in expected.scored)
 
 
 def test_validation_error_names_utterance_that_does_not_fit():
@@ -339,8 +339,8 @@ def short_of_memory() -> tuple[dict[str, dict], str]:
 
 @pytest.mark.parametrize("recompute, fails_in_backward", [("never", False), ("always", True)])
 def test_step_after_real_out_of_memory_equals_full_step(recompute, fails_in_backward, short_of_memory):
-    found, output_text = short_of_memory[0][recompute], short_of_memory[1]
-    assert found["undisturbed_splits"] == 0 and found["splits"] >= 1
-    assert found["failed_in_backward"] == fails_in_backward
-    assert found["loss_difference"] < BOUND and found["weight_difference"] < BOUND
+    result, output_text = short_of_memory[0][recompute], short_of_memory[1]
+    assert result["undisturbed_splits"] == 0 and result["splits"] >= 1
+    assert result["failed_in_backward"] == fails_in_backward
+    assert result["loss_difference"] < BOUND and result["weight_difference"] < BOUND
     assert output_text.count("Out of memory at 4 x 5.0 s") == 2

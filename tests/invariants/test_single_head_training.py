@@ -59,13 +59,13 @@ def test_single_head_gradient_equals_both_heads_with_zero_weight(heads):
     decoder_layers, ctc_weight = HEADS[heads]
     one, both = parts_of(decoder_layers, ctc_weight), parts_of(2, ctc_weight or 1e-300)
     one.model.load_state_dict({n: w for n, w in both.model.state_dict().items() if n in one.model.state_dict()})
-    found, expected = gradients_of(one), gradients_of(both)
-    assert set(found) < set(expected) and len(one.forward.objective.terms) == 1
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    actual, expected = gradients_of(one), gradients_of(both)
+    assert set(actual) < set(expected) and len(one.forward.objective.terms) == 1
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
     # Negative control: the gradient differs with both losses.
     other = parts_of(2, 0.5)
     other.model.load_state_dict(both.model.state_dict())
-    assert not torch.equal(gradients_of(other)["encoder.norm.weight"], found["encoder.norm.weight"])
+    assert not torch.equal(gradients_of(other)["encoder.norm.weight"], actual["encoder.norm.weight"])
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -76,8 +76,8 @@ def test_single_head_plan_needs_less_memory(heads):
         load = BatchShape(2, 3.0, 20)
         return tracer.trace(load, RecomputePolicy("never")).bytes, tracer.trace_validation(load)
 
-    found, both = peaks(*HEADS[heads]), peaks(2, 0.3)
-    assert found[0] < both[0] and min(found) > 0
+    result, both = peaks(*HEADS[heads]), peaks(2, 0.3)
+    assert result[0] < both[0] and min(result) > 0
 
 
 @pytest.mark.parametrize("heads", HEADS)

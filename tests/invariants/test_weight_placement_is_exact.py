@@ -202,13 +202,13 @@ def greedy(recorded: list[torch.Tensor]) -> Decode:
 def test_recognition_is_bitwise_equal_for_every_placement(placement: Placement) -> None:
     logits: dict[Placement, list[torch.Tensor]] = {ON_CARD: [], placement: []}
     batch = global_batch([dataclasses.replace(s, waveform=s.waveform.float()) for s in speeches(2)], 2).micro_batches[0]
-    for place, found in logits.items():
+    for place, item in logits.items():
         forward = whisper_in_half(place, "full").forward
         forward.model.eval()
         names = [name for name, _ in forward.model.named_parameters()]
         before = list(forward.model.parameters())
         with forward.decoder_on_device():
-            found.append(recognize(forward, batch, greedy(found)).loss_sums)
+            item.append(recognize(forward, batch, greedy(item)).loss_sums)
         assert all(one is other for one, other in zip(before, forward.model.parameters(), strict=True))
         assert names == [name for name, _ in forward.model.named_parameters()]
     assert all(torch.equal(one, other) for one, other in zip(*logits.values(), strict=True))

@@ -126,9 +126,11 @@ def test_out_of_memory_errors_are_recognized(error):
     assert is_out_of_memory(error)
 
 
-@pytest.mark.parametrize("said", ["CUDA error: an illegal memory access was encountered", "stack expects each tensor"])
-def test_other_errors_are_not_taken_for_out_of_memory(said):
-    assert not is_out_of_memory(RuntimeError(said))
+@pytest.mark.parametrize(
+    "message", ["CUDA error: an illegal memory access was encountered", "stack expects each tensor"]
+)
+def test_other_errors_are_not_taken_for_out_of_memory(message):
+    assert not is_out_of_memory(RuntimeError(message))
 
 
 def build_tiny_run(corpus: Corpus, directory: Path, *more: str) -> Run:
@@ -155,9 +157,9 @@ def test_run_with_splits_has_the_cursor_counts_and_steps_of_one_without(tmp_path
         assert states[0]["progress"][name] == states[1]["progress"][name]
     counted = [state["progress"]["splits"] for state in states]
     assert counted == [0, sum(record["splits"] for record in split)]
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Out of memory at 4 x")]
+    messages = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Out of memory at 4 x")]
     # One line per retried step, and for the validation, which has its own memory of sizes.
-    assert sum(record["splits"] for record in split) <= len(told) <= len(states[1]["splits"]) + 3
+    assert sum(record["splits"] for record in split) <= len(messages) <= len(states[1]["splits"]) + 3
 
     resumed = with_failing_forward(
         build_tiny_run(corpus, tmp_path / "split", "--resume", "auto", "--max_steps", "6"), fail_above(2)

@@ -93,11 +93,11 @@ def test_model_with_nemo_parts_trains_resumes_and_exports(corpus: Corpus, tmp_pa
 def test_bundle_restores_model_and_feature_settings(kind, tmp_path):
     expected_model = speech_model_of(*SHAPES[kind])
     (tmp_path / "a").write_bytes(bundle_bytes(expected_model))
-    found = read_bundle(tmp_path / "a", CPU)
-    assert (found.architecture.model, found.architecture.features) == SHAPES[kind]
-    check_bundle(found, expected_model, tmp_path / "a")
-    assert bundle_bytes(found) == (tmp_path / "a").read_bytes()
-    front_ends = (found.front_end, FrontEnd(FeatureConfig(), AugmentConfig()))  # the second is the negative control
+    result = read_bundle(tmp_path / "a", CPU)
+    assert (result.architecture.model, result.architecture.features) == SHAPES[kind]
+    check_bundle(result, expected_model, tmp_path / "a")
+    assert bundle_bytes(result) == (tmp_path / "a").read_bytes()
+    front_ends = (result.front_end, FrontEnd(FeatureConfig(), AugmentConfig()))  # the second is the negative control
     lengths = [front_end(spoken(1.0)[None], (16_000,), None)[1] for front_end in front_ends]
     assert (
         lengths == [(expected_model.architecture.framing.feature_length(16_000),), (97,)] and lengths[0] != lengths[1]
@@ -130,10 +130,10 @@ def test_onnx_output_equals_model(kind, tmp_path):
     waveforms = 0.3 * torch.randn(len(lengths), max(lengths) + 5000, generator=torch.Generator().manual_seed(4))
     for row, waveform in zip(waveforms, alone, strict=True):
         row[: len(waveform)] = waveform
-    found, encoded_lengths = onnx_model.log_probabilities(waveforms, lengths)
+    result, encoded_lengths = onnx_model.log_probabilities(waveforms, lengths)
     assert encoded_lengths == tuple(map(framing.encoded_length, lengths))
     with torch.no_grad():
-        for row, waveform, length in zip(found, alone, encoded_lengths, strict=True):
+        for row, waveform, length in zip(result, alone, encoded_lengths, strict=True):
             encoded, _ = speech_model.encode(waveform[None], (len(waveform),))
             expected_model = speech_model.model.ctc_head(encoded).log_softmax(dim=-1)[0]
             assert float((row[:length] - expected_model).abs().max()) < 1e-4

@@ -91,9 +91,9 @@ def test_onnx_file_gives_equal_output(imported, tmp_path):
         recognition.text for recognition in recognize_batch(model, *waveforms_and_lengths())
     ]
     for waveforms, lengths in (waveforms_and_lengths(), check_signal()):
-        found, found_lengths = onnx_model.log_probabilities(waveforms, lengths)
+        result, found_lengths = onnx_model.log_probabilities(waveforms, lengths)
         for row, recognition in enumerate(recognize_batch(model, waveforms, lengths)):
-            probabilities = torch.as_tensor(found[row, : found_lengths[row]])
+            probabilities = torch.as_tensor(result[row, : found_lengths[row]])
             torch.testing.assert_close(probabilities, recognition.log_probabilities, rtol=0, atol=TOLERANCE)
 
 
@@ -142,7 +142,7 @@ def test_invalid_provenance_records_are_rejected(imported):
 
 
 def test_resume_rejects_checkpoint_of_other_provenance(imported):
-    found = read_provenance(read_checkpoint(imported / "striding.pt"))
-    found.load_state_dict(found.state_dict())
+    result = read_provenance(read_checkpoint(imported / "striding.pt"))
+    result.load_state_dict(result.state_dict())
     with pytest.raises(Exception, match="started from another model"):
-        dataclasses.replace(found, sha256="0" * 64).load_state_dict(found.state_dict())
+        dataclasses.replace(result, sha256="0" * 64).load_state_dict(result.state_dict())

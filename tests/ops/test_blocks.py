@@ -29,11 +29,11 @@ def test_bf16_convolution_equals_rounded_fp32_convolution():
     x = torch.randn(2, 40, 48).bfloat16()
     expected = module.depthwise(x.float(), SequenceLayout())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = depthwise_conv(x, module.depthwise, (40,))
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, expected.bfloat16())
+        actual = depthwise_conv(x, module.depthwise, (40,))
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual, expected.bfloat16())
     other = module.depthwise(x.float().flip(1), SequenceLayout())
-    assert not torch.allclose(found, other.bfloat16(), atol=0.1)  # negative control
+    assert not torch.allclose(actual, other.bfloat16(), atol=0.1)  # negative control
 
 
 # Sixteen channels per thread: the bf16 kernel of oneDNN, used here before, never finished on AVX-512.

@@ -41,13 +41,13 @@ def in_chunks(parts: StepParts, chunk_frames: int) -> StepParts:
     return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=chunk_frames))
 
 
-def losses_and_gradients(parts: StepParts, cut: GlobalBatch) -> dict[str, torch.Tensor]:
+def losses_and_gradients(parts: StepParts, full_batch: GlobalBatch) -> dict[str, torch.Tensor]:
     seed_step(parts.seed, 0)
     parts.model.train()
-    counts = LossCounts(cut.tokens, cut.utterances)
-    sums = [forward_and_backward(parts, batch, counts) for batch in cut.micro_batches]
-    found = {name: p.grad for name, p in parts.model.named_parameters()}
-    return found | {"ctc": sum(s[0].detach() for s in sums), "attention": sum(s[1].detach() for s in sums)}
+    counts = LossCounts(full_batch.tokens, full_batch.utterances)
+    sums = [forward_and_backward(parts, batch, counts) for batch in full_batch.micro_batches]
+    values = {name: p.grad for name, p in parts.model.named_parameters()}
+    return values | {"ctc": sum(s[0].detach() for s in sums), "attention": sum(s[1].detach() for s in sums)}
 
 
 @settings(max_examples=12, deadline=None)
@@ -61,22 +61,22 @@ def losses_and_gradients(parts: StepParts, cut: GlobalBatch) -> dict[str, torch.
 )
 def test_any_chunk_size_gives_equal_losses_and_gradients(chunk_frames, utterances, seed, kind, recompute, dropout):
     model = with_dropout(KINDS[kind], dropout)
-    cut = global_batch(speeches(utterances, seed), utterances)
-    whole = losses_and_gradients(double_parts(model), cut)
-    chunked = losses_and_gradients(in_chunks(double_parts(model, recompute), chunk_frames), cut)
+    batch = global_batch(speeches(utterances, seed), utterances)
+    whole = losses_and_gradients(double_parts(model), batch)
+    chunked = losses_and_gradients(in_chunks(double_parts(model, recompute), chunk_frames), batch)
     assert max_relative_difference(whole, chunked) < BOUND
 
 
 def test_negative_control_chunks_without_context_change_gradient(monkeypatch):
-    parts, cut = double_parts(), global_batch(speeches(2), 2)
-    whole = losses_and_gradients(double_parts(), cut)
+    parts, batch = double_parts(), global_batch(speeches(2), 2)
+    whole = losses_and_gradients(double_parts(), batch)
     one_piece = Subsampling.forward
 
     def without_the_last_three(self: Subsampling, features: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
         return one_piece(self, torch.cat([features[:, :-3], torch.zeros_like(features[:, -3:])], dim=1), layout)
 
     monkeypatch.setattr(Subsampling, "forward", without_the_last_three)
-    assert max_relative_difference(whole, losses_and_gradients(in_chunks(parts, 9), cut)) > 1e-3
+    assert max_relative_difference(whole, losses_and_gradients(in_chunks(parts, 9), batch)) > 1e-3
 
 
 @pytest.mark.parametrize("frames", [7, 8, 9, 10, 11, 23, 24, 25, 26])

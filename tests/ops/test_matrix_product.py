@@ -23,8 +23,8 @@ def onednn_calls(function, *inputs) -> int:
     return calls.counts[torch.ops.mkldnn._linear_pointwise.default]
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm())
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("rows, inputs, outputs", SHAPES)

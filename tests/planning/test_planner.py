@@ -174,7 +174,7 @@ def test_each_known_gpu_is_found_by_its_name():
 
 
 @pytest.mark.parametrize(
-    "written, said",
+    "written, message",
     [
         ("RTX 3065", "most similar known names are RTX 3060, .*--memory_budget"),
         ("A100 60GB", "exists with 40 GB or 80 GB"),
@@ -183,8 +183,8 @@ def test_each_known_gpu_is_found_by_its_name():
         ("GeForce GTX TITAN", "does not support a GPU this old"),
     ],
 )
-def test_unknown_gpu_is_rejected_with_advice(written, said):
-    with pytest.raises(UsageError, match=said):
+def test_unknown_gpu_is_rejected_with_advice(written, message):
+    with pytest.raises(UsageError, match=message):
         find_gpu(written)
 
 

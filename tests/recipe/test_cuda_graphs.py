@@ -66,11 +66,11 @@ def test_run_captures_its_shapes_reports_them_and_resumes_exactly(corpus, tmp_pa
 
 @pytest.mark.usefixtures("recorder_backend")
 def test_rehearsal_changes_no_weight(corpus, tmp_path):
-    found = [
+    results = [
         weights_after(corpus, tmp_path / rehearsal, *ON, "--max_steps", "2", "--rehearsal", rehearsal)
         for rehearsal in ("never", "always")
     ]
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
 def test_run_on_a_cpu_captures_nothing_and_is_unchanged(corpus, tmp_path, capsys):

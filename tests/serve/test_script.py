@@ -24,9 +24,9 @@ def wait_for_address(output: Path, patience: float = PROCESS_TIMEOUT) -> str:
     """Wait until the script prints its address and return it."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
-        found = re.search(r"http://\S+/", output.read_text() if output.exists() else "")
-        if found:
-            return found[0]
+        match = re.search(r"http://\S+/", output.read_text() if output.exists() else "")
+        if match:
+            return match[0]
         time.sleep(0.1)
     raise AssertionError(output.read_text())
 

@@ -93,9 +93,9 @@ def test_padding_does_not_affect_encoder_output():
 
 @pytest.mark.parametrize(("mode", "first"), parameter_grid(MODES, ("all", 2, 4)))
 def test_recomputation_gives_bit_identical_gradients(mode, first):
-    parts, cut = t5_parts(mode), global_batch(FOUR_PAIRS, 2)
+    parts, batch = t5_parts(mode), global_batch(FOUR_PAIRS, 2)
     policy = RecomputePolicy("always") if first == "all" else RecomputePolicy.first(first)
-    assert are_equal(gradients(parts, cut), gradients(parts.recomputing(policy), cut))
+    assert are_equal(gradients(parts, batch), gradients(parts.recomputing(policy), batch))
 
 
 @functools.cache
@@ -128,8 +128,8 @@ def test_offloaded_weights_give_identical_results(mode, place):
 
 @every_mode
 def test_only_trained_weights_change_in_20_steps(mode):
-    parts, cut = t5_parts(mode, t5_config(rate=1e-2), torch.float32), global_batch(pairs(2), 2)
-    check_changed_weights(parts, cut, lambda name: is_trained(name, mode), 20)
+    parts, batch = t5_parts(mode, t5_config(rate=1e-2), torch.float32), global_batch(pairs(2), 2)
+    check_changed_weights(parts, batch, lambda name: is_trained(name, mode), 20)
 
 
 def test_merged_lora_products_give_the_same_logits():
@@ -183,9 +183,9 @@ def test_no_cache_exists_during_training(monkeypatch):
     forward_and_backward = step.forward_and_backward
 
     def count_in_pass(*arguments: object, **named: object) -> tuple[torch.Tensor, ...]:
-        found = forward_and_backward(*arguments, **named)
+        result = forward_and_backward(*arguments, **named)
         in_pass.append(count_caches())
-        return found
+        return result
 
     monkeypatch.setattr(step, "forward_and_backward", count_in_pass)
     train_step(parts, global_batch(FOUR_PAIRS, 2), 0)
@@ -227,16 +227,16 @@ def test_planned_decoding_peak_bounds_measured_peak():
     architecture = T5Architecture(dataclasses.replace(LARGER, variant=VARIANTS["1.0"]))
     parts = build_step_parts(t5_config(), architecture, CPU, 100)
     long = [dataclasses.replace(one, waveform=torch.arange(2, 66), tokens=[9] * 20) for one in FOUR_PAIRS]
-    found = []
+    results = []
     with LiveBytes() as live:
         live.count(parts.state_tensors())
         live.restart_peak()
         recognize_greedily(parts, global_batch(long, 4), SPECIAL, rules_with_length(80))
-        found.append(live.restart_peak())
+        results.append(live.restart_peak())
     tracer = build_tracer(t5_config(), architecture, ONLY_TENSORS)
     planned = tracer.trace_validation(BatchShape(4, 64.0, 80))
-    assert found[0] <= planned <= 1.5 * found[0]
-    assert tracer.trace_validation(BatchShape(4, 64.0, 20)) < found[0]  # negative control: a cache of 20 tokens
+    assert results[0] <= planned <= 1.5 * results[0]
+    assert tracer.trace_validation(BatchShape(4, 64.0, 20)) < results[0]  # negative control: a cache of 20 tokens
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -249,8 +249,8 @@ def test_activations_beyond_fp16_range_do_not_overflow(variant):
     x = torch.randn(2, 5, SHAPE.d_model)
     expected = module(x)
     with torch.autocast("cpu", dtype=torch.float16):
-        found = module(x)
-    assert found.isfinite().all() and relative_difference(expected, found) < 0.01
+        actual = module(x)
+    assert actual.isfinite().all() and relative_difference(expected, actual) < 0.01
     assert expected.abs().max() > 65_504  # negative control: fp16 cannot represent it
 
 

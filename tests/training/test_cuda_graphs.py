@@ -40,8 +40,8 @@ def test_steps_by_graphs_equal_steps_on_the_grid(kind, recompute):
     plain.is_active = False
     plain_parts = dataclasses.replace(eager, compute_gradient=plain)
     for step, size in enumerate((4, 2, 1, 2)):
-        cut = spoken_batch(step, size)
-        reports = [train_step(parts, cut, step) for parts in (graphs, plain_parts)]
+        full_batch = spoken_batch(step, size)
+        reports = [train_step(parts, full_batch, step) for parts in (graphs, plain_parts)]
         assert abs(reports[0].loss / reports[1].loss - 1) < BOUND
     assert len(gradient.captured_shapes) == len(GRID.shapes)
     pairs = zip(graphs.model.parameters(), eager.model.parameters(), strict=True)

@@ -73,13 +73,13 @@ def test_weights_after_some_steps_equal_those_without_graphs():
 def test_out_of_memory_drops_the_graphs_and_repeats_the_step(owner, name, at, monkeypatch, capsys):
     parts, gradient, _ = graphed(parts_of("conformer"), PAIRS)
     injector = OutOfMemoryInjector(monkeypatch, owner, name, at)
-    found = trained(parts)
+    result = trained(parts)
     assert injector.calls == at, "nothing is captured or replayed afterwards"
     assert not gradient.is_active and gradient.captured_shapes == ()
     assert "CUDA graphs: dropped, training continues without them, with the same result. Out of memory" in (
         capsys.readouterr().out
     )
-    assert max_relative_difference(found, trained(eager())) < BOUND
+    assert max_relative_difference(result, trained(eager())) < BOUND
     # No limit is recorded: the micro-batches fit without graphs.
     assert parts.oom_history.sizes() == {}
 
@@ -148,11 +148,11 @@ def test_another_batch_size_is_replayed_or_runs_eagerly(size):
     parts, gradient, _ = graphed(parts_of("conformer"))
     trained(parts, range(1), size=2)
     captured = gradient.captured_shapes
-    found = trained(parts, range(1, 3), size=size)
+    result = trained(parts, range(1, 3), size=size)
     assert gradient.captured_shapes == captured
     plain = eager()
     trained(plain, range(1), size=2)
-    assert max_relative_difference(found, trained(plain, range(1, 3), size=size)) < BOUND
+    assert max_relative_difference(result, trained(plain, range(1, 3), size=size)) < BOUND
 
 
 def test_resumed_run_continues_with_the_same_weights():
@@ -231,9 +231,9 @@ def test_auto_captures_if_the_device_waits(share, captures, monkeypatch, capsys)
     parts = dataclasses.replace(parts_of("conformer"), compute_gradient=gradient)
     trained(parts, range(4))
     assert gradient.captured_shapes == ()
-    found = trained(parts, range(4, 6))
+    result = trained(parts, range(4, 6))
     assert bool(gradient.captured_shapes) == captures
     assert ("not used" in capsys.readouterr().out) != captures
     plain = eager()
     trained(plain, range(4))
-    assert max_relative_difference(found, trained(plain, range(4, 6))) < BOUND
+    assert max_relative_difference(result, trained(plain, range(4, 6))) < BOUND

@@ -42,14 +42,14 @@ class LeakingGlobalBatches:
 def test_memory_growth_script_finds_no_growth():
     flags = ("--steps", "6", *SMALL_FLAGS, "--subsampling_channels", "8", "--shortest", "0.5", "--longest", "1.5")
     done = checked(run_script("benchmarks/memory_growth.py", "steps", *flags, "--json"))
-    found = json.loads(done.stdout.splitlines()[-1])
-    weights_and_moments = 3 * 4 * found["params"]
-    assert weights_and_moments < found["live_first"] < weights_and_moments + 2**20
-    assert found["live_first"] == found["live_most"] == found["live_last"]
-    assert (found["steps"], found["splits"], found["skipped_steps"], found["settled_step"]) == (6, 0, 0, 3)
-    assert 12 * 0.5 <= found["audio_seconds"] <= 12 * 1.5
-    assert weights_and_moments / 2**20 < found["settled_mib"] <= found["largest_mib"]
-    assert found["is_within"] == (found["growth_percent"] <= 5)
+    parsed = json.loads(done.stdout.splitlines()[-1])
+    weights_and_moments = 3 * 4 * parsed["params"]
+    assert weights_and_moments < parsed["live_first"] < weights_and_moments + 2**20
+    assert parsed["live_first"] == parsed["live_most"] == parsed["live_last"]
+    assert (parsed["steps"], parsed["splits"], parsed["skipped_steps"], parsed["settled_step"]) == (6, 0, 0, 3)
+    assert 12 * 0.5 <= parsed["audio_seconds"] <= 12 * 1.5
+    assert weights_and_moments / 2**20 < parsed["settled_mib"] <= parsed["largest_mib"]
+    assert parsed["is_within"] == (parsed["growth_percent"] <= 5)
 
 
 def test_tensor_leaked_by_a_global_batch_is_detected():

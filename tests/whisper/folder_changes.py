@@ -17,8 +17,8 @@ def change_json(name: str, **changes: object) -> FolderChange:
     """Return a function that changes settings of a JSON file in a folder; a value of ... removes the setting."""
 
     def change(folder: Path) -> None:
-        found = json.loads((folder / name).read_text()) | changes
-        (folder / name).write_text(json.dumps({key: value for key, value in found.items() if value is not ...}))
+        parsed = json.loads((folder / name).read_text()) | changes
+        (folder / name).write_text(json.dumps({key: value for key, value in parsed.items() if value is not ...}))
 
     return change
 
@@ -38,9 +38,9 @@ def change_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Folde
     """Return a function that applies `change` to the tensors of a folder."""
 
     def rewrite(folder: Path) -> None:
-        found = safetensors.torch.load_file(folder / WEIGHTS)
-        change(found)
-        safetensors.torch.save_file(found, folder / WEIGHTS, {"format": "pt"})
+        result = safetensors.torch.load_file(folder / WEIGHTS)
+        change(result)
+        safetensors.torch.save_file(result, folder / WEIGHTS, {"format": "pt"})
 
     return rewrite
 

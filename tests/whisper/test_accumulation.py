@@ -24,12 +24,12 @@ def test_project_loss_of_any_split_equals_unsplit_trainer_loss():
     """The Trainer's results with a split are not checked, because a later version may correct them."""
     done = run_script(SCRIPT, "accumulation", "--json")
     assert done.returncode == 0 and done.stderr == ""
-    found = json.loads(done.stdout)
-    assert [(cut["batch"], cut["accumulation"]) for cut in found["cuts"]] == [(4, 1), (2, 2), (1, 4)]
+    parsed = json.loads(done.stdout)
+    assert [(cut["batch"], cut["accumulation"]) for cut in parsed["cuts"]] == [(4, 1), (2, 2), (1, 4)]
     for name in ("loss", "norm"):
-        whole = found["cuts"][0][f"trainer_{name}"]
-        assert [cut[f"our_{name}"] for cut in found["cuts"]] == pytest.approx([whole] * 3, rel=1e-5)
-    assert found["transformers"] == transformers.__version__
+        whole = parsed["cuts"][0][f"trainer_{name}"]
+        assert [cut[f"our_{name}"] for cut in parsed["cuts"]] == pytest.approx([whole] * 3, rel=1e-5)
+    assert parsed["transformers"] == transformers.__version__
 
 
 def test_table_depends_on_seed_and_shows_error_of_averaged_means():

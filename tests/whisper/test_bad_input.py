@@ -69,7 +69,7 @@ class Models:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Models:
     root = tmp_path_factory.mktemp("bad_input")
-    found = Models(root, write_corpus(root / "corpus", {"train": 6, "valid": 2}, lengths=range(1, 3)))
+    result = Models(root, write_corpus(root / "corpus", {"train": 6, "valid": 2}, lengths=range(1, 3)))
     others = {"wide": {"width": 32}, "other": {"seed": 1}, "english": {"languages": ()}}
     for name, changes in ({"base": {}, "no_translate": {}} | others).items():
         # An untrained model decodes until the last position.
@@ -77,10 +77,10 @@ def models(tmp_path_factory) -> Models:
     added = root / "no_translate" / "added_tokens.json"
     added.write_text(added.read_text().replace("<|translate|>", "<|nothing|>"))
     for kind, flags in KINDS.items():
-        flags = ("--pretrained", found.folder(), *LANGUAGE, *flags)
-        checked(run_trainer(*found.corpus.flags(), *SHORT, *run_folders(root / kind), *flags))
-    checked(run_trainer(*TINY_MODEL, *found.corpus.flags(), *SHORT, *run_folders(root / "ours")))
-    return found
+        flags = ("--pretrained", result.folder(), *LANGUAGE, *flags)
+        checked(run_trainer(*result.corpus.flags(), *SHORT, *run_folders(root / kind), *flags))
+    checked(run_trainer(*TINY_MODEL, *result.corpus.flags(), *SHORT, *run_folders(root / "ours")))
+    return result
 
 
 def check_rejected(done, code: int, message: str) -> None:
@@ -437,6 +437,6 @@ def test_too_long_utterances_are_skipped_with_row_and_reason(models, tmp_path):
     done = run_trainer(*SHORT[:-6], *run_folders(tmp_path), *flags, "--epochs", "1", "--num_workers", "0")
     assert done.returncode == 0, done.stderr  # a whole epoch: the model rejects longer input
     listed = [json.loads(line) for line in (tmp_path / "runs/default/rejected.jsonl").read_text().splitlines()]
-    assert [found["row"] for found in listed] == [2, 4, 6]
-    for found, message in zip(listed, ("model's window at speed 0.9, 2.7 s",) * 2 + ("the decoder's 63",), strict=True):
-        assert found["reason"].endswith(message), found
+    assert [item["row"] for item in listed] == [2, 4, 6]
+    for item, message in zip(listed, ("model's window at speed 0.9, 2.7 s",) * 2 + ("the decoder's 63",), strict=True):
+        assert item["reason"].endswith(message), item

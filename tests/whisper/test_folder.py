@@ -227,27 +227,27 @@ BAD_FOLDERS = {
         change_weight_bytes(lambda data: data.replace(b'"data_offsets":[0,', b'"data_offsets":[4,', 1)),
         r"its model\.safetensors is damaged",
     ),
-    "missing tensor": (change_tensors(lambda found: found.pop(EMBEDDING)), f"it has no tensor {EMBEDDING}"),
+    "missing tensor": (change_tensors(lambda tensors: tensors.pop(EMBEDDING)), f"it has no tensor {EMBEDDING}"),
     "unexpected tensor": (
-        change_tensors(lambda found: found.update(more=torch.zeros(1))),
+        change_tensors(lambda tensors: tensors.update(more=torch.zeros(1))),
         "its tensor more is not part of Whisper",
     ),
     "tensor of another shape": (
-        change_tensors(lambda found: found.update({"model.decoder.layer_norm.bias": torch.zeros(1, 32)})),
+        change_tensors(lambda tensors: tensors.update({"model.decoder.layer_norm.bias": torch.zeros(1, 32)})),
         r"model\.decoder\.layer_norm\.bias has the shape \(1, 32\)",
     ),
     "integer tensor": (
         change_tensors(
-            lambda found: found.update({"model.decoder.layer_norm.bias": torch.zeros(32, dtype=torch.int32)})
+            lambda tensors: tensors.update({"model.decoder.layer_norm.bias": torch.zeros(32, dtype=torch.int32)})
         ),
         r"model\.decoder\.layer_norm\.bias is of type I32",
     ),
     "NaN": (
-        change_tensors(lambda found: found[EMBEDDING][7].fill_(torch.nan)),
+        change_tensors(lambda tensors: tensors[EMBEDDING][7].fill_(torch.nan)),
         f"its {EMBEDDING} contains values that are not finite",
     ),
     "output layer differs": (
-        change_tensors(lambda found: found.update({"proj_out.weight": found[EMBEDDING] + 1})),
+        change_tensors(lambda tensors: tensors.update({"proj_out.weight": tensors[EMBEDDING] + 1})),
         r"its proj_out\.weight differs from its model\.decoder\.embed_tokens\.weight, to which",
     ),
     "weight file outside folder": (
@@ -267,17 +267,17 @@ def test_bad_folder_is_rejected_with_one_sentence(case, whisper_folders, tmp_pat
     folder = tmp_path / "folder"
     shutil.copytree(whisper_folders["tiny"], folder)
     change(folder)
-    with pytest.raises(CheckpointError, match=words) as found:
+    with pytest.raises(CheckpointError, match=words) as result:
         read_whisper_folder(folder).build()
-    assert str(folder) in str(found.value) and "\n" not in str(found.value) and found.value.exit_code == 4
-    assert str(found.value).endswith(".") and len(str(found.value)) < 420 + len(str(folder))
+    assert str(folder) in str(result.value) and "\n" not in str(result.value) and result.value.exit_code == 4
+    assert str(result.value).endswith(".") and len(str(result.value)) < 420 + len(str(folder))
 
 
 def test_valid_folder_is_accepted(whisper_folders, tmp_path):
     """Negative control of the table: optional files may be missing, and an equal output layer is accepted."""
     folder = tmp_path / "folder"
     shutil.copytree(whisper_folders["tiny"], folder)
-    change_tensors(lambda found: found.update({"proj_out.weight": found[EMBEDDING].clone()}))(folder)
+    change_tensors(lambda result: result.update({"proj_out.weight": result[EMBEDDING].clone()}))(folder)
     write_or_remove(GENERATION, None)(folder)
     (folder / "processor_config.json").write_text(
         json.dumps({"feature_extractor": json.loads((folder / PREPROCESSOR).read_text())})

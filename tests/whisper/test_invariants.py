@@ -57,33 +57,33 @@ def test_gradients_do_not_depend_on_micro_batch_size(mode, recompute):
 
 @every_mode
 def test_negative_control_average_of_micro_batch_means_differs(mode):
-    parts, cut = whisper_parts(mode), global_batch(FOUR_UTTERANCES, 1)
-    assert max_relative_difference(gradients(parts, cut), averaged_gradients(parts, cut)) > 1e-3
+    parts, batch = whisper_parts(mode), global_batch(FOUR_UTTERANCES, 1)
+    assert max_relative_difference(gradients(parts, batch), averaged_gradients(parts, batch)) > 1e-3
 
 
 @pytest.mark.parametrize(("mode", "first"), parameter_grid(MODES, ("all", 1, 2, 4)))
 def test_recomputation_gives_bit_identical_gradients(mode, first):
     parts, flop = whisper_parts(mode), []
     policy = RecomputePolicy("always") if first == "all" else RecomputePolicy.first(first)
-    found = []
+    results = []
     for tried in (parts, parts.recomputing(policy)):
         with FlopCounterMode(display=False) as counter:
-            found.append(gradients(tried, GLOBAL_BATCH))
+            results.append(gradients(tried, GLOBAL_BATCH))
         flop.append(counter.get_total_flops())
-    assert are_equal(*found)
+    assert are_equal(*results)
     # Below the trained blocks no activations are kept, so nothing is recomputed.
     assert (flop[1] > flop[0]) == (policy(1.0).count > BLOCKS_BELOW[mode])
 
 
 @every_mode
 def test_recomputed_blocks_keep_their_attention_output(mode, monkeypatch):
-    cut = global_batch([dataclasses.replace(one, waveform=one.waveform.float()) for one in FOUR_UTTERANCES], 2)
+    batch = global_batch([dataclasses.replace(one, waveform=one.waveform.float()) for one in FOUR_UTTERANCES], 2)
     attention, sum_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, torch.ops.aten.add.Tensor
 
     def calls(policy: str) -> tuple[int, int]:
-        with OperationCounter() as found:
-            gradients(whisper_parts(mode, dtype=torch.float32).recomputing(RecomputePolicy(policy)), cut)
-        return found.counts[attention], found.counts[sum_]
+        with OperationCounter() as result:
+            gradients(whisper_parts(mode, dtype=torch.float32).recomputing(RecomputePolicy(policy)), batch)
+        return result.counts[attention], result.counts[sum_]
 
     never, always = calls("never"), calls("always")
     assert never[0] == always[0] > 0 and never[1] < always[1]
@@ -121,8 +121,8 @@ def test_negative_control_gradients_of_failed_attempt_change_the_step(mode, monk
 
 def global_batch_of_five() -> GlobalBatch:
     """Return five fp32 micro-batches of one utterance, which two threads cannot share evenly, in concurrent order."""
-    cut = global_batch([dataclasses.replace(one, waveform=one.waveform.float()) for one in FIVE_UTTERANCES], 1)
-    return dataclasses.replace(cut, micro_batches=order_for_concurrency(cut.micro_batches, 2))
+    batch = global_batch([dataclasses.replace(one, waveform=one.waveform.float()) for one in FIVE_UTTERANCES], 1)
+    return dataclasses.replace(batch, micro_batches=order_for_concurrency(batch.micro_batches, 2))
 
 
 def train_two_steps(mode: str, concurrent_micro_batches: int, recompute: str = "never") -> dict[str, torch.Tensor]:
@@ -168,8 +168,8 @@ def test_negative_control_without_ordering_results_depend_on_timing(monkeypatch,
 @every_mode
 def test_only_trained_weights_change_in_40_steps(mode):
     parts = whisper_parts(mode, dtype=torch.float32)
-    cut = global_batch([dataclasses.replace(one, waveform=one.waveform.float()) for one in speeches(2)], 2)
-    check_changed_weights(parts, cut, lambda name: is_trained(name, mode), 40)
+    batch = global_batch([dataclasses.replace(one, waveform=one.waveform.float()) for one in speeches(2)], 2)
+    check_changed_weights(parts, batch, lambda name: is_trained(name, mode), 40)
 
 
 def test_new_lora_equals_base_and_merging_keeps_the_logits():
