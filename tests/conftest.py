@@ -76,6 +76,8 @@ SLOW_FILES = (
     "planning/test_run_plan.py",
     "training/test_graphs.py",
     "training/test_graph_runner.py",
+    "recipe/test_cuda_graphs.py",
+    "planning/test_shapes.py",
 )
 
 
